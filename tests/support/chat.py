@@ -35,7 +35,7 @@ def merged(events: Iterable[Event]) -> list[Event]:
 
 def events_of(form: str, pieces: Sequence[str], tools: Sequence[str] = TOOLS) -> list[Event]:
     """The events that a parser of this form finds in the pieces."""
-    parser = CallParser(TOOL_FORMS[form], tools)
+    parser = CallParser(TOOL_FORMS[form], {name: {} for name in tools})
     found = [event for piece in pieces for event in parser.push(piece)]
     return merged([*found, *parser.flush()])
 

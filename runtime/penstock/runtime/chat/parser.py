@@ -101,7 +101,7 @@ class ChatForms:
         if self.reasoning is not None:
             reasoning = ReasoningParser(self.reasoning, inside=self.reasoning.opened_by(prompt))
         if self.tools is not None and chat.offered_tools:
-            tools = CallParser(self.tools, [tool.name for tool in chat.offered_tools])
+            tools = CallParser(self.tools, {tool.name: tool.parameters for tool in chat.offered_tools})
         return ChatParser(reasoning, tools)
 
     def markers(self, chat: Chat) -> frozenset[str]:

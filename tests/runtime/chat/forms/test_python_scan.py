@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.chat.forms.python_scan import python_value
+from penstock.runtime.chat.forms.python.python_scan import python_value
 from tests.support.chat import Scan, pieces_of
 
 VALUES = st.recursive(

@@ -147,7 +147,7 @@ def test_text_is_held_no_longer_than_needed(form: str, pieces: list[str]) -> Non
         "mistral": [[], ["[1]"], [" [TOOLS]"]],
         "pythonic": [[], ["[1] or ["], ["f("]],
     }[form]
-    parser = CallParser(TOOL_FORMS[form], ["f"])
+    parser = CallParser(TOOL_FORMS[form], {"f": {}})
     assert [[e.text for e in parser.push(piece) if isinstance(e, Text)] for piece in pieces] == expected
     assert parser.flush() == []
 
@@ -160,7 +160,7 @@ def test_a_call_comes_with_its_last_character() -> None:
         ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}'),
         ("pythonic", "[get_weather(city='Paris')]"),
     ]:
-        parser = CallParser(TOOL_FORMS[form], ["get_weather"])
+        parser = CallParser(TOOL_FORMS[form], {"get_weather": {}})
         assert [event for char in text[:-1] for event in parser.push(char)] == []
         assert parser.push(text[-1]) == [WEATHER]
 

@@ -105,7 +105,7 @@ def test_text_without_calls_is_unchanged(form, parts) -> None:
 @given(words=st.lists(st.text(alphabet="ab\n ;}])'\"é", max_size=8), max_size=6))
 def test_text_without_markers_comes_at_once(form, words) -> None:
     """After every piece, all text has come out except white space at its end."""
-    parser = CallParser(TOOL_FORMS[form], TOOLS)
+    parser = CallParser(TOOL_FORMS[form], {name: {} for name in TOOLS})
     came = ""
     for i, word in enumerate(words):
         came += texts(parser.push(word))

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from penstock.runtime.chat.enforce.lark import Lark, quote, spelt
 from penstock.runtime.chat.enforce.object_calls import hermes_body, mistral_body, objects, tails
 from penstock.runtime.chat.enforce.pythonic_calls import call_list, calls_of
-from penstock.runtime.chat.forms import hermes, llama3_json, mistral, pythonic
+from penstock.runtime.chat.forms import hermes, llama3_json, mistral
+from penstock.runtime.chat.forms.python import pythonic
 from penstock.runtime.chat.messages import Chat
 
 _ANY = "(?s:.*)"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from penstock.runtime.chat.enforce.arguments import follows_schema, value
 from penstock.runtime.chat.enforce.lark import Lark, quote
-from penstock.runtime.chat.forms.pythonic import ENDS, KEYWORD, NAME
+from penstock.runtime.chat.forms.python.pythonic import ENDS, KEYWORD, NAME
 from penstock.runtime.chat.messages import Chat, Tool
 from penstock.runtime.errors import InvalidRequest, Violation
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from penstock.runtime.chat.forms.reader import SPACES, SpaceHolder
 
@@ -24,6 +25,8 @@ class Call:
 
 
 Event: TypeAlias = Text | Call
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The known tools: name to the JSON Schema of the arguments, which decides what untyped values mean."""
 
 
 def is_text(text: str) -> bool:

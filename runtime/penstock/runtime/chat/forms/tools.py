@@ -8,11 +8,12 @@ a call too, and the caller learns what the model tried. In the other forms such 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.runtime.chat.forms import hermes, llama3_json, mistral, pythonic
-from penstock.runtime.chat.forms.events import Event, Events
+from penstock.runtime.chat.forms import hermes, llama3_json, mistral
+from penstock.runtime.chat.forms.events import Event, Events, Tools
+from penstock.runtime.chat.forms.python import pythonic
 from penstock.runtime.chat.forms.reader import Reader, Stream, Wait
 
 
@@ -21,7 +22,7 @@ class ToolForm:
     """One form: a parser and the strings that mark calls."""
 
     name: str
-    parse: Callable[[Reader, Events, Collection[str]], Wait[None]]
+    parse: Callable[[Reader, Events, Tools], Wait[None]]
     markers: tuple[str, ...]
     """Strings that must stay visible while special tokens are skipped."""
 
@@ -40,11 +41,9 @@ TOOL_FORMS: Mapping[str, ToolForm] = {
 class CallParser:
     """Finds calls in one output's text."""
 
-    def __init__(self, form: ToolForm, tools: Collection[str]) -> None:
-        """`tools`: names of the known tools."""
-        known = frozenset(tools)
+    def __init__(self, form: ToolForm, tools: Tools) -> None:
         self._events = Events()
-        self._stream = Stream(lambda r: form.parse(r, self._events, known))
+        self._stream = Stream(lambda r: form.parse(r, self._events, tools))
 
     def push(self, text: str) -> list[Event]:
         """What this further text made certain, in order."""

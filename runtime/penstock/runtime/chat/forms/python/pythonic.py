@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection
 
 from penstock.runtime.chat.forms.events import Call, Events
-from penstock.runtime.chat.forms.python_scan import python_value
+from penstock.runtime.chat.forms.python.python_scan import python_value
 from penstock.runtime.chat.forms.reader import Reader, Wait, literal, more, run_of, spaces, text_until
 
 ENDS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}

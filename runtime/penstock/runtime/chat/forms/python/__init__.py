@@ -1,0 +1,1 @@
+"""Calls that are written in Python."""
