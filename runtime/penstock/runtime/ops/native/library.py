@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 TARGETS = (
     "penstock_linear",
+    "penstock_norm",
     "penstock_rotate",
     "penstock_attention_plan",
     "penstock_attention",

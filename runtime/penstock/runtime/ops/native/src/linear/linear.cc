@@ -3,6 +3,7 @@
 #include <cstring>
 #include <memory>
 
+#include "common/buffers.h"
 #include "common/common.h"
 #include "common/cpu.h"
 #include "common/guarded.h"
@@ -21,12 +22,6 @@ const LinearKernel* CurrentLinearKernel() {
 namespace {
 
 namespace ffi = xla::ffi;
-
-// The buffer's values from place `at` on; null if it is empty.
-template <typename T, typename Buffer>
-const T* From(const Buffer& buffer, int64_t at) {
-  return buffer.element_count() ? reinterpret_cast<const T*>(buffer.untyped_data()) + at : nullptr;
-}
 
 // Divides a weight that holds the outputs of two weights of equal size, one after the other, into these two.
 void Halve(LinearJob* job) {

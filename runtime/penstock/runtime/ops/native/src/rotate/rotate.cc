@@ -1,6 +1,7 @@
 // The FFI operation `penstock_rotate`: see rotate.h.
 #include "rotate/rotate.h"
 
+#include "common/buffers.h"
 #include "common/cpu.h"
 #include "common/guarded.h"
 #include "common/parallel.h"
@@ -15,12 +16,6 @@ constexpr int64_t kRowsPerCall = 8;
 
 RotateRows Kernel() {
   return ForCurrentIsa(RotateRowsAvx2, RotateRowsAvx512, RotateRowsAvx512Bf16, RotateRowsAvx512Bf16);
-}
-
-// The buffer's values from place `at` on; null if it is empty.
-template <typename Buffer>
-const uint16_t* From(const Buffer& buffer, int64_t at) {
-  return buffer.element_count() ? reinterpret_cast<const uint16_t*>(buffer.untyped_data()) + at : nullptr;
 }
 
 uint16_t* Bits(ffi::Result<ffi::Buffer<ffi::BF16>>& buffer) {
@@ -43,8 +38,8 @@ ffi::Error Rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> qkv, ffi::Buffer<
   job.qkv = reinterpret_cast<const uint16_t*>(qkv.untyped_data());
   job.cos = cos.typed_data();
   job.sin = sin.typed_data();
-  job.q_norm = From(q_norm, q_norm_at);
-  job.k_norm = From(k_norm, k_norm_at);
+  job.q_norm = From<uint16_t>(q_norm, q_norm_at);
+  job.k_norm = From<uint16_t>(k_norm, k_norm_at);
   job.eps = eps;
   job.heads = q->dimensions()[1];
   job.kv_heads = k->dimensions()[1];

@@ -1,0 +1,7 @@
+#include "norm/norm_kernel.h"
+
+namespace penstock {
+
+void NormRowsAvx2(const NormJob& job, int64_t first, int64_t last) { Rows(job, first, last); }
+
+}  // namespace penstock
