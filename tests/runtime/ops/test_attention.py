@@ -59,6 +59,20 @@ def test_decode_batches(pasts: list[int], options: Options, seed: int) -> None:
     check(batch, step(shape, options, True)(batch), 2e-5)
 
 
+@settings(max_examples=20, deadline=None)
+@given(rows, st.sampled_from([(4, 1), (4, 2)]), st.booleans(), options, seeds)
+def test_values_that_are_channels_of_the_keys(
+    cases: list[Case], heads: tuple[int, int], decode: bool, options: Options, seed: int
+) -> None:
+    """Latent attention: the cache holds keys only, whose first channels are the values."""
+    if decode:
+        cases = [Case(case.past, 1) for case in cases]
+    tokens = ROWS if decode else 96
+    shape = Shape(*heads, dim=DIM, page=PAGE, tokens=tokens, rows=ROWS, width=24, pages=70, value_dim=5)
+    batch = draw(cases, shape, options, seed)
+    check(batch, step(shape, options, decode)(batch), 2e-5)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sixteen_bit_cache_keeps_exact_values(dtype: jnp.dtype) -> None:
     """A 16-bit cache is stored as raw uint16 and must be read back unchanged. The row has one position, so

@@ -28,7 +28,9 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a step and of the cache's rows."""
+    """Sizes of a step and of the cache's rows. With `value_dim` the cache holds keys only, and the values are
+    their first channels.
+    """
 
     heads: int
     kv_heads: int
@@ -39,6 +41,7 @@ class Shape:
     width: int
     pages: int  # how many the cache has
     dtype: str = "float32"
+    value_dim: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,21 +64,21 @@ class Batch:
 
     q: np.ndarray
     k: np.ndarray
-    v: np.ndarray
+    v: np.ndarray | None
     cache: np.ndarray
     starts: np.ndarray
     q_lens: np.ndarray
     table: np.ndarray
     sinks: np.ndarray | None
-    expected: np.ndarray  # [real tokens, H, D]
+    expected: np.ndarray  # [real tokens, H, D or value_dim]
     cache_after: np.ndarray
 
 
 def dense(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, past: int, options: Options, sinks: np.ndarray | None
 ) -> np.ndarray:
-    """Attention of len(q) tokens after `past`, in float64: q [n, H, D], k and v [past + n, KH, D]."""
-    out = np.zeros(q.shape)
+    """Attention of len(q) tokens after `past`, in float64: q [n, H, D], k and v [past + n, KH, ...]."""
+    out = np.zeros((*q.shape[:2], v.shape[2]))
     group = q.shape[1] // k.shape[1]
     for i in range(len(q)):
         seen = slice(options.oldest(past + i), past + i + 1)
@@ -102,15 +105,18 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
     table = rng.integers(0, shape.pages, (shape.rows, shape.width)).astype(np.int32)
     values = lambda *size: np.asarray(rng.standard_normal(size)).astype(dtype)
     q = values(shape.tokens, shape.heads, shape.dim)
-    k, v = values(2, shape.tokens, shape.kv_heads, shape.dim)
-    prefix = values(2, shared, shape.kv_heads, shape.dim)
+    planes = 2 if shape.value_dim is None else 1
+    new = values(planes, shape.tokens, shape.kv_heads, shape.dim)
+    prefix = values(planes, shared, shape.kv_heads, shape.dim)
     sinks = rng.standard_normal(shape.heads).astype(np.float32) if options.sinks else None
-    cache = np.full(kv_layer_shape(shape.pages, page, shape.kv_heads, shape.dim), np.nan, dtype)
+    keys_only = shape.value_dim is not None
+    cache_shape = kv_layer_shape(shape.pages, page, shape.kv_heads, shape.dim, keys_only=keys_only)
+    cache = np.full(cache_shape, np.nan, dtype)
     starts, q_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
     expected, writes, at = [], [], 0
     for row, case in enumerate(cases):
         pages = [free.pop() for _ in range(-(-(case.past + case.new) // page))]
-        past = values(2, case.past, shape.kv_heads, shape.dim)
+        past = values(planes, case.past, shape.kv_heads, shape.dim)
         sharing = 0 < shared <= case.past
         if sharing:
             pages[: len(common)], past[:, :shared] = common, prefix
@@ -120,18 +126,19 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
         for position in range(first, case.past):
             cache[pages[position // page], :, :, position % page] = past[:, position]
         span = slice(at, at + case.new)
-        keys, vals = (np.concatenate([old, new[span]]) for old, new in zip(past, (k, v), strict=True))
+        whole = np.concatenate([past, new[:, span]], axis=1)
+        keys, vals = whole[0], whole[-1, ..., : shape.value_dim]
         expected.append(dense(q[span], keys, vals, case.past, options, sinks))
         writes += [(pages[p // page], p % page, at + p - case.past) for p in range(case.past, len(keys))]
         at += case.new
     after = cache.copy()
     for page_id, offset, token in writes:
-        after[page_id, :, :, offset] = k[token], v[token]
+        after[page_id, :, :, offset] = new[:, token]
     storage = kv_storage_dtype(dtype)
     return Batch(
         q,
-        k,
-        v,
+        new[0],
+        None if keys_only else new[1],
         cache.view(storage),
         starts,
         q_lens,
@@ -150,7 +157,7 @@ def runner(
     def step(
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         kv: jax.Array,
         starts: jax.Array,
         q_lens: jax.Array,
@@ -177,6 +184,7 @@ def runner(
             softcap=options.softcap,
             sinks=sinks,
             chunk=options.chunk,
+            value_dim=shape.value_dim,
         )
 
     compiled = jax.jit(step)

@@ -14,7 +14,7 @@ from jax import Array, lax
 from numpy.typing import NDArray
 
 from penstock.runtime.execution.step_programs import KVCache, Rebuild, StepShapes, Weights, report
-from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
+from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV
 from penstock.runtime.ops.sampler import RowState, Sampled, token_logprobs
 from penstock.runtime.ops.sampling_codes import IN_PROMPT, LOGPROBS
 from penstock.runtime.requests.request import Request
@@ -98,7 +98,7 @@ def make_page_copies(spec: CacheSpec) -> Callable[[KVCache, Array], KVCache]:
     padding (64 pairs of 64 KB in 8 layers on CPU: 34 ms, where the loop takes 0.2 ms for three real pairs).
     """
 
-    is_paged = [isinstance(layer, PagedKV) for layer in spec.layers]
+    is_paged = [isinstance(layer, PagedKV | LatentKV) for layer in spec.layers]
 
     def copy_pages(kv: KVCache, pairs: Array) -> KVCache:
         pages = tuple(compress(kv, is_paged))

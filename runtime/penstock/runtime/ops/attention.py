@@ -61,21 +61,25 @@ class AttentionOp(Protocol):
         self,
         q: Array,
         k_new: Array,
-        v_new: Array,
+        v_new: Array | None,
         kv: Array,
         meta: AttentionMeta,
         *,
         scale: float,
         sliding_window: int | None = None,
+        value_dim: int | None = None,
     ) -> tuple[Array, Array]: ...
 
 
-def kv_layer_shape(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """Shape of one layer's cache: [page, key or value, kv head, offset, dim].
+def kv_layer_shape(
+    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *, keys_only: bool = False
+) -> tuple[int, ...]:
+    """Shape of one layer's cache: [page, key or value, kv head, offset, dim]. With `keys_only` the second
+    axis has one entry, because the values are channels of the keys.
 
     What one head reads of a page lies in one piece of memory, which is good for prefetchers and the TLB.
     """
-    return (num_pages, 2, num_kv_heads, page_size, head_dim)
+    return (num_pages, 1 if keys_only else 2, num_kv_heads, page_size, head_dim)
 
 
 def kv_storage_dtype(dtype: np.dtype) -> np.dtype:
@@ -153,12 +157,12 @@ def make_meta(
     )
 
 
-def write_kv(kv: Array, k_new: Array, v_new: Array, write_slots: Array) -> Array:
-    """Writes this step's keys and values, each [T, KH, D], into one layer's cache. A write slot is page *
-    page_size + offset; slots past the end are dropped.
+def write_kv(kv: Array, k_new: Array, v_new: Array | None, write_slots: Array) -> Array:
+    """Writes this step's keys and values, each [T, KH, D], into one layer's cache; `v_new` is None for a
+    cache of keys only. A write slot is page * page_size + offset; slots past the end are dropped.
     """
     page_size = kv.shape[3]
-    new = jnp.stack([k_new, v_new], axis=1)
+    new = k_new[:, None] if v_new is None else jnp.stack([k_new, v_new], axis=1)
     if kv.dtype == jnp.uint16:
         new = lax.bitcast_convert_type(new, jnp.uint16)
     return kv.at[write_slots // page_size, :, :, write_slots % page_size].set(new, mode="drop")
@@ -177,7 +181,7 @@ def oldest_visible(positions: Array, sliding_window: int | None, chunk: int | No
 def paged_attention(
     q: Array,
     k_new: Array,
-    v_new: Array,
+    v_new: Array | None,
     kv: Array,
     meta: AttentionMeta,
     *,
@@ -186,6 +190,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Array | None = None,
     chunk: int | None = None,
+    value_dim: int | None = None,
 ) -> tuple[Array, Array]:
     """Causal attention of a ragged batch against its paged cache, in XLA. It also writes the cache.
 
@@ -193,11 +198,14 @@ def paged_attention(
     `kv_storage_dtype`. H is a multiple of KH. With `sliding_window` w a token attends to itself and the w - 1
     tokens before it; with `chunk` c only to positions of its own chunk, position // c (Llama 4). With
     `softcap` scores s become softcap * tanh(s / softcap) (Gemma 2). `sinks` float32 [H] joins each softmax as
-    one more score without a value (gpt-oss). Returns out [T, H, D] in q's dtype (padding tokens hold finite
-    values) and the updated cache.
+    one more score without a value (gpt-oss). With `value_dim` the cache holds keys only, `v_new` is None, and
+    the value of a position is the first `value_dim` channels of its key (latent attention). Returns out [T,
+    H, D], or [T, H, value_dim], in q's dtype (padding tokens hold finite values) and the updated cache.
     """
+    _check_values(v_new, kv, value_dim)
     _, num_heads, dim = q.shape
     _, _, kv_heads, page_size, _ = kv.shape
+    out_dim = dim if value_dim is None else value_dim
     group = num_heads // kv_heads
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
 
@@ -217,7 +225,7 @@ def paged_attention(
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, total, acc = carry
         pages = lax.dynamic_slice_in_dim(tables, i * pages_per_iteration, pages_per_iteration, axis=1)
-        block = kv[pages]  # [B, pages, 2, KH, page_size, D]
+        block = kv[pages]  # [B, pages, 1 or 2, KH, page_size, D]
         if block.dtype == jnp.uint16:
             block = lax.bitcast_convert_type(block, q.dtype)
         k_pos = i * span + jnp.arange(span, dtype=jnp.int32)
@@ -226,7 +234,7 @@ def paged_attention(
         held = (k_pos[None, :] < kv_lens[:, None]) & (k_pos[None, :] >= oldest[:, :1])
         held = held.reshape(num_blocks, pages_per_iteration, 1, 1, page_size, 1)
         block = jnp.where(held, block.astype(jnp.float32), 0.0)
-        keys, values = block[:, :, 0], block[:, :, 1]
+        keys, values = block[:, :, 0], block[:, :, -1, ..., :out_dim]
         scores = jnp.einsum("bqhgd,bphkd->bhgqpk", queries, keys, precision=lax.Precision.HIGHEST)
         scores = scores.reshape(*lanes, span)
         if softcap is not None:
@@ -248,7 +256,7 @@ def paged_attention(
     init = (
         jnp.full(lanes, _MASKED, jnp.float32),
         jnp.zeros(lanes, jnp.float32),
-        jnp.zeros((*lanes, dim), jnp.float32),
+        jnp.zeros((*lanes, out_dim), jnp.float32),
     )
     last_iteration = (q_pos.max() + span) // span
     first_iteration = jnp.where(q_pos >= 0, oldest, jnp.int32(2**30)).min() // span
@@ -260,14 +268,23 @@ def paged_attention(
         total = total * fade + jnp.exp(sink - top)
         acc = acc * fade[..., None]
     out = acc / jnp.maximum(total, 1e-30)[..., None]
-    out = out.transpose(0, 3, 1, 2, 4).reshape(num_blocks * block_q, num_heads, dim)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(num_blocks * block_q, num_heads, out_dim)
     return out[meta.token_places].astype(q.dtype), kv
+
+
+def _check_values(v_new: Array | None, kv: Array, value_dim: int | None) -> None:
+    """Raises ValueError unless arguments and cache agree on where the values are."""
+    keys_only = kv.shape[1] == 1
+    if keys_only != (v_new is None) or keys_only != (value_dim is not None):
+        raise ValueError(
+            f"a cache of shape {kv.shape} needs value_dim and no v_new if it holds keys only, else only v_new"
+        )
 
 
 def native_paged_attention(
     q: Array,
     k_new: Array,
-    v_new: Array,
+    v_new: Array | None,
     kv: Array,
     meta: AttentionMeta,
     *,
@@ -276,6 +293,7 @@ def native_paged_attention(
     softcap: float | None = None,
     sinks: Array | None = None,
     chunk: int | None = None,
+    value_dim: int | None = None,
 ) -> tuple[Array, Array]:
     """`paged_attention` by the native CPU kernels for the shapes that they support, else in XLA. Native
     output of padding tokens is 0.
@@ -292,6 +310,7 @@ def native_paged_attention(
             softcap=softcap,
             sinks=sinks,
             chunk=chunk,
+            value_dim=value_dim,
         )
     plan = kernels.plan(
         meta.starts,

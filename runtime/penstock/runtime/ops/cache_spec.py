@@ -1,10 +1,11 @@
 """What a model keeps of the tokens it has processed: for each layer the kind of cache, and the memory it
 takes.
 
-The cache is a tuple with an entry for each layer, in the layers' order. There are two kinds of entries:
+The cache is a tuple with an entry for each layer, in the layers' order. There are three kinds of entries:
 
 - `PagedKV`: keys and values of every position, in pages that requests hold and share; or, with a window, of
   the latest positions only.
+- `LatentKV`: the same pages for latent attention, which keeps one small vector that all heads share.
 - `SlotState`: arrays of a fixed size for each slot, such as the state of a recurrent layer.
 
 State by slot is kept twice (`state_copies`). A step reads the copy that the row's last step left, and writes
@@ -53,6 +54,43 @@ class PagedKV:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentKV:
+    """Of each position one vector, the key of all heads: `latent_dim` channels, of which keys and values of
+    each head are linear functions, and `rope_dim` channels with a rotary embedding, which all heads share.
+    The latent channels are the value too, so that nothing is stored twice.
+    """
+
+    latent_dim: int
+    rope_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of the key."""
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def window(self) -> None:
+        """A token attends to all positions before it."""
+        return None
+
+    def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
+        """Bytes of one page, for a model in `dtype`."""
+        return math.prod(self._shape(1, page_size)) * int(dtype.itemsize)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return 0
+
+    def arrays(self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any]) -> Any:
+        """This layer's entry of the cache, as shapes and dtypes."""
+        return jax.ShapeDtypeStruct(self._shape(num_pages, page_size), kv_storage_dtype(dtype))
+
+    def _shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
+        return kv_layer_shape(num_pages, page_size, 1, self.head_dim, keys_only=True)
+
+
+@dataclass(frozen=True, slots=True)
 class SlotState:
     """Arrays of these shapes and dtypes for each slot. They are zeros before a request's first position.
 
@@ -85,12 +123,12 @@ class SlotState:
 class CacheSpec:
     """The cache of a model."""
 
-    layers: tuple[PagedKV | SlotState, ...]
+    layers: tuple[PagedKV | LatentKV | SlotState, ...]
 
     @property
-    def paged(self) -> tuple[PagedKV, ...]:
+    def paged(self) -> tuple[PagedKV | LatentKV, ...]:
         """The layers with pages."""
-        return tuple(layer for layer in self.layers if isinstance(layer, PagedKV))
+        return tuple(layer for layer in self.layers if isinstance(layer, PagedKV | LatentKV))
 
     @property
     def has_state(self) -> bool:

@@ -29,6 +29,7 @@ def supports(q: Array | jax.ShapeDtypeStruct, kv: Array | jax.ShapeDtypeStruct) 
     """Whether the kernels can handle queries [T, H, D] against a cache [page, 2, KH, page size, D]."""
     return (
         _DTYPES.get(np.dtype(q.dtype)) == kv.dtype
+        and kv.shape[1] == 2
         and kv.shape[4] % _MULTIPLE == 0
         and kv.shape[4] <= _MAX_DIM
         and kv.shape[3] % _MULTIPLE == 0
@@ -79,7 +80,7 @@ def plan(
 def attend(
     q: Array,
     k_new: Array,
-    v_new: Array,
+    v_new: Array | None,
     kv: Array,
     step_plan: Array,
     page_table: Array,
@@ -92,6 +93,7 @@ def attend(
 
     The returned cache lies in the memory of the argument.
     """
+    assert v_new is not None
     library.load()
     shapes = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype))
     call = jax.ffi.ffi_call("penstock_attention", shapes, input_output_aliases={3: 1})
