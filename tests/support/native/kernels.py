@@ -39,6 +39,10 @@ _PARTS = (
     "common/limits",
     "linear/linear",
     "linear/linear_amx",
+    "experts/plan",
+    "experts/products",
+    "experts/experts",
+    "experts/batched",
     "attention/attention",
     "attention/attention_plan",
     "attention/attention_amx",
@@ -51,7 +55,13 @@ _RECIPE = build.Recipe(
     ),
     {"_amx": (*build.FLAGS["_avx2"], f'-DPENSTOCK_TILES="{_TILES}"')},
 )
-_TARGETS = ("penstock_linear", "penstock_attention_plan", "penstock_attention")
+_TARGETS = (
+    "penstock_linear",
+    "penstock_experts",
+    "penstock_batched",
+    "penstock_attention_plan",
+    "penstock_attention",
+)
 
 
 @contextmanager

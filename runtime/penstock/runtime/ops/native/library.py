@@ -21,6 +21,9 @@ TARGETS = (
     "penstock_attention_plan",
     "penstock_attention",
     "penstock_sample",
+    "penstock_route",
+    "penstock_experts",
+    "penstock_batched",
 )
 """Handler symbols of the library; each is an FFI target of the same name on the CPU platform."""
 _NO_LIMIT = 2**63 - 1

@@ -1,0 +1,182 @@
+// The FFI operation `penstock_experts`: for each row, the weighted sum of the gated layers of the experts that it
+// chose.
+//
+// Rows are sorted by expert, and all chosen experts' products are one list of units of weights, which the threads
+// share. So the weights of a chosen expert are read once for all of its rows, and those of other experts never. A row's
+// products do not depend on the rows beside it (see linear.h), and its sum is in the order of its choices.
+#include <algorithm>
+
+#include "common/buffers.h"
+#include "common/carver.h"
+#include "common/common.h"
+#include "common/guarded.h"
+#include "common/lanes.h"
+#include "common/parallel.h"
+#include "common/scratch.h"
+#include "experts/plan.h"
+#include "experts/products.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace penstock {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// What the rows of a pass may take between the products. More rows are computed in several passes, and each reads the
+// weights anew.
+constexpr int64_t kPassBytes = 128 << 20;
+// With at most this many results one thread sums them up faster than it gets help.
+constexpr int64_t kFewResults = 1 << 15;
+
+struct ExpertsJob {
+  const uint16_t* x;     // bf16 [any, k]
+  const int32_t* ids;    // [any, per_row]
+  const float* weights;  // [any, per_row]
+  int64_t per_row;
+  PackedGroup gate_up, down;
+  Activation activation;
+  float limit;
+  bool weigh_input;  // a row is multiplied by the weight before the products, not after them
+  uint16_t* y;       // bf16 [any, outputs of down]
+};
+
+// y of `row` = the sum of its choices' results, each times its weight. A row's first choice is places[0].
+void SumRow(const ExpertsJob& job, const Choices& choices, const int64_t* places, const float* results, uint16_t* y) {
+  const int64_t outputs = job.down.Outputs();
+  for (int64_t i = 0; i < outputs; i += 16) {
+    Lanes sum = Fill(0.0f);
+    for (int64_t c = 0; c < job.per_row; ++c) {
+      const Lanes result = Load(results + places[c] * outputs + i);
+      sum = Add(sum, job.weigh_input ? result : Mul(result, Fill(choices.weights[places[c]])));
+    }
+    StoreBf16(y + i, sum);
+  }
+}
+
+void Pass(const ExpertsJob& job, const LinearKernel& kernel, ffi::ThreadPool& pool, int64_t first, int64_t last) {
+  const Choices choices = SortChoices(job.ids, job.weights, first, last, job.per_row, job.gate_up.number);
+  const int64_t count = (last - first) * job.per_row, inner = job.down.k, outputs = job.down.Outputs();
+  uint16_t* gated = nullptr;
+  float* results = nullptr;
+  const auto carve = [&](Carver carver) {
+    gated = carver.Take<uint16_t>(count * inner);
+    results = carver.Take<float>(count * outputs);
+    return carver.used();
+  };
+  carve(Carver(Scratch<struct ExpertResults>(carve(Carver(nullptr)))));
+
+  Products first_products(kernel), second_products(kernel);
+  const int64_t inner_blocks = job.down.k / kBlockOut;
+  for (const Choices::Expert& expert : choices.experts) {
+    LinearJob up{};
+    up.m = expert.count;
+    up.k = job.gate_up.k;
+    up.int8 = job.gate_up.int8;
+    up.weights[0] = job.gate_up.Part(expert.number, 0, inner_blocks);
+    up.weights[1] = job.gate_up.Part(expert.number, inner_blocks, inner_blocks);
+    up.num_weights = 2;
+    up.activation = job.activation;
+    up.limit = job.limit;
+    up.y_bf16 = gated + expert.begin * inner;
+    up.ldy = inner;
+    LinearInput chosen{};
+    chosen.x = job.x;
+    chosen.stride = up.k;
+    chosen.rows = choices.rows.data() + expert.begin;
+    chosen.factors = job.weigh_input ? choices.weights.data() + expert.begin : nullptr;
+    first_products.Add(up, chosen);
+
+    LinearJob down{};
+    down.m = expert.count;
+    down.k = inner;
+    down.int8 = job.down.int8;
+    down.weights[0] = job.down.Part(expert.number, 0, job.down.num_blocks);
+    down.num_weights = 1;
+    down.y_f32 = results + expert.begin * outputs;
+    down.ldy = outputs;
+    LinearInput from_up{};
+    from_up.x = up.y_bf16;
+    from_up.stride = inner;
+    second_products.Add(down, from_up);
+  }
+  first_products.Run(pool);
+  second_products.Run(pool);
+
+  const int64_t rows_at_once = std::max<int64_t>(1, kFewResults / (job.per_row * outputs));
+  ParallelFor(pool, CeilDiv(last - first, rows_at_once), [&](int64_t part) {
+    const int64_t begin = first + part * rows_at_once;
+    for (int64_t row = begin; row < std::min(begin + rows_at_once, last); ++row) {
+      SumRow(job, choices, &choices.places[(row - first) * job.per_row], results, job.y + row * outputs);
+    }
+  });
+}
+
+// x bf16 [T, K]; num_rows int32 []: rows from this one on are padding, and are not written in y; ids int32 and weights
+// float32 [T, k]; then tiles, scale and bias of gate_up, whose first half of outputs is the gate, and of down. `at`
+// says where the scales and the biases of both begin in arrays that may hold more.
+ffi::Error Experts(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::S32> num_rows,
+                   ffi::Buffer<ffi::S32> ids, ffi::Buffer<ffi::F32> weights, ffi::AnyBuffer gate_up,
+                   ffi::Buffer<ffi::F32> gate_up_scale, ffi::Buffer<ffi::BF16> gate_up_bias, ffi::AnyBuffer down,
+                   ffi::Buffer<ffi::F32> down_scale, ffi::Buffer<ffi::BF16> down_bias,
+                   ffi::Result<ffi::Buffer<ffi::BF16>> y, int64_t activation, float limit, bool weigh_input,
+                   ffi::Span<const int64_t> at) {
+  const LinearKernel* kernel = CurrentLinearKernel();
+  if (!kernel) {
+    return ffi::Error::Internal("no kernel for this processor");
+  }
+  if (at.size() != 4 || !IsGated(activation)) {
+    return ffi::Error::InvalidArgument("`at` has four places, and the activation is a gated one");
+  }
+  ExpertsJob job{};
+  job.x = reinterpret_cast<const uint16_t*>(x.untyped_data());
+  job.ids = ids.typed_data();
+  job.weights = weights.typed_data();
+  job.per_row = ids.dimensions()[1];
+  job.gate_up = GroupOf(gate_up, gate_up_scale, at[0], gate_up_bias, at[1]);
+  job.down = GroupOf(down, down_scale, at[2], down_bias, at[3]);
+  job.activation = static_cast<Activation>(activation);
+  job.limit = limit;
+  job.weigh_input = weigh_input;
+  job.y = reinterpret_cast<uint16_t*>(y->untyped_data());
+  if (job.gate_up.k != x.dimensions()[1] || job.gate_up.Outputs() != 2 * job.down.k ||
+      job.gate_up.number != job.down.number || job.down.Outputs() != y->dimensions()[1]) {
+    return ffi::Error::InvalidArgument("x, gate_up, down and the result do not fit together");
+  }
+  const int64_t most = x.dimensions()[0], rows = std::min<int64_t>(num_rows.typed_data()[0], most);
+  const int64_t choice_bytes =
+      std::max(kernel->x_bytes(1, job.gate_up.k, job.gate_up.int8), kernel->x_bytes(1, job.down.k, job.down.int8)) +
+      job.down.k * 2 + job.down.Outputs() * 4;
+  const int64_t rows_in_pass = std::max<int64_t>(1, kPassBytes / (choice_bytes * job.per_row));
+  const int64_t passes = rows > 0 ? CeilDiv(rows, rows_in_pass) : 0;
+  for (int64_t pass = 0; pass < passes; ++pass) {  // of equal sizes
+    Pass(job, *kernel, pool, pass * rows / passes, (pass + 1) * rows / passes);
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace penstock
+
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_experts(XLA_FFI_CallFrame* frame) {
+  using namespace penstock;
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::ThreadPool>()
+                             .Arg<ffi::Buffer<ffi::BF16>>()
+                             .Arg<ffi::Buffer<ffi::S32>>()
+                             .Arg<ffi::Buffer<ffi::S32>>()
+                             .Arg<ffi::Buffer<ffi::F32>>()
+                             .Arg<ffi::AnyBuffer>()
+                             .Arg<ffi::Buffer<ffi::F32>>()
+                             .Arg<ffi::Buffer<ffi::BF16>>()
+                             .Arg<ffi::AnyBuffer>()
+                             .Arg<ffi::Buffer<ffi::F32>>()
+                             .Arg<ffi::Buffer<ffi::BF16>>()
+                             .Ret<ffi::Buffer<ffi::BF16>>()
+                             .Attr<int64_t>("activation")
+                             .Attr<float>("limit")
+                             .Attr<bool>("weigh_input")
+                             .Attr<ffi::Span<const int64_t>>("at")
+                             .To(Guarded<&Experts>::Call)
+                             .release();
+  return handler->Call(frame);
+}

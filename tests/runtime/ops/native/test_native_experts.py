@@ -1,0 +1,267 @@
+"""The native mixtures of experts, compared with numpy in float64, on every instruction set of this machine
+and on emulated AMX. A row's bits must depend on the row alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.activations import Activation
+from penstock.runtime.ops.native.experts import PackedExperts, batched, experts
+from penstock.runtime.ops.native.linear import Packed, linear, pack, quantize
+from tests.support.native.kernels import EMULATED, KERNELS, running, threads_with_tiles
+
+BF16 = ml_dtypes.bfloat16
+HIDDEN, INNER, EXPERTS, CHOSEN = 128, 192, 6, 3
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+both_formats = pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+
+
+@pytest.fixture(params=KERNELS, autouse=True)
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    with running(request.param):
+        yield request.param
+
+
+def draw(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.ndarray:
+    return (rng.standard_normal(shape) * scale).astype(BF16)
+
+
+def wide(array: Any) -> np.ndarray:
+    return np.asarray(array).astype(np.float64)
+
+
+def packed(weight: np.ndarray, int8: bool, bias: np.ndarray | None = None) -> PackedExperts:
+    """Packs weights [G, N, K]. Scale and bias stand behind values of other layers."""
+    added = None if bias is None else jnp.asarray(np.concatenate([np.full(5, 99, BF16), bias.reshape(-1)]))
+    if not int8:
+        return PackedExperts(jnp.asarray(np.stack([pack(w) for w in weight])), None, added, 0, 5)
+    values, scales = zip(*(quantize(w) for w in weight), strict=True)
+    scale = np.concatenate([np.full((2, 3), 77, np.float32), *scales], axis=1)
+    tiles = jnp.asarray(np.stack([pack(w) for w in values]))
+    return PackedExperts(tiles, jnp.asarray(scale), added, 3, 5)
+
+
+class Layer:
+    """A random layer of experts, as the kernels read it and as it is."""
+
+    def __init__(self, seed: int, int8: bool, *, biases: bool = True) -> None:
+        rng = np.random.default_rng(seed)
+        self.gate_up = draw(rng, EXPERTS, 2 * INNER, HIDDEN, scale=0.1)
+        self.down = draw(rng, EXPERTS, HIDDEN, INNER, scale=0.1)
+        self.gate_up_bias = draw(rng, EXPERTS, 2 * INNER, scale=0.5 if biases else 0)
+        self.down_bias = draw(rng, EXPERTS, HIDDEN, scale=0.5 if biases else 0)
+        self.packed = (
+            packed(self.gate_up, int8, self.gate_up_bias if biases else None),
+            packed(self.down, int8, self.down_bias if biases else None),
+        )
+
+    def expected(
+        self,
+        x: np.ndarray,
+        ids: np.ndarray,
+        weights: np.ndarray,
+        activation: Activation = "silu",
+        limit: float = 0.0,
+        weigh_input: bool = False,
+    ) -> np.ndarray:
+        """What the rows come to in float64, as transformers' modules for experts have it."""
+        out = np.zeros((len(x), HIDDEN))
+        for row, (chosen, shares) in enumerate(zip(ids, weights.astype(np.float64), strict=True)):
+            for expert, share in zip(chosen, shares, strict=True):
+                given = wide(x[row]) * (share if weigh_input else 1)
+                products = wide(self.gate_up[expert]) @ given + wide(self.gate_up_bias[expert])
+                inner = activated(activation, limit, products[:INNER], products[INNER:])
+                result = wide(self.down[expert]) @ inner + wide(self.down_bias[expert])
+                out[row] += result * (1 if weigh_input else share)
+        return out
+
+
+def activated(activation: Activation, limit: float, gate: np.ndarray, up: np.ndarray) -> Any:
+    if activation == "silu":
+        return gate / (1 + np.exp(-gate)) * up
+    if activation == "gelu_tanh":
+        return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+
+
+def chosen(rng: np.random.Generator, rows: int, among: int = EXPERTS) -> tuple[np.ndarray, np.ndarray]:
+    """Different experts for each row, and weights."""
+    ids = np.stack([rng.permutation(among)[:CHOSEN] for _ in range(rows)]).astype(np.int32)
+    return ids, rng.uniform(0.1, 1, (rows, CHOSEN)).astype(np.float32)
+
+
+def run(layer: Layer, x: Any, ids: Any, weights: Any, rows: int, **options: Any) -> np.ndarray:
+    given = {"activation": "silu", **options}
+    operands = (jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weights))
+    return np.asarray(experts(*operands, *layer.packed, num_rows=jnp.int32(rows), **given))[:rows]
+
+
+def close(got: Any, expected: np.ndarray, int8: bool) -> None:
+    assert np.abs(wide(got) - expected).max() <= (0.25 if int8 else 0.05) * expected.std()
+
+
+@both_formats
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weigh_input": True},
+        {"activation": "gelu_tanh"},
+        {"activation": "gpt_oss", "limit": 1.0},
+    ],
+    ids=["silu", "weighed input", "gelu_tanh", "gpt_oss"],
+)
+def test_rows_get_the_sum_of_their_experts(int8: bool, options: dict[str, Any]) -> None:
+    """Beside padding that may hold anything, such as experts that do not exist."""
+    rng = np.random.default_rng(1)
+    layer = Layer(2, int8)
+    x, (ids, weights) = draw(rng, 48, HIDDEN), chosen(rng, 48)
+    x[37:], ids[37:], weights[37:] = np.nan, -7, np.nan
+    expected = layer.expected(x[:37], ids[:37], weights[:37], **options)
+    close(run(layer, x, ids, weights, 37, **options), expected, int8)
+
+
+@both_formats
+def test_experts_with_no_row_few_and_all(int8: bool) -> None:
+    rng = np.random.default_rng(3)
+    layer = Layer(4, int8, biases=False)
+    x, (ids, weights) = draw(rng, 90, HIDDEN), chosen(rng, 90, among=4)
+    ids[:] = np.where(ids == 0, 5, ids)
+    ids[:, 0], ids[:, 1:] = 4, np.where(ids[:, 1:] == ids[:, :1], 0, ids[:, 1:])  # expert 4 gets every row
+    close(run(layer, x, ids, weights, 90), layer.expected(x, ids, weights), int8)
+    one = ids[:1].copy()
+    close(run(layer, x[:1], one, weights[:1], 1), layer.expected(x[:1], one, weights[:1]), int8)
+
+
+def test_no_rows() -> None:
+    x = jnp.ones((4, HIDDEN), jnp.bfloat16)
+    ids, weights = jnp.full((4, CHOSEN), 999), jnp.ones((4, CHOSEN))
+    assert run(Layer(5, False), x, ids, weights, 0).shape == (0, HIDDEN)
+
+
+@both_formats
+def test_weights_of_other_experts_are_not_read(int8: bool) -> None:
+    """They may be anything, and so may their scales and biases."""
+    rng = np.random.default_rng(6)
+    layer = Layer(7, int8)
+    x, (ids, weights) = draw(rng, 20, HIDDEN), chosen(rng, 20, among=CHOSEN)
+    clean = run(layer, x, ids, weights, 20)
+    layer.gate_up[CHOSEN:], layer.down[CHOSEN:] = np.nan, np.nan
+    layer.gate_up_bias[CHOSEN:], layer.down_bias[CHOSEN:] = np.nan, np.nan
+    layer.packed = (
+        packed(layer.gate_up, int8, layer.gate_up_bias),
+        packed(layer.down, int8, layer.down_bias),
+    )
+    np.testing.assert_array_equal(run(layer, x, ids, weights, 20).view(np.uint16), clean.view(np.uint16))
+
+
+@both_formats
+@pytest.mark.parametrize("weigh_input", [False, True])
+def test_a_row_does_not_depend_on_the_others(int8: bool, weigh_input: bool) -> None:
+    """A row has the same bits alone and at any place beside any number of other rows, so that its experts get
+    1, 2, ... and more than 64 rows.
+    """
+    rng = np.random.default_rng(8)
+    layer, most = Layer(9, int8), 200
+    x, (ids, weights) = draw(rng, most, HIDDEN), chosen(rng, most)
+
+    @functools.cache
+    def program(padded: int) -> Any:
+        def compute(x: jax.Array, ids: jax.Array, weights: jax.Array, count: jax.Array) -> jax.Array:
+            options: dict[str, Any] = {"activation": "silu", "weigh_input": weigh_input}
+            return experts(x, ids, weights, *layer.packed, num_rows=count, **options)
+
+        return jax.jit(compute)
+
+    def bits(rows: np.ndarray) -> np.ndarray:
+        padded = -(-len(rows) // 16) * 16
+        filled = np.resize(rows, padded)
+        result = program(padded)(x[filled], ids[filled], weights[filled], np.int32(len(rows)))
+        return np.asarray(result)[: len(rows)].view(np.uint16)
+
+    alone = np.concatenate([bits(np.array([row])) for row in range(most)])
+    for count in (2, 5, 16, 33, 40, 97, most):
+        rows = rng.permutation(most)[:count]
+        np.testing.assert_array_equal(bits(rows), alone[rows], err_msg=f"{count} rows")
+
+
+def test_a_choice_is_computed_as_linear_computes_it() -> None:
+    """The same bits as two linear layers: experts use the same products."""
+    rng = np.random.default_rng(10)
+    layer = Layer(11, False, biases=False)
+    x = draw(rng, 5, HIDDEN)
+    gate_up, down = (Packed(jnp.asarray(pack(w[2]))) for w in (layer.gate_up, layer.down))
+    count = jnp.int32(5)
+    inner = linear(jnp.asarray(x), (gate_up,), num_rows=count, gate=True)
+    expected = linear(inner, (down,), num_rows=count)
+    ids, weights = np.full((5, 1), 2, np.int32), np.ones((5, 1), np.float32)
+    got = run(layer, x, ids, weights, 5)
+    np.testing.assert_array_equal(got.view(np.uint16), np.asarray(expected).view(np.uint16))
+
+
+@both_formats
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gpt_oss"])
+def test_nan_stays_in_its_row(int8: bool, activation: Activation) -> None:
+    rng = np.random.default_rng(12)
+    layer = Layer(13, int8)
+    x, (ids, weights) = draw(rng, 30, HIDDEN), chosen(rng, 30)
+    options: dict[str, Any] = {"activation": activation, "limit": 7.0}
+    clean = run(layer, x, ids, weights, 30, **options)
+    x[4, 17], weights[20, 1] = np.nan, np.nan
+    dirty = run(layer, x, ids, weights, 30, **options)
+    assert np.isnan(dirty[[4, 20]].astype(np.float32)).all()
+    others = np.delete(np.arange(30), [4, 20])
+    np.testing.assert_array_equal(dirty[others].view(np.uint16), clean[others].view(np.uint16))
+
+
+@pytest.mark.parametrize("bad", [-1, EXPERTS])
+def test_an_expert_that_does_not_exist_fails_the_program(bad: int) -> None:
+    rng = np.random.default_rng(14)
+    x, (ids, weights) = draw(rng, 3, HIDDEN), chosen(rng, 3)
+    ids[2, 1] = bad
+    with pytest.raises(jax.errors.JaxRuntimeError, match="an expert that does not exist"):
+        run(Layer(15, False), x, ids, weights, 3)
+
+
+@both_formats
+@pytest.mark.parametrize(("rows", "padded"), [(0, 4), (1, 1), (5, 16), (70, 80)])
+def test_each_head_has_a_product_of_its_own(int8: bool, rows: int, padded: int) -> None:
+    rng = np.random.default_rng(16)
+    heads, inner, out = 5, 192, 48
+    x, weight = draw(rng, padded, heads, inner), draw(rng, heads, out, inner, scale=0.05)
+    bias = draw(rng, heads, out)
+    x[rows:] = np.nan
+    got = batched(jnp.asarray(x), packed(weight, int8, bias), num_rows=jnp.int32(rows))
+    assert got.shape == (padded, heads, out)
+    if not rows:
+        return
+    expected = np.einsum("tgk,gnk->tgn", wide(x[:rows]), wide(weight)) + wide(bias)
+    assert np.abs(wide(got[:rows]) - expected).max() <= (0.1 if int8 else 0.03) * expected.std()
+    for head in range(heads):  # the bits are those of a linear layer, so they do not depend on other rows
+        alone = packed(weight[head : head + 1], int8, bias[head : head + 1])
+        one = Packed(alone.tiles[0], alone.scale, alone.bias, alone.scale_at, alone.bias_at)
+        same = linear(jnp.asarray(x[:, head]), (one,), num_rows=jnp.int32(rows))
+        np.testing.assert_array_equal(
+            np.asarray(got[:rows, head]).view(np.uint16), np.asarray(same[:rows]).view(np.uint16)
+        )
+
+
+def test_amx_tiles_are_released(kernel: str) -> None:
+    if kernel != EMULATED:
+        pytest.skip("only emulated tiles are counted")
+    rng = np.random.default_rng(17)
+    x, (ids, weights) = draw(rng, 40, HIDDEN), chosen(rng, 40)
+    run(Layer(18, False), x, ids, weights, 40)
+    assert threads_with_tiles() == 0
