@@ -71,7 +71,7 @@ def test_tokens_do_not_depend_on_the_steps_that_they_are_made_in(
         for request in asked:
             last = sink.last(request.request_id)
             assert last.finish is not None
-            expected = run_alone(request, MAX_LEN, window=limits.get("sliding_window"))
+            expected = run_alone(request, MAX_LEN, windows=(limits.get("sliding_window"),))
             assert (sink.tokens(request.request_id), last.finish.reason) == expected
         assert engine.load().pages_used == 0
         assert count > 10

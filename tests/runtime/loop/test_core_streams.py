@@ -103,7 +103,7 @@ def test_streams_depend_on_nothing_but_the_request(overlap, steps, cache, limits
         for request in asked:
             last = sink.last(request.request_id)
             assert last.finish is not None
-            expected = run_alone(request, MAX_LEN, window=limits.get("sliding_window"))
+            expected = run_alone(request, MAX_LEN, windows=(limits.get("sliding_window"),))
             assert (sink.tokens(request.request_id), last.finish.reason) == expected
         assert engine.load().pages_used == 0
         assert (max(plan.num_steps for plan in runner.plans) > 1) == (steps > 1)

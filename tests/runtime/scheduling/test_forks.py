@@ -11,7 +11,7 @@ import pytest
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.requests.fanout import output_id, output_seed, outputs_of
 from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, StoppingParams
-from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow, StepResult
+from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler
 from tests.support.scheduler.scheduling import WORD, commit, dispatch, make
 
@@ -90,7 +90,7 @@ def test_the_last_page_of_a_prompt_that_fills_its_pages_is_copied():
         PlanRow(A1, 1, 7, 1, (107,), samples=True),
         PlanRow(A2, 2, 7, 1, (107,), samples=True),
     )
-    assert plan.page_copies == ((1, 3), (1, 4))
+    assert plan.page_copies == (PageCopy(1, 3), PageCopy(1, 4))
     assert plan.page_writes == (
         PageWrite(0, 2, (2,)),
         PageWrite(1, 0, (0, 3)),
@@ -122,7 +122,7 @@ def test_for_a_prompt_one_shorter_than_full_pages_two_positions_of_the_copy_are_
     assert shape(step(scheduler)) == [("a", 0, 11)]
     plan = step(scheduler)
     assert shape(plan) == [("a", 11, 1), (A1, 10, 1)]
-    assert plan.page_copies == ((2, 3),)
+    assert plan.page_copies == (PageCopy(2, 3),)
     assert [write.pages for write in plan.page_writes if write.slot == 1] == [(0, 1, 3)]
 
 
@@ -159,7 +159,7 @@ def test_forks_wait_while_the_prompt_is_computed_and_others_pass():
     assert shape(step(scheduler)) == [("other", 3, 1), ("a", 8, 2)]
     plan = step(scheduler)
     assert shape(plan) == [("a", 10, 1), ("other", 4, 1), (A1, 9, 1)]
-    assert plan.page_copies == ((2, 5),)  # "other" has pages 3 and 4
+    assert plan.page_copies == (PageCopy(2, 5),)  # "other" has pages 3 and 4
 
 
 def test_a_first_output_of_one_token_is_forked_before_its_end_is_known():
@@ -180,7 +180,7 @@ def test_with_fewer_slots_than_outputs_forks_may_share_any_running_outputs_pages
     end(scheduler, "a")
     plan = step(scheduler)
     assert shape(plan) == [(A1, 6, 1), (A2, 5, 1)]
-    assert plan.page_copies == ((2, 1),)  # to page 1, which the first output has given back
+    assert plan.page_copies == (PageCopy(2, 1),)  # to page 1, which the first output has given back
 
 
 # -- fallbacks --
@@ -215,7 +215,7 @@ def test_a_preempted_fork_computes_its_own_prompt():
     scheduler = make(num_pages=4, max_num_batched_tokens=16)
     add(scheduler, 2, 7)
     step(scheduler)
-    assert step(scheduler).page_copies == ((1, 2),)
+    assert step(scheduler).page_copies == (PageCopy(1, 2),)
     plan = step(scheduler)  # positions 8 and 7: page 3 for the first
     assert shape(plan) == [("a", 8, 1), (A1, 7, 1)]
     plan = step(scheduler)  # the fork has no page for position 8, and is the last
@@ -226,31 +226,52 @@ def test_a_preempted_fork_computes_its_own_prompt():
     assert plan.page_copies == ()
 
 
-def test_pages_that_left_the_window_are_not_shared():
+def test_a_fork_shares_what_the_window_of_its_first_position_holds():
+    """The window is 3, so position 5, the last of the prompt, attends to position 3 and what follows. Page 0
+    is kept until the first step after the prompt, and page 1 is copied.
+    """
     scheduler = make(sliding_window=3, max_num_batched_tokens=16)
     add(scheduler, 2, 6)
     step(scheduler)
-    plan = step(scheduler)  # positions from 4 on are in the window of position 6, so page 0 is given back
-    assert shape(plan) == [("a", 6, 1), (A1, 0, 6)]
+    plan = step(scheduler)
+    assert shape(plan) == [("a", 6, 1), (A1, 5, 1)]
+    assert plan.page_copies == (PageCopy(1, 2),)
+
+
+def test_pages_that_left_the_window_are_not_shared():
+    """The fork finds no slot while the source still has what position 5 attends to, so it computes all."""
+    scheduler = make(sliding_window=3, max_num_batched_tokens=16, max_num_seqs=2)
+    add(scheduler, 1, 2, "other")
+    add(scheduler, 2, 6)
+    for _ in range(4):
+        step(scheduler)
+    end(scheduler, "other")
+    plan = step(scheduler)
+    assert shape(plan) == [("a", 9, 1), (A1, 0, 6)]
     assert plan.page_copies == ()
 
 
-def test_forks_do_not_wait_for_pages_that_leave_the_window_while_the_prompt_is_computed():
-    """The window is 8 and chunks have 8 tokens, so page 0 is given back before the third chunk."""
+def test_forks_wait_for_a_prompt_that_is_longer_than_the_window():
+    """The window is 8 and chunks have 8 tokens. Pages before the window are given back while the prompt is
+    computed, and the fork does not need them.
+    """
     scheduler = make(
         sliding_window=8, max_num_batched_tokens=32, max_prefill_chunk=8, max_model_len=200, num_pages=40
     )
     add(scheduler, 2, 100)
-    assert shape(step(scheduler)) == [("a", 0, 8)]
-    assert shape(step(scheduler)) == [("a", 8, 8)]
-    assert shape(step(scheduler)) == [("a", 16, 8), (A1, 0, 8)]
+    for start in range(0, 96, 8):
+        assert shape(step(scheduler)) == [("a", start, 8)]
+    assert shape(step(scheduler)) == [("a", 96, 4)]
+    plan = step(scheduler)
+    assert shape(plan) == [("a", 100, 1), (A1, 99, 1)]
+    assert len(plan.page_copies) == 1
 
 
 def test_pages_in_the_window_are_shared():
     scheduler = make(sliding_window=6, max_num_batched_tokens=16)
     add(scheduler, 2, 6)
     step(scheduler)
-    assert step(scheduler).page_copies == ((1, 2),)
+    assert step(scheduler).page_copies == (PageCopy(1, 2),)
 
 
 @pytest.mark.parametrize("in_prefill", [False, True])
@@ -275,7 +296,7 @@ def test_forks_share_even_if_they_bypass_the_cache(bypass):
     scheduler = make(prefix_cache_pages=None, max_num_batched_tokens=16)
     add(scheduler, 2, 11, cache=CacheParams(bypass=bypass))
     step(scheduler)
-    assert step(scheduler).page_copies == ((2, 3),)
+    assert step(scheduler).page_copies == (PageCopy(2, 3),)
     end(scheduler, "a", A1)
     add(scheduler, 1, 11, "later")
     assert shape(step(scheduler)) == [("later", 0, 11) if bypass else ("later", 8, 3)]

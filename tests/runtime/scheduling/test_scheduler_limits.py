@@ -13,6 +13,7 @@ from penstock.runtime.errors import (
 )
 from penstock.runtime.scheduling.plan import StepResult
 from penstock.runtime.scheduling.scheduler import Load, Scheduler
+from penstock.runtime.scheduling.sequence import PageTable
 from tests.support.scheduler.scheduling import LIMITS, add, commit, dispatch, make
 
 
@@ -143,13 +144,13 @@ DAMAGES = {
     "a computed too far": lambda r: setattr(r.running[0], "num_computed", 4),
     "a computed beyond its limit": lambda r: setattr(r.running[0], "max_computed", 1),
     "prefills beyond its tokens": lambda r: setattr(r.running[0], "prefill_until", 4),
-    "computed beyond its pages": lambda r: r.pool.release(r.running[0].pages) or r.running[0].pages.clear(),
+    "computed beyond its pages": lambda r: setattr(r.running[0], "covered", 1),
     "among the waiting": lambda r: setattr(r.waiting.first(), "status", r.running[0].status),
     "c waits but holds pages or a slot": lambda r: setattr(r.waiting.first(), "slot", 3),
-    "d waits but holds pages or a slot": lambda r: list(r.waiting)[1].pages.extend([5]),
+    "d waits but holds pages or a slot": lambda r: setattr(list(r.waiting)[1], "tables", (PageTable([5]),)),
     "has computed positions": lambda r: setattr(r.waiting.first(), "num_computed", 1),
     "c waits but publishes pages": lambda r: setattr(r.waiting.first().sharing, "publish_at", 4),
-    "is not 16 pages": lambda r: r.running[0].pages.extend([9]),
+    "is not 16 pages": lambda r: r.running[0].tables[0].pages.extend([9]),
 }
 
 

@@ -142,7 +142,7 @@ def test_pages_that_leave_the_window_can_still_be_shared():
     add(scheduler, "a", num_prompt=13)
     for _ in range(4):
         step(scheduler)
-    assert scheduler.roster.pool.num_cached == 3
+    assert scheduler.roster.groups.pools[0].num_cached == 3
     add(scheduler, "b", num_prompt=13)
     rows = {row.request_id: row.start for row in step(scheduler).rows}
     assert rows["b"] == 12

@@ -19,14 +19,25 @@ from hypothesis import strategies as st
 
 from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, StoppingParams
-from penstock.runtime.scheduling.scheduler import SchedulerConfig
+from penstock.runtime.scheduling.scheduler_config import GroupLimits, SchedulerConfig
 from tests.support.scheduler.fake_runner import EOS, VOCAB, Rota
 from tests.support.scheduler.traffic import Traffic
 
 
+def random_pages(rng: random.Random) -> int:
+    return rng.choice([rng.randint(1, 5), rng.randint(5, 16), 30])
+
+
+def random_groups(rng: random.Random, first: int | None) -> tuple[GroupLimits, ...]:
+    """Groups of layers beside the first one, whose window is `first`."""
+    windows = [rng.randint(1, min(first or 12, 12)) for _ in range(rng.choice([0, 0, 1, 1, 2]))]
+    return tuple(GroupLimits(random_pages(rng), window) for window in windows)
+
+
 def random_config(rng: random.Random) -> SchedulerConfig:
     max_num_seqs = rng.randint(1, 5)
-    num_pages = rng.choice([rng.randint(1, 5), rng.randint(5, 16), 30])
+    num_pages = random_pages(rng)
+    window = rng.choice([None, None, rng.randint(1, 12)])
     return SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.randint(0, 8),
@@ -39,7 +50,8 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         max_prefill_chunk=rng.choice([None, rng.randint(1, 6)]),
         scheduling_policy=rng.choice(["fcfs", "priority"]),
         prefix_cache_pages=rng.choice([None, None, 0, rng.randint(1, num_pages)]),
-        sliding_window=rng.choice([None, None, rng.randint(1, 12)]),
+        sliding_window=window,
+        further_groups=random_groups(rng, window),
         window_steps=rng.choice([(), (), (1, 2, 4), (1, 3)]),
     )
 

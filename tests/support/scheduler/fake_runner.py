@@ -1,9 +1,10 @@
 """A runner on Python lists, which does what the compiled steps do, without jax, for the scheduler's tests.
 
-At each position its KV cache stores the token and a digest of all tokens up to it. The digest is computed
-from the one that the cache holds for the position before, as a model's KV depends on the whole prefix. The
-model reads its history back through the page tables. So a wrong page, position, order, length or prefix makes
-a wrong token, and reading a place that was never written fails.
+At each position its KV cache stores, for each group of layers, the token and a digest of all tokens up to it.
+The digest is computed from the one that the cache holds for the position before, as a model's KV depends on
+the whole prefix. Each group reads its history, or what its window leaves of it, back through its page table.
+So a wrong page, position, order, length or prefix makes a wrong token, and reading a place that was never
+written fails.
 """
 
 from __future__ import annotations
@@ -98,23 +99,26 @@ def run_alone(
     request: Request,
     context_limit: int,
     *,
-    window: int | None = None,
+    windows: Sequence[int | None] = (None,),
     generation: int = 0,
     made: Sequence[int] = (),
 ) -> tuple[list[int], FinishReason]:
     """The tokens that the request must produce, beginning with `made`, and why it ends, from the definition
-    of its parameters: without a scheduler, pages, chunks, windows or preemptions.
+    of its parameters: without a scheduler, pages, chunks, dispatches of several steps or preemptions.
+    `windows` has the sliding window of each group of layers.
     """
     stopping = request.stopping
     eos = frozenset() if stopping.ignore_eos else EOS
     history = [*request.prompt_token_ids, *made]
     out = list(made)
     while True:
-        digests, last = [], root_digest(request, generation)
-        for token in history:
-            last = digest(root_digest(request, generation) if window == 1 else last, token)
-            digests.append(last)
-        seen = digests if window is None else digests[-window:]
+        seen: list[int] = []
+        for window in windows:
+            digests, last = [], root_digest(request, generation)
+            for token in history:
+                last = digest(root_digest(request, generation) if window == 1 else last, token)
+                digests.append(last)
+            seen += digests if window is None else digests[-window:]
         may_stop = len(out) >= stopping.min_tokens
         banned = (frozenset() if may_stop else end_ids(request)) | forbidden(request, len(out))
         token = next_token(request, seen, len(history), banned)
@@ -139,31 +143,39 @@ class FakeRunner:
         self.config = config
         self.generation = 0
         self.requests: dict[int, Request] = {}
-        self.tables: dict[int, dict[int, int]] = {}
+        self.windows = tuple(group.window for group in config.groups)
+        """The sliding window of each group of layers."""
+        self.tables: dict[int, tuple[dict[int, int], ...]] = {}
+        """Slot to its page table in each group."""
         self.last: dict[int, int] = {}
         self.ended: set[int] = set()
         """Slots whose request has sampled its end: the rows that these slots still have compute garbage."""
-        self.kv: list[list[Entry | None]] = [[None] * config.page_size for _ in range(config.num_pages)]
+        self.kv = self._new_kv()
         self.num_computed_tokens = 0
         """The number of input tokens of all rows so far, for tests that nothing is computed twice."""
+
+    def _new_kv(self) -> list[list[list[Entry | None]]]:
+        """Group to page to offset to what is stored there."""
+        config = self.config
+        return [[[None] * config.page_size for _ in range(group.num_pages)] for group in config.groups]
 
     def execute(self, plan: Plan, skipped: Collection[int] = ()) -> StepResult:
         """Runs the plan. The rows `skipped` compute, but make no token."""
         shared = {row.slot: row.start // self.config.page_size for row in plan.rows}
         entered = {slot for slot, _ in plan.new_requests}
         for slot, request in plan.new_requests:
-            self.requests[slot], self.tables[slot] = request, {}
+            self.requests[slot], self.tables[slot] = request, tuple({} for _ in self.windows)
             self.ended.discard(slot)
             self.last.pop(slot, None)  # from another request, or from a history that is now recomputed
         for write in plan.page_writes:
             for index, page in enumerate(write.pages, write.first_index):
-                self.tables[write.slot][index] = page
+                self.tables[write.slot][write.group][index] = page
                 # Shared pages are full already, or will be when this step has written. All other pages are
                 # new to this row, and what they hold is of an earlier owner.
                 if write.slot not in entered or index >= shared[write.slot]:
-                    self.kv[page] = [None] * self.config.page_size
-        for source, destination in plan.page_copies:
-            self.kv[destination] = self.kv[source][:]
+                    self.kv[write.group][page] = [None] * self.config.page_size
+        for source, destination, group in plan.page_copies:
+            self.kv[group][destination] = self.kv[group][source][:]
         made: list[list[int]] = [[] for _ in plan.rows]
         for step in range(plan.num_steps):
             rows = [
@@ -185,9 +197,10 @@ class FakeRunner:
         logprobs = [[TokenLogprobs(-float(token)) for token in tokens] for tokens in made]
         return StepResult(made, logprobs)
 
-    def where(self, slot: int, position: int) -> tuple[int, int]:
+    def where(self, slot: int, group: int, position: int) -> tuple[int, int]:
         """The page and the offset in it."""
-        return self.tables[slot][position // self.config.page_size], position % self.config.page_size
+        table, page_size = self.tables[slot][group], self.config.page_size
+        return table[position // page_size], position % page_size
 
     def _write(self, rows: Sequence[PlanRow], step: int) -> None:
         inputs = []
@@ -195,33 +208,35 @@ class FakeRunner:
             tokens = (self.last[row.slot],) if step or row.token_ids is None else row.token_ids
             assert len(tokens) == (1 if step else row.num_tokens)
             inputs += [(row.start + step + i, row.slot, token) for i, token in enumerate(tokens)]
-        places = {self.where(slot, position) for position, slot, _ in inputs}
-        assert len(places) == len(inputs), "two rows write one place"
         self.num_computed_tokens += len(inputs)
-        # In order of position, because a row may build on what another row of this step writes.
-        for position, slot, token in sorted(inputs):
-            page, offset = self.where(slot, position)
-            if slot in self.ended:
-                self.kv[page][offset] = GARBAGE
-                continue
-            previous = root_digest(self.requests[slot], self.generation)
-            if position and self.config.sliding_window != 1:
-                previous = self._read(slot, position - 1)[1]
-            self.kv[page][offset] = (token, digest(previous, token))
+        for group, window in enumerate(self.windows):
+            places = {self.where(slot, group, position) for position, slot, _ in inputs}
+            assert len(places) == len(inputs), "two rows write one place"
+            # In order of position, because a row may build on what another row of this step writes.
+            for position, slot, token in sorted(inputs):
+                page, offset = self.where(slot, group, position)
+                if slot in self.ended:
+                    self.kv[group][page][offset] = GARBAGE
+                    continue
+                previous = root_digest(self.requests[slot], self.generation)
+                if position and window != 1:
+                    previous = self._read(slot, group, position - 1)[1]
+                self.kv[group][page][offset] = (token, digest(previous, token))
 
-    def _read(self, slot: int, position: int) -> Entry:
-        page, offset = self.where(slot, position)
-        entry = self.kv[page][offset]
-        assert entry is not None, f"read position {position}, which was never written"
+    def _read(self, slot: int, group: int, position: int) -> Entry:
+        page, offset = self.where(slot, group, position)
+        entry = self.kv[group][page][offset]
+        assert entry is not None, f"read position {position} in group {group}, which was never written"
         return entry
 
     def _sample(self, row: PlanRow, step: int) -> int:
         if row.slot in self.ended:
             return GARBAGE[0]
         length = row.start + row.num_tokens + step
-        window = self.config.sliding_window
-        first = 0 if window is None else max(length - window, 0)
-        digests = [self._read(row.slot, position)[1] for position in range(first, length)]
+        digests: list[int] = []
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else max(length - window, 0)
+            digests += [self._read(row.slot, group, position)[1] for position in range(first, length)]
         request = self.requests[row.slot]
         banned = end_ids(request) if step < row.bans else frozenset[int]()
         banned |= forbidden(request, length - len(request.prompt_token_ids))
@@ -303,14 +318,14 @@ class LazyRunner(FakeRunner):
     def free_kv_cache(self) -> int:
         """What was in it is lost, and reading or writing it fails until it is restored."""
         assert self.thread == threading.get_ident()
-        freed = len(self.kv)
+        freed = sum(map(len, self.kv))
         self.kv = []
         return freed
 
     def restore_kv_cache(self) -> None:
         assert self.thread == threading.get_ident()
         if not self.kv:
-            self.kv = [[None] * self.config.page_size for _ in range(self.config.num_pages)]
+            self.kv = self._new_kv()
 
     def offload_weights(self) -> int:
         assert self.thread == threading.get_ident()

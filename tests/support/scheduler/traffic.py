@@ -75,15 +75,21 @@ class Traffic:
         self.config = config
         self.scheduler = Scheduler(config)
         self.runner = FakeRunner(config)
-        window, size = config.sliding_window, config.page_size
-        self.capacity = size * config.num_pages
-        self.most_pages = config.num_pages
-        """The most pages that a prefill holds at a time."""
-        if window is not None:
-            chunk = config.max_prefill_chunk or config.max_num_batched_tokens
-            self.most_pages = min(self.most_pages, -(-(window + chunk) // size) + 1)
-            if config.num_pages >= -(-window // size) + 2:
-                self.capacity = max(self.capacity, config.max_model_len)
+        size = config.page_size
+        chunk = config.max_prefill_chunk or config.max_num_batched_tokens
+        capacities = []
+        self.most_pages: list[int] = []
+        """The most pages that a prefill holds at a time, in each group of layers."""
+        for group in config.groups:
+            most, capacity = group.num_pages, size * group.num_pages
+            if group.window is not None:
+                most = min(most, -(-(group.window + chunk) // size) + 1)
+                if group.num_pages >= -(-group.window // size) + 2:
+                    capacity = max(capacity, config.max_model_len)
+            self.most_pages.append(most)
+            capacities.append(capacity)
+        self.capacity = min(capacities)
+        self.has_windows = any(group.window is not None for group in config.groups)
         self.context_limit = min(config.max_model_len, self.capacity + 1)
         self.now_ns = SECOND
         self.active: dict[str, Tracked] = {}
@@ -140,7 +146,7 @@ class Traffic:
         tracked.expected, tracked.reason = run_alone(
             tracked.request,
             self.context_limit,
-            window=self.config.sliding_window,
+            windows=self.runner.windows,
             generation=self.runner.generation,
             made=tracked.made,
         )
@@ -248,7 +254,7 @@ class Traffic:
         used = self.scheduler.load().pages_used
         freed, in_use = self.scheduler.flush_prefix_cache()
         assert 0 <= in_use <= used
-        assert 0 <= freed <= self.config.num_pages - used
+        assert 0 <= freed <= self.config.total_pages - used
         for tracked in self.active.values():
             tracked.shares = False
         assert self.scheduler.flush_prefix_cache() == (0, 0)
@@ -422,13 +428,18 @@ class Traffic:
         assert row.start < len(tracked.known)
         index, rest = divmod(row.start, self.config.page_size)
         if rest:
-            source, own = copies.pop(0)
+            copied = [copies.pop(0) for _ in self.config.groups]
             # These held the page before this plan, so a step before this one has written its content.
             holders = [t for t in sources if t.computed >= row.start and not t.entered(plan)]
-            assert source in [self.runner.tables[t.slot][index] for t in holders if t.slot is not None]
-            assert own in [w.pages[index] for w in plan.page_writes if w.slot == row.slot]
+            assert len(copied) == len(self.config.groups)
+            for group, (source, own, place) in enumerate(copied):
+                assert place == group
+                tables = [self.runner.tables[t.slot][group] for t in holders if t.slot is not None]
+                assert source in [table[index] for table in tables]
+                writes = [w for w in plan.page_writes if (w.slot, w.group) == (row.slot, group)]
+                assert own in [w.pages[index] for w in writes]
         as_fork = {len(tracked.request.prompt_token_ids) - 1} if sources else set()
-        if rest or (sources and self.config.sliding_window is None):
+        if rest or (sources and not self.has_windows):
             assert row.start in as_fork
         elif self.config.prefix_cache_pages == 0 or tracked.request.cache.bypass:
             assert row.start in {0} | as_fork
@@ -438,7 +449,6 @@ class Traffic:
 
     def check_fairness(self, plan: Plan, admit: bool, running: list[Tracked]) -> None:
         planned = {row.request_id for row in plan.rows}
-        load = self.scheduler.load()
         in_rank = sorted(self.active.values(), key=lambda t: t.rank)
         waiting = [t for t in in_rank if t.slot is None and self.may_run(t, admit)]
         # Every decode is served, except that the last in rank may sit out if there is no page for it.
@@ -455,6 +465,9 @@ class Traffic:
             if any(t.rank > first.rank for t in running if t.request.request_id in entered):
                 assert self.may_be_passed(first, running)
                 first.overtaken = True
+        for tracked in in_rank:
+            if tracked.slot is None and not self.may_run(tracked, admit):
+                tracked.overtaken |= any(self.active[name].rank > tracked.rank for name in entered)
         # The first in rank is served, and no budget is left over that a waiting request could use.
         unserved = [t for t in waiting if not self.may_be_passed(t, running)]
         if not self.in_flight and not (waiting and self.may_be_passed(waiting[0], running)):
@@ -480,14 +493,10 @@ class Traffic:
             and not unserved[0].pending
             and not plan.preempted
         ):
-            needed = min(-(-len(unserved[0].known) // self.config.page_size), self.most_pages)
-            if self.config.sliding_window is None and self.sources(unserved[0], running):
-                needed = 1
             no_slot = len(running) == self.config.max_num_seqs
             if unserved[0].has_features:
                 no_slot |= sum(t.has_features for t in running) == self.config.feature_slots
-            left_free = self.config.num_pages - load.pages_used - self.headroom(running)
-            assert no_slot or needed > left_free
+            assert no_slot or self.lack_pages_for(unserved[0], running)
 
     def may_be_passed(self, tracked: Tracked, running: list[Tracked]) -> bool:
         lacks = tracked.has_features and sum(t.has_features for t in running) == self.config.feature_slots
@@ -505,27 +514,42 @@ class Traffic:
             wanted = min(len(first.known) - first.computed, most, left - left // 4)
             assert row.num_tokens >= wanted or self.lacks_pages(row)
 
+    def lack_pages_for(self, tracked: Tracked, running: list[Tracked]) -> bool:
+        """Whether some group has too few pages for a waiting request, if it shares none."""
+        needed = -(-len(tracked.known) // self.config.page_size)
+        if not self.has_windows and self.sources(tracked, running):
+            needed = 1
+        for group, most in enumerate(self.most_pages):
+            pool = self.scheduler.roster.groups.pools[group]
+            if min(needed, most) > pool.num_available - self.headroom(group, running):
+                return True
+        return False
+
     def lacks_pages(self, row: PlanRow) -> bool:
         """Whether the row ends where its pages end: with a sliding window there may be no page for more,
         because others hold those that it gave back.
         """
         seq = self.scheduler.roster.find(row.request_id)
         assert seq is not None
-        covered = len(seq.pages) * self.config.page_size
-        return self.config.sliding_window is not None and row.start + row.num_tokens == covered
+        covered = min(len(table.pages) for table in seq.tables) * self.config.page_size
+        return self.has_windows and row.start + row.num_tokens == covered
 
-    def headroom(self, running: list[Tracked]) -> int:
-        """How many pages are kept for running sequences: enough for 48 more tokens each, at most an eighth of
-        all pages.
+    def headroom(self, group: int, running: list[Tracked]) -> int:
+        """How many pages of a group are kept for running sequences: enough for 48 more tokens each, less what
+        they will give back meanwhile, at most an eighth of all pages.
         """
-        wanted = 0
+        wanted, (num_pages, window) = 0, (self.config.groups[group].num_pages, self.runner.windows[group])
         for tracked in running:
             seq = self.scheduler.roster.find(tracked.request.request_id)
             assert seq is not None
+            table, size = seq.tables[group], self.config.page_size
             most = tracked.limit(self.context_limit) - 1
-            positions = min(max(seq.num_computed, seq.prefill_until), len(seq.pages) * self.config.page_size)
-            wanted += max(-(-min(positions + 48, most) // self.config.page_size) - len(seq.pages), 0)
-        return min(wanted, self.config.num_pages // 8)
+            positions = min(max(seq.num_computed, seq.prefill_until), len(table.pages) * size)
+            more = -(-min(positions + 48, most) // size) - len(table.pages)
+            if window is not None:
+                more = min(more, -(-window // size) + 2 - len(table.held))
+            wanted += max(more, 0)
+        return min(wanted, num_pages // 8)
 
     def is_done(self, tracked: Tracked) -> bool:
         """Whether all tokens that it may have are made or in flight."""
@@ -567,7 +591,8 @@ class Traffic:
             assert complete or self.lacks_pages(row), "the chunk is shorter than it could be"
             seq = self.scheduler.roster.find(row.request_id)
             assert seq is not None
-            assert len(seq.held_pages) <= self.most_pages
+            for table, most_pages in zip(seq.tables, self.most_pages, strict=True):
+                assert len(table.held) <= most_pages
             assert row.samples == whole
             assert not tracked.pending
         self.check_writes(row)
@@ -582,17 +607,18 @@ class Traffic:
         """Checks that no page is written that another sequence holds or that has a key, except that a prefill
         may write the pages that it publishes in this plan.
         """
-        pool = self.scheduler.roster.pool
+        size = self.config.page_size
         seq = self.scheduler.roster.find(row.request_id)
         assert seq is not None
         end = row.start + (row.num_tokens if row.token_ids is not None else row.max_samples)
-        for index in range(row.start // pool.page_size, (end - 1) // pool.page_size + 1):
-            page = seq.pages[index]
-            if pool.num_holders(page) != 1:  # shared with a sequence that entered in this step
-                assert row.token_ids is not None
-            if pool.key_of(page) is not None:
-                assert row.token_ids is not None
-                assert (index + 1) * pool.page_size <= end
+        for pool, table in zip(self.scheduler.roster.groups.pools, seq.tables, strict=True):
+            for index in range(row.start // size, (end - 1) // size + 1):
+                page = table.pages[index]
+                if pool.num_holders(page) != 1:  # shared with a sequence that entered in this step
+                    assert row.token_ids is not None
+                if pool.key_of(page) is not None:
+                    assert row.token_ids is not None
+                    assert (index + 1) * size <= end
 
     def check_output(self, output: StepOutput, tracked: Tracked) -> None:
         late = tracked.deadline_ns is not None and tracked.deadline_ns <= self.now_ns

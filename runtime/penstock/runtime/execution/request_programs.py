@@ -125,7 +125,7 @@ def pack_page_copies(copies: Sequence[PageCopy], most: int, num_pages: int) -> N
     """The second argument of `make_page_copies`'s program."""
     pairs = np.full((most, 2), num_pages, np.int32)
     if copies:
-        pairs[: len(copies)] = copies
+        pairs[: len(copies)] = [copy[:2] for copy in copies]
     return pairs
 
 

@@ -167,7 +167,7 @@ class EngineCore:
 
     def _load(self) -> Load:
         if self._life.is_dead:
-            return Load.idle(self._scheduler.config.num_pages)
+            return Load.idle(self._scheduler.config.total_pages)
         self._drop_cancelled()
         return self._scheduler.load()
 

@@ -38,18 +38,21 @@ class PlanRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
-    """The entries of a slot's page table from `first_index` on become `pages`."""
+    """The entries of one of a slot's page tables from `first_index` on become `pages`."""
 
     slot: int
     first_index: int
     pages: tuple[int, ...]
+    group: int = 0
+    """The group of layers whose page table this is."""
 
 
 class PageCopy(NamedTuple):
-    """A page whose content another one gets before a step writes."""
+    """A page of one group of layers whose content another one gets before a step writes."""
 
     source: int
     destination: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,8 @@ class Plan:
     """Decode steps of the dispatch; above 1 only if every row is a decode. The input of each later step is
     the row's sample of the step before. A row takes part while it has made fewer than max_samples tokens."""
     page_copies: tuple[PageCopy, ...] = ()
-    """Pages to copy before the step writes. No page is both a source and a destination."""
+    """Pages to copy before the step writes: as many in one group as in any other. No page is both a source
+    and a destination."""
     generated_before: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Slot to the tokens that the request had generated before it entered, for those of `new_requests` whose
     penalties need them."""

@@ -21,50 +21,44 @@ from collections.abc import Iterable
 from penstock.runtime.requests.fanout import request_id_of
 from penstock.runtime.scheduling.load import Counts, Load, LostPages
 from penstock.runtime.scheduling.pages import PagePool
-from penstock.runtime.scheduling.prefix_cache import Prefix, PrefixCache
+from penstock.runtime.scheduling.paging.group import PageGroup, Prefix
+from penstock.runtime.scheduling.paging.groups import PageGroups
+from penstock.runtime.scheduling.paging.prefix_cache import PrefixCache
+from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import NEVER, Sequence, Status, rank_of
 from penstock.runtime.scheduling.waiting import FEATURE_SLOT, Waiting, take_ranked
-
-HEADROOM_TOKENS = 48
-HEADROOM_SHARE = 8
-"""See `Roster.headroom`. More headroom means that fewer prefills are lost to preemption, but also that fewer
-rows run. With 48 tokens, 64 rows, and pages for three quarters of what the rows grow to, 1.1 times the
-prompts' tokens are computed (1.5 to 1.8 times without headroom), and 1 to 3 % of the rows are lost."""
 
 
 class Roster:
     """All active sequences. Other modules change it by the moves only."""
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        num_pages: int,
-        page_size: int,
-        prefix_cache_pages: int | None = None,
-        *,
-        sliding_window: int | None = None,
-        max_prefill_pages: int | None = None,
-        feature_slots: int | None = None,
-        has_state: bool = False,
-    ) -> None:
-        """`max_prefill_pages`: most pages that a sequence holds while it is prefilled; None: the pages of all
-        its tokens. See `SchedulerConfig` for the other arguments.
-        """
-        self.pool = PagePool(num_pages, page_size, prefix_cache_pages)
+    def __init__(self, config: SchedulerConfig) -> None:
+        most_cached = config.prefix_cache_pages
+        self.groups = PageGroups(
+            [
+                PageGroup(
+                    index,
+                    PagePool(group.num_pages, config.page_size, most_cached),
+                    group.window,
+                    config.max_prefill_pages(group),
+                )
+                for index, group in enumerate(config.groups)
+            ]
+        )
+        """The pages, by group of layers."""
         self.waiting = Waiting()
-        self.cache = PrefixCache(self.pool, self.waiting, enabled=prefix_cache_pages != 0)
+        self.cache = PrefixCache(self.groups, self.waiting, enabled=most_cached != 0)
         self.running: list[Sequence] = []
         self.counts = Counts()
         """What has been counted since the start."""
         self.preempted: list[LostPages] = []
         """The sequences that were preempted since somebody emptied this list, oldest first."""
-        self._max_num_seqs = max_num_seqs
-        self._sliding_window = sliding_window
-        self.has_state = has_state
+        self._max_num_seqs = config.max_num_seqs
+        self.has_state = config.has_state
         """See `SchedulerConfig.has_state`."""
-        self._max_prefill_pages = max_prefill_pages or num_pages
-        self._num_feature_slots = max_num_seqs if feature_slots is None else feature_slots
-        self._free_slots = list(range(max_num_seqs))  # heaps, so that the lowest slot is taken first
+        slots, features = config.max_num_seqs, config.feature_slots
+        self._num_feature_slots = slots if features is None else features
+        self._free_slots = list(range(slots))  # heaps, so that the lowest slot is taken first
         self._free_feature_slots = list(range(self._num_feature_slots))
         self._active: dict[str, Sequence] = {}
         self._outputs: dict[str, list[Sequence]] = {}  # active outputs by request, in order of arrival
@@ -127,83 +121,32 @@ class Roster:
             return None
         for other in self._outputs.get(request_id_of(request.fork_of), ()):
             same = other.request.prompt_token_ids is request.prompt_token_ids
-            if same and other.sharing.is_shareable and not other.num_dropped:
+            if same and other.sharing.is_shareable and self.groups.can_fork(other):
                 return other
         return None
 
-    def fork(self, seq: Sequence, source: Sequence) -> Prefix:
-        """The prefix that a fork shares with `source`: all positions of the prompt but the last, which must
-        be computed.
-        """
-        num_computed = seq.num_prompt - 1
-        num_pages, rest = divmod(num_computed, self.pool.page_size)
-        return Prefix(source.pages[:num_pages], num_computed, source.pages[num_pages] if rest else None)
-
-    def num_unread(self, start: int) -> int:
-        """How many leading pages no position from `start` on attends to."""
-        window = self._sliding_window
-        return 0 if window is None else max(start - window + 1, 0) // self.pool.page_size
-
-    def shared_by(self, prefix: Prefix) -> list[int]:
-        """The pages of this prefix that a sequence which enters with it holds."""
-        return prefix.pages[self.num_unread(prefix.num_computed) :]
-
-    def num_new(self, seq: Sequence, prefix: Prefix) -> int:
-        """How many pages of its own a sequence enters with: enough for all tokens that are known now (with
-        generated ones, if it resumes). With a sliding window, as many as it can use at a time, because it
-        exchanges them as it goes.
-        """
-        whole = self.pool.pages_for(len(seq.token_ids)) - len(prefix.pages)
-        return min(whole, self._max_prefill_pages - len(self.shared_by(prefix)))
-
     def can_enter(self, seq: Sequence, prefix: Prefix) -> bool:
         """Whether the slots that a sequence needs are free, and its own pages beside the shared ones and the
-        `headroom` of the running sequences.
+        headroom of the running sequences.
         """
         if not (self._free_slots and self.has_feature_slot_for(seq)):
             return False
-        num_new, shared = self.num_new(seq, prefix), self.shared_by(prefix)
-        return self.pool.can_allocate(num_new, beside=shared) and self.pool.can_allocate(
-            num_new + self.headroom(self.running), beside=shared
-        )
-
-    def headroom(self, running: Iterable[Sequence]) -> int:
-        """How many pages to leave to the sequences `running` when another one enters: what their next
-        HEADROOM_TOKENS tokens will need, but at most one in HEADROOM_SHARE of all pages. Without headroom,
-        the next decode that needs a page would preempt the sequence that took the last one, and its prefill
-        would be wasted.
-        """
-        page_size, most = self.pool.page_size, self.pool.num_pages // HEADROOM_SHARE
-        num_pages = 0
-        for seq in running:
-            # A prefill needs no new pages: it holds all of them, or exchanges them.
-            start = min(max(seq.num_computed, seq.prefill_until), len(seq.pages) * page_size)
-            end = min(start + HEADROOM_TOKENS, seq.max_computed)
-            num_pages += max(-(-end // page_size) - len(seq.pages), 0)
-            if num_pages >= most:
-                return most
-        return num_pages
+        return self.groups.have_room(seq, prefix, self.running)
 
     def enter(self, seq: Sequence, prefix: Prefix) -> int:
         """Starts a waiting sequence behind its prefix, in the lowest free slots, with pages for all its known
-        tokens. Returns the slot.
+        tokens or, in groups with a window, for as many as it can use at a time. Returns the slot.
 
-        So a prefill never takes a page from the pool on its way, and two prefills never deadlock halfway.
-        With a sliding window a prefill exchanges the pages that it will not read again for new ones. If
-        another request holds some of them too, it preempts others as a decode does (`page_supply`).
+        So a prefill takes no page without giving one back, and two prefills never deadlock halfway. If
+        another request holds some of the pages too that it gives back, it preempts others as a decode does
+        (`page_supply`).
         """
-        shared = prefix.pages
         slot = heapq.heappop(self._free_slots)
         if seq.needs_feature_slot:
             seq.feature_slot = heapq.heappop(self._free_feature_slots)
-        num_tokens = len(seq.token_ids)
-        num_new = self.num_new(seq, prefix)
-        self.pool.retain(self.shared_by(prefix))  # first, so that `allocate` does not evict them
-        seq.pages = shared + self.pool.allocate(num_new)
-        seq.num_dropped = self.num_unread(prefix.num_computed)
-        seq.num_computed = prefix.num_computed
-        seq.slot, seq.prefill_until = slot, num_tokens
-        self.cache.begin(seq, len(shared))
+        self.groups.enter(seq, prefix)
+        seq.slot, seq.prefill_until = slot, len(seq.token_ids)
+        self.cache.begin(seq, prefix.num_pages)
         self.waiting.take(seq)
         if not seq.has_started:
             self._start(seq)
@@ -232,13 +175,6 @@ class Roster:
         seq.preemptions += 1
         self.waiting.add(seq)
 
-    def drop_pages(self, seq: Sequence, num_pages: int) -> None:
-        """Gives back the leading `num_pages` of a running sequence, which it will not read again."""
-        self.pool.release(seq.pages[seq.num_dropped : num_pages])
-        if not seq.num_dropped:
-            self.waiting.happened(seq)  # its forks cannot share its pages any more
-        seq.num_dropped = num_pages
-
     def remove(self, seq: Sequence) -> None:
         """Ends a running or waiting sequence; what it held is free at once."""
         if seq.status is Status.RUNNING:
@@ -260,17 +196,17 @@ class Roster:
         if seq.feature_slot is not None:
             heapq.heappush(self._free_feature_slots, seq.feature_slot)
             self.waiting.happened(FEATURE_SLOT)
-        self.pool.release(seq.held_pages)
-        seq.slot, seq.feature_slot, seq.pages, seq.num_dropped = None, None, [], 0
+        self.groups.leave(seq)
+        seq.slot = seq.feature_slot = None
 
     def load(self) -> Load:
         return Load(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             waiting_prompt_tokens=self.waiting.prompt_tokens,
-            pages_used=self.pool.num_used,
-            pages_cached=self.pool.num_cached,
-            pages_total=self.pool.num_pages,
+            pages_used=self.groups.num_used,
+            pages_cached=self.groups.num_cached,
+            pages_total=self.groups.num_pages,
         )
 
     def check(self) -> None:
@@ -279,9 +215,9 @@ class Roster:
         """
         running, waiting = self.running, list(self.waiting)
         self.waiting.check()
-        self.pool.check(seq.held_pages for seq in running)
         listed = sorted([*running, *waiting], key=lambda seq: seq.order)
         _expect(listed == self.active(), "running and waiting are not all the active ones, each once")
+        self.groups.check(running)
         slots = [seq.slot for seq in running if seq.slot is not None]
         _expect(len(slots) == len(running), "a running sequence has no slot")
         _expect(
@@ -303,12 +239,10 @@ class Roster:
             _expect(seq.num_computed < len(seq.token_ids) + max(seq.pending, 1), f"{name} computed too far")
             _expect(seq.num_computed <= seq.max_computed, f"{name} computed beyond its limit")
             _expect(seq.prefill_until <= len(seq.token_ids), f"{name} prefills beyond its tokens")
-            covered = len(seq.pages) * self.pool.page_size
-            _expect(seq.num_computed <= covered, f"{name} computed beyond its pages")
         for seq in waiting:
             name = seq.request_id
             _expect(seq.status is Status.WAITING, f"{name} is {seq.status} among the waiting")
-            _expect(not seq.pages and seq.slot is None, f"{name} waits but holds pages or a slot")
+            _expect(not seq.tables and seq.slot is None, f"{name} waits but holds pages or a slot")
             _expect(seq.feature_slot is None, f"{name} waits but holds a feature slot")
             _expect(seq.num_computed == 0, f"{name} waits but has computed positions")
             _expect(seq.sharing.publish_at == NEVER, f"{name} waits but publishes pages")
@@ -320,9 +254,10 @@ class Roster:
 
     def _check_awaited(self, seq: Sequence) -> None:
         """Checks that what a sequence awaits will happen."""
-        event, name, size = seq.awaits, seq.request_id, self.pool.page_size
+        event, name, size = seq.awaits, seq.request_id, self.groups.page_size
         if isinstance(event, Sequence):
-            will = event.status is Status.RUNNING and event.sharing.is_shareable and not event.num_dropped
+            will = event.status is Status.RUNNING and event.sharing.is_shareable
+            will = will and self.groups.can_fork(event)
             _expect(will and event.num_computed < seq.num_prompt - 1, f"{name} awaits what will not happen")
         elif isinstance(event, bytes):
             promised = any(

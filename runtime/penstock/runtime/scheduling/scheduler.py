@@ -39,16 +39,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.roster = Roster(
-            config.max_num_seqs,
-            config.num_pages,
-            config.page_size,
-            config.prefix_cache_pages,
-            sliding_window=config.sliding_window,
-            max_prefill_pages=config.max_prefill_pages,
-            feature_slots=config.feature_slots,
-            has_state=config.has_state,
-        )
+        self.roster = Roster(config)
         """The running and waiting sequences. Only the scheduler changes it."""
         self._planner = Planner(config, self.roster)
         self._endings = Endings(self.roster)

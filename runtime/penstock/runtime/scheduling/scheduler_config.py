@@ -10,6 +10,15 @@ from penstock.runtime.requests.request import Request
 SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """The pages of one group of layers, see `paging`."""
+
+    num_pages: int
+    window: int | None
+    """The most latest positions, its own included, that a token attends to in these layers; None: all."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """The limits of one engine's scheduler. ConfigError lists every field that is out of range."""
@@ -23,7 +32,7 @@ class SchedulerConfig:
     page_size: int
     """Tokens per page."""
     num_pages: int
-    """Pages of the KV cache."""
+    """Pages of the first group of layers, which is the only one where all layers are alike."""
     eos_token_ids: frozenset[int]
     """Tokens that end an output, unless the request ignores them."""
     max_queued_requests: int
@@ -37,11 +46,13 @@ class SchedulerConfig:
     scheduling_policy: str = "fcfs"
     """"fcfs": in order of arrival. "priority": highest `Request.priority` first, then in order of arrival."""
     prefix_cache_pages: int | None = None
-    """Most pages that are kept for their prefix while no request holds them; None: all free pages; 0: no
-    prefix cache."""
+    """Most pages of each group that are kept for their prefix while no request holds them; None: all free
+    pages; 0: no prefix cache."""
     sliding_window: int | None = None
-    """The largest sliding window of the model's layers, if every layer has one. A token attends to at most
+    """The sliding window of the first group of layers; None if these have none. A token attends to at most
     this many latest tokens, itself included, so pages before them are given back."""
+    further_groups: tuple[GroupLimits, ...] = ()
+    """The other groups of layers; each has a window, and the first group has none or a larger one."""
     has_state: bool = False
     """Whether the model keeps state by slot beside pages. If so, no request begins with what another one has
     computed, and a request whose token is put off computes its whole last step again, not only its last
@@ -80,23 +91,40 @@ class SchedulerConfig:
             bad.append(f"prefix_cache_pages must be 0 with has_state, not {self.prefix_cache_pages}")
         if self.sliding_window is not None and self.sliding_window < 1:
             bad.append(f"sliding_window must be at least 1, not {self.sliding_window}")
+        bad += [
+            f"further_groups must have pages and a window, not {group}"
+            for group in self.further_groups
+            if group.num_pages < 1 or group.window is None or group.window < 1
+        ]
         if bad:
             raise ConfigError("; ".join(bad))
 
     @property
-    def max_prefill_pages(self) -> int:
-        """Most pages that a sequence holds while it is prefilled. With a sliding window these are the pages
-        of a chunk and of what the chunk attends to, wherever in a page they begin.
+    def groups(self) -> tuple[GroupLimits, ...]:
+        """All groups of layers."""
+        return GroupLimits(self.num_pages, self.sliding_window), *self.further_groups
+
+    @property
+    def total_pages(self) -> int:
+        """Pages of all groups together."""
+        return sum(group.num_pages for group in self.groups)
+
+    def max_prefill_pages(self, group: GroupLimits) -> int:
+        """Most pages of a group that a sequence holds while it is prefilled. With a window these are the
+        pages of a chunk and of what the chunk attends to, wherever in a page they begin.
         """
-        if self.sliding_window is None:
-            return self.num_pages
+        if group.window is None:
+            return group.num_pages
         chunk = self.max_prefill_chunk or self.max_num_batched_tokens
-        return min(self.num_pages, -(-(self.sliding_window + chunk) // self.page_size) + 1)
+        return min(group.num_pages, -(-(group.window + chunk) // self.page_size) + 1)
 
     @property
     def capacity_tokens(self) -> int:
-        """Most positions that one request can have computed, alone in an empty pool."""
-        return capacity_tokens(self.num_pages, self.page_size, self.sliding_window, self.max_model_len)
+        """Most positions that one request can have computed, alone in empty pools."""
+        return min(
+            capacity_tokens(group.num_pages, self.page_size, group.window, self.max_model_len)
+            for group in self.groups
+        )
 
     def context_limit(self, request: Request) -> int:
         """Most tokens, prompt and generated, that a request may reach. Raises PromptTooLong or

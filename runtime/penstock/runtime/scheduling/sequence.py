@@ -42,6 +42,22 @@ class Sharing:
 
 
 @dataclass(slots=True, eq=False)
+class PageTable:
+    """The pages of a sequence in one group of layers (see `paging`)."""
+
+    pages: list[int]
+    """Page i holds positions [i * page_size, (i + 1) * page_size). The first `num_dropped` are not held."""
+    num_dropped: int = 0
+    """Leading pages that were given back, or never held, because they are out of the sliding window of every
+    later token."""
+
+    @property
+    def held(self) -> list[int]:
+        """The pages that the sequence holds."""
+        return self.pages[self.num_dropped :] if self.num_dropped else self.pages
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One output in the scheduler.
 
@@ -81,11 +97,10 @@ class Sequence:
     status: Status = Status.WAITING
     slot: int | None = None
     feature_slot: int | None = None
-    pages: list[int] = field(default_factory=list)
-    """The page table: page i holds positions [i * page_size, (i + 1) * page_size). The first `num_dropped`
-    are not held any more."""
-    num_dropped: int = 0
-    """Leading pages that were given back because they are out of the sliding window of every later token."""
+    tables: tuple[PageTable, ...] = ()
+    """The page table in each group; none while it holds no pages."""
+    covered: int = 0
+    """How many positions have pages in every group."""
     num_computed: int = 0
     prefill_until: int = 0
     """Positions below this are computed (again) from `token_ids`; from here on each input is the slot's own
@@ -124,11 +139,6 @@ class Sequence:
     def num_generated(self) -> int:
         """How many tokens were generated so far."""
         return len(self.token_ids) - self.num_prompt
-
-    @property
-    def held_pages(self) -> list[int]:
-        """The pages that the sequence holds."""
-        return self.pages[self.num_dropped :] if self.num_dropped else self.pages
 
     @property
     def needs_whole_prompt(self) -> bool:

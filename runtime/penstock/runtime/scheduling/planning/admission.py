@@ -4,10 +4,10 @@ jax.
 
 from __future__ import annotations
 
+from penstock.runtime.scheduling.paging.group import Prefix
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite
 from penstock.runtime.scheduling.planning.draft import Draft
 from penstock.runtime.scheduling.planning.page_supply import PageSupply
-from penstock.runtime.scheduling.prefix_cache import Prefix
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.sequence import Sequence
 from penstock.runtime.scheduling.waiting import FEATURE_SLOT, NEXT_STEP
@@ -39,9 +39,10 @@ class Admission:
     def enter(self, seq: Sequence, prefix: Prefix, draft: Draft) -> None:
         """Starts a waiting sequence on the prefix that `may_enter` has found."""
         slot = self._roster.enter(seq, prefix)
-        if prefix.partial is not None:
-            draft.copies.append(PageCopy(prefix.partial, seq.pages[len(prefix.pages)]))
-        draft.writes.append(PageWrite(slot, 0, tuple(seq.pages)))
+        for group, table in enumerate(seq.tables):
+            if prefix.partial:
+                draft.copies.append(PageCopy(prefix.partial[group], table.pages[prefix.num_pages], group))
+            draft.writes.append(PageWrite(slot, 0, tuple(table.pages), group))
         draft.entered.append((slot, seq.request))
         if seq.feature_slot is not None:
             draft.feature_slots[slot] = seq.feature_slot
@@ -74,19 +75,16 @@ class Admission:
         victims = [seq for seq in running if seq.rank[0] > first.rank[0]]
         lacks_feature_slot = not roster.has_feature_slot_for(first)
         holders = [seq for seq in victims if seq.needs_feature_slot]
-        shared = roster.shared_by(prefix)
-        roster.pool.retain(shared)  # pages that it shares with a victim must not count as gained
-        gained = roster.pool.num_released_with(seq.held_pages for seq in victims)
-        needed = roster.num_new(first, prefix)
-        needed += roster.headroom(running[: len(running) - len(victims)])
-        if needed <= roster.pool.num_available + gained:
+        staying = running[: len(running) - len(victims)]
+        roster.groups.hold(prefix)  # pages that it shares with a victim must not count as gained
+        if roster.groups.would_have_room(first, prefix, victims, staying):
             if lacks_feature_slot:
                 self._supply.preempt(
                     holders[-1], draft
                 )  # wherever that ranks: only such a sequence can give one
             while not roster.can_enter(first, prefix):
                 self._supply.preempt(running[-1], draft)
-        roster.pool.release(shared)
+        roster.groups.let_go(prefix)
 
     def _awaits_feature_slot(self, seq: Sequence) -> bool:
         """Whether the first sequence in line needs a feature slot and has stepped aside because there is
@@ -109,16 +107,16 @@ class Admission:
         roster = self._roster
         source = roster.source_of(seq)
         if source is None:
-            pages = roster.cache.match(seq)
-            key = roster.cache.promised(seq, len(pages))
+            prefix = roster.cache.match(seq)
+            key = roster.cache.promised(seq, prefix.num_pages)
             if key is None:
-                return Prefix(pages, len(pages) * roster.pool.page_size)
+                return prefix
             roster.waiting.step_aside(seq, key)
         elif source.num_computed < seq.num_prompt - 1:
             roster.waiting.step_aside(seq, source)
         else:
-            prefix = roster.fork(seq, source)
-            if prefix.partial is None or source not in draft.chunked:
+            prefix = roster.groups.fork(source)
+            if not prefix.partial or source not in draft.chunked:
                 return prefix
             roster.waiting.step_aside(seq, NEXT_STEP)  # a copy is made before the step writes
         return None

@@ -32,8 +32,7 @@ class PageSupply:
         may free some.
         """
         roster = self._roster
-        num_pages = roster.pool.pages_for(end) - len(seq.pages)
-        while not roster.pool.can_allocate(num_pages):
+        while not roster.groups.can_grow(seq, end):
             victim = roster.running[-1]
             if draft.in_flight and victim is seq:
                 return False
@@ -41,9 +40,8 @@ class PageSupply:
             if victim is seq:
                 return False
         assert seq.slot is not None
-        pages = roster.pool.allocate(num_pages)
-        draft.writes.append(PageWrite(seq.slot, len(seq.pages), tuple(pages)))
-        seq.pages += pages
+        for group, first, pages in roster.groups.grow(seq, end):
+            draft.writes.append(PageWrite(seq.slot, first, pages, group))
         return True
 
     def exchange(self, seq: Sequence, draft: Draft) -> bool:
@@ -53,27 +51,8 @@ class PageSupply:
         There are too few only if other requests hold some of the old pages too. Then the sequence computes a
         shorter chunk, and preempts others for its first token.
         """
-        roster, config = self._roster, self._config
-        page_size = roster.pool.page_size
-        start, num_pages = seq.num_computed, len(seq.pages)
-        num_unread = roster.num_unread(start)
-        if num_unread > seq.num_dropped:
-            roster.drop_pages(seq, num_unread)
-        chunk = draft.max_chunk or config.max_num_batched_tokens
-        end = min(start + chunk, seq.prefill_until, (num_pages + roster.pool.num_available) * page_size)
-        end = max(end, start + 1)
-        return end <= num_pages * page_size or self.grow(seq, end, draft)
-
-    def drop_unread(self, window: int) -> None:
-        """Gives back the pages that lie before the sliding window of every position still to be computed. A
-        dispatched step may use them, but the device runs it first. Pages whose tokens are not all known yet
-        are kept, so that they can be published, and so are those that a prefill can exchange.
-        """
-        page_size = self._roster.pool.page_size
-        for seq in self._roster.running:
-            start = seq.num_computed
-            if len(seq.pages) * page_size < seq.prefill_until:
-                continue
-            num_pages = max(min(start - window + 1, start - seq.pending), 0) // page_size
-            if num_pages > seq.num_dropped:
-                self._roster.drop_pages(seq, num_pages)
+        groups, start = self._roster.groups, seq.num_computed
+        groups.drop_unread(seq, start)
+        chunk = draft.max_chunk or self._config.max_num_batched_tokens
+        end = max(min(start + chunk, seq.prefill_until, groups.reachable(seq)), start + 1)
+        return end <= seq.covered or self.grow(seq, end, draft)

@@ -10,7 +10,7 @@ decodes (one token a row) and prefill chunks share one token budget:
    waiting ones (`admission`).
 
 A waiting sequence enters when all of this is free: a slot; budget; pages for all its known tokens, except
-those that it shares; some pages more that the running sequences will soon need (`Roster.headroom`); and a
+those that it shares; some pages more that the running sequences will soon need (`PageGroup.headroom`); and a
 feature slot, of which there may be fewer than slots, if it has penalties or a bias. No other sequence
 overtakes it, so large requests cannot starve. In two cases, however, it steps aside and lets others pass
 (`waiting`):
@@ -41,10 +41,10 @@ active sequence that is first in rank:
   preempted or ends, the promise falls and the first in rank computes the page itself. A fork waits in the
   same way for the output that computes its prompt.
 
-With a sliding window, a prefill enters with as many pages as it can use at a time, and exchanges those that
-it will not read again for the next ones, before decodes of lower rank get theirs. If other requests hold some
-of its old pages too, it gets fewer new ones and computes less; if it gets none at all, it takes one as a
-decode does.
+In a group of layers with a sliding window (`paging`), a prefill enters with as many pages as it can use at a
+time, and exchanges those that it will not read again for the next ones, before decodes of lower rank get
+theirs. If other requests hold some of its old pages too, it gets fewer new ones and computes less; if it gets
+none at all, it takes one as a decode does.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Planner:
         """
         waiting = self._roster.waiting
         waiting.happened(NEXT_STEP)
-        if self._config.sliding_window is not None:
-            self._supply.drop_unread(self._config.sliding_window)
+        if self._roster.groups.windowed:
+            self._roster.groups.drop_behind(self._roster.running)
         if waiting and self._config.by_priority:
             self._admission.make_room(draft)
         if max_steps > 1:
@@ -100,7 +100,7 @@ class Planner:
         """Adds a row for every decode. Returns the running sequences that are partly prefilled. No later
         decode preempts one of these, because victims are taken from the end of the order.
         """
-        supply, page_size = self._supply, self._roster.pool.page_size
+        supply = self._supply
         rows, sampling, preempted = draft.rows, draft.sampling, draft.preempted
         num_steps, constrained = draft.num_steps, draft.constrained_rows
         prefills: list[Sequence] = []
@@ -115,7 +115,7 @@ class Planner:
                 continue
             start = seq.num_computed
             if start < seq.prefill_until:
-                if len(seq.pages) * page_size >= seq.prefill_until or supply.exchange(seq, draft):
+                if seq.covered >= seq.prefill_until or supply.exchange(seq, draft):
                     prefills.append(seq)
                 continue
             count = seq.max_computed - start
@@ -123,7 +123,7 @@ class Planner:
                 continue  # its last token is in flight
             if count > num_steps:
                 count = num_steps
-            if start + count > len(seq.pages) * page_size and not supply.grow(seq, start + count, draft):
+            if start + count > seq.covered and not supply.grow(seq, start + count, draft):
                 continue
             bans = min(count, seq.bans_until - start) if start < seq.bans_until else 0
             rows.append(_row((seq.request_id, seq.slot, start, 1, None, True, bans, count)))

@@ -110,10 +110,8 @@ class Prefills:
     def _advance(self, seq: Sequence, most: int) -> int:
         """Adds up to `most` tokens to the next chunk of a prefill. Returns how many it added."""
         start = seq.num_computed
-        covered = (
-            len(seq.pages) * self._roster.pool.page_size
-        )  # with a sliding window, perhaps fewer than `prefill_until`
-        seq.num_computed = end = min(start + most, seq.prefill_until, covered)
+        # With a sliding window, perhaps fewer positions than `prefill_until` have pages.
+        seq.num_computed = end = min(start + most, seq.prefill_until, seq.covered)
         if end >= seq.sharing.publish_at:
             self._roster.cache.publish(seq, end)
         if end >= seq.num_prompt - 1:

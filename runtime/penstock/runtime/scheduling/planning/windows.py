@@ -80,14 +80,15 @@ class Windows:
         to make, and as many as there are pages for without a preemption (perhaps 0), rounded down to a length
         that windows may have.
         """
-        pool = self._roster.pool
+        groups = self._roster.groups
         num_steps = min(most, max((seq.max_computed - seq.num_computed for seq in seqs), default=1))
         while num_steps > 0:
             needed = 0
             for seq in seqs:
                 end = min(seq.num_computed + num_steps, seq.max_computed)
-                needed += max(-(-end // pool.page_size) - len(seq.pages), 0)
-            if pool.can_allocate(needed):
+                # A sequence that decodes has tables of the same length in all groups.
+                needed += max(-(-end // groups.page_size) - len(seq.tables[0].pages), 0)
+            if all(pool.can_allocate(needed) for pool in groups.pools):
                 break
             num_steps -= 1
         if num_steps and (lengths := self._config.window_steps):

@@ -14,6 +14,10 @@ before it reads any. Pages of generated tokens are published at commit; tokens s
 past its end, are written behind the last committed token. A sequence shares only full pages before its own
 first input, so no shared page is written.
 
+Groups. A page's key is the same in all groups of layers, each of which has its own page for it. A sequence
+may begin with m pages if the group without a window has all m of them, and each group with a window has those
+that the window reaches back to from there. The longest such m is taken.
+
 Promises. Requests that arrive together share too. A running prefill promises the keys of the pages that it is
 going to publish; a sequence that needs a promised page next waits for it instead of computing it again. It
 waits for the last page that both have in common, until that is published or the promise falls.
@@ -23,43 +27,31 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from dataclasses import dataclass
 from hashlib import blake2b
 
 from penstock.runtime.requests.request import Request
-from penstock.runtime.scheduling.pages import FlushedPages, PagePool
+from penstock.runtime.scheduling.pages import FlushedPages
+from penstock.runtime.scheduling.paging.group import Prefix
+from penstock.runtime.scheduling.paging.groups import PageGroups
 from penstock.runtime.scheduling.sequence import NEVER, Sequence
 from penstock.runtime.scheduling.waiting import Waiting
 
 _KEY_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """The part of a waiting sequence that is computed already when the sequence enters."""
-
-    pages: list[int]
-    """Full pages that the sequence shares; they come first in its page table."""
-    num_computed: int
-    """Number of computed positions: all of `pages` and, for a fork, the first positions of the page after
-    them."""
-    partial: int | None = None
-    """The page of the source that holds these first positions, for the fork to copy; None where there are
-    none."""
-
-
 class PrefixCache:
-    """Finds and publishes the pages of sequences in one pool. Without `enabled` it finds and promises
+    """Finds and publishes the pages of sequences in their groups. Without `enabled` it finds and promises
     nothing.
     """
 
     def __init__(
-        self, pool: PagePool, waiting: Waiting, *, enabled: bool = True, secret: bytes | None = None
+        self, groups: PageGroups, waiting: Waiting, *, enabled: bool = True, secret: bytes | None = None
     ) -> None:
         """`waiting` is told which keys were published, and which never will be. `secret` (1 to 64 bytes) is
         the hash's key; None draws one.
         """
-        self._pool = pool
+        self._groups = groups
+        self._page_size = groups.page_size
         self._waiting = waiting
         self._enabled = enabled
         self._secret = secret or secrets.token_bytes(32)
@@ -79,18 +71,39 @@ class PrefixCache:
             self._extend(keys, request, request.prompt_token_ids)
         return keys
 
-    def match(self, seq: Sequence) -> list[int]:
-        """The pages that hold the longest cached prefix of a waiting sequence. They are not retained yet.
+    def match(self, seq: Sequence) -> Prefix:
+        """The longest cached prefix of a waiting sequence. Its pages are not retained yet."""
+        keys, (first, *others) = self._shareable_keys(seq), self._groups.all
+        if first.window is None:
+            pages = self._longest_run(keys, seq)
+            if not others:
+                return Prefix((pages,), len(pages) * self._page_size)
+            num_pages = len(pages)
+        else:
+            num_pages = len(keys)
+        while num_pages:
+            end = min(group.last_end(keys, num_pages) for group in self._groups.windowed)
+            if end == num_pages:
+                break
+            num_pages = end
+        found = tuple(group.find(keys, num_pages) for group in self._groups.windowed)
+        if first.window is None:
+            found = (pages[:num_pages], *found)
+        return Prefix(found, num_pages * self._page_size)
+
+    def _longest_run(self, keys: list[bytes], seq: Sequence) -> list[int]:
+        """The pages of the first group, which has no window, that hold the longest prefix with these keys.
 
         The part that the sequence has in common with the one that entered last is taken from there, without
         look-ups: when many sequences wait for one prefix, only the first is looked up.
         """
-        keys, latest = self._shareable_keys(seq), self._latest
+        latest = self._latest
         pages: list[int] = []
-        if keys and latest is not None and latest.sharing.is_shareable and not latest.num_dropped:
+        if keys and latest is not None and latest.sharing.is_shareable:
             theirs = latest.sharing
-            pages = latest.pages[: _num_common(keys, theirs.keys, min(len(keys), theirs.num_published))]
-        lookup = self._pool.lookup
+            num_common = _num_common(keys, theirs.keys, min(len(keys), theirs.num_published))
+            pages = latest.tables[0].pages[:num_common]
+        lookup = self._groups.pools[0].lookup
         for key in keys[len(pages) :]:
             page = lookup(key)
             if page is None:
@@ -108,7 +121,7 @@ class PrefixCache:
             return None
         for other in self._promising:
             theirs = other.sharing
-            end = min(len(keys), other.prefill_until // self._pool.page_size)
+            end = min(len(keys), other.prefill_until // self._page_size)
             is_due = theirs.num_published <= num_found < end
             if is_due and theirs.keys[num_found] == keys[num_found] and other.rank[0] <= seq.rank[0]:
                 return keys[_num_common(keys, theirs.keys, end) - 1]
@@ -119,7 +132,7 @@ class PrefixCache:
         sharing = seq.sharing
         sharing.num_published, sharing.is_shareable = num_shared, True
         if self.serves(seq.request):
-            page_size = self._pool.page_size
+            page_size = self._page_size
             self._extend(sharing.keys, seq.request, seq.token_ids)
             sharing.publish_at = (num_shared + 1) * page_size
             self._latest = seq
@@ -131,17 +144,16 @@ class PrefixCache:
         is written once the dispatched steps have run. To be called when `end` is at least `publish_at`.
         """
         sharing, keys = seq.sharing, seq.sharing.keys
-        until = end // self._pool.page_size
+        until = end // self._page_size
         if until > len(keys):
             self._extend(keys, seq.request, seq.token_ids)
-        for index in range(sharing.num_published, until):
-            self._pool.publish(seq.pages[index], keys[index])
+        self._groups.publish(seq, keys, sharing.num_published, until)
         if self._waiting.any_aside:
             for index in range(sharing.num_published, until):
                 self._waiting.happened(keys[index])
         sharing.num_published = until
-        sharing.publish_at = (until + 1) * self._pool.page_size
-        if seq in self._promising and until >= seq.prefill_until // self._pool.page_size:
+        sharing.publish_at = (until + 1) * self._page_size
+        if seq in self._promising and until >= seq.prefill_until // self._page_size:
             del self._promising[seq]
 
     def leave(self, seq: Sequence) -> None:
@@ -163,7 +175,7 @@ class PrefixCache:
         """Forgets all prefixes, for example because the weights have changed. Running sequences must `leave`
         before: they hold KV from before the flush, and must not publish it.
         """
-        return self._pool.forget_keys()
+        return self._groups.forget_keys()
 
     def _shareable_keys(self, seq: Sequence) -> list[bytes]:
         """The keys of the pages that a waiting sequence may share. They never cover its last token, which
@@ -172,7 +184,7 @@ class PrefixCache:
         """
         if not self.serves(seq.request) or seq.needs_whole_prompt:
             return []
-        num_pages = (len(seq.token_ids) - 1) // self._pool.page_size
+        num_pages = (len(seq.token_ids) - 1) // self._page_size
         keys = seq.sharing.keys
         if len(keys) < num_pages:
             self._extend(keys, seq.request, seq.token_ids)
@@ -180,7 +192,7 @@ class PrefixCache:
 
     def _extend(self, keys: list[bytes], request: Request, token_ids: list[int] | tuple[int, ...]) -> None:
         """Appends the missing keys of the full pages of these tokens."""
-        page_size = self._pool.page_size
+        page_size = self._page_size
         first, last = len(keys), len(token_ids) // page_size
         if first < last:
             parent = keys[-1] if keys else self._root(request)

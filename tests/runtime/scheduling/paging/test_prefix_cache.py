@@ -112,7 +112,7 @@ def test_generated_pages_are_shared_once_their_tokens_are_known():
     add(scheduler, "b", (*PROMPT[:6], 11, 12, 5))
     for plan, token in zip(plans[:2], (11, 12), strict=True):
         commit(scheduler, plan, token)
-    pool = scheduler.roster.pool
+    pool = scheduler.roster.groups.pools[0]
     assert pool.num_published == 1  # position 7 counts once the token sampled at it is known
     commit(scheduler, plans[2], 13)
     assert pool.num_published == 2
@@ -125,7 +125,7 @@ def test_pages_of_a_finished_request_stay_until_they_are_needed():
     step(scheduler)
     finish(scheduler, "a")
     assert scheduler.load().pages_used == 0
-    assert scheduler.roster.pool.num_cached == 2
+    assert scheduler.roster.groups.pools[0].num_cached == 2
     add(scheduler, "b", tuple(range(200, 212)))  # 3 pages: the free ones, then the end of a's prefix
     step(scheduler)
     finish(scheduler, "b")
@@ -195,7 +195,7 @@ def test_a_flush_forgets_all_and_running_requests_publish_nothing_more():
     scheduler.check()
     for _ in range(3):
         step(scheduler)
-    assert scheduler.roster.pool.num_published == 0
+    assert scheduler.roster.groups.pools[0].num_published == 0
     add(scheduler, "again")
     assert starts(step(scheduler))["again"] == 0
 
@@ -224,7 +224,7 @@ def test_switched_off_there_is_no_cache():
     add(scheduler, "b")
     assert starts(step(scheduler)) == {"a": 0, "b": 0}
     finish(scheduler, "a", "b")
-    assert scheduler.roster.pool.num_free == 16
+    assert scheduler.roster.groups.pools[0].num_free == 16
 
 
 def test_no_more_pages_are_kept_than_allowed():
@@ -233,7 +233,7 @@ def test_no_more_pages_are_kept_than_allowed():
         add(scheduler, "a", tuple(range(i * 10, i * 10 + 9)))
         step(scheduler)
         finish(scheduler, "a")
-    assert scheduler.roster.pool.num_cached == 3
+    assert scheduler.roster.groups.pools[0].num_cached == 3
 
 
 def test_a_higher_priority_does_not_wait_for_a_lower_ones_promise():
