@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.workloads import Job
-from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.config import LayerConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,14 @@ Span = tuple[int, int]
 
 def layer_weights(config: ModelConfig) -> int:
     """The number of weights in all layers' products, without embedding and head."""
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = config.hidden_size * (2 * queries + 2 * keys)
-    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    return sum(_weights_of(layer, config.hidden_size) for layer in config.layers)
+
+
+def _weights_of(layer: LayerConfig, hidden_size: int) -> int:
+    """The number of weights in one layer's products."""
+    ours = layer.attention
+    attention = hidden_size * 2 * (ours.num_heads + ours.num_kv_heads) * ours.head_dim
+    return attention + 3 * hidden_size * layer.mlp.intermediate_size
 
 
 def head_weights(config: ModelConfig) -> int:
@@ -69,8 +74,9 @@ def one_pass(
     attended = sum((end * (end + 1) - start * (start + 1)) // 2 for start, end in spans)
     layers, head = layer_weights(config), head_weights(config)
     products = 2 * (layers * tokens + head * len(spans))
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * attended
-    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_bytes
+    heads = [layer.attention for layer in config.layers]
+    attention = 4 * sum(ours.num_heads * ours.head_dim for ours in heads) * attended
+    kv = 2 * sum(ours.num_kv_heads * ours.head_dim for ours in heads) * kv_bytes
     read = (layers + head) * weight_bytes + kv * sum(end for _, end in spans)
     return Work(float(products + attention), float(read))
 

@@ -79,7 +79,7 @@ def scorer(
             num_pages=pages,
         )
         kv = tuple(jnp.zeros(layer.shape, layer.dtype) for layer in arrays)
-        hidden, _ = model(tokens, meta.positions, kv, meta, attention=backend.attention)
+        hidden, _ = model(tokens, meta.positions, kv, (meta,), attention=backend.attention)
         return jax.nn.log_softmax(model.logits(hidden, jnp.int32(LENGTH)), axis=1)
 
     return lambda tokens: np.asarray(run(leaves, jnp.asarray(tokens, jnp.int32))).astype(np.float64)

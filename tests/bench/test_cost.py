@@ -15,10 +15,10 @@ from bench.measures.cost import (
 )
 from bench.roofline import floors, measured
 from bench.workloads import Group, Job, Workload
-from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.registry import parse_config
 
 # 1 layer: q and o of 8 x 8, k and v of 8 x 4, three MLP matrices of 8 x 16; a vocabulary of 100.
-CONFIG = ModelConfig.from_dict(
+CONFIG = parse_config(
     {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": 100,

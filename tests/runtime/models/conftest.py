@@ -16,6 +16,7 @@ import pytest
 from penstock.runtime.models import params
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import PLAIN, LinearFormat
+from penstock.runtime.ops.cache_spec import PagedKV
 
 SLOTS = 128
 CHUNK = 8
@@ -29,7 +30,21 @@ class Meta(NamedTuple):
     num_tokens: jax.Array
 
 
-def contiguous_attention(q, k_new, v_new, kv, meta, *, scale, sliding_window=None):
+def contiguous_attention(
+    q,
+    k_new,
+    v_new,
+    kv,
+    meta,
+    *,
+    scale,
+    sliding_window=None,
+    softcap=None,
+    sinks=None,
+    chunk=None,
+    value_dim=None,
+):
+    assert value_dim is None
     groups = q.shape[1] // k_new.shape[1]
     kv = kv.at[meta.positions].set(jnp.stack([k_new, v_new], axis=1).astype(jnp.float32))
     keys, values = (jnp.repeat(kv[:, i], groups, axis=1) for i in (0, 1))
@@ -37,8 +52,17 @@ def contiguous_attention(q, k_new, v_new, kv, meta, *, scale, sliding_window=Non
     visible = distance >= 0
     if sliding_window is not None:
         visible &= distance < sliding_window
+    if chunk is not None:
+        visible &= meta.positions[:, None] // chunk == jnp.arange(SLOTS)[None, :] // chunk
     scores = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * np.float32(scale)
-    weights = jax.nn.softmax(jnp.where(visible[None], scores, -jnp.inf), axis=-1)
+    if softcap is not None:
+        scores = jnp.tanh(scores / softcap) * softcap
+    scores = jnp.where(visible[None], scores, -jnp.inf)
+    extra = 0 if sinks is None else 1
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+        scores = jnp.concatenate([scores, sink], axis=2)
+    weights = jax.nn.softmax(scores, axis=-1)[:, :, : scores.shape[2] - extra]
     return jnp.einsum("hts,shd->thd", weights, values, precision="highest").astype(q.dtype), kv
 
 
@@ -53,13 +77,18 @@ class Sequence:
         linear: LinearFormat = PLAIN,
     ) -> None:
         self.leaves = params.state_to_leaves(state)
-        shape = (SLOTS, 2, config.num_kv_heads, config.head_dim)
-        self._empty = tuple(jnp.zeros(shape, jnp.float32) for _ in range(config.num_layers))
+        shapes = [
+            (SLOTS, 2, layer.num_kv_heads, layer.head_dim)
+            for layer in config.cache.paged
+            if isinstance(layer, PagedKV)
+        ]
+        self._empty = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
 
         def step(leaves, token_ids, positions, kv):
             model = params.bind(config, leaves, dtype, linear)
             meta: Any = Meta(positions, jnp.int32(CHUNK))
-            hidden, kv = model(token_ids, positions, kv, meta, attention=contiguous_attention)
+            metas = (meta,) * (max(config.cache.group_of) + 1)
+            hidden, kv = model(token_ids, positions, kv, metas, attention=contiguous_attention)
             return model.logits(hidden, meta.num_tokens), kv
 
         self._step = jax.jit(step)

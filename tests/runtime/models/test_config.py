@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.errors import ConfigError, UnknownArchitecture
-from penstock.runtime.models.config import FAMILIES, ModelConfig
+from penstock.runtime.models.families.llama import TRAITS
 from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
-from penstock.runtime.models.registry import ARCHITECTURES, family_of
+from penstock.runtime.models.registry import ARCHITECTURES, family_of, parse_config
 from penstock.runtime.models.rope import RopeConfig, inverse_frequencies
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from tests.support.goldens import GOLDEN, NAMES
+from tests.support.models.configs import one_layer, rope_of, windows
 
 SIZES = {
     "vocab_size": 512,
@@ -27,7 +28,7 @@ SIZES = {
 
 
 def parse(architecture="LlamaForCausalLM", **fields):
-    return ModelConfig.from_dict({"architectures": [architecture], **SIZES, **fields})
+    return parse_config({"architectures": [architecture], **SIZES, **fields})
 
 
 def refused(**fields):
@@ -81,26 +82,28 @@ MISTRAL_7B_V0_1 = {
 
 
 def test_published_qwen3():
-    config = ModelConfig.from_dict(QWEN3_0_6B)
-    assert config.qk_norm
-    assert not config.qkv_bias
+    config = parse_config(QWEN3_0_6B)
+    attention = one_layer(config).attention
+    assert attention.qk_norm == "head"
+    assert not attention.qkv_bias
     assert config.cache == CacheSpec((PagedKV(8, 128),) * 28)
-    assert config.rope == RopeConfig(theta=1e6)
-    assert config.sliding_windows == (None,) * 28
+    assert rope_of(config) == RopeConfig(theta=1e6)
+    assert windows(config) == (None,) * 28
     assert (config.dtype, config.tie_word_embeddings) == ("bfloat16", True)
     assert (config.bos_token_id, config.eos_token_ids) == (151643, (151645,))
 
 
 def test_published_qwen2():
-    config = ModelConfig.from_dict(QWEN2_5_0_5B)
-    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (True, False, False, False)
-    assert config.head_dim == 64
-    assert config.sliding_windows == (None,) * 24  # the file sets sliding_window, but switches it off
+    config = parse_config(QWEN2_5_0_5B)
+    attention, mlp = one_layer(config).attention, one_layer(config).mlp
+    assert (attention.qkv_bias, attention.o_bias, mlp.bias) == (True, False, False)
+    assert (attention.head_dim, attention.qk_norm) == (64, "none")
+    assert windows(config) == (None,) * 24  # the file sets sliding_window, but switches it off
 
 
 def test_published_llama():
-    config = ModelConfig.from_dict(LLAMA_3_2_1B)
-    assert config.rope == RopeConfig(
+    config = parse_config(LLAMA_3_2_1B)
+    assert rope_of(config) == RopeConfig(
         "llama3", 500_000.0, 32.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0
     )
     assert config.eos_token_ids == (128001, 128008, 128009)
@@ -108,9 +111,9 @@ def test_published_llama():
 
 
 def test_published_mistral():
-    config = ModelConfig.from_dict(MISTRAL_7B_V0_1)
-    assert config.sliding_windows == (4096,) * 32
-    assert config.head_dim == 128
+    config = parse_config(MISTRAL_7B_V0_1)
+    assert windows(config) == (4096,) * 32
+    assert one_layer(config).attention.head_dim == 128
 
 
 def test_old_and_new_style_are_the_same_model():
@@ -118,52 +121,59 @@ def test_old_and_new_style_are_the_same_model():
     old = parse(rope_theta=5e5, rope_scaling={"type": "yarn", **scaling}, torch_dtype="float16")
     new = parse(rope_parameters={"rope_type": "yarn", "rope_theta": 5e5, **scaling}, dtype="float16")
     assert old == new
-    assert old.rope.attention_factor == pytest.approx(1.1386294)
+    assert rope_of(old).attention_factor == pytest.approx(1.1386294)
     assert hash(old) == hash(new)
     assert parse(torch_dtype="torch.float16").dtype == "float16"
 
 
 def test_rope_fields():
-    rope = parse(rope_scaling={"rope_type": "linear", "type": "dynamic", "factor": 2}).rope
+    rope = rope_of(parse(rope_scaling={"rope_type": "linear", "type": "dynamic", "factor": 2}))
     assert rope == RopeConfig("linear", factor=2.0)  # rope_type wins over type
-    assert parse(rope_scaling={"type": "dynamic", "factor": 2.0}).rope.original_max_positions == 1024
+    assert rope_of(parse(rope_scaling={"type": "dynamic", "factor": 2.0})).original_max_positions == 1024
     yarn = {"rope_type": "yarn", "factor": 8.0}
-    assert parse(rope_parameters=yarn).rope.original_max_positions == 1024
-    assert parse(rope_parameters=yarn, original_max_position_embeddings=64).rope.original_max_positions == 64
-    assert parse(rope_parameters={**yarn, "attention_factor": 0.5}).rope.attention_factor == 0.5
+    assert rope_of(parse(rope_parameters=yarn)).original_max_positions == 1024
+    assert (
+        rope_of(parse(rope_parameters=yarn, original_max_position_embeddings=64)).original_max_positions == 64
+    )
+    assert rope_of(parse(rope_parameters={**yarn, "attention_factor": 0.5})).attention_factor == 0.5
     ratio = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 256}
-    assert parse(rope_parameters=ratio).rope.factor == 4.0
+    assert rope_of(parse(rope_parameters=ratio)).factor == 4.0
     full = {**yarn, "beta_fast": 16, "beta_slow": 2, "truncate": False, "mscale": 0.7, "mscale_all_dim": 0.9}
-    rope = parse(rope_parameters=full).rope
+    rope = rope_of(parse(rope_parameters=full))
     assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (16.0, 2.0, False)
     assert rope.attention_factor == pytest.approx(1.1455609 / 1.1871498, rel=1e-5)
-    assert parse().rope == RopeConfig(theta=10_000.0)
+    assert rope_of(parse()) == RopeConfig(theta=10_000.0)
 
 
 def test_windows_by_layer_type():
     qwen = {"architecture": "Qwen2ForCausalLM", "sliding_window": 64}
-    assert parse(**qwen).sliding_windows == (None,) * 4
-    assert parse(**qwen, use_sliding_window=True, max_window_layers=3).sliding_windows == (
+    assert windows(parse(**qwen)) == (None,) * 4
+    assert windows(parse(**qwen, use_sliding_window=True, max_window_layers=3)) == (
         None,
         None,
         None,
         64,
     )
     types = ["sliding_attention", "full_attention"] * 2
-    assert parse(**qwen, use_sliding_window=True, layer_types=types).sliding_windows == (64, None, 64, None)
+    assert windows(parse(**qwen, use_sliding_window=True, layer_types=types)) == (64, None, 64, None)
     assert "layer_types" in refused(**qwen, layer_types=types)  # contradicts use_sliding_window
     assert "layer_types" in refused(architecture="MistralForCausalLM", sliding_window=64, layer_types=types)
-    assert parse("MistralForCausalLM", sliding_window=None).sliding_windows == (None,) * 4
-    assert parse("MistralForCausalLM").sliding_windows == (4096,) * 4  # transformers' default
+    assert windows(parse("MistralForCausalLM", sliding_window=None)) == (None,) * 4
+    assert windows(parse("MistralForCausalLM")) == (4096,) * 4  # transformers' default
+
+
+def biases(config):
+    layer = one_layer(config)
+    return layer.attention.qkv_bias, layer.attention.o_bias, layer.mlp.bias
 
 
 def test_biases_follow_the_architecture():
-    llama = parse(attention_bias=True, mlp_bias=True)
-    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
+    assert biases(parse(attention_bias=True, mlp_bias=True)) == (True, True, True)
     qwen3 = parse("Qwen3ForCausalLM", attention_bias=True)
-    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.mlp_bias, qwen3.head_dim) == (True, True, False, 128)
-    qwen2 = parse("Qwen2ForCausalLM", attention_bias=False)  # transformers' Qwen2 ignores attention_bias
-    assert (qwen2.qkv_bias, qwen2.o_bias) == (True, False)
+    assert biases(qwen3) == (True, True, False)
+    assert one_layer(qwen3).attention.head_dim == 128
+    # transformers' Qwen2 ignores attention_bias
+    assert biases(parse("Qwen2ForCausalLM", attention_bias=False)) == (True, False, False)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +242,7 @@ class Noting(dict[str, object]):
 def test_every_field_of_a_golden_is_read_or_known_even_if_off(name):
     """A field that is null, false or empty is not refused, so its name could be forgotten unnoticed."""
     data = json.loads((GOLDEN / name / "config.json").read_text(), object_hook=Noting)
-    traits = FAMILIES[ModelConfig.from_dict(data).architecture]
+    traits = TRAITS[parse_config(data).architecture]
     assert set(data) - data.names - HARMLESS_FIELDS - {*traits.ignored} == set()
     assert set(data["rope_parameters"]) == data["rope_parameters"].names & set(data["rope_parameters"])
 
@@ -240,7 +250,7 @@ def test_every_field_of_a_golden_is_read_or_known_even_if_off(name):
 def test_contradicting_rope_styles_are_refused():
     one = {"rope_type": "linear", "factor": 2.0}
     assert "rope_scaling" in refused(rope_scaling=one, rope_parameters={**one, "factor": 4.0})
-    assert parse(rope_scaling=one, rope_parameters=one).rope.factor == 2.0
+    assert rope_of(parse(rope_scaling=one, rope_parameters=one)).factor == 2.0
 
 
 def test_all_problems_are_named_at_once():
@@ -261,10 +271,12 @@ def test_harmless_fields_pass():
 
 def test_missing_kv_heads():
     sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
-    assert ModelConfig.from_dict({"architectures": ["LlamaForCausalLM"], **sizes}).num_kv_heads == 4
-    assert parse("MistralForCausalLM", num_key_value_heads=None).num_kv_heads == 4
+    assert (
+        parse_config({"architectures": ["LlamaForCausalLM"], **sizes}).layers[0].attention.num_kv_heads == 4
+    )
+    assert parse("MistralForCausalLM", num_key_value_heads=None).layers[0].attention.num_kv_heads == 4
     with pytest.raises(ConfigError, match="num_key_value_heads: is required"):
-        ModelConfig.from_dict({"architectures": ["MistralForCausalLM"], **sizes})
+        parse_config({"architectures": ["MistralForCausalLM"], **sizes})
 
 
 json_values = st.recursive(
@@ -290,12 +302,14 @@ rope_fields = st.dictionaries(
 )
 def test_whatever_the_json_holds_it_is_parsed_or_refused(base, changes, rope):
     try:
-        config = ModelConfig.from_dict({**base, **changes, "rope_parameters": rope})
+        config = parse_config({**base, **changes, "rope_parameters": rope})
     except ConfigError:
         return
-    assert len(config.sliding_windows) == config.num_layers
-    assert config.num_heads % config.num_kv_heads == 0
-    assert np.isfinite(inverse_frequencies(config.rope, config.head_dim)).all()
+    for layer in config.layers:
+        attention = layer.attention
+        assert attention.num_heads % attention.num_kv_heads == 0
+        assert attention.rope is not None
+        assert np.isfinite(inverse_frequencies(attention.rope, attention.head_dim)).all()
 
 
 def test_unknown_architecture_lists_the_known():
@@ -310,7 +324,7 @@ def test_unknown_architecture_lists_the_known():
 )
 def test_architectures_must_name_one(value):
     with pytest.raises(ConfigError, match="architectures"):
-        ModelConfig.from_dict({**SIZES, "architectures": value})
+        parse_config({**SIZES, "architectures": value})
 
 
 def test_the_registry_has_the_promised_architectures():
@@ -320,4 +334,3 @@ def test_the_registry_has_the_promised_architectures():
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
     }
-    assert ARCHITECTURES["Qwen3ForCausalLM"].parse(QWEN3_0_6B) == ModelConfig.from_dict(QWEN3_0_6B)

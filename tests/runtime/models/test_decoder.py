@@ -16,39 +16,38 @@ from flax import nnx
 from bench.checkpoint import SHAPES, config_json
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.models import params
-from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
 from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.models.registry import parse_config
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.sampler import RowState
+from tests.support.models.configs import windows, with_attention, with_mlp
 
+_ATTENTION = AttentionConfig(
+    num_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5, rope=RopeConfig(), qkv_bias=True
+)
+_MLP = MLPConfig(intermediate_size=24)
 TINY = ModelConfig(
     architecture="Qwen2ForCausalLM",
     vocab_size=64,
     hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
+    layers=(
+        LayerConfig(attention=_ATTENTION, mlp=_MLP),
+        LayerConfig(attention=dataclasses.replace(_ATTENTION, window=8), mlp=_MLP),
+    ),
     max_position_embeddings=16,
     rms_norm_eps=1e-6,
-    rope=RopeConfig(),
-    sliding_windows=(None, 8),
-    qkv_bias=True,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    tie_word_embeddings=False,
     dtype="bfloat16",
     bos_token_id=0,
     eos_token_ids=(2,),
 )
 PROMPT = list(range(3, 43))
 META: Any = SimpleNamespace(num_tokens=np.int32(3))  # the decoder reads only num_tokens of it
+METAS = (META,)
 
 
-def no_attention(q, k_new, v_new, kv, meta, *, scale, sliding_window=None):
+def no_attention(q, k_new, v_new, kv, meta, *, scale, **others):
     return q, kv
 
 
@@ -62,9 +61,8 @@ def test_abstract_model_holds_no_arrays():
 
 
 def test_a_large_model_is_described_without_memory():
-    large = dataclasses.replace(
-        TINY, vocab_size=1 << 20, hidden_size=1 << 16, num_heads=1 << 13, num_kv_heads=8
-    )
+    large = dataclasses.replace(TINY, vocab_size=1 << 20, hidden_size=1 << 16)
+    large = with_attention(large, num_heads=1 << 13, num_kv_heads=8)
     assert sum(rule.num_bytes for rule in params.load_rules(large).rules) > 100e9
 
 
@@ -81,15 +79,13 @@ def test_leaves_and_state_share_one_order():
 
 
 def test_layers_keep_their_numeric_order():
-    tensors = params.load_rules(
-        dataclasses.replace(TINY, num_layers=12, sliding_windows=(None,) * 12)
-    ).tensors
+    tensors = params.load_rules(dataclasses.replace(TINY, layers=TINY.layers * 6)).tensors
     layers = [int(tensor.name.split(".")[2]) for tensor in tensors if ".layers." in tensor.name]
     assert layers == sorted(layers)
     assert "model.layers.11.self_attn.q_proj.bias" in {tensor.name for tensor in tensors}
 
 
-QWEN3_0_6B = ModelConfig.from_dict(config_json(SHAPES["qwen3-0.6b"]))
+QWEN3_0_6B = parse_config(config_json(SHAPES["qwen3-0.6b"]))
 
 
 @pytest.mark.parametrize("name", ["plain", "packed", "int8", "packed_int8"])
@@ -100,7 +96,7 @@ def test_qwen3_0_6b_passes_at_most_150_arrays_a_step(name):
     num_weights = len(params.leaf_shapes(QWEN3_0_6B, "bfloat16", FORMATS[name]))
     others = QWEN3_0_6B.num_layers + len(RowState._fields) + 1
     assert num_weights + others <= 150
-    slim = ModelConfig.from_dict(config_json(SHAPES["slim"]))  # bench.probes.host uses it instead
+    slim = parse_config(config_json(SHAPES["slim"]))  # bench.probes.host uses it instead
     assert len(params.leaf_shapes(slim, "bfloat16", FORMATS[name])) == num_weights
 
 
@@ -127,7 +123,7 @@ def test_every_product_accumulates_in_float32_from_the_checkpoints_layout(dtype,
 
     def run(leaves):
         model = params.bind(TINY, leaves)
-        hidden, _ = model(tokens, tokens, (jnp.zeros(1),) * 2, META, attention=no_attention)
+        hidden, _ = model(tokens, tokens, (jnp.zeros(1),) * 2, METAS, attention=no_attention)
         return hidden, model.logits(hidden, jnp.int32(hidden.shape[0]))
 
     closed = jax.make_jaxpr(run)(leaves)
@@ -146,13 +142,14 @@ def test_every_product_accumulates_in_float32_from_the_checkpoints_layout(dtype,
 def test_attention_gets_each_layers_window_and_scale():
     seen = []
 
-    def attention(q, k_new, v_new, kv, meta, *, scale, sliding_window=None):
+    def attention(q, k_new, v_new, kv, meta, *, scale, sliding_window=None, **others):
+        assert set(others.values()) == {None}
         seen.append((q.shape, k_new.shape, v_new.shape, q.dtype, scale, sliding_window, meta))
         return q, kv + 1
 
     model = params.bind(TINY, params.state_to_leaves(params.random_state(TINY)))
     tokens = jnp.zeros(3, jnp.int32)
-    _, kv = model(tokens, tokens, (jnp.zeros(1), jnp.ones(1)), META, attention=attention)
+    _, kv = model(tokens, tokens, (jnp.zeros(1), jnp.ones(1)), METAS, attention=attention)
     shapes = ((3, 4, 8), (3, 2, 8), (3, 2, 8), jnp.bfloat16, 8**-0.5)
     assert seen == [(*shapes, None, META), (*shapes, 8, META)]
     assert [float(cache[0]) for cache in kv] == [1.0, 2.0]
@@ -162,13 +159,13 @@ def test_another_number_of_caches_than_layers_is_refused():
     model = params.bind(TINY, params.state_to_leaves(params.random_state(TINY)))
     tokens = jnp.zeros(3, jnp.int32)
     with pytest.raises(ValueError, match="zip"):
-        model(tokens, tokens, (jnp.zeros(1),), META, attention=no_attention)
+        model(tokens, tokens, (jnp.zeros(1),), METAS, attention=no_attention)
 
 
 @pytest.mark.parametrize("rope", [RopeConfig(), RopeConfig("dynamic", factor=2.0, original_max_positions=16)])
 def test_cutting_a_prompt_into_chunks_changes_nothing(make_sequence, rope):
     """This holds for dynamic NTK too, within and beyond the trained context."""
-    config = dataclasses.replace(TINY, rope=rope)
+    config = with_attention(TINY, rope=rope)
     sequence = make_sequence(config, params.random_state(config, "float32", std=0.3))
     results = []
     for chunk in (1, 3, 8):
@@ -181,7 +178,7 @@ def test_cutting_a_prompt_into_chunks_changes_nothing(make_sequence, rope):
 
 def test_dynamic_ntk_acts_only_beyond_the_trained_context(make_sequence):
     state = params.random_state(TINY, "float32", std=0.3)
-    dynamic = dataclasses.replace(TINY, rope=RopeConfig("dynamic", factor=4.0, original_max_positions=16))
+    dynamic = with_attention(TINY, rope=RopeConfig("dynamic", factor=4.0, original_max_positions=16))
     plain, scaled = make_sequence(TINY, state), make_sequence(dynamic, state)
     np.testing.assert_array_equal(plain.feed(PROMPT[:16]), scaled.feed(PROMPT[:16]))
     assert not np.allclose(plain.feed(PROMPT[16:]), scaled.feed(PROMPT[16:]), atol=1e-3)
@@ -194,10 +191,10 @@ def test_the_golden_pins_the_window_to_the_token(golden_root, make_sequence, win
     """
     directory = golden_root / "mistral_swa"
     config = load_config(directory)
-    assert config.sliding_windows == (32, 32)
+    assert windows(config) == (32, 32)
     case = json.loads((directory / "expected.json").read_text())["cases"][2]
     ids, values = zip(*case["last_logits_top"], strict=True)
-    off = dataclasses.replace(config, sliding_windows=(window, window))
+    off = with_attention(config, window=window)
     sequence = make_sequence(off, load_weights(directory, config, progress=False))
     logits = sequence.feed(case["prompt"])[list(ids)]
     assert np.abs(logits / np.array(values) - 1).max() > 1e-2
@@ -241,9 +238,8 @@ def test_formats_agree_with_float32_if_every_layer_can_be_packed(make_sequence, 
     chosen = FORMATS[linear]
     if chosen.packed and not library.available():
         pytest.skip("no native library on this machine")
-    config = dataclasses.replace(
-        TINY, hidden_size=64, intermediate_size=192, head_dim=32, vocab_size=256, tie_word_embeddings=tied
-    )
+    config = dataclasses.replace(TINY, hidden_size=64, vocab_size=256, tie_word_embeddings=tied)
+    config = with_mlp(with_attention(config, head_dim=32, scale=32**-0.5), intermediate_size=192)
     weights = {
         "exact": params.random_state(config, "float32", std=0.1),
         "tried": params.random_state(config, "bfloat16", std=0.1, linear=chosen),

@@ -29,10 +29,10 @@ from penstock.runtime.models.load_rules import (
     ParamPath,
     Source,
     Target,
-    check,
     pack_rows,
     quantize_rows,
 )
+from penstock.runtime.models.rule_checks import check
 from penstock.runtime.ops.native.linear import pack, packed_shape
 from penstock.runtime.sent_tensors import SentTensor
 

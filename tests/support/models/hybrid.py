@@ -57,12 +57,13 @@ class HybridLM(nnx.Module):
         token_ids: jax.Array,
         positions: jax.Array,
         kv: tuple[Any, ...],
-        meta: AttentionMeta,
+        metas: tuple[AttentionMeta, ...],
         *,
         attention: AttentionOp,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Hidden [T, 4]: the sum, the state, the token before, and the number of tokens."""
         (state,), *pages, (newest,) = kv
+        meta = metas[0]
         rows = meta.token_rows
         assert meta.state_from is not None
         assert meta.state_to is not None

@@ -98,14 +98,14 @@ class StampedLM(nnx.Module):
         token_ids: jax.Array,
         positions: jax.Array,
         kv: tuple[jax.Array, ...],
-        meta: AttentionMeta,
+        metas: tuple[AttentionMeta, ...],
         *,
         attention: AttentionOp,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Hidden [T, 2]: the sum so far, and how many tokens."""
         zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)
         values = zeros.at[:, 0, 0].set(self.scale[...] * token_ids.astype(jnp.float32))
-        mean, layer = attention(zeros, zeros, values, kv[0], meta, scale=1.0)
+        mean, layer = attention(zeros, zeros, values, kv[0], metas[0], scale=1.0)
         count = (positions + 1).astype(jnp.float32)
         return jnp.stack([jnp.round(mean[:, 0, 0] * count), count], axis=1), (layer,)
 

@@ -76,14 +76,14 @@ class TableLM(nnx.Module):
         token_ids: jax.Array,
         positions: jax.Array,
         kv: tuple[jax.Array, ...],
-        meta: AttentionMeta,
+        metas: tuple[AttentionMeta, ...],
         *,
         attention: AttentionOp,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Hidden [T, 2]: the sum of all tokens so far, and the newest token."""
         zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)
         newest = token_ids.astype(jnp.float32)
-        mean, layer = attention(zeros, zeros, zeros.at[:, 0, 0].set(newest), kv[0], meta, scale=1.0)
+        mean, layer = attention(zeros, zeros, zeros.at[:, 0, 0].set(newest), kv[0], metas[0], scale=1.0)
         total = jnp.round(mean[:, 0, 0] * (positions + 1).astype(jnp.float32))
         return jnp.stack([total, newest], axis=1), (layer,)
 

@@ -42,9 +42,17 @@ class StepModel(Protocol):
     """What a step asks of a model; `penstock.runtime.models.decoder.CausalLM` is one."""
 
     def __call__(
-        self, token_ids: Array, positions: Array, kv: KVCache, meta: AttentionMeta, *, attention: AttentionOp
+        self,
+        token_ids: Array,
+        positions: Array,
+        kv: KVCache,
+        metas: tuple[AttentionMeta, ...],
+        *,
+        attention: AttentionOp,
     ) -> tuple[Array, KVCache]:
-        """Tokens and positions int32[T] -> hidden states [T, E] and the updated cache."""
+        """Tokens and positions int32[T] -> hidden states [T, E] and the updated cache. `metas` has one entry
+        for each group of the cache's layers.
+        """
         ...
 
     def logits(self, hidden: Array, num_rows: Array) -> Array:
@@ -114,7 +122,7 @@ def _run_model(
     )
     tokens = jnp.where(tokens == FEEDBACK, last[meta.token_rows], tokens)
     with jax.named_scope("model"):
-        hidden, kv = model(tokens, meta.positions, kv, meta, attention=attention)
+        hidden, kv = model(tokens, meta.positions, kv, (meta,), attention=attention)
         at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
         num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
         logits = model.logits(hidden[at], num_rows)

@@ -29,6 +29,7 @@ from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.load_rules import LoadRule, LoadRules, ParamPath, Tensor
 from penstock.runtime.models.params import ModelState, leaf_shapes, load_rules, state_of
+from penstock.runtime.models.registry import parse_config
 from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReason
 
 _log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def load_config(directory: Path) -> ModelConfig:
 
     Raises ConfigError or UnknownArchitecture.
     """
-    config = ModelConfig.from_dict(_read_json(directory / "config.json"))
+    config = parse_config(_read_json(directory / "config.json"))
     generation = directory / "generation_config.json"
     if generation.is_file():
         fields = Fields(_read_json(generation))

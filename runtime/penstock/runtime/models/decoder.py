@@ -1,27 +1,29 @@
-"""CausalLM: the pre-norm decoder of the Llama family, configured by `ModelConfig`.
+"""CausalLM: a decoder of attention and MLP layers, configured by `ModelConfig`.
 
-Attribute names follow the checkpoint's names of tensors, except for layers that are fused, which name their
-parts (`linear.Linear`). The layers are unrolled, with one array for the weight of each product, because
-stacked weights under `lax.scan` are ten times slower on CPU. All small parameters share one or two arrays
-(`pools`).
+The layers are unrolled, with one array for the weight of each product, because stacked weights under
+`lax.scan` are ten times slower on CPU. All small parameters share a few arrays (`pools`). Layers that are
+fused name their parts (`linear.Linear`); a family says what a checkpoint calls each parameter (`registry`).
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from penstock.runtime.models import rope
 from penstock.runtime.models.config import ModelConfig
-from penstock.runtime.models.layers import MLP, Attention, LayerInputs
-from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, RMSNorm, logits
+from penstock.runtime.models.layers.attention import Attention
+from penstock.runtime.models.layers.inputs import Angles, LayerInputs, Residual
+from penstock.runtime.models.layers.mlp import MLP
+from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, logits
+from penstock.runtime.models.norms import RMSNorm
 from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, paged_attention
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(x), then x + mlp(x), with norms before them, after them, or both."""
 
     def __init__(
         self,
@@ -31,10 +33,29 @@ class DecoderLayer(nnx.Module):
         linear: LinearFormat,
         planners: PoolPlanners,
     ) -> None:
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, planners)
-        self.self_attn = Attention(config, layer, dtype, linear, planners)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, planners)
-        self.mlp = MLP(config, dtype, linear, planners)
+        ours = config.layers[layer]
+
+        def norm(*, wanted: bool) -> RMSNorm | None:
+            size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
+            return RMSNorm(size, eps, planners, offset=offset) if wanted else None
+
+        before, after = ours.norms in ("pre", "sandwich"), ours.norms in ("post", "sandwich")
+        self.attention_norm = norm(wanted=before)
+        group = config.cache.group_of[layer]
+        self.self_attn = Attention(config, ours.attention, group, dtype, linear, planners)
+        self.attention_out_norm = norm(wanted=after)
+        self.mlp_norm = norm(wanted=before)
+        self.mlp = MLP(config, ours.mlp, dtype, linear, planners)
+        self.mlp_out_norm = norm(wanted=after)
+        self.multiplier = ours.residual_multiplier
+
+    @property
+    def is_native(self) -> bool:
+        """Whether native kernels compute the layer, except `attention` itself."""
+        joins_natively = self.attention_out_norm is None and self.multiplier == 1.0
+        norms = (self.attention_norm, self.mlp_norm)
+        norms_natively = all(norm is not None and norm.offset == 0.0 for norm in norms)
+        return joins_natively and norms_natively and self.self_attn.is_native and self.mlp.is_native
 
     def __call__(
         self,
@@ -44,9 +65,11 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, E] -> ([T, E], this layer's new cache)."""
         with jax.named_scope("attention"):
-            x, kv = self.self_attn(x, self.input_layernorm, kv, inputs)
+            joined = Residual(self.attention_out_norm, self.multiplier)
+            x, kv = self.self_attn(x, self.attention_norm, joined, kv, inputs)
         with jax.named_scope("mlp"):
-            return self.mlp(x, self.post_attention_layernorm, inputs), kv
+            joined = Residual(self.mlp_out_norm, self.multiplier)
+            return self.mlp(x, self.mlp_norm, joined, inputs), kv
 
 
 class CausalLM(nnx.Module):
@@ -65,17 +88,22 @@ class CausalLM(nnx.Module):
         self.layers = nnx.List(
             [DecoderLayer(config, layer, dtype, linear, planners) for layer in range(config.num_layers)]
         )
-        self.norm = RMSNorm(hidden, config.rms_norm_eps, planners)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, planners, offset=config.norm_offset)
         self.lm_head = None if tied else Linear(hidden, {"lm_head": vocab}, dtype, planners, linear=linear)
         self.vectors = nnx.Param(jnp.zeros((planners.vectors.size,), dtype))
-        num_scales = planners.scales.size
+        num_scales, num_floats = planners.scales.size, planners.floats.size
         self.scales = nnx.Param(jnp.zeros((2, num_scales), jnp.float32)) if num_scales else None
-        self.padding = planners.vectors.padding + planners.scales.padding
+        self.floats = nnx.Param(jnp.zeros((num_floats,), jnp.float32)) if num_floats else None
+        self.padding = planners.padding
 
     @property
     def pools(self) -> Pools:
         """The small parameters of all layers."""
-        return Pools(self.vectors[...], None if self.scales is None else self.scales[...])
+        return Pools(
+            self.vectors[...],
+            None if self.scales is None else self.scales[...],
+            None if self.floats is None else self.floats[...],
+        )
 
     @property
     def is_native(self) -> bool:
@@ -84,26 +112,30 @@ class CausalLM(nnx.Module):
         rounded operation for each element between two kernels, such as a product with a constant. XLA may
         fuse two operations, or add over channels in another order, where the program has another shape.
         """
+        config = self.config
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return head.packed and all(layer.self_attn.is_native and layer.mlp.is_native for layer in self.layers)
+        ends_natively = config.logits_softcap is None and self.norm.offset == 0.0
+        return head.packed and ends_natively and all(layer.is_native for layer in self.layers)
 
     def __call__(
         self,
         token_ids: jax.Array,
         positions: jax.Array,
         kv: tuple[jax.Array, ...],
-        meta: AttentionMeta,
+        metas: tuple[AttentionMeta, ...],
         *,
         attention: AttentionOp = paged_attention,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Runs a ragged batch of tokens through the decoder.
 
-        token_ids, positions: int32 [T]. kv: one cache per layer. meta: the row and page of each token.
-        Returns the hidden states before the final norm [T, E] in the model's dtype, and the new caches.
+        token_ids, positions: int32 [T]. kv: one cache per layer. metas: the row and page of each token, one
+        for each group of the cache's layers. Returns the hidden states before the final norm [T, E] in the
+        model's dtype, and the new caches.
         """
-        cos, sin = rope.cos_sin(self.config.rope, self.config.head_dim, positions)
-        inputs = LayerInputs(cos=cos, sin=sin, meta=meta, attention=attention, pools=self.pools)
+        inputs = LayerInputs(angles=Angles(positions), metas=metas, attention=attention, pools=self.pools)
         x = self.embed_tokens(token_ids, inputs.pools)
+        if self.config.embedding_scale != 1.0:
+            x = x * np.asarray(self.config.embedding_scale, x.dtype)
         caches: list[jax.Array] = []
         for layer, cache in zip(self.layers, kv, strict=True):
             x, cache = layer(x, cache, inputs)
@@ -116,6 +148,15 @@ class CausalLM(nnx.Module):
 
         Pass only the rows that sample, because the head is wide.
         """
+        config = self.config
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         with jax.named_scope("head"):
-            return logits(head, hidden, num_rows, self.pools, norm=self.norm)
+            return logits(
+                head,
+                hidden,
+                num_rows,
+                self.pools,
+                norm=self.norm,
+                scale=config.logits_scale,
+                softcap=config.logits_softcap,
+            )

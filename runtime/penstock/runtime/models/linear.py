@@ -14,7 +14,8 @@ skip and whose results are undefined.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -22,19 +23,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from penstock.runtime.models.config import Activation
 from penstock.runtime.models.load_rules import (
     LoadRule,
-    NameOf,
     ParamPath,
     Put,
-    Source,
+    StoredAt,
     Target,
     copy_rows,
     pack_rows,
     quantize_and_pack_rows,
     quantize_rows,
 )
-from penstock.runtime.models.pools import SCALES, VECTORS, Place, PoolPlanners, Pools
+from penstock.runtime.models.norms import RMSNorm, vector_rule
+from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
 from penstock.runtime.ops.native import linear as native
 
 
@@ -82,41 +84,6 @@ _PUTS: Mapping[tuple[bool, bool], Put] = {
 """(packed, int8) to how rows are put into a leaf."""
 
 
-def _vector_rule(
-    tensor: ParamPath, place: Place, dtype: np.dtype[np.generic], name: NameOf
-) -> tuple[ParamPath, LoadRule]:
-    """The rule that puts a norm or bias into its place in the pool."""
-    rule = LoadRule(
-        sources=(Source(name(tensor), (place.size,)),),
-        targets=(Target(VECTORS, begin=place.begin),),
-        num_rows=place.size,
-        dtype=dtype,
-    )
-    return tensor, rule
-
-
-class RMSNorm(nnx.Module):
-    """Root mean square norm over the last dimension, in float32 (Zhang and Sennrich 2019)."""
-
-    def __init__(self, size: int, eps: float, planners: PoolPlanners) -> None:
-        self.weight_at = planners.vectors.take(size)
-        self.eps = eps
-
-    def load_rules(
-        self, path: ParamPath, dtype: np.dtype[np.generic], name: NameOf
-    ) -> Iterator[tuple[ParamPath, LoadRule]]:
-        """See `HasLoadRules`."""
-        yield _vector_rule((*path, "weight"), self.weight_at, dtype, name)
-
-    def __call__(self, x: jax.Array, pools: Pools) -> jax.Array:
-        """x [..., size] -> the same shape and dtype."""
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        weight = pools.vectors[self.weight_at.columns].astype(jnp.float32)
-        weight = weight.reshape((1,) * (x.ndim - 1) + (-1,))
-        return (wide * jax.lax.rsqrt(mean_square + np.float32(self.eps)) * weight).astype(x.dtype)
-
-
 class Linear(nnx.Module):
     """y = x W^T + b: one layer of a checkpoint, or several with the same input, whose outputs lie side by
     side.
@@ -145,7 +112,7 @@ class Linear(nnx.Module):
         self.bias_at: Place | None = planners.vectors.take(out_size) if bias else None
 
     def load_rules(
-        self, path: ParamPath, dtype: np.dtype[np.generic], name: NameOf
+        self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
         """See `HasLoadRules`; each part of the outputs is a tensor."""
         row, block = 0, native.BLOCK_OUT if self.packed else 1
@@ -155,17 +122,19 @@ class Linear(nnx.Module):
             targets = [Target((*path, "weight"), begin=row // block, rows_per_entry=block)]
             if self.scale_at is not None:
                 targets.append(Target(SCALES, begin=self.scale_at.begin + row, axis=1))
+            there = stored(tensor, (size, self.in_size))
             rule = LoadRule(
-                sources=(Source(name(tensor), (size, self.in_size)),),
+                sources=there.sources,
                 targets=tuple(targets),
                 num_rows=size,
                 dtype=dtype,
+                decode=there.decode,
                 put=_PUTS[self.packed, self.int8],
             )
             yield tensor, rule
             if self.bias_at is not None:
                 place = Place(self.bias_at.begin + row, size)
-                yield _vector_rule((*layer, "bias"), place, dtype, name)
+                yield vector_rule((*layer, "bias"), place, dtype, stored)
             row += size
 
     def operands(self, pools: Pools) -> native.Packed:
@@ -234,12 +203,14 @@ class Embedding(Linear):
         return (rows.astype(jnp.float32) * scale[:, None]).astype(self.dtype)
 
 
-def project(linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm) -> jax.Array:
+def project(
+    linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm | None = None
+) -> jax.Array:
     """linear(norm(x)): x [T, in] -> [T, out] in x's dtype."""
     if linear.packed:
-        weight = linear.operands(pools)
-        return native.linear(x, (weight,), num_rows=num_rows, **_norm_options(norm, pools))
-    return linear.product(norm(x, pools), pools).astype(x.dtype)
+        x, options = _with_norm(x, norm, pools)
+        return native.linear(x, (linear.operands(pools),), num_rows=num_rows, **options)
+    return linear.product(x if norm is None else norm(x, pools), pools).astype(x.dtype)
 
 
 def add_projected(
@@ -251,27 +222,74 @@ def add_projected(
     return residual + linear.product(x, pools).astype(x.dtype)
 
 
-def project_gated(
-    gate_up: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm
+def add_normalised(
+    x: jax.Array,
+    residual: jax.Array,
+    num_rows: jax.Array,
+    pools: Pools,
+    *,
+    norm: RMSNorm | None,
+    multiplier: float,
 ) -> jax.Array:
-    """silu(gate(norm(x))) * up(norm(x)) (SwiGLU, Shazeer 2020), with the activation in float32; x [T, in] ->
-    [T, out / 2]. The first half of the layer's outputs is the gate's.
+    """residual + multiplier * norm(x), all [T, E]."""
+    y = x if norm is None else norm(x, pools)
+    return residual + (y if multiplier == 1.0 else y * np.asarray(multiplier, y.dtype))
+
+
+def project_gated(
+    gate_up: Linear,
+    x: jax.Array,
+    num_rows: jax.Array,
+    pools: Pools,
+    *,
+    norm: RMSNorm | None = None,
+    activation: Activation = "silu",
+) -> jax.Array:
+    """activation(gate(norm(x))) * up(norm(x)), with the activation in float32; x [T, in] -> [T, out / 2]. The
+    first half of the layer's outputs is the gate's.
     """
-    if gate_up.packed:
-        weight = gate_up.operands(pools)
-        return native.linear(x, (weight,), num_rows=num_rows, gate=True, **_norm_options(norm, pools))
-    both = gate_up.product(norm(x, pools), pools).astype(x.dtype).astype(jnp.float32)
+    if gate_up.packed and activation == "silu":
+        x, options = _with_norm(x, norm, pools)
+        return native.linear(x, (gate_up.operands(pools),), num_rows=num_rows, gate=True, **options)
+    both = project(gate_up, x, num_rows, pools, norm=norm).astype(jnp.float32)
     gate, up = jnp.split(both, 2, axis=1)
-    return (jax.nn.silu(gate) * up).astype(x.dtype)
+    return (ACTIVATIONS[activation](gate) * up).astype(x.dtype)
 
 
-def logits(head: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm) -> jax.Array:
-    """norm(x) [R, E] times the head: float32 [R, V]."""
+ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+def logits(
+    head: Linear,
+    x: jax.Array,
+    num_rows: jax.Array,
+    pools: Pools,
+    *,
+    norm: RMSNorm,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> jax.Array:
+    """norm(x) [R, E] times the head and `scale`: float32 [R, V]. With `softcap`, logits l become softcap *
+    tanh(l / softcap).
+    """
     if head.packed:
-        weights, options = (head.operands(pools),), _norm_options(norm, pools)
-        return native.linear(x, weights, num_rows=num_rows, out_dtype=np.float32, **options)
-    return head.product(norm(x, pools), pools)
+        x, options = _with_norm(x, norm, pools)
+        weights = (head.operands(pools),)
+        out = native.linear(x, weights, num_rows=num_rows, out_dtype=np.float32, **options)
+    else:
+        out = head.product(norm(x, pools), pools)
+    if scale != 1.0:
+        out = out * np.float32(scale)
+    return out if softcap is None else np.float32(softcap) * jnp.tanh(out / np.float32(softcap))
 
 
-def _norm_options(norm: RMSNorm, pools: Pools) -> native.NormOptions:
-    return {"norm": pools.vectors, "norm_at": norm.weight_at.begin, "eps": norm.eps}
+def _with_norm(x: jax.Array, norm: RMSNorm | None, pools: Pools) -> tuple[jax.Array, native.NormOptions]:
+    """x, and how the kernel normalises it. What the kernel cannot do is done to x."""
+    if norm is None:
+        return x, {}
+    if norm.offset != 0.0:
+        return norm(x, pools), {}
+    return x, {"norm": pools.vectors, "norm_at": norm.weight_at.begin, "eps": norm.eps}

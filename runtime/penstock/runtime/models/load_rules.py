@@ -7,8 +7,8 @@ transposed. A target may be some rows of a fused weight, one matrix of a stacked
 The rule's `put` does what a format needs beyond that (tiles, int8 and its scales, several tensors that make
 one weight).
 
-Every module of a model lists its own rules (`HasLoadRules`). `check` proves that together they fill each leaf
-exactly once, and read every entry of every tensor that they name.
+Every module of a model lists its own rules (`HasLoadRules`). `rule_checks` proves that together they fill
+each leaf exactly once, and read every entry of every tensor that they name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +28,8 @@ ParamPath: TypeAlias = tuple[str | int, ...]
 """The place of a leaf in the model's state."""
 Part: TypeAlias = tuple[int | slice, ...]
 """An index of a leaf. It is a basic index of numpy's, so what it selects can be written to."""
+Rows: TypeAlias = tuple[int, ...]
+"""Entries of a tensor along one axis, in the order in which a rule reads them."""
 Leaves: TypeAlias = Mapping[ParamPath, npt.NDArray[Any]]
 Put: TypeAlias = Callable[[Sequence[npt.NDArray[Any]], Sequence[npt.NDArray[Any]]], None]
 """Called with (parts, rows): makes what belongs into parts of a rule's targets from rows of its sources, and
@@ -57,6 +58,9 @@ class Source:
     begin: int = 0
     axis: int = 0
     """The axis of the rows, after `at` is applied; 1 for a matrix that is stored transposed."""
+    order: Rows | None = None
+    """Where given, row r of the rule is the entry `begin` + order[r]. Channels that a checkpoint stores
+    interleaved are put side by side so."""
     dtype: np.dtype[np.generic] | None = None
     """The dtype that the tensor must have; None: any of floats, which is converted to the rule's dtype."""
 
@@ -68,7 +72,17 @@ class Source:
 
     def read(self, tensor: Tensor, begin: int, end: int) -> npt.NDArray[Any]:
         """Rows `begin` to `end` of the rule, [rows, ...]."""
-        rows = slice(self.begin + begin, self.begin + end)
+        if self.order is None:
+            return self._entries(tensor, self.begin + begin, self.begin + end)
+        entries = np.asarray(self.order[begin:end])
+        first = int(entries.min())
+        found = self._entries(tensor, self.begin + first, self.begin + int(entries.max()) + 1)
+        ordered: npt.NDArray[Any] = found[entries - first]
+        return ordered
+
+    def _entries(self, tensor: Tensor, begin: int, end: int) -> npt.NDArray[Any]:
+        """Entries `begin` to `end` of the tensor along the axis, which comes first."""
+        rows = slice(begin, end)
         if not self.at and self.axis == 0:
             return tensor[rows]
         first = self.at[0] if self.at else 0
@@ -76,10 +90,26 @@ class Source:
         turned: npt.NDArray[Any] = np.moveaxis(values[self.at[1:]], self.axis, 0)
         return turned[rows]
 
-    def part(self, begin: int, end: int) -> Part:
-        """Where rows `begin` to `end` of the rule lie in the tensor."""
-        rows = slice(self.begin + begin, self.begin + end)
-        return (*self.at, *(slice(None),) * self.axis, rows)
+    def parts(self, num_rows: int) -> Iterator[Part]:
+        """Where the first `num_rows` rows of the rule lie in the tensor."""
+        rows = [slice(self.begin, self.begin + num_rows)]
+        if self.order is not None:
+            rows = [slice(self.begin + row, self.begin + row + 1) for row in self.order[:num_rows]]
+        for part in rows:
+            yield (*self.at, *(slice(None),) * self.axis, part)
+
+
+Decode: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any]]
+"""Makes rows of a parameter, in float32 or the rule's dtype, of the same rows of the tensors that it is made
+of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a checkpoint has a parameter: one source or, with `decode`, several that it is made of."""
+
+    sources: tuple[Source, ...]
+    decode: Decode | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +178,8 @@ class LoadRule:
     dtype: np.dtype[np.generic]
     """The dtype to which floats are converted before `put` gets them."""
     put: Put = copy_rows
+    decode: Decode | None = None
+    """Makes what `put` gets of the sources' rows; None: it gets them as they are."""
 
     @property
     def unit(self) -> int:
@@ -193,6 +225,8 @@ class LoadRule:
                 ):
                     too_large.append(source.name)
             rows.append(values)
+        if self.decode is not None:
+            rows = [self.decode(rows).astype(self.dtype, copy=False)]
         self.put([leaves[target.path][target.part(begin, end)] for target in self.targets], rows)
         return too_large
 
@@ -236,9 +270,9 @@ class LoadRules:
         return tuple(found.values())
 
 
-NameOf: TypeAlias = Callable[[ParamPath], str]
-"""Path to the checkpoint's name of the tensor, where the path is that of a state in which nothing is fused.
-"""
+StoredAt: TypeAlias = Callable[[ParamPath, tuple[int, ...]], Stored]
+"""(path, shape) of a parameter to where the checkpoint has it. The path is that of a state in which nothing
+is fused or stacked."""
 
 
 @runtime_checkable
@@ -246,76 +280,9 @@ class HasLoadRules(Protocol):
     """A module with parameters of its own."""
 
     def load_rules(
-        self, path: ParamPath, dtype: np.dtype[np.generic], name: NameOf
+        self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
         """The rules of the module at `path` of a model in `dtype`. Each comes with the path that its (first)
         tensor would have if nothing were fused; rules are sorted by these paths.
         """
         ...
-
-
-def check(rules: LoadRules, leaves: Mapping[ParamPath, jax.ShapeDtypeStruct]) -> None:
-    """Raises ValueError, which names tensor and leaf, unless the rules fill every leaf exactly once and read
-    all of every tensor that they name. A failure is a mistake in the model, not in a checkpoint.
-    """
-    shapes = {path: leaf.shape for path, leaf in leaves.items()}
-    filled: dict[ParamPath, list[tuple[str, Part]]] = {path: [] for path in shapes}
-    read: dict[str, list[Part]] = {}
-    tensors = {tensor.name: tensor.shape for tensor in rules.tensors}
-    for rule in rules.rules:
-        names = " and ".join(source.name for source in rule.sources)
-        for source in rule.sources:
-            if source.shape != tensors[source.name]:
-                raise ValueError(
-                    f"rules expect {source.name} as {source.shape} and as {tensors[source.name]}"
-                )
-            read.setdefault(source.name, []).append(source.part(0, rule.num_rows))
-        for target in rule.targets:
-            if target.path not in filled:
-                raise ValueError(f"{names} shall fill {target.path}, which is no leaf of the model")
-            if rule.num_rows % target.rows_per_entry:
-                raise ValueError(
-                    f"{names} shall fill {target.path} with {rule.num_rows} rows: no whole blocks"
-                )
-            filled[target.path].append((names, target.part(0, rule.num_rows)))
-    for padding in rules.padding:
-        if padding.path not in filled:
-            raise ValueError(f"{padding.path} has padding, but is no leaf of the model")
-        filled[padding.path].append(("padding", padding.part))
-    for path, parts in filled.items():
-        _check_filled(path, shapes[path], parts)
-    for name, read_parts in read.items():
-        _check_read(name, tensors[name], read_parts)
-
-
-def _check_filled(path: ParamPath, shape: tuple[int, ...], parts: Sequence[tuple[str, Part]]) -> None:
-    if not parts:
-        raise ValueError(f"no tensor fills any of the leaf {path}")
-    owners = np.full(shape[: max(len(part) for _, part in parts)], -1, np.int32)
-    for i, (names, part) in enumerate(parts):
-        _check_inside(f"the leaf {path}, which {names} shall fill,", shape, part)
-        before = owners[part].max(initial=-1)
-        if before >= 0:
-            raise ValueError(f"both {parts[before][0]} and {names} fill {part} of the leaf {path}")
-        owners[part] = i
-    if (empty := np.argwhere(owners < 0)).size:
-        raise ValueError(f"no tensor fills {empty[0].tolist()} of the leaf {path}")
-
-
-def _check_read(name: str, shape: tuple[int, ...], parts: Sequence[Part]) -> None:
-    is_read = np.zeros(shape[: max(map(len, parts))], np.bool_)
-    for part in parts:
-        _check_inside(f"the tensor {name}", shape, part)
-        is_read[part] = True
-    if (unread := np.argwhere(~is_read)).size:
-        raise ValueError(f"nobody reads {unread[0].tolist()} of the tensor {name}")
-
-
-def _check_inside(what: str, shape: tuple[int, ...], part: Part) -> None:
-    """Raises ValueError if a part exceeds the shape; numpy itself would cut a slice that is too long."""
-    if len(part) > len(shape):
-        raise ValueError(f"{what} has shape {shape}, and so no {part}")
-    for size, index in zip(shape, part, strict=False):
-        end = index + 1 if isinstance(index, int) else index.stop
-        if end is not None and end > size:
-            raise ValueError(f"{what} has shape {shape}, and so no {part}")

@@ -17,8 +17,9 @@ from flax import nnx
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.decoder import CausalLM
 from penstock.runtime.models.linear import PLAIN, LinearFormat
-from penstock.runtime.models.load_rules import HasLoadRules, LoadRules, ParamPath, Source, check
+from penstock.runtime.models.load_rules import HasLoadRules, LoadRules, ParamPath, Source
 from penstock.runtime.models.registry import family_of
+from penstock.runtime.models.rule_checks import check
 
 ModelState: TypeAlias = nnx.State[Any, Any]
 
@@ -58,11 +59,12 @@ def load_rules(
 def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat) -> LoadRules:
     family = family_of(config.architecture)
     model = nnx.eval_shape(lambda: family.build(config, dtype, linear))
+    stored = family.stored(config)
     listed = [
         rule
         for path, module in nnx.iter_modules(model)
         if isinstance(module, HasLoadRules)
-        for rule in module.load_rules(cast(ParamPath, path), dtype, family.tensor_name)
+        for rule in module.load_rules(cast(ParamPath, path), dtype, stored)
     ]
     rules = LoadRules(
         rules=tuple(rule for _, rule in sorted(listed, key=lambda entry: entry[0])),

@@ -1,8 +1,9 @@
-"""The small parameters of all layers, in one or two arrays. A step passes every array of the model to its
+"""The small parameters of all layers, in up to three arrays. A step passes every array of the model to its
 program, and each one costs the host time.
 
-Norms and biases lie one after the other in one array, the scales of int8 outputs in another. A layer knows
-its place there, which is static: a slice in XLA, an offset for the CPU kernels.
+Norms and biases lie one after the other in one array, the scales of int8 outputs in another, and what is
+float32 in any model, such as the corrections of a router's scores, in a third. A layer knows its place there,
+which is static: a slice in XLA, an offset for the CPU kernels.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Place:
 
 VECTORS: ParamPath = ("vectors",)
 SCALES: ParamPath = ("scales",)
+FLOATS: ParamPath = ("floats",)
 """The paths of the pools in a model's state."""
 
 
@@ -45,6 +47,8 @@ class Pools(NamedTuple):
     """Norms and biases, [size] in the model's dtype."""
     scales: jax.Array | None
     """Scales, float32 [2, size], with int8: see `native.linear.Packed`; else None."""
+    floats: jax.Array | None = None
+    """What is float32 whatever the model's dtype is, [size]; None if there is nothing."""
 
 
 class Planner:
@@ -76,8 +80,14 @@ class PoolPlanners:
 
     vectors: Planner
     scales: Planner
+    floats: Planner
 
     @classmethod
     def new(cls) -> PoolPlanners:
         """Planners of empty pools."""
-        return cls(Planner(VECTORS), Planner(SCALES, axis=1))
+        return cls(Planner(VECTORS), Planner(SCALES, axis=1), Planner(FLOATS))
+
+    @property
+    def padding(self) -> tuple[Padding, ...]:
+        """The columns between places of all pools."""
+        return self.vectors.padding + self.scales.padding + self.floats.padding

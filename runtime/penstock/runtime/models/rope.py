@@ -2,8 +2,9 @@
 
 Sources: Su et al. 2021 (RoPE, arXiv 2104.09864); kaiokendev (linear interpolation); bloc97 and emozilla
 (dynamic NTK); Peng et al. 2023 (YaRN, arXiv 2309.00071); Meta's llama-models (llama3 scaling). Semantics,
-names and defaults follow Hugging Face transformers' `modeling_rope_utils`. Channels are laid out as in its
-checkpoints: channel i turns with channel i + head_dim / 2.
+names and defaults follow Hugging Face transformers' `modeling_rope_utils`. Channel i turns with channel i +
+rotary_dim / 2, as in most of its checkpoints; where a checkpoint has these two side by side, its rows are put
+into our order when it is loaded.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ class RopeConfig:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    partial_rotary_factor: float = 1.0
+    """The share of a head's channels that is rotated: the first ones."""
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many channels of a head are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
 
 
 def yarn_attention_factor(
@@ -55,12 +62,12 @@ def yarn_attention_factor(
     return temperature(1.0)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float32]:
-    """Radians per position of each pair of channels, float32 [head_dim / 2], computed in float64.
+def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> npt.NDArray[np.float32]:
+    """Radians per position of each pair of channels, float32 [rotary_dim / 2], computed in float64.
 
     For "dynamic" they are not scaled: `cos_sin` scales them by position.
     """
-    pair = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    pair = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
     plain = rope.theta**-pair
     match rope.kind:
         case "default" | "dynamic":
@@ -68,13 +75,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float
         case "linear":
             result = plain / rope.factor
         case "yarn":
-            result = _yarn(plain, rope, head_dim)
+            result = _yarn(plain, rope, rotary_dim)
         case "llama3":
             result = _llama3(plain, rope)
     return result.astype(np.float32)
 
 
-def _yarn(plain: npt.NDArray[np.float64], rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float64]:
+def _yarn(plain: npt.NDArray[np.float64], rope: RopeConfig, rotary_dim: int) -> npt.NDArray[np.float64]:
     """Fast pairs keep their frequency, slow ones are interpolated, with a linear ramp in between (YaRN,
     3.2).
     """
@@ -82,15 +89,15 @@ def _yarn(plain: npt.NDArray[np.float64], rope: RopeConfig, head_dim: int) -> np
     def pair_turning(rotations: float) -> float:
         """The (fractional) pair that makes `rotations` full turns over the original context."""
         turns = rope.original_max_positions / (rotations * 2 * math.pi)
-        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+        return rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
 
     low, high = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001
-    interpolated = np.clip((np.arange(head_dim // 2, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
+    interpolated = np.clip((np.arange(rotary_dim // 2, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
     return plain * (1 - interpolated) + plain / rope.factor * interpolated
 
 
@@ -104,31 +111,33 @@ def _llama3(plain: npt.NDArray[np.float64], rope: RopeConfig) -> npt.NDArray[np.
     return plain * kept + plain / rope.factor * (1 - kept)
 
 
-def cos_sin(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines for positions int32 [T]: two float32 [T, head_dim / 2].
+def cos_sin(rope: RopeConfig, rotary_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines for positions int32 [T]: two float32 [T, rotary_dim / 2].
 
     Dynamic NTK is defined per position: below `original_max_positions` nothing is scaled; position p beyond
     it uses the base for a context of p + 1. That is what transformers computes token by token with a cache,
     and it does not depend on how a prompt is cut into chunks.
     """
     position = positions.astype(jnp.float32)[:, None]
-    angle = position * jnp.asarray(inverse_frequencies(rope, head_dim))[None, :]
+    angle = position * jnp.asarray(inverse_frequencies(rope, rotary_dim))[None, :]
     if rope.kind == "dynamic":
         limit = np.float32(rope.original_max_positions)
         beyond = jnp.maximum(position + np.float32(1), limit) - limit
         stretch = np.float32(1) + np.float32(rope.factor) * beyond / limit  # exactly 1 within the limit
         # base' = base * stretch^(d / (d - 2)), so frequency i is base^(-2i / d) * stretch^(-2i / (d - 2))
-        power = -np.arange(0, head_dim, 2, dtype=np.float64) / (head_dim - 2)
+        power = -np.arange(0, rotary_dim, 2, dtype=np.float64) / (rotary_dim - 2)
         angle = angle * jnp.power(stretch, jnp.asarray(power.astype(np.float32))[None, :])
     scale = np.float32(rope.attention_factor)
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates x [T, heads, head_dim] by cos and sin float32 [T, head_dim / 2], in float32; the result has x's
-    dtype.
+    """Rotates the first rotary_dim channels of x [T, heads, head_dim] by cos and sin float32 [T, rotary_dim /
+    2], in float32, and keeps the others; the result has x's dtype.
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    half = cos.shape[-1]
+    wide = x.astype(jnp.float32)
+    first, second, kept = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     cos, sin = cos[:, None, :], sin[:, None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, kept], axis=-1)
     return turned.astype(x.dtype)

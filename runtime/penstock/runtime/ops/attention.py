@@ -67,6 +67,9 @@ class AttentionOp(Protocol):
         *,
         scale: float,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        chunk: int | None = None,
         value_dim: int | None = None,
     ) -> tuple[Array, Array]: ...
 

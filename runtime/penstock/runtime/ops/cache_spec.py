@@ -126,6 +126,11 @@ class CacheSpec:
     layers: tuple[PagedKV | LatentKV | SlotState, ...]
 
     @property
+    def group_of(self) -> tuple[int, ...]:
+        """For each layer the group of layers whose page table it has."""
+        return (0,) * len(self.layers)
+
+    @property
     def paged(self) -> tuple[PagedKV | LatentKV, ...]:
         """The layers with pages."""
         return tuple(layer for layer in self.layers if isinstance(layer, PagedKV | LatentKV))

@@ -1,0 +1,6 @@
+"""Families of models: how config.json becomes a `ModelConfig`, and what a checkpoint calls each parameter.
+
+family.py   what a family consists of, and names of tensors that most families share
+reading.py  what most families' config.json have in common
+llama.py    the pre-norm decoders that differ by a few switches
+"""

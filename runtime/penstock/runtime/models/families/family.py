@@ -1,0 +1,79 @@
+"""What a family of models consists of, and where most checkpoints have their parameters.
+
+The path of a parameter is that of the model's state, where every product has a path of its own and no two are
+stacked: ("layers", 0, "self_attn", "q_proj", "weight"). A family says where a checkpoint has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.decoder import CausalLM
+from penstock.runtime.models.hf_fields import Fields
+from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
+
+PRE_NORMS: Mapping[str, str] = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
+"""What checkpoints call the norms of a layer that has them before attention and before the MLP."""
+POST_NORMS: Mapping[str, str] = {
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+"""The same for a layer with norms after both."""
+SANDWICH_NORMS: Mapping[str, str] = {
+    "attention_norm": "input_layernorm",
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+"""The same for a layer with norms before and after both."""
+
+
+def tied_head(config: ModelConfig) -> Mapping[str, str]:
+    """A tied head has no leaf of its own, but some checkpoints store it nevertheless."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+
+
+def tensor_name(path: ParamPath, names: Mapping[str, str]) -> str:
+    """("layers", 0, "mlp_norm", "weight") -> "model.layers.0.post_attention_layernorm.weight", where `names`
+    maps "mlp_norm" to "post_attention_layernorm". The head has no prefix.
+    """
+    name = ".".join(names.get(str(part), str(part)) for part in path)
+    return name if path[0] == "lm_head" else f"model.{name}"
+
+
+def stored_plainly(names: Mapping[str, str] = PRE_NORMS) -> Callable[[ModelConfig], StoredAt]:
+    """For checkpoints that have a tensor for each parameter: see `ModelFamily.stored`. `names` maps parts of
+    paths to what the checkpoint calls them.
+    """
+
+    def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
+        return Stored((Source(tensor_name(path, names), shape),))
+
+    return lambda config: stored
+
+
+_PLAINLY = stored_plainly()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """One family of models.
+
+    parse: (architecture, fields of config.json) -> ModelConfig; raises ConfigError with all problems. stored:
+    where its checkpoints have each parameter. harmless, copies: see `LoadRules`. build: the module with zero
+    weights, in a dtype.
+    """
+
+    parse: Callable[[str, Fields], ModelConfig]
+    stored: Callable[[ModelConfig], StoredAt] = _PLAINLY
+    harmless: tuple[str, ...] = ()
+    copies: Callable[[ModelConfig], Mapping[str, str]] = tied_head
+    build: Callable[[ModelConfig, jnp.dtype, LinearFormat], CausalLM] = CausalLM

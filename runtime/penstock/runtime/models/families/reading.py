@@ -1,0 +1,226 @@
+"""What the config.json of most families have in common, read field by field.
+
+A field that changes the computation is honoured or refused by name, never ignored. Both generations of the
+format are read: `rope_parameters`, `dtype`, `layer_types` (transformers 5) and `rope_theta`, `rope_scaling`,
+`torch_dtype` (transformers 4). Defaults are those of transformers' configuration classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.runtime.models.config import DTYPES, LayerConfig, ModelConfig
+from penstock.runtime.models.hf_fields import REQUIRED, Fields
+from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
+from penstock.runtime.models.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes that every decoder has."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+
+
+def read_sizes(fields: Fields, *, head_dim: int | None = None, kv_heads: int | None = None) -> Sizes:
+    """`head_dim`: the family's default; None: hidden_size / num_attention_heads. `kv_heads`: the default
+    where num_key_value_heads is absent; 0: as many as heads; None: it is required. Null always means as many
+    as heads.
+    """
+    hidden_size = fields.integer("hidden_size")
+    num_layers = fields.integer("num_hidden_layers")
+    num_heads = fields.integer("num_attention_heads")
+    absent = REQUIRED if kv_heads is None else kv_heads or num_heads
+    num_kv_heads = fields.integer(
+        "num_key_value_heads", num_heads if "num_key_value_heads" in fields else absent
+    )
+    if num_heads % num_kv_heads:
+        fields.problem(
+            "num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}"
+        )
+    size = fields.optional_integer("head_dim") or head_dim
+    if size is None:
+        size = hidden_size // num_heads
+        if hidden_size % num_heads:
+            fields.problem(
+                "head_dim", f"is absent and hidden_size {hidden_size} is no multiple of {num_heads} heads"
+            )
+    if size % 2 or size < 4:
+        fields.problem("head_dim", f"must be even and at least 4, not {size}")
+        size = 4
+    max_positions = fields.integer("max_position_embeddings")
+    return Sizes(hidden_size, num_layers, num_heads, num_kv_heads, size, max_positions)
+
+
+def read_model(
+    architecture: str,
+    fields: Fields,
+    sizes: Sizes,
+    layers: Sequence[LayerConfig],
+    *,
+    eps: float = 1e-6,
+    tied: bool = False,
+    ignored: Collection[str] = (),
+    **others: Any,
+) -> ModelConfig:
+    """The model of these layers, with what is read last: vocabulary, head, dtype and special tokens. It ends
+    the reading: a field that nobody has read and that is not harmless is a problem.
+
+    eps, tied: the family's defaults of rms_norm_eps and tie_word_embeddings. ignored: further fields that
+    transformers' own implementation does not look at. others: further fields of `ModelConfig`.
+
+    Raises ConfigError with all problems.
+    """
+    fields.only("is_encoder_decoder", False)
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=sizes.hidden_size,
+        layers=tuple(layers),
+        max_position_embeddings=sizes.max_positions,
+        rms_norm_eps=fields.number("rms_norm_eps", eps),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", tied),
+        dtype=read_dtype(fields),
+        bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
+        eos_token_ids=fields.token_ids("eos_token_id"),
+        **others,
+    )
+    fields.refuse_unread(HARMLESS_FIELDS.union(ignored))
+    fields.finish()
+    return config
+
+
+def read_dtype(fields: Fields) -> str | None:
+    """The checkpoint's dtype."""
+    new, old = fields.raw("dtype"), fields.raw("torch_dtype")
+    name = "dtype" if new is not None else "torch_dtype"
+    value = new if new is not None else old
+    if value is None:
+        return None
+    value = str(value).removeprefix("torch.")
+    if value not in DTYPES:
+        fields.problem(name, f"{value!r} is not supported; supported: {', '.join(DTYPES)}")
+        return None
+    return value
+
+
+def read_layer_types(
+    fields: Fields, default: Sequence[str], supported: Collection[str] | None = None
+) -> tuple[str, ...]:
+    """The kind of attention of each layer: `layer_types`, or the default. `supported`: None for those of the
+    default and "full_attention".
+    """
+    types = fields.raw("layer_types")
+    if types is None:
+        return tuple(default)
+    if not isinstance(types, list) or len(types) != len(default):
+        fields.problem(
+            "layer_types", f"must list one type for each of the {len(default)} layers, not {types!r}"
+        )
+        return tuple(default)
+    known = {*default, "full_attention"} if supported is None else supported
+    unknown = sorted({str(t) for t in types} - set(known))
+    if unknown:
+        fields.problem("layer_types", f"{', '.join(unknown)} is not supported")
+        return tuple(default)
+    return tuple(types)
+
+
+def read_rope(
+    fields: Fields, max_positions: int, *, theta: float = 10_000.0, partial: float | None = None
+) -> RopeConfig:
+    """RoPE from rope_parameters, or from rope_scaling with the top-level rope_theta.
+
+    theta: the family's default of rope_theta. partial: its default of partial_rotary_factor; None: it rotates
+    all channels and knows no such field.
+    """
+    theta = fields.number("rope_theta", theta)
+    original = fields.optional_integer("original_max_position_embeddings")
+    share = _partial(fields, 1.0 if partial is None else partial, known=partial is not None)
+    parsed: list[RopeConfig] = []
+    for name in ("rope_scaling", "rope_parameters"):
+        data = fields.mapping(name)
+        if data:
+            inner = Fields(data, f"{name}.", fields.problems)
+            known = partial is not None
+            parsed.append(read_rope_variant(inner, theta, original, max_positions, share, partial=known))
+            inner.refuse_unread()
+    if len(parsed) == 2 and parsed[0] != parsed[1]:
+        fields.problem("rope_scaling", "contradicts rope_parameters")
+    rope = parsed[0] if parsed else RopeConfig(theta=theta, partial_rotary_factor=share)
+    if rope.theta <= 1:
+        fields.problem("rope_theta", f"must be above 1, not {rope.theta:g}")
+    return rope
+
+
+def _partial(fields: Fields, default: float, *, known: bool) -> float:
+    if not known:
+        fields.only("partial_rotary_factor", 1.0)
+        return 1.0
+    share = fields.number("partial_rotary_factor", default)
+    if share > 1:
+        fields.problem("partial_rotary_factor", f"must be at most 1, not {share:g}")
+        return 1.0
+    return share
+
+
+def read_rope_variant(
+    fields: Fields,
+    theta: float,
+    original: int | None,
+    max_positions: int,
+    share: float = 1.0,
+    *,
+    partial: bool = False,
+) -> RopeConfig:
+    """One object of RoPE's parameters. `share` is the default of its partial_rotary_factor, which must be 1
+    unless `partial`.
+    """
+    old_kind, new_kind = fields.raw("type"), fields.raw("rope_type")
+    kind = new_kind or old_kind or "default"
+    share = _partial(fields, share, known=partial)
+    theta = fields.number("rope_theta", theta)
+    if kind not in ROPE_KINDS:
+        name = "rope_type" if new_kind else "type"
+        fields.problem(name, f"{kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        return RopeConfig(theta=theta)
+    values: Mapping[str, Any] = {"theta": theta, "partial_rotary_factor": share}
+    if kind == "default":
+        return RopeConfig(**values)
+    if kind in ("linear", "dynamic"):
+        trained = max_positions if kind == "dynamic" else 0
+        return RopeConfig(kind, factor=fields.number("factor"), original_max_positions=trained, **values)
+    trained = fields.integer("original_max_position_embeddings", max_positions)
+    trained = original or trained  # the top-level field wins, as in transformers
+    if kind == "llama3":
+        low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+        if high <= low:
+            fields.problem("high_freq_factor", f"must be above low_freq_factor {low:g}, not {high:g}")
+        return RopeConfig(
+            kind,
+            factor=fields.number("factor"),
+            original_max_positions=trained,
+            low_freq_factor=low,
+            high_freq_factor=high,
+            **values,
+        )
+    factor = fields.number("factor", max_positions / trained)
+    mscale, mscale_all_dim = fields.optional_number("mscale"), fields.optional_number("mscale_all_dim")
+    return RopeConfig(
+        kind,
+        factor=factor,
+        original_max_positions=trained,
+        attention_factor=fields.optional_number("attention_factor")
+        or yarn_attention_factor(factor, mscale, mscale_all_dim),
+        beta_fast=fields.number("beta_fast", 32.0),
+        beta_slow=fields.number("beta_slow", 1.0),
+        truncate=fields.boolean("truncate", True),
+        **values,
+    )

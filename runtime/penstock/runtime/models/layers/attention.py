@@ -1,0 +1,140 @@
+"""Grouped-query attention with everything that families vary about it.
+
+It takes the norm before it and the residual stream, because the CPU kernels fuse these with their products.
+q, k and v are one product.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from penstock.runtime.models import rope
+from penstock.runtime.models.config import AttentionConfig, ModelConfig
+from penstock.runtime.models.layers.inputs import LayerInputs, Residual
+from penstock.runtime.models.linear import Linear, LinearFormat, project
+from penstock.runtime.models.norms import RMSNorm, Vector
+from penstock.runtime.models.pools import PoolPlanners
+from penstock.runtime.ops.native.rotate import can_rotate, rotate_qkv
+
+
+class Attention(nnx.Module):
+    """The attention of one layer."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: AttentionConfig,
+        group: int,
+        dtype: jnp.dtype,
+        linear: LinearFormat,
+        planners: PoolPlanners,
+    ) -> None:
+        """`group`: the cache group of the layer, see `LayerInputs.metas`."""
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        hidden, eps, offset = model.hidden_size, model.rms_norm_eps, model.norm_offset
+        parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        self.qkv_proj = Linear(hidden, parts, dtype, planners, bias=config.qkv_bias, linear=linear)
+        out = {"o_proj": hidden}
+        self.o_proj = Linear(heads * dim, out, dtype, planners, bias=config.o_bias, linear=linear)
+
+        def norm(num_heads: int) -> RMSNorm | None:
+            if config.qk_norm not in ("head", "all"):
+                return None
+            size = num_heads * dim if config.qk_norm == "all" else dim
+            return RMSNorm(size, eps, planners, offset=offset)
+
+        self.q_norm, self.k_norm = norm(heads), norm(kv_heads)
+        self.sinks = Vector("sinks", heads, planners) if config.sinks else None
+        self.config, self.group, self.eps = config, group, eps
+        self.rotates_natively = linear.packed and _can_rotate(config, offset)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether native kernels compute everything but `attention` itself."""
+        linears = (self.qkv_proj, self.o_proj)
+        return self.rotates_natively and all(linear.packed for linear in linears)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        norm: RMSNorm | None,
+        residual: Residual,
+        kv: jax.Array,
+        inputs: LayerInputs,
+    ) -> tuple[jax.Array, jax.Array]:
+        """x and what attention to norm(x) gives: x [T, E] -> ([T, E], the layer's new cache)."""
+        config, pools = self.config, inputs.pools
+        qkv = project(self.qkv_proj, x, inputs.num_tokens, pools, norm=norm)
+        q, k, v = self._rotated(qkv, inputs)
+        out, kv = inputs.attention(
+            q,
+            k,
+            v,
+            kv,
+            inputs.metas[self.group],
+            scale=config.scale,
+            sliding_window=config.window,
+            softcap=config.softcap,
+            sinks=None if self.sinks is None else self.sinks(pools).astype(jnp.float32),
+            chunk=config.chunk,
+        )
+        return residual.add_projected(self.o_proj, out.reshape(x.shape[0], -1), x, inputs), kv
+
+    def _rotated(self, qkv: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """qkv [T, (H + 2 K) * D] -> q [T, H, D], k and v [T, K, D], normalised, rotated and scaled."""
+        config, pools = self.config, inputs.pools
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        if self.rotates_natively:
+            assert config.rope is not None
+            cos, sin = inputs.angles.cos_sin(config.rope, config.rotary_dim)
+            return rotate_qkv(
+                qkv,
+                cos,
+                sin,
+                num_rows=inputs.num_tokens,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                q_norm=None if self.q_norm is None else pools.vectors,
+                k_norm=None if self.k_norm is None else pools.vectors,
+                q_norm_at=0 if self.q_norm is None else self.q_norm.weight_at.begin,
+                k_norm_at=0 if self.k_norm is None else self.k_norm.weight_at.begin,
+                eps=0.0 if self.q_norm is None else self.q_norm.eps,
+            )
+        split = np.cumsum([heads * config.head_dim, kv_heads * config.head_dim])
+        q, k, v = jnp.split(qkv, split, axis=1)
+        if config.qk_norm == "all" and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, pools), self.k_norm(k, pools)
+        q, k, v = (part.reshape(part.shape[0], -1, config.head_dim) for part in (q, k, v))
+        if config.qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, pools), self.k_norm(k, pools)
+        if config.rope is not None:
+            cos, sin = inputs.angles.cos_sin(config.rope, config.rotary_dim)
+            q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+        if config.qk_norm == "l2_after":
+            q, k = _normalised(q, self.eps), _normalised(k, self.eps)
+        if config.query_scaling is not None:
+            scale = inputs.angles.query_scale(config.query_scaling)[:, None, None]
+            q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+        return q, k, v
+
+
+def _can_rotate(config: AttentionConfig, norm_offset: float) -> bool:
+    """Whether the native kernel does all that stands between the product and attention."""
+    return (
+        config.rope is not None
+        and config.rotary_dim == config.head_dim
+        and can_rotate(config.head_dim)
+        and config.qk_norm in ("none", "head")
+        and (config.qk_norm == "none" or norm_offset == 0.0)
+        and config.query_scaling is None
+    )
+
+
+def _normalised(x: jax.Array, eps: float) -> jax.Array:
+    """x [T, heads, D] divided by the root mean square of each head."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + np.float32(eps))).astype(x.dtype)

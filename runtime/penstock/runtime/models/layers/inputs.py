@@ -1,0 +1,76 @@
+"""What every layer reads and none changes, and how a layer's parts join the residual stream."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from penstock.runtime.models import rope
+from penstock.runtime.models.config import QueryScaling
+from penstock.runtime.models.linear import Linear, add_normalised, add_projected, project
+from penstock.runtime.models.norms import RMSNorm
+from penstock.runtime.models.pools import Pools
+from penstock.runtime.models.rope import RopeConfig
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
+
+
+class Angles:
+    """What depends on the tokens' positions alone. Layers with the same rotation share one computation."""
+
+    def __init__(self, positions: jax.Array) -> None:
+        """`positions`: int32 [T]."""
+        self._positions = positions
+        self._turns: dict[tuple[RopeConfig, int], tuple[jax.Array, jax.Array]] = {}
+        self._scales: dict[QueryScaling, jax.Array] = {}
+
+    def cos_sin(self, config: RopeConfig, rotary_dim: int) -> tuple[jax.Array, jax.Array]:
+        """Cosines and sines of RoPE's angles, each float32 [T, rotary_dim / 2]."""
+        key = (config, rotary_dim)
+        if key not in self._turns:
+            self._turns[key] = rope.cos_sin(config, rotary_dim, self._positions)
+        return self._turns[key]
+
+    def query_scale(self, scaling: QueryScaling) -> jax.Array:
+        """What the queries of each token are multiplied by, float32 [T]."""
+        if scaling not in self._scales:
+            position = (self._positions + scaling.shift).astype(jnp.float32)
+            steps = jnp.floor(position / np.float32(scaling.length))
+            self._scales[scaling] = np.float32(1) + np.float32(scaling.strength) * jnp.log1p(steps)
+        return self._scales[scaling]
+
+
+class LayerInputs(NamedTuple):
+    """The values that every layer reads and none changes."""
+
+    angles: Angles
+    metas: tuple[AttentionMeta, ...]
+    """One for each group of the cache's layers. They differ in pages only."""
+    attention: AttentionOp
+    pools: Pools
+
+    @property
+    def num_tokens(self) -> jax.Array:
+        """How many tokens are not padding, int32 []; these come first."""
+        return self.metas[0].num_tokens
+
+
+class Residual(NamedTuple):
+    """How an attention or an MLP joins the residual stream: x + multiplier * norm(y)."""
+
+    norm: RMSNorm | None = None
+    multiplier: float = 1.0
+
+    def add_projected(self, linear: Linear, y: jax.Array, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """Adds linear(y): y [T, in], x [T, E] -> [T, E]."""
+        if self.norm is None and self.multiplier == 1.0:
+            return add_projected(linear, y, x, inputs.num_tokens, inputs.pools)
+        return self.add(project(linear, y, inputs.num_tokens, inputs.pools), x, inputs)
+
+    def add(self, y: jax.Array, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """Adds y: y and x [T, E] -> [T, E]."""
+        return add_normalised(
+            y, x, inputs.num_tokens, inputs.pools, norm=self.norm, multiplier=self.multiplier
+        )

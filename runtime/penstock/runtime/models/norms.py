@@ -1,0 +1,79 @@
+"""Norms, and other small parameters that have places in the model's pools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from penstock.runtime.models.load_rules import LoadRule, ParamPath, StoredAt, Target
+from penstock.runtime.models.pools import FLOATS, VECTORS, Place, PoolPlanners, Pools
+
+
+def vector_rule(
+    tensor: ParamPath, place: Place, dtype: np.dtype[np.generic], stored: StoredAt, pool: ParamPath = VECTORS
+) -> tuple[ParamPath, LoadRule]:
+    """The rule that puts a norm or bias into its place in a pool."""
+    there = stored(tensor, (place.size,))
+    rule = LoadRule(
+        sources=there.sources,
+        targets=(Target(pool, begin=place.begin),),
+        num_rows=place.size,
+        dtype=dtype,
+        decode=there.decode,
+    )
+    return tensor, rule
+
+
+class Vector(nnx.Module):
+    """A small parameter that is no norm and no bias of a product, such as one number for each head."""
+
+    def __init__(self, name: str, size: int, planners: PoolPlanners, *, float32: bool = False) -> None:
+        """`name`: the last part of its path in the checkpoint. float32: it keeps this dtype in a model of any
+        dtype.
+        """
+        self.name, self.float32 = name, float32
+        self.at = (planners.floats if float32 else planners.vectors).take(size)
+
+    def load_rules(
+        self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
+    ) -> Iterator[tuple[ParamPath, LoadRule]]:
+        """See `HasLoadRules`."""
+        tensor = (*path[:-1], self.name)
+        if self.float32:
+            yield vector_rule(tensor, self.at, np.dtype(np.float32), stored, FLOATS)
+        else:
+            yield vector_rule(tensor, self.at, dtype, stored)
+
+    def __call__(self, pools: Pools) -> jax.Array:
+        """The values, [size]."""
+        pool = pools.floats if self.float32 else pools.vectors
+        assert pool is not None
+        return pool[self.at.columns]
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm over the last dimension, in float32 (Zhang and Sennrich 2019), times `offset` +
+    weight.
+    """
+
+    def __init__(self, size: int, eps: float, planners: PoolPlanners, *, offset: float = 0.0) -> None:
+        self.weight_at = planners.vectors.take(size)
+        self.eps, self.offset = eps, offset
+
+    def load_rules(
+        self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
+    ) -> Iterator[tuple[ParamPath, LoadRule]]:
+        """See `HasLoadRules`."""
+        yield vector_rule((*path, "weight"), self.weight_at, dtype, stored)
+
+    def __call__(self, x: jax.Array, pools: Pools) -> jax.Array:
+        """x [..., size] -> the same shape and dtype."""
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        weight = pools.vectors[self.weight_at.columns].astype(jnp.float32) + np.float32(self.offset)
+        weight = weight.reshape((1,) * (x.ndim - 1) + (-1,))
+        return (wide * jax.lax.rsqrt(mean_square + np.float32(self.eps)) * weight).astype(x.dtype)

@@ -1,0 +1,47 @@
+"""Changes to a `ModelConfig` that all or some of its layers share, and views of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from penstock.runtime.models.config import AttentionConfig, LayerConfig, ModelConfig
+from penstock.runtime.models.rope import RopeConfig
+
+
+def with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """The model with these values in the attention of every layer."""
+    return _replaced(config, lambda layer: {"attention": dataclasses.replace(layer.attention, **changes)})
+
+
+def with_mlp(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """The model with these values in the MLP of every layer."""
+    return _replaced(config, lambda layer: {"mlp": dataclasses.replace(layer.mlp, **changes)})
+
+
+def _replaced(config: ModelConfig, changes: Any) -> ModelConfig:
+    layers = tuple(dataclasses.replace(layer, **changes(layer)) for layer in config.layers)
+    return dataclasses.replace(config, layers=layers)
+
+
+def one_layer(config: ModelConfig) -> LayerConfig:
+    """The layer that all are equal to, but for the window."""
+    layers = {dataclasses.replace(layer, attention=_without_window(layer)) for layer in config.layers}
+    assert len(layers) == 1
+    return config.layers[0]
+
+
+def _without_window(layer: LayerConfig) -> AttentionConfig:
+    return dataclasses.replace(layer.attention, window=None)
+
+
+def windows(config: ModelConfig) -> tuple[int | None, ...]:
+    """The sliding window of each layer."""
+    return tuple(layer.attention.window for layer in config.layers)
+
+
+def rope_of(config: ModelConfig) -> RopeConfig:
+    """The RoPE of all layers."""
+    rope = one_layer(config).attention.rope
+    assert rope is not None
+    return rope
