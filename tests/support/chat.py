@@ -78,17 +78,18 @@ def bytes_tokenizer(
     special: Sequence[str] = (),
     ordinary: Sequence[str] = (),
     chat_template: str | dict[str, str] | None = None,
+    end: str = "<|end|>",
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are the bytes, then the end token `<|end|>`, then the special and the ordinary
-    tokens that are given.
+    """A tokenizer whose tokens are the bytes, then the end token, then the special and the ordinary tokens
+    that are given.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>", *special])
+    tokenizer.add_special_tokens([end, *special])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ordinary])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
     fast.chat_template = chat_template
     return fast
 

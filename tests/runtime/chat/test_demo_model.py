@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.runtime import Engine, SamplingParams, StoppingParams
+from penstock.runtime.chat.forms.events import Parsed
 from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall, mint_call_id
-from penstock.runtime.chat.parser import Parsed, choose_forms
+from penstock.runtime.chat.parser import choose_forms
 from tests.support.models.demo import demo_engine
 
 WEATHER = RawTool(

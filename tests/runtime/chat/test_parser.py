@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from penstock.runtime.chat.forms.events import Call
+from penstock.runtime.chat.forms.events import Call, Parsed
 from penstock.runtime.chat.forms.tools import TOOL_FORMS
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
-from penstock.runtime.chat.parser import ChatForms, Parsed, choose_forms, detect
+from penstock.runtime.chat.parser import ChatForms, choose_forms, detect
 from penstock.runtime.chat.reasoning import REASONING_FORMS
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.hub import DEMO_DIRECTORY
@@ -24,6 +24,8 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 
 def names(forms: ChatForms) -> tuple[str | None, str | None]:
+    if forms.is_harmony:
+        return "harmony", "harmony"
     tools = forms.tools.name if forms.tools is not None else None
     return tools, forms.reasoning.name if forms.reasoning is not None else None
 
@@ -58,6 +60,8 @@ def parse(forms: ChatForms, chat: Chat, prompt: str, pieces: list[str]) -> Parse
         ("{{ tools }}<tool_call>f\n<arg_key>", ("<tool_call>",), (None, None)),  # GLM's form
         ("<seed:think>", (), (None, "seed")),
         ("[THINK][TOOL_CALLS]", (), ("mistral", "magistral")),
+        ('{{ tools }}"<|channel|>final<|message|>"', (), ("harmony", "harmony")),
+        ("<|channel>thought", (), (None, None)),  # Gemma 4's marker
         ("", ("<tool_call>",), (None, None)),
     ],
 )
@@ -85,6 +89,26 @@ def test_options_override_what_the_model_shows() -> None:
         ConfigError, match=r"^reasoning_parser: must be one of auto, none, think, .*, not 'x'"
     ):
         choose_forms(QWEN, reasoning="x")
+
+
+def test_harmony_is_chosen_for_both_or_for_neither() -> None:
+    shown = "<|channel|>final<|message|>"
+    for template, options in (
+        (shown, {}),
+        (shown, {"tools": "harmony"}),
+        ("", {"reasoning": "harmony"}),
+        (QWEN, {"tools": "harmony", "reasoning": "harmony"}),
+    ):
+        assert choose_forms(template, **options) == ChatForms(is_harmony=True)
+    assert choose_forms(shown, tools="none", reasoning="none") == ChatForms()
+    assert names(choose_forms(shown, tools="hermes", reasoning="think")) == ("hermes", "think")
+    for template, options in (
+        (shown, {"tools": "none"}),
+        (shown, {"reasoning": "think"}),
+        ("", {"tools": "hermes", "reasoning": "harmony"}),
+    ):
+        with pytest.raises(ConfigError, match=r"^reasoning_parser: the model writes Harmony, .* or neither"):
+            choose_forms(template, **options)
 
 
 def test_reasoning_words_and_calls() -> None:

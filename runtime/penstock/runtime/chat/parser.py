@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from penstock.runtime.chat.forms.events import Call, Event, Text
+from penstock.runtime.chat.forms import harmony
+from penstock.runtime.chat.forms.events import Call, Event, OutputParser, Parsed, Text
+from penstock.runtime.chat.forms.harmony import HarmonyParser
 from penstock.runtime.chat.forms.tools import TOOL_FORMS, CallParser, ToolForm
 from penstock.runtime.chat.messages import Chat
 from penstock.runtime.chat.reasoning import REASONING_FORMS, ReasoningForm, ReasoningParser
 from penstock.runtime.errors import ConfigError
 
-TOOL_PARSERS = ("auto", "none", *TOOL_FORMS)
+HARMONY = "harmony"
+"""The value of both options for a model that writes Harmony, whose reasoning and calls are read together."""
+TOOL_PARSERS = ("auto", "none", *TOOL_FORMS, HARMONY)
 """Values of the option --tool-call-parser."""
-REASONING_PARSERS = ("auto", "none", *REASONING_FORMS)
+REASONING_PARSERS = ("auto", "none", *REASONING_FORMS, HARMONY)
 """Values of the option --reasoning-parser."""
 _IN_TEMPLATE = (
     # Qwen3-Coder and GLM-4.5 write calls in XML, which no parser here reads, within the outer tag of Hermes.
@@ -37,25 +41,18 @@ _IN_VOCABULARY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """What a piece of text added. Its words are in order, and so are its calls."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: tuple[Call, ...] = ()
-
-
 class ChatParser:
-    """Parses one output's text, which comes in pieces. Without parsers all of it is words."""
+    """Parses one output's text (`OutputParser`): first its reasoning is taken out, then its calls. Without
+    parsers all of it is words.
+    """
 
     def __init__(self, reasoning: ReasoningParser | None, tools: CallParser | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
 
     @property
-    def has_reasoning(self) -> bool | None:
-        """Whether the text begins with reasoning; None if that is not known yet."""
+    def thinks(self) -> bool | None:
+        """See `OutputParser.thinks`: whether the text begins with reasoning."""
         return False if self._reasoning is None else self._reasoning.has_block
 
     @property
@@ -92,11 +89,15 @@ class ChatForms:
 
     tools: ToolForm | None = None
     reasoning: ReasoningForm | None = None
+    is_harmony: bool = False
+    """Whether it writes Harmony, and so none of the other forms."""
 
-    def parser(self, chat: Chat, prompt: str) -> ChatParser:
+    def parser(self, chat: Chat, prompt: str) -> OutputParser:
         """A parser for one output to `chat`, which was rendered as `prompt`. It looks for calls if the model
         was offered tools.
         """
+        if self.is_harmony:
+            return HarmonyParser(prompt, [tool.name for tool in chat.offered_tools] or None)
         reasoning = tools = None
         if self.reasoning is not None:
             reasoning = ReasoningParser(self.reasoning, inside=self.reasoning.opened_by(prompt))
@@ -106,6 +107,8 @@ class ChatForms:
 
     def markers(self, chat: Chat) -> frozenset[str]:
         """Strings that the parser of `chat` must see, even if they are special tokens."""
+        if self.is_harmony:
+            return frozenset(harmony.MARKERS)
         tools = self.tools.markers if self.tools is not None and chat.offered_tools else ()
         reasoning = self.reasoning.markers if self.reasoning is not None else ()
         return frozenset([*tools, *reasoning])
@@ -116,6 +119,8 @@ def detect(template: str, added_tokens: Collection[str] = ()) -> ChatForms:
     takes tools but does not show how they are called, the tokens that the tokenizer has besides its
     vocabulary decide.
     """
+    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+        return ChatForms(is_harmony=True)
     tools = next((name for mark, name in _IN_TEMPLATE if mark in template), "")
     if tools == "" and "tools" in template:
         tools = next((name for mark, name in _IN_VOCABULARY if mark in added_tokens), "")
@@ -134,7 +139,22 @@ def choose_forms(
     ):
         if value not in known:
             raise ConfigError(f"{option}: must be one of {', '.join(known)}, not {value!r}")
+    if _is_harmony(found, tools, reasoning):
+        return ChatForms(is_harmony=True)
     return ChatForms(
         found.tools if tools == "auto" else TOOL_FORMS.get(tools),
         found.reasoning if reasoning == "auto" else REASONING_FORMS.get(reasoning),
     )
+
+
+def _is_harmony(found: ChatForms, tools: str, reasoning: str) -> bool:
+    """Whether the options choose Harmony. ConfigError if one of them does and the other chooses another."""
+    named = {option for option in (tools, reasoning) if option != "auto"}
+    if HARMONY not in named and not (found.is_harmony and "auto" in (tools, reasoning)):
+        return False
+    if named - {HARMONY}:
+        raise ConfigError(
+            "reasoning_parser: the model writes Harmony, whose reasoning and calls are read together, so this"
+            f" and tool_call_parser must both choose it, or neither; not {reasoning!r} and {tools!r}"
+        )
+    return True

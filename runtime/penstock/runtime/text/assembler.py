@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
+from penstock.runtime.chat.forms.events import OutputParser
 from penstock.runtime.chat.messages import ToolCall, mint_call_id
-from penstock.runtime.chat.parser import ChatParser
 from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
@@ -71,7 +71,7 @@ class Assembler:
         *,
         index: int = 0,
         skip_special_tokens: bool = True,
-        parser: ChatParser | None = None,
+        parser: OutputParser | None = None,
         visible: Set[str] = frozenset(),
         ends_at_call: bool = False,
     ) -> None:
@@ -117,7 +117,7 @@ class Assembler:
             return _joined([self._parse(part, self._parser) for part in _tokens_of(output)])
         return self._parse(output, self._parser)
 
-    def _parse(self, output: StepOutput, parser: ChatParser) -> Delta:
+    def _parse(self, output: StepOutput, parser: OutputParser) -> Delta:
         delta = self._add(output)
         if self._has_called:
             return delta
@@ -141,16 +141,16 @@ class Assembler:
             finish=finish,
         )
 
-    def _count(self, num_tokens: int, parser: ChatParser) -> int:
+    def _count(self, num_tokens: int, parser: OutputParser) -> int:
         """How many more tokens are known to belong to the reasoning, after the parser has had the text of so
         many more.
         """
         self._undecided_tokens += num_tokens
-        if parser.has_reasoning is None:
+        if parser.thinks is None:
             return 0
         self._counts_reasoning = not parser.is_past_reasoning
         found, self._undecided_tokens = self._undecided_tokens, 0
-        return found if parser.has_reasoning else 0
+        return found if parser.thinks else 0
 
     def _add(self, output: StepOutput) -> Delta:
         if output.error is not None:

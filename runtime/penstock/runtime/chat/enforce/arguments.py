@@ -7,6 +7,7 @@ tool follow it as far as llguidance can express it where a call must be made, an
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,3 +59,18 @@ def value(g: Lark, chat: Chat, tool: Tool, schema: Mapping[str, Any]) -> str:
 def follows_schema(chat: Chat, tool: Tool) -> bool:
     """Whether calls of the tool follow its schema, and not only its form."""
     return tool.strict or bool(chat.required_tools)
+
+
+def check_names(chat: Chat, spelling: re.Pattern[str], where: str) -> None:
+    """InvalidRequest, naming each, if tools whose calls follow their schemas have names that `spelling` does
+    not match: the form cannot write them. `where` says in words what a name is written as.
+    """
+    bad = [
+        Violation(
+            f"chat.tools[{chat.tools.index(tool)}].name", f"{tool.name[:40]!r} cannot be written as {where}"
+        )
+        for tool in chat.callable_tools
+        if follows_schema(chat, tool) and not spelling.fullmatch(tool.name)
+    ]
+    if bad:
+        raise InvalidRequest(bad)

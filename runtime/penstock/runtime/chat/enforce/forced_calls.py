@@ -12,8 +12,9 @@ laid out as Python's `json.dumps` does it, because templates show them so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from penstock.runtime.chat.enforce import harmony_messages
 from penstock.runtime.chat.enforce.free_text import free_text
 from penstock.runtime.chat.enforce.lark import Lark, quote, whole_within
 from penstock.runtime.chat.enforce.object_calls import hermes_calls, llama3_json_calls, mistral_calls
@@ -38,6 +39,11 @@ def call_grammar(forms: ChatForms, chat: Chat, prompt: str, token_ids: Mapping[s
     if not chat.enforced_by:
         return None
     g = Lark(token_ids)
+    if forms.is_harmony:
+        _check_tokens(g, chat.enforced_by)
+        write = harmony_messages.calls if chat.required_tools else harmony_messages.free_text
+        g.rule("start", write(g, chat, prompt))
+        return str(g)
     form = _form_of(forms, chat)
     if chat.required_tools:
         output = _CALLS[form](g, chat, chat.tool_choice == "required" and chat.parallel_tool_calls)
@@ -54,6 +60,10 @@ def calls_or_answer(forms: ChatForms, chat: Chat, prompt: str, token_ids: Mappin
     InvalidRequest as of `call_grammar`, or if a call in this form can begin as an answer does.
     """
     g = Lark(token_ids)
+    if forms.is_harmony:
+        _check_tokens(g, chat.enforced_by)
+        g.rule("start", harmony_messages.calls_or_answer(g, chat, prompt))
+        return str(g)
     form = _form_of(forms, chat)
     if form not in _MARKED:
         told = f"not together with strict tools, whose calls may look like an answer in the form {form}"
@@ -70,11 +80,26 @@ def thinking_first(forms: ChatForms, prompt: str, token_ids: Mapping[str, int]) 
     If `prompt` has opened the block it must end, else it is optional. `token_ids`: see `Lark`.
     """
     g = Lark(token_ids)
+    if forms.is_harmony:
+        _check_tokens(g, ["constraint"])
+        before = harmony_messages.thinking_first(g, prompt)
+        if not before:
+            return ""
+        g.rule("start", before)
+        return str(g)
     thinking = _reasoning(g, forms.reasoning, prompt)
     if not thinking:
         return ""
     g.rule("start", " ".join([*thinking, f"@{ANSWER}"]))
     return str(g)
+
+
+def _check_tokens(g: Lark, fields: Sequence[str]) -> None:
+    """InvalidRequest on the fields if the tokenizer has no tokens for the markers of Harmony."""
+    lacks = [marker for marker in harmony_messages.NEEDED_TOKENS if not g.is_token(marker)]
+    if lacks:
+        told = f"grammars for Harmony need tokens that the tokenizer does not have: {', '.join(lacks)}"
+        raise InvalidRequest([Violation(field, told) for field in fields])
 
 
 def _form_of(forms: ChatForms, chat: Chat) -> str:

@@ -1,10 +1,10 @@
-"""What a tool-call parser finds."""
+"""What parsers find in an output."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from penstock.runtime.chat.forms.reader import SPACES, SpaceHolder
 
@@ -27,6 +27,39 @@ class Call:
 Event: TypeAlias = Text | Call
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The known tools: name to the JSON Schema of the arguments, which decides what untyped values mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a piece of text added. Its words are in order, and so are its calls."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+
+
+class OutputParser(Protocol):
+    """Parses one output's text, which comes in pieces. How it is split into pieces does not matter."""
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the text that was pushed last belongs to the reasoning, with its tags; None if further text
+        decides that. It counts until `is_past_reasoning`, and for the piece with which that becomes true.
+        """
+        ...
+
+    @property
+    def is_past_reasoning(self) -> bool:
+        """Whether no more reasoning can come."""
+        ...
+
+    def push(self, text: str) -> Parsed:
+        """What this further text made certain."""
+        ...
+
+    def flush(self) -> Parsed:
+        """The rest, when there is no more text."""
+        ...
 
 
 def is_text(text: str) -> bool:
