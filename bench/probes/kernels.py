@@ -44,7 +44,7 @@ def _weight(rng: np.random.Generator, out: int, inner: int, int8: bool) -> Weigh
 def _layers(x: jax.Array, layers: list[tuple[Weight, ...]], num_rows: jax.Array) -> jax.Array:
     for layer in layers:
         gate, up, down = (Packed(*weight) for weight in layer)
-        inner = linear(x, (gate, up), num_rows=num_rows, gate=True)
+        inner = linear(x, (gate, up), num_rows=num_rows, gate="silu")
         x = linear(inner, (down,), num_rows=num_rows, residual=x)
     return x
 

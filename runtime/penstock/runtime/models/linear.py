@@ -208,7 +208,7 @@ def project(
 ) -> jax.Array:
     """linear(norm(x)): x [T, in] -> [T, out] in x's dtype."""
     if linear.packed:
-        x, options = _with_norm(x, norm, pools)
+        options = _norm_options(norm, pools)
         return native.linear(x, (linear.operands(pools),), num_rows=num_rows, **options)
     return linear.product(x if norm is None else norm(x, pools), pools).astype(x.dtype)
 
@@ -248,9 +248,9 @@ def project_gated(
     """activation(gate(norm(x))) * up(norm(x)), with the activation in float32; x [T, in] -> [T, out / 2]. The
     first half of the layer's outputs is the gate's.
     """
-    if gate_up.packed and activation == "silu":
-        x, options = _with_norm(x, norm, pools)
-        return native.linear(x, (gate_up.operands(pools),), num_rows=num_rows, gate=True, **options)
+    if gate_up.packed:
+        weight, options = gate_up.operands(pools), _norm_options(norm, pools)
+        return native.linear(x, (weight,), num_rows=num_rows, gate=activation, **options)
     both = project(gate_up, x, num_rows, pools, norm=norm).astype(jnp.float32)
     gate, up = jnp.split(both, 2, axis=1)
     return (ACTIVATIONS[activation](gate) * up).astype(x.dtype)
@@ -276,20 +276,23 @@ def logits(
     tanh(l / softcap).
     """
     if head.packed:
-        x, options = _with_norm(x, norm, pools)
-        weights = (head.operands(pools),)
-        out = native.linear(x, weights, num_rows=num_rows, out_dtype=np.float32, **options)
-    else:
-        out = head.product(norm(x, pools), pools)
+        return native.linear(
+            x,
+            (head.operands(pools),),
+            num_rows=num_rows,
+            scale=scale,
+            softcap=0.0 if softcap is None else softcap,
+            out_dtype=np.float32,
+            **_norm_options(norm, pools),
+        )
+    out = head.product(norm(x, pools), pools)
     if scale != 1.0:
         out = out * np.float32(scale)
     return out if softcap is None else np.float32(softcap) * jnp.tanh(out / np.float32(softcap))
 
 
-def _with_norm(x: jax.Array, norm: RMSNorm | None, pools: Pools) -> tuple[jax.Array, native.NormOptions]:
-    """x, and how the kernel normalises it. What the kernel cannot do is done to x."""
+def _norm_options(norm: RMSNorm | None, pools: Pools) -> native.NormOptions:
     if norm is None:
-        return x, {}
-    if norm.offset != 0.0:
-        return norm(x, pools), {}
-    return x, {"norm": pools.vectors, "norm_at": norm.weight_at.begin, "eps": norm.eps}
+        return {}
+    at = norm.weight_at.begin
+    return {"norm": pools.vectors, "norm_at": at, "eps": norm.eps, "offset": norm.offset}

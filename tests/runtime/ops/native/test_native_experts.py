@@ -204,7 +204,7 @@ def test_a_choice_is_computed_as_linear_computes_it() -> None:
     x = draw(rng, 5, HIDDEN)
     gate_up, down = (Packed(jnp.asarray(pack(w[2]))) for w in (layer.gate_up, layer.down))
     count = jnp.int32(5)
-    inner = linear(jnp.asarray(x), (gate_up,), num_rows=count, gate=True)
+    inner = linear(jnp.asarray(x), (gate_up,), num_rows=count, gate="silu")
     expected = linear(inner, (down,), num_rows=count)
     ids, weights = np.full((5, 1), 2, np.int32), np.ones((5, 1), np.float32)
     got = run(layer, x, ids, weights, 5)

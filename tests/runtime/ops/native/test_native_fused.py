@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.activations import Activation
 from penstock.runtime.ops.native.library import Isa
 from penstock.runtime.ops.native.linear import Packed, linear, pack, quantize
 from penstock.runtime.ops.native.rotate import rotate_qkv
@@ -46,8 +47,10 @@ def packed(weight: Any, bias: Any, int8: bool) -> Packed:
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
-@pytest.mark.parametrize("gate", [False, True], ids=["side by side", "gate"])
-def test_one_weight_of_several_with_its_small_parameters_in_pools(int8: bool, gate: bool) -> None:
+@pytest.mark.parametrize("gate", [None, "silu"], ids=["side by side", "gate"])
+def test_one_weight_of_several_with_its_small_parameters_in_pools(
+    int8: bool, gate: Activation | None
+) -> None:
     rng = np.random.default_rng(3)
     sizes = SIZES[1:] if gate else SIZES
     x, norm = jnp.asarray(draw(rng, ROWS, INNER)), draw(rng, INNER)

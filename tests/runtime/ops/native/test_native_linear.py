@@ -90,7 +90,7 @@ def test_products_norm_residual_and_gate(int8: bool, rows: int, padded: int, inn
     close(added[:rows], real @ wide(first).T + wide(residual[:rows]), loose)
 
     mixed = linear(
-        jnp.asarray(x), (packed(first, int8, bias), packed(second, int8)), num_rows=count, gate=True
+        jnp.asarray(x), (packed(first, int8, bias), packed(second, int8)), num_rows=count, gate="silu"
     )
     gate = real @ wide(first).T + wide(bias)
     close(mixed[:rows], gate / (1 + np.exp(-gate)) * (real @ wide(second).T), gated)
@@ -126,7 +126,7 @@ def test_a_row_does_not_depend_on_the_others(int8: bool) -> None:
             return [
                 linear(rows, (first, second, third), num_rows=count, out_dtype=np.float32),
                 linear(rows, (first,), num_rows=count, residual=added),
-                linear(rows, (first, second), num_rows=count, norm=norm, eps=1e-5, gate=True),
+                linear(rows, (first, second), num_rows=count, norm=norm, eps=1e-5, gate="silu"),
             ]
 
         return jax.jit(run)
@@ -196,7 +196,7 @@ def test_a_row_with_nan_or_infinity_is_not_finite_and_the_others_keep_their_bits
             linear(given, (weight,), num_rows=num_rows, out_dtype=np.float32),
             linear(given, (weight,), num_rows=num_rows, norm=norm, eps=1e-5, out_dtype=np.float32),
             linear(given, (weight,), num_rows=num_rows, residual=given[:, :32]),
-            linear(given, (weight, other), num_rows=num_rows, gate=True),
+            linear(given, (weight, other), num_rows=num_rows, gate="silu"),
         ]
         return [np.asarray(result)[:count].astype(np.float32) for result in results]
 

@@ -19,6 +19,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.activations import ACTIVATIONS, Activation
 
 BLOCK_OUT = 16
 _BF16_IN, _INT8_IN = 32, 64
@@ -47,6 +48,7 @@ class NormOptions(TypedDict, total=False):
     norm: Array
     norm_at: int
     eps: float
+    offset: float
 
 
 def can_pack(out_size: int, in_size: int) -> bool:
@@ -124,19 +126,40 @@ def linear(
     norm: Array | None = None,
     norm_at: int = 0,
     eps: float = 0.0,
+    offset: float = 0.0,
     residual: Array | None = None,
-    gate: bool = False,
+    gate: Activation | None = None,
+    limit: float = 7.0,
+    up: Array | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
     out_dtype: np.dtype[np.generic] | type[np.generic] = ml_dtypes.bfloat16,
 ) -> Array:
     """x bfloat16 [T, K] times one to three weights [N_i, K] transposed; the results lie side by side: [T, sum
     of N_i].
 
     norm bfloat16 [any], of which the K values from `norm_at` on count: x is first normalised by its root mean
-    square, with `eps`. residual, bfloat16 in the result's shape, is added. gate: the result is silu of the
-    first of two products times the second, [T, N_0]; a single weight is taken for two, the halves of its
-    outputs. num_rows int32 []: rows from this one on are padding, which costs nothing, and whose results are
+    square, with `eps`, and multiplied by offset + norm.
+
+    gate: the result is this activation of the first of two products times the second, bfloat16 [T, N_0]; a
+    single weight is taken for two, the halves of its outputs. With `up`, bfloat16 in the result's shape, it
+    is the activation of all products times `up`. `limit` is that of "gpt_oss".
+
+    Without `gate`, products (with their biases) are multiplied by `scale`; a `softcap` other than 0 makes y
+    softcap * tanh(y / softcap); and residual, bfloat16 in the result's shape, is added.
+
+    num_rows int32 []: rows from this one on are padding, which costs nothing, and whose results are
     undefined.
+
+    Raises ValueError for options that do not go together: a gate with a residual, a scale, a softcap or
+    (without `up`) results in float32, or `up` without a gate.
     """
+    if gate is None and up is not None:
+        raise ValueError("up: it belongs to a gate, and there is none")
+    if gate is not None and (residual is not None or scale != 1.0 or softcap != 0.0):
+        raise ValueError("gate: such a layer has no residual, scale or softcap")
+    if gate is not None and up is None and out_dtype != ml_dtypes.bfloat16:
+        raise ValueError("out_dtype: the results of a gated layer are bfloat16")
     library.load()
     none, no_scale = jnp.zeros((0,), jnp.bfloat16), jnp.zeros((2, 0), jnp.float32)
     operands: list[Array] = [
@@ -144,6 +167,7 @@ def linear(
         num_rows,
         none if norm is None else norm,
         none if residual is None else residual,
+        none if up is None else up,
     ]
     for weight in weights:
         operands += [
@@ -152,9 +176,18 @@ def linear(
             none if weight.bias is None else weight.bias,
         ]
     widths = [weight.tiles.shape[0] * BLOCK_OUT for weight in weights]
-    width = sum(widths) // 2 if gate else sum(widths)
+    width = sum(widths) // 2 if gate is not None and up is None else sum(widths)
     places = [norm_at, *(place for weight in weights for place in (weight.scale_at, weight.bias_at))]
     result = jax.ShapeDtypeStruct((x.shape[0], width), out_dtype)
     call = jax.ffi.ffi_call("penstock_linear", result)
-    out: Array = call(*operands, gate=gate, eps=np.float32(eps), at=np.array(places, np.int64))
+    out: Array = call(
+        *operands,
+        activation=np.int32(0 if gate is None else ACTIVATIONS[gate]),
+        limit=np.float32(limit),
+        eps=np.float32(eps),
+        offset=np.float32(offset),
+        scale=np.float32(scale),
+        softcap=np.float32(softcap),
+        at=np.array(places, np.int64),
+    )
     return out

@@ -35,12 +35,13 @@ void Halve(LinearJob* job) {
 }
 
 // x bf16 [T, K]; num_rows int32 []: rows from this one on are padding, and are not written in y; norm bf16 [any] or
-// [0]; residual bf16 like y or [0]; then weight, scale and bias for each weight, the latter two [0] if absent. Norm,
-// scales and biases are parts of arrays that may hold many: `at` says where the norm begins, then where the scale and
-// the bias of each weight do.
+// [0]; residual and up bf16 like y or [0]; then weight, scale and bias for each weight, the latter two [0] if absent.
+// Norm, scales and biases are parts of arrays that may hold many: `at` says where the norm begins, then where the scale
+// and the bias of each weight do.
 ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::S32> num_rows,
-                  ffi::Buffer<ffi::BF16> norm, ffi::Buffer<ffi::BF16> residual, ffi::RemainingArgs rest,
-                  ffi::Result<ffi::AnyBuffer> y, bool gate, float eps, ffi::Span<const int64_t> at) {
+                  ffi::Buffer<ffi::BF16> norm, ffi::Buffer<ffi::BF16> residual, ffi::Buffer<ffi::BF16> up,
+                  ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int32_t activation, float limit, float eps,
+                  float offset, float scale, float softcap, ffi::Span<const int64_t> at) {
   const LinearKernel* kernel = CurrentLinearKernel();
   if (!kernel) {
     return ffi::Error::Internal("no kernel for this processor");
@@ -49,7 +50,14 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   const int64_t most = x.dimensions()[0];
   job.m = std::min<int64_t>(num_rows.typed_data()[0], most);
   job.k = x.dimensions()[1];
-  job.activation = gate ? Activation::kSilu : Activation::kNone;
+  if (activation != 0 && !IsGated(activation)) {
+    return ffi::Error::InvalidArgument("no activation has this number");
+  }
+  job.activation = static_cast<Activation>(activation);
+  job.limit = limit;
+  job.scale = scale;
+  job.softcap = softcap;
+  job.up = From<uint16_t>(up, 0);
   job.num_weights = static_cast<int64_t>(rest.size()) / 3;
   if (job.num_weights < 1 || job.num_weights > kMaxWeights) {
     return ffi::Error::InvalidArgument("1 to 3 weights");
@@ -72,7 +80,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
       return ffi::Error::InvalidArgument("x and a weight differ in their inner size");
     }
   }
-  if (gate && job.num_weights == 1) {
+  if (job.gated() && job.num_weights == 1) {
     Halve(&job);
   }
   job.ldy = y->dimensions()[1];
@@ -82,6 +90,9 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
     job.y_bf16 = static_cast<uint16_t*>(y->untyped_data());
   }
   job.residual = From<uint16_t>(residual, 0);
+  if (job.gated() && !job.y_bf16) {
+    return ffi::Error::InvalidArgument("the results of a gated layer are bf16");
+  }
   if (job.m <= 0) {
     return ffi::Error::Success();
   }
@@ -89,8 +100,13 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   const int64_t x_bytes = RoundUp(kernel->x_bytes(job.m, job.k, job.int8), kCacheLine);
   char* scratch = Scratch<struct LinearRows>(x_bytes + job.m * 4);
   float* x_scale = reinterpret_cast<float*>(scratch + x_bytes);
-  const LinearInput input{
-      reinterpret_cast<const uint16_t*>(x.untyped_data()), job.k, From<uint16_t>(norm, at[0]), eps, nullptr, nullptr};
+  const LinearInput input{reinterpret_cast<const uint16_t*>(x.untyped_data()),
+                          job.k,
+                          From<uint16_t>(norm, at[0]),
+                          eps,
+                          nullptr,
+                          nullptr,
+                          offset};
   auto prepare = [&](int64_t block) {
     float* row = reinterpret_cast<float*>(Scratch<struct LinearRow>(job.k * 4));
     kernel->put_rows(input, block, job, scratch, x_scale, row);
@@ -118,10 +134,15 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_linear
                              .Arg<ffi::Buffer<ffi::S32>>()
                              .Arg<ffi::Buffer<ffi::BF16>>()
                              .Arg<ffi::Buffer<ffi::BF16>>()
+                             .Arg<ffi::Buffer<ffi::BF16>>()
                              .RemainingArgs()
                              .Ret<ffi::AnyBuffer>()
-                             .Attr<bool>("gate")
+                             .Attr<int32_t>("activation")
+                             .Attr<float>("limit")
                              .Attr<float>("eps")
+                             .Attr<float>("offset")
+                             .Attr<float>("scale")
+                             .Attr<float>("softcap")
                              .Attr<ffi::Span<const int64_t>>("at")
                              .To(Guarded<&Linear>::Call)
                              .release();

@@ -25,7 +25,8 @@ struct PackedWeight {
 };
 
 // One call of the operation. The outputs of several weights lie side by side in a row of y. With an activation there
-// are two weights of equal shape, and y = act(x W0^T) * (x W1^T).
+// are two weights of equal shape, and y = act(x W0^T) * (x W1^T); or one weight and `up`, and y = act(x W^T) * up.
+// Otherwise y = residual + softcap * tanh(scale * x W^T / softcap), where biases belong to the products.
 struct LinearJob {
   const void* x;         // in the kernel's own form, see LinearKernel::put_rows
   const float* x_scale;  // int8: [m]
@@ -39,13 +40,17 @@ struct LinearJob {
   float* y_f32;              // [m, ldy], if y_bf16 is null
   const uint16_t* residual;  // bf16 [m, ldy] added to y, or null
   int64_t ldy;
+  const uint16_t* up = nullptr;  // bf16 [m, ldy], or null
+  float scale = 1.0f;
+  float softcap = 0.0f;  // 0: no tanh
 
-  bool gated() const { return activation != Activation::kNone; }
+  // Whether two products make one output.
+  bool gated() const { return activation != Activation::kNone && !up; }
   int64_t BlockBytes() const { return kBlockOut * k * (int8 ? 1 : 2); }
 };
 
 // The operation's x: m rows of k values in bf16. If `norm`, bf16 [k], is not null, each row is normalised by its root
-// mean square.
+// mean square, and multiplied by offset + norm.
 struct LinearInput {
   const uint16_t* x;
   int64_t stride;  // values from one row to the next
@@ -53,6 +58,7 @@ struct LinearInput {
   float eps;
   const int32_t* rows;   // [m]: where each row stands in x, or null if they stand in order
   const float* factors;  // [m]: each row is multiplied by its factor; or null
+  float offset = 0.0f;
 };
 
 // The kernels of one instruction set. Work is divided into units of some consecutive out blocks of one weight.

@@ -5,10 +5,20 @@
 
 #include "common/common.h"
 #include "common/lanes.h"
+#include "common/vec.h"
 #include "linear/linear.h"
 
 namespace penstock {
 namespace {
+
+inline Lanes TanhOf(Lanes x) {
+  float values[kBlockOut];
+  Store(values, x);
+  for (int64_t i = 0; i < kBlockOut; i += Vec::kWidth) {
+    Vec::Store(values + i, Tanh(Vec::Load(values + i)));
+  }
+  return Load(values);
+}
 
 // The out blocks of a unit of work: `count` blocks of one weight, from `block` on.
 struct UnitBlocks {
@@ -49,17 +59,34 @@ inline Lanes BiasOf(const PackedWeight& weight, int64_t block) {
   return weight.bias ? LoadBf16(weight.bias + block * kBlockOut) : Fill(0.0f);
 }
 
+// What a product with its bias becomes before the residual is added, for the operations that do more than multiply;
+// `at` is its place in y. It is not inlined, because most operations have no use for it.
+__attribute__((noinline)) inline Lanes Adjusted(const LinearJob& job, Lanes value, int64_t at) {
+  if (job.up) {
+    return Activate(job.activation, job.limit, value, LoadBf16(job.up + at));
+  }
+  value = Mul(value, Fill(job.scale));
+  if (job.softcap == 0.0f) {
+    return value;
+  }
+  return Mul(Fill(job.softcap), TanhOf(Div(value, Fill(job.softcap))));
+}
+
 // Writes results of `rows` rows, from `row` on, to y: `sums` [rows, 16] are the products with `block`, and `more`,
 // unless it is null, those with the next block.
 inline void Finish(const LinearJob& job, int64_t weight, int64_t block, int64_t row, int64_t rows, const float* sums,
                    const float* more) {
   const int64_t column = ColumnOf(job, weight, block);
   const Lanes bias[2] = {BiasOf(job.weights[weight], block), BiasOf(job.weights[weight], more ? block + 1 : block)};
+  const bool adjusted = job.up || job.scale != 1.0f || job.softcap != 0.0f;
   for (int64_t r = 0; r < rows; ++r) {
     // The two blocks of a row are written one after the other, because they are halves of a cache line.
     for (int64_t half = 0; half < (more ? 2 : 1); ++half) {
       const int64_t at = (row + r) * job.ldy + column + half * kBlockOut;
       Lanes value = Add(Load((half ? more : sums) + r * kBlockOut), bias[half]);
+      if (adjusted) {
+        value = Adjusted(job, value, at);
+      }
       if (job.residual) {
         value = Add(value, LoadBf16(job.residual + at));
       }
@@ -116,8 +143,9 @@ inline void LoadRow(const LinearInput& input, int64_t row, int64_t k, float* out
     return;
   }
   const Lanes scale = Fill(1.0f / std::sqrt(Total(squares) / static_cast<float>(k) + input.eps));
+  const Lanes offset = Fill(input.offset);
   for (int64_t i = 0; i < k; i += 16) {
-    Store(out + i, Mul(Mul(Load(out + i), scale), LoadBf16(input.norm + i)));
+    Store(out + i, Mul(Mul(Load(out + i), scale), Add(offset, LoadBf16(input.norm + i))));
   }
 }
 
