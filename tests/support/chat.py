@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -46,6 +47,69 @@ def texts(events: Iterable[Event]) -> str:
 
 def calls(events: Iterable[Event]) -> list[tuple[str, str]]:
     return [(event.name, event.arguments) for event in events if isinstance(event, Call)]
+
+
+def spelled(form: str, made: Sequence[tuple[str, dict[str, Any]]], *, ascii_only: bool = False) -> str:
+    """The calls as a model of this form writes them."""
+
+    def dump(value: object) -> str:
+        return json.dumps(value, ensure_ascii=ascii_only)
+
+    def raw(value: object) -> str:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    def elements(arguments: dict[str, Any], element: str) -> str:
+        return "".join(element.format(key, raw(value)) for key, value in arguments.items())
+
+    match form:
+        case "hermes":
+            one = '<tool_call>\n{{"name": {}, "arguments": {}}}\n</tool_call>'
+            return "\n".join(one.format(dump(name), dump(arguments)) for name, arguments in made)
+        case "llama3_json":
+            return "; ".join(f'{{"name": {dump(name)}, "parameters": {dump(args)}}}' for name, args in made)
+        case "mistral":
+            return f"[TOOL_CALLS] {dump([{'name': name, 'arguments': args} for name, args in made])}"
+        case "mistral, newer":
+            return "".join(f"[TOOL_CALLS]{name}[ARGS]{dump(args)}" for name, args in made)
+        case "pythonic":
+            calls = (f"{name}({', '.join(f'{k}={v!r}' for k, v in args.items())})" for name, args in made)
+            return f"[{', '.join(calls)}]"
+        case "qwen3_coder":
+            one = "<tool_call>\n<function={}>\n{}</function>\n</tool_call>"
+            argument = "<parameter={}>\n{}\n</parameter>\n"
+            return "\n".join(one.format(name, elements(args, argument)) for name, args in made)
+        case "seed_oss":
+            one = "<seed:tool_call>\n<function={}>\n{}</function>\n</seed:tool_call>"
+            argument = "<parameter={}>{}</parameter>\n"
+            return "\n".join(one.format(name, elements(args, argument)) for name, args in made)
+        case "minimax_m2":
+            one, argument = '<invoke name="{}">\n{}</invoke>\n', '<parameter name="{}">{}</parameter>\n'
+            inner = "".join(one.format(name, elements(args, argument)) for name, args in made)
+            return f"<minimax:tool_call>\n{inner}</minimax:tool_call>"
+        case "glm":
+            argument = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+            one = "<tool_call>{}\n{}</tool_call>"
+            return "\n".join(one.format(name, elements(args, argument)) for name, args in made)
+        case "glm, newer":
+            argument = "<arg_key>{}</arg_key><arg_value>{}</arg_value>"
+            one = "<tool_call>{}{}</tool_call>"
+            return "".join(one.format(name, elements(args, argument)) for name, args in made)
+    raise AssertionError(form)
+
+
+UNTYPED = ("qwen3_coder", "seed_oss", "minimax_m2", "glm")
+"""Forms whose values have no types of their own, so that all are strings where the schema says nothing."""
+MARKED = ("hermes", "mistral", *UNTYPED)
+"""Forms whose calls a marker announces."""
+
+
+def meant(form: str, made: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """What the calls that `spelled` has written mean where the schema says nothing."""
+
+    def value(one: Any) -> Any:
+        return one if isinstance(one, str) or form not in UNTYPED else json.dumps(one, ensure_ascii=False)
+
+    return [(name, {key: value(one) for key, one in arguments.items()}) for name, arguments in made]
 
 
 class Scan:

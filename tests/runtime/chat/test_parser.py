@@ -56,8 +56,6 @@ def parse(forms: ChatForms, chat: Chat, prompt: str, pieces: list[str]) -> Parse
         ("{{ tools }}", ("<tool_call>", "<think>"), ("hermes", None)),
         ("{{ tools }} <|python_start|>", (), ("pythonic", None)),
         ("{{ messages }}", ("<tool_call>", "<think>"), (None, None)),  # neither tools nor reasoning
-        ("{{ tools }}<tool_call>\n<function=f>", ("<tool_call>",), (None, None)),  # Qwen3-Coder's XML
-        ("{{ tools }}<tool_call>f\n<arg_key>", ("<tool_call>",), (None, None)),  # GLM's form
         ("<seed:think>", (), (None, "seed")),
         ("[THINK][TOOL_CALLS]", (), ("mistral", "magistral")),
         ('{{ tools }}"<|channel|>final<|message|>"', (), ("harmony", "harmony")),

@@ -20,9 +20,14 @@ TOOL_PARSERS = ("auto", "none", *TOOL_FORMS, HARMONY)
 REASONING_PARSERS = ("auto", "none", *REASONING_FORMS, HARMONY)
 """Values of the option --reasoning-parser."""
 _IN_TEMPLATE = (
-    # Qwen3-Coder and GLM-4.5 write calls in XML, which no parser here reads, within the outer tag of Hermes.
+    # Calls in XML, some of them within the outer tag of Hermes.
+    ("<seed:tool_call>", "seed_oss"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<parameter=", "qwen3_coder"),
+    ("<arg_key>", "glm"),
+    # Forms that no parser here reads: Functionary's, and MiniMax M3's.
     ("<function=", None),
-    ("<arg_key>", None),
+    ("]<]minimax[>[", None),
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_tag|>", "llama3_json"),
     # Part of the instructions of Llama 3.2 and 4.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.runtime.chat.forms.events import Event, Text
 from penstock.runtime.chat.forms.tools import TOOL_FORMS, CallParser
-from tests.support.chat import TOOLS, calls, events_of, merged, pieces_of, texts
+from tests.support.chat import MARKED, TOOLS, calls, events_of, meant, merged, pieces_of, spelled, texts
 
 FORMS = sorted(TOOL_FORMS)
 CUTS = st.lists(st.integers(0, 200), max_size=12)
@@ -34,34 +34,12 @@ SCRAPS = st.sampled_from([
 ])  # fmt: skip
 
 
-def written(form: str, made: list[tuple[str, dict[str, object]]], ascii_only: bool = False) -> str:
-    """The calls as a model of this form writes them."""
-
-    def dump(value: object) -> str:
-        return json.dumps(value, ensure_ascii=ascii_only)
-
-    if form == "hermes":
-        return "\n".join(
-            f'<tool_call>\n{{"name": {dump(name)}, "arguments": {dump(arguments)}}}\n</tool_call>'
-            for name, arguments in made
-        )
-    if form == "llama3_json":
-        return "; ".join(f'{{"name": {dump(name)}, "parameters": {dump(args)}}}' for name, args in made)
-    if form == "mistral":
-        return f"[TOOL_CALLS] {dump([{'name': name, 'arguments': args} for name, args in made])}"
-    return (
-        "["
-        + ", ".join(f"{name}({', '.join(f'{k}={v!r}' for k, v in args.items())})" for name, args in made)
-        + "]"
-    )
-
-
 def parsed_calls(events: list[Event]) -> list[tuple[str, object]]:
     return [(name, json.loads(arguments)) for name, arguments in calls(events)]
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     made=CALLS,
     before=st.sampled_from(["", "Let me see.\n", "a < b\n\n"]),
@@ -72,36 +50,36 @@ def test_what_is_written_is_found(form, made, before, cuts, ascii_only) -> None:
     """Calls come back as they were made, in order, and the words before them without the line break at their
     end.
     """
-    text = before + written(form, made, ascii_only)
+    text = before + spelled(form, made, ascii_only=ascii_only)
     events = events_of(form, pieces_of(text, cuts))
-    assert parsed_calls(events) == made
+    assert parsed_calls(events) == meant(form, made)
     assert texts(events) == before.rstrip()
     assert events == events_of(form, [text])
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(parts=st.lists(st.one_of(SCRAPS, CALLS), max_size=8), cuts=CUTS)
 def test_pieces_do_not_matter(form, parts, cuts) -> None:
-    text = "".join(part if isinstance(part, str) else written(form, part) for part in parts)
+    text = "".join(part if isinstance(part, str) else spelled(form, part) for part in parts)
     whole = events_of(form, [text])
     assert events_of(form, pieces_of(text, cuts)) == whole
     assert events_of(form, list(text)) == whole
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(parts=st.lists(st.one_of(SCRAPS, CALLS), max_size=8))
 def test_text_without_calls_is_unchanged(form, parts) -> None:
     """Text that resembles a call but is none comes back unchanged."""
-    text = "".join(part if isinstance(part, str) else written(form, part)[:-3] for part in parts)
+    text = "".join(part if isinstance(part, str) else spelled(form, part)[:-3] for part in parts)
     events = events_of(form, list(text))
     if not calls(events):
         assert texts(events) == text
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(words=st.lists(st.text(alphabet="ab\n ;}])'\"é", max_size=8), max_size=6))
 def test_text_without_markers_comes_at_once(form, words) -> None:
     """After every piece, all text has come out except white space at its end."""
@@ -113,8 +91,8 @@ def test_text_without_markers_comes_at_once(form, words) -> None:
     assert came + texts(parser.flush()) == "".join(words)
 
 
-@pytest.mark.parametrize("form", ["hermes", "mistral"])
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("form", MARKED)
+@settings(max_examples=30, deadline=None)
 @given(
     parts=st.lists(st.one_of(SCRAPS, CALLS), max_size=5),
     made=CALLS,
@@ -125,12 +103,12 @@ def test_after_a_call_all_begins_anew(form, parts, made, then) -> None:
     exception is white space at its beginning, which is dropped if nothing else follows.
     """
     text = [
-        "".join(part if isinstance(part, str) else written(form, part) for part in some)
+        "".join(part if isinstance(part, str) else spelled(form, part) for part in some)
         for some in (parts, then)
     ]
-    first = text[0] + written(form, made)
+    first = text[0] + spelled(form, made)
     if calls(events_of(form, [first]))[-len(made) :] != [
-        (name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in made
+        (name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in meant(form, made)
     ]:
         return  # the text before the call made it part of something else
     rest = events_of(form, [text[1]])
@@ -140,12 +118,12 @@ def test_after_a_call_all_begins_anew(form, parts, made, then) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(made=CALLS)
 def test_unknown_names_are_calls_only_where_the_form_is_explicit(form, made) -> None:
-    text = written(form, made)
+    text = spelled(form, made)
     events = events_of(form, [text], tools=["other"])
-    assert parsed_calls(events) == (made if form in ("hermes", "mistral") else [])
+    assert parsed_calls(events) == (meant(form, made) if form in MARKED else [])
     if form == "llama3_json":
         assert events == [Text(text)]
         assert parsed_calls(events_of(form, [f"<|python_tag|>{text}"], ["other"])) == made

@@ -49,8 +49,15 @@ def value(g: Lark, chat: Chat, tool: Tool, schema: Mapping[str, Any]) -> str:
     """As `arguments`, for a part of them with a schema of its own."""
     if not tool.strict:
         return g.json(schema)
+    return g.json(check(chat, tool, schema), exact=True)
+
+
+def check(chat: Chat, tool: Tool, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema, or a part of it, of a strict tool, ready for `Lark.json`. InvalidRequest if it cannot be
+    obeyed.
+    """
     try:
-        return g.json(read_schema(json.dumps(schema)), exact=True)
+        return read_schema(json.dumps(schema))
     except GrammarError as error:
         at = f"chat.tools[{chat.tools.index(tool)}].parameters_json"
         raise InvalidRequest([Violation(at, str(error))]) from error

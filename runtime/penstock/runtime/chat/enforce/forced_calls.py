@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from penstock.runtime.chat.enforce import harmony_messages
 from penstock.runtime.chat.enforce.free_text import free_text
 from penstock.runtime.chat.enforce.lark import Lark, quote, whole_within
-from penstock.runtime.chat.enforce.object_calls import hermes_calls, llama3_json_calls, mistral_calls
+from penstock.runtime.chat.enforce.marked_calls import MARKED, marked_calls
+from penstock.runtime.chat.enforce.object_calls import llama3_json_calls, mistral_calls
 from penstock.runtime.chat.enforce.pythonic_calls import pythonic
 from penstock.runtime.chat.messages import Chat
 from penstock.runtime.chat.parser import ChatForms
@@ -123,11 +124,11 @@ def _reasoning(g: Lark, form: ReasoningForm | None, prompt: str) -> list[str]:
 
 
 _CALLS: Mapping[str, Callable[[Lark, Chat, bool], str]] = {
-    "hermes": hermes_calls,
+    **{name: marked_calls(form) for name, form in MARKED.items()},
     "llama3_json": llama3_json_calls,
     "mistral": mistral_calls,
     "pythonic": pythonic,
 }
 """Writes one or more calls, and nothing else."""
-_MARKED = ("hermes", "mistral")
+_MARKED = (*MARKED, "mistral")
 """Forms in which a call begins with a marker, so that it cannot be mistaken for an answer."""

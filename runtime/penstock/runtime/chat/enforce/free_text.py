@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.runtime.chat.enforce.lark import Lark, quote, spelt
-from penstock.runtime.chat.enforce.object_calls import hermes_body, mistral_body, objects, tails
+from penstock.runtime.chat.enforce.marked_calls import MARKED, Marked
+from penstock.runtime.chat.enforce.object_calls import mistral_body, objects, tails
 from penstock.runtime.chat.enforce.pythonic_calls import call_list, calls_of
-from penstock.runtime.chat.forms import hermes, llama3_json, mistral
+from penstock.runtime.chat.forms import llama3_json, mistral
 from penstock.runtime.chat.forms.python import pythonic
 from penstock.runtime.chat.messages import Chat
 
@@ -55,9 +56,12 @@ def _announced(g: Lark, marker: str) -> str:
     return g.rule("announced[lazy]", f"/{_ANY}/ {quote(marker)}")
 
 
-def _hermes(g: Lark, chat: Chat) -> list[str]:
-    _text(g, [_within(hermes.START)])
-    return [f"{_announced(g, hermes.START)} {hermes_body(g, chat)}"]
+def _marked(form: Marked) -> Callable[[Lark, Chat], list[str]]:
+    def items(g: Lark, chat: Chat) -> list[str]:
+        _text(g, [_within(form.start)])
+        return [f"{_announced(g, form.start)} {form.body(g, chat, chat.parallel_tool_calls)}"]
+
+    return items
 
 
 def _mistral(g: Lark, chat: Chat) -> list[str]:
@@ -102,7 +106,7 @@ def _pythonic(g: Lark, chat: Chat) -> list[str]:
 
 
 _FORMS: Mapping[str, Callable[[Lark, Chat], list[str]]] = {
-    "hermes": _hermes,
+    **{name: _marked(form) for name, form in MARKED.items()},
     "llama3_json": _llama3_json,
     "mistral": _mistral,
     "pythonic": _pythonic,

@@ -32,6 +32,7 @@ class Lark:
         """`token_ids`: text to id of the tokens that the tokenizer has besides its vocabulary."""
         self._token_ids = token_ids
         self._rules: list[str] = []
+        self._terminals: dict[str, str] = {}
 
     def __str__(self) -> str:
         # Where only one text can follow, llguidance would propose the tokens that the tokenizer makes of
@@ -51,6 +52,12 @@ class Lark:
         """Adds a rule; returns its name, by which others refer to it."""
         self._rules.append(f"{name}: {body}")
         return name.partition("[")[0]
+
+    def terminal(self, body: str) -> str:
+        """The name of a terminal with this body, which is added if there is none yet."""
+        if body not in self._terminals:
+            self._terminals[body] = self.rule(f"TERMINAL_{len(self._terminals)}", body)
+        return self._terminals[body]
 
     def json(self, schema: Mapping[str, Any], *, exact: bool = False) -> str:
         """Adds a rule for JSON of a schema, on one line; returns its name. `exact`: the schema is one of

@@ -49,12 +49,6 @@ def mistral_body(g: Lark, chat: Chat, several: bool) -> tuple[str, bool]:
     return f'" "? "[" {call}{others} "]"', False
 
 
-def hermes_calls(g: Lark, chat: Chat, several: bool) -> str:
-    """One or more calls, and nothing else."""
-    block = g.rule("block", f"{g.marker(hermes.START)} {hermes_body(g, chat)}")
-    return f'{block} ("\\n" {block})*' if several else block
-
-
 def llama3_json_calls(g: Lark, chat: Chat, several: bool) -> str:
     """One or more calls, and nothing else."""
     call = objects(g, chat, "parameters")

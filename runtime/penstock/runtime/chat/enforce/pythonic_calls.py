@@ -11,22 +11,10 @@ from typing import Any, NamedTuple
 
 from penstock.runtime.chat.enforce.arguments import follows_schema, value
 from penstock.runtime.chat.enforce.lark import Lark, quote
+from penstock.runtime.chat.enforce.one_by_one import problems, properties_of
 from penstock.runtime.chat.forms.python.pythonic import ENDS, KEYWORD, NAME
 from penstock.runtime.chat.messages import Chat, Tool
-from penstock.runtime.errors import InvalidRequest, Violation
-
-_DEFINITIONS = ("$defs", "definitions")
-_UNKNOWN = frozenset({
-    "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "patternProperties",
-    "minProperties",
-})  # fmt: skip
-"""Keywords about the arguments as a whole, which a grammar of one keyword after the other cannot enforce."""
-_OBEYED = frozenset({
-    "type", "properties", "required", "additionalProperties", "$defs", "definitions", "title", "description",
-    "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$comment",
-})  # fmt: skip
-"""The only keywords about the arguments as a whole that a strict tool may have: such a grammar obeys them, or
-they restrict nothing."""
+from penstock.runtime.errors import InvalidRequest
 
 
 class CallList(NamedTuple):
@@ -54,7 +42,12 @@ def calls_of(g: Lark, chat: Chat) -> dict[str, str]:
     it cannot spell are left out.
     """
     tools = chat.callable_tools
-    bad = [v for tool in tools if follows_schema(chat, tool) for v in _check(chat, tool)]
+    bad = [
+        v
+        for tool in tools
+        if follows_schema(chat, tool)
+        for v in problems(chat, tool, "Python call", NAME, KEYWORD)
+    ]
     if bad:
         raise InvalidRequest(bad)
     return {
@@ -72,27 +65,6 @@ def call_list(g: Lark, keywords: Mapping[str, str], several: bool) -> CallList:
     return CallList(g.rule("calls", f'"[" {call}{others} "]"'), f'")"{others} "]"')
 
 
-def _check(chat: Chat, tool: Tool) -> list[Violation]:
-    at = f"chat.tools[{chat.tools.index(tool)}]"
-    bad = []
-    if not NAME.fullmatch(tool.name):
-        bad.append(Violation(f"{at}.name", f"{tool.name[:40]!r} cannot be written as a Python call"))
-    properties, required = tool.parameters.get("properties", {}), tool.parameters.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        return [*bad, Violation(f"{at}.parameters_json", "is not a JSON Schema")]
-    bad += [
-        Violation(f"{at}.parameters_json", f"{str(key)[:40]!r} cannot be a keyword of a Python call")
-        for key in [*properties, *required]
-        if not (isinstance(key, str) and key and KEYWORD.fullmatch(key))
-    ]
-    unknown = tool.parameters.keys() - _OBEYED if tool.strict else _UNKNOWN & tool.parameters.keys()
-    bad += [
-        Violation(f"{at}.parameters_json", f"{key[:40]!r} cannot be enforced in a Python call")
-        for key in sorted(unknown)
-    ]
-    return bad
-
-
 def _keywords(g: Lark, chat: Chat, tool: Tool, number: int) -> str:
     """The body of a rule for the required keywords and some of the others, in order; of a tool whose calls do
     not follow its schema, for any keywords.
@@ -100,15 +72,10 @@ def _keywords(g: Lark, chat: Chat, tool: Tool, number: int) -> str:
     if not follows_schema(chat, tool):
         keyword = g.rule(f"any_{number}", f"/[A-Za-z_][A-Za-z0-9_]*=/ {g.json({})}")
         return f'({keyword} (", " {keyword})*)?'
-    required = tool.parameters.get("required", [])
-    properties = tool.parameters.get("properties", {})
-    properties = {**properties, **{key: {} for key in required if key not in properties}}
-    definitions = {key: tool.parameters[key] for key in _DEFINITIONS if key in tool.parameters}
+    properties, required = properties_of(tool)
     first = then = ""  # what may come from a keyword on, with none and with some before it
     for i, (key, schema) in reversed(list(enumerate(properties.items()))):
-        keyword = g.rule(
-            f"keyword_{number}_{i}", f"{quote(f'{key}=')} {_value(g, chat, tool, schema, definitions)}"
-        )
+        keyword = g.rule(f"keyword_{number}_{i}", f"{quote(f'{key}=')} {_value(g, chat, tool, schema)}")
         begin = f"{keyword} {then}"
         if key in required:
             first = g.rule(f"first_{number}_{i}", begin)
@@ -119,10 +86,8 @@ def _keywords(g: Lark, chat: Chat, tool: Tool, number: int) -> str:
     return first or '""'
 
 
-def _value(g: Lark, chat: Chat, tool: Tool, schema: Any, definitions: Mapping[str, Any]) -> str:
+def _value(g: Lark, chat: Chat, tool: Tool, schema: Mapping[str, Any]) -> str:
     """The name of a rule for a value, or a group of terminals."""
-    if not isinstance(schema, dict):
-        schema = {} if schema is True else {"not": {}}
     if schema.get("type") == "boolean" and not schema.keys() & {"const", "enum"}:
         return '("True" | "False")'
-    return value(g, chat, tool, {**schema, **definitions})
+    return value(g, chat, tool, schema)

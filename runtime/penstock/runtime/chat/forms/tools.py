@@ -15,6 +15,7 @@ from penstock.runtime.chat.forms import hermes, llama3_json, mistral
 from penstock.runtime.chat.forms.events import Event, Events, Tools
 from penstock.runtime.chat.forms.python import pythonic
 from penstock.runtime.chat.forms.reader import Reader, Stream, Wait
+from penstock.runtime.chat.forms.xml import functions, glm
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,10 @@ class ToolForm:
     """Strings that must stay visible while special tokens are skipped."""
 
 
+def _functions(name: str, tags: functions.Tags) -> ToolForm:
+    return ToolForm(name, functions.parser(tags), tags.markers)
+
+
 TOOL_FORMS: Mapping[str, ToolForm] = {
     form.name: form
     for form in (
@@ -34,6 +39,10 @@ TOOL_FORMS: Mapping[str, ToolForm] = {
         ToolForm("llama3_json", llama3_json.parse, llama3_json.MARKERS),
         ToolForm("mistral", mistral.parse, mistral.MARKERS),
         ToolForm("pythonic", pythonic.parse, pythonic.MARKERS),
+        _functions("qwen3_coder", functions.QWEN3_CODER),
+        _functions("seed_oss", functions.SEED_OSS),
+        _functions("minimax_m2", functions.MINIMAX_M2),
+        ToolForm("glm", glm.parse, glm.MARKERS),
     )
 }
 

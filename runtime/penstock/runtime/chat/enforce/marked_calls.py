@@ -1,0 +1,43 @@
+"""The grammars of calls that a marker announces, so that they cannot be mistaken for an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from penstock.runtime.chat.enforce.lark import Lark
+from penstock.runtime.chat.enforce.object_calls import hermes_body
+from penstock.runtime.chat.enforce.xml_calls import function_bodies, glm_body
+from penstock.runtime.chat.forms import hermes
+from penstock.runtime.chat.forms.xml import functions, glm
+from penstock.runtime.chat.messages import Chat
+
+
+class Marked(NamedTuple):
+    """A form whose calls begin with a marker."""
+
+    start: str
+    body: Callable[[Lark, Chat, bool], str]
+    """Adds rules for what comes after the marker; returns what derives it. The flag says whether several
+    calls may come, for forms in which several calls share a marker."""
+    between: str | None = '"\\n"'
+    """What stands before a second marker; None where all calls share one."""
+
+
+MARKED: Mapping[str, Marked] = {
+    "hermes": Marked(hermes.START, lambda g, chat, _: hermes_body(g, chat)),
+    "qwen3_coder": Marked(functions.QWEN3_CODER.start, function_bodies(functions.QWEN3_CODER)),
+    "seed_oss": Marked(functions.SEED_OSS.start, function_bodies(functions.SEED_OSS)),
+    "minimax_m2": Marked(functions.MINIMAX_M2.start, function_bodies(functions.MINIMAX_M2), None),
+    "glm": Marked(glm.START, glm_body),
+}
+
+
+def marked_calls(form: Marked) -> Callable[[Lark, Chat, bool], str]:
+    """Writes one or more calls, and nothing else."""
+
+    def calls(g: Lark, chat: Chat, several: bool) -> str:
+        block = g.rule("block", f"{g.marker(form.start)} {form.body(g, chat, several)}")
+        return f"{block} ({form.between} {block})*" if several and form.between is not None else block
+
+    return calls

@@ -1,0 +1,76 @@
+"""Tools whose arguments a form writes one after the other, rather than as one JSON object.
+
+A grammar of one argument after the other cannot enforce what a schema says of the arguments together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.runtime.chat.messages import Chat, Tool
+from penstock.runtime.errors import Violation
+
+_DEFINITIONS = ("$defs", "definitions")
+_UNKNOWN = frozenset({
+    "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "patternProperties",
+    "minProperties",
+})  # fmt: skip
+"""Keywords about the arguments as a whole, which a grammar of one argument after the other cannot enforce."""
+NOTES = frozenset({
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id",
+    "$comment",
+})  # fmt: skip
+"""Keywords that restrict nothing."""
+_OBEYED = NOTES | {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
+"""The only keywords about the arguments as a whole that a strict tool may have: such a grammar obeys them, or
+they restrict nothing."""
+
+
+def problems(
+    chat: Chat, tool: Tool, call: str, names: re.Pattern[str], keys: re.Pattern[str]
+) -> list[Violation]:
+    """Why calls of the tool that follow its schema cannot be written. `call` is what they are named in
+    messages; `names` and `keys` match the names of functions and of arguments that can be written.
+    """
+    at = f"chat.tools[{chat.tools.index(tool)}]"
+    bad = []
+    if not names.fullmatch(tool.name):
+        bad.append(Violation(f"{at}.name", f"{tool.name[:40]!r} cannot be written as a {call}"))
+    properties, required = tool.parameters.get("properties", {}), tool.parameters.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return [*bad, Violation(f"{at}.parameters_json", "is not a JSON Schema")]
+    bad += [
+        Violation(f"{at}.parameters_json", f"{str(key)[:40]!r} cannot be a keyword of a {call}")
+        for key in [*properties, *required]
+        if not (isinstance(key, str) and key and keys.fullmatch(key))
+    ]
+    unknown = tool.parameters.keys() - _OBEYED if tool.strict else _UNKNOWN & tool.parameters.keys()
+    bad += [
+        Violation(f"{at}.parameters_json", f"{key[:40]!r} cannot be enforced in a {call}")
+        for key in sorted(unknown)
+    ]
+    return bad
+
+
+def properties_of(tool: Tool) -> tuple[dict[str, Mapping[str, Any]], frozenset[str]]:
+    """The schemas of the arguments, by name and in order, and the names of the required ones. A schema that
+    refers to definitions has them with it.
+    """
+    required = tool.parameters.get("required", [])
+    said = tool.parameters.get("properties", {})
+    said = {**said, **{key: {} for key in required if key not in said}}
+    definitions = {key: tool.parameters[key] for key in _DEFINITIONS if key in tool.parameters}
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for key, schema in said.items():
+        if not isinstance(schema, dict):
+            schema = {} if schema is True else {"not": {}}
+        schemas[key] = {**schema, **definitions} if _refers(schema) else schema
+    return schemas, frozenset(required)
+
+
+def _refers(schema: Any) -> bool:
+    if isinstance(schema, dict):
+        return "$ref" in schema or any(map(_refers, schema.values()))
+    return isinstance(schema, list) and any(map(_refers, schema))

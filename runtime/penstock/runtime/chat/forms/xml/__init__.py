@@ -1,0 +1,1 @@
+"""Calls that are written in XML, with one element for each argument."""

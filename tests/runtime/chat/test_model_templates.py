@@ -1,0 +1,91 @@
+"""The forms that are chosen for the models people run, by excerpts of their own chat templates.
+
+`templates/` has parts of the templates as the checkpoints have them: instructions, turns, and how an answer
+begins. What such a template writes for a turn with calls is what its model was trained to write, so the
+parser that is chosen must find the calls in it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.runtime.chat.messages import Chat, ChatTurn, Tool, ToolCall
+from penstock.runtime.chat.parser import detect
+from penstock.runtime.text.codec import TextCodec
+from tests.support.chat import bytes_tokenizer
+
+TEMPLATES = Path(__file__).parent / "templates"
+USER = ChatTurn("user", "Weather?")
+WEATHER = Tool(
+    "get_weather",
+    "Look.",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "wind": {"type": "boolean"},
+            "hours": {"type": "array"},
+        },
+    },
+)
+ARGUMENTS: dict[str, Any] = {"city": "Rome,\nItalia è", "days": 3, "wind": True, "hours": [1, 2]}
+CHOSEN = {
+    "qwen3_coder": ("qwen3_coder", None),
+    "seed_oss": ("seed_oss", "seed"),
+    "minimax_m2": ("minimax_m2", "think"),
+    "glm_4_6": ("glm", "think"),
+    "glm_4_7": ("glm", "think"),
+}
+WRITING = sorted(CHOSEN.keys() - {"glm_4_7"})
+"""Templates of which the excerpt has turns with calls."""
+
+
+def codec_of(name: str) -> TextCodec:
+    return TextCodec(bytes_tokenizer(chat_template=(TEMPLATES / f"{name}.jinja").read_text()))
+
+
+def test_each_template_is_tested() -> None:
+    assert {path.stem for path in TEMPLATES.glob("*.jinja")} == CHOSEN.keys()
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_forms_that_are_chosen(name: str) -> None:
+    forms = detect(codec_of(name).chat_template)
+    tools = forms.tools.name if forms.tools is not None else None
+    reasoning = forms.reasoning.name if forms.reasoning is not None else None
+    assert (tools, reasoning) == CHOSEN[name]
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_the_parser_reads_what_the_template_writes(name: str) -> None:
+    """The assistant's turn as the template writes it is what comes between two prompts: the one that asks for
+    the turn, and the one after it.
+    """
+    codec = codec_of(name)
+    forms = detect(codec.chat_template)
+    calls = tuple(
+        ToolCall(f"abcdefgh{i}", "get_weather", json.dumps(arguments))
+        for i, arguments in enumerate((ARGUMENTS, {"city": "Oslo"}))
+    )
+    turn = ChatTurn("assistant", "I look.", calls, reasoning="Hm." if forms.reasoning is not None else "")
+    chat = Chat((USER,), (WEATHER,))
+    prompt = codec.render_chat(chat)
+    after = codec.render_chat(Chat((USER, turn, USER), (WEATHER,)))
+    assert after.startswith(prompt.removesuffix("<think>\n"))
+    written = (
+        after[len(prompt) :] if after.startswith(prompt) else after[len(prompt.removesuffix("<think>\n")) :]
+    )
+    parser = forms.parser(chat, prompt)
+    parts = [*map(parser.push, written), parser.flush()]
+    found = [call for part in parts for call in part.calls]
+    assert [(call.name, json.loads(call.arguments)) for call in found] == [
+        ("get_weather", ARGUMENTS),
+        ("get_weather", {"city": "Oslo"}),
+    ]
+    assert "".join(part.reasoning for part in parts) == turn.reasoning
+    assert "".join(part.text for part in parts).startswith("I look.")
