@@ -1,7 +1,10 @@
 """PyTorch's tokens and logits, through the whole server: gRPC, scheduler, paged cache, compiled programs.
 
-For each architecture and prompt: the whole prefill at once, and chunks of some sizes (the sweep: of every
-size from 1 to the prompt's length); alone, and packed with the other prompts at other chunk boundaries.
+For each family and prompt: the whole prefill at once, and in chunks of some sizes; alone, and packed with
+the other prompts at other chunk boundaries, over a KV cache that is too small for all, so that some are
+preempted and resumed; with the prefix cache, and without it; as several outputs that fork; with attention in
+XLA, and by the native kernels. A sweep takes chunks of every size, from 1 to the prompt's length.
+
 Tokens equal PyTorch's; logits agree to 1e-4 relative, seen as log-probabilities (the contract's form): those
 of the sampled tokens, and the differences within the top 8 after the prompt, which are logit differences.
 """
@@ -9,30 +12,67 @@ of the sampled tokens, and the differences within the top 8 after the prompt, wh
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.runtime.engine import Engine
+from penstock.runtime.loading.checkpoint import load_config
+from penstock.runtime.ops.native import library
 from penstock.v1 import inference_pb2, types_pb2
-from tests.service.rig import Rig, serving
+from tests.service.rig import Rig, serving, until
 from tests.support.chunks import set_chunk
-from tests.support.goldens import CONFIG, GOLDEN, NAMES
+from tests.support.goldens import CONFIG, GOLDEN, NAMES, few
+
+Cases = list[dict[str, Any]]
+CACHED_TOKENS = 288
+"""What the KV cache holds: four requests when they enter, but not when they have grown."""
+ALWAYS = ("qwen3", "mistral_swa")
+"""What `make test` serves."""
+ALL_SIZES = ("qwen3", "llama", "mistral_swa")
+"""What is served in chunks of every size."""
 
 
-async def ask(rig: Rig, case: dict[str, Any]) -> inference_pb2.Output:
+def cases_of(name: str) -> Cases:
+    cases: Cases = json.loads((GOLDEN / name / "expected.json").read_text())["cases"]
+    return cases
+
+
+@asynccontextmanager
+async def served(name: str, *, page_size: int) -> AsyncIterator[tuple[Rig, Engine]]:
+    """A server of a golden in float32. The native kernels take pages of 16 tokens, and XLA those of 8."""
+    page_bytes = load_config(GOLDEN / name).cache.page_bytes(page_size, np.dtype(np.float32))
+    config = dataclasses.replace(
+        CONFIG, page_size=page_size, kv_cache_bytes=-(-CACHED_TOKENS // page_size) * page_bytes
+    )
+    engine = Engine.from_pretrained(str(GOLDEN / name), config)
+    async with serving(engine) as rig:
+        yield rig, engine
+        assert engine.compiles_after_warmup == 0
+        assert engine.load().pages_used == 0
+
+
+async def ask(
+    rig: Rig, case: dict[str, Any], *, n: int = 1, bypass: bool = False
+) -> inference_pb2.GenerateResponse:
     reply: inference_pb2.GenerateResponse = await rig.inference.Generate(
         inference_pb2.GenerateRequest(
             prompt_token_ids=types_pb2.TokenIds(ids=case["prompt"]),
-            sampling=types_pb2.SamplingParams(temperature=0),
+            sampling=types_pb2.SamplingParams(temperature=0, n=n),
             stopping=types_pb2.StoppingParams(max_tokens=len(case["tokens"]), ignore_eos=True),
             output=types_pb2.OutputOptions(logprobs=8, text=False),
+            cache=types_pb2.CacheOptions(bypass_prefix_cache=bypass),
         )
     )
-    return reply.outputs[0]
+    assert len(reply.outputs) == n
+    for output in reply.outputs:
+        check(output, case)
+    return reply
 
 
 def check(output: inference_pb2.Output, case: dict[str, Any]) -> None:
@@ -45,38 +85,65 @@ def check(output: inference_pb2.Output, case: dict[str, Any]) -> None:
     np.testing.assert_allclose([c.logprob - shift for c in top], expected_logits, rtol=1e-4)
 
 
-def some_sizes(longest: int) -> Sequence[int]:
-    """One token at a time, an odd size below a page, a page, and all but one token."""
-    return sorted({1, 7, 16, longest - 1})
+async def check_chunks(rig: Rig, engine: Engine, cases: Cases, size: int | None) -> None:
+    """Every case alone, then all of them packed, in chunks of this size."""
+    set_chunk(engine, size)
+    for case in cases:
+        if size is None or size <= len(case["prompt"]):
+            engine.flush_prefix_cache()  # otherwise each prompt would be computed only once
+            await ask(rig, case)
+    engine.flush_prefix_cache()
+    # Six requests over four rows: they start, end and are chunked at different steps. The second three share
+    # the pages of the first three.
+    await asyncio.gather(*(ask(rig, case) for case in [*cases, *reversed(cases)]))
 
 
-@pytest.mark.timeout(900)  # minutes on a busy machine: some 600 requests per architecture with every size
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "sizes_of",
-    [
-        pytest.param(some_sizes, id="some sizes"),
-        pytest.param(lambda longest: range(1, longest + 1), marks=pytest.mark.sweep, id="every size"),
-    ],
-)
-async def test_chunk_sizes_alone_and_packed(name: str, sizes_of: Callable[[int], Sequence[int]]) -> None:
-    cases = json.loads((GOLDEN / name / "expected.json").read_text())["cases"]
-    engine = Engine.from_pretrained(str(GOLDEN / name), CONFIG)
-    async with serving(engine) as rig:
-        longest = max(len(case["prompt"]) for case in cases)
-        for size in (None, *sizes_of(longest)):
-            set_chunk(engine, size)
-            for case in cases:
-                if size is None or size <= len(case["prompt"]):
-                    engine.flush_prefix_cache()  # otherwise each prompt would be computed only once
-                    check(await ask(rig, case), case)
-            engine.flush_prefix_cache()
-            # Six requests over four rows: they start, end and are chunked at different steps. The second
-            # three share the pages of the first three.
-            packed = [*cases, *reversed(cases)]
-            for output, case in zip(
-                await asyncio.gather(*(ask(rig, c) for c in packed)), packed, strict=True
-            ):
-                check(output, case)
-        assert engine.compiles_after_warmup == 0
-        assert engine.load().pages_used == 0
+async def check_preempted(rig: Rig, engine: Engine, name: str, cases: Cases) -> None:
+    """Two long and two middling requests, which share nothing. If all layers have a window, they fit."""
+    set_chunk(engine, None)
+    engine.flush_prefix_cache()
+    before = engine.metrics().totals.preemptions
+    await asyncio.wrap_future(engine.pause())
+    asked = [ask(rig, case, bypass=True) for case in [cases[2], cases[2], cases[1], cases[1]]]
+    answers = asyncio.gather(*asked)
+    await until(lambda: engine.load().num_waiting == len(asked))
+    await asyncio.wrap_future(engine.resume())
+    await answers
+    fits = load_config(GOLDEN / name).cache.sliding_window is not None
+    assert fits or engine.metrics().totals.preemptions > before
+
+
+async def check_sharing(rig: Rig, engine: Engine, cases: Cases) -> None:
+    """What the prefix cache finds, what it is kept from, and what forks share."""
+    set_chunk(engine, None)
+    engine.flush_prefix_cache()
+    longest = max(cases, key=lambda case: len(case["prompt"]))
+    assert (await ask(rig, longest)).usage.cached_prompt_tokens == 0
+    assert (await ask(rig, longest)).usage.cached_prompt_tokens > 0
+    assert (await ask(rig, longest, bypass=True)).usage.cached_prompt_tokens == 0
+    for case in cases:
+        await ask(rig, case, n=2)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", few(NAMES, ALWAYS))
+@pytest.mark.parametrize("page_size", [pytest.param(8, id="xla"), pytest.param(16, id="native")])
+async def test_every_schedule_gives_pytorchs_tokens(name: str, page_size: int) -> None:
+    if page_size == 16 and not library.available():
+        pytest.skip("no native library on this machine")
+    cases = cases_of(name)
+    async with served(name, page_size=page_size) as (rig, engine):
+        for size in (None, 1, 7, page_size):
+            await check_chunks(rig, engine, cases, size)
+        await check_preempted(rig, engine, name, cases)
+        await check_sharing(rig, engine, cases)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)  # minutes on a busy machine: some 600 requests per family
+@pytest.mark.parametrize("name", ALL_SIZES)
+async def test_chunks_of_every_size(name: str) -> None:
+    cases = cases_of(name)
+    async with served(name, page_size=8) as (rig, engine):
+        for size in range(1, max(len(case["prompt"]) for case in cases) + 1):
+            await check_chunks(rig, engine, cases, size)
