@@ -60,8 +60,11 @@ def test_cpu_has_the_native_kernels_if_they_can_be_used() -> None:
     assert backend.linear_format(BF16, int8=True).packed
     assert not backend.linear_format(F32, int8=True).packed
     query, cache = jax.ShapeDtypeStruct((1, 1, 32), F32), jax.ShapeDtypeStruct((1, 2, 1, 16, 32), F32)
-    assert backend.attends_batch_invariantly(query, cache)
-    assert not backend.attends_batch_invariantly(query, jax.ShapeDtypeStruct((1, 2, 1, 8, 32), F32))
+    keys_only = jax.ShapeDtypeStruct((1, 1, 1, 16, 32), F32)
+    assert backend.attends_batch_invariantly(query, cache, None)
+    assert backend.attends_batch_invariantly(query, keys_only, 16)
+    assert not backend.attends_batch_invariantly(query, keys_only, 24)
+    assert not backend.attends_batch_invariantly(query, jax.ShapeDtypeStruct((1, 2, 1, 8, 32), F32), None)
 
 
 def test_cpu_without_kernels_computes_with_xla() -> None:

@@ -31,7 +31,7 @@ from penstock.runtime.ops.sampler import SamplerOp, native_sample, sample
 ArrayShape = jax.ShapeDtypeStruct
 
 
-def _never_batch_invariant(query: ArrayShape, cache: ArrayShape) -> bool:
+def _never_batch_invariant(query: ArrayShape, cache: ArrayShape, value_dim: int | None) -> bool:
     return False
 
 
@@ -50,9 +50,9 @@ class Backend:
     mesh: Mesh
     """The devices on which weights, cache and state are placed. Today there is one."""
     attention: AttentionOp = paged_attention
-    attends_batch_invariantly: Callable[[ArrayShape, ArrayShape], bool] = _never_batch_invariant
+    attends_batch_invariantly: Callable[[ArrayShape, ArrayShape, int | None], bool] = _never_batch_invariant
     """Whether the bits that `attention` gives a token depend on its own row alone, for queries [T, H, D] and
-    a layer's cache of these shapes and dtypes."""
+    a layer's cache of these shapes and dtypes, and with this `value_dim`."""
     sampler: SamplerOp = sample
     packed_dtype: np.dtype[np.generic] | None = None
     """Models in this dtype have their linear weights packed for the native kernels; None: no model has."""

@@ -301,7 +301,8 @@ def native_paged_attention(
     """`paged_attention` by the native CPU kernels for the shapes that they support, else in XLA. Native
     output of padding tokens is 0.
     """
-    if not kernels.supports(q, kv):
+    _check_values(v_new, kv, value_dim)
+    if not kernels.supports(q, kv, value_dim):
         return paged_attention(
             q,
             k_new,
@@ -326,5 +327,14 @@ def native_paged_attention(
         chunk=chunk,
     )
     return kernels.attend(
-        q, k_new, v_new, kv, plan, meta.page_table, scale=scale, softcap=softcap, sinks=sinks
+        q,
+        k_new,
+        v_new,
+        kv,
+        plan,
+        meta.page_table,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        value_dim=value_dim,
     )

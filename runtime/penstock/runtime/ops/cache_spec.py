@@ -37,6 +37,11 @@ class PagedKV:
     window: int | None = None
     """How many latest positions, its own included, a token attends to; None: all."""
 
+    @property
+    def value_dim(self) -> None:
+        """The values are kept beside the keys, and are no channels of them."""
+        return None
+
     def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
         """Bytes of one page, for a model in `dtype`."""
         values = math.prod(kv_layer_shape(1, page_size, self.num_kv_heads, self.head_dim))
@@ -67,6 +72,11 @@ class LatentKV:
     def head_dim(self) -> int:
         """Channels of the key."""
         return self.latent_dim + self.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """How many of the key's channels, from the first on, are the value."""
+        return self.latent_dim
 
     @property
     def window(self) -> None:

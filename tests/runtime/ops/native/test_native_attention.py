@@ -93,6 +93,47 @@ def test_random_batches(kernel: str, cases: list[Case], shape: Shape, options: O
     run(cases, shape, options, seed, kernel)
 
 
+def latent(heads: int, dim: int, value_dim: int, dtype: str, rows: int = 6) -> Shape:
+    """A cache of keys only, which all heads share, and whose first channels are the values."""
+    return Shape(
+        heads, 1, dim, page=16, tokens=160, rows=rows, width=64, pages=520, dtype=dtype, value_dim=value_dim
+    )
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    cases=rows,
+    heads=st.sampled_from([1, 4, 16, 20, 40]),
+    dims=st.sampled_from([(32, 16), (48, 32), (80, 64), (112, 96)]),
+    dtype=dtypes,
+    options=options,
+    seed=st.integers(0, 2**31),
+)
+def test_values_that_are_channels_of_the_keys(
+    kernel: str,
+    cases: list[Case],
+    heads: int,
+    dims: tuple[int, int],
+    dtype: str,
+    options: Options,
+    seed: int,
+) -> None:
+    run(cases, latent(heads, *dims, dtype), options, seed, kernel)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_the_shape_of_deepseek_v3(kernel: str, dtype: str, num_rows: int) -> None:
+    """Heads of a lone row are divided among threads; there are more heads than a tile of columns holds."""
+    cases = [Case(600, 1), Case(255, 1), Case(256, 1), Case(0, 1), Case(15, 3), Case(0, 0)][:num_rows]
+    run(cases, latent(128, 576, 512, dtype), PLAIN, num_rows, kernel)
+
+
+def test_latent_rows_share_prefixes(kernel: str) -> None:
+    shape = latent(4, 48, 32, "bfloat16", rows=26)
+    run([Case(512 + i, 1) for i in range(12)] + [Case(9, 20)], shape, PLAIN, 5, kernel, shared=512)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shared", [256, 512, 528])
 def test_shared_prefixes(kernel: str, dtype: str, shared: int) -> None:
@@ -112,20 +153,26 @@ def test_shared_prefixes(kernel: str, dtype: str, shared: int) -> None:
     run(cases[-6:], shape, Options(softcap=5.0, sinks=True), shared + 1, kernel, shared)
 
 
+def grouped(dim: int, dtype: str) -> Shape:
+    return Shape(heads=8, kv_heads=2, dim=dim, page=16, tokens=640, rows=7, width=64, pages=240, dtype=dtype)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "dim", "options"),
+    ("shape", "options"),
     [
-        ("bfloat16", 64, PLAIN),
-        ("bfloat16", 80, Options(window=300, softcap=20.0, sinks=True)),
-        ("bfloat16", 16, PLAIN),  # narrower than a tile
-        ("float32", 64, PLAIN),
+        (grouped(64, "bfloat16"), PLAIN),
+        (grouped(80, "bfloat16"), Options(window=300, softcap=20.0, sinks=True)),
+        (grouped(16, "bfloat16"), PLAIN),  # narrower than a tile
+        (grouped(64, "float32"), PLAIN),
+        (dataclasses.replace(latent(4, 48, 32, "bfloat16", rows=7), tokens=640), PLAIN),
+        (dataclasses.replace(latent(40, 80, 64, "bfloat16", rows=7), tokens=640), PLAIN),
+        (dataclasses.replace(latent(40, 80, 64, "float32", rows=7), tokens=640), PLAIN),
     ],
 )
-def test_bits_depend_on_the_row_alone(kernel: str, dtype: str, dim: int, options: Options) -> None:
+def test_bits_depend_on_the_row_alone(kernel: str, shape: Shape, options: Options) -> None:
     """A row has the same bits alone, in a batch, beside rows that share its pages, and in chunks of any
     size.
     """
-    shape = Shape(heads=8, kv_heads=2, dim=dim, page=16, tokens=640, rows=7, width=64, pages=240, dtype=dtype)
     cases = [Case(600, 1), Case(570, 1), Case(590, 1), Case(0, 300), Case(530, 40), Case(250, 12)]
     batch = draw(cases, shape, options, 7, shared=512)
     attend = step(shape, options, kernel)
@@ -137,8 +184,12 @@ def test_bits_depend_on_the_row_alone(kernel: str, dtype: str, dim: int, options
             alone = np.zeros_like(batch.q_lens)
             alone[0] = count
             tokens = slice(at + first, at + first + count)
-            q, k, v = np.zeros_like(batch.q), np.zeros_like(batch.k), np.zeros_like(batch.v)
-            q[:count], k[:count], v[:count] = batch.q[tokens], batch.k[tokens], batch.v[tokens]
+            q, k, v = (
+                None if x is None else np.concatenate([x[tokens], np.zeros_like(x[count:])])
+                for x in (batch.q, batch.k, batch.v)
+            )
+            assert q is not None
+            assert k is not None
             starts = np.full_like(batch.starts, batch.starts[row] + first)
             single = dataclasses.replace(
                 batch,
@@ -157,11 +208,18 @@ def test_bits_depend_on_the_row_alone(kernel: str, dtype: str, dim: int, options
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((4, 2, 12, 16), "float32"), ((4, 2, 64, 8), "bfloat16"), ((4, 2, 64, 16), "float16")],
+    ("shape", "dtype", "value_dim"),
+    [
+        ((4, 2, 12, 16), "float32", None),
+        ((4, 2, 64, 8), "bfloat16", None),
+        ((4, 2, 64, 16), "float16", None),
+        ((4, 1, 64, 16), "float32", 40),
+    ],
 )
-def test_other_shapes_fall_back_to_xla(shape: tuple[int, int, int, int], dtype: str) -> None:
-    small = Shape(*shape, tokens=32, rows=4, width=16, pages=20, dtype=dtype)
+def test_other_shapes_fall_back_to_xla(
+    shape: tuple[int, int, int, int], dtype: str, value_dim: int | None
+) -> None:
+    small = Shape(*shape, tokens=32, rows=4, width=16, pages=20, dtype=dtype, value_dim=value_dim)
     batch = draw([Case(30, 1), Case(5, 9)], small, Options(), 3)
     check(batch, step(small)(batch), 2e-5 if dtype == "float32" else 0.01)
 

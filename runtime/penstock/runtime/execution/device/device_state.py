@@ -169,6 +169,7 @@ class DeviceState:
             self._backend.attends_batch_invariantly(
                 jax.ShapeDtypeStruct((1, 1, layer.head_dim), config.dtype),
                 layer.arrays(1, config.page_size, config.max_num_seqs, config.dtype),
+                layer.value_dim,
             )
             for layer in self._cache.paged
         )

@@ -17,19 +17,26 @@ from penstock.runtime.ops.native import library
 _DTYPES = {np.dtype(jnp.bfloat16): np.dtype(np.uint16), np.dtype(np.float32): np.dtype(np.float32)}
 """The model's dtype to the cache's."""
 _MULTIPLE = 16
-_MAX_DIM = 512
+_MAX_DIM = 576
+"""Channels of the keys of DeepSeek V3's latent attention, the largest of the models that we know."""
 _SPLIT = 256
 """Key positions of a split of a row; see src/attention/attention.h."""
-_PLAN_HEAD, _PER_TOKEN, _PER_TASK = 6, 4, 6
+_COLUMNS = 16
+"""Query heads that are computed together; more are divided among threads where there are few rows."""
+_PLAN_HEAD, _PER_TOKEN, _PER_TASK = 6, 4, 8
 """Numbers in a plan: before everything else, for each token, and for each task (which has one more for each
 of its members)."""
 
 
-def supports(q: Array | jax.ShapeDtypeStruct, kv: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether the kernels can handle queries [T, H, D] against a cache [page, 2, KH, page size, D]."""
+def supports(
+    q: Array | jax.ShapeDtypeStruct, kv: Array | jax.ShapeDtypeStruct, value_dim: int | None = None
+) -> bool:
+    """Whether the kernels can handle queries [T, H, D] against a cache [page, 2, KH, page size, D], or with
+    `value_dim` against one of keys only, [page, 1, KH, page size, D].
+    """
     return (
         _DTYPES.get(np.dtype(q.dtype)) == kv.dtype
-        and kv.shape[1] == 2
+        and (value_dim or 0) % _MULTIPLE == 0
         and kv.shape[4] % _MULTIPLE == 0
         and kv.shape[4] <= _MAX_DIM
         and kv.shape[3] % _MULTIPLE == 0
@@ -56,10 +63,12 @@ def plan(
     """
     library.load()
     num_pages, _, kv_heads, page_size, _ = kv_shape
+    group = num_heads // kv_heads
     num_rows, pages_per_row = page_table.shape
     # A split of a row belongs to one task, which it has alone or shares with other rows, and a token is a
-    # member of each task of its splits. Rows that are not split make at most one task for each token.
-    tasks = num_rows * -(-pages_per_row * page_size // _SPLIT) + num_tokens
+    # member of each task of its splits. Rows that are not split make at most one task for each token, or, if
+    # they have one token, for each of its columns.
+    tasks = num_rows * (-(-pages_per_row * page_size // _SPLIT) + -(-group // _COLUMNS)) + num_tokens
     size = _PLAN_HEAD + _PER_TOKEN * num_tokens + (_PER_TASK + 1) * tasks
     call = jax.ffi.ffi_call("penstock_attention_plan", jax.ShapeDtypeStruct((size,), jnp.int32))
     made: Array = call(
@@ -69,7 +78,7 @@ def plan(
         num_tokens=np.int32(num_tokens),
         num_pages=np.int32(num_pages),
         page_size=np.int32(page_size),
-        group=np.int32(num_heads // kv_heads),
+        group=np.int32(group),
         kv_heads=np.int32(kv_heads),
         window=np.int32(sliding_window or 0),
         chunk=np.int32(chunk or 0),
@@ -88,19 +97,21 @@ def attend(
     scale: float,
     softcap: float | None,
     sinks: Array | None,
+    value_dim: int | None,
 ) -> tuple[Array, Array]:
     """`penstock.runtime.ops.attention.paged_attention` for the rows that `step_plan` was made for.
 
     The returned cache lies in the memory of the argument.
     """
-    assert v_new is not None
     library.load()
-    shapes = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype))
+    num_tokens, num_heads, dim = q.shape
+    out_shape = (num_tokens, num_heads, value_dim or dim)
+    shapes = (jax.ShapeDtypeStruct(out_shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype))
     call = jax.ffi.ffi_call("penstock_attention", shapes, input_output_aliases={3: 1})
     out, kv = call(
         q,
         k_new,
-        v_new,
+        jnp.zeros((0,), k_new.dtype) if v_new is None else v_new,
         kv,
         step_plan,
         page_table,

@@ -32,18 +32,21 @@ const AttentionKernel* Kernel() {
   return kernel ? &kernel() : nullptr;
 }
 
-// Writes the keys and values of tokens [begin, end), bf16 or float32 [tokens, kv_heads, dim], to the cache.
+// Writes the keys and values of tokens [begin, end), bf16 or float32 [tokens, kv_heads, dim], to the cache. There are
+// no values if the cache holds keys only.
 void WriteTokens(const AttentionJob& job, const PlanView& plan, const char* keys, const char* values, char* kv,
                  int64_t begin, int64_t end) {
-  const int64_t bytes = job.dim * job.element(), plane = job.kv_heads * job.page_size * bytes;
+  const int64_t bytes = job.row_bytes(), plane = job.kv_heads * job.page_size * bytes;
   for (int64_t t = begin; t < end; ++t) {
     const int64_t position = plan.positions[t];
     const int64_t page = job.page_table[plan.token_rows[t] * job.table_width + position / job.page_size];
-    char* to = kv + page * 2 * plane + position % job.page_size * bytes;
+    char* to = kv + page * job.planes() * plane + position % job.page_size * bytes;
     for (int64_t head = 0; head < job.kv_heads; ++head, to += job.page_size * bytes) {
       const int64_t from = (t * job.kv_heads + head) * bytes;
       memcpy(to, keys + from, bytes);
-      memcpy(to + plane, values + from, bytes);
+      if (!job.keys_only) {
+        memcpy(to + plane, values + from, bytes);
+      }
     }
   }
 }
@@ -95,7 +98,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
   job.kv = static_cast<const char*>(kv->untyped_data());
   job.out = static_cast<char*>(out->untyped_data());
   job.bf16 = q.element_type() == ffi::BF16;
-  job.heads = shape[1], job.dim = shape[2];
+  job.heads = shape[1], job.dim = shape[2], job.value_dim = out->dimensions()[2];
+  job.keys_only = cache[1] == 1;
   job.kv_heads = cache[2], job.page_size = cache[3];
   job.page_table = page_table.typed_data();
   job.table_width = page_table.dimensions()[1];
@@ -109,7 +113,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
     WriteTokens(job, plan, keys, values, written, block * kWriteBlock,
                 std::min((block + 1) * kWriteBlock, plan.num_tokens));
   });
-  const int64_t token_bytes = job.heads * job.dim * job.element();
+  const int64_t token_bytes = job.heads * job.value_dim * job.element();
   memset(job.out + plan.num_tokens * token_bytes, 0, (shape[0] - plan.num_tokens) * token_bytes);
 
   job.members = plan.members;

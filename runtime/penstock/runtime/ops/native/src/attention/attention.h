@@ -22,15 +22,17 @@ struct AttentionTask {
   int32_t row;           // the row whose page table the tokens use
   int32_t first, count;  // range of AttentionJob::members
   int32_t split_begin, split_end;
+  int32_t column_begin, column_end;  // which pairs (token, query head of the group) it computes; usually all
   int32_t partial;  // 1: each split goes to AttentionJob::partials; 0: the task merges its splits and writes the output
 };
 
 struct AttentionJob {
   const char* q;   // [tokens, heads, dim]
-  const char* kv;  // [page, 2, kv_heads, page_size, dim]
-  char* out;       // [tokens, heads, dim]
+  const char* kv;  // [page, 2, kv_heads, page_size, dim]; if keys_only, [page, 1, ...]
+  char* out;       // [tokens, heads, value_dim]
   bool bf16;       // q, kv and out are bf16, else float32
-  int64_t heads, kv_heads, dim, page_size;
+  bool keys_only;  // a value is the first value_dim numbers of its key; else value_dim is dim
+  int64_t heads, kv_heads, dim, value_dim, page_size;
   const int32_t* page_table;  // [rows, table_width]
   int64_t table_width;
   const float* sinks;    // [heads] or null
@@ -40,12 +42,14 @@ struct AttentionJob {
   const int32_t* positions;       // [tokens]
   const int32_t* oldest;          // [tokens] the first position that each token sees
   const int32_t* first_slot;      // [tokens] index of the token's first split in partials
-  float* partials;                // [slot][kv_heads][peak[G], total[G], values[G][dim]], peaks in powers of two
+  float* partials;                // [slot][kv_heads][peak[G], total[G], values[G][value_dim]], peaks in powers of two
   std::atomic<int32_t>* pending;  // [tokens, kv_heads] how many splits are not in partials yet
 
   int64_t group() const { return heads / kv_heads; }
   int64_t element() const { return bf16 ? 2 : 4; }
-  int64_t partial_floats() const { return group() * (dim + 2); }
+  int64_t row_bytes() const { return dim * element(); }  // from a key to the next, and from a value to the next
+  int64_t planes() const { return keys_only ? 1 : 2; }
+  int64_t partial_floats() const { return group() * (value_dim + 2); }
   float* partial(int64_t token, int64_t split, int64_t kv_head) const {
     const int64_t slot = first_slot[token] + split - oldest[token] / kSplit;
     return partials + (slot * kv_heads + kv_head) * partial_floats();
@@ -53,7 +57,8 @@ struct AttentionJob {
   // The first key (value = 0) or value (value = 1) of the tile of keys that starts at `position`.
   const char* tile(const AttentionTask& task, int64_t kv_head, int64_t position, int value) const {
     const int64_t page = page_table[task.row * table_width + position / page_size];
-    return kv + ((((page * 2 + value) * kv_heads + kv_head) * page_size) + position % page_size) * dim * element();
+    const int64_t plane = keys_only ? page : page * 2 + value;
+    return kv + (((plane * kv_heads + kv_head) * page_size) + position % page_size) * row_bytes();
   }
 };
 

@@ -25,7 +25,7 @@ struct Columns {
   int min_oldest, max_oldest, min_newest, max_newest;
 };
 
-// Peaks (in powers of two), totals and values [kCols][dim] of some keys.
+// Peaks (in powers of two), totals and values [kCols][value_dim] of some keys.
 struct Sums {
   alignas(64) float peak[kCols], total[kCols];
   float* values;
@@ -47,18 +47,20 @@ struct Memory {
     query_words = Words(job.dim);
     columns = carver.Take<Columns>(tiles);
     sums = carver.Take<Sums>(tiles + kWide<kForm>);
-    float* values_of_sums = carver.Take<float>((tiles + kWide<kForm>)*kCols * job.dim);
+    float* values_of_sums = carver.Take<float>((tiles + kWide<kForm>)*kCols * job.value_dim);
     queries = carver.Take<float>(tiles * query_words * kCols);
     scores = carver.Take<float>(kWide<kForm> * kSplit * kCols);
     probabilities = carver.Take<float>(kSplit * kCols);
     keys = carver.Take<float>(kForm == Form::kWiden ? kSplit * job.dim : 0);
-    values = carver.Take<float>(kForm == Form::kWiden ? kSplit * job.dim : Paired(kForm) ? kSplit / 2 * job.dim : 0);
+    values = carver.Take<float>(kForm == Form::kWiden ? kSplit * job.value_dim
+                                : Paired(kForm)       ? kSplit / 2 * job.value_dim
+                                                      : 0);
     turned = carver.Take<uint32_t>(kForm == Form::kTiles ? kWide<kForm> * kSplit / 2 * kCols : 0);
     sums_values_ = values_of_sums;
   }
-  void Link(int64_t tiles, int64_t dim) {
+  void Link(int64_t tiles, int64_t value_dim) {
     for (int64_t t = 0; t < tiles + kWide<kForm>; ++t) {
-      sums[t].values = sums_values_ + t * kCols * dim;
+      sums[t].values = sums_values_ + t * kCols * value_dim;
     }
   }
   static int64_t Words(int64_t dim) {
@@ -76,7 +78,7 @@ template <Form kForm>
 void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_head, int first, Columns& c,
                  float* queries) {
   const int64_t group = job.group(), words = Memory<kForm>::Words(job.dim);
-  c.count = Min(kCols, static_cast<int>(task.count * group) - first);
+  c.count = Min(kCols, task.column_end - first);
   c.min_oldest = c.min_newest = INT32_MAX;
   c.max_oldest = c.max_newest = -1;
   alignas(64) static const uint32_t zeros[16] = {};
@@ -127,6 +129,25 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
     }
   }
 #endif
+}
+
+// Finds the tiles of keys (value = 0) or values (value = 1) of positions [begin, end) of a split.
+inline void FindTiles(const AttentionJob& job, const AttentionTask& task, int64_t kv_head, int start, int begin,
+                      int end, int value, const char** tiles) {
+  for (int at = begin / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
+    tiles[at / kKeyTile] = job.tile(task, kv_head, start + at, value);
+  }
+}
+
+// Finds the positions [low, high) that some token of a task attends to.
+inline void Range(const AttentionJob& job, const AttentionTask& task, int* low, int* high) {
+  *low = INT32_MAX;
+  *high = 0;
+  for (int i = 0; i < task.count; ++i) {
+    const int32_t token = job.members[task.first + i];
+    *low = Min(*low, job.oldest[token]);
+    *high = Max(*high, job.positions[token] + 1);
+  }
 }
 
 // Turns the scores of keys [begin, end) of the split at `start`, multiples of kKeyTile, into probabilities relative
@@ -223,9 +244,9 @@ inline void WriteColumn(const AttentionJob& job, const Sums& sums, int col, int6
     total = total * e[0] + e[1];
   }
   const Vec::F scale = Vec::Set(total == 0.0f ? 0.0f : factor / total);
-  char* out = job.out + (token * job.heads + head) * job.dim * job.element();
-  const float* values = sums.values + col * job.dim;
-  for (int64_t d = 0; d < job.dim; d += Vec::kWidth) {
+  char* out = job.out + (token * job.heads + head) * job.value_dim * job.element();
+  const float* values = sums.values + col * job.value_dim;
+  for (int64_t d = 0; d < job.value_dim; d += Vec::kWidth) {
     const Vec::F x = Vec::Mul(Vec::Load(values + d), scale);
     if (job.bf16) {
       Vec::StoreNarrow(reinterpret_cast<uint16_t*>(out) + d, x);
@@ -247,11 +268,11 @@ inline void StorePartials(const AttentionJob& job, const Columns& c, const Sums&
     const int64_t g = c.head[col] - kv_head * group;
     to[g] = empty ? kNothing : sums.peak[col];
     to[group + g] = empty ? 0.0f : sums.total[col];
-    float* values = to + 2 * group + g * job.dim;
+    float* values = to + 2 * group + g * job.value_dim;
     if (empty) {
-      memset(values, 0, job.dim * 4);
+      memset(values, 0, job.value_dim * 4);
     } else {
-      memcpy(values, sums.values + col * job.dim, job.dim * 4);
+      memcpy(values, sums.values + col * job.value_dim, job.value_dim * 4);
     }
   }
 }
@@ -265,7 +286,7 @@ inline void FinishToken(const AttentionJob& job, int32_t token, int64_t kv_head,
   const int64_t group = job.group();
   for (int64_t g = 0; g < group; g += kCols) {
     const int cols = Min(kCols, static_cast<int>(group - g));
-    Clear(a, job.dim);
+    Clear(a, job.value_dim);
     Sums part;
     for (int64_t s = job.oldest[token] / kSplit; s <= job.positions[token] / kSplit; ++s) {
       const float* from = job.partial(token, s, kv_head);
@@ -274,8 +295,8 @@ inline void FinishToken(const AttentionJob& job, int32_t token, int64_t kv_head,
       for (int i = cols; i < kCols; ++i) {
         part.peak[i] = part.total[i] = 0.0f;
       }
-      part.values = const_cast<float*>(from) + 2 * group + g * job.dim;
-      Merge(a, part, cols, job.dim);
+      part.values = const_cast<float*>(from) + 2 * group + g * job.value_dim;
+      Merge(a, part, cols, job.value_dim);
     }
     for (int col = 0; col < cols; ++col) {
       WriteColumn(job, a, col, token, kv_head * group + g + col);

@@ -179,10 +179,16 @@ inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& 
   }
 }
 
+// A split's values: `dims` numbers of each key, whose rows begin every `stride` numbers.
+struct ValueTiles {
+  const char* const* tiles;
+  int64_t stride, dims;
+};
+
 // out[col][dim ..] for kC columns and kV times 32 dims: the sum over keys [from, to) of probability times value.
 template <int kC, int kV>
-void SumFewDims(const char* const* values, int64_t dims, int64_t dim, int from, int to, const float* probabilities,
-                float* out, Fetch* fetch) {
+void SumFewDims(const ValueTiles& values, int64_t dim, int from, int to, const float* probabilities, float* out,
+                Fetch* fetch) {
   __m512 even[kC][kV], odd[kC][kV];
   for (int c = 0; c < kC; ++c) {
     for (int v = 0; v < kV; ++v) {
@@ -194,8 +200,8 @@ void SumFewDims(const char* const* values, int64_t dims, int64_t dim, int from, 
       fetch->Advance(), fetch->Advance();
     }
     const int tile = key / kKeyTile, stop = Min(to, (tile + 1) * kKeyTile);
-    const char* value = values[tile] + ((key - tile * kKeyTile) * dims + dim) * 2;
-    for (; key < stop; ++key, value += 2 * dims) {
+    const char* value = values.tiles[tile] + ((key - tile * kKeyTile) * values.stride + dim) * 2;
+    for (; key < stop; ++key, value += 2 * values.stride) {
       __m512 low[kV], high[kV];
       for (int v = 0; v < kV; ++v) {
         const __m512i pairs = _mm512_loadu_si512(value + v * 64);
@@ -217,7 +223,7 @@ void SumFewDims(const char* const* values, int64_t dims, int64_t dim, int from, 
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
   for (int c = 0; c < kC; ++c) {
     for (int v = 0; v < kV; ++v) {
-      float* at = out + c * dims + dim + v * 32;
+      float* at = out + c * values.dims + dim + v * 32;
       _mm512_storeu_ps(at, _mm512_permutex2var_ps(even[c][v], first, odd[c][v]));
       _mm512_storeu_ps(at + 16, _mm512_permutex2var_ps(even[c][v], second, odd[c][v]));
     }
@@ -226,36 +232,35 @@ void SumFewDims(const char* const* values, int64_t dims, int64_t dim, int from, 
 
 // SumFewDims for the last 16 dims, if the number of dims is not a multiple of 32.
 template <int kC>
-void SumFewTail(const char* const* values, int64_t dims, int from, int to, const float* probabilities, float* out) {
+void SumFewTail(const ValueTiles& values, int from, int to, const float* probabilities, float* out) {
   __m512 sum[kC];
   for (auto& s : sum) {
     s = _mm512_setzero_ps();
   }
   for (int key = from; key < to; ++key) {
-    const char* value = values[key / kKeyTile] + (key % kKeyTile * dims + dims - 16) * 2;
+    const char* value = values.tiles[key / kKeyTile] + (key % kKeyTile * values.stride + values.dims - 16) * 2;
     const __m512 wide = Vec::Widen(reinterpret_cast<const uint16_t*>(value));
     for (int c = 0; c < kC; ++c) {
       sum[c] = _mm512_fmadd_ps(wide, _mm512_set1_ps(probabilities[c * kSplit + key]), sum[c]);
     }
   }
   for (int c = 0; c < kC; ++c) {
-    _mm512_storeu_ps(out + c * dims + dims - 16, sum[c]);
+    _mm512_storeu_ps(out + c * values.dims + values.dims - 16, sum[c]);
   }
 }
 
 template <int kC>
-void SumFew(const char* const* values, int64_t dims, int from, int to, const float* probabilities, float* out,
-            Fetch& fetch) {
+void SumFew(const ValueTiles& values, int from, int to, const float* probabilities, float* out, Fetch& fetch) {
   constexpr int kV = kC <= 2 ? 4 : kC <= 4 ? 2 : 1;  // as many as the registers hold
   int64_t dim = 0;
-  for (; dim + 32 * kV <= dims; dim += 32 * kV) {
-    SumFewDims<kC, kV>(values, dims, dim, from, to, probabilities, out, dim == 0 ? &fetch : nullptr);
+  for (; dim + 32 * kV <= values.dims; dim += 32 * kV) {
+    SumFewDims<kC, kV>(values, dim, from, to, probabilities, out, dim == 0 ? &fetch : nullptr);
   }
-  for (; dim + 32 <= dims; dim += 32) {
-    SumFewDims<kC, 1>(values, dims, dim, from, to, probabilities, out, dim == 0 ? &fetch : nullptr);
+  for (; dim + 32 <= values.dims; dim += 32) {
+    SumFewDims<kC, 1>(values, dim, from, to, probabilities, out, dim == 0 ? &fetch : nullptr);
   }
-  if (dim < dims) {
-    SumFewTail<kC>(values, dims, from, to, probabilities, out);
+  if (dim < values.dims) {
+    SumFewTail<kC>(values, from, to, probabilities, out);
   }
 }
 
@@ -268,7 +273,7 @@ void AttendSome(const AttentionJob& job, const Columns& c, const Part& part, con
   for (int col = c.count; col < kC; ++col) {
     memset(probabilities + col * kSplit, 0, kSplit * sizeof(float));
   }
-  SumFew<kC>(part.values, job.dim, part.from, part.to, probabilities, sums.values, fetch_next);
+  SumFew<kC>({part.values, job.dim, job.value_dim}, part.from, part.to, probabilities, sums.values, fetch_next);
 }
 
 // Computes a split's sums for at most kFewColumns columns.

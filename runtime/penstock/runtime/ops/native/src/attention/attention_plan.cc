@@ -10,7 +10,7 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
   positions.clear(), oldest.clear(), token_rows.clear(), first_slot.clear();
   members.clear(), tasks.clear(), order.clear();
   shared.assign(rows.num_rows, 0);
-  int64_t decode_splits = 0;
+  int64_t decode_splits = 0, wide_rows = 0;
   for (int64_t r = 0; r < rows.num_rows; ++r) {
     const int64_t start = rows.starts[r], count = rows.q_lens[r];
     if (count == 0) {
@@ -22,6 +22,7 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
              ", more than its page table or the step holds";
     }
     const bool small = count * group <= kCols;
+    wide_rows += count == 1 && !small;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t position = start + i;
       int64_t first = rows.window > 0 ? std::max<int64_t>(0, position - rows.window + 1) : 0;
@@ -55,33 +56,44 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
   ShareSplits(rows, group);
   // Short units balance better, and long ones have less overhead. Results do not depend on the length.
   const int splits_per_task = static_cast<int>(std::clamp<int64_t>(decode_splits * kv_heads / (threads * 8), 1, 8));
+  // A token with several tiles of columns has few, large sums for each split, so where there are not enough such tokens
+  // for all threads, its columns are divided rather than its splits.
+  const int64_t tiles = (group + kCols - 1) / kCols, wanted = threads * 4;
+  const int64_t parts = std::clamp<int64_t>(wanted / std::max<int64_t>(1, wide_rows * kv_heads), 1, tiles);
+  const int wide_columns = static_cast<int>((tiles + parts - 1) / parts * kCols);
   for (int64_t t = 0; t < num_tokens;) {
     const int32_t row = token_rows[t];
-    AddRow(rows, row, static_cast<int32_t>(t), shared[row], group, splits_per_task);
+    AddRow(rows, row, static_cast<int32_t>(t), shared[row], group, splits_per_task, wide_columns);
     t += rows.q_lens[row];
   }
   // Prefill comes first, then the longest of the rest, so that no thread has much left at the end.
-  const auto is_long = [&](const AttentionTask& task) { return task.count * group > kCols && !task.partial; };
+  const auto is_long = [&](const AttentionTask& task) {
+    return rows.q_lens[task.row] > 1 && task.count * group > kCols && !task.partial;
+  };
   const auto rest = std::stable_partition(tasks.begin(), tasks.end(), is_long);
   num_long = rest - tasks.begin();
   std::stable_sort(rest, tasks.end(), [](const AttentionTask& a, const AttentionTask& b) {
-    return a.count * (a.split_end - a.split_begin) > b.count * (b.split_end - b.split_begin);
+    const auto work = [](const AttentionTask& task) {
+      return (task.column_end - task.column_begin) * (task.split_end - task.split_begin);
+    };
+    return work(a) > work(b);
   });
   return "";
 }
 
-void AttentionPlan::AddTask(int32_t row, int begin, int end, bool partial) {
+void AttentionPlan::AddTask(int32_t row, int begin, int end, bool partial, int64_t columns) {
   // The caller has appended the members; several tasks of the same tokens refer to the same members.
   AttentionTask task{};
   task.row = row;
   task.split_begin = begin;
   task.split_end = end;
   task.partial = partial;
+  task.column_end = static_cast<int32_t>(columns);
   tasks.push_back(task);
 }
 
 void AttentionPlan::AddRow(const AttentionRows& rows, int32_t row, int32_t first_token, int from_split, int64_t group,
-                           int splits_per_task) {
+                           int splits_per_task, int wide_columns) {
   const int32_t count = rows.q_lens[row];
   const bool small = count * group <= kCols;
   const int32_t block = small ? count : static_cast<int32_t>(std::max<int64_t>(1, kMaxTiles * kCols / group));
@@ -94,10 +106,14 @@ void AttentionPlan::AddRow(const AttentionRows& rows, int32_t row, int32_t first
     const int begin = std::max(oldest[first] / kSplit, from_split), end = positions[first + tokens - 1] / kSplit + 1;
     const bool partial = small && (from_split > 0 || end - begin > 1);
     const int step = partial ? splits_per_task : end - begin;
+    const int columns = static_cast<int>(tokens * group), part = count == 1 && !small ? wide_columns : columns;
     for (int split = begin; split < end; split += step) {
-      AddTask(row, split, std::min(split + step, end), partial);
-      tasks.back().first = at;
-      tasks.back().count = tokens;
+      for (int column = 0; column < columns; column += part) {
+        AddTask(row, split, std::min(split + step, end), partial, std::min(column + part, columns));
+        tasks.back().first = at;
+        tasks.back().count = tokens;
+        tasks.back().column_begin = column;
+      }
     }
   }
 }
@@ -142,7 +158,7 @@ void AttentionPlan::ShareRun(int begin, int end, int split, int64_t group, const
       const int32_t at = static_cast<int32_t>(members.size());
       members.insert(members.end(), order.begin() + i, order.begin() + i + count);
       for (int s = split; s < until; ++s) {
-        AddTask(token_rows[order[i]], s, s + 1, true);
+        AddTask(token_rows[order[i]], s, s + 1, true, count * group);
         tasks.back().first = at;
         tasks.back().count = count;
       }

@@ -7,24 +7,6 @@
 namespace penstock {
 namespace {
 
-// Finds the tiles of keys (value = 0) or values (value = 1) of positions [begin, end) of a split.
-inline void FindTiles(const AttentionJob& job, const AttentionTask& task, int64_t kv_head, int start, int begin,
-                      int end, int value, const char** tiles) {
-  for (int at = begin / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
-    tiles[at / kKeyTile] = job.tile(task, kv_head, start + at, value);
-  }
-}
-
-inline void Range(const AttentionJob& job, const AttentionTask& task, int* low, int* high) {
-  *low = INT32_MAX;
-  *high = 0;
-  for (int i = 0; i < task.count; ++i) {
-    const int32_t token = job.members[task.first + i];
-    *low = Min(*low, job.oldest[token]);
-    *high = Max(*high, job.positions[token] + 1);
-  }
-}
-
 // Computes the scores of tiles of keys [begin, end) against `wide` (1 or 2) column tiles.
 template <Form kForm>
 void ScoreAll(const char* const* keys, const AttentionJob& job, const float* queries, int wide, int cols, int begin,
@@ -90,7 +72,7 @@ void PrepareKeys(const char** keys, int64_t dim, int begin, int end, Memory<kFor
       TurnKeys(keys[at / kKeyTile], dim, to);
 #endif
     } else {
-      WidenKeys(keys[at / kKeyTile], kKeyTile * dim, to);
+      WidenRows(keys[at / kKeyTile], kKeyTile, dim, dim, to);
     }
     keys[at / kKeyTile] = reinterpret_cast<const char*>(to);
   }
@@ -122,7 +104,9 @@ void AttendFew(const AttentionJob& job, const Part& part, const Memory<kForm>& m
 // Converts the values of a split's keys [begin, end) to the form in which they are summed, at `memory.values`, unless
 // they are used in place.
 template <Form kForm>
-void PrepareValues(const char** values, int64_t dim, int begin, int end, Memory<kForm>& memory, Fetch& fetch) {
+void PrepareValues(const AttentionJob& job, const char** values, int begin, int end, Memory<kForm>& memory,
+                   Fetch& fetch) {
+  const int64_t dim = job.value_dim;
   if constexpr (kForm == Form::kFloat) {
     return;
   }
@@ -132,7 +116,7 @@ void PrepareValues(const char** values, int64_t dim, int begin, int end, Memory<
     fetch.Advance();
     if constexpr (kForm == Form::kWiden) {
       float* to = memory.values + at * dim;
-      WidenKeys(values[tile] + low * dim * 2, (high - low) * dim, to + low * dim);
+      WidenRows(values[tile] + low * job.row_bytes(), high - low, job.dim, dim, to + low * dim);
       values[tile] = reinterpret_cast<const char*>(to);
     } else {
       auto* to = reinterpret_cast<uint32_t*>(memory.values) + at / 2 * dim;
@@ -140,7 +124,8 @@ void PrepareValues(const char** values, int64_t dim, int begin, int end, Memory<
       if (tiled && at % 32) {
         to = to - 8 * dim + 8 * kCols;  // goes to the lower half of the tiles of 16 pairs
       }
-      PairValues(values[tile], dim, held ? low : 0, held ? high : 0, tiled ? 256 : 16, tiled ? kCols : dim, to);
+      PairValues(values[tile], job.dim, dim, held ? low : 0, held ? high : 0, tiled ? 256 : 16, tiled ? kCols : dim,
+                 to);
       values[tile] = reinterpret_cast<const char*>(to);
     }
   }
@@ -175,50 +160,53 @@ void SumAll(const char* const* values, const AttentionJob& job, int wide, int co
     const int first = begin / 32, last = (end + 31) / 32;
     const auto* words = reinterpret_cast<const uint32_t*>(memory.values);
     const uint32_t* turned = memory.turned;
-    for (int64_t dim = 0; dim < job.dim; dim += wide == 2 ? 32 : 64) {
-      const int64_t left = job.dim - dim;
+    const int64_t dims = job.value_dim;
+    for (int64_t dim = 0; dim < dims; dim += wide == 2 ? 32 : 64) {
+      const int64_t left = dims - dim;
       if (wide == 2) {
         float *out = sums[0].values, *out2 = sums[1].values;
         if (left >= 32) {
-          SumTilesTwice<2>(turned, words, first, last, job.dim, dim, out, out2, fetch);
+          SumTilesTwice<2>(turned, words, first, last, dims, dim, out, out2, fetch);
         } else {
-          SumTilesTwice<1>(turned, words, first, last, job.dim, dim, out, out2, fetch);
+          SumTilesTwice<1>(turned, words, first, last, dims, dim, out, out2, fetch);
         }
       } else {
         float* out = sums[0].values;
         if (left >= 64) {
-          SumTiles<4>(turned, words, first, last, job.dim, dim, out, fetch);
+          SumTiles<4>(turned, words, first, last, dims, dim, out, fetch);
         } else if (left == 48) {
-          SumTiles<3>(turned, words, first, last, job.dim, dim, out, fetch);
+          SumTiles<3>(turned, words, first, last, dims, dim, out, fetch);
         } else if (left == 32) {
-          SumTiles<2>(turned, words, first, last, job.dim, dim, out, fetch);
+          SumTiles<2>(turned, words, first, last, dims, dim, out, fetch);
         } else {
-          SumTiles<1>(turned, words, first, last, job.dim, dim, out, fetch);
+          SumTiles<1>(turned, words, first, last, dims, dim, out, fetch);
         }
       }
     }
 #endif
   } else {
     constexpr int kPer = Paired(kForm) ? 2 : 1;
-    const ValueRows rows{values, job.dim * 4, kKeyTile / kPer, begin / kPer, (end + kPer - 1) / kPer};
+    const int64_t row_words = kForm == Form::kFloat ? job.dim : job.value_dim;  // float32 is used in place
+    const ValueRows rows{values, row_words * 4, kKeyTile / kPer, begin / kPer, (end + kPer - 1) / kPer};
     constexpr Order kOrder = kKeyLanes<kForm> ? Order::kColumns : Order::kRows;
-    SumValues<Paired(kForm), kOrder>(rows, memory.probabilities, cols, job.dim, sums[0].values);
+    SumValues<Paired(kForm), kOrder>(rows, memory.probabilities, cols, job.value_dim, sums[0].values);
   }
 }
 
 template <Form kForm>
 void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const AttentionUnit& next, char* scratch) {
   const AttentionTask& task = *unit.task;
-  const int64_t dim = job.dim, columns = task.count * job.group(), tiles = (columns + kCols - 1) / kCols;
+  const int64_t dim = job.dim, value_dim = job.value_dim;
+  const int64_t columns = task.column_end - task.column_begin, tiles = (columns + kCols - 1) / kCols;
   Carver carver(scratch);
   Memory<kForm> memory(job, tiles, carver);
-  memory.Link(tiles, dim);
+  memory.Link(tiles, value_dim);
   Sums* split_sums = memory.sums + tiles;
   for (int64_t t = 0; t < tiles; ++t) {
-    LoadColumns<kForm>(job, task, unit.kv_head, static_cast<int>(t * kCols), memory.columns[t],
+    LoadColumns<kForm>(job, task, unit.kv_head, task.column_begin + static_cast<int>(t * kCols), memory.columns[t],
                        memory.queries + t * memory.query_words * kCols);
     if (!task.partial) {
-      Clear(memory.sums[t], dim);
+      Clear(memory.sums[t], value_dim);
     }
   }
   int low, high;
@@ -239,8 +227,10 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
       FindTiles(job, then, last ? next.kv_head : unit.kv_head, then_start, Max(then_low - then_start, 0),
                 Min(then_high - then_start, kSplit), 0, ahead);
     }
-    const char* raw_values[kSplitTiles];
-    memcpy(raw_values, values, sizeof(values));
+    const char* raw_values[kSplitTiles] = {};
+    if (!job.keys_only) {
+      memcpy(raw_values, values, sizeof(values));
+    }
     const bool few = kKeyLanes<kForm> && columns <= kFewColumns;
     if (!few) {
       PrepareKeys<kForm>(keys, dim, begin, end, memory);
@@ -277,7 +267,7 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
 #endif
           }
           if (!prepared) {
-            PrepareValues<kForm>(values, dim, begin, end, memory, fetch_next);
+            PrepareValues<kForm>(job, values, begin, end, memory, fetch_next);
           }
           prepared = true;
           // The values of keys outside the range must not be multiplied. In pairs of bf16 they are 0.
@@ -292,7 +282,7 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
         if (task.partial) {
           StorePartials(job, c, split_sums[w], empty, split, unit.kv_head);
         } else if (!empty) {
-          Merge(memory.sums[t + w], split_sums[w], c.count, dim);
+          Merge(memory.sums[t + w], split_sums[w], c.count, value_dim);
         }
       }
     }
