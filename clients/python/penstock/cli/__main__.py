@@ -20,6 +20,7 @@ from typing import Any
 COMMANDS = {
     "demo": "start the built-in demo model, show one answer, and stay up",
     "serve": "serve a model over gRPC",
+    "check": "say whether a checkpoint would serve, and how much memory it takes",
     "generate": "continue a prompt, streaming to the terminal",
     "chat": "talk to a model in the terminal",
     "info": "show a server's model, limits and load",
@@ -52,7 +53,7 @@ _CONTROL = {
     "profile",
 }
 """Commands whose modules are in `commands/control/`."""
-_SERVER = {"demo", "serve", "openai", "keys", "usage"}
+_SERVER = {"demo", "serve", "check", "openai", "keys", "usage"}
 """Commands whose modules come with the engine, in `penstock.server_cli.commands`."""
 
 

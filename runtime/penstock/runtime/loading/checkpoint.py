@@ -98,7 +98,7 @@ def load_weights(
     found = find_tensors(directory)
     rules = load_rules(config, dtype, linear)
     where = f"checkpoint {directory}"
-    _check(rules, found, where=where)
+    check_tensors(rules, found, where=where)
     total = sum(rule.num_bytes for rule in rules.rules)
     _log.info("loading %d tensors (%.2f GB) from %s", len(rules.tensors), total / 1e9, directory)
     values: dict[ParamPath, jax.Array] = {}
@@ -146,9 +146,9 @@ def load_weights(
     return state_of(config, values, dtype, linear)
 
 
-def _check(rules: LoadRules, found: Mapping[str, Tensor], *, where: str) -> None:
-    """Raises CheckpointError unless `found` is what the rules need. Values are read only of tensors that must
-    be copies of others.
+def check_tensors(rules: LoadRules, found: Mapping[str, Tensor], *, where: str, compare: bool = True) -> None:
+    """Raises CheckpointError unless `found` is what the rules need. Values are read only to `compare` tensors
+    that must be copies of others.
     """
     sent = [SentTensor(name, name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in found.items()]
     by_reason: dict[TensorReason, list[TensorProblem]] = {}
@@ -157,7 +157,7 @@ def _check(rules: LoadRules, found: Mapping[str, Tensor], *, where: str) -> None
     missing = by_reason.pop(TensorReason.MISSING, [])
     extra = by_reason.pop(TensorReason.UNKNOWN_NAME, [])
     mismatched = [str(problem) for problems in by_reason.values() for problem in problems]
-    if not mismatched:
+    if compare and not mismatched:
         mismatched = [
             f"{name} differs from {other}, though config.json ties them"
             for name, other in rules.copies.items()

@@ -1,0 +1,112 @@
+"""Says whether a checkpoint would serve, and how much memory it would take, without loading its weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.execution.backend import Backend, check_required
+from penstock.runtime.loading.checkpoint import check_tensors, load_config
+from penstock.runtime.loading.safetensors_files import find_tensors
+from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules, model_dtype
+from penstock.runtime.ops.cache_spec import CacheSpec
+from penstock.runtime.text.codec import TextCodec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """A checkpoint that would serve."""
+
+    architecture: str
+    dtype: np.dtype[np.generic]
+    """Of parameters, activations and the KV cache."""
+    num_layers: int
+    num_parameters: int
+    """Numbers in the tensors that are read."""
+    weight_bytes: int
+    """Of the weights as they lie in memory."""
+    is_packed: bool
+    """Whether weights are packed for the native kernels."""
+    is_native: bool
+    """Whether the native kernels compute the layers and the head."""
+    max_model_len: int
+    cache: CacheSpec
+    page_size: int
+    eos_token_ids: tuple[int, ...]
+    text: TextCodec | None
+    """Its tokenizer and chat template; None if it has none."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV for each token of a request, in the layers that keep all tokens."""
+        return (
+            sum(
+                layer.page_bytes(self.page_size, self.dtype)
+                for layer in self.cache.paged
+                if layer.window is None
+            )
+            // self.page_size
+        )
+
+    @property
+    def window_bytes(self) -> dict[int, int]:
+        """Sliding window to the bytes of KV for each token in the layers that keep only such a window."""
+        found: dict[int, int] = {}
+        for layer in self.cache.paged:
+            if layer.window is not None:
+                per_token = layer.page_bytes(self.page_size, self.dtype) // self.page_size
+                found[layer.window] = found.get(layer.window, 0) + per_token
+        return found
+
+    def request_bytes(self, num_tokens: int) -> int:
+        """Bytes of KV and state for a request that has computed this many tokens. A layer with a window holds
+        the pages that the window touches.
+        """
+        total = self.cache.slot_bytes
+        for layer in self.cache.paged:
+            pages = -(-num_tokens // self.page_size)
+            if layer.window is not None:
+                pages = min(pages, -(-layer.window // self.page_size) + 1)
+            total += pages * layer.page_bytes(self.page_size, self.dtype)
+        return total
+
+
+def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend) -> Inspection:
+    """Reads config.json, the headers of the weights' files, and the tokenizer.
+
+    Values of weights are not read, so values beyond the range of the dtype, and a stored copy of a tied head
+    that differs, are not found. Raises what loading would raise: UnknownArchitecture, CheckpointError,
+    ConfigError.
+    """
+    config = load_config(directory)
+    dtype = model_dtype(config, options.dtype)
+    check_required(options, backend, dtype)
+    linear = backend.linear_format(dtype, int8=options.quantization == "int8")
+    rules = load_rules(config, dtype, linear)
+    check_tensors(rules, find_tensors(directory), where=f"checkpoint {directory}", compare=False)
+    graphdef, shapes = abstract_model(config, dtype, linear)
+    leaves = leaf_shapes(config, dtype, linear).values()
+    return Inspection(
+        architecture=config.architecture,
+        dtype=dtype,
+        num_layers=config.num_layers,
+        num_parameters=sum(math.prod(tensor.shape) for tensor in rules.tensors),
+        weight_bytes=sum(_num_bytes(leaf) for leaf in leaves),
+        is_packed=linear.packed,
+        is_native=nnx.merge(graphdef, shapes).is_native,
+        max_model_len=min(config.max_position_embeddings, options.max_model_len or 2**62),
+        cache=config.cache,
+        page_size=options.page_size,
+        eos_token_ids=config.eos_token_ids,
+        text=TextCodec.find(directory),
+    )
+
+
+def _num_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return int(math.prod(leaf.shape) * leaf.dtype.itemsize)

@@ -1,0 +1,189 @@
+"""`penstock check`: says whether a checkpoint would serve, and how much memory it takes. Loads no weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from penstock.cli.calling.common import complain
+from penstock.runtime.chat.parser import HARMONY, choose_forms
+from penstock.runtime.config import DTYPES, NATIVE, QUANTIZATIONS, EngineConfig
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.execution.backend import choose_backend
+from penstock.runtime.loading.hub import DEMO, resolve_model
+from penstock.runtime.loading.inspection import Inspection, inspect_checkpoint
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_EPILOG = """\
+examples:
+  penstock check ./Qwen3-0.6B
+  penstock check ./Qwen3-30B-A3B --quantization int8 --max-model-len 32768 --max-num-seqs 8
+  penstock check ./gemma-3-4b --json
+
+It reads config.json, the tokenizer, and the headers of the *.safetensors files. Exit codes: 0 the checkpoint
+would serve; 1 it would not, and every reason is named.
+"""
+_DEFAULTS = EngineConfig()
+_ROWS = 16
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser(
+        "check",
+        help="say whether a checkpoint would serve, and how much memory it takes",
+        description="Say whether a checkpoint would serve, with what, and how much memory it takes. Its "
+        "weights are not loaded.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL_DIR", help='the folder with config.json and *.safetensors, or "demo"'
+    )
+    parser.add_argument(
+        "--dtype",
+        default=_DEFAULTS.dtype,
+        choices=DTYPES,
+        help="auto: the checkpoint's; default: %(default)s",
+    )
+    parser.add_argument(
+        "--quantization",
+        default=_DEFAULTS.quantization,
+        choices=QUANTIZATIONS,
+        help="how weights would be stored; default: %(default)s",
+    )
+    parser.add_argument(
+        "--native",
+        default=_DEFAULTS.native,
+        choices=NATIVE,
+        help="the native CPU kernels, as with `penstock serve`; default: %(default)s",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="longest request for which the KV cache is computed; default: the model's context",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=_ROWS,
+        metavar="N",
+        help="how many such requests at once; default: %(default)s",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what the checkpoint is. Returns 1 if it would not serve."""
+    logging.getLogger("penstock").setLevel(logging.ERROR)
+    try:
+        found = _inspect(args)
+    except ConfigError as error:
+        if args.json:
+            print(json.dumps({"would_serve": False, "problem": str(error)}))
+        else:
+            complain("check", f"{args.model} would not serve: {error}")
+        return 1
+    facts = _facts(found, args.max_num_seqs)
+    if args.json:
+        json.dump(facts, sys.stdout, indent=2)
+        print()
+    else:
+        print("\n".join(_lines(found, facts)))
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> Inspection:
+    if args.model != DEMO and not Path(args.model).is_dir():
+        raise ConfigError(f"{args.model} is no folder; give one that holds config.json and *.safetensors")
+    if args.max_num_seqs < 1:
+        raise ConfigError(f"max_num_seqs: must be at least 1, not {args.max_num_seqs}")
+    options = EngineConfig(
+        dtype=args.dtype,
+        quantization=args.quantization,
+        native=args.native,
+        max_model_len=args.max_model_len,
+    )
+    return inspect_checkpoint(resolve_model(args.model), options, choose_backend(options, jax.devices()[0]))
+
+
+def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
+    """Everything that is printed, as JSON values."""
+    text, tools, reasoning = found.text, None, None
+    if text is not None and text.has_chat_template:
+        forms = choose_forms(text.chat_template, text.added_tokens)
+        tools = HARMONY if forms.is_harmony else forms.tools and forms.tools.name
+        reasoning = HARMONY if forms.is_harmony else forms.reasoning and forms.reasoning.name
+    request = found.request_bytes(found.max_model_len)
+    return {
+        "would_serve": True,
+        "architecture": found.architecture,
+        "dtype": found.dtype.name,
+        "layers": found.num_layers,
+        "parameters": found.num_parameters,
+        "weight_bytes": found.weight_bytes,
+        "packed": found.is_packed,
+        "native": found.is_native,
+        "context_tokens": found.max_model_len,
+        "kv_bytes_per_token": found.token_bytes,
+        "kv_bytes_per_token_in_window": {str(window): n for window, n in found.window_bytes.items()},
+        "state_bytes_per_request": found.cache.slot_bytes,
+        "request_bytes": request,
+        "requests": num_seqs,
+        "total_bytes": found.weight_bytes + num_seqs * request,
+        "end_token_ids": list(found.eos_token_ids),
+        "tokenizer": text is not None,
+        "chat_template": text is not None and text.has_chat_template,
+        "tool_calls": tools,
+        "reasoning": reasoning,
+    }
+
+
+def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
+    """What a person reads."""
+    if found.is_native:
+        computed = "by the native CPU kernels"
+    elif found.is_packed:
+        computed = "by the native CPU kernels in part, else by XLA"
+    else:
+        computed = "by XLA"
+    kv = [f"{found.token_bytes:,} bytes for each token"] if found.token_bytes else []
+    kv += [
+        f"{per_token:,} bytes for each of the latest {window:,} tokens"
+        for window, per_token in found.window_bytes.items()
+    ]
+    if found.cache.slot_bytes:
+        kv.append(f"{found.cache.slot_bytes:,} bytes of state")
+    ends = ", ".join(map(str, found.eos_token_ids)) or "none: outputs end at max_tokens only"
+    if not facts["tokenizer"]:
+        text = "no tokenizer: prompts and outputs are token ids only"
+    elif not facts["chat_template"]:
+        text = "a tokenizer without a chat template: no conversations"
+    else:
+        tools, reasoning = facts["tool_calls"] or "none", facts["reasoning"] or "none"
+        text = f"tokenizer and chat template; tool calls: {tools}; reasoning: {reasoning}"
+    rows = [
+        ("weights", f"{_size(found.weight_bytes)}: {found.num_parameters:,} parameters"),
+        ("computed", f"in {found.dtype.name}, {computed}"),
+        ("context", f"{found.max_model_len:,} tokens"),
+        ("KV cache", "; ".join(kv) or "none"),
+        ("", f"{_size(facts['request_bytes'])} for a request of the whole context"),
+        ("memory", f"{_size(facts['total_bytes'])} for the weights and {facts['requests']} such requests"),
+        ("end tokens", ends),
+        ("text", text),
+    ]
+    head = f"{found.architecture} with {found.num_layers} layers would serve."
+    return [head, *(f"  {name:<12}{value}" for name, value in rows)]
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,162 @@
+"""`penstock check` through main(): what it says of checkpoints that would serve, and of others."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.checkpoint import SHAPES, config_json
+from penstock.cli.__main__ import main
+from tests.support.goldens import GOLDEN
+
+Run = Callable[..., tuple[int, str, str]]
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": [128001, 128009],
+}
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run `penstock check ...`. Returns exit code, stdout and stderr."""
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        code = main(["check", *arguments])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return command
+
+
+def header_of(file: Path) -> dict[str, Any]:
+    data = file.read_bytes()
+    header: dict[str, Any] = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+    header.pop("__metadata__", None)
+    return header
+
+
+def write_llama_70b(folder: Path) -> int:
+    """A checkpoint of the real size, whose file is all holes. Returns the number of its parameters."""
+    hidden, inner, vocab, kv = 8192, 28672, 128256, 1024
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+    }
+    for i in range(80):
+        of = f"model.layers.{i}"
+        shapes |= {f"{of}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {f"{of}.self_attn.{name}_proj.weight": (hidden, hidden) for name in "qo"}
+        shapes |= {f"{of}.self_attn.{name}_proj.weight": (kv, hidden) for name in "kv"}
+        shapes |= {f"{of}.mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        shapes[f"{of}.mlp.down_proj.weight"] = (hidden, inner)
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        end = at + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_70B))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + at)
+    return at // 2
+
+
+def test_a_golden_with_all_figures(run: Run) -> None:
+    code, out, err = run(str(GOLDEN / "qwen3"), "--json", "--max-model-len", "100", "--max-num-seqs", "3")
+    facts = json.loads(out)
+    tensors = header_of(GOLDEN / "qwen3" / "model.safetensors")
+    assert (code, err) == (0, "")
+    assert facts["parameters"] == sum(math.prod(tensor["shape"]) for tensor in tensors.values())
+    assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 32 * 4  # layers, key and value, heads, dim, float32
+    assert facts["request_bytes"] == 2 * 64 * facts["kv_bytes_per_token"]  # two pages of 64 tokens
+    assert facts["total_bytes"] == facts["weight_bytes"] + 3 * facts["request_bytes"]
+    assert 0 <= facts["weight_bytes"] - 4 * facts["parameters"] < 4096  # the gaps between small parameters
+    assert (facts["tokenizer"], facts["chat_template"], facts["context_tokens"]) == (True, True, 100)
+    assert facts["end_token_ids"] == [2]
+
+
+def test_windowed_layers_hold_their_window(run: Run) -> None:
+    code, out, _ = run(str(GOLDEN / "mistral_swa"), "--json")
+    facts = json.loads(out)
+    per_token = 2 * 2 * 2 * 16 * 4
+    assert code == 0
+    assert facts["kv_bytes_per_token"] == 0
+    assert facts["kv_bytes_per_token_in_window"] == {"32": per_token}
+    assert facts["request_bytes"] == 2 * 64 * per_token  # a window of 32 touches two pages of 64
+
+
+def test_seventy_billion_parameters_are_checked_without_reading_them(run: Run, tmp_path: Path) -> None:
+    count = write_llama_70b(tmp_path / "large")
+    code, out, _ = run(str(tmp_path / "large"), "--max-model-len", "8192", "--max-num-seqs", "1")
+    lines = dict(line.strip().split("  ", 1) for line in out.splitlines()[1:] if not line.startswith("   "))
+    assert code == 0
+    assert out.startswith("LlamaForCausalLM with 80 layers would serve.")
+    assert f"{count:,} parameters" in lines["weights"]
+    assert f"{2 * count / 2**30:.2f} GiB" in lines["weights"]
+    assert "327,680 bytes for each token" in lines["KV cache"]  # 80 layers x 2 x 8 heads x 128 x 2 bytes
+    assert "2.50 GiB for a request of the whole context" in out
+    assert "no tokenizer" in out
+
+
+def test_the_demo(run: Run) -> None:
+    code, out, _ = run("demo")
+    assert code == 0
+    assert "tool calls: hermes" in out
+
+
+def test_what_is_missing_or_too_much_is_named(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "qwen3"
+    shutil.copytree(GOLDEN / "qwen3", folder)
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"model.layers.1.mlp.up_proj.weight", b"model.layers.1.mlp.up_PROJ.weight"))
+    code, out, err = run(str(folder))
+    assert (code, out) == (1, "")
+    assert "model.layers.1.mlp.up_proj.weight" in err
+    assert "model.layers.1.mlp.up_PROJ.weight" in err
+    code, out, _ = run(str(folder), "--json")
+    problem = json.loads(out)
+    assert code == 1
+    assert problem["would_serve"] is False
+    assert "model.layers.1.mlp.up_proj.weight" in problem["problem"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["BertModel"]}, "BertModel"),
+        ({"quantization_config": {"quant_method": "gptq"}, "logit_scale": 2.0}, "logit_scale"),
+        ({"hidden_act": "relu"}, "hidden_act"),
+    ],
+)
+def test_a_config_that_cannot_be_served(run: Run, tmp_path: Path, change: Any, named: str) -> None:
+    config = config_json(SHAPES["slim"]) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, err = run(str(tmp_path))
+    assert (code, out) == (1, "")
+    assert named in err
+
+
+def test_bad_arguments(run: Run, tmp_path: Path) -> None:
+    assert run(str(tmp_path / "absent"))[0] == 1
+    assert "config.json" in run(str(tmp_path))[2]
+    assert "max_num_seqs" in run("demo", "--max-num-seqs", "0")[2]
