@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
+from penstock.runtime.chat.template_demands import Demands, demands_of
 from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
 from penstock.runtime.errors import InvalidRequest, Violation
 
@@ -31,11 +32,11 @@ def tool_dict(tool: Tool) -> dict[str, Any]:
     }
 
 
-def turn_dicts(turns: tuple[ChatTurn, ...]) -> list[dict[str, Any]]:
-    """Messages as Hugging Face's templates expect them. Arguments are objects, and keys without content are
-    left out, because templates ask whether `tool_calls` is there. A tool's turn also has the name of the
-    function. Reasoning is `reasoning_content`, the name that most templates read; transformers adds the one
-    of gpt-oss, `thinking`.
+def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, Any]]:
+    """Messages as Hugging Face's templates expect them. Arguments are objects, unless the template demands
+    texts, and keys without content are left out, because templates ask whether `tool_calls` is there. A
+    tool's turn also has the name of the function. Reasoning is `reasoning_content`, the name that most
+    templates read; transformers adds the one of gpt-oss, `thinking`.
     """
     names = {call.id: call.name for turn in turns for call in turn.tool_calls}
     dicts = []
@@ -48,10 +49,19 @@ def turn_dicts(turns: tuple[ChatTurn, ...]) -> list[dict[str, Any]]:
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments_json)},
+                    "function": {
+                        "name": call.name,
+                        "arguments": call.arguments_json
+                        if demands.text_arguments
+                        else json.loads(call.arguments_json),
+                    },
                 }
                 for call in turn.tool_calls
             ]
+            if demands.one_text and turn.reasoning and turn.content:
+                message |= {"content": "", "reasoning_content": f"{turn.reasoning}\n\n{turn.content}"}
+            if demands.no_content and not turn.content:
+                message["content"] = None
         if turn.role == "tool":
             message |= {"tool_call_id": turn.tool_call_id, "name": names[turn.tool_call_id]}
         dicts.append(message)
@@ -71,15 +81,17 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, sandbox: TemplateSand
         template = tokenizer.get_chat_template(chat.template, tools)
     except ValueError as error:
         raise InvalidRequest([Violation("chat", str(error))]) from error
+    trusted = template in (own.values() if isinstance(own, dict) else [own])
+    has_calls = any(turn.tool_calls for turn in chat.messages)
+    demands = demands_of(template) if trusted and has_calls else Demands()
     variables = {
         **tokenizer.special_tokens_map,
         **chat.options,
-        "conversations": [turn_dicts(chat.messages)],
+        "conversations": [turn_dicts(chat.messages, demands)],
         "tools": tools,
         "chat_template": template,
         "add_generation_prompt": True,
     }
-    trusted = template in (own.values() if isinstance(own, dict) else [own])
     field = "chat.messages" if trusted else "chat.chat_template"
     try:
         text = _render_here(variables) if trusted else sandbox.render(variables)
