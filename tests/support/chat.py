@@ -94,12 +94,20 @@ def spelled(form: str, made: Sequence[tuple[str, dict[str, Any]]], *, ascii_only
             argument = "<arg_key>{}</arg_key><arg_value>{}</arg_value>"
             one = "<tool_call>{}{}</tool_call>"
             return "".join(one.format(name, elements(args, argument)) for name, args in made)
+        case "deepseek":
+            one = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+            inner = "".join(one.format(name, dump(args)) for name, args in made)
+            return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+        case "deepseek, older":
+            one = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+            inner = "\n".join(one.format(name, dump(args)) for name, args in made)
+            return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
     raise AssertionError(form)
 
 
 UNTYPED = ("qwen3_coder", "seed_oss", "minimax_m2", "glm")
 """Forms whose values have no types of their own, so that all are strings where the schema says nothing."""
-MARKED = ("hermes", "mistral", *UNTYPED)
+MARKED = ("hermes", "mistral", "deepseek", *UNTYPED)
 """Forms whose calls a marker announces."""
 
 

@@ -40,9 +40,12 @@ CHOSEN = {
     "minimax_m2": ("minimax_m2", "think"),
     "glm_4_6": ("glm", "think"),
     "glm_4_7": ("glm", "think"),
+    "deepseek_v3_1": ("deepseek", "think"),
+    "deepseek_r1": ("deepseek", "think"),
+    "gpt_oss": ("harmony", "harmony"),
 }
-WRITING = sorted(CHOSEN.keys() - {"glm_4_7"})
-"""Templates of which the excerpt has turns with calls."""
+WRITING = sorted(CHOSEN.keys() - {"glm_4_7", "deepseek_v3_1", "deepseek_r1", "gpt_oss"})
+"""Templates of which the excerpt has turns with calls, and shows all of such a turn."""
 
 
 def codec_of(name: str) -> TextCodec:
@@ -58,7 +61,7 @@ def test_the_forms_that_are_chosen(name: str) -> None:
     forms = detect(codec_of(name).chat_template)
     tools = forms.tools.name if forms.tools is not None else None
     reasoning = forms.reasoning.name if forms.reasoning is not None else None
-    assert (tools, reasoning) == CHOSEN[name]
+    assert (("harmony", "harmony") if forms.is_harmony else (tools, reasoning)) == CHOSEN[name]
 
 
 @pytest.mark.parametrize("name", WRITING)

@@ -25,6 +25,7 @@ _IN_TEMPLATE = (
     ("<minimax:tool_call>", "minimax_m2"),
     ("<parameter=", "qwen3_coder"),
     ("<arg_key>", "glm"),
+    ("<｜tool▁calls▁begin｜>", "deepseek"),
     # Forms that no parser here reads: Functionary's, and MiniMax M3's.
     ("<function=", None),
     ("]<]minimax[>[", None),
@@ -38,6 +39,7 @@ _IN_TEMPLATE = (
     ("[func_name1(", "pythonic"),
 )
 _IN_VOCABULARY = (
+    ("<｜tool▁calls▁begin｜>", "deepseek"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_tag|>", "llama3_json"),
     ("<tool_call>", "hermes"),

@@ -47,6 +47,7 @@ BEGUN = {
     "seed_oss": "<seed:tool_call>",
     "minimax_m2": "<minimax:tool_call>",
     "glm": "<tool_call>",
+    "deepseek": "<｜tool▁calls▁begin｜>",
 }
 NOW = ("now", {"a": [1, None]})
 WEATHER = ("get_weather", {"city": "Rome", "days": 3})
@@ -117,7 +118,7 @@ def test_a_call_that_a_random_model_begins_follows_the_schema(tokenizer: str, fo
     assert found >= 9
 
 
-def walked(model: Model, lark: str, ids: list[int], seed: int, most: int = 600) -> str:
+def walked(model: Model, lark: str, ids: list[int], seed: int, most: int = 3000) -> str:
     """A random text of the grammar that begins so. It often ends, or closes something, where it may."""
     rng = np.random.default_rng(seed)
     matcher = LLMatcher(model.guide, LLMatcher.grammar_from_lark(lark))
@@ -217,6 +218,9 @@ OTHERWISE = [
     ("hermes", '<tool_call>{"arguments": {"days": 3}, "name": "get_weather"}</tool_call>'),
     ("hermes", '<tool_call>{"name": "nobody"}</tool_call>'),
     ("mistral", '[TOOL_CALLS]get_weather{"days": 3}'),
+    ("deepseek", spelled("deepseek, older", [("get_weather", {"days": 3})])),
+    ("deepseek", spelled("deepseek", [("now", {}), ("get_weather", {})])),
+    ("deepseek", spelled("deepseek", [("nobody", {})])),
     ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "get_weather"}]'),
 ]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from penstock.runtime.chat.enforce.lark import Lark
-from penstock.runtime.chat.enforce.object_calls import hermes_body
+from penstock.runtime.chat.enforce.object_calls import deepseek_body, hermes_body
 from penstock.runtime.chat.enforce.xml_calls import function_bodies, glm_body
-from penstock.runtime.chat.forms import hermes
+from penstock.runtime.chat.forms import deepseek, hermes
 from penstock.runtime.chat.forms.xml import functions, glm
 from penstock.runtime.chat.messages import Chat
 
@@ -30,6 +30,7 @@ MARKED: Mapping[str, Marked] = {
     "seed_oss": Marked(functions.SEED_OSS.start, function_bodies(functions.SEED_OSS)),
     "minimax_m2": Marked(functions.MINIMAX_M2.start, function_bodies(functions.MINIMAX_M2), None),
     "glm": Marked(glm.START, glm_body),
+    "deepseek": Marked(deepseek.START, deepseek_body, None),
 }
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.runtime.chat.enforce.arguments import arguments
+from penstock.runtime.chat.enforce.arguments import arguments, check_names
 from penstock.runtime.chat.enforce.lark import Lark, quote
-from penstock.runtime.chat.forms import hermes, llama3_json, mistral
+from penstock.runtime.chat.forms import deepseek, hermes, llama3_json, mistral
 from penstock.runtime.chat.messages import Chat
 
 
@@ -61,3 +61,24 @@ def mistral_calls(g: Lark, chat: Chat, several: bool) -> str:
     body, each_marked = mistral_body(g, chat, several)
     calls = f"{g.marker(mistral.START)} {body}"
     return f"({calls})+" if several and each_marked else calls
+
+
+def deepseek_body(g: Lark, chat: Chat, several: bool) -> str:
+    """What comes after the opening marker. A model may write each call as V3.1 does or as V3 does: it writes
+    what it has learnt, and nobody need know which that is.
+
+    InvalidRequest if the form cannot spell the name of a tool whose calls must follow its schema; other tools
+    that it cannot spell are left out.
+    """
+    check_names(chat, deepseek.NAME, "a call in DeepSeek's form")
+    start, separator, end = map(g.marker, (deepseek.CALL_START, deepseek.SEPARATOR, deepseek.CALL_END))
+    bodies = []
+    for tool in chat.callable_tools:
+        if deepseek.NAME.fullmatch(tool.name):
+            body = arguments(g, chat, tool)
+            bodies.append(f"{quote(tool.name)} {separator} {body}")
+            before = quote(f"{tool.name}\n{deepseek.CODE_START}\n")
+            bodies.append(f'"function" {separator} {before} {body} {quote(chr(10) + deepseek.CODE_END)}')
+    call = g.rule("call", f"{start} ({' | '.join(bodies)}) {end}")
+    others = f' ("\\n"? {call})*' if several else ""
+    return f"{call}{others} {g.marker(deepseek.END)}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.runtime.chat.forms import hermes, llama3_json, mistral
+from penstock.runtime.chat.forms import deepseek, hermes, llama3_json, mistral
 from penstock.runtime.chat.forms.events import Event, Events, Tools
 from penstock.runtime.chat.forms.python import pythonic
 from penstock.runtime.chat.forms.reader import Reader, Stream, Wait
@@ -43,6 +43,7 @@ TOOL_FORMS: Mapping[str, ToolForm] = {
         _functions("seed_oss", functions.SEED_OSS),
         _functions("minimax_m2", functions.MINIMAX_M2),
         ToolForm("glm", glm.parse, glm.MARKERS),
+        ToolForm("deepseek", deepseek.parse, deepseek.MARKERS),
     )
 }
 
