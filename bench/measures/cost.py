@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.workloads import Job
-from penstock.runtime.models.config import LayerConfig, ModelConfig
+from penstock.runtime.models.config import AttentionConfig, LatentConfig, LayerConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,32 @@ def layer_weights(config: ModelConfig) -> int:
 
 def _weights_of(layer: LayerConfig, hidden_size: int) -> int:
     """The number of weights in one layer's products."""
-    ours = layer.attention
-    attention = hidden_size * 2 * (ours.num_heads + ours.num_kv_heads) * ours.head_dim
+    attention = _attention_weights(layer.attention, hidden_size)
     return attention + 3 * hidden_size * layer.mlp.intermediate_size
+
+
+def _attention_weights(ours: AttentionConfig | LatentConfig, hidden_size: int) -> int:
+    if isinstance(ours, AttentionConfig):
+        return hidden_size * 2 * (ours.num_heads + ours.num_kv_heads) * ours.head_dim
+    kept, query = ours.latent_dim + ours.rope_dim, ours.num_heads * (ours.nope_dim + ours.rope_dim)
+    rank = ours.query_rank
+    queries = hidden_size * query if rank is None else (hidden_size + query) * rank
+    heads = ours.num_heads * ours.latent_dim * (ours.nope_dim + ours.value_dim)
+    return queries + heads + hidden_size * (kept + ours.num_heads * ours.value_dim)
+
+
+def _pair_products(ours: AttentionConfig | LatentConfig) -> int:
+    """Multiply-adds of attention for each pair of a token and a position that it attends to."""
+    if isinstance(ours, AttentionConfig):
+        return 2 * ours.num_heads * ours.head_dim
+    return ours.num_heads * (2 * ours.latent_dim + ours.rope_dim)
+
+
+def _kept_values(ours: AttentionConfig | LatentConfig) -> int:
+    """Numbers of each position in the cache."""
+    if isinstance(ours, AttentionConfig):
+        return 2 * ours.num_kv_heads * ours.head_dim
+    return ours.latent_dim + ours.rope_dim
 
 
 def head_weights(config: ModelConfig) -> int:
@@ -68,15 +91,15 @@ def one_pass(
 
     `weight_bytes` and `kv_bytes` are the sizes of one value. A position p attends to p + 1 positions: 4
     operations for each position, head and dimension (a multiply-add for the score, and one for the sum of
-    values).
+    values); with latent attention the dimensions are those of the latent.
     """
     tokens = sum(end - start for start, end in spans)
     attended = sum((end * (end + 1) - start * (start + 1)) // 2 for start, end in spans)
     layers, head = layer_weights(config), head_weights(config)
     products = 2 * (layers * tokens + head * len(spans))
     heads = [layer.attention for layer in config.layers]
-    attention = 4 * sum(ours.num_heads * ours.head_dim for ours in heads) * attended
-    kv = 2 * sum(ours.num_kv_heads * ours.head_dim for ours in heads) * kv_bytes
+    attention = 2 * sum(map(_pair_products, heads)) * attended
+    kv = sum(map(_kept_values, heads)) * kv_bytes
     read = (layers + head) * weight_bytes + kv * sum(end for _, end in spans)
     return Work(float(products + attention), float(read))
 

@@ -1,8 +1,8 @@
 """Golden checkpoints, and a test double of paged attention that needs neither pages nor the engine.
 
-The double keeps one sequence in one contiguous cache for each layer, float32 [slots, 2, kv heads, head_dim];
-a slot is one position here. Its `meta` holds the positions, int32 [T]. Padding tokens are written to the last
-slot, which no real token uses.
+The double keeps one sequence in one contiguous cache for each layer, float32 [slots, 2, kv heads, head_dim],
+or [slots, 1, 1, head_dim] where values are channels of the keys; a slot is one position here. Its `meta`
+holds the positions, int32 [T]. Padding tokens are written to the last slot, which no real token uses.
 """
 
 from pathlib import Path
@@ -44,10 +44,12 @@ def contiguous_attention(
     chunk=None,
     value_dim=None,
 ):
-    assert value_dim is None
+    assert (v_new is None) == (value_dim is not None)
     groups = q.shape[1] // k_new.shape[1]
-    kv = kv.at[meta.positions].set(jnp.stack([k_new, v_new], axis=1).astype(jnp.float32))
-    keys, values = (jnp.repeat(kv[:, i], groups, axis=1) for i in (0, 1))
+    new = jnp.stack([k_new] if v_new is None else [k_new, v_new], axis=1)
+    kv = kv.at[meta.positions].set(new.astype(jnp.float32))
+    keys, values = (jnp.repeat(kv[:, i], groups, axis=1) for i in (0, -1))
+    values = values[..., :value_dim]
     distance = meta.positions[:, None] - jnp.arange(SLOTS, dtype=jnp.int32)[None, :]
     visible = distance >= 0
     if sliding_window is not None:
@@ -79,8 +81,9 @@ class Sequence:
         self.leaves = params.state_to_leaves(state)
         shapes = [
             (SLOTS, 2, layer.num_kv_heads, layer.head_dim)
-            for layer in config.cache.paged
             if isinstance(layer, PagedKV)
+            else (SLOTS, 1, 1, layer.head_dim)
+            for layer in config.cache.paged
         ]
         self._empty = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
 

@@ -329,6 +329,7 @@ def test_architectures_must_name_one(value):
 
 def test_the_registry_has_the_promised_architectures():
     assert set(ARCHITECTURES) == {
+        "DeepseekV3ForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "Qwen2ForCausalLM",

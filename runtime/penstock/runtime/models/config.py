@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.runtime.models.rope import RopeConfig
-from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
+from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -65,6 +65,31 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """The latent attention of one layer.
+
+    latent_dim: channels of which keys and values of all heads are made. rope_dim: rotated channels, of which
+    all heads share the key. nope_dim, value_dim: channels of a head's key that are not rotated, and of its
+    value. query_rank: channels of which the queries of all heads are made; None: they are made of the hidden
+    state. scale: multiplies the scores. bias: of the products that read and write hidden states, but for
+    those of queries without query_rank. norm_eps: of the norms of what keys and queries are made of.
+    interleaved: a checkpoint has the two channels of each rotated pair side by side.
+    """
+
+    num_heads: int
+    latent_dim: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    scale: float
+    rope: RopeConfig
+    interleaved: bool = True
+    query_rank: int | None = None
+    bias: bool = False
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConfig:
     """A gated MLP: down(activation(gate(x)) * up(x))."""
 
@@ -80,7 +105,7 @@ class LayerConfig:
     residual_multiplier: what attention and MLP give is multiplied by it before it is added.
     """
 
-    attention: AttentionConfig
+    attention: AttentionConfig | LatentConfig
     mlp: MLPConfig
     norms: Norms = "pre"
     residual_multiplier: float = 1.0
@@ -121,8 +146,10 @@ class ModelConfig:
         return CacheSpec(tuple(_kept(layer.attention) for layer in self.layers))
 
 
-def _kept(attention: AttentionConfig) -> PagedKV:
+def _kept(attention: AttentionConfig | LatentConfig) -> PagedKV | LatentKV:
     """What attention keeps of each token. Chunks count as windows, which are never shorter."""
+    if isinstance(attention, LatentConfig):
+        return LatentKV(attention.latent_dim, attention.rope_dim)
     bounds: Sequence[int | None] = (attention.window, attention.chunk)
     window = min((bound for bound in bounds if bound is not None), default=None)
     return PagedKV(attention.num_kv_heads, attention.head_dim, window)

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.config import AttentionConfig, ModelConfig
 from penstock.runtime.models.layers.attention import Attention
 from penstock.runtime.models.layers.inputs import Angles, LayerInputs, Residual
+from penstock.runtime.models.layers.latent import LatentAttention
 from penstock.runtime.models.layers.mlp import MLP
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, logits
 from penstock.runtime.models.norms import RMSNorm
@@ -42,7 +43,12 @@ class DecoderLayer(nnx.Module):
         before, after = ours.norms in ("pre", "sandwich"), ours.norms in ("post", "sandwich")
         self.attention_norm = norm(wanted=before)
         group = config.cache.group_of[layer]
-        self.self_attn = Attention(config, ours.attention, group, dtype, linear, planners)
+        attention = ours.attention
+        self.self_attn = (
+            Attention(config, attention, group, dtype, linear, planners)
+            if isinstance(attention, AttentionConfig)
+            else LatentAttention(config, attention, group, dtype, linear, planners)
+        )
         self.attention_out_norm = norm(wanted=after)
         self.mlp_norm = norm(wanted=before)
         self.mlp = MLP(config, ours.mlp, dtype, linear, planners)

@@ -23,6 +23,9 @@ from penstock.runtime.models.rule_checks import check
 
 ModelState: TypeAlias = nnx.State[Any, Any]
 
+MOST_FURTHER_LAYERS = 16
+"""How many layers behind the last one a checkpoint may have; known ones have up to three."""
+
 
 def model_dtype(config: ModelConfig, dtype: npt.DTypeLike | None = None) -> np.dtype[np.generic]:
     """`dtype` or, for None and "auto", the checkpoint's own (float32 if config.json names none)."""
@@ -69,11 +72,18 @@ def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: Linear
     rules = LoadRules(
         rules=tuple(rule for _, rule in sorted(listed, key=lambda entry: entry[0])),
         padding=model.padding,
-        harmless=family.harmless,
+        harmless=(*family.harmless, *(_further_layers(config) if family.further_layers else ())),
         copies=family.copies(config),
     )
     check(rules, leaf_shapes(config, dtype, linear))
     return rules
+
+
+def _further_layers(config: ModelConfig) -> tuple[str, ...]:
+    """A pattern that the names of tensors match which belong to layers behind the last one."""
+    count = len(config.layers)
+    numbers = "|".join(map(str, range(count, count + MOST_FURTHER_LAYERS)))
+    return (rf"^model\.layers\.({numbers})\.",)
 
 
 def leaf_shapes(

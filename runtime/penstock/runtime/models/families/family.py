@@ -68,12 +68,14 @@ class ModelFamily:
     """One family of models.
 
     parse: (architecture, fields of config.json) -> ModelConfig; raises ConfigError with all problems. stored:
-    where its checkpoints have each parameter. harmless, copies: see `LoadRules`. build: the module with zero
-    weights, in a dtype.
+    where its checkpoints have each parameter. harmless, copies: see `LoadRules`. further_layers: checkpoints
+    may have layers behind those of the decoder, which predict further tokens and are not read. build: the
+    module with zero weights, in a dtype.
     """
 
     parse: Callable[[str, Fields], ModelConfig]
     stored: Callable[[ModelConfig], StoredAt] = _PLAINLY
     harmless: tuple[str, ...] = ()
+    further_layers: bool = False
     copies: Callable[[ModelConfig], Mapping[str, str]] = tied_head
     build: Callable[[ModelConfig, jnp.dtype, LinearFormat], CausalLM] = CausalLM

@@ -1,0 +1,128 @@
+"""DeepSeek V3, with latent attention and mixtures of experts, and the models that have its architecture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from penstock.runtime.models.config import LatentConfig, LayerConfig, MLPConfig, ModelConfig
+from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, tensor_name
+from penstock.runtime.models.families.reading import Sizes, read_model, read_rope
+from penstock.runtime.models.hf_fields import Fields
+from penstock.runtime.models.load_rules import ParamPath, Rows, Source, Stored, StoredAt
+from penstock.runtime.models.rope import RopeConfig
+
+_IGNORED = ("auto_map", "aux_loss_alpha", "ep_size", "num_mtp_layers", "num_nextn_predict_layers", "seq_aux")
+"""Training, and layers that predict further tokens, which checkpoints have behind the others."""
+
+_EXPERTS = (
+    "moe_intermediate_size",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    "routed_scaling_factor",
+    "topk_group",
+)
+"""Fields of layers with experts."""
+
+
+def _parse(architecture: str, fields: Fields) -> ModelConfig:
+    fields.only("model_type", "deepseek_v3")
+    fields.only("hidden_act", "silu")
+    fields.only("pretraining_tp", 1)
+    num_layers, num_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+    fields.only("num_key_value_heads", num_heads)
+    attention = _attention(fields, num_heads)
+    sizes = Sizes(
+        fields.integer("hidden_size"),
+        num_layers,
+        num_heads,
+        num_heads,
+        attention.nope_dim + attention.rope_dim,
+        fields.integer("max_position_embeddings"),
+    )
+    layers = [LayerConfig(attention=attention, mlp=mlp) for mlp in _mlps(fields, num_layers)]
+    return read_model(architecture, fields, sizes, layers, ignored=_IGNORED)
+
+
+def _mlps(fields: Fields, num_layers: int) -> list[MLPConfig]:
+    """The MLP of each layer: the first ones are dense."""
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    fields.only("moe_layer_freq", 1)
+    for name in _EXPERTS:
+        fields.raw(name)
+    num_dense = fields.integer("first_k_dense_replace", 3, minimum=0)
+    if num_dense < num_layers:
+        fields.problem("first_k_dense_replace", "layers with experts are not supported")
+    return [MLPConfig(intermediate_size=fields.integer("intermediate_size"))] * num_layers
+
+
+def _attention(fields: Fields, num_heads: int) -> LatentConfig:
+    nope_dim, rope_dim = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
+    if rope_dim % 2 or rope_dim < 4:
+        fields.problem("qk_rope_head_dim", f"must be even and at least 4, not {rope_dim}")
+    fields.only("qk_head_dim", nope_dim + rope_dim)
+    fields.only("head_dim", rope_dim)
+    has_rank = "q_lora_rank" not in fields or fields.raw("q_lora_rank") is not None
+    rope = read_rope(fields, fields.integer("max_position_embeddings"))
+    return LatentConfig(
+        num_heads=num_heads,
+        latent_dim=fields.integer("kv_lora_rank", 512),
+        rope_dim=rope_dim,
+        nope_dim=nope_dim,
+        value_dim=fields.integer("v_head_dim", 128),
+        scale=(nope_dim + rope_dim) ** -0.5 * _yarn_temperature(fields, rope) ** 2,
+        rope=rope,
+        interleaved=fields.boolean("rope_interleave", True),
+        query_rank=fields.integer("q_lora_rank", 1536) if has_rank else None,
+        bias=fields.boolean("attention_bias", False),
+    )
+
+
+def _yarn_temperature(fields: Fields, rope: RopeConfig) -> float:
+    """What YaRN multiplies queries and keys by that are not rotated too, by mscale_all_dim."""
+    given = (fields.mapping(name).get("mscale_all_dim") for name in ("rope_parameters", "rope_scaling"))
+    weight = next((value for value in given if isinstance(value, int | float)), 0.0)
+    if rope.kind != "yarn" or rope.factor <= 1:
+        return 1.0
+    return 0.1 * weight * math.log(rope.factor) + 1.0
+
+
+def _stored(config: ModelConfig) -> StoredAt:
+    """A tensor for each parameter. What makes rotated channels has the two of a pair side by side, and is
+    read in the order that we rotate in.
+    """
+
+    def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
+        return Stored((Source(tensor_name(path, PRE_NORMS), shape, order=_order(config, path)),))
+
+    return stored
+
+
+def _order(config: ModelConfig, path: ParamPath) -> Rows | None:
+    if path[0] != "layers":
+        return None
+    attention = config.layers[int(path[1])].attention
+    if not isinstance(attention, LatentConfig) or not attention.interleaved:
+        return None
+    match path[-2]:
+        case "q_proj" | "q_b_proj":
+            return _side_by_side(attention.num_heads, attention.nope_dim, attention.rope_dim)
+        case "kv_a_proj_with_mqa":
+            return _side_by_side(1, attention.latent_dim, attention.rope_dim)
+        case _:
+            return None
+
+
+def _side_by_side(heads: int, kept: int, rotated: int) -> Rows:
+    """For each head `kept` rows in their order, and then of `rotated` rows the even ones before the odd."""
+    one_head = [*range(kept), *range(kept, kept + rotated, 2), *range(kept + 1, kept + rotated, 2)]
+    return tuple(head * (kept + rotated) + row for head in range(heads) for row in one_head)
+
+
+FAMILIES: Mapping[str, ModelFamily] = {
+    "DeepseekV3ForCausalLM": ModelFamily(parse=_parse, stored=_stored, further_layers=True),
+}
