@@ -1,6 +1,6 @@
 """Measures the native linear layers for several numbers of rows, on each instruction set of this machine.
 
-    python -m bench.kernels [--quantization int8]
+    python -m bench.probes.kernels [--quantization int8]
 
 It runs two products of a layer of Qwen3-0.6B (gate and up, then down), over so many layers that no cache
 holds them. With few rows reading the weights is the limit (GB/s; compare with `bench.roofline`), with many
