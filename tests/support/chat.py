@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from penstock.runtime.chat.forms import gemma4
 from penstock.runtime.chat.forms.events import Call, Event, Text
 from penstock.runtime.chat.forms.reader import Reader, Stream, Wait
 from penstock.runtime.chat.forms.tools import TOOL_FORMS, CallParser
@@ -102,12 +103,32 @@ def spelled(form: str, made: Sequence[tuple[str, dict[str, Any]]], *, ascii_only
             one = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
             inner = "\n".join(one.format(name, dump(args)) for name, args in made)
             return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+        case "granite":
+            return f"<|tool_call|>{dump([{'name': name, 'arguments': args} for name, args in made])}"
+        case "olmo3":
+            lines = (f"{name}({', '.join(f'{k}={v!r}' for k, v in args.items())})" for name, args in made)
+            return "<function_calls>\n{}\n</function_calls>".format("\n".join(lines))
+        case "gemma4":
+            one = "<|tool_call>call:{}{}<tool_call|>"
+            return "".join(one.format(name, _gemma4(args)) for name, args in made)
     raise AssertionError(form)
+
+
+def _gemma4(value: Any) -> str:
+    """A value as Gemma 4 writes it. Names of members have no quotes, unless they could not be read so."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, list):
+        return f"[{','.join(map(_gemma4, value))}]"
+    if isinstance(value, dict):
+        names = {key: key if gemma4.KEY.fullmatch(key) else _gemma4(key) for key in value}
+        return f"{{{','.join(f'{names[key]}:{_gemma4(one)}' for key, one in value.items())}}}"
+    return json.dumps(value)
 
 
 UNTYPED = ("qwen3_coder", "seed_oss", "minimax_m2", "glm")
 """Forms whose values have no types of their own, so that all are strings where the schema says nothing."""
-MARKED = ("hermes", "mistral", "deepseek", *UNTYPED)
+MARKED = ("hermes", "mistral", "deepseek", "granite", "olmo3", "gemma4", *UNTYPED)
 """Forms whose calls a marker announces."""
 
 

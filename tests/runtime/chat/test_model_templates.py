@@ -43,9 +43,22 @@ CHOSEN = {
     "deepseek_v3_1": ("deepseek", "think"),
     "deepseek_r1": ("deepseek", "think"),
     "gpt_oss": ("harmony", "harmony"),
+    "gemma3": (None, None),
+    "gemma4": ("gemma4", "gemma4"),
+    "olmo3": ("olmo3", None),
+    "granite_3": ("granite", None),
+    "granite_4": ("hermes", None),
+    "phi_4_mini": ("granite", None),
+    "smollm3": ("hermes", "think"),
+    "ministral_3": ("mistral", None),
 }
-WRITING = sorted(CHOSEN.keys() - {"glm_4_7", "deepseek_v3_1", "deepseek_r1", "gpt_oss"})
+WRITING = sorted(
+    CHOSEN.keys()
+    - {"glm_4_7", "gemma3", "granite_3", "phi_4_mini", "smollm3"}
+    - {"deepseek_v3_1", "deepseek_r1", "gpt_oss"}
+)
 """Templates of which the excerpt has turns with calls, and shows all of such a turn."""
+OPTIONS = {"gemma4": {"enable_thinking": True}}
 
 
 def codec_of(name: str) -> TextCodec:
@@ -76,9 +89,10 @@ def test_the_parser_reads_what_the_template_writes(name: str) -> None:
         for i, arguments in enumerate((ARGUMENTS, {"city": "Oslo"}))
     )
     turn = ChatTurn("assistant", "I look.", calls, reasoning="Hm." if forms.reasoning is not None else "")
-    chat = Chat((USER,), (WEATHER,))
+    options = OPTIONS.get(name, {})
+    chat = Chat((USER,), (WEATHER,), options=options)
     prompt = codec.render_chat(chat)
-    after = codec.render_chat(Chat((USER, turn, USER), (WEATHER,)))
+    after = codec.render_chat(Chat((USER, turn, USER), (WEATHER,), options=options))
     assert after.startswith(prompt.removesuffix("<think>\n"))
     written = (
         after[len(prompt) :] if after.startswith(prompt) else after[len(prompt.removesuffix("<think>\n")) :]

@@ -59,7 +59,7 @@ def parse(forms: ChatForms, chat: Chat, prompt: str, pieces: list[str]) -> Parse
         ("<seed:think>", (), (None, "seed")),
         ("[THINK][TOOL_CALLS]", (), ("mistral", "magistral")),
         ('{{ tools }}"<|channel|>final<|message|>"', (), ("harmony", "harmony")),
-        ("<|channel>thought", (), (None, None)),  # Gemma 4's marker
+        ("<|channel>thought", (), (None, "gemma4")),  # not Harmony's marker
         ("", ("<tool_call>",), (None, None)),
     ],
 )

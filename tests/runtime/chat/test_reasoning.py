@@ -52,7 +52,8 @@ def test_examples(text: str, inside: bool, expected: tuple[str, str]) -> None:
 @pytest.mark.parametrize("form", sorted(REASONING_FORMS))
 def test_every_form(form: str) -> None:
     tags = REASONING_FORMS[form]
-    assert split([f"{tags.start}so{tags.end}\nYes."], form=form) == ("so", "Yes.")
+    assert split([f"{tags.start}{tags.title}\nso{tags.end}\nYes."], form=form) == ("so", "Yes.")
+    assert not tags.title or split([f"{tags.start}so"], form=form) == ("", f"{tags.start}so")
     assert split([f"so{tags.end}Yes."], form=form, inside=True) == ("so", "Yes.")
 
 
@@ -87,6 +88,16 @@ def test_text_comes_at_once() -> None:
     assert [parser.push(p) for p in ("so", " it", " is </", "b>", "</think>", "\n", "Yes", " ")] == [
         ("so", ""), (" it", ""), (" is", ""), (" </b>", ""), ("", ""), ("", ""), ("", "Yes"), ("", " "),
     ]  # fmt: skip
+
+
+def test_a_prompt_may_begin_the_reasoning_itself() -> None:
+    """Seed-OSS' template does so where the model may not think, and Gemma 4's writes an empty block."""
+    seed, gemma = REASONING_FORMS["seed"], REASONING_FORMS["gemma4"]
+    assert seed.opened_by("<seed:bos>assistant\n<seed:think><seed:cot_budget_reflect>")
+    text = "No budget.</seed:cot_budget_reflect>\n</seed:think>Yes."
+    assert split([text], inside=True, form="seed") == ("No budget.</seed:cot_budget_reflect>", "Yes.")
+    assert gemma.closed_by("<|turn>model\n<|channel>thought\n<channel|>")
+    assert gemma.opened_by("<|turn>model\n<|channel>thought\n")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ _IN_TEMPLATE = (
     ("<parameter=", "qwen3_coder"),
     ("<arg_key>", "glm"),
     ("<｜tool▁calls▁begin｜>", "deepseek"),
+    ("<|tool_call>call:", "gemma4"),
+    ("<function_calls>", "olmo3"),
     # Forms that no parser here reads: Functionary's, and MiniMax M3's.
     ("<function=", None),
     ("]<]minimax[>[", None),
@@ -33,7 +35,10 @@ _IN_TEMPLATE = (
     ("<|python_tag|>", "llama3_json"),
     # Part of the instructions of Llama 3.2 and 4.
     ('"parameters": dictionary of argument name', "llama3_json"),
+    # Before Granite's tag, because Granite 4's instructions differ from Granite 3's.
     ("<tool_call>", "hermes"),
+    ("<|tool_call|>", "granite"),
+    ("<|/tool|>", "granite"),  # Phi-4-mini
     ("<|tool_call_start|>", "pythonic"),
     ("<|python_start|>", "pythonic"),
     ("[func_name1(", "pythonic"),
@@ -43,6 +48,7 @@ _IN_VOCABULARY = (
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_tag|>", "llama3_json"),
     ("<tool_call>", "hermes"),
+    ("<|tool_call|>", "granite"),
     ("<|tool_call_start|>", "pythonic"),
     ("<|python_start|>", "pythonic"),
 )

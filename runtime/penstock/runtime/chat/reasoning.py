@@ -33,6 +33,10 @@ class ReasoningForm:
     name: str
     start: str
     end: str
+    title: str = ""
+    """What follows the opening tag and belongs to it."""
+    opens_with: tuple[str, ...] = ()
+    """What a prompt may end with after the opening tag, to begin the reasoning for the model."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -40,8 +44,11 @@ class ReasoningForm:
         return (self.start, self.end)
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether the prompt ends within a block, because its opening tag is the last thing in it."""
-        return prompt.rstrip(SPACES).endswith(self.start)
+        """Whether the prompt ends within a block, because its opening tag is the last thing in it, or is
+        followed only by what may begin the reasoning.
+        """
+        prompt = prompt.rstrip(SPACES)
+        return any(prompt.endswith(f"{self.start}{self.title}{more}") for more in ("", *self.opens_with))
 
     def closed_by(self, prompt: str) -> bool:
         """Whether the prompt ends with a complete block, as Qwen3's does with thinking switched off."""
@@ -52,8 +59,11 @@ REASONING_FORMS: Mapping[str, ReasoningForm] = {
     form.name: form
     for form in (
         ReasoningForm("think", "<think>", "</think>"),  # DeepSeek-R1, Qwen3, QwQ and most others
-        ReasoningForm("seed", "<seed:think>", "</seed:think>"),  # Seed-OSS
-        ReasoningForm("magistral", "[THINK]", "[/THINK]"),  # Magistral
+        ReasoningForm(  # Seed-OSS, whose template begins the reasoning where it has no budget
+            "seed", "<seed:think>", "</seed:think>", opens_with=("<seed:cot_budget_reflect>",)
+        ),
+        ReasoningForm("magistral", "[THINK]", "[/THINK]"),  # Magistral, Ministral 3
+        ReasoningForm("gemma4", "<|channel>", "<channel|>", title="thought"),
     )
 }
 
@@ -117,7 +127,7 @@ class ReasoningParser:
 def _parse(r: Reader, out: _Sink, form: ReasoningForm, inside: bool) -> Wait[None]:
     r.mark()
     yield from spaces(r)
-    if (yield from literal(r, form.start)) or inside:
+    if (yield from literal(r, form.start + form.title)) or inside:
         out.has_block = True
         r.keep()
         yield from spaces(r)

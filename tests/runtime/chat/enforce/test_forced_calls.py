@@ -89,7 +89,7 @@ class Model:
         matcher = LLMatcher(self.guide, LLMatcher.grammar_from_lark(grammar))
         ends = [
             self.eos,
-            *(i for text, i in self.codec.added_tokens.items() if text.startswith(("</", "[/"))),
+            *(i for text, i in self.codec.added_tokens.items() if text.startswith(("</", "[/", "<channel|"))),
         ]
         out: list[int] = []
         while not matcher.is_stopped():
@@ -154,7 +154,14 @@ def parsed(forms: ChatForms, chat: Chat, prompt: str, text: str) -> tuple[str, s
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("tokenizer", "reasoning"),
-    [("demo", None), ("demo", "think"), ("marked", None), ("marked", "think"), ("marked", "magistral")],
+    [
+        ("demo", None),
+        ("demo", "think"),
+        ("marked", None),
+        ("marked", "think"),
+        ("marked", "magistral"),
+        ("marked", "gemma4"),
+    ],
 )
 def test_what_is_enforced_is_parsed_back(tokenizer, reasoning, form, choice, request) -> None:
     """The output consists of calls only, each of a tool that was asked for, with valid arguments."""
@@ -162,7 +169,9 @@ def test_what_is_enforced_is_parsed_back(tokenizer, reasoning, form, choice, req
     forms = ChatForms(TOOL_FORMS[form], REASONING_FORMS[reasoning] if reasoning else None)
     tools = {tool.name: tool for tool in TOOLS}
     chat = Chat(USER, TOOLS, choice)
-    for prompt in ("", forms.reasoning.start + "\n") if forms.reasoning is not None else ("",):
+    for prompt in (
+        ("", forms.reasoning.start + forms.reasoning.title + "\n") if forms.reasoning is not None else ("",)
+    ):
         grammar = grammar_of(model, forms, chat, prompt)
         for seed in range(2):
             text = model.walk(grammar, seed)

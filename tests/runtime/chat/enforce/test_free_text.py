@@ -48,17 +48,24 @@ BEGUN = {
     "minimax_m2": "<minimax:tool_call>",
     "glm": "<tool_call>",
     "deepseek": "<｜tool▁calls▁begin｜>",
+    "granite": "<|tool_call|>",
+    "olmo3": "<function_calls>",
+    "gemma4": "<|tool_call>",
 }
 NOW = ("now", {"a": [1, None]})
 WEATHER = ("get_weather", {"city": "Rome", "days": 3})
 CALLED = {form: [spelled(form, [NOW]), spelled(form, [WEATHER])] for form in FORMS}
+CALLED["olmo3"] = [
+    "<function_calls>\nnow(a=[1, null])\n</function_calls>",
+    '<function_calls>\nget_weather(city="Rome", days=3)\n</function_calls>',
+]
 CALLED["pythonic"] = ["[now(a=[1, null])]", '[get_weather(city="Rome", days=3)]']
 NEWER = [spelled("mistral, newer", [NOW]), spelled("mistral, newer", [WEATHER])]
 """As Mistral's models write calls whose tokenizer has [ARGS]."""
 WRONG = {form: spelled(form, [("get_weather", {"days": 3})]) for form in FORMS}
 
 
-ENDS_OF_TEXTS = ("\n</parameter>", "</arg_value>")
+ENDS_OF_TEXTS = ("\n</parameter>", "</arg_value>", '<|"|>')
 
 
 def called(tokenizer: str, form: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.runtime.chat.forms.events import Call, Text
+from penstock.runtime.chat.forms.events import Call, Event, Text
 from penstock.runtime.chat.forms.tools import TOOL_FORMS, CallParser
 from tests.support.chat import events_of
 
@@ -12,7 +12,7 @@ HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n
 WEATHER = Call("get_weather", '{"city": "Paris"}')
 CALL = Call("f", "{}")
 CALL_G = Call("g", "{}")
-EXAMPLES = {
+EXAMPLES: dict[str, list[tuple[str, list[Event] | None]]] = {
     "hermes": [
         (HERMES, [WEATHER]),
         (f"{HERMES}\n{HERMES}\n", [WEATHER, WEATHER]),
@@ -117,6 +117,56 @@ EXAMPLES = {
         ("[f]", None),
         ("[1] A footnote, [get_] and\n[get_weather]", None),
         ("<|python_start|>print(1)<|python_end|>", None),
+    ],
+}
+EXAMPLES |= {
+    "granite": [
+        ('<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]', [WEATHER]),
+        ('<|tool_call|> [{"name": "f", "arguments": {}}, {"name": "g"}]\n', [CALL, CALL_G]),
+        (
+            'Hm <|tool_call|>[{"name": "f", "arguments": {"a": "<|/tool_call|>"}}]<|/tool_call|> ok',
+            [Text("Hm"), Call("f", '{"a": "<|/tool_call|>"}'), Text(" ok")],
+        ),
+        ('<|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|>', [CALL]),
+        ('<|tool_call|>[{"name": "f", "arguments": {}}', [CALL]),
+        ('<|tool_call|>[{"name": "f", "arguments": {}}, 1]', [CALL, Text(", 1]")]),
+        ("<|tool_call|>[]", None),
+        ('<|tool_call|>[{"arguments": {}}]', None),
+    ],
+    "olmo3": [
+        ("<function_calls>get_weather(city='Paris')</function_calls>", [WEATHER]),
+        ("Hm\n<function_calls>\nf()\ng( )\n</function_calls>\nok", [Text("Hm"), CALL, CALL_G, Text("\nok")]),
+        (
+            '<function_calls>\nf(a=null, b=[true, "x\ty"])\n</function_calls>',
+            [Call("f", '{"a": null, "b": [true, "x\\ty"]}')],
+        ),
+        ("<function_calls>\nf()", [CALL]),
+        ("<function_calls>\nf()\n</function_c", [CALL]),
+        ("<function_calls>\nf()\ng(", None),
+        ("<function_calls>\nf(1)\n</function_calls>", None),
+        ("<function_calls>\n</function_calls>", None),
+        ("<functions>f()</functions>", None),
+    ],
+    "gemma4": [
+        ('<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>', [WEATHER]),
+        ("<|tool_call>call:f{}<tool_call|><|tool_call>call:g{}<tool_call|>", [CALL, CALL_G]),
+        (
+            '<|tool_call>call:f{a:[1,-2.5e3,{b:<|"|>{"}\\<|"|>,<|"|>c d<|"|>:None}],e:true}<tool_call|> ok',
+            [
+                Call("f", '{"a": [1, -2.5e3, {"b": "{\\"}\\\\", "c d": null}], "e": true}'),
+                Text(" ok"),
+            ],
+        ),
+        ("<|tool_call>call:f{ a : 1 , b : [ ] }", [Call("f", '{"a": 1, "b": []}')]),
+        ("<|tool_call>call:f{a:1}<tool_", [Call("f", '{"a": 1}')]),
+        ("<|tool_call>call:f{a:1", None),
+        ('<|tool_call>call:f{a:<|"|>x', None),
+        ("<|tool_call>call:f{a:x}<tool_call|>", None),
+        ("<|tool_call>call:f{a:1,a:2}<tool_call|>", None),
+        ("<|tool_call>call:f{a:1,}<tool_call|>", None),
+        ("<|tool_call>call:f<tool_call|>", None),
+        ("<|tool_call>f{}<tool_call|>", None),
+        ("<|tool_call|>call:f{}", None),
     ],
 }
 CASES = [(form, text, found) for form, examples in EXAMPLES.items() for text, found in examples]

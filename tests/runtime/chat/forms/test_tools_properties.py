@@ -21,7 +21,10 @@ SCALARS = st.none() | st.booleans() | st.integers(-99, 99) | st.text(max_size=6)
 )  # fmt: skip
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    # Gemma 4 does not write members without a name.
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1, max_size=3), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 ARGUMENTS = st.dictionaries(st.sampled_from(["a", "b_2", "city", "für"]), VALUES, max_size=3)
@@ -91,7 +94,7 @@ def test_text_without_markers_comes_at_once(form, words) -> None:
     assert came + texts(parser.flush()) == "".join(words)
 
 
-@pytest.mark.parametrize("form", MARKED)
+@pytest.mark.parametrize("form", [form for form in MARKED if form != "granite"])
 @settings(max_examples=30, deadline=None)
 @given(
     parts=st.lists(st.one_of(SCRAPS, CALLS), max_size=5),
@@ -100,7 +103,8 @@ def test_text_without_markers_comes_at_once(form, words) -> None:
 )
 def test_after_a_call_all_begins_anew(form, parts, made, then) -> None:
     """In forms in which a call may stand anywhere, the text after a call is parsed as if it stood alone. The
-    exception is white space at its beginning, which is dropped if nothing else follows.
+    exception is white space at its beginning, which is dropped if nothing else follows. (Granite's calls may
+    have a closing tag or not.)
     """
     text = [
         "".join(part if isinstance(part, str) else spelled(form, part) for part in some)

@@ -120,7 +120,8 @@ def _reasoning(g: Lark, form: ReasoningForm | None, prompt: str) -> list[str]:
     else:
         thought = g.rule("thought[lazy]", f"/(?s:.*)/ {quote(form.end)}")
     g.rule("thinking", f'{thought} ("\\n" | "\\n\\n")?')
-    return ["thinking"] if form.opened_by(prompt) else [f"({g.marker(form.start)} thinking)?"]
+    title = f" {quote(form.title)}" if form.title else ""
+    return ["thinking"] if form.opened_by(prompt) else [f"({g.marker(form.start)}{title} thinking)?"]
 
 
 _CALLS: Mapping[str, Callable[[Lark, Chat, bool], str]] = {

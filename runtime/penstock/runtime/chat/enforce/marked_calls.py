@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from penstock.runtime.chat.enforce.gemma4_calls import gemma4_body
 from penstock.runtime.chat.enforce.lark import Lark
-from penstock.runtime.chat.enforce.object_calls import deepseek_body, hermes_body
+from penstock.runtime.chat.enforce.object_calls import deepseek_body, granite_body, hermes_body
+from penstock.runtime.chat.enforce.pythonic_calls import olmo3_body
 from penstock.runtime.chat.enforce.xml_calls import function_bodies, glm_body
-from penstock.runtime.chat.forms import deepseek, hermes
+from penstock.runtime.chat.forms import deepseek, gemma4, granite, hermes
+from penstock.runtime.chat.forms.python import olmo3
 from penstock.runtime.chat.forms.xml import functions, glm
 from penstock.runtime.chat.messages import Chat
 
@@ -31,6 +34,9 @@ MARKED: Mapping[str, Marked] = {
     "minimax_m2": Marked(functions.MINIMAX_M2.start, function_bodies(functions.MINIMAX_M2), None),
     "glm": Marked(glm.START, glm_body),
     "deepseek": Marked(deepseek.START, deepseek_body, None),
+    "granite": Marked(granite.START, granite_body, None),
+    "olmo3": Marked(olmo3.START, olmo3_body, None),
+    "gemma4": Marked(gemma4.START, gemma4_body, ""),
 }
 
 

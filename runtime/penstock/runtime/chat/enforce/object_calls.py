@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.runtime.chat.enforce.arguments import arguments, check_names
 from penstock.runtime.chat.enforce.lark import Lark, quote
-from penstock.runtime.chat.forms import deepseek, hermes, llama3_json, mistral
+from penstock.runtime.chat.forms import deepseek, granite, hermes, llama3_json, mistral
 from penstock.runtime.chat.messages import Chat
 
 
@@ -44,9 +44,19 @@ def mistral_body(g: Lark, chat: Chat, several: bool) -> tuple[str, bool]:
             f"{quote(tool.name)} {g.marker(mistral.ARGUMENTS)} {arguments(g, chat, tool)}" for tool in tools
         ]
         return g.rule("call", " | ".join(named)), True
+    return f'" "? {_array(g, chat, several)}', False
+
+
+def granite_body(g: Lark, chat: Chat, several: bool) -> str:
+    """What comes after the marker."""
+    end = f" {g.marker(granite.END)}?" if g.is_token(granite.END) else ""
+    return f'" "? {_array(g, chat, several)}{end}'
+
+
+def _array(g: Lark, chat: Chat, several: bool) -> str:
     call = objects(g, chat, "arguments")
     others = f' (", " {call})*' if several else ""
-    return f'" "? "[" {call}{others} "]"', False
+    return f'"[" {call}{others} "]"'
 
 
 def llama3_json_calls(g: Lark, chat: Chat, several: bool) -> str:

@@ -6,9 +6,10 @@ A grammar of one argument after the other cannot enforce what a schema says of t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.runtime.chat.enforce.lark import Lark, quote
 from penstock.runtime.chat.messages import Chat, Tool
 from penstock.runtime.errors import Violation
 
@@ -68,6 +69,23 @@ def properties_of(tool: Tool) -> tuple[dict[str, Mapping[str, Any]], frozenset[s
             schema = {} if schema is True else {"not": {}}
         schemas[key] = {**schema, **definitions} if _refers(schema) else schema
     return schemas, frozenset(required)
+
+
+def in_order(g: Lark, number: str, members: Sequence[tuple[str, bool]], comma: str) -> str:
+    """What derives all required members and some of the others, in order, with `comma` between them. Each
+    member is what derives it, and whether it is required. `number` is part of the rules' names.
+    """
+    first = then = ""  # what may come from a member on, with none and with some before it
+    for i, (body, is_required) in reversed(list(enumerate(members))):
+        member = g.rule(f"member_{number}_{i}", body)
+        begin = f"{member} {then}"
+        if is_required:
+            first = g.rule(f"first_{number}_{i}", begin)
+            then = g.rule(f"then_{number}_{i}", f"{quote(comma)} {member} {then}")
+        else:
+            first = g.rule(f"first_{number}_{i}", f"{begin} | {first}" if first else f"({begin})?")
+            then = g.rule(f"then_{number}_{i}", f"({quote(comma)} {member})? {then}")
+    return first or '""'
 
 
 def _refers(schema: Any) -> bool:

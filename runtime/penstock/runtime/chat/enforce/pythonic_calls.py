@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from penstock.runtime.chat.enforce.arguments import follows_schema, value
 from penstock.runtime.chat.enforce.lark import Lark, quote
-from penstock.runtime.chat.enforce.one_by_one import problems, properties_of
+from penstock.runtime.chat.enforce.one_by_one import in_order, problems, properties_of
+from penstock.runtime.chat.forms.python import olmo3
 from penstock.runtime.chat.forms.python.pythonic import ENDS, KEYWORD, NAME
 from penstock.runtime.chat.messages import Chat, Tool
 from penstock.runtime.errors import InvalidRequest
@@ -59,10 +60,21 @@ def calls_of(g: Lark, chat: Chat) -> dict[str, str]:
 
 def call_list(g: Lark, keywords: Mapping[str, str], several: bool) -> CallList:
     """Adds rules for a list of one or more calls of `calls_of`."""
-    bodies = [f'{quote(f"{name}(")} {rule} ")"' for name, rule in keywords.items()]
-    call = g.rule("call", " | ".join(bodies))
+    call = _any_call(g, keywords)
     others = f' (", " {call})*' if several else ""
     return CallList(g.rule("calls", f'"[" {call}{others} "]"'), f'")"{others} "]"')
+
+
+def olmo3_body(g: Lark, chat: Chat, several: bool) -> str:
+    """What comes after the opening tag of OLMo 3's calls."""
+    call = _any_call(g, calls_of(g, chat))
+    others = f' ("\\n" {call})*' if several else ""
+    return f'"\\n"? {call}{others} "\\n"? {g.marker(olmo3.END)}'
+
+
+def _any_call(g: Lark, keywords: Mapping[str, str]) -> str:
+    bodies = [f'{quote(f"{name}(")} {rule} ")"' for name, rule in keywords.items()]
+    return g.rule("call", " | ".join(bodies))
 
 
 def _keywords(g: Lark, chat: Chat, tool: Tool, number: int) -> str:
@@ -73,17 +85,11 @@ def _keywords(g: Lark, chat: Chat, tool: Tool, number: int) -> str:
         keyword = g.rule(f"any_{number}", f"/[A-Za-z_][A-Za-z0-9_]*=/ {g.json({})}")
         return f'({keyword} (", " {keyword})*)?'
     properties, required = properties_of(tool)
-    first = then = ""  # what may come from a keyword on, with none and with some before it
-    for i, (key, schema) in reversed(list(enumerate(properties.items()))):
-        keyword = g.rule(f"keyword_{number}_{i}", f"{quote(f'{key}=')} {_value(g, chat, tool, schema)}")
-        begin = f"{keyword} {then}"
-        if key in required:
-            first = g.rule(f"first_{number}_{i}", begin)
-            then = g.rule(f"then_{number}_{i}", f'", " {keyword} {then}')
-        else:
-            first = g.rule(f"first_{number}_{i}", f"{begin} | {first}" if first else f"({begin})?")
-            then = g.rule(f"then_{number}_{i}", f'(", " {keyword})? {then}')
-    return first or '""'
+    members = [
+        (f"{quote(f'{key}=')} {_value(g, chat, tool, schema)}", key in required)
+        for key, schema in properties.items()
+    ]
+    return in_order(g, str(number), members, ", ")
 
 
 def _value(g: Lark, chat: Chat, tool: Tool, schema: Mapping[str, Any]) -> str:

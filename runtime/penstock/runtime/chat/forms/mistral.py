@@ -32,7 +32,7 @@ def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
         yield from literal(r, START)
         yield from spaces(r)
         is_array = yield from literal(r, "[")
-        call = yield from (_element(r) if is_array else _named(r))
+        call = yield from (element(r) if is_array else _named(r))
         if call is None:
             r.back()
             out.text(r.take(len(START)))
@@ -40,22 +40,23 @@ def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
         r.keep()
         out.call(call)
         if is_array:
-            yield from _other_elements(r, out)
+            yield from other_elements(r, out)
 
 
-def _element(r: Reader) -> Wait[Call | None]:
+def element(r: Reader) -> Wait[Call | None]:
+    """Consumes a call of an array."""
     yield from spaces(r)
     return (yield from call_object(r))
 
 
-def _other_elements(r: Reader, out: Events) -> Wait[None]:
+def other_elements(r: Reader, out: Events) -> Wait[None]:
     """Consumes the array after its first call, as far as it is valid."""
     while True:
         r.mark()
         yield from spaces(r)
         if (yield from literal(r, "]")):
             return r.keep()
-        call = (yield from _element(r)) if (yield from literal(r, ",")) else None
+        call = (yield from element(r)) if (yield from literal(r, ",")) else None
         if call is None:
             return r.back()
         r.keep()

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.runtime.chat.forms import deepseek, hermes, llama3_json, mistral
+from penstock.runtime.chat.forms import deepseek, gemma4, granite, hermes, llama3_json, mistral
 from penstock.runtime.chat.forms.events import Event, Events, Tools
-from penstock.runtime.chat.forms.python import pythonic
+from penstock.runtime.chat.forms.python import olmo3, pythonic
 from penstock.runtime.chat.forms.reader import Reader, Stream, Wait
 from penstock.runtime.chat.forms.xml import functions, glm
 
@@ -44,6 +44,9 @@ TOOL_FORMS: Mapping[str, ToolForm] = {
         _functions("minimax_m2", functions.MINIMAX_M2),
         ToolForm("glm", glm.parse, glm.MARKERS),
         ToolForm("deepseek", deepseek.parse, deepseek.MARKERS),
+        ToolForm("granite", granite.parse, granite.MARKERS),
+        ToolForm("olmo3", olmo3.parse, olmo3.MARKERS),
+        ToolForm("gemma4", gemma4.parse, gemma4.MARKERS),
     )
 }
 

@@ -53,7 +53,7 @@ def _list(r: Reader, known: Collection[str] | None) -> Wait[list[Call] | None]:
     comma = yield from literal(r, "[")
     while comma:
         yield from spaces(r)
-        call = yield from _call(r, known)
+        call = yield from python_call(r, known)
         if call is None:
             return None
         calls.append(call)
@@ -64,7 +64,8 @@ def _list(r: Reader, known: Collection[str] | None) -> Wait[list[Call] | None]:
     return None
 
 
-def _call(r: Reader, known: Collection[str] | None) -> Wait[Call | None]:
+def python_call(r: Reader, known: Collection[str] | None) -> Wait[Call | None]:
+    """Consumes `f(a=1)`. Returns None as soon as it cannot be one, or not one of a `known` tool."""
     name = yield from (run_of(r, NAME) if known is None else _known_name(r, known))
     if not name or not (yield from literal(r, "(")):
         return None
