@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
+from itertools import starmap
 
 import jax
 import numpy as np
@@ -24,13 +25,15 @@ from penstock.runtime.host.processors import available_processors
 from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.scheduling.pacing import Pacer
-from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
+from penstock.runtime.scheduling.scheduler import Scheduler
+from penstock.runtime.scheduling.scheduler_config import GroupLimits, SchedulerConfig
 from penstock.runtime.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
 
 _PROBE_PAGES = 64
-"""How many pages the cache has for which programs are compiled to measure their scratch memory."""
+"""How many pages each group of layers has in the cache for which programs are compiled to measure their
+scratch memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +65,14 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
     use_compilation_cache(config.compilation_cache)
     buckets = _buckets(model, config, backend)
     shapes = _runner_config(model, config, buckets, threads=threads)
-    page_bytes = cache.page_bytes(config.page_size, np.dtype(model.dtype))
+    groups = cache.groups(config.page_size, np.dtype(model.dtype))
     state_bytes = cache.slot_bytes * config.max_num_seqs
     kv = plan_kv(
         config,
         model_max_len=model.max_model_len,
-        page_bytes=page_bytes,
+        groups=groups,
         state_bytes=state_bytes,
         device_bytes=_free_bytes(model, config, shapes, backend),
-        sliding_window=cache.sliding_window,
     )
     shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len)
     runner = ModelRunner(model.graphdef, model.weights, model.cache, shapes, backend)
@@ -85,7 +87,8 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
         config,
         served_model_name=model.name,
         max_model_len=kv.max_model_len,
-        kv_cache_bytes=kv.num_pages * page_bytes + state_bytes,
+        kv_cache_bytes=state_bytes
+        + sum(pages * group.page_bytes for pages, group in zip(kv.num_pages, groups, strict=True)),
         dtype=np.dtype(model.dtype).name,
         threads=threads,
         target_itl_s=_target_itl_s(config, batch_invariant=batch_invariant),
@@ -103,7 +106,7 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
             eos_token_ids=model.eos_token_ids,
             defaults=model.defaults,
             directory=model.directory,
-            num_pages=kv.num_pages,
+            num_pages=sum(kv.num_pages),
             page_size=config.page_size,
             devices=tuple(f"{d.platform}:{d.id} {d.device_kind}" for d in backend.mesh.devices.flat),
             batch_invariant=batch_invariant,
@@ -184,12 +187,13 @@ def _runner_config(
 def _scheduler_config(
     model: ServedModel, config: ResolvedConfig, buckets: Buckets, kv: KVPlan
 ) -> SchedulerConfig:
+    (num_pages, window), *further = zip(kv.num_pages, model.cache.windows, strict=True)
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=kv.max_model_len,
         page_size=config.page_size,
-        num_pages=kv.num_pages,
+        num_pages=num_pages,
         eos_token_ids=frozenset(model.eos_token_ids),
         feature_slots=config.feature_slots,
         max_queued_requests=config.max_queued_requests,
@@ -197,7 +201,8 @@ def _scheduler_config(
         step_sizes=() if model.skips_padding else buckets.token_buckets,
         scheduling_policy=config.scheduling_policy,
         prefix_cache_pages=config.prefix_cache_pages,
-        sliding_window=model.cache.sliding_window,
+        sliding_window=window,
+        further_groups=tuple(starmap(GroupLimits, further)),
         has_state=model.cache.has_state,
         window_steps=() if buckets.window_steps == (0,) else buckets.window_steps,
     )

@@ -112,8 +112,8 @@ class EngineConfig:
     """Share of the accelerator memory that JAX may take, for weights, programs and KV together. JAX may take
     75 % unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; `penstock serve` makes that 95 %."""
     prefix_cache_pages: int | None = None
-    """Most KV pages kept for prefixes that no running request uses; None: all free pages; 0: no prefix cache.
-    """
+    """Most KV pages kept for prefixes that no running request uses, in each group of layers (those without a
+    sliding window, and those with one); None: all free pages; 0: no prefix cache."""
     overlap: bool = True
     """Whether a step is dispatched before the tokens of the step before it are read."""
     max_decode_steps: int = 8

@@ -25,7 +25,7 @@ class ModelInfo:
     defaults: GenerationDefaults
     """The values that sampling parameters have if a request does not set them."""
     num_pages: int
-    """Pages of the KV cache."""
+    """Pages of the KV cache, of all groups of layers together."""
     page_size: int
     """Tokens per page."""
     devices: tuple[str, ...]

@@ -13,6 +13,7 @@ from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParam
 from penstock.runtime.config import CPU_SIZES, resolve
 from penstock.runtime.errors import ExceedsKVCapacity
 from penstock.runtime.execution.kv_sizing import plan_kv
+from penstock.runtime.ops.cache_spec import CacheGroup
 from penstock.runtime.requests.request import Request
 from penstock.runtime.scheduling.scheduler_config import capacity_tokens
 from tests.support.models.toy import TEST_CACHE
@@ -83,8 +84,8 @@ def test_the_context_is_not_cut_to_a_pool_that_holds_the_window():
     assert capacity_tokens(100, 4, 392, 5000) == 5000
     assert capacity_tokens(100, 4, 393, 5000) == 400
     for window, length in ((None, 401), (392, 5000), (393, 401)):
-        plan = plan_kv(config, model_max_len=5000, page_bytes=10, device_bytes=None, sliding_window=window)
-        assert (plan.num_pages, plan.max_model_len) == (100, length)
+        plan = plan_kv(config, model_max_len=5000, groups=(CacheGroup(window, 10),), device_bytes=None)
+        assert (plan.num_pages, plan.max_model_len) == ((100,), length)
 
 
 def test_tokens_are_pytorchs_though_the_pool_is_shorter_than_the_prompt():

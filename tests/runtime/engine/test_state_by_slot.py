@@ -22,7 +22,7 @@ from penstock.runtime.execution.kv_sizing import KVPlan, plan_kv, prefix_cache_p
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.grammar.masks.step_masks import Filled, StepMasks
 from penstock.runtime.loop.interface import InFlightPolicy
-from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
+from penstock.runtime.ops.cache_spec import CacheGroup, CacheSpec, PagedKV
 from penstock.runtime.requests.constraint import Mask
 from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import Request, StoppingParams
@@ -272,7 +272,7 @@ def test_memory_is_summed_over_layers_by_hand() -> None:
     assert cache.page_bytes(4, np.dtype(np.float32)) == 2 * (2 * 4 * 4 * 4)
     assert cache.page_bytes(4, np.dtype(np.float16)) == 2 * (2 * 4 * 4 * 2)
     assert cache.slot_bytes == 2 * 4 + 2 * 4
-    arrays = cache.arrays(7, 4, 3, np.dtype(np.float32))
+    arrays = cache.arrays((7,), 4, 3, np.dtype(np.float32))
     assert [leaf.shape for leaf in jax.tree.leaves(arrays)] == [
         (6,),
         (7, 2, 1, 4, 4),
@@ -283,22 +283,27 @@ def test_memory_is_summed_over_layers_by_hand() -> None:
     assert sum(sizes) == 7 * cache.page_bytes(4, np.dtype(np.float32)) + 3 * cache.slot_bytes
 
 
-def test_windows_count_if_every_layer_with_pages_has_one() -> None:
+def test_layers_with_equal_windows_are_a_group() -> None:
     full, near, far = (PagedKV(1, 4, window) for window in (None, 8, 64))
-    assert CacheSpec((near, far, near)).sliding_window == 64
-    assert CacheSpec((near, STATE)).sliding_window == 8
-    assert CacheSpec((near, full)).sliding_window is None
-    assert CacheSpec((STATE,)).sliding_window is None
+    for layers, windows, group_of in (
+        ((near, far, near), (64, 8), (1, 0, 1)),
+        ((near, STATE), (8,), (0, 0)),
+        ((near, full, far, full), (None, 64, 8), (2, 0, 1, 0)),
+        ((STATE,), (None,), (0,)),
+    ):
+        assert (CacheSpec(layers).windows, CacheSpec(layers).group_of) == (windows, group_of)
 
 
 def test_state_is_a_part_of_the_budget() -> None:
     config = resolve(EngineConfig(max_num_seqs=2, page_size=16, kv_cache_bytes=1000), CPU_SIZES)
     sizes: dict[str, Any] = {"model_max_len": 64, "device_bytes": None}
-    assert plan_kv(config, page_bytes=100, state_bytes=350, **sizes) == KVPlan(6, 64)
-    assert plan_kv(config, page_bytes=0, state_bytes=350, **sizes) == KVPlan(8, 64)  # pages without memory
+    assert plan_kv(config, groups=(CacheGroup(None, 100),), state_bytes=350, **sizes) == KVPlan((6,), 64)
+    assert plan_kv(config, groups=(CacheGroup(None, 0),), state_bytes=350, **sizes) == KVPlan(
+        (8,), 64
+    )  # pages without memory
     for page_bytes in (0, 100):
         with pytest.raises(ConfigError, match=r"kv_cache_bytes: 1000 .* 1001 of state for 2 requests"):
-            plan_kv(config, page_bytes=page_bytes, state_bytes=1001, **sizes)
+            plan_kv(config, groups=(CacheGroup(None, page_bytes),), state_bytes=1001, **sizes)
 
 
 def test_there_is_no_prefix_cache_if_there_is_state() -> None:

@@ -30,6 +30,7 @@ from penstock.runtime.execution.kv_sizing import (
 )
 from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.execution.runner_config import RunnerConfig
+from penstock.runtime.ops.cache_spec import CacheGroup
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from tests.support.models.toy import toy_backend, toy_engine, toy_model
 
@@ -39,35 +40,37 @@ CONFIG = resolve(EngineConfig(max_num_seqs=2, page_size=16), CPU_SIZES)
 def plan(
     config: ResolvedConfig = CONFIG, *, model: int = 64, page: int = 100, device: int | None = None
 ) -> KVPlan:
-    return plan_kv(config, model_max_len=model, page_bytes=page, device_bytes=device)
+    return plan_kv(config, model_max_len=model, groups=(CacheGroup(None, page),), device_bytes=device)
 
 
 def test_the_default_on_cpu_takes_no_more_pages_than_all_rows_can_fill() -> None:
-    assert plan() == KVPlan(num_pages=8, max_model_len=64)  # 2 rows of 64 / 16 pages
+    assert plan() == KVPlan((8,), 64)  # 2 rows of 64 / 16 pages
 
 
 def test_the_cache_takes_all_the_bytes_that_were_asked_for() -> None:
     """Pages beyond those that the rows can fill keep prefixes."""
-    assert plan(dataclasses.replace(CONFIG, kv_cache_bytes=5050)) == KVPlan(num_pages=50, max_model_len=64)
-    assert plan(device=5050) == KVPlan(num_pages=50, max_model_len=64)
+    assert plan(dataclasses.replace(CONFIG, kv_cache_bytes=5050)) == KVPlan((50,), 64)
+    assert plan(device=5050) == KVPlan((50,), 64)
 
 
 def test_explicit_bytes_win_over_the_device_and_lower_the_context() -> None:
     config = dataclasses.replace(CONFIG, kv_cache_bytes=350)
-    assert plan(config, device=10**9) == KVPlan(3, 49)  # 3 pages hold 48 positions; the last token needs none
+    assert plan(config, device=10**9) == KVPlan(
+        (3,), 49
+    )  # 3 pages hold 48 positions; the last token needs none
 
 
 def test_device_bytes_and_the_logged_default(caplog: pytest.LogCaptureFixture) -> None:
-    assert plan(device=250) == KVPlan(2, 33)
+    assert plan(device=250) == KVPlan((2,), 33)
     with caplog.at_level("INFO"):
-        assert plan(page=DEFAULT_CPU_KV_BYTES // 3) == KVPlan(3, 49)
+        assert plan(page=DEFAULT_CPU_KV_BYTES // 3) == KVPlan((3,), 49)
     assert "kv_cache_bytes is not set: the KV cache takes 1.00 GiB" in caplog.text
     assert "the context is 49 tokens, not the model's 64" in caplog.text
 
 
 def test_an_explicit_context_is_kept_or_refused() -> None:
     config = dataclasses.replace(CONFIG, max_model_len=40, kv_cache_bytes=300)
-    assert plan(config) == KVPlan(3, 40)
+    assert plan(config) == KVPlan((3,), 40)
     with pytest.raises(ConfigError, match=r"needs? .*300 bytes.*at least 300"):
         plan(dataclasses.replace(config, kv_cache_bytes=200))
     with pytest.raises(ConfigError, match="more than the model's own 64"):

@@ -64,7 +64,7 @@ def make_runner(max_decode_steps: int = 1, window_steps: tuple[int, ...] = (0,))
 @pytest.fixture
 def runner() -> Iterator[ModelRunner]:
     runner = make_runner()
-    runner.initialize_kv_cache(16)
+    runner.initialize_kv_cache((16,))
     runner.compile()
     yield runner
     runner.shutdown()
@@ -135,7 +135,7 @@ def test_decodes_under_a_constraint_compute_no_more_rows_than_others(
 def looping(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     """Runners with both kinds of windows."""
     runner = make_runner(max_decode_steps=8, window_steps=request.param)
-    runner.initialize_kv_cache(16)
+    runner.initialize_kv_cache((16,))
     runner.compile()
     yield runner
     runner.shutdown()
@@ -233,7 +233,7 @@ def test_padding_writes_nowhere_and_reads_nothing(runner: ModelRunner) -> None:
     """Although all pages are full of NaN, a step makes the right token, and it writes only the positions of
     its own row.
     """
-    (shape,) = (layer.shape for layer in runner.device.cache_shapes(16))
+    (shape,) = (layer.shape for layer in runner.device.cache_shapes((16,)))
     poison = np.full(shape, np.nan, np.float32)
     runner.device.kv = (jax.device_put(poison, runner.device.kv[0].sharding),)
     result = runner.execute(prefill([5, 6, 7, 8, 9], 1, [3, 11]))
@@ -248,10 +248,10 @@ def test_pages_are_copied_in_all_layers_in_place_and_padding_copies_nothing() ->
     before = [np.array(layer) for layer in kv]
     pointers = [layer.unsafe_buffer_pointer() for layer in kv]
     program = compile_program(
-        make_page_copies(CacheSpec((PagedKV(1, 3),) * 3)), kv, pack_page_copies((), 4, 5), donate=(0,)
+        make_page_copies(CacheSpec((PagedKV(1, 3),) * 3)), kv, pack_page_copies((), 4, (5,)), donate=(0,)
     )
     for copies in [(), ((4, 0), (2, 1)), ((0, 3),), ((1, 4), (1, 2), (1, 0), (1, 3))]:
-        kv = program(kv, pack_page_copies(tuple(starmap(PageCopy, copies)), 4, 5))
+        kv = program(kv, pack_page_copies(tuple(starmap(PageCopy, copies)), 4, (5,)))
         for layer in before:
             layer[[to for _, to in copies]] = layer[[at for at, _ in copies]]
         for layer, expected in zip(kv, before, strict=True):
@@ -289,7 +289,7 @@ def test_destroying_the_cache_frees_it_and_it_can_come_back(runner: ModelRunner)
     assert layer.is_deleted()
     with pytest.raises(ConfigError, match="not initialised"):
         runner.execute(prefill([1], 0, [0]))
-    runner.initialize_kv_cache(16)
+    runner.initialize_kv_cache((16,))
     assert list(runner.execute(prefill([1], 0, [0])).token_ids[0]) == toy_tokens([1], 1)
 
 
@@ -298,7 +298,7 @@ def test_order_of_setup_is_checked() -> None:
     with pytest.raises(ConfigError, match="before compile"):
         runner.compile()
     with pytest.raises(ConfigError, match="at least one page"):
-        runner.initialize_kv_cache(0)
+        runner.initialize_kv_cache((0,))
 
 
 def test_new_weights_serve_without_a_compile(runner: ModelRunner) -> None:
@@ -372,7 +372,7 @@ def test_layout_round_trip() -> None:
     assert out.max_samples.tolist() == [1, 5, 0, 2]
     assert out.bans.tolist() == [0, 3, 0, 2]
     assert rows.stop_ids[2, 5] == 44
-    assert (out.page_indices.tolist(), out.pages.tolist()) == ([7, 7, 2, 7], [0, 0, 9, 0])
+    assert (out.page_indices.tolist(), out.pages[0].tolist()) == ([7, 7, 2, 7], [0, 0, 9, 0])
 
 
 def test_a_small_value_does_not_become_0_which_means_off() -> None:

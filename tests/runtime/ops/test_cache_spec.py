@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV, SlotState
+from penstock.runtime.ops.cache_spec import CacheGroup, CacheSpec, LatentKV, PagedKV, SlotState
 
 BF16 = np.dtype(np.float16)  # has as many bytes
 
@@ -23,7 +23,7 @@ def test_deepseek_v3_keeps_70272_bytes_of_a_token() -> None:
 
 def test_the_arrays_hold_exactly_what_is_counted() -> None:
     cache = CacheSpec((LatentKV(32, 16), PagedKV(2, 8)))
-    latent, keys_and_values = cache.arrays(5, 4, 3, BF16)
+    latent, keys_and_values = cache.arrays((5,), 4, 3, BF16)
     assert (latent.shape, latent.dtype) == ((5, 1, 1, 4, 48), np.uint16)
     sizes = [int(np.prod(array.shape)) * array.dtype.itemsize for array in (latent, keys_and_values)]
     assert sum(sizes) == 5 * cache.page_bytes(4, BF16)
@@ -33,6 +33,21 @@ def test_latent_layers_have_pages_and_no_window() -> None:
     """So their requests share prefixes, and keep every page."""
     latent = LatentKV(32, 16)
     state = SlotState((jax.ShapeDtypeStruct((4,), np.dtype(np.float32)),))
-    assert CacheSpec((latent, PagedKV(1, 4, 8))).sliding_window is None
+    assert CacheSpec((latent, PagedKV(1, 4, 8))).windows == (None, 8)
     assert not CacheSpec((latent, latent)).has_state
     assert CacheSpec((latent, state)).paged == (latent,)
+
+
+def test_each_group_has_pages_of_its_own_number_and_size() -> None:
+    """Of Gemma 3's pattern: five layers with a window of 1,024, and one without. Layers may have other heads
+    in each group.
+    """
+    near, whole = PagedKV(4, 256, 1024), PagedKV(2, 512)
+    cache = CacheSpec((near,) * 5 + (whole,) + (near,) * 2)
+    assert cache.groups(16, BF16) == (
+        CacheGroup(None, 2 * 16 * 2 * 512 * 2),
+        CacheGroup(1024, 7 * 2 * 16 * 4 * 256 * 2),
+    )
+    arrays = cache.arrays((9, 3), 16, 4, BF16)
+    assert [array.shape[0] for array in arrays] == [3] * 5 + [9] + [3] * 2
+    assert {array.shape[1:] for array in arrays} == {(2, 4, 16, 256), (2, 2, 16, 512)}

@@ -136,7 +136,7 @@ def toy_runner(model: ServedModel, buckets: Buckets) -> Iterator[ModelRunner]:
         show_progress=False,
     )
     runner = ModelRunner(model.graphdef, model.weights, model.cache, config, toy_backend())
-    runner.initialize_kv_cache(64)
+    runner.initialize_kv_cache((64,))
     runner.compile()
     yield runner
     runner.shutdown()

@@ -1,12 +1,28 @@
-"""How large the KV cache is, and so how long a request may be. Pure arithmetic; no jax."""
+"""How large the KV cache is, and so how long a request may be. Pure arithmetic.
+
+If all layers are alike, the budget divided by the bytes of a page is the number of pages, n. Otherwise the
+layers are in groups (`CacheSpec`), each of which has a number of pages of its own:
+
+- A group with a sliding window gets no more than n pages, and no more than all rows can use together: for
+  each row its window, wherever in a page it begins, and the decode steps of one dispatch; and two of the
+  largest chunks of a prompt. To that come as many pages again for prefixes, but at most half of what is left
+  up to n.
+- The first group, which has no window or the largest one, gets all the rest. So it has n pages at least, and
+  nothing that fitted before fits no more.
+- If that is too little for a max_model_len that the operator asked for, the groups with a window get only
+  what one request needs there.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.config import EngineConfig, ResolvedConfig
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.ops.cache_spec import CacheGroup
+from penstock.runtime.scheduling.paging.group import window_pages
 from penstock.runtime.scheduling.scheduler_config import capacity_tokens
 
 log = logging.getLogger(__name__)
@@ -18,11 +34,11 @@ memory may be taken."""
 
 @dataclass(frozen=True, slots=True)
 class KVPlan:
-    """The resolved sizes: pages of the cache, and most tokens (prompt and generated together) of one
-    request.
+    """The resolved sizes: pages of each group of layers, and most tokens (prompt and generated together) of
+    one request.
     """
 
-    num_pages: int
+    num_pages: tuple[int, ...]
     max_model_len: int
 
 
@@ -59,12 +75,11 @@ def plan_kv(
     config: ResolvedConfig,
     *,
     model_max_len: int,
-    page_bytes: int,
+    groups: Sequence[CacheGroup],
     state_bytes: int = 0,
     device_bytes: int | None,
-    sliding_window: int | None = None,
 ) -> KVPlan:
-    """Resolves the number of pages and the context length.
+    """Resolves the numbers of pages and the context length.
 
     The budget is kv_cache_bytes, else `device_bytes`, and all of it is taken: pages beyond what the rows can
     fill keep prefixes. Without either the budget is a default, which is logged, and of which only as much is
@@ -73,9 +88,8 @@ def plan_kv(
     request needs no KV, so `num_pages * page_size` positions hold one token more. If all layers have a
     sliding window, pages out of it are given back, so pages for the window hold any context.
 
-    `page_bytes` are the bytes of one page, and `state_bytes` those of the state of all slots, in all layers.
-    The state is part of the budget. If no layer has pages, there are as many pages as all rows could fill:
-    they are numbers without memory.
+    `state_bytes` are the bytes of the state of all slots, in all layers. The state is part of the budget. If
+    no layer has pages, there are as many pages as all rows could fill: they are numbers without memory.
     """
     page_size = config.page_size
     asked_for = config.kv_cache_bytes or device_bytes
@@ -89,15 +103,29 @@ def plan_kv(
     wanted_len = config.max_model_len or model_max_len
     pages_per_row = -(-wanted_len // page_size)
     most_pages = pages_per_row * config.max_num_seqs
-    num_pages = (budget - state_bytes) // page_bytes if page_bytes else most_pages
-    if asked_for is None:
-        num_pages = min(num_pages, most_pages)
-    if num_pages < 1 or budget < state_bytes:
+    page_bytes = sum(group.page_bytes for group in groups)
+    equal = (budget - state_bytes) // page_bytes if page_bytes else most_pages
+    if equal < 1 or budget < state_bytes:
         beside = f", beside {state_bytes} of state for {config.max_num_seqs} requests" if state_bytes else ""
         raise ConfigError(f"kv_cache_bytes: {budget} is less than one page of {page_bytes} bytes{beside}")
-    fits_len = capacity_tokens(num_pages, page_size, sliding_window, wanted_len) + 1
+    if asked_for is None:
+        equal = min(equal, most_pages)
+    first, *others = groups
+    least = [min(pages_per_row, _pages_for_one(group, config)) for group in others]
+    further = [_pages_for_all(group, config, pages_per_row, equal) for group in others]
+    num_pages = _rest(budget - state_bytes, first, others, further) if page_bytes else equal
+    if config.max_model_len is not None and num_pages < pages_per_row:
+        further = [min(pair) for pair in zip(least, further, strict=True)]
+        num_pages = _rest(budget - state_bytes, first, others, further) if page_bytes else equal
+    if asked_for is None:
+        num_pages = min(num_pages, most_pages)
+    plan = (num_pages, *further)
+    fits_len = 1 + min(
+        capacity_tokens(pages, page_size, group.window, wanted_len)
+        for pages, group in zip(plan, groups, strict=True)
+    )
     if fits_len < 2 or (config.max_model_len is not None and wanted_len > fits_len):
-        needed = pages_per_row * page_bytes + state_bytes
+        needed = _bytes(groups, (pages_per_row, *least)) + state_bytes
         raise ConfigError(
             f"max_model_len: {wanted_len} tokens need {needed} bytes of KV cache and the budget is {budget}; "
             f"set kv_cache_bytes to at least {needed}, or max_model_len to at most {fits_len}"
@@ -110,12 +138,45 @@ def plan_kv(
             wanted_len,
         )
     log.info(
-        "KV cache: %d pages of %d tokens, %.2f GiB",
+        "KV cache: %d pages of %d tokens%s, %.2f GiB",
         num_pages,
         page_size,
-        (num_pages * page_bytes + state_bytes) / 2**30,
+        "".join(
+            f", {pages} for the layers with a sliding window of {group.window}"
+            for pages, group in zip(further, others, strict=True)
+        ),
+        (_bytes(groups, plan) + state_bytes) / 2**30,
     )
-    return KVPlan(num_pages, min(wanted_len, fits_len))
+    return KVPlan(plan, min(wanted_len, fits_len))
+
+
+def _bytes(groups: Sequence[CacheGroup], num_pages: Sequence[int]) -> int:
+    return sum(group.page_bytes * pages for group, pages in zip(groups, num_pages, strict=True))
+
+
+def _rest(budget: int, first: CacheGroup, others: Sequence[CacheGroup], num_pages: Sequence[int]) -> int:
+    """How many pages the first group can have beside so many of the others."""
+    return (budget - _bytes(others, num_pages)) // first.page_bytes
+
+
+def _chunk_pages(config: ResolvedConfig) -> int:
+    """Pages of the largest chunk of a prompt, wherever in a page it begins."""
+    chunk = config.max_prefill_chunk or config.max_num_batched_tokens
+    return -(-chunk // config.page_size) + 1
+
+
+def _pages_for_one(group: CacheGroup, config: ResolvedConfig) -> int:
+    """How many pages of a group with a window one request needs to run as fast as it can."""
+    assert group.window is not None
+    steps = config.max_decode_steps // config.page_size
+    return window_pages(group.window, config.page_size) + steps + _chunk_pages(config)
+
+
+def _pages_for_all(group: CacheGroup, config: ResolvedConfig, pages_per_row: int, equal: int) -> int:
+    """How many pages a group with a window gets of a budget that has room for `equal` pages of all layers."""
+    per_row = min(_pages_for_one(group, config) - _chunk_pages(config), pages_per_row)
+    used = config.max_num_seqs * per_row + 2 * _chunk_pages(config)
+    return min(equal, used + min(used, max(equal - used, 0) // 2))
 
 
 def prefix_cache_pages(config: EngineConfig, *, has_state: bool) -> int | None:

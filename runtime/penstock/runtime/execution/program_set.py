@@ -57,8 +57,8 @@ class Programs:
 
 @dataclass(frozen=True, slots=True)
 class ProgramBuilder:
-    """Everything that programs are compiled for. `kv` holds the shapes of the cache with `num_pages` pages;
-    `weights` and `state` may be arrays or shapes.
+    """Everything that programs are compiled for. `kv` holds the shapes of the cache with `num_pages` pages in
+    each group of layers; `weights` and `state` may be arrays or shapes.
     """
 
     config: RunnerConfig
@@ -66,7 +66,7 @@ class ProgramBuilder:
     weights: Weights
     state: RowState
     cache: CacheSpec
-    num_pages: int
+    num_pages: tuple[int, ...]
     kv: KVCache
     backend: Backend
     sharding: jax.sharding.Sharding
@@ -101,7 +101,7 @@ class ProgramBuilder:
         )
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
-        packed = self._ints(Layout(key).size)
+        packed = self._ints(self._layout(key).size)
         return compile_program(
             self._forward(key), self.weights, self.kv, self.state, packed, donate=(1, 2), name=key.name
         )
@@ -109,20 +109,20 @@ class ProgramBuilder:
     def window(self, key: ProgramKey) -> jax.stages.Compiled:
         program = make_window(
             self.rebuild,
-            Layout(key),
+            self._layout(key),
             self._shapes,
             self.backend.attention,
             self.backend.sampler,
             key.num_steps or self.config.max_decode_steps,
         )
-        packed = self._ints(Layout(key).size)
+        packed = self._ints(self._layout(key).size)
         return compile_program(
             program, self.weights, self.kv, self.state, packed, donate=(1, 2), name=key.name
         )
 
     def choice(self, rows: int) -> jax.stages.Compiled:
         key = ProgramKey(rows, rows, decode_only=True)
-        layout, logits = Layout(key), self._outputs(key).logits
+        layout, logits = self._layout(key), self._outputs(key).logits
         mask = self._ints(rows, mask_words(self.config.vocab_size))
         program = make_choice(layout, self.backend.sampler, self.config.num_top)
         packed = self._ints(layout.rows_size)
@@ -143,11 +143,14 @@ class ProgramBuilder:
 
     def copy_pages(self) -> jax.stages.Compiled:
         return compile_program(
-            make_page_copies(self.cache), self.kv, self._ints(self.config.max_num_seqs, 2), donate=(0,)
+            make_page_copies(self.cache),
+            self.kv,
+            self._ints(self.config.max_num_seqs, len(self.num_pages), 2),
+            donate=(0,),
         )
 
     def table_rows(self) -> jax.stages.Compiled:
-        packed = self._ints(TABLE_ROWS, 1 + self.config.pages_per_row)
+        packed = self._ints(TABLE_ROWS, 1 + len(self.num_pages) * self.config.pages_per_row)
         return compile_program(make_table_rows(), self.state, packed, donate=(0,))
 
     @property
@@ -155,13 +158,16 @@ class ProgramBuilder:
         config = self.config
         return StepShapes(config.page_size, self.num_pages, self.largest.tokens, config.num_top)
 
+    def _layout(self, key: ProgramKey) -> Layout:
+        return Layout(key, len(self.num_pages))
+
     def _forward(self, key: ProgramKey) -> Callable[..., Forward]:
-        return make_forward(self.rebuild, Layout(key), self._shapes, self.backend.attention)
+        return make_forward(self.rebuild, self._layout(key), self._shapes, self.backend.attention)
 
     def _outputs(self, key: ProgramKey) -> Forward:
         """The shapes of what a forward returns."""
         made = jax.eval_shape(
-            self._forward(key), self.weights, self.kv, self.state, self._ints(Layout(key).size)
+            self._forward(key), self.weights, self.kv, self.state, self._ints(self._layout(key).size)
         )
         placed: Any = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding), made

@@ -91,28 +91,29 @@ def pack_admission(
 
 
 def make_page_copies(spec: CacheSpec) -> Callable[[KVCache, Array], KVCache]:
-    """A program that copies pages in all layers that have some: (cache, pairs int32[most, 2] of source and
-    destination) -> cache. A destination past the cache's end marks padding, which comes last.
+    """A program that copies pages in all layers that have some: (cache, pairs int32[most, G, 2] of source and
+    destination in each group of layers) -> cache. Destinations past the cache's end mark padding, which comes
+    last.
 
     A loop over the pairs runs in place and costs as much as the copies; a scatter would also gather the
     padding (64 pairs of 64 KB in 8 layers on CPU: 34 ms, where the loop takes 0.2 ms for three real pairs).
     """
 
     is_paged = [isinstance(layer, PagedKV | LatentKV) for layer in spec.layers]
+    groups = list(compress(spec.group_of, is_paged))
 
     def copy_pages(kv: KVCache, pairs: Array) -> KVCache:
         pages = tuple(compress(kv, is_paged))
         if not pages:
             return kv
-        count = jnp.sum((pairs[:, 1] < pages[0].shape[0]).astype(jnp.int32))
+        count = jnp.sum((pairs[:, groups[0], 1] < pages[0].shape[0]).astype(jnp.int32))
 
         def body(i: Array, pages: tuple[Array, ...]) -> tuple[Array, ...]:
-            source, destination = pairs[i, 0], pairs[i, 1]
             return tuple(
                 lax.dynamic_update_slice_in_dim(
-                    layer, lax.dynamic_slice_in_dim(layer, source, 1, 0), destination, 0
+                    layer, lax.dynamic_slice_in_dim(layer, pairs[i, group, 0], 1, 0), pairs[i, group, 1], 0
                 )
-                for layer in pages
+                for layer, group in zip(pages, groups, strict=True)
             )
 
         copied = iter(lax.fori_loop(0, count, body, pages))
@@ -121,32 +122,41 @@ def make_page_copies(spec: CacheSpec) -> Callable[[KVCache, Array], KVCache]:
     return copy_pages
 
 
-def pack_page_copies(copies: Sequence[PageCopy], most: int, num_pages: int) -> NDArray[np.int32]:
-    """The second argument of `make_page_copies`'s program."""
-    pairs = np.full((most, 2), num_pages, np.int32)
-    if copies:
-        pairs[: len(copies)] = [copy[:2] for copy in copies]
+def pack_page_copies(copies: Sequence[PageCopy], most: int, num_pages: Sequence[int]) -> NDArray[np.int32]:
+    """The second argument of `make_page_copies`'s program. `num_pages` has the pages of each group, and there
+    are as many copies in one group as in any other.
+    """
+    pairs = np.empty((most, len(num_pages), 2), np.int32)
+    pairs[:] = np.reshape(num_pages, (1, -1, 1))
+    for group in range(len(num_pages)) if copies else ():
+        ours = [(copy.source, copy.destination) for copy in copies if copy.group == group]
+        pairs[: len(ours), group] = ours
     return pairs
 
 
 def make_table_rows() -> Callable[[RowState, Array], RowState]:
-    """A program that writes whole page tables: (state, int32[TABLE_ROWS, 1 + P] of slot and table) -> state.
-    A slot past the last one marks padding. There is no loop whose end the device computes, because on a GPU
-    the host would read that back in each iteration.
+    """A program that writes whole page tables: (state, int32[TABLE_ROWS, 1 + G * P] of slot and its table in
+    each group of layers) -> state. A slot past the last one marks padding. There is no loop whose end the
+    device computes, because on a GPU the host would read that back in each iteration.
     """
 
     def write(state: RowState, packed: Array) -> RowState:
-        return state._replace(tables=state.tables.at[packed[:, 0]].set(packed[:, 1:], mode="drop"))
+        parts = jnp.split(packed[:, 1:], len(state.tables), axis=1)
+        pairs = zip(state.tables, parts, strict=True)
+        slots = packed[:, 0]
+        return state._replace(tables=tuple(table.at[slots].set(part, mode="drop") for table, part in pairs))
 
     return write
 
 
 def pack_table_rows(slots: Sequence[int], tables: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The second argument of `make_table_rows`'s program, from all tables int32[S, P]; at most TABLE_ROWS
+    """The second argument of `make_table_rows`'s program, from all tables int32[G, S, P]; at most TABLE_ROWS
     slots.
     """
-    num_slots, width = tables.shape
-    buffer = np.full((TABLE_ROWS, 1 + width), num_slots, np.int32)
+    num_groups, num_slots, width = tables.shape
+    buffer = np.full((TABLE_ROWS, 1 + num_groups * width), num_slots, np.int32)
     buffer[: len(slots), 0] = slots
-    buffer[: len(slots), 1:] = tables[list(slots)]
+    for group, table in enumerate(tables):
+        first = 1 + group * width
+        buffer[: len(slots), first : first + width] = table[list(slots)]
     return buffer

@@ -68,16 +68,16 @@ class ModelRunner:
         self.compiles_after_warmup = CompileCounter()
         self.device = DeviceState(graphdef, weights, cache, config, backend)
         """What the runner keeps on the device."""
-        self._slots = Slots(config)
+        self._slots = Slots(config, len(cache.windows))
         filler = MaskFiller(mask_threads(config.threads))
         self._step_masks = StepMasks(filler.fill_all, in_parallel=filler.is_parallel)
         self._calls: ProgramCalls | None = None
 
     # -- life --
 
-    def initialize_kv_cache(self, num_pages: int) -> None:
-        """Allocates the cache, filled with zeros. Programs are compiled for its shape, so this comes before
-        `compile`.
+    def initialize_kv_cache(self, num_pages: Sequence[int]) -> None:
+        """Allocates the cache, filled with zeros, with so many pages in each group of layers. Programs are
+        compiled for its shape, so this comes before `compile`.
         """
         self.device.allocate_cache(num_pages)
 

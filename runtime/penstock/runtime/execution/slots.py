@@ -18,6 +18,7 @@ from penstock.runtime.execution.step_buffer import (
     FEEDBACK,
     FLAGS,
     MAX_SAMPLES,
+    NUM_FIELDS,
     NUM_STEPS,
     PAGE,
     PAGE_INDEX,
@@ -30,7 +31,10 @@ from penstock.runtime.execution.step_buffer import (
 from penstock.runtime.ops.sampling_codes import BANNED, MASK
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request
-from penstock.runtime.scheduling.plan import Plan, PlanRow
+from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow
+
+_NONE = -1
+"""Stands for an index of a page table where there is none."""
 
 
 class Slots:
@@ -39,15 +43,17 @@ class Slots:
     rows it has.
     """
 
-    def __init__(self, config: RunnerConfig) -> None:
+    def __init__(self, config: RunnerConfig, num_groups: int = 1) -> None:
+        """`num_groups`: groups of layers, each of which has page tables of its own."""
         self._config = config
+        self._num_groups = num_groups
         count = config.max_num_seqs
         self._requests: list[Request | None] = [None] * count
         self._logprobs: list[int | None] = [None] * count
         self._constrained: set[int] = set()
         self._params = np.zeros((count, PARAM_FIELDS), np.int32)
         self._stop_ids = np.full((count, MAX_STOP_TOKEN_IDS), config.vocab_size, np.int32)
-        self._tables = np.zeros((count, config.pages_per_row), np.int32)
+        self._tables = np.zeros((num_groups, count, config.pages_per_row), np.int32)
         self._layouts: dict[ProgramKey, Layout] = {}
         self._blanks: dict[ProgramKey, NDArray[np.int32]] = {}
 
@@ -72,16 +78,16 @@ class Slots:
         self._stop_ids[slot, len(ids) :] = self._config.vocab_size
 
     def write_pages(self, plan: Plan) -> list[int]:
-        """Takes a plan's new page-table entries. Returns the slots whose whole table must be sent before the
-        step: a row of the step has room for one new entry, and these slots get more.
+        """Takes a plan's new page-table entries. Returns the slots whose whole tables must be sent before the
+        step: a row of the step has room for the entries at one index, and these slots get more.
         """
-        with_room = {row.slot for row in plan.rows}
+        opened = {row.slot: _NONE for row in plan.rows}  # the index of the entries that a row has
         whole: list[int] = []
         for write in plan.page_writes:
             slot, first = write.slot, write.first_index
-            self._tables[slot, first : first + len(write.pages)] = write.pages
-            if slot in with_room and len(write.pages) == 1:
-                with_room.remove(slot)
+            self._tables[write.group, slot, first : first + len(write.pages)] = write.pages
+            if len(write.pages) == 1 and opened.get(slot) in (_NONE, first):
+                opened[slot] = first
             elif slot not in whole:
                 whole.append(slot)
         return whole
@@ -120,7 +126,7 @@ class Slots:
         """The layout of the buffer of a program."""
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[key] = Layout(key)
+            layout = self._layouts[key] = Layout(key, self._num_groups)
         return layout
 
     def blank(self, key: ProgramKey) -> NDArray[np.int32]:
@@ -160,13 +166,13 @@ class Slots:
         step = np.array([row_slots, starts, nums, most, bans], np.int32)  # in the order of the fields
         slots = step[SLOT]
         fields[:count, : len(step)] = step.T
-        fields[:count, PARAMS:] = self._params[slots]
+        fields[:count, PARAMS:NUM_FIELDS] = self._params[slots]
         stop_ids[:count] = self._stop_ids[slots]
         if plan.page_writes:
             rows = dict(zip(row_slots, range(count), strict=True))
             for write in plan.page_writes:
                 if len(write.pages) == 1 and write.slot in rows:
-                    fields[rows[write.slot], PAGE_INDEX : PAGE + 1] = write.first_index, write.pages[0]
+                    self._put_pages(fields[rows[write.slot]], write)
         if any(ids):
             at = 0
             for num, given in zip(nums, ids, strict=True):
@@ -182,3 +188,14 @@ class Slots:
             fields[list(constraints), FEATURES] |= MASK
         header[FLAGS] = np.bitwise_or.reduce(fields[:count, FEATURES]) | (BANNED if any(bans) else 0)
         return buffer
+
+    def _put_pages(self, fields: NDArray[np.int32], write: PageWrite) -> None:
+        """Puts the new entry of a row's page tables into the row's fields. It is at the same index in all
+        groups, and a group that gets no page there sends what it has.
+        """
+        if self._num_groups == 1:
+            fields[PAGE_INDEX : PAGE + 1] = write.first_index, write.pages[0]
+        else:
+            pages = self._tables[:, write.slot, write.first_index]
+            fields[PAGE_INDEX : PAGE + 1] = write.first_index, pages[0]
+            fields[NUM_FIELDS:] = pages[1:]

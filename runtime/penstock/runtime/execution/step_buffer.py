@@ -2,11 +2,11 @@
 program takes it apart.
 
 There is one buffer because each transfer has the same price: eight small ones would cost eight times as much.
-Floats travel as their bits. The sections, in order: header, row fields [R, NUM_FIELDS], ids that end the row
-[R, MAX_STOP_TOKEN_IDS], input tokens [T]. Sampling needs only the first three, so one sampling program
-per row bucket serves steps of any number of tokens. Page tables stay on the device: a row's fields hold
-at most one new entry, which is all that a decode ever adds. When a sequence enters, its whole table is sent
-before the step (`request_programs.make_table_rows`).
+Floats travel as their bits. The sections, in order: header, row fields [R, NUM_FIELDS or more], ids that end
+the row [R, MAX_STOP_TOKEN_IDS], input tokens [T]. Sampling needs only the first three, so one sampling
+program per row bucket serves steps of any number of tokens. Page tables stay on the device: a row's fields
+hold at most one new entry, with a page for each group of layers, which is all that a decode ever adds. When a
+sequence enters, its whole tables are sent before the step (`request_programs.make_table_rows`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ HEADER = 2
 FLAGS, NUM_STEPS = range(HEADER)
 PARAMS = 7
 SLOT, START, NUM_TOKENS, MAX_SAMPLES, BANS, PAGE_INDEX, PAGE = range(PARAMS)
-"""The fields of a row that each step sets. Behind them, from PARAMS on, stand those of the request."""
+"""The fields of a row that each step sets. Behind them, from PARAMS on, stand those of the request, and from
+NUM_FIELDS on the PAGE of each group of layers after the first."""
 PARAM_INTS = ("features", "num_logprobs", "top_k", "feature_slots")
 PARAM_FLOATS = (
     "temperature",
@@ -106,8 +107,8 @@ class Unpacked(NamedTuple):
     q_lens: Array  # int32[R]
     max_samples: Array  # int32[R] most tokens the row makes; 0 for a prefill chunk that is not the last
     bans: Array  # int32[R] how many of these must be neither EOS nor stop ids
-    page_indices: Array  # int32[R] index of the new entry of the row's page table; P or above: none
-    pages: Array  # int32[R] the page that the entry becomes
+    page_indices: Array  # int32[R] index of the new entry of the row's page tables; P or above: none
+    pages: tuple[Array, ...]  # for each group of layers int32[R], the page that the entry becomes
     sampling: SamplingRows
 
 
@@ -116,6 +117,8 @@ class Layout:
     """The offsets of the sections in one program's buffer."""
 
     key: ProgramKey
+    num_groups: int = 1
+    """Groups of layers, each of which has page tables of its own."""
 
     @property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -123,7 +126,8 @@ class Layout:
         sections.
         """
         rows = self.key.rows
-        return (HEADER,), (rows, NUM_FIELDS), (rows, MAX_STOP_TOKEN_IDS), (self.key.tokens,)
+        fields = NUM_FIELDS + self.num_groups - 1
+        return (HEADER,), (rows, fields), (rows, MAX_STOP_TOKEN_IDS), (self.key.tokens,)
 
     @property
     def size(self) -> int:
@@ -167,7 +171,7 @@ class Layout:
             max_samples=fields[:, MAX_SAMPLES],
             bans=fields[:, BANS],
             page_indices=fields[:, PAGE_INDEX],
-            pages=fields[:, PAGE],
+            pages=(fields[:, PAGE], *(fields[:, NUM_FIELDS + i] for i in range(self.num_groups - 1))),
             sampling=sampling,
         )
 

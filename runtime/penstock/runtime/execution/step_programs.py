@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array, lax
 
 from penstock.runtime.execution.step_buffer import FEEDBACK, Layout, Unpacked
-from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta, with_pages
 from penstock.runtime.ops.sampler import RowState, Sampled, SamplerOp
 from penstock.runtime.ops.sampling_codes import LOGPROBS, PENALTIES
 from penstock.runtime.ops.state_copies import choose_copies
@@ -86,7 +86,7 @@ class StepShapes(NamedTuple):
     """The sizes that all programs of a runner have in common."""
 
     page_size: int
-    num_pages: int
+    num_pages: tuple[int, ...]  # of each group of layers
     max_tokens: int
     """Most tokens of any step: `Forward.hidden` is padded to it."""
     num_top: int
@@ -102,7 +102,7 @@ def _run_model(
     kv: KVCache,
     batch: Unpacked,
     tokens: Array,
-    page_table: Array,
+    page_tables: tuple[Array, ...],
     last: Array,
     starts: Array,
     held: Array | None,
@@ -112,17 +112,19 @@ def _run_model(
     meta = make_meta(
         starts=starts,
         q_lens=batch.q_lens,
-        page_table=page_table,
+        page_table=page_tables[0],
         num_tokens=layout.key.tokens,
         decode_only=layout.key.decode_only,
         page_size=shapes.page_size,
-        num_pages=shapes.num_pages,
+        num_pages=shapes.num_pages[0],
         state_from=None if copies is None else copies.read,
         state_to=None if copies is None else copies.written,
     )
+    others = zip(page_tables[1:], shapes.num_pages[1:], strict=True)
+    metas = (meta, *(with_pages(meta, table, shapes.page_size, num_pages) for table, num_pages in others))
     tokens = jnp.where(tokens == FEEDBACK, last[meta.token_rows], tokens)
     with jax.named_scope("model"):
-        hidden, kv = model(tokens, meta.positions, kv, (meta,), attention=attention)
+        hidden, kv = model(tokens, meta.positions, kv, metas, attention=attention)
         at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
         num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
         logits = model.logits(hidden[at], num_rows)
@@ -136,8 +138,9 @@ def _of_rows(by_slot: Array, batch: Unpacked) -> Array:
 
 def _add_pages(state: RowState, batch: Unpacked) -> RowState:
     """The state with the new page-table entries of this step."""
-    tables = state.tables.at[batch.sampling.slots, batch.page_indices].set(batch.pages, mode="drop")
-    return state._replace(tables=tables)
+    at = (batch.sampling.slots, batch.page_indices)
+    pairs = zip(state.tables, batch.pages, strict=True)
+    return state._replace(tables=tuple(table.at[at].set(pages, mode="drop") for table, pages in pairs))
 
 
 def make_forward(
@@ -156,7 +159,7 @@ def make_forward(
             kv=kv,
             batch=batch,
             tokens=layout.unpack_tokens(packed),
-            page_table=_of_rows(state.tables, batch),
+            page_tables=tuple(_of_rows(table, batch) for table in state.tables),
             last=_of_rows(state.tokens, batch),
             starts=batch.starts,
             held=state.held,
@@ -208,7 +211,7 @@ def make_window(
         model = rebuild(weights)
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
-        page_table = _of_rows(state.tables, batch)
+        page_tables = tuple(_of_rows(table, batch) for table in state.tables)
 
         def more(carry: _Window) -> Array:
             # The first step runs even where no row samples: a prefill chunk of one token must be written.
@@ -223,7 +226,7 @@ def make_window(
                 kv=carry.kv,
                 batch=batch,
                 tokens=feedback,
-                page_table=page_table,
+                page_tables=page_tables,
                 last=carry.tokens,
                 starts=batch.starts + carry.advanced,
                 held=carry.state.held,

@@ -160,6 +160,14 @@ def make_meta(
     )
 
 
+def with_pages(meta: AttentionMeta, page_table: Array, page_size: int, num_pages: int) -> AttentionMeta:
+    """The metadata of the same step for layers of another group, whose cache has `num_pages` pages."""
+    real = jnp.arange(meta.positions.shape[0], dtype=jnp.int32) < meta.num_tokens
+    page = page_table[meta.token_rows, meta.positions // page_size]
+    slots = jnp.where(real, page * page_size + meta.positions % page_size, num_pages * page_size)
+    return meta._replace(page_table=page_table, write_slots=slots)
+
+
 def write_kv(kv: Array, k_new: Array, v_new: Array | None, write_slots: Array) -> Array:
     """Writes this step's keys and values, each [T, KH, D], into one layer's cache; `v_new` is None for a
     cache of keys only. A write slot is page * page_size + offset; slots past the end are dropped.

@@ -8,6 +8,9 @@ The cache is a tuple with an entry for each layer, in the layers' order. There a
 - `LatentKV`: the same pages for latent attention, which keeps one small vector that all heads share.
 - `SlotState`: arrays of a fixed size for each slot, such as the state of a recurrent layer.
 
+Layers with equal windows are a group (`CacheSpec.windows`); those without a window are another. A request has
+a page table for each group, so layers with a window hold only what they still attend to.
+
 State by slot is kept twice (`state_copies`). A step reads the copy that the row's last step left, and writes
 the other one. So when a position is computed again, because a window of steps has ended for the row or its
 token was put off, the step finds the same state as the first time.
@@ -16,6 +19,7 @@ token was put off, the step finds the same state as the first time.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,15 +134,44 @@ class SlotState:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """The layers that attend equally far back. Each group has its own number of pages, and page tables."""
+
+    window: int | None
+    """How many latest positions, its own included, a token attends to in these layers; None: all."""
+    page_bytes: int
+    """Bytes of one page in all layers of the group."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSpec:
     """The cache of a model."""
 
     layers: tuple[PagedKV | LatentKV | SlotState, ...]
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each group of layers: None first, if some layers have none, then the largest first. A
+        cache without pages has one group, whose pages are numbers without memory.
+        """
+        found = {layer.window for layer in self.paged}
+        whole: tuple[int | None, ...] = (None,) if None in found or not found else ()
+        return (*whole, *sorted((window for window in found if window is not None), reverse=True))
+
+    @property
     def group_of(self) -> tuple[int, ...]:
-        """For each layer the group of layers whose page table it has."""
-        return (0,) * len(self.layers)
+        """For each layer the group whose page table it has; 0 for layers without pages."""
+        windows = self.windows
+        return tuple(
+            0 if isinstance(layer, SlotState) else windows.index(layer.window) for layer in self.layers
+        )
+
+    def groups(self, page_size: int, dtype: np.dtype[Any]) -> tuple[CacheGroup, ...]:
+        """The groups of layers, with the bytes of their pages for a model in `dtype`."""
+        sizes = [0] * len(self.windows)
+        for layer, group in zip(self.layers, self.group_of, strict=True):
+            sizes[group] += layer.page_bytes(page_size, dtype)
+        return tuple(CacheGroup(window, size) for window, size in zip(self.windows, sizes, strict=True))
 
     @property
     def paged(self) -> tuple[PagedKV | LatentKV, ...]:
@@ -150,15 +183,6 @@ class CacheSpec:
         """Whether a layer keeps state by slot."""
         return len(self.paged) < len(self.layers)
 
-    @property
-    def sliding_window(self) -> int | None:
-        """The largest window of the layers with pages, if each of them has one: nothing before it is read
-        again. Else None.
-        """
-        windows = [layer.window for layer in self.paged]
-        limits = [window for window in windows if window is not None]
-        return max(limits) if limits and len(limits) == len(windows) else None
-
     def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
         """Bytes of one page in all layers, for a model in `dtype`; 0 if no layer has pages."""
         return sum(layer.page_bytes(page_size, dtype) for layer in self.layers)
@@ -168,6 +192,11 @@ class CacheSpec:
         """Bytes of one slot in all layers; 0 if no layer keeps state."""
         return sum(layer.slot_bytes for layer in self.layers)
 
-    def arrays(self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any]) -> tuple[Any, ...]:
-        """The whole cache, as shapes and dtypes."""
-        return tuple(layer.arrays(num_pages, page_size, num_slots, dtype) for layer in self.layers)
+    def arrays(
+        self, num_pages: Sequence[int], page_size: int, num_slots: int, dtype: np.dtype[Any]
+    ) -> tuple[Any, ...]:
+        """The whole cache, as shapes and dtypes, with so many pages in each group."""
+        return tuple(
+            layer.arrays(num_pages[group], page_size, num_slots, dtype)
+            for layer, group in zip(self.layers, self.group_of, strict=True)
+        )

@@ -42,7 +42,9 @@ class RowState(NamedTuple):
     """What stays on the device between steps. It has one entry for each of S slots, or of F feature slots."""
 
     tokens: Array  # int32[S] the token each slot sampled last
-    tables: Array  # int32[S, P] pages of the KV cache; entries past a row's end are stale and of no account
+    # For each group of layers int32[S, P], pages of the KV cache; entries past a row's end, or before its
+    # sliding window, are stale and of no account.
+    tables: tuple[Array, ...]
     history: Array  # int32[F, V] how often each token was generated, plus IN_PROMPT; only where PENALTIES
     bias: Array  # float32[F, V] added to the logits, -inf = forbidden; only where BIAS
     held: Array | None = None  # int32[S] after how many positions copy 0 of each slot's state stands

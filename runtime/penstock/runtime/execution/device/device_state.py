@@ -44,8 +44,8 @@ class DeviceState:
         self._paths: list[ParamPath] = [cast("ParamPath", path) for path, _ in nnx.to_flat_state(weights)]
         self.sharding = NamedSharding(backend.mesh, PartitionSpec())
         """Where whatever programs are given lies."""
-        self.num_pages = 0
-        """Pages of the cache; 0 before `allocate_cache`."""
+        self.num_pages: tuple[int, ...] = ()
+        """Pages of each group of layers; none before `allocate_cache`."""
         self._graphdef = graphdef
         self._cache = cache
         self._config = config
@@ -135,14 +135,14 @@ class DeviceState:
     def kv(self, kv: KVCache) -> None:
         self._kv = kv
 
-    def allocate_cache(self, num_pages: int) -> None:
-        """Allocates the cache, filled with zeros, and frees the one there was. ConfigError for less than one
-        page.
+    def allocate_cache(self, num_pages: Sequence[int]) -> None:
+        """Allocates the cache, with so many pages in each group of layers, filled with zeros, and frees the
+        one there was. ConfigError for less than one page.
         """
-        if num_pages < 1:
-            raise ConfigError(f"the KV cache needs at least one page, not {num_pages}")
+        if min(num_pages) < 1:
+            raise ConfigError(f"the KV cache needs at least one page, not {min(num_pages)}")
         self.free_cache()
-        self.num_pages = num_pages
+        self.num_pages = tuple(num_pages)
         self._make_kv = zeros_maker(self.cache_shapes(num_pages), self.sharding)
         self.restore_cache()
 
@@ -174,15 +174,17 @@ class DeviceState:
             for layer in self._cache.paged
         )
 
-    def cache_shapes(self, num_pages: int) -> KVCache:
-        """Shapes and dtypes of a cache of `num_pages` pages."""
+    def cache_shapes(self, num_pages: Sequence[int]) -> KVCache:
+        """Shapes and dtypes of a cache of so many pages in each group of layers."""
         config = self._config
         return self._cache.arrays(num_pages, config.page_size, config.max_num_seqs, config.dtype)
 
     # -- programs --
 
-    def builder(self, num_pages: int) -> ProgramBuilder:
-        """Makes the programs for a cache of `num_pages`, which need not be allocated."""
+    def builder(self, num_pages: tuple[int, ...]) -> ProgramBuilder:
+        """Makes the programs for a cache of so many pages in each group of layers, which need not be
+        allocated.
+        """
         kv = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.sharding),
             self.cache_shapes(num_pages),
@@ -201,9 +203,10 @@ class DeviceState:
 
     def peak_temp_bytes(self, num_pages: int) -> int:
         """The memory that the most demanding program needs besides its arguments, in bytes, as XLA reports
-        it. This compiles the largest program of each kind, for a cache of `num_pages`.
+        it. This compiles the largest program of each kind, for a cache of `num_pages` in each group of
+        layers.
         """
-        config, builder = self._config, self.builder(num_pages)
+        config, builder = self._config, self.builder((num_pages,) * len(self._cache.windows))
         window = next(key for key in config.buckets.keys() if key.window)  # noqa: SIM118 # no mapping
         largest = builder.largest
         jobs = {
@@ -225,16 +228,14 @@ class DeviceState:
         config = self._config
         slots, vocab = config.max_num_seqs, config.vocab_size
         ints, floats = np.dtype(np.int32), np.dtype(np.float32)
+        (tokens,) = zeros((slots,), ints, self.sharding)
+        (history,) = zeros((config.num_feature_slots, vocab), ints, self.sharding)
+        (bias,) = zeros((config.num_feature_slots, vocab), floats, self.sharding)
+        tables = zeros((slots, config.pages_per_row), ints, self.sharding, len(self._cache.windows))
         held = None
         if self._cache.has_state:
             (held,) = zeros((slots,), ints, self.sharding)
-        state = RowState(
-            *zeros((slots,), ints, self.sharding),
-            *zeros((slots, config.pages_per_row), ints, self.sharding),
-            *zeros((config.num_feature_slots, vocab), ints, self.sharding),
-            *zeros((config.num_feature_slots, vocab), floats, self.sharding),
-        )
-        return state._replace(held=held)
+        return RowState(tokens, tables, history, bias, held)
 
 
 def _placed(leaves: Weights, shardings: Sequence[jax.sharding.Sharding]) -> Weights:
