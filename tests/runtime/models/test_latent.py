@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from penstock.runtime.models import params
 from penstock.runtime.models.config import LatentConfig, ModelConfig
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.registry import parse_config
+from penstock.runtime.ops.attention import make_meta, native_paged_attention
 from penstock.runtime.ops.cache_spec import LatentKV
 from penstock.runtime.ops.native import library
 from tests.support.models import deepseek
@@ -186,6 +188,59 @@ def test_the_native_kernels_compute_the_same(
     sequence.feed(tokens[:7])
     given = sequence.feed(tokens[7:])
     np.testing.assert_allclose(given, expected[-1], atol=0.03 * np.abs(expected[-1]).max())
+
+
+@pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+@pytest.mark.parametrize("isa", [library.Isa.AVX2, library.Isa.AMX])  # AMX: the best of this machine
+def test_a_token_has_the_same_bits_in_any_chunk_and_beside_any_row(isa: library.Isa) -> None:
+    """With all native kernels, those of attention too."""
+    packed, page, pages, tokens = LinearFormat(packed=True), 16, 12, 64
+    config = parse_config(PACKABLE)
+    leaves = params.state_to_leaves(state_from(config, random_tensors(config, seed=4), "bfloat16", packed))
+
+    @jax.jit
+    def step(leaves: Any, ids: Any, starts: Any, q_lens: Any, table: Any, kv: Any) -> Any:
+        meta = make_meta(
+            starts=starts,
+            q_lens=q_lens,
+            page_table=table,
+            num_tokens=tokens,
+            decode_only=False,
+            page_size=page,
+            num_pages=pages,
+        )
+        model = params.bind(config, leaves, "bfloat16", packed)
+        hidden, kv = model(ids, meta.positions, kv, (meta,), attention=native_paged_attention)
+        return model.logits(hidden, meta.num_tokens), kv
+
+    def feed(kv: Any, rows: list[tuple[int, list[int]]]) -> tuple[NDArray[np.float32], Any]:
+        """Logits after all tokens; a row has pages of its own, by its place in `rows`."""
+        ids, (starts, q_lens) = np.zeros(tokens, np.int32), np.zeros((2, 3), np.int32)
+        given = [token for _, row in rows for token in row]
+        ids[: len(given)] = given
+        for place, (start, row) in enumerate(rows):
+            starts[place], q_lens[place] = start, len(row)
+        table = np.arange(pages, dtype=np.int32).reshape(3, -1)
+        logits, kv = step(leaves, ids, starts, q_lens, table, kv)
+        return np.asarray(logits), kv
+
+    def empty() -> Any:
+        arrays = config.cache.arrays((pages,), page, 1, np.dtype(jnp.bfloat16))
+        return tuple(jnp.zeros(array.shape, array.dtype) for array in arrays)
+
+    ours, other = (np.random.default_rng(seed).integers(0, 64, 21).tolist() for seed in (5, 6))
+    try:
+        library.limit_isa(isa)
+        alone, _ = feed(empty(), [(0, ours)])
+        together, kv = feed(empty(), [(0, ours[:20]), (0, other), (0, other[:3])])
+        np.testing.assert_array_equal(together[:20], alone[:20])
+        decoded, _ = feed(kv, [(20, ours[20:]), (21, other[:9])])
+        np.testing.assert_array_equal(decoded[0], alone[20])
+        first, kv = feed(empty(), [(0, ours[:7])])
+        rest, _ = feed(kv, [(7, ours[7:])])
+        np.testing.assert_array_equal(np.concatenate([first[:7], rest[:14]]), alone[:21])
+    finally:
+        library.limit_isa(library.Isa.AMX)
 
 
 def test_the_published_config_is_read() -> None:
