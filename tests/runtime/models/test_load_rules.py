@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.loading import leaves
-from penstock.runtime.loading.checkpoint import _check
+from penstock.runtime.loading.checkpoint import check_tensors
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.leaves import LeafMaker
 from penstock.runtime.loading.safetensors_files import find_tensors
@@ -306,13 +306,13 @@ def test_a_format_needs_all_of_its_tensors_and_their_own_dtype():
 def test_a_checkpoint_may_hold_harmless_tensors_and_copies():
     rules = LoadRules(rules=(rule("w", (2, 2)),), harmless=(r"\.inv_freq$",), copies={"head": "w"})
     w = np.ones((2, 2), np.float32)
-    _check(rules, {"w": w, "head": w.copy(), "x.inv_freq": w}, where="here")
+    check_tensors(rules, {"w": w, "head": w.copy(), "x.inv_freq": w}, where="here")
     with pytest.raises(CheckpointError, match="head differs from w"):
-        _check(rules, {"w": w, "head": 2 * w}, where="here")
+        check_tensors(rules, {"w": w, "head": 2 * w}, where="here")
     with pytest.raises(CheckpointError, match="head has dtype F64, expected F32"):
-        _check(rules, {"w": w, "head": w.astype(np.float64)}, where="here")
+        check_tensors(rules, {"w": w, "head": w.astype(np.float64)}, where="here")
     with pytest.raises(CheckpointError, match=r"unexpected \(1\): inv_freq"):
-        _check(rules, {"w": w, "inv_freq": w}, where="here")
+        check_tensors(rules, {"w": w, "inv_freq": w}, where="here")
 
 
 def test_blocks_of_rows_lie_in_a_stacked_leaf_of_tiles():
