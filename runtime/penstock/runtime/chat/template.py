@@ -94,7 +94,7 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, sandbox: TemplateSand
     }
     field = "chat.messages" if trusted else "chat.chat_template"
     try:
-        text = _render_here(variables) if trusted else sandbox.render(variables)
+        text = render_here(variables) if trusted else sandbox.render(variables)
         text.encode()
     except TemplateFailed as error:
         raise InvalidRequest([Violation(field, f"the chat template {error}")]) from error
@@ -103,7 +103,8 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, sandbox: TemplateSand
     return text
 
 
-def _render_here(variables: dict[str, Any]) -> str:
+def render_here(variables: dict[str, Any]) -> str:
+    """Renders by a template of the model's own, in this process. TemplateFailed if it refuses or fails."""
     try:
         text = render_jinja_template(**variables)[0][0]
     except TemplateError as error:

@@ -86,7 +86,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         dtype=dtype,
         vocab_size=model_config.vocab_size,
         max_model_len=model_config.max_position_embeddings,
-        eos_token_ids=model_config.eos_token_ids,
+        eos_token_ids=end_tokens(model_config.eos_token_ids, text, model_config.vocab_size),
         defaults=defaults,
         text=text,
         skips_padding=linear.packed,
@@ -94,3 +94,11 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         rules=load_rules(model_config, dtype, linear),
         directory=directory,
     )
+
+
+def end_tokens(configured: tuple[int, ...], text: TextCodec | None, vocab_size: int) -> tuple[int, ...]:
+    """The model's end tokens: those of its configuration, and then those that its tokenizer or its chat
+    template shows besides, as far as the model can write them.
+    """
+    shown = frozenset[int]() if text is None else text.end_token_ids
+    return (*configured, *sorted(i for i in shown - frozenset(configured) if i < vocab_size))

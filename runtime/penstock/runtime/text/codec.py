@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from penstock.runtime.chat.messages import Chat, ChatTurn
@@ -29,6 +29,7 @@ from penstock.runtime.text.decoder import (
     piece_rule,
 )
 from penstock.runtime.text.token_bytes import TokenBytes
+from penstock.runtime.text.tokenizer_traits import end_token_ids, is_plain
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -54,7 +55,7 @@ class TextCodec:
         So a prompt that is longer than the context times this number is too long, and need not be tokenized
         to see it."""
         self._sandbox = TemplateSandbox()
-        self._is_plain = _is_plain(tokenizer)
+        self._is_plain = is_plain(tokenizer)
         """Whether the backend alone encodes as the tokenizer does. What transformers does around it takes
         twice as long as a short prompt's tokens."""
         if self._is_plain:
@@ -112,6 +113,11 @@ class TextCodec:
                 lambda i: self._decode_whole([i], False).encode(), self._special, is_exact=False
             )
         return TokenBytes(self._piece, self._special, True, self._rule.strip_leading_spaces)
+
+    @cached_property
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens that end a text or a turn, by the tokenizer and the model's own template."""
+        return end_token_ids(self._tokenizer)
 
     @property
     def has_chat_template(self) -> bool:
@@ -213,16 +219,6 @@ class TextCodec:
         token = self._backend.id_to_token(token_id)
         assert self._rule is not None
         return b"" if token is None else self._rule.piece(token)
-
-
-def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer is one of Hugging Face's fast ones that changes nothing of how they encode."""
-    kind = type(tokenizer)
-    return (
-        isinstance(tokenizer, TokenizersBackend)
-        and kind.encode is PreTrainedTokenizerBase.encode
-        and kind._encode_plus is TokenizersBackend._encode_plus
-    )
 
 
 class TextDelta(NamedTuple):
