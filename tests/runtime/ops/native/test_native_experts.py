@@ -258,6 +258,28 @@ def test_each_head_has_a_product_of_its_own(int8: bool, rows: int, padded: int) 
         )
 
 
+def test_rows_that_take_several_passes_are_as_alone(kernel: str) -> None:
+    """There are so many rows that what lies between the products would not fit one pass."""
+    if kernel == EMULATED:
+        pytest.skip("emulated tiles would take minutes, and passes do not know the instruction set")
+    rng = np.random.default_rng(19)
+    rows, layer = 40_000, Layer(20, False)
+    ids, weights = (np.resize(values, (rows, CHOSEN)) for values in chosen(rng, 1001))
+    x = np.resize(draw(rng, 997, HIDDEN), (rows, HIDDEN))
+    together = run(layer, x, ids, weights, rows)
+    heads = np.resize(draw(rng, 1009, 64, 64), (10_000, 64, 64))
+    weight = packed(draw(rng, 64, 16, 64), False)
+    each = np.asarray(batched(jnp.asarray(heads), weight, num_rows=jnp.int32(len(heads))))
+    for begin, end in [(0, 3), (19_990, 20_010), (rows - 2, rows)]:
+        part = slice(begin, end)
+        alone = run(layer, x[part], ids[part], weights[part], end - begin)
+        np.testing.assert_array_equal(alone.view(np.uint16), together[part].view(np.uint16))
+    for begin, end in [(0, 3), (4_990, 5_010), (9_998, 10_000)]:
+        part = slice(begin, end)
+        some = np.asarray(batched(jnp.asarray(heads[part]), weight, num_rows=jnp.int32(end - begin)))
+        np.testing.assert_array_equal(some.view(np.uint16), each[part].view(np.uint16))
+
+
 def test_amx_tiles_are_released(kernel: str) -> None:
     if kernel != EMULATED:
         pytest.skip("only emulated tiles are counted")
