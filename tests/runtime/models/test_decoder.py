@@ -44,7 +44,7 @@ TINY = ModelConfig(
 )
 PROMPT = list(range(3, 43))
 META: Any = SimpleNamespace(num_tokens=np.int32(3))  # the decoder reads only num_tokens of it
-METAS = (META,)
+METAS = (META, META)  # the layers have two windows
 
 
 def no_attention(q, k_new, v_new, kv, meta, *, scale, **others):

@@ -21,6 +21,7 @@ from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearForma
 from penstock.runtime.models.norms import RMSNorm
 from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, paged_attention
+from penstock.runtime.ops.native.norm import can_normalize
 
 
 class DecoderLayer(nnx.Module):
@@ -54,14 +55,12 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, ours.mlp, dtype, linear, planners)
         self.mlp_out_norm = norm(wanted=after)
         self.multiplier = ours.residual_multiplier
+        self.joins_natively = linear.packed and can_normalize(config.hidden_size)
 
     @property
     def is_native(self) -> bool:
         """Whether native kernels compute the layer, except `attention` itself."""
-        joins_natively = self.attention_out_norm is None and self.multiplier == 1.0
-        norms = (self.attention_norm, self.mlp_norm)
-        norms_natively = all(norm is not None and norm.offset == 0.0 for norm in norms)
-        return joins_natively and norms_natively and self.self_attn.is_native and self.mlp.is_native
+        return self.joins_natively and self.self_attn.is_native and self.mlp.is_native
 
     def __call__(
         self,
@@ -71,10 +70,10 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, E] -> ([T, E], this layer's new cache)."""
         with jax.named_scope("attention"):
-            joined = Residual(self.attention_out_norm, self.multiplier)
+            joined = Residual(self.attention_out_norm, self.multiplier, self.joins_natively)
             x, kv = self.self_attn(x, self.attention_norm, joined, kv, inputs)
         with jax.named_scope("mlp"):
-            joined = Residual(self.mlp_out_norm, self.multiplier)
+            joined = Residual(self.mlp_out_norm, self.multiplier, self.joins_natively)
             return self.mlp(x, self.mlp_norm, joined, inputs), kv
 
 
@@ -118,10 +117,8 @@ class CausalLM(nnx.Module):
         rounded operation for each element between two kernels, such as a product with a constant. XLA may
         fuse two operations, or add over channels in another order, where the program has another shape.
         """
-        config = self.config
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        ends_natively = config.logits_softcap is None and self.norm.offset == 0.0
-        return head.packed and ends_natively and all(layer.is_native for layer in self.layers)
+        return head.packed and all(layer.is_native for layer in self.layers)
 
     def __call__(
         self,

@@ -38,6 +38,7 @@ from penstock.runtime.models.load_rules import (
 from penstock.runtime.models.norms import RMSNorm, vector_rule
 from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
 from penstock.runtime.ops.native import linear as native
+from penstock.runtime.ops.native.norm import normalize
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +215,19 @@ def project(
 
 
 def add_projected(
-    linear: Linear, x: jax.Array, residual: jax.Array, num_rows: jax.Array, pools: Pools
+    linear: Linear,
+    x: jax.Array,
+    residual: jax.Array,
+    num_rows: jax.Array,
+    pools: Pools,
+    *,
+    multiplier: float = 1.0,
 ) -> jax.Array:
-    """residual [T, out] + linear(x), x [T, in] -> [T, out]."""
+    """residual [T, out] + multiplier * linear(x), x [T, in] -> [T, out]."""
     if linear.packed:
-        return native.linear(x, (linear.operands(pools),), num_rows=num_rows, residual=residual)
-    return residual + linear.product(x, pools).astype(x.dtype)
+        weights = (linear.operands(pools),)
+        return native.linear(x, weights, num_rows=num_rows, residual=residual, scale=multiplier)
+    return residual + (linear.product(x, pools) * np.float32(multiplier)).astype(x.dtype)
 
 
 def add_normalised(
@@ -230,8 +238,14 @@ def add_normalised(
     *,
     norm: RMSNorm | None,
     multiplier: float,
+    natively: bool,
 ) -> jax.Array:
-    """residual + multiplier * norm(x), all [T, E]."""
+    """residual + multiplier * norm(x), all [T, E]; natively: by the CPU kernel, which takes bfloat16."""
+    if natively and norm is None:
+        return normalize(x, num_rows=num_rows, residual=residual, scale=multiplier, eps=None)
+    if natively:
+        options = _norm_options(norm, pools)
+        return normalize(x, num_rows=num_rows, residual=residual, scale=multiplier, **options)
     y = x if norm is None else norm(x, pools)
     return residual + (y if multiplier == 1.0 else y * np.asarray(multiplier, y.dtype))
 

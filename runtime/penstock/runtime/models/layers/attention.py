@@ -49,7 +49,7 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = norm(heads), norm(kv_heads)
         self.sinks = Vector("sinks", heads, planners) if config.sinks else None
         self.config, self.group, self.eps = config, group, eps
-        self.rotates_natively = linear.packed and _can_rotate(config, offset)
+        self.rotates_natively = linear.packed and can_rotate(dim, config.rotary_dim)
 
     @property
     def is_native(self) -> bool:
@@ -88,12 +88,11 @@ class Attention(nnx.Module):
         config, pools = self.config, inputs.pools
         heads, kv_heads = config.num_heads, config.num_kv_heads
         if self.rotates_natively:
-            assert config.rope is not None
-            cos, sin = inputs.angles.cos_sin(config.rope, config.rotary_dim)
+            angles, scaling = inputs.angles, config.query_scaling
+            turn = (None, None) if config.rope is None else angles.cos_sin(config.rope, config.rotary_dim)
             return rotate_qkv(
                 qkv,
-                cos,
-                sin,
+                *turn,
                 num_rows=inputs.num_tokens,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
@@ -101,7 +100,10 @@ class Attention(nnx.Module):
                 k_norm=None if self.k_norm is None else pools.vectors,
                 q_norm_at=0 if self.q_norm is None else self.q_norm.weight_at.begin,
                 k_norm_at=0 if self.k_norm is None else self.k_norm.weight_at.begin,
-                eps=0.0 if self.q_norm is None else self.q_norm.eps,
+                norms="head" if config.qk_norm == "none" else config.qk_norm,
+                eps=self.eps,
+                offset=0.0 if self.q_norm is None else self.q_norm.offset,
+                q_scale=None if scaling is None else angles.query_scale(scaling),
             )
         split = np.cumsum([heads * config.head_dim, kv_heads * config.head_dim])
         q, k, v = jnp.split(qkv, split, axis=1)
@@ -119,18 +121,6 @@ class Attention(nnx.Module):
             scale = inputs.angles.query_scale(config.query_scaling)[:, None, None]
             q = (q.astype(jnp.float32) * scale).astype(q.dtype)
         return q, k, v
-
-
-def _can_rotate(config: AttentionConfig, norm_offset: float) -> bool:
-    """Whether the native kernel does all that stands between the product and attention."""
-    return (
-        config.rope is not None
-        and config.rotary_dim == config.head_dim
-        and can_rotate(config.head_dim)
-        and config.qk_norm in ("none", "head")
-        and (config.qk_norm == "none" or norm_offset == 0.0)
-        and config.query_scaling is None
-    )
 
 
 def _normalised(x: jax.Array, eps: float) -> jax.Array:

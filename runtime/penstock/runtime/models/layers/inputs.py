@@ -62,15 +62,23 @@ class Residual(NamedTuple):
 
     norm: RMSNorm | None = None
     multiplier: float = 1.0
+    natively: bool = False
+    """Whether the CPU kernel does it where no product can."""
 
     def add_projected(self, linear: Linear, y: jax.Array, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Adds linear(y): y [T, in], x [T, E] -> [T, E]."""
-        if self.norm is None and self.multiplier == 1.0:
-            return add_projected(linear, y, x, inputs.num_tokens, inputs.pools)
+        if self.norm is None:
+            return add_projected(linear, y, x, inputs.num_tokens, inputs.pools, multiplier=self.multiplier)
         return self.add(project(linear, y, inputs.num_tokens, inputs.pools), x, inputs)
 
     def add(self, y: jax.Array, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Adds y: y and x [T, E] -> [T, E]."""
         return add_normalised(
-            y, x, inputs.num_tokens, inputs.pools, norm=self.norm, multiplier=self.multiplier
+            y,
+            x,
+            inputs.num_tokens,
+            inputs.pools,
+            norm=self.norm,
+            multiplier=self.multiplier,
+            natively=self.natively,
         )

@@ -39,7 +39,7 @@ from penstock.runtime.models.pools import PoolPlanners
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.experts import PackedExperts, batched
 from penstock.runtime.ops.native.norm import can_normalize, normalize
-from penstock.runtime.ops.native.rotate import can_rotate, rotate_qkv
+from penstock.runtime.ops.native.rotate import can_rotate, rotate
 
 
 class LatentAttention(nnx.Module):
@@ -75,7 +75,7 @@ class LatentAttention(nnx.Module):
         self.value_up = HeadProducts(config, dtype, linear, keys=False)
         self.o_proj = product(heads * config.value_dim, "o_proj", hidden, bias=config.bias)
         self.config, self.group = config, group
-        self.rotates_natively = linear.packed and can_rotate(config.rope_dim)
+        self.rotates_natively = linear.packed and can_rotate(config.rope_dim, config.rope_dim)
         self.normalises_natively = linear.packed and can_normalize(config.latent_dim)
 
     @property
@@ -129,15 +129,12 @@ class LatentAttention(nnx.Module):
 
     def _rotated(self, q: jax.Array, k: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
         """q [T, H, R] and k [T, R] -> q [T, H, R] and k [T, 1, R], rotated."""
-        config, num_tokens = self.config, q.shape[0]
+        config = self.config
         cos, sin = inputs.angles.cos_sin(config.rope, config.rope_dim)
         if not self.rotates_natively:
             return rope.rotate(q, cos, sin), rope.rotate(k[:, None], cos, sin)
-        # The kernel takes values too, which it only copies; the keys stand in for them.
-        qkv = jnp.concatenate([q.reshape(num_tokens, -1), k, k], axis=1)
-        heads, rows = config.num_heads, inputs.num_tokens
-        q, turned, _ = rotate_qkv(qkv, cos, sin, num_rows=rows, num_heads=heads, num_kv_heads=1)
-        return q, turned
+        rows = inputs.num_tokens
+        return rotate(q, cos, sin, num_rows=rows), rotate(k[:, None], cos, sin, num_rows=rows)
 
 
 class HeadProducts(nnx.Module):

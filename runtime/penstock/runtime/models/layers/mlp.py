@@ -35,8 +35,7 @@ class MLP(nnx.Module):
     @property
     def is_native(self) -> bool:
         """Whether native kernels compute this layer."""
-        packed = all(linear.packed for linear in (self.gate_up_proj, self.down_proj))
-        return packed and self.activation == "silu"
+        return all(linear.packed for linear in (self.gate_up_proj, self.down_proj))
 
     def __call__(
         self, x: jax.Array, norm: RMSNorm | None, residual: Residual, inputs: LayerInputs

@@ -1,26 +1,14 @@
 // The kernel of norm.h, compiled once per instruction set.
 #pragma once
 
-#include <cmath>
-
 #include "common/lanes.h"
+#include "common/rms.h"
 #include "norm/norm.h"
 
 namespace penstock {
 namespace {
 
 constexpr int64_t kLanes = 16;
-
-// 1 / the root mean square of `size` channels (Zhang and Sennrich 2019). The squares are summed in the same order for
-// every run, so the bits depend on the run alone.
-inline float InverseRms(const uint16_t* x, int64_t size, float eps) {
-  Lanes squares = Fill(0.0f);
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const Lanes value = LoadBf16(x + i);
-    squares = Add(squares, Mul(value, value));
-  }
-  return 1.0f / std::sqrt(Total(squares) / static_cast<float>(size) + eps);
-}
 
 inline void NormRun(const NormJob& job, int64_t at) {
   const Lanes inverse = Fill(job.normed ? InverseRms(job.x + at, job.size, job.eps) : 1.0f);

@@ -1,17 +1,27 @@
-// The operations between the qkv product and attention: RMS norm of queries and keys by head, and rotary embedding.
+// The operations between the qkv product and attention: RMS norms of queries, keys and values, rotary embedding, and a
+// factor for the queries of each token.
 #pragma once
 
 #include <cstdint>
 
 namespace penstock {
 
+// How queries and keys are normalised: each head, or all heads of a token together, both before the rotation; or each
+// head after the rotation, without weights. The numbers are those of rotate.py.
+enum class HeadNorms : int { kHead = 0, kAll = 1, kL2After = 2 };
+
 struct RotateJob {
-  const uint16_t* qkv;  // bf16 [rows, (heads + 2 * kv_heads) * dim]
-  const float* cos;     // [rows, dim / 2]
+  const uint16_t* qkv;  // bf16 [rows, (heads + 2 * kv_heads) * dim], or + kv_heads if values are keys
+  const float* cos;     // [rows, rotary / 2]
   const float* sin;
-  const uint16_t* q_norm;  // bf16 [dim] or null
-  const uint16_t* k_norm;
-  float eps;
+  int64_t rotary;          // the first `rotary` channels of a head turn, a multiple of 32 that may be 0
+  const uint16_t* q_norm;  // bf16 [dim], or [heads * dim] for all heads together; null: no norm
+  const uint16_t* k_norm;  // the same with kv_heads
+  const float* q_scale;    // [rows], or null
+  HeadNorms norms;
+  float eps, offset;  // queries and keys are multiplied by offset + norm
+  bool v_norm;        // values are normalised by head, without weights
+  bool values_are_keys;
   int64_t heads, kv_heads, dim;  // dim is a multiple of 32
   uint16_t* q;                   // [rows, heads, dim]
   uint16_t* k;                   // [rows, kv_heads, dim]

@@ -1,9 +1,8 @@
 // The kernel of rotate.h, compiled once per instruction set.
 #pragma once
 
-#include <cmath>
-
 #include "common/lanes.h"
+#include "common/rms.h"
 #include "rotate/rotate.h"
 
 namespace penstock {
@@ -11,44 +10,85 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 
-// Channel i is rotated together with channel i + dim / 2 (Su et al. 2021, in the order of Hugging Face's checkpoints).
-inline void RotateHead(const uint16_t* from, const uint16_t* norm, float eps, const float* cos, const float* sin,
-                       int64_t dim, uint16_t* to) {
-  const int64_t half = dim / 2;
-  Lanes scale = Fill(1.0f);
-  if (norm) {
-    Lanes squares = Fill(0.0f);
-    for (int64_t i = 0; i < dim; i += kLanes) {
-      const Lanes x = LoadBf16(from + i);
-      squares = Add(squares, Mul(x, x));
-    }
-    scale = Fill(1.0f / std::sqrt(Total(squares) / static_cast<float>(dim) + eps));
+// One head before its rotation: its channels times `inverse`, and times offset + norm if there is a norm.
+struct Head {
+  const uint16_t* x;     // bf16 [dim]
+  const uint16_t* norm;  // bf16 [dim] or null
+  float inverse, offset;
+
+  Lanes At(int64_t channel) const {
+    const Lanes value = Mul(LoadBf16(x + channel), Fill(inverse));
+    return norm ? Mul(value, Add(Fill(offset), LoadBf16(norm + channel))) : value;
   }
+};
+
+// Calls put(channel, values) for all channels of the rotated head, 16 at a time. Channel i is rotated together with
+// channel i + rotary / 2 (Su et al. 2021, in the order of Hugging Face's checkpoints); those from `rotary` on are not
+// rotated.
+template <typename Put>
+inline void Turn(const RotateJob& job, const Head& head, int64_t row, Put&& put) {
+  const int64_t half = job.rotary / 2;
+  const float* cos = job.cos + row * half;
+  const float* sin = job.sin + row * half;
   for (int64_t i = 0; i < half; i += kLanes) {
-    Lanes first = Mul(LoadBf16(from + i), scale), second = Mul(LoadBf16(from + half + i), scale);
-    if (norm) {
-      first = Mul(first, LoadBf16(norm + i));
-      second = Mul(second, LoadBf16(norm + half + i));
-    }
+    const Lanes first = head.At(i), second = head.At(half + i);
     const Lanes c = Load(cos + i), s = Load(sin + i);
-    StoreBf16(to + i, Sub(Mul(first, c), Mul(second, s)));
-    StoreBf16(to + half + i, Add(Mul(second, c), Mul(first, s)));
+    put(i, Sub(Mul(first, c), Mul(second, s)));
+    put(half + i, Add(Mul(second, c), Mul(first, s)));
+  }
+  for (int64_t i = job.rotary; i < job.dim; i += kLanes) {
+    put(i, head.At(i));
+  }
+}
+
+// The queries, or the keys, of one row: `count` heads, which are multiplied by `factor` at the end.
+inline void Heads(const RotateJob& job, const uint16_t* from, const uint16_t* norm, int64_t count, int64_t row,
+                  float factor, uint16_t* to) {
+  const bool together = norm && job.norms == HeadNorms::kAll;
+  const float all = together ? InverseRms(from, count * job.dim, job.eps) : 1.0f;
+  for (int64_t h = 0; h < count; ++h, from += job.dim, to += job.dim) {
+    Head head{from, norm, all, job.offset};
+    if (together) {
+      norm += job.dim;
+    } else if (norm) {
+      head.inverse = InverseRms(from, job.dim, job.eps);
+    }
+    float last = factor;
+    if (job.norms == HeadNorms::kL2After) {
+      Lanes squares = Fill(0.0f);
+      Turn(job, head, row, [&](int64_t, Lanes value) { squares = Add(squares, Mul(value, value)); });
+      last *= InverseRms(squares, job.dim, job.eps);
+    }
+    Turn(job, head, row, [&](int64_t i, Lanes value) { StoreBf16(to + i, Mul(value, Fill(last))); });
+  }
+}
+
+inline void Values(const RotateJob& job, const uint16_t* from, int64_t row) {
+  uint16_t* to = job.v + row * job.kv_heads * job.dim;
+  if (!job.v_norm) {
+    memcpy(to, from, job.kv_heads * job.dim * sizeof(uint16_t));
+    return;
+  }
+  for (int64_t h = 0; h < job.kv_heads; ++h, from += job.dim, to += job.dim) {
+    const Head head{from, nullptr, InverseRms(from, job.dim, job.eps), 0.0f};
+    for (int64_t i = 0; i < job.dim; i += kLanes) {
+      StoreBf16(to + i, head.At(i));
+    }
   }
 }
 
 inline void Rows(const RotateJob& job, int64_t first, int64_t last) {
-  const int64_t half = job.dim / 2, kv_size = job.kv_heads * job.dim;
+  const int64_t q_size = job.heads * job.dim, kv_size = job.kv_heads * job.dim;
+  const int64_t row_size = q_size + (job.values_are_keys ? 1 : 2) * kv_size;
   for (int64_t row = first; row < last; ++row) {
-    const uint16_t* from = job.qkv + row * (job.heads + 2 * job.kv_heads) * job.dim;
-    const float* cos = job.cos + row * half;
-    const float* sin = job.sin + row * half;
-    for (int64_t h = 0; h < job.heads; ++h, from += job.dim) {
-      RotateHead(from, job.q_norm, job.eps, cos, sin, job.dim, job.q + (row * job.heads + h) * job.dim);
+    const uint16_t* q = job.qkv + row * row_size;
+    const uint16_t* k = q + q_size;
+    Heads(job, q, job.q_norm, job.heads, row, job.q_scale ? job.q_scale[row] : 1.0f, job.q + row * q_size);
+    if (job.kv_heads == 0) {
+      continue;
     }
-    for (int64_t h = 0; h < job.kv_heads; ++h, from += job.dim) {
-      RotateHead(from, job.k_norm, job.eps, cos, sin, job.dim, job.k + (row * job.kv_heads + h) * job.dim);
-    }
-    memcpy(job.v + row * kv_size, from, kv_size * sizeof(uint16_t));
+    Heads(job, k, job.k_norm, job.kv_heads, row, 1.0f, job.k + row * kv_size);
+    Values(job, job.values_are_keys ? k : k + kv_size, row);
   }
 }
 

@@ -1,0 +1,167 @@
+"""Models with what each family has of its own run on the native kernels alone in bfloat16, agree there with
+XLA in float32, and give a token the same bits whatever stands beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from penstock.runtime.models import params
+from penstock.runtime.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, QueryScaling
+from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.models.rope import RopeConfig
+from penstock.runtime.ops.native import library
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+
+PACKED = LinearFormat(packed=True)
+PROMPT = list(range(3, 33))
+
+ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32, scale=32**-0.5, rope=RopeConfig())
+LAYER = LayerConfig(attention=ATTENTION, mlp=MLPConfig(intermediate_size=128))
+LLAMA = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=256,
+    hidden_size=64,
+    layers=(LAYER, LAYER),
+    max_position_embeddings=128,
+    rms_norm_eps=1e-6,
+)
+
+
+def changed(
+    *,
+    attention: dict[str, Any] | None = None,
+    mlp: dict[str, Any] | None = None,
+    layer: dict[str, Any] | None = None,
+    **model: Any,
+) -> ModelConfig:
+    """LLAMA with these fields changed, in all layers."""
+    ours = dataclasses.replace(
+        LAYER,
+        attention=dataclasses.replace(ATTENTION, **attention or {}),
+        mlp=dataclasses.replace(LAYER.mlp, **mlp or {}),
+        **layer or {},
+    )
+    return dataclasses.replace(LLAMA, layers=(ours, ours), **model)
+
+
+def with_second_layers_attention(config: ModelConfig, **fields: Any) -> ModelConfig:
+    first, second = config.layers
+    attention = dataclasses.replace(second.attention, **fields)
+    return dataclasses.replace(config, layers=(first, dataclasses.replace(second, attention=attention)))
+
+
+MODELS = {
+    "llama": LLAMA,
+    "gemma": with_second_layers_attention(
+        changed(
+            attention={"qk_norm": "head", "softcap": 20.0, "window": 9},
+            mlp={"activation": "gelu_tanh"},
+            layer={"norms": "sandwich"},
+            norm_offset=1.0,
+            embedding_scale=8.0,
+            logits_softcap=3.0,
+            tie_word_embeddings=True,
+        ),
+        rope=RopeConfig(theta=1e6),
+        window=None,
+    ),
+    "olmo": changed(attention={"qk_norm": "all"}, layer={"norms": "post"}),
+    "granite": changed(
+        attention={"scale": 0.1}, layer={"residual_multiplier": 0.22}, embedding_scale=12.0, logits_scale=0.25
+    ),
+    "llama4": with_second_layers_attention(
+        changed(attention={"qk_norm": "l2_after", "chunk": 16}),
+        rope=None,
+        chunk=None,
+        qk_norm="none",
+        query_scaling=QueryScaling(strength=0.1, length=8.0, shift=1),
+    ),
+    "partial rotation": changed(
+        attention={
+            "head_dim": 64,
+            "rope": RopeConfig(partial_rotary_factor=0.5),
+            "qk_norm": "all",
+            "qkv_bias": True,
+            "o_bias": True,
+            "sinks": True,
+        },
+        mlp={"bias": True},
+    ),
+}
+
+
+def state(config: ModelConfig, dtype: str, linear: LinearFormat) -> params.ModelState:
+    """Random weights, the same in all formats, with norms and biases that differ from channel to channel."""
+    drawn = params.random_state(config, dtype, std=0.1, linear=linear)
+    leaves = dict(zip(params.leaf_shapes(config, dtype, linear), params.state_to_leaves(drawn), strict=True))
+    vectors = leaves["vectors",]
+    noise = np.random.default_rng(5).standard_normal(vectors.shape).astype(np.float32)
+    mean = np.float32(1 - config.norm_offset)
+    leaves["vectors",] = jnp.asarray(mean + np.float32(0.2) * noise, jnp.bfloat16).astype(vectors.dtype)
+    return params.state_of(config, leaves, dtype, linear)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+def test_every_family_is_native(name: str, int8: bool) -> None:
+    linear = LinearFormat(packed=True, int8=int8)
+    shapes = params.leaf_shapes(MODELS[name], "bfloat16", linear)
+
+    def native(leaves: Any) -> jax.Array:
+        return jnp.zeros(1 + params.bind(MODELS[name], leaves, "bfloat16", linear).is_native)
+
+    assert jax.eval_shape(native, tuple(shapes.values())).shape == (2,)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_on_the_kernels_agrees_with_float32_on_xla(make_sequence: Any, name: str) -> None:
+    config = MODELS[name]
+    exact = make_sequence(config, state(config, "float32", LinearFormat()), "float32").feed(PROMPT)
+    tried = make_sequence(config, state(config, "bfloat16", PACKED), "bfloat16", PACKED).feed(PROMPT)
+    assert np.ptp(exact) > 0.5  # the logits differ from each other
+    assert np.abs(tried - exact).max() < 0.05 * np.ptp(exact)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_token_has_the_same_bits_alone_and_beside_others(name: str) -> None:
+    """Attention, which has tests of its own, is left out: each token gets its own queries, key and value
+    back.
+    """
+    config = MODELS[name]
+    leaves = params.state_to_leaves(state(config, "bfloat16", PACKED))
+
+    def own(q: jax.Array, k: jax.Array, v: jax.Array, kv: Any, meta: Any, **others: Any) -> Any:
+        return q.at[:, 0].set(k[:, 0]).at[:, 1].set(v[:, 0]), kv
+
+    attention: Any = own
+
+    def logits(tokens: jax.Array, positions: jax.Array, num_tokens: jax.Array) -> jax.Array:
+        model = params.bind(config, leaves, "bfloat16", PACKED)
+        meta: Any = SimpleNamespace(num_tokens=num_tokens)
+        metas = (meta,) * (max(config.cache.group_of) + 1)
+        hidden, _ = model(tokens, positions, (jnp.zeros(1),) * 2, metas, attention=attention)
+        return model.logits(hidden, num_tokens)
+
+    run: Callable[..., jax.Array] = jax.jit(logits)
+    rng = np.random.default_rng(6)
+    tokens, positions = rng.integers(0, 256, 37), rng.integers(0, 100, 37)
+
+    def some(rows: np.ndarray, padded: int) -> np.ndarray:
+        filled = np.resize(rows, padded)
+        given = (jnp.asarray(values[filled], jnp.int32) for values in (tokens, positions))
+        return np.asarray(run(*given, jnp.int32(len(rows))))[: len(rows)].view(np.uint32)
+
+    alone = np.concatenate([some(np.array([row]), 1) for row in range(37)])
+    for count, padded in ((37, 48), (16, 16), (5, 16)):
+        rows = rng.permutation(37)[:count]
+        np.testing.assert_array_equal(some(rows, padded), alone[rows], err_msg=f"{count} rows")
