@@ -64,7 +64,7 @@ def scorer(
     leaves = state_to_leaves(load_weights(directory, config, dtype, linear=linear, progress=False))
     page_size = 16
     pages = LENGTH // page_size
-    arrays = config.cache.arrays(pages, page_size, 1, np.dtype(dtype))
+    arrays = config.cache.arrays([pages] * len(config.cache.windows), page_size, 1, np.dtype(dtype))
 
     @jax.jit
     def run(leaves: tuple[jax.Array, ...], tokens: jax.Array) -> jax.Array:
@@ -79,7 +79,9 @@ def scorer(
             num_pages=pages,
         )
         kv = tuple(jnp.zeros(layer.shape, layer.dtype) for layer in arrays)
-        hidden, _ = model(tokens, meta.positions, kv, (meta,), attention=backend.attention)
+        hidden, _ = model(
+            tokens, meta.positions, kv, (meta,) * len(config.cache.windows), attention=backend.attention
+        )
         return jax.nn.log_softmax(model.logits(hidden, jnp.int32(LENGTH)), axis=1)
 
     return lambda tokens: np.asarray(run(leaves, jnp.asarray(tokens, jnp.int32))).astype(np.float64)

@@ -73,7 +73,7 @@ def sample(
     n, vocab = logits.shape
     state = RowState(
         jnp.zeros(n, jnp.int32),
-        jnp.zeros((n, 1), jnp.int32),
+        (jnp.zeros((n, 1), jnp.int32),),
         jnp.zeros((n, vocab), jnp.int32) if history is None else jnp.asarray(history, jnp.int32),
         jnp.zeros((n, vocab), jnp.float32) if bias is None else jnp.asarray(bias, jnp.float32),
     )

@@ -267,7 +267,7 @@ def test_it_agrees_with_the_sampler_in_xla() -> None:
     logits, history, bias, mask, _ = map(jnp.asarray, positional)
     state = sampler.RowState(
         jnp.zeros(num_rows, jnp.int32),
-        jnp.zeros((num_rows, 1), jnp.int32),
+        (jnp.zeros((num_rows, 1), jnp.int32),),
         history,
         jnp.nan_to_num(bias, neginf=-jnp.inf),
     )
