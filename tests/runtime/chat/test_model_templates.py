@@ -51,6 +51,7 @@ CHOSEN = {
     "phi_4_mini": ("granite", None),
     "smollm3": ("hermes", "think"),
     "ministral_3": ("mistral", None),
+    "ministral_3_reasoning": ("mistral", "magistral"),
 }
 WRITING = sorted(
     CHOSEN.keys()
@@ -75,6 +76,39 @@ def test_the_forms_that_are_chosen(name: str) -> None:
     tools = forms.tools.name if forms.tools is not None else None
     reasoning = forms.reasoning.name if forms.reasoning is not None else None
     assert (("harmony", "harmony") if forms.is_harmony else (tools, reasoning)) == CHOSEN[name]
+
+
+def test_tools_are_shown_where_a_template_looks_for_them() -> None:
+    """SmolLM3's template has a variable of its own for them, Phi-4-mini's looks into the system's turn."""
+    function = json.dumps(
+        {"name": "get_weather", "description": "Look.", "parameters": dict(WEATHER.parameters)}
+    )
+    system = ChatTurn("system", "Be brief.")
+    smollm3, phi = codec_of("smollm3"), codec_of("phi_4_mini")
+    shown = smollm3.render_chat(Chat((USER,), (WEATHER,)))
+    assert f"<tools>\n{json.loads(function)}\n</tools>" in shown
+    assert "</tools>" not in smollm3.render_chat(Chat((USER,)))
+    assert "</tools>" not in smollm3.render_chat(Chat((USER,), (WEATHER,), "none"))
+    assert "<tools>\nmine\n" in smollm3.render_chat(
+        Chat((USER,), (WEATHER,), options={"xml_tools": ["mine"]})
+    )
+    head = f"<|tool|>[{function}]<|/tool|><|end|>"
+    user = "<|user|>Weather?<|end|><|assistant|>"
+    assert phi.render_chat(Chat((USER,), (WEATHER,))) == f"<|system|>{head}{user}"
+    assert phi.render_chat(Chat((system, USER), (WEATHER,))) == f"<|system|>Be brief.{head}{user}"
+    assert phi.render_chat(Chat((system, USER))) == f"<|system|>Be brief.<|end|>{user}"
+
+
+def test_reasoning_is_a_part_of_the_content_where_a_template_wants_it_so() -> None:
+    """As in the first templates of Ministral 3's reasoning models. Later ones read `reasoning_content`."""
+    codec = codec_of("ministral_3_reasoning")
+    said = ChatTurn("assistant", "It rains.", reasoning="Look outside.")
+    shown = codec.render_chat(Chat((USER, said, USER)))
+    assert shown.endswith("[/INST][THINK]Look outside.[/THINK]It rains.</s>[INST]Weather?[/INST]")
+    call = ToolCall("abcdefghi", "f", "{}")
+    shown = codec.render_chat(Chat((USER, ChatTurn("assistant", "", (call,), reasoning="Hm."))))
+    assert shown.endswith("[/INST][THINK]Hm.[/THINK][TOOL_CALLS]f[ARGS]{}</s>")
+    assert codec.render_chat(Chat((USER, ChatTurn("assistant", "Hi.")))).endswith("[/INST]Hi.</s>")
 
 
 @pytest.mark.parametrize("name", WRITING)

@@ -62,6 +62,9 @@ def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, 
                 message |= {"content": "", "reasoning_content": f"{turn.reasoning}\n\n{turn.content}"}
             if demands.no_content and not turn.content:
                 message["content"] = None
+        if demands.thinking_parts and turn.reasoning:
+            words = [{"type": "text", "text": turn.content}] if turn.content else []
+            message["content"] = [{"type": "thinking", "thinking": turn.reasoning}, *words]
         if turn.role == "tool":
             message |= {"tool_call_id": turn.tool_call_id, "name": names[turn.tool_call_id]}
         dicts.append(message)
@@ -82,12 +85,19 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, sandbox: TemplateSand
     except ValueError as error:
         raise InvalidRequest([Violation("chat", str(error))]) from error
     trusted = template in (own.values() if isinstance(own, dict) else [own])
-    has_calls = any(turn.tool_calls for turn in chat.messages)
-    demands = demands_of(template) if trusted and has_calls else Demands()
+    matters = tools or any(turn.tool_calls or turn.reasoning for turn in chat.messages)
+    demands = demands_of(template) if trusted and matters else Demands()
+    functions = [tool["function"] for tool in tools or ()]
+    turns = turn_dicts(chat.messages, demands)
+    if demands.system_tools and functions:
+        if turns[0]["role"] != "system":
+            turns.insert(0, {"role": "system", "content": ""})
+        turns[0]["tools"] = json.dumps(functions, ensure_ascii=False)
     variables = {
         **tokenizer.special_tokens_map,
+        **({"xml_tools": functions} if demands.xml_tools and functions else {}),
         **chat.options,
-        "conversations": [turn_dicts(chat.messages, demands)],
+        "conversations": [turns],
         "tools": tools,
         "chat_template": template,
         "add_generation_prompt": True,
