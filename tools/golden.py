@@ -70,6 +70,7 @@ class Kind:
 _LLAMA = ("LlamaConfig", "LlamaForCausalLM")
 _MISTRAL = ("MistralConfig", "MistralForCausalLM")
 _QWEN2 = ("Qwen2Config", "Qwen2ForCausalLM")
+_QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _QWEN3 = ("Qwen3Config", "Qwen3ForCausalLM")
 CASES: Mapping[str, Kind] = {
     "llama": Kind(*_LLAMA, {"rope_parameters": _LLAMA3, "tie_word_embeddings": False}),
@@ -77,9 +78,16 @@ CASES: Mapping[str, Kind] = {
         *_LLAMA, {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True}
     ),
     "mistral_swa": Kind(*_MISTRAL, {"sliding_window": 32, "head_dim": 16}),
+    "mixtral": Kind("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
     "qwen2": Kind(*_QWEN2, {}),
+    "qwen2_moe": Kind(
+        "Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 64}
+    ),
     "qwen2_yarn": Kind(*_QWEN2, {"rope_parameters": _YARN}),
     "qwen3": Kind(*_QWEN3, {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3_moe": Kind(
+        "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_QWEN_EXPERTS, "head_dim": 32, "norm_topk_prob": True}
+    ),
 }
 """From a golden's name to how it is made. Raise `num_hidden_layers` where a family has several kinds of
 layers, so that every kind occurs.

@@ -13,7 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.workloads import Job
-from penstock.runtime.models.config import AttentionConfig, LatentConfig, LayerConfig, ModelConfig
+from penstock.runtime.models.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    LatentConfig,
+    LayerConfig,
+    ModelConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +56,11 @@ def layer_weights(config: ModelConfig) -> int:
 
 
 def _weights_of(layer: LayerConfig, hidden_size: int) -> int:
-    """The number of weights in one layer's products."""
-    attention = _attention_weights(layer.attention, hidden_size)
-    return attention + 3 * hidden_size * layer.mlp.intermediate_size
+    """The number of weights in one layer's products, of experts those that one token needs."""
+    attention, mlp = _attention_weights(layer.attention, hidden_size), layer.mlp
+    if isinstance(mlp, ExpertsConfig):
+        return attention + hidden_size * (3 * mlp.active_size + mlp.num_experts)
+    return attention + 3 * hidden_size * mlp.intermediate_size
 
 
 def _attention_weights(ours: AttentionConfig | LatentConfig, hidden_size: int) -> int:

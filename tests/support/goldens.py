@@ -12,7 +12,17 @@ from penstock.runtime import EngineConfig
 from tests.support.models.toy import TEST_CACHE
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-NAMES = ("qwen3", "qwen2", "qwen2_yarn", "llama", "llama_linear_rope", "mistral_swa")
+NAMES = (
+    "qwen3",
+    "qwen2",
+    "qwen2_yarn",
+    "llama",
+    "llama_linear_rope",
+    "mistral_swa",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 """The folders in GOLDEN. Every test that compares all models with PyTorch takes its names from here."""
 CONFIG = EngineConfig(
     dtype="float32",

@@ -12,6 +12,7 @@ from typing import Literal
 
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV
+from penstock.runtime.ops.native.activations import Activation as ExpertActivation
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -99,14 +100,59 @@ class MLPConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Which experts a token goes to, and with which weights: see `ops.native.experts.route`.
+
+    bias: the product that gives the experts' logits has one. correction: each expert has a number that is
+    added to its score for the choice only. expert_scale: each has one that its weight is multiplied by.
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    bias: bool = False
+    correction: bool = False
+    expert_scale: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts, each of them a gated MLP, of which every token has its own `per_token`.
+
+    intermediate_size: that of each expert. limit: that of the activation "gpt_oss". weigh_input: the weight
+    multiplies what goes into the expert and not what comes out. shared_size: the intermediate size of the
+    expert that all tokens have besides; None: there is none. shared_gate: what it gives is multiplied by the
+    sigmoid of a number that a product makes of the token.
+    """
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int
+    router: RouterConfig = RouterConfig()
+    activation: ExpertActivation = "silu"
+    limit: float = 0.0
+    bias: bool = False
+    weigh_input: bool = False
+    shared_size: int | None = None
+    shared_gate: bool = False
+
+    @property
+    def active_size(self) -> int:
+        """The intermediate sizes of all experts that a token has, together."""
+        return self.per_token * self.intermediate_size + (self.shared_size or 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """One layer: attention and MLP, each with its norms, added to the residual stream.
+    """One layer: attention and MLP (or experts), each with its norms, added to the residual stream.
 
     residual_multiplier: what attention and MLP give is multiplied by it before it is added.
     """
 
     attention: AttentionConfig | LatentConfig
-    mlp: MLPConfig
+    mlp: MLPConfig | ExpertsConfig
     norms: Norms = "pre"
     residual_multiplier: float = 1.0
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from penstock.runtime.models.config import AttentionConfig, ModelConfig
+from penstock.runtime.models.config import AttentionConfig, ExpertsConfig, ModelConfig
 from penstock.runtime.models.layers.attention import Attention
+from penstock.runtime.models.layers.experts import Experts
 from penstock.runtime.models.layers.inputs import Angles, LayerInputs, Residual
 from penstock.runtime.models.layers.latent import LatentAttention
 from penstock.runtime.models.layers.mlp import MLP
@@ -52,7 +53,12 @@ class DecoderLayer(nnx.Module):
         )
         self.attention_out_norm = norm(wanted=after)
         self.mlp_norm = norm(wanted=before)
-        self.mlp = MLP(config, ours.mlp, dtype, linear, planners)
+        mlp = ours.mlp
+        self.mlp = (
+            Experts(config, mlp, dtype, linear, planners)
+            if isinstance(mlp, ExpertsConfig)
+            else MLP(config, mlp, dtype, linear, planners)
+        )
         self.mlp_out_norm = norm(wanted=after)
         self.multiplier = ours.residual_multiplier
         self.joins_natively = linear.packed and can_normalize(config.hidden_size)

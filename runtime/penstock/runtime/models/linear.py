@@ -4,9 +4,8 @@ Weights keep the checkpoint's own [out, in] layout, or are packed for the CPU ke
 are int8 with one scale for each output. Layers that have the same input, such as q, k and v, are one product
 whose outputs lie side by side. Norms, biases and scales have places in the model's pools (`pools`).
 
-Products accumulate in float32 (int8 in int32), which XLA's CPU backend computes up to 7 times faster, and
-which keeps bfloat16 exact enough. The functions below are the fusions that the kernels have; for other
-formats they are composed of plain operations with the same meaning.
+The functions below are the fusions that the kernels have; for other formats they are composed of plain
+operations with the same meaning (`ops.products`).
 
 Shapes: T tokens, E hidden_size. `num_rows` int32 []: rows of x from this one on are padding, which kernels
 skip and whose results are undefined.
@@ -14,8 +13,7 @@ skip and whose results are undefined.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -39,6 +37,7 @@ from penstock.runtime.models.norms import RMSNorm, vector_rule
 from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.norm import normalize
+from penstock.runtime.ops.products import gated, matmul_int8, matmul_transposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +53,7 @@ class LinearFormat:
 PLAIN = LinearFormat()
 
 
-def matmul_transposed(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [T, in] times weight [out, in] transposed: float32 [T, out].
-
-    Float32 operands are multiplied in full float32 (a GPU would otherwise use TF32).
-    """
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    dimensions = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight, dimensions, precision=precision, preferred_element_type=jnp.float32)
-
-
-def matmul_int8(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
-    """x [T, in], quantized by row, times int8 weight [out, in] transposed: float32 [T, out]; scale [out]."""
-    wide = x.astype(jnp.float32)
-    # A row with a NaN gets a peak of NaN, so that its products are NaN; XLA's maximum on CPU may skip a NaN.
-    spoiled = jnp.isnan(wide).any(axis=1, keepdims=True)
-    peak = jnp.where(spoiled, np.float32(np.nan), jnp.abs(wide).max(axis=1, keepdims=True))
-    rounded = jnp.round(wide * jnp.where(peak > 0, np.float32(127) / peak, np.float32(0))).astype(jnp.int8)
-    dimensions = (((1,), (1,)), ((), ()))
-    exact = jax.lax.dot_general(rounded, weight, dimensions, preferred_element_type=jnp.int32)
-    return exact.astype(jnp.float32) * (peak / np.float32(127)) * scale[None, :]
-
-
-_PUTS: Mapping[tuple[bool, bool], Put] = {
+PUTS: Mapping[tuple[bool, bool], Put] = {
     (False, False): copy_rows,
     (True, False): pack_rows,
     (False, True): quantize_rows,
@@ -130,7 +107,7 @@ class Linear(nnx.Module):
                 num_rows=size,
                 dtype=dtype,
                 decode=there.decode,
-                put=_PUTS[self.packed, self.int8],
+                put=PUTS[self.packed, self.int8],
             )
             yield tensor, rule
             if self.bias_at is not None:
@@ -266,14 +243,7 @@ def project_gated(
         weight, options = gate_up.operands(pools), _norm_options(norm, pools)
         return native.linear(x, (weight,), num_rows=num_rows, gate=activation, **options)
     both = project(gate_up, x, num_rows, pools, norm=norm).astype(jnp.float32)
-    gate, up = jnp.split(both, 2, axis=1)
-    return (ACTIVATIONS[activation](gate) * up).astype(x.dtype)
-
-
-ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
+    return gated(activation, both).astype(x.dtype)
 
 
 def logits(

@@ -28,6 +28,8 @@ ParamPath: TypeAlias = tuple[str | int, ...]
 """The place of a leaf in the model's state."""
 Part: TypeAlias = tuple[int | slice, ...]
 """An index of a leaf. It is a basic index of numpy's, so what it selects can be written to."""
+ReadPart: TypeAlias = tuple[int | slice | npt.NDArray[np.intp], ...]
+"""An index of a tensor, which may also list entries along one axis."""
 Rows: TypeAlias = tuple[int, ...]
 """Entries of a tensor along one axis, in the order in which a rule reads them."""
 Leaves: TypeAlias = Mapping[ParamPath, npt.NDArray[Any]]
@@ -90,13 +92,12 @@ class Source:
         turned: npt.NDArray[Any] = np.moveaxis(values[self.at[1:]], self.axis, 0)
         return turned[rows]
 
-    def parts(self, num_rows: int) -> Iterator[Part]:
+    def part(self, num_rows: int) -> ReadPart:
         """Where the first `num_rows` rows of the rule lie in the tensor."""
-        rows = [slice(self.begin, self.begin + num_rows)]
+        rows: slice | npt.NDArray[np.intp] = slice(self.begin, self.begin + num_rows)
         if self.order is not None:
-            rows = [slice(self.begin + row, self.begin + row + 1) for row in self.order[:num_rows]]
-        for part in rows:
-            yield (*self.at, *(slice(None),) * self.axis, part)
+            rows = np.asarray(self.order[:num_rows], np.intp) + self.begin
+        return (*self.at, *(slice(None),) * self.axis, rows)
 
 
 Decode: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any]]

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from penstock.runtime.errors import ConfigError, UnknownArchitecture
 from penstock.runtime.models.config import ModelConfig
-from penstock.runtime.models.families import deepseek, llama
+from penstock.runtime.models.families import deepseek, llama, mixtures
 from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.hf_fields import Fields
 
-ARCHITECTURES: Mapping[str, ModelFamily] = {**llama.FAMILIES, **deepseek.FAMILIES}
+ARCHITECTURES: Mapping[str, ModelFamily] = {**llama.FAMILIES, **deepseek.FAMILIES, **mixtures.FAMILIES}
 
 
 def family_of(architecture: str) -> ModelFamily:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from penstock.runtime.models.load_rules import LoadRules, ParamPath, Part
+from penstock.runtime.models.load_rules import LoadRules, ParamPath, Part, ReadPart
 
 
 def check(rules: LoadRules, leaves: Mapping[ParamPath, jax.ShapeDtypeStruct]) -> None:
@@ -16,7 +16,7 @@ def check(rules: LoadRules, leaves: Mapping[ParamPath, jax.ShapeDtypeStruct]) ->
     """
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     filled: dict[ParamPath, list[tuple[str, Part]]] = {path: [] for path in shapes}
-    read: dict[str, list[Part]] = {}
+    read: dict[str, list[ReadPart]] = {}
     tensors = {tensor.name: tensor.shape for tensor in rules.tensors}
     for rule in rules.rules:
         names = " and ".join(source.name for source in rule.sources)
@@ -25,7 +25,7 @@ def check(rules: LoadRules, leaves: Mapping[ParamPath, jax.ShapeDtypeStruct]) ->
                 raise ValueError(
                     f"rules expect {source.name} as {source.shape} and as {tensors[source.name]}"
                 )
-            read.setdefault(source.name, []).extend(source.parts(rule.num_rows))
+            read.setdefault(source.name, []).append(source.part(rule.num_rows))
         for target in rule.targets:
             if target.path not in filled:
                 raise ValueError(f"{names} shall fill {target.path}, which is no leaf of the model")
@@ -47,7 +47,7 @@ def check(rules: LoadRules, leaves: Mapping[ParamPath, jax.ShapeDtypeStruct]) ->
 def _check_filled(path: ParamPath, shape: tuple[int, ...], parts: Sequence[tuple[str, Part]]) -> None:
     if not parts:
         raise ValueError(f"no tensor fills any of the leaf {path}")
-    owners = np.full(shape[: max(len(part) for _, part in parts)], -1, np.int32)
+    owners = np.full(_divided(shape, [part for _, part in parts]), -1, np.int32)
     for i, (names, part) in enumerate(parts):
         _check_inside(f"the leaf {path}, which {names} shall fill,", shape, part)
         before = owners[part].max(initial=-1)
@@ -58,8 +58,8 @@ def _check_filled(path: ParamPath, shape: tuple[int, ...], parts: Sequence[tuple
         raise ValueError(f"no tensor fills {empty[0].tolist()} of the leaf {path}")
 
 
-def _check_read(name: str, shape: tuple[int, ...], parts: Sequence[Part]) -> None:
-    is_read = np.zeros(shape[: max(map(len, parts))], np.bool_)
+def _check_read(name: str, shape: tuple[int, ...], parts: Sequence[ReadPart]) -> None:
+    is_read = np.zeros(_divided(shape, parts), np.bool_)
     for part in parts:
         _check_inside(f"the tensor {name}", shape, part)
         is_read[part] = True
@@ -67,11 +67,28 @@ def _check_read(name: str, shape: tuple[int, ...], parts: Sequence[Part]) -> Non
         raise ValueError(f"nobody reads {unread[0].tolist()} of the tensor {name}")
 
 
-def _check_inside(what: str, shape: tuple[int, ...], part: Part) -> None:
+def _divided(shape: tuple[int, ...], parts: Sequence[ReadPart]) -> tuple[int, ...]:
+    """The shape of an array that tells the parts apart. An axis that all parts take whole has one entry, so
+    that stacked matrices, stored transposed, do not need an array of their own size.
+    """
+
+    def is_whole(axis: int) -> bool:
+        return all(
+            isinstance(part[axis], slice) and part[axis] == slice(None) for part in parts if axis < len(part)
+        )
+
+    depth = max(map(len, parts))
+    return tuple(1 if is_whole(axis) else size for axis, size in enumerate(shape[:depth]))
+
+
+def _check_inside(what: str, shape: tuple[int, ...], part: ReadPart) -> None:
     """Raises ValueError if a part exceeds the shape; numpy itself would cut a slice that is too long."""
     if len(part) > len(shape):
         raise ValueError(f"{what} has shape {shape}, and so no {part}")
     for size, index in zip(shape, part, strict=False):
-        end = index + 1 if isinstance(index, int) else index.stop
+        if isinstance(index, slice):
+            end = index.stop
+        else:
+            end = int(np.max(index, initial=-1)) + 1
         if end is not None and end > size:
             raise ValueError(f"{what} has shape {shape}, and so no {part}")

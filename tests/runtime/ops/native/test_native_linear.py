@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from penstock.runtime.models.linear import matmul_int8
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.linear import Packed, linear, pack, packed_shape, quantize, unpack
+from penstock.runtime.ops.products import matmul_int8
 from tests.support.native.kernels import EMULATED, KERNELS, running, threads_with_tiles
 
 BF16 = ml_dtypes.bfloat16

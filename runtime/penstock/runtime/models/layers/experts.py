@@ -1,0 +1,222 @@
+"""Mixtures of experts (Shazeer et al. 2017, arXiv 1701.06538): each token has a few experts of its own, which
+a router chooses, and maybe one that all tokens share.
+
+The weights of a layer's experts are two stacked leaves, of which the kernels read only the experts that are
+chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from penstock.runtime.models.config import ExpertsConfig, ModelConfig
+from penstock.runtime.models.layers.inputs import LayerInputs, Residual
+from penstock.runtime.models.layers.router import Router
+from penstock.runtime.models.linear import PUTS, LinearFormat
+from penstock.runtime.models.load_rules import LoadRule, ParamPath, StoredAt, Target
+from penstock.runtime.models.norms import RMSNorm, vector_rule
+from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
+from penstock.runtime.ops import experts as xla
+from penstock.runtime.ops.native import experts as native
+from penstock.runtime.ops.native.linear import BLOCK_OUT, can_pack, packed_shape
+from penstock.runtime.ops.native.norm import normalize
+
+
+class StackedLinear(nnx.Module):
+    """One linear layer of each expert: [experts, out, in], in any format of weights.
+
+    `parts` maps names of layers in the checkpoint to their numbers of outputs, which lie side by side.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_size: int,
+        parts: dict[str, int],
+        dtype: jnp.dtype,
+        planners: PoolPlanners,
+        linear: LinearFormat,
+        *,
+        bias: bool,
+        numbered: bool,
+    ) -> None:
+        """numbered: the path of a parameter has the expert's number. linear: whether weights are packed is
+        decided by the caller, who must know that they can be.
+        """
+        out_size = sum(parts.values())
+        self.num_experts, self.in_size, self.out_size = num_experts, in_size, out_size
+        self.parts, self.numbered = tuple(parts.items()), numbered
+        self.packed, self.int8 = linear.packed, linear.int8
+        shape = packed_shape(out_size, in_size, int8=self.int8) if self.packed else (out_size, in_size)
+        self.weight = nnx.Param(jnp.zeros((num_experts, *shape), jnp.int8 if self.int8 else dtype))
+        size = num_experts * out_size
+        self.scale_at: Place | None = planners.scales.take(size) if self.int8 else None
+        self.bias_at: Place | None = planners.vectors.take(size) if bias else None
+
+    def load_rules(
+        self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
+    ) -> Iterator[tuple[ParamPath, LoadRule]]:
+        """See `HasLoadRules`; each expert has a tensor for each part of the outputs."""
+        block = BLOCK_OUT if self.packed else 1
+        for expert in range(self.num_experts):
+            row, above = 0, (*path[:-1], expert) if self.numbered else path[:-1]
+            for part, size in self.parts:
+                tensor: ParamPath = (*above, part, "weight")
+                at = expert * self.out_size + row
+                targets = [Target((*path, "weight"), at=(expert,), begin=row // block, rows_per_entry=block)]
+                if self.scale_at is not None:
+                    targets.append(Target(SCALES, begin=self.scale_at.begin + at, axis=1))
+                there = stored(tensor, (size, self.in_size))
+                rule = LoadRule(
+                    sources=there.sources,
+                    targets=tuple(targets),
+                    num_rows=size,
+                    dtype=dtype,
+                    decode=there.decode,
+                    put=PUTS[self.packed, self.int8],
+                )
+                yield tensor, rule
+                if self.bias_at is not None:
+                    place = Place(self.bias_at.begin + at, size)
+                    yield vector_rule((*above, part, "bias"), place, dtype, stored)
+                row += size
+
+    def operands(self, pools: Pools) -> native.PackedExperts:
+        """The operands of the native kernels."""
+        return native.PackedExperts(
+            self.weight[...],
+            None if self.scale_at is None else pools.scales,
+            None if self.bias_at is None else pools.vectors,
+            0 if self.scale_at is None else self.scale_at.begin,
+            0 if self.bias_at is None else self.bias_at.begin,
+        )
+
+    def stacked(self, pools: Pools) -> xla.StackedExperts:
+        """The operands of XLA's form; for unpacked weights only."""
+        shape = (self.num_experts, self.out_size)
+        scale = bias = None
+        if self.scale_at is not None and pools.scales is not None:
+            scale = pools.scales[0, self.scale_at.columns].reshape(shape)
+        if self.bias_at is not None:
+            bias = pools.vectors[self.bias_at.columns].reshape(shape)
+        return xla.StackedExperts(self.weight[...], scale, bias)
+
+
+class ExpertStack(nnx.Module):
+    """Gated MLPs, of which each token has some."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: ExpertsConfig,
+        num_experts: int,
+        inner: int,
+        dtype: jnp.dtype,
+        linear: LinearFormat,
+        planners: PoolPlanners,
+        *,
+        numbered: bool = True,
+    ) -> None:
+        """inner: the intermediate size. numbered: see `StackedLinear`."""
+        hidden = model.hidden_size
+        packed = linear.packed and can_pack(inner, hidden) and can_pack(hidden, inner)
+        form = LinearFormat(packed=packed, int8=linear.int8)
+        self.packed, self.config = packed, config
+
+        def stacked(in_size: int, parts: dict[str, int]) -> StackedLinear:
+            return StackedLinear(
+                num_experts, in_size, parts, dtype, planners, form, bias=config.bias, numbered=numbered
+            )
+
+        self.gate_up_proj = stacked(hidden, {"gate_proj": inner, "up_proj": inner})
+        self.down_proj = stacked(inner, {"down_proj": hidden})
+
+    def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """The sum of what its experts give each token: x [T, E], ids and weights [T, k] -> [T, E]."""
+        config, pools = self.config, inputs.pools
+        if self.packed:
+            return native.experts(
+                x,
+                ids,
+                weights,
+                self.gate_up_proj.operands(pools),
+                self.down_proj.operands(pools),
+                num_rows=inputs.num_tokens,
+                activation=config.activation,
+                limit=config.limit,
+                weigh_input=config.weigh_input,
+            )
+        return xla.experts(
+            x,
+            ids,
+            weights,
+            self.gate_up_proj.stacked(pools),
+            self.down_proj.stacked(pools),
+            activation=config.activation,
+            limit=config.limit,
+            weigh_input=config.weigh_input,
+        )
+
+
+class Experts(nnx.Module):
+    """A mixture of experts in the place of an MLP."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: ExpertsConfig,
+        dtype: jnp.dtype,
+        linear: LinearFormat,
+        planners: PoolPlanners,
+    ) -> None:
+        self.router = Router(model, config, dtype, linear, planners)
+        count, inner = config.num_experts, config.intermediate_size
+        self.experts = ExpertStack(model, config, count, inner, dtype, linear, planners)
+        shared = config.shared_size
+        self.shared_expert = (
+            None
+            if shared is None
+            else ExpertStack(model, config, 1, shared, dtype, linear, planners, numbered=False)
+        )
+
+    @property
+    def is_native(self) -> bool:
+        """Whether native kernels compute this layer."""
+        shared_packed = self.shared_expert is None or self.shared_expert.packed
+        return self.router.packed and self.experts.packed and shared_packed
+
+    def __call__(
+        self, x: jax.Array, norm: RMSNorm | None, residual: Residual, inputs: LayerInputs
+    ) -> jax.Array:
+        """x and what the experts make of norm(x): x [T, E] -> [T, E]."""
+        normed = x if norm is None else self._normalised(x, norm, inputs)
+        choice = self.router(normed, inputs)
+        y = self.experts(normed, choice.ids, choice.weights, inputs)
+        if self.shared_expert is not None:
+            only = jnp.zeros(choice.shared.shape, jnp.int32)
+            shared = self.shared_expert(normed, only, choice.shared, inputs)
+            # XLA might fuse two sums, in some programs, and leave out the rounding between them.
+            y = (
+                normalize(shared, num_rows=inputs.num_tokens, eps=None, residual=y)
+                if self.is_native
+                else y + shared
+            )
+        return residual.add(y, x, inputs)
+
+    def _normalised(self, x: jax.Array, norm: RMSNorm, inputs: LayerInputs) -> jax.Array:
+        """norm(x), which several products read."""
+        if not self.is_native:
+            return norm(x, inputs.pools)
+        return normalize(
+            x,
+            num_rows=inputs.num_tokens,
+            eps=norm.eps,
+            norm=inputs.pools.vectors,
+            norm_at=norm.weight_at.begin,
+            offset=norm.offset,
+        )

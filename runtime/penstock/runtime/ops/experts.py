@@ -1,0 +1,120 @@
+"""Mixtures of experts in XLA: what `native.experts` is measured against, and what computes weights that are
+not packed. Arguments and results are those of `native.experts`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from penstock.runtime.ops.native.activations import Activation
+from penstock.runtime.ops.products import gated, matmul_int8, matmul_transposed
+
+_TINY = np.float32(1e-20)
+"""Added to a sum of scores, as transformers does, because sigmoids of large negative logits are zero."""
+
+
+class StackedExperts(NamedTuple):
+    """Weights of all experts, in the checkpoint's [out, in] layout."""
+
+    weight: jax.Array
+    """[experts, out, in], in the model's dtype or int8."""
+    scale: jax.Array | None = None
+    """Of each output, float32 [experts, out], with int8."""
+    bias: jax.Array | None = None
+    """[experts, out]."""
+
+
+def route(
+    logits: jax.Array,
+    *,
+    per_token: int,
+    score: Literal["softmax", "sigmoid"],
+    normalize: bool,
+    scale: float = 1.0,
+    correction: jax.Array | None = None,
+    expert_scale: jax.Array | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """logits float32 [T, E] -> the experts of each row, int32 [T, per_token], and their weights, float32.
+
+    It chooses as `native.experts.route` does. correction, expert_scale: float32 [E].
+    """
+    scores = jax.nn.softmax(logits, axis=1) if score == "softmax" else jax.nn.sigmoid(logits)
+    # Scores that only rounding makes equal must not be ties, so without a correction the logits decide.
+    keys = logits if correction is None and num_groups == 1 else scores
+    if correction is not None:
+        keys = keys + correction[None, :]
+    keys = jnp.where(jnp.isnan(keys), np.float32(np.inf), keys)
+    if num_groups > 1:
+        keys = _of_best_groups(keys, num_groups, top_groups)
+    ids = jax.lax.top_k(keys, per_token)[1]
+    weights = jnp.take_along_axis(scores, ids, axis=1)
+    if normalize:
+        weights = weights / (weights.sum(axis=1, keepdims=True) + _TINY)
+    weights = weights * np.float32(scale)
+    return ids, weights if expert_scale is None else weights * expert_scale[ids]
+
+
+def _of_best_groups(keys: jax.Array, num_groups: int, top_groups: int) -> jax.Array:
+    """keys [T, E], with -inf for all experts outside the groups whose two highest keys have the largest
+    sums.
+    """
+    grouped = keys.reshape(keys.shape[0], num_groups, -1)
+    sums = jax.lax.top_k(grouped, min(2, grouped.shape[2]))[0].sum(axis=2)
+    best = jax.lax.top_k(sums, top_groups)[1]
+    is_best = (best[:, :, None] == jnp.arange(num_groups)[None, None, :]).any(axis=1)
+    return jnp.where(is_best[:, :, None], grouped, np.float32(-np.inf)).reshape(keys.shape)
+
+
+def experts(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate_up: StackedExperts,
+    down: StackedExperts,
+    *,
+    activation: Activation,
+    limit: float = 0.0,
+    weigh_input: bool = False,
+) -> jax.Array:
+    """x [T, K] -> [T, N] in x's dtype: for each row the sum of weight * down(act(gate_up(x))) over the
+    experts that it chose, with ids int32 [T, k] and weights float32 [T, k]; see `native.experts.experts`.
+
+    The experts are computed one after the other, each for all rows. `jax.lax.ragged_dot` would compute as
+    much: except on a TPU it is a product of all rows with all experts, and its operand has the rows once for
+    each expert, which no memory could hold in a long prompt.
+    """
+
+    def add(
+        chosen: jax.Array, one: tuple[jax.Array, StackedExperts, StackedExperts]
+    ) -> tuple[jax.Array, None]:
+        number, gate_up_one, down_one = one
+        is_mine = ids == number
+        rows = x
+        if weigh_input:
+            share = jnp.where(is_mine, weights, np.float32(0)).sum(axis=1, keepdims=True)
+            rows = (x.astype(jnp.float32) * share).astype(x.dtype)
+        inner = gated(activation, _product(rows, gate_up_one), limit).astype(x.dtype)
+        out = _product(inner, down_one)
+        return jnp.where(is_mine[:, :, None], out[:, None, :], chosen), None
+
+    count, width, _ = down.weight.shape
+    none = jnp.zeros((*ids.shape, width), jnp.float32)
+    chosen, _ = jax.lax.scan(add, none, (jnp.arange(count, dtype=jnp.int32), gate_up, down))
+    total = jnp.zeros((x.shape[0], width), jnp.float32)
+    for choice in range(ids.shape[1]):  # in the order of the choices, as the kernels add them
+        part = chosen[:, choice]
+        total = total + (part if weigh_input else part * weights[:, choice, None])
+    return total.astype(x.dtype)
+
+
+def _product(x: jax.Array, expert: StackedExperts) -> jax.Array:
+    """x [T, in] -> float32 [T, out], by one expert's [out, in]."""
+    weight, scale, bias = expert
+    y = matmul_transposed(x, weight) if scale is None else matmul_int8(x, weight, scale)
+    return y if bias is None else y + bias.astype(jnp.float32)[None, :]

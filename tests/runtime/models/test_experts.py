@@ -1,0 +1,132 @@
+"""Layers of experts in the formats of weights that the goldens do not have."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from bench.measures.cost import layer_weights
+from penstock.runtime.models import params
+from penstock.runtime.models.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    RouterConfig,
+)
+from penstock.runtime.models.linear import PLAIN, LinearFormat
+from penstock.runtime.models.rope import RopeConfig
+from penstock.runtime.ops.native import library
+
+EXPERTS = ExpertsConfig(num_experts=12, per_token=4, intermediate_size=64)
+KINDS = {
+    "softmax": EXPERTS,
+    "not normalised": dataclasses.replace(EXPERTS, router=RouterConfig(normalize=False, scale=2.0)),
+    "groups": dataclasses.replace(
+        EXPERTS,
+        router=RouterConfig(score="sigmoid", correction=True, num_groups=4, top_groups=3, scale=1.5),
+        shared_size=128,
+    ),
+    "expert scale": dataclasses.replace(
+        EXPERTS, num_experts=16, router=RouterConfig(expert_scale=True), activation="gelu_tanh"
+    ),
+    "gpt_oss": dataclasses.replace(
+        EXPERTS, router=RouterConfig(bias=True), activation="gpt_oss", limit=7.0, bias=True
+    ),
+    "weighed input": dataclasses.replace(
+        EXPERTS,
+        per_token=1,
+        router=RouterConfig(score="sigmoid", normalize=False),
+        weigh_input=True,
+        shared_size=64,
+    ),
+    "shared with a gate": dataclasses.replace(EXPERTS, shared_size=192, shared_gate=True),
+}
+PROMPT = list(range(3, 33))
+
+
+def model(mlp: MLPConfig | ExpertsConfig) -> ModelConfig:
+    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32, scale=32**-0.5, rope=RopeConfig())
+    return ModelConfig(
+        architecture="Qwen2MoeForCausalLM",
+        vocab_size=256,
+        hidden_size=128,
+        layers=(LayerConfig(attention=attention, mlp=mlp),),
+        max_position_embeddings=64,
+        rms_norm_eps=1e-6,
+        dtype="bfloat16",
+    )
+
+
+def random_weights(config: ModelConfig, dtype: str, linear: LinearFormat) -> params.ModelState:
+    """The same weights in every format. Norms, biases and corrections are random too."""
+    state = params.random_state(config, dtype, std=0.1, linear=linear)
+    leaves = dict(zip(params.leaf_shapes(config, dtype, linear), params.state_to_leaves(state), strict=True))
+    for seed, pool in enumerate([("vectors",), ("floats",)]):
+        if pool in leaves:
+            noise = np.random.default_rng(seed).standard_normal(leaves[pool].shape) * 0.1
+            leaves[pool] = jnp.asarray(np.asarray(leaves[pool], np.float32) + noise, leaves[pool].dtype)
+    return params.state_of(config, leaves, dtype, linear)
+
+
+@pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+@pytest.mark.parametrize(
+    ("kind", "int8"), [*((kind, False) for kind in KINDS), ("gpt_oss", True), ("shared with a gate", True)]
+)
+def test_native_experts_agree_with_float32(make_sequence: Any, kind: str, int8: bool) -> None:
+    config, packed = model(KINDS[kind]), LinearFormat(packed=True, int8=int8)
+    exact = make_sequence(config, random_weights(config, "float32", PLAIN), "float32").feed(PROMPT)
+    state = random_weights(config, "bfloat16", packed)
+    tried = make_sequence(config, state, "bfloat16", packed).feed(PROMPT)
+    assert np.abs(tried - exact).max() < (0.15 if int8 else 0.06) * np.ptp(exact)
+    assert all(layer.mlp.is_native for layer in bound(config, packed).layers)
+
+
+def bound(config: ModelConfig, linear: LinearFormat) -> Any:
+    return nnx.merge(*params.abstract_model(config, "bfloat16", linear))
+
+
+def test_int8_in_xla_agrees_with_float32(make_sequence: Any) -> None:
+    config, int8 = model(KINDS["shared with a gate"]), LinearFormat(int8=True)
+    exact = make_sequence(config, random_weights(config, "float32", PLAIN), "float32").feed(PROMPT)
+    tried = make_sequence(config, random_weights(config, "bfloat16", int8), "bfloat16", int8).feed(PROMPT)
+    assert np.abs(tried - exact).max() < 0.15 * np.ptp(exact)
+
+
+@pytest.mark.parametrize(
+    ("changes", "native"),
+    [
+        ({}, True),
+        ({"num_experts": 61}, True),  # the router's last block is filled up
+        ({"intermediate_size": 96}, False),  # the last product's inputs are not a multiple of 64
+        ({"shared_size": 64}, True),
+        ({"shared_size": 80}, False),
+    ],
+)
+def test_every_part_of_the_experts_must_be_native(changes: dict[str, Any], native: bool) -> None:
+    config = model(dataclasses.replace(EXPERTS, **changes))
+    assert bound(config, LinearFormat(packed=True)).is_native is native
+    assert not bound(config, PLAIN).is_native
+
+
+def test_each_expert_has_its_own_tensors() -> None:
+    config = model(KINDS["shared with a gate"])
+    shapes = {tensor.name: tensor.shape for tensor in params.load_rules(config, "bfloat16").tensors}
+    above = "model.layers.0.mlp"
+    assert shapes[f"{above}.experts.11.gate_proj.weight"] == (64, 128)
+    assert shapes[f"{above}.experts.0.down_proj.weight"] == (128, 64)
+    assert shapes[f"{above}.shared_expert.up_proj.weight"] == (192, 128)
+    assert shapes[f"{above}.shared_expert_gate.weight"] == (1, 128)
+    assert shapes[f"{above}.gate.weight"] == (12, 128)
+
+
+def test_the_cost_counts_the_experts_that_a_token_has() -> None:
+    attention = 128 * 2 * (4 + 2) * 32
+    mine, shared, router = 4 * 3 * 128 * 64, 3 * 128 * 192, 12 * 128
+    assert layer_weights(model(KINDS["shared with a gate"])) == attention + mine + shared + router
