@@ -34,6 +34,18 @@ QWEN_TEMPLATE = (
     "{% if add_generation_prompt %}a:{% endif %}{% if thinking %}<think>{% endif %}"
 )
 """Qwen's template, much shortened: tools, calls, results of tools, and thinking by option."""
+HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
+"""Tokens 257 to 262 of `harmony_codec`, whose end tokens are 256, `<|return|>`, and the last of these."""
+HARMONY_ENDS = (EOS, 262)
+HARMONY_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}|{% endfor %}"
+    "{% if reasoning_effort %}{{ reasoning_effort }}|{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>"
+    "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}{{ m.thinking }}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "<|end|>{% endfor %}<|start|>assistant{# <|channel|> #}"
+)
+"""gpt-oss' template, much shortened."""
 
 
 def slow_codec(monkeypatch: pytest.MonkeyPatch) -> tuple[TextCodec, threading.Event, list[str]]:
@@ -55,7 +67,9 @@ def slow_codec(monkeypatch: pytest.MonkeyPatch) -> tuple[TextCodec, threading.Ev
     return codec, gate, encoding
 
 
-def byte_codec(chat_template: str | None = CHAT_TEMPLATE, markers: tuple[str, ...] = ()) -> TextCodec:
+def byte_codec(
+    chat_template: str | None = CHAT_TEMPLATE, markers: tuple[str, ...] = (), end: str = "<|end|>"
+) -> TextCodec:
     """A codec in which token b is the byte b, 256 is the special end token, and then come `markers`, which
     are special, too.
     """
@@ -63,8 +77,8 @@ def byte_codec(chat_template: str | None = CHAT_TEMPLATE, markers: tuple[str, ..
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>", *markers])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    tokenizer.add_special_tokens([end, *markers])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
     fast.chat_template = chat_template
     return TextCodec(fast)
 
@@ -72,3 +86,8 @@ def byte_codec(chat_template: str | None = CHAT_TEMPLATE, markers: tuple[str, ..
 def qwen_codec() -> TextCodec:
     """A codec of bytes and of the markers of Qwen's reasoning and tool calls."""
     return byte_codec(QWEN_TEMPLATE, MARKERS)
+
+
+def harmony_codec() -> TextCodec:
+    """A codec of bytes and of the markers of gpt-oss."""
+    return byte_codec(HARMONY_TEMPLATE, HARMONY_MARKERS, "<|return|>")
