@@ -72,7 +72,19 @@ _MISTRAL = ("MistralConfig", "MistralForCausalLM")
 _QWEN2 = ("Qwen2Config", "Qwen2ForCausalLM")
 _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _QWEN3 = ("Qwen3Config", "Qwen3ForCausalLM")
+_GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 32}
 CASES: Mapping[str, Kind] = {
+    "gemma2": Kind(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            **_GEMMA,
+            "num_hidden_layers": 4,
+            "attn_logit_softcapping": 20.0,
+            "final_logit_softcapping": 15.0,
+        },
+    ),
+    "gemma3": Kind("Gemma3TextConfig", "Gemma3ForCausalLM", {**_GEMMA, "num_hidden_layers": 6}),
     "llama": Kind(*_LLAMA, {"rope_parameters": _LLAMA3, "tie_word_embeddings": False}),
     "llama_linear_rope": Kind(
         *_LLAMA, {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True}

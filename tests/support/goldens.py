@@ -22,6 +22,8 @@ NAMES = (
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "gemma2",
+    "gemma3",
 )
 """The folders in GOLDEN. Every test that compares all models with PyTorch takes its names from here."""
 CONFIG = EngineConfig(

@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.errors import ConfigError, UnknownArchitecture
-from penstock.runtime.models.families.llama import TRAITS
 from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
 from penstock.runtime.models.registry import ARCHITECTURES, family_of, parse_config
 from penstock.runtime.models.rope import RopeConfig, inverse_frequencies
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from tests.support.goldens import GOLDEN, NAMES
-from tests.support.models.configs import one_layer, rope_of, windows
+from tests.support.models.configs import PUBLISHED, one_layer, published, rope_of, windows
 
 SIZES = {
     "vocab_size": 512,
@@ -242,10 +241,12 @@ class Noting(dict[str, object]):
 def test_every_field_of_a_golden_is_read_or_known_even_if_off(name):
     """A field that is null, false or empty is not refused, so its name could be forgotten unnoticed."""
     data = json.loads((GOLDEN / name / "config.json").read_text(), object_hook=Noting)
-    traits = TRAITS.get(parse_config(data).architecture)
-    ignored = traits.ignored if traits else ()
-    assert set(data) - data.names - HARMLESS_FIELDS - {*ignored} == set()
-    assert set(data["rope_parameters"]) == data["rope_parameters"].names & set(data["rope_parameters"])
+    parse_config(data)
+    assert set(data) - data.names - HARMLESS_FIELDS == set()
+    inner = [data["rope_parameters"]]
+    for fields in inner:  # one object, or one for each type of attention
+        assert set(fields) <= fields.names
+        inner.extend(value for value in fields.values() if isinstance(value, Noting))
 
 
 def test_contradicting_rope_styles_are_refused():
@@ -287,6 +288,7 @@ json_values = st.recursive(
     ),
     max_leaves=4,
 )
+OTHERS = [published(path.stem) for path in sorted(PUBLISHED.glob("*.json"))]
 rope_fields = st.dictionaries(
     st.sampled_from(
         ["rope_type", "type", "factor", "rope_theta", "mscale", "low_freq_factor", "truncate", "x"]
@@ -297,7 +299,7 @@ rope_fields = st.dictionaries(
 
 @settings(deadline=None)  # on a busy machine the first example may take long
 @given(
-    base=st.sampled_from([QWEN3_0_6B, QWEN2_5_0_5B, LLAMA_3_2_1B, MISTRAL_7B_V0_1]),
+    base=st.sampled_from([QWEN3_0_6B, QWEN2_5_0_5B, LLAMA_3_2_1B, MISTRAL_7B_V0_1, *OTHERS]),
     changes=st.dictionaries(st.sampled_from([*QWEN3_0_6B, "layer_types", "mlp_bias", "dtype"]), json_values),
     rope=st.none() | rope_fields,
 )
@@ -309,8 +311,8 @@ def test_whatever_the_json_holds_it_is_parsed_or_refused(base, changes, rope):
     for layer in config.layers:
         attention = layer.attention
         assert attention.num_heads % attention.num_kv_heads == 0
-        assert attention.rope is not None
-        assert np.isfinite(inverse_frequencies(attention.rope, attention.head_dim)).all()
+        if attention.rope is not None:
+            assert np.isfinite(inverse_frequencies(attention.rope, attention.rotary_dim)).all()
 
 
 def test_unknown_architecture_lists_the_known():
@@ -331,6 +333,8 @@ def test_architectures_must_name_one(value):
 def test_the_registry_has_the_promised_architectures():
     assert set(ARCHITECTURES) == {
         "DeepseekV3ForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",

@@ -1,12 +1,23 @@
-"""Changes to a `ModelConfig` that all or some of its layers share, and views of them."""
+"""Changes to a `ModelConfig` that all or some of its layers share, views of them, and published ones."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 from penstock.runtime.models.config import AttentionConfig, LayerConfig, ModelConfig
 from penstock.runtime.models.rope import RopeConfig
+
+PUBLISHED = Path(__file__).parent / "published"
+"""The config.json of checkpoints, under their names, with all of their fields."""
+
+
+def published(name: str) -> dict[str, Any]:
+    """The config.json of a checkpoint."""
+    data: dict[str, Any] = json.loads((PUBLISHED / f"{name}.json").read_text())
+    return data
 
 
 def with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:

@@ -39,6 +39,11 @@ class Fields:
         self._read.add(name)
         return self._data.get(name)
 
+    def ignore(self, names: Collection[str]) -> None:
+        """Mark fields as read that may have any value."""
+        for name in names:
+            self.raw(name)
+
     def integer(self, name: str, default: object = REQUIRED, minimum: int = 1) -> int:
         """An int of at least `minimum`; null counts as absent."""
         value = self.optional_integer(name, minimum)

@@ -22,8 +22,9 @@ _TEXT = """
 """
 # Defaults of transformers' generate(), which old versions wrote into config.json; requests carry their own.
 _GENERATION = """
-    bad_words_ids begin_suppress_tokens chunk_size_feed_forward diversity_penalty do_sample
-    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
+    bad_words_ids begin_suppress_tokens cache_implementation chunk_size_feed_forward
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty forced_bos_token_id
     forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups
     num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty
     return_dict_in_generate suppress_tokens temperature top_k top_p typical_p

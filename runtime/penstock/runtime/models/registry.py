@@ -6,11 +6,21 @@ from collections.abc import Mapping
 
 from penstock.runtime.errors import ConfigError, UnknownArchitecture
 from penstock.runtime.models.config import ModelConfig
-from penstock.runtime.models.families import deepseek, llama, mixtures
+from penstock.runtime.models.families import (
+    deepseek,
+    gemma,
+    llama,
+    mixtures,
+)
 from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.hf_fields import Fields
 
-ARCHITECTURES: Mapping[str, ModelFamily] = {**llama.FAMILIES, **deepseek.FAMILIES, **mixtures.FAMILIES}
+ARCHITECTURES: Mapping[str, ModelFamily] = {
+    **llama.FAMILIES,
+    **deepseek.FAMILIES,
+    **gemma.FAMILIES,
+    **mixtures.FAMILIES,
+}
 
 
 def family_of(architecture: str) -> ModelFamily:
@@ -28,4 +38,6 @@ def parse_config(data: Mapping[str, object]) -> ModelConfig:
     names = data.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ConfigError(f"config.json: architectures must name exactly one architecture, not {names!r}")
-    return family_of(names[0]).parse(names[0], Fields(data))
+    family, fields = family_of(names[0]), Fields(data)
+    fields.ignore(family.ignored)
+    return family.parse(names[0], fields)

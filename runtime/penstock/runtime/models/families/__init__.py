@@ -2,6 +2,7 @@
 
 family.py   what a family consists of, and names of tensors that most families share
 reading.py  what most families' config.json have in common
+gemma.py    Gemma 2 and 3
 llama.py    the pre-norm decoders that differ by a few switches
 deepseek.py latent attention
 """

@@ -44,7 +44,7 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
         fields.integer("max_position_embeddings"),
     )
     layers = [LayerConfig(attention=attention, mlp=mlp) for mlp in _mlps(fields, num_layers)]
-    return read_model(architecture, fields, sizes, layers, ignored=_IGNORED)
+    return read_model(architecture, fields, sizes, layers)
 
 
 def _mlps(fields: Fields, num_layers: int) -> list[MLPConfig]:
@@ -124,5 +124,5 @@ def _side_by_side(heads: int, kept: int, rotated: int) -> Rows:
 
 
 FAMILIES: Mapping[str, ModelFamily] = {
-    "DeepseekV3ForCausalLM": ModelFamily(parse=_parse, stored=_stored, further_layers=True),
+    "DeepseekV3ForCausalLM": ModelFamily(parse=_parse, ignored=_IGNORED, stored=_stored, further_layers=True),
 }

@@ -67,13 +67,15 @@ _PLAINLY = stored_plainly()
 class ModelFamily:
     """One family of models.
 
-    parse: (architecture, fields of config.json) -> ModelConfig; raises ConfigError with all problems. stored:
-    where its checkpoints have each parameter. harmless, copies: see `LoadRules`. further_layers: checkpoints
-    may have layers behind those of the decoder, which predict further tokens and are not read. build: the
-    module with zero weights, in a dtype.
+    parse: (architecture, fields of config.json) -> ModelConfig; raises ConfigError with all problems.
+    ignored: fields that transformers' own implementation of the family does not look at. stored: where its
+    checkpoints have each parameter. harmless, copies: see `LoadRules`. further_layers: checkpoints may have
+    layers behind those of the decoder, which predict further tokens and are not read. build: the module with
+    zero weights, in a dtype.
     """
 
     parse: Callable[[str, Fields], ModelConfig]
+    ignored: tuple[str, ...] = ()
     stored: Callable[[ModelConfig], StoredAt] = _PLAINLY
     harmless: tuple[str, ...] = ()
     further_layers: bool = False

@@ -22,8 +22,7 @@ class Traits:
 
     qkv_bias, o_bias: fixed by the architecture, or None if `attention_bias` decides. windows: "none"; "all":
     every layer has sliding_window; "layer_types": that field and use_sliding_window decide. head_dim: the
-    default; None: hidden_size / num_attention_heads. kv_heads: see `read_sizes`. ignored: further fields that
-    transformers' own implementation of this architecture does not look at.
+    default; None: hidden_size / num_attention_heads. kv_heads: see `read_sizes`. ignored: see `ModelFamily`.
     """
 
     model_type: str
@@ -76,7 +75,7 @@ def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
         )
         for window in _windows(fields, traits, sizes.num_layers)
     ]
-    return read_model(architecture, fields, sizes, layers, ignored=traits.ignored)
+    return read_model(architecture, fields, sizes, layers)
 
 
 def _windows(fields: Fields, traits: Traits, num_layers: int) -> tuple[int | None, ...]:
@@ -105,6 +104,10 @@ def _windows(fields: Fields, traits: Traits, num_layers: int) -> tuple[int | Non
 
 
 FAMILIES: Mapping[str, ModelFamily] = {
-    name: ModelFamily(parse=functools.partial(_parse, traits=traits), harmless=(_ROTARY_CONSTANT,))
+    name: ModelFamily(
+        parse=functools.partial(_parse, traits=traits),
+        ignored=traits.ignored,
+        harmless=(_ROTARY_CONSTANT,),
+    )
     for name, traits in TRAITS.items()
 }

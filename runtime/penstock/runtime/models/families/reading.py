@@ -67,14 +67,13 @@ def read_model(
     *,
     eps: float = 1e-6,
     tied: bool = False,
-    ignored: Collection[str] = (),
     **others: Any,
 ) -> ModelConfig:
     """The model of these layers, with what is read last: vocabulary, head, dtype and special tokens. It ends
     the reading: a field that nobody has read and that is not harmless is a problem.
 
-    eps, tied: the family's defaults of rms_norm_eps and tie_word_embeddings. ignored: further fields that
-    transformers' own implementation does not look at. others: further fields of `ModelConfig`.
+    eps, tied: the family's defaults of rms_norm_eps and tie_word_embeddings. others: further fields of
+    `ModelConfig`.
 
     Raises ConfigError with all problems.
     """
@@ -92,7 +91,7 @@ def read_model(
         eos_token_ids=fields.token_ids("eos_token_id"),
         **others,
     )
-    fields.refuse_unread(HARMLESS_FIELDS.union(ignored))
+    fields.refuse_unread(HARMLESS_FIELDS)
     fields.finish()
     return config
 
@@ -133,6 +132,45 @@ def read_layer_types(
     return tuple(types)
 
 
+def read_windows(fields: Fields, default_types: Sequence[str], default: int | None) -> tuple[int | None, ...]:
+    """The sliding window of each layer, where `layer_types` decides which layers have one. default_types: of
+    the layers, where the field is absent; default: of sliding_window.
+    """
+    types = read_layer_types(fields, default_types, ("full_attention", "sliding_attention"))
+    window = fields.optional_integer("sliding_window")
+    if "sliding_window" not in fields:
+        window = default
+    if window is None and "sliding_attention" in types:
+        fields.problem("sliding_window", "is null, but layers have sliding_attention")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def every(interval: int, num_layers: int) -> tuple[str, ...]:
+    """layer_types in which each `interval`-th layer has full attention, and the others slide."""
+    kinds = ("full_attention", "sliding_attention")
+    return tuple(kinds[bool((layer + 1) % interval)] for layer in range(num_layers))
+
+
+def read_ropes(
+    fields: Fields, max_positions: int, bases: Mapping[str, tuple[str, float]]
+) -> Mapping[str, RopeConfig]:
+    """RoPE by type of attention. rope_parameters has an object for each; in transformers 4, rope_scaling is
+    that of full_attention, and other types have none. bases: from each type to the field of transformers 4
+    that has its rope_theta, and the default.
+    """
+    parameters = Fields(fields.mapping("rope_parameters"), "rope_parameters.", fields.problems)
+    scaling = fields.mapping("rope_scaling")
+    ropes: dict[str, RopeConfig] = {}
+    for kind, (name, default) in bases.items():
+        theta = fields.number(name, default)
+        objects = {f"rope_parameters.{kind}": parameters.mapping(kind)}
+        if kind == "full_attention":
+            objects["rope_scaling"] = scaling
+        ropes[kind] = _one_rope(fields, objects, theta, None, max_positions)
+    parameters.refuse_unread()
+    return ropes
+
+
 def read_rope(
     fields: Fields, max_positions: int, *, theta: float = 10_000.0, partial: float | None = None
 ) -> RopeConfig:
@@ -144,13 +182,26 @@ def read_rope(
     theta = fields.number("rope_theta", theta)
     original = fields.optional_integer("original_max_position_embeddings")
     share = _partial(fields, 1.0 if partial is None else partial, known=partial is not None)
+    objects = {name: fields.mapping(name) for name in ("rope_scaling", "rope_parameters")}
+    return _one_rope(fields, objects, theta, original, max_positions, share, partial=partial is not None)
+
+
+def _one_rope(
+    fields: Fields,
+    objects: Mapping[str, Mapping[str, object]],
+    theta: float,
+    original: int | None,
+    max_positions: int,
+    share: float = 1.0,
+    *,
+    partial: bool = False,
+) -> RopeConfig:
+    """What all objects say that are not empty, from their names to them."""
     parsed: list[RopeConfig] = []
-    for name in ("rope_scaling", "rope_parameters"):
-        data = fields.mapping(name)
+    for name, data in objects.items():
         if data:
             inner = Fields(data, f"{name}.", fields.problems)
-            known = partial is not None
-            parsed.append(read_rope_variant(inner, theta, original, max_positions, share, partial=known))
+            parsed.append(read_rope_variant(inner, theta, original, max_positions, share, partial=partial))
             inner.refuse_unread()
     if len(parsed) == 2 and parsed[0] != parsed[1]:
         fields.problem("rope_scaling", "contradicts rope_parameters")

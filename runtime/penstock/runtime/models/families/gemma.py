@@ -1,0 +1,126 @@
+"""Gemma 2 and 3: norms before and after attention and MLP, scaled embeddings, and sliding windows in most
+layers.
+
+Gemma 2 soft-caps scores and logits. Gemma 3 normalises queries and keys instead, and its two kinds of layers
+turn with different bases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.runtime.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
+from penstock.runtime.models.families.family import SANDWICH_NORMS, ModelFamily, stored_plainly
+from penstock.runtime.models.families.reading import (
+    every,
+    read_model,
+    read_rope,
+    read_ropes,
+    read_sizes,
+    read_windows,
+)
+from penstock.runtime.models.hf_fields import Fields
+
+
+def _parse_gemma2(architecture: str, fields: Fields) -> ModelConfig:
+    fields.only("model_type", "gemma2")
+    sizes = read_sizes(fields, head_dim=256)
+    rope = read_rope(fields, sizes.max_positions)
+    scale, bias, mlp = _shared(fields)
+    softcap = _softcap(fields, "attn_logit_softcapping", 50.0)
+    layers = [
+        LayerConfig(
+            attention=AttentionConfig(
+                num_heads=sizes.num_heads,
+                num_kv_heads=sizes.num_kv_heads,
+                head_dim=sizes.head_dim,
+                scale=scale,
+                rope=rope,
+                window=window,
+                softcap=softcap,
+                qkv_bias=bias,
+                o_bias=bias,
+            ),
+            mlp=mlp,
+            norms="sandwich",
+        )
+        for window in read_windows(fields, every(2, sizes.num_layers), 4096)
+    ]
+    return read_model(
+        architecture,
+        fields,
+        sizes,
+        layers,
+        tied=True,
+        norm_offset=1.0,
+        embedding_scale=sizes.hidden_size**0.5,
+        logits_softcap=_softcap(fields, "final_logit_softcapping", 30.0),
+    )
+
+
+def _parse_gemma3(architecture: str, fields: Fields) -> ModelConfig:
+    fields.only("model_type", "gemma3_text")
+    sizes = read_sizes(fields, head_dim=256)
+    bases = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_local_base_freq", 1e4)}
+    ropes = read_ropes(fields, sizes.max_positions, bases)
+    scale, bias, mlp = _shared(fields)
+    # transformers has this field, and its Gemma 3 makes no use of it.
+    fields.only("attn_logit_softcapping", None)
+    pattern = every(fields.integer("sliding_window_pattern", 6), sizes.num_layers)
+    layers = [
+        LayerConfig(
+            attention=AttentionConfig(
+                num_heads=sizes.num_heads,
+                num_kv_heads=sizes.num_kv_heads,
+                head_dim=sizes.head_dim,
+                scale=scale,
+                rope=ropes["full_attention" if window is None else "sliding_attention"],
+                window=window,
+                qkv_bias=bias,
+                o_bias=bias,
+                qk_norm="head",
+            ),
+            mlp=mlp,
+            norms="sandwich",
+        )
+        for window in read_windows(fields, pattern, 4096)
+    ]
+    return read_model(
+        architecture,
+        fields,
+        sizes,
+        layers,
+        tied=True,
+        norm_offset=1.0,
+        embedding_scale=sizes.hidden_size**0.5,
+        logits_softcap=_softcap(fields, "final_logit_softcapping", None),
+    )
+
+
+def _shared(fields: Fields) -> tuple[float, bool, MLPConfig]:
+    """What both read alike: the scale of scores, whether attention has biases, and the MLP."""
+    fields.only("hidden_activation", "gelu_pytorch_tanh")
+    fields.only("use_bidirectional_attention", False)
+    scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
+    mlp = MLPConfig(intermediate_size=fields.integer("intermediate_size"), activation="gelu_tanh")
+    return scale, fields.boolean("attention_bias", False), mlp
+
+
+def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
+    """A soft cap; null means none."""
+    value = fields.optional_number(name)
+    return value if name in fields else default
+
+
+_STORED = stored_plainly(SANDWICH_NORMS)
+_IGNORED = ("hidden_act",)
+"""Both look at hidden_activation instead."""
+
+FAMILIES: Mapping[str, ModelFamily] = {
+    "Gemma2ForCausalLM": ModelFamily(
+        parse=_parse_gemma2, stored=_STORED, ignored=(*_IGNORED, "sliding_window_size")
+    ),
+    "Gemma3ForCausalLM": ModelFamily(
+        parse=_parse_gemma3, stored=_STORED, ignored=(*_IGNORED, "_sliding_window_pattern")
+    ),
+}
