@@ -37,11 +37,17 @@ def ends(template: str | dict[str, str] | None) -> set[str]:
         ("ministral_3", "</s>"),
         ("smollm3", "<|im_end|>"),
         ("glm_4_6", "<|end|>"),  # a turn has no end of its own here: generation_config.json has <|user|>
-        ("gpt_oss", "<|end|>"),  # every message has an end
     ],
 )
 def test_the_template_shows_what_ends_a_turn(name: str, end: str) -> None:
     assert ends((TEMPLATES / f"{name}.jinja").read_text()) == {"<|end|>", end}
+
+
+def test_a_turn_in_harmony_ends_with_an_answer_or_a_call() -> None:
+    """Not with the end of any message: `<|end|>` is an end token here only because it is the tokenizer's."""
+    assert ends((TEMPLATES / "gpt_oss.jinja").read_text()) == {"<|end|>", "<|return|>", "<|call|>"}
+    assert ends("<|channel|><|message|>{{ messages[1].content }}<|im_end|>") >= {"<|return|>", "<|call|>"}
+    assert "<|im_end|>" not in ends("<|channel|><|message|>{{ messages[1].content }}<|im_end|>")
 
 
 def test_templates_in_the_style_of_others() -> None:
@@ -59,7 +65,6 @@ def test_templates_in_the_style_of_others() -> None:
         "{{ messages[0].content }}",  # what the assistant said is not shown
         "{% for m in messages %}{{ m.content }}\n<|im_end|>{% endfor %}",  # not directly after it
         "{{ messages[1].content }}<b>",  # no token
-        "<|channel|>{{ messages[1].content }}<|im_end|>",  # Harmony
     ],
 )
 def test_nothing_is_taken_for_an_end_that_is_none(template: str | None) -> None:

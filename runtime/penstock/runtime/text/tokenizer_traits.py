@@ -23,35 +23,34 @@ def is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens that end a text or a turn: the tokenizer's own end token, and the one that the model's chat
-    template writes directly after what an assistant has said.
+    template writes directly after what an assistant has said. In Harmony, where an answer is one of several
+    messages, they are the markers after the last of them.
 
     A checkpoint may say so nowhere else. With the end tokens of its configuration alone, which may be those
     of the model that it was trained from, its model would go on after its turn.
     """
     found = frozenset() if tokenizer.eos_token_id is None else frozenset([int(tokenizer.eos_token_id)])
-    after = _written_after_an_answer(tokenizer)
+    tokens = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError:
+        return found
+    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+        return found | {tokens[end] for end in (harmony.CALL, harmony.RETURN) if end in tokens}
+    after = _written_after_an_answer(tokenizer, template)
     longest = max(
-        (
-            (len(str(token)), i)
-            for i, token in tokenizer.added_tokens_decoder.items()
-            if after.startswith(str(token))
-        ),
+        ((len(token), i) for token, i in tokens.items() if after.startswith(token)),
         default=None,
     )
     return found if longest is None else found | {longest[1]}
 
 
-def _written_after_an_answer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the template writes after a conversation's last words, if they are the assistant's; "" where there
-    is no template, or where it does not take such a conversation.
-
-    Harmony is left out: there an answer is one of several messages, each of which has an end of its own.
+def _written_after_an_answer(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+    """What the template writes after a conversation's last words, if they are the assistant's; "" where it
+    does not take such a conversation.
     """
     turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        template = tokenizer.get_chat_template()
-        if harmony.CHANNEL in template:
-            return ""
         text = render_here(
             {
                 **tokenizer.special_tokens_map,
@@ -61,6 +60,6 @@ def _written_after_an_answer(tokenizer: PreTrainedTokenizerBase) -> str:
                 "add_generation_prompt": False,
             }
         )
-    except (ValueError, TemplateFailed):
+    except TemplateFailed:
         return ""
     return text.rpartition(_ANSWER)[2]
