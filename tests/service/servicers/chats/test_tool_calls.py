@@ -310,3 +310,19 @@ async def test_parsers_by_option():
         assert said(output) == (f"{THOUGHT}{CALLS}<|end|>", "", [])
         failure = await failure_of(rig.inference.Generate(generate(chat=chat(tool_choice="required"))))
         assert list(failure.violations) == ["chat.tool_choice"]
+
+
+@pytest.mark.parametrize(
+    ("form", "call"),
+    [
+        ("qwen3_coder", "<function=get>\n<parameter=on>\nTrue\n</parameter>\n</function>\n"),
+        ("glm", "get\n<arg_key>on</arg_key>\n<arg_value>true</arg_value>\n"),
+    ],
+)
+async def test_values_in_xml_have_the_types_of_the_tools_schema(form: str, call: str) -> None:
+    """The schema of the request reaches the parser, of whole outputs and of streams."""
+    script = f"{THOUGHT}I look.\n<tool_call>{call}</tool_call>"
+    async with serving(qwen(script, tool_call_parser=form)) as rig:
+        (output,) = await both(rig)
+    text, reasoning, ((name, arguments),) = said(output)
+    assert (text, reasoning, name, json.loads(arguments)) == ("I look.", "hm, \u00e9", "get", {"on": True})
