@@ -85,9 +85,28 @@ CASES: Mapping[str, Kind] = {
         },
     ),
     "gemma3": Kind("Gemma3TextConfig", "Gemma3ForCausalLM", {**_GEMMA, "num_hidden_layers": 6}),
+    "glm4_moe": Kind(
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "llama": Kind(*_LLAMA, {"rope_parameters": _LLAMA3, "tie_word_embeddings": False}),
     "llama_linear_rope": Kind(
         *_LLAMA, {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True}
+    ),
+    "minimax_m2": Kind(
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
     ),
     "mistral_swa": Kind(*_MISTRAL, {"sliding_window": 32, "head_dim": 16}),
     "mixtral": Kind("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
@@ -123,6 +142,9 @@ def make_model(name: str) -> Any:
                 parameter.add_(noise)
             elif noise is not None:
                 parameter.copy_(noise)
+        for buffer_name, buffer in model.named_buffers():
+            if "correction" in buffer_name:
+                buffer.copy_(torch.randn_like(buffer) * 0.05)
         if config.tie_word_embeddings:  # otherwise the logits would only echo the input
             model.get_input_embeddings().weight.mul_(0.35)
     return model

@@ -24,6 +24,8 @@ NAMES = (
     "qwen3_moe",
     "gemma2",
     "gemma3",
+    "glm4_moe",
+    "minimax_m2",
 )
 """The folders in GOLDEN. Every test that compares all models with PyTorch takes its names from here."""
 CONFIG = EngineConfig(

@@ -11,6 +11,7 @@ from penstock.runtime.models.families import (
     gemma,
     llama,
     mixtures,
+    sigmoid_mixtures,
 )
 from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.hf_fields import Fields
@@ -20,6 +21,7 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
     **deepseek.FAMILIES,
     **gemma.FAMILIES,
     **mixtures.FAMILIES,
+    **sigmoid_mixtures.FAMILIES,
 }
 
 

@@ -23,7 +23,7 @@ from penstock.runtime.models.families.reading import read_layer_types, read_mode
 from penstock.runtime.models.hf_fields import Fields
 
 _QWEN_NAMES: Mapping[str, str] = {**PRE_NORMS, "router": "gate"}
-_MIXTRAL_NAMES: Mapping[str, str] = {
+MIXTRAL_NAMES: Mapping[str, str] = {
     **PRE_NORMS,
     "mlp": "block_sparse_moe",
     "router": "gate",
@@ -111,7 +111,7 @@ TRAITS: Mapping[str, Traits] = {
         8,
         _mixtral_experts,
         _one_window,
-        _MIXTRAL_NAMES,
+        MIXTRAL_NAMES,
         eps=1e-5,
         theta=1_000_000.0,
     ),
@@ -166,8 +166,6 @@ def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
         )
         for window, dense in zip(windows, is_dense, strict=True)
     ]
-    for name in traits.ignored:
-        fields.raw(name)
     return read_model(architecture, fields, sizes, layers, eps=traits.eps)
 
 
@@ -179,6 +177,10 @@ def _dense_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 
 
 FAMILIES: Mapping[str, ModelFamily] = {
-    name: ModelFamily(parse=functools.partial(_parse, traits=traits), stored=stored_plainly(traits.names))
+    name: ModelFamily(
+        parse=functools.partial(_parse, traits=traits),
+        ignored=traits.ignored,
+        stored=stored_plainly(traits.names),
+    )
     for name, traits in TRAITS.items()
 }
