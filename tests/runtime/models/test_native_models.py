@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 
 from penstock.runtime.models import params
-from penstock.runtime.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, QueryScaling
+from penstock.runtime.models.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    QueryScaling,
+    RouterConfig,
+)
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.native import library
@@ -40,7 +48,7 @@ LLAMA = ModelConfig(
 def changed(
     *,
     attention: dict[str, Any] | None = None,
-    mlp: dict[str, Any] | None = None,
+    mlp: dict[str, Any] | ExpertsConfig | None = None,
     layer: dict[str, Any] | None = None,
     **model: Any,
 ) -> ModelConfig:
@@ -48,7 +56,7 @@ def changed(
     ours = dataclasses.replace(
         LAYER,
         attention=dataclasses.replace(ATTENTION, **attention or {}),
-        mlp=dataclasses.replace(LAYER.mlp, **mlp or {}),
+        mlp=mlp if isinstance(mlp, ExpertsConfig) else dataclasses.replace(LAYER.mlp, **mlp or {}),
         **layer or {},
     )
     return dataclasses.replace(LLAMA, layers=(ours, ours), **model)
@@ -96,6 +104,34 @@ MODELS = {
             "sinks": True,
         },
         mlp={"bias": True},
+    ),
+    "experts": changed(
+        mlp=ExpertsConfig(
+            num_experts=6, per_token=2, intermediate_size=64, shared_size=128, shared_gate=True
+        ),
+        norm_offset=1.0,
+    ),
+    "experts in groups": changed(
+        mlp=ExpertsConfig(
+            num_experts=8,
+            per_token=3,
+            intermediate_size=64,
+            router=RouterConfig(score="sigmoid", correction=True, num_groups=4, top_groups=2, scale=2.5),
+            shared_size=64,
+        ),
+        layer={"norms": "sandwich"},
+    ),
+    "gpt-oss": changed(
+        attention={"sinks": True, "qkv_bias": True, "window": 9},
+        mlp=ExpertsConfig(
+            num_experts=8,
+            per_token=2,
+            intermediate_size=64,
+            router=RouterConfig(bias=True),
+            activation="gpt_oss",
+            limit=7.0,
+            bias=True,
+        ),
     ),
 }
 

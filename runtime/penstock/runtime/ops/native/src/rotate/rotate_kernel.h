@@ -12,13 +12,13 @@ constexpr int64_t kLanes = 16;
 
 // One head before its rotation: its channels times `inverse`, and times offset + norm if there is a norm.
 struct Head {
-  const uint16_t* x;     // bf16 [dim]
-  const uint16_t* norm;  // bf16 [dim] or null
-  float inverse, offset;
+  const uint16_t* x;      // bf16 [dim]
+  const uint16_t* norm;   // bf16 [dim] or null
+  Lanes inverse, offset;  // the same value in all lanes
 
   Lanes At(int64_t channel) const {
-    const Lanes value = Mul(LoadBf16(x + channel), Fill(inverse));
-    return norm ? Mul(value, Add(Fill(offset), LoadBf16(norm + channel))) : value;
+    const Lanes value = Mul(LoadBf16(x + channel), inverse);
+    return norm ? Mul(value, Add(offset, LoadBf16(norm + channel))) : value;
   }
 };
 
@@ -47,11 +47,11 @@ inline void Heads(const RotateJob& job, const uint16_t* from, const uint16_t* no
   const bool together = norm && job.norms == HeadNorms::kAll;
   const float all = together ? InverseRms(from, count * job.dim, job.eps) : 1.0f;
   for (int64_t h = 0; h < count; ++h, from += job.dim, to += job.dim) {
-    Head head{from, norm, all, job.offset};
+    Head head{from, norm, Fill(all), Fill(job.offset)};
     if (together) {
       norm += job.dim;
     } else if (norm) {
-      head.inverse = InverseRms(from, job.dim, job.eps);
+      head.inverse = Fill(InverseRms(from, job.dim, job.eps));
     }
     float last = factor;
     if (job.norms == HeadNorms::kL2After) {
@@ -59,7 +59,11 @@ inline void Heads(const RotateJob& job, const uint16_t* from, const uint16_t* no
       Turn(job, head, row, [&](int64_t, Lanes value) { squares = Add(squares, Mul(value, value)); });
       last *= InverseRms(squares, job.dim, job.eps);
     }
-    Turn(job, head, row, [&](int64_t i, Lanes value) { StoreBf16(to + i, Mul(value, Fill(last))); });
+    if (last == 1.0f) {
+      Turn(job, head, row, [&](int64_t i, Lanes value) { StoreBf16(to + i, value); });
+    } else {
+      Turn(job, head, row, [&](int64_t i, Lanes value) { StoreBf16(to + i, Mul(value, Fill(last))); });
+    }
   }
 }
 
@@ -70,7 +74,7 @@ inline void Values(const RotateJob& job, const uint16_t* from, int64_t row) {
     return;
   }
   for (int64_t h = 0; h < job.kv_heads; ++h, from += job.dim, to += job.dim) {
-    const Head head{from, nullptr, InverseRms(from, job.dim, job.eps), 0.0f};
+    const Head head{from, nullptr, Fill(InverseRms(from, job.dim, job.eps)), Fill(0.0f)};
     for (int64_t i = 0; i < job.dim; i += kLanes) {
       StoreBf16(to + i, head.At(i));
     }
