@@ -48,6 +48,17 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+_MINISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "llama_4_scaling_beta": 0.1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
 _YARN = {
     "rope_type": "yarn",
@@ -98,6 +109,29 @@ CASES: Mapping[str, Kind] = {
             "attention_bias": True,
             "routed_scaling_factor": 1.5,
         },
+    ),
+    "granite": Kind(
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "ministral3": Kind(
+        "Ministral3Config", "Ministral3ForCausalLM", {"head_dim": 16, "rope_parameters": _MINISTRAL}
+    ),
+    "olmo2": Kind("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "olmo3": Kind("Olmo3Config", "Olmo3ForCausalLM", {"num_hidden_layers": 4, "sliding_window": 32}),
+    "seed_oss": Kind(
+        "SeedOssConfig",
+        "SeedOssForCausalLM",
+        {"head_dim": 16, "attention_bias": True, "attention_out_bias": False},
+    ),
+    "smollm3": Kind(
+        "SmolLM3Config", "SmolLM3ForCausalLM", {"num_hidden_layers": 4, "tie_word_embeddings": True}
     ),
     "llama": Kind(*_LLAMA, {"rope_parameters": _LLAMA3, "tie_word_embeddings": False}),
     "llama_linear_rope": Kind(

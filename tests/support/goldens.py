@@ -26,6 +26,12 @@ NAMES = (
     "gemma3",
     "glm4_moe",
     "minimax_m2",
+    "granite",
+    "ministral3",
+    "olmo2",
+    "olmo3",
+    "seed_oss",
+    "smollm3",
 )
 """The folders in GOLDEN. Every test that compares all models with PyTorch takes its names from here."""
 CONFIG = EngineConfig(

@@ -13,7 +13,7 @@ from penstock.runtime.models.registry import ARCHITECTURES, family_of, parse_con
 from penstock.runtime.models.rope import RopeConfig, inverse_frequencies
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from tests.support.goldens import GOLDEN, NAMES
-from tests.support.models.configs import PUBLISHED, one_layer, published, rope_of, windows
+from tests.support.models.configs import PUBLISHED, attentions, one_layer, published, rope_of, windows
 
 SIZES = {
     "vocab_size": 512,
@@ -273,10 +273,8 @@ def test_harmless_fields_pass():
 
 def test_missing_kv_heads():
     sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
-    assert (
-        parse_config({"architectures": ["LlamaForCausalLM"], **sizes}).layers[0].attention.num_kv_heads == 4
-    )
-    assert parse("MistralForCausalLM", num_key_value_heads=None).layers[0].attention.num_kv_heads == 4
+    assert attentions(parse_config({"architectures": ["LlamaForCausalLM"], **sizes}))[0].num_kv_heads == 4
+    assert attentions(parse("MistralForCausalLM", num_key_value_heads=None))[0].num_kv_heads == 4
     with pytest.raises(ConfigError, match="num_key_value_heads: is required"):
         parse_config({"architectures": ["MistralForCausalLM"], **sizes})
 
@@ -308,8 +306,7 @@ def test_whatever_the_json_holds_it_is_parsed_or_refused(base, changes, rope):
         config = parse_config({**base, **changes, "rope_parameters": rope})
     except ConfigError:
         return
-    for layer in config.layers:
-        attention = layer.attention
+    for attention in attentions(config):
         assert attention.num_heads % attention.num_kv_heads == 0
         if attention.rope is not None:
             assert np.isfinite(inverse_frequencies(attention.rope, attention.rotary_dim)).all()
@@ -336,12 +333,18 @@ def test_the_registry_has_the_promised_architectures():
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "Glm4MoeForCausalLM",
+        "GraniteForCausalLM",
         "LlamaForCausalLM",
         "MiniMaxM2ForCausalLM",
+        "Ministral3ForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
     }

@@ -35,24 +35,32 @@ def _replaced(config: ModelConfig, changes: Any) -> ModelConfig:
     return dataclasses.replace(config, layers=layers)
 
 
-def one_layer(config: ModelConfig) -> LayerConfig:
-    """The layer that all are equal to, but for the window."""
+def attentions(config: ModelConfig) -> list[AttentionConfig]:
+    """The attention of each layer, of a model whose attention is not latent."""
+    found = [layer.attention for layer in config.layers if isinstance(layer.attention, AttentionConfig)]
+    assert len(found) == config.num_layers
+    return found
+
+
+def one_layer(config: ModelConfig) -> Any:
+    """The layer that all are equal to, but for the window: a `LayerConfig`."""
     layers = {dataclasses.replace(layer, attention=_without_window(layer)) for layer in config.layers}
     assert len(layers) == 1
     return config.layers[0]
 
 
 def _without_window(layer: LayerConfig) -> AttentionConfig:
+    assert isinstance(layer.attention, AttentionConfig)
     return dataclasses.replace(layer.attention, window=None)
 
 
 def windows(config: ModelConfig) -> tuple[int | None, ...]:
     """The sliding window of each layer."""
-    return tuple(layer.attention.window for layer in config.layers)
+    return tuple(attention.window for attention in attentions(config))
 
 
 def rope_of(config: ModelConfig) -> RopeConfig:
     """The RoPE of all layers."""
     rope = one_layer(config).attention.rope
-    assert rope is not None
+    assert isinstance(rope, RopeConfig)
     return rope

@@ -11,7 +11,8 @@ _NOT_INFERENCE = """
     gradient_checkpointing hidden_dropout hidden_dropout_prob id2label initializer_range
     is_llama_config keys_to_ignore_at_inference label2id license max_sequence_length
     model_max_length name_or_path num_labels output_attentions output_hidden_states
-    output_router_logits problem_type resid_pdrop return_dict router_aux_loss_coef router_jitter_noise
+    output_router_logits problem_type resid_pdrop residual_dropout return_dict
+    router_aux_loss_coef router_jitter_noise
     task_specific_params tf_legacy_loss torchscript transformers_version unsloth_fixed
     unsloth_version use_bfloat16 use_cache
 """

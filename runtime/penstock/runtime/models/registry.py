@@ -11,7 +11,9 @@ from penstock.runtime.models.families import (
     gemma,
     llama,
     mixtures,
+    olmo,
     sigmoid_mixtures,
+    variants,
 )
 from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.hf_fields import Fields
@@ -22,6 +24,8 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
     **gemma.FAMILIES,
     **mixtures.FAMILIES,
     **sigmoid_mixtures.FAMILIES,
+    **olmo.FAMILIES,
+    **variants.FAMILIES,
 }
 
 

@@ -5,7 +5,7 @@ import pytest
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.models.rope import RopeConfig
-from tests.support.models.configs import one_layer, published, windows
+from tests.support.models.configs import attentions, one_layer, published, windows
 
 GEMMA2, GEMMA3 = published("gemma-2-9b"), published("gemma-3-1b-it")
 LOCAL, GLOBAL = RopeConfig(theta=10_000.0), RopeConfig(theta=1_000_000.0)
@@ -31,10 +31,9 @@ def test_published_gemma2():
 def test_published_gemma3():
     config = parse_config(GEMMA3)
     assert windows(config) == (512, 512, 512, 512, 512, None) * 4 + (512, 512)
-    ropes = [layer.attention.rope for layer in config.layers]
+    ropes = [attention.rope for attention in attentions(config)]
     assert ropes == [GLOBAL if window is None else LOCAL for window in windows(config)]
-    for layer in config.layers:
-        attention = layer.attention
+    for layer, attention in zip(config.layers, attentions(config), strict=True):
         assert (attention.qk_norm, attention.softcap, attention.scale) == ("head", None, 1 / 16)
         assert (layer.norms, layer.mlp.activation) == ("sandwich", "gelu_tanh")
     assert (config.logits_softcap, config.norm_offset, config.tie_word_embeddings) == (None, 1.0, True)
@@ -69,7 +68,7 @@ def test_what_the_files_leave_out():
 def test_only_full_attention_of_gemma3_is_scaled():
     """As in Gemma 3 4B and larger."""
     config = parse_config({**GEMMA3, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}})
-    ropes = {layer.attention.window: layer.attention.rope for layer in config.layers}
+    ropes = {attention.window: attention.rope for attention in attentions(config)}
     assert ropes == {512: LOCAL, None: RopeConfig("linear", theta=1_000_000.0, factor=8.0)}
 
 

@@ -3,6 +3,8 @@
 family.py   what a family consists of, and names of tensors that most families share
 reading.py  what most families' config.json have in common
 gemma.py    Gemma 2 and 3
+olmo.py     OLMo 2 and 3
+variants.py Granite, Ministral 3, Seed-OSS and SmolLM 3
 llama.py    the pre-norm decoders that differ by a few switches
 deepseek.py latent attention
 """

@@ -172,18 +172,24 @@ def read_ropes(
 
 
 def read_rope(
-    fields: Fields, max_positions: int, *, theta: float = 10_000.0, partial: float | None = None
+    fields: Fields,
+    max_positions: int,
+    *,
+    theta: float = 10_000.0,
+    partial: float | None = None,
+    others: Collection[str] = (),
 ) -> RopeConfig:
     """RoPE from rope_parameters, or from rope_scaling with the top-level rope_theta.
 
     theta: the family's default of rope_theta. partial: its default of partial_rotary_factor; None: it rotates
-    all channels and knows no such field.
+    all channels and knows no such field. others: further fields of the objects, which the family reads.
     """
     theta = fields.number("rope_theta", theta)
     original = fields.optional_integer("original_max_position_embeddings")
     share = _partial(fields, 1.0 if partial is None else partial, known=partial is not None)
     objects = {name: fields.mapping(name) for name in ("rope_scaling", "rope_parameters")}
-    return _one_rope(fields, objects, theta, original, max_positions, share, partial=partial is not None)
+    known = partial is not None
+    return _one_rope(fields, objects, theta, original, max_positions, share, partial=known, others=others)
 
 
 def _one_rope(
@@ -195,6 +201,7 @@ def _one_rope(
     share: float = 1.0,
     *,
     partial: bool = False,
+    others: Collection[str] = (),
 ) -> RopeConfig:
     """What all objects say that are not empty, from their names to them."""
     parsed: list[RopeConfig] = []
@@ -202,6 +209,7 @@ def _one_rope(
         if data:
             inner = Fields(data, f"{name}.", fields.problems)
             parsed.append(read_rope_variant(inner, theta, original, max_positions, share, partial=partial))
+            inner.ignore(others)
             inner.refuse_unread()
     if len(parsed) == 2 and parsed[0] != parsed[1]:
         fields.problem("rope_scaling", "contradicts rope_parameters")
