@@ -85,6 +85,28 @@ _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_s
 _QWEN3 = ("Qwen3Config", "Qwen3ForCausalLM")
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 32}
 CASES: Mapping[str, Kind] = {
+    "deepseek_v3": Kind(
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 24,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 24,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 48,
+            "routed_scaling_factor": 2.0,
+            "norm_topk_prob": True,
+        },
+    ),
     "gemma2": Kind(
         "Gemma2Config",
         "Gemma2ForCausalLM",

@@ -13,6 +13,7 @@ from tests.support.models.toy import TEST_CACHE
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = (
+    "deepseek_v3",
     "qwen3",
     "qwen2",
     "qwen2_yarn",

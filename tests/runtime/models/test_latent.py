@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.tensor_checks import is_harmless
 from penstock.runtime.models import params
-from penstock.runtime.models.config import LatentConfig, ModelConfig
+from penstock.runtime.models.config import ExpertsConfig, LatentConfig, MLPConfig, ModelConfig, RouterConfig
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.attention import make_meta, native_paged_attention
@@ -63,7 +63,7 @@ PUBLISHED: Mapping[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "ep_size": 1,
-    "first_k_dense_replace": 61,
+    "first_k_dense_replace": 3,
     "hidden_act": "silu",
     "hidden_size": 7168,
     "initializer_range": 0.02,
@@ -252,6 +252,15 @@ def test_the_published_config_is_read() -> None:
     assert attention.scale == pytest.approx(0.1352, abs=1e-4)  # 192 ** -0.5 times 1.3689 squared
     assert (attention.query_rank, attention.nope_dim, attention.value_dim) == (1536, 128, 128)
     assert attention.rope.attention_factor == 1.0
+    experts = ExpertsConfig(
+        num_experts=256,
+        per_token=8,
+        intermediate_size=2048,
+        shared_size=2048,
+        router=RouterConfig(score="sigmoid", scale=2.5, correction=True, num_groups=8, top_groups=4),
+    )
+    mlps = [layer.mlp for layer in config.layers]
+    assert mlps == [MLPConfig(intermediate_size=18432)] * 3 + [experts] * 58
 
 
 def test_both_forms_of_the_rotation_are_read() -> None:
@@ -272,6 +281,8 @@ def test_both_forms_of_the_rotation_are_read() -> None:
         ({"head_dim": 16}, "head_dim: 16 is not supported; supported: 8"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim: must be even"),
         ({"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported"),
+        ({"first_k_dense_replace": 1, "n_group": 3}, "n_group: 3 groups"),
+        ({"first_k_dense_replace": 1, "topk_group": 9}, "topk_group: 8 experts cannot"),
         ({"index_topk": 2048}, "index_topk: 2048 is not supported"),
     ],
 )

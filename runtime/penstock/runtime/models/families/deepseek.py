@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from penstock.runtime.models.config import LatentConfig, LayerConfig, MLPConfig, ModelConfig
+from penstock.runtime.models.config import (
+    ExpertsConfig,
+    LatentConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    RouterConfig,
+)
+from penstock.runtime.models.families.expert_fields import read_experts_and_choices
 from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, tensor_name
 from penstock.runtime.models.families.reading import Sizes, read_model, read_rope
 from penstock.runtime.models.hf_fields import Fields
@@ -15,17 +23,12 @@ from penstock.runtime.models.rope import RopeConfig
 _IGNORED = ("auto_map", "aux_loss_alpha", "ep_size", "num_mtp_layers", "num_nextn_predict_layers", "seq_aux")
 """Training, and layers that predict further tokens, which checkpoints have behind the others."""
 
-_EXPERTS = (
-    "moe_intermediate_size",
-    "n_group",
-    "n_routed_experts",
-    "n_shared_experts",
-    "norm_topk_prob",
-    "num_experts_per_tok",
-    "routed_scaling_factor",
-    "topk_group",
-)
-"""Fields of layers with experts."""
+_NAMES: Mapping[str, str] = {
+    **PRE_NORMS,
+    "router": "gate",
+    "correction": "e_score_correction_bias",
+    "shared_expert": "shared_experts",
+}
 
 
 def _parse(architecture: str, fields: Fields) -> ModelConfig:
@@ -47,17 +50,39 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
     return read_model(architecture, fields, sizes, layers)
 
 
-def _mlps(fields: Fields, num_layers: int) -> list[MLPConfig]:
-    """The MLP of each layer: the first ones are dense."""
+def _mlps(fields: Fields, num_layers: int) -> list[MLPConfig | ExpertsConfig]:
+    """What each layer has behind attention: the first ones an MLP, and the others experts."""
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     fields.only("moe_layer_freq", 1)
-    for name in _EXPERTS:
-        fields.raw(name)
-    num_dense = fields.integer("first_k_dense_replace", 3, minimum=0)
-    if num_dense < num_layers:
-        fields.problem("first_k_dense_replace", "layers with experts are not supported")
-    return [MLPConfig(intermediate_size=fields.integer("intermediate_size"))] * num_layers
+    num_dense = min(fields.integer("first_k_dense_replace", 3, minimum=0), num_layers)
+    dense = MLPConfig(intermediate_size=fields.integer("intermediate_size", 18432))
+    return [dense] * num_dense + [_experts(fields)] * (num_layers - num_dense)
+
+
+def _experts(fields: Fields) -> ExpertsConfig:
+    names = ("n_routed_experts", "num_local_experts")
+    count, chosen = read_experts_and_choices(fields, names, 256, 8)
+    groups, top_groups = fields.integer("n_group", 8), fields.integer("topk_group", 4)
+    if count % groups or count // groups < 2:
+        fields.problem("n_group", f"{groups} groups of at least 2 cannot be made of {count} experts")
+    elif not chosen <= count // groups * top_groups <= count:
+        fields.problem("topk_group", f"{chosen} experts cannot be chosen in {top_groups} of {groups} groups")
+    inner = fields.integer("moe_intermediate_size", 2048)
+    return ExpertsConfig(
+        num_experts=count,
+        per_token=chosen,
+        intermediate_size=inner,
+        shared_size=inner * fields.integer("n_shared_experts", 1),
+        router=RouterConfig(
+            score="sigmoid",
+            normalize=fields.boolean("norm_topk_prob", True),
+            scale=fields.number("routed_scaling_factor", 2.5),
+            correction=True,
+            num_groups=groups,
+            top_groups=top_groups,
+        ),
+    )
 
 
 def _attention(fields: Fields, num_heads: int) -> LatentConfig:
@@ -97,7 +122,7 @@ def _stored(config: ModelConfig) -> StoredAt:
     """
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
-        return Stored((Source(tensor_name(path, PRE_NORMS), shape, order=_order(config, path)),))
+        return Stored((Source(tensor_name(path, _NAMES), shape, order=_order(config, path)),))
 
     return stored
 
