@@ -25,6 +25,7 @@ NAMES = (
     "qwen3_moe",
     "gemma2",
     "gemma3",
+    "gemma4",
     "glm4_moe",
     "minimax_m2",
     "granite",

@@ -332,6 +332,7 @@ def test_the_registry_has_the_promised_architectures():
         "DeepseekV3ForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
+        "Gemma4ForCausalLM",
         "Glm4MoeForCausalLM",
         "GraniteForCausalLM",
         "LlamaForCausalLM",

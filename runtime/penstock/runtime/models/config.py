@@ -57,6 +57,10 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: QKNorm = "none"
+    v_norm: bool = False
+    """Whether values are divided by the root mean square of each head."""
+    values_are_keys: bool = False
+    """Whether the projection of the keys gives the values too, before keys are normalised and rotated."""
     query_scaling: QueryScaling | None = None
 
     @property
@@ -148,13 +152,28 @@ class ExpertsConfig:
 class LayerConfig:
     """One layer: attention and MLP (or experts), each with its norms, added to the residual stream.
 
-    residual_multiplier: what attention and MLP give is multiplied by it before it is added.
+    residual_multiplier: what attention and MLP give is multiplied by it before it is added. has_scalar: the
+    layer's result is multiplied by a number of the checkpoint. shares_kv_of: the earlier layer to whose keys
+    and values this one attends; None: its own.
     """
 
     attention: AttentionConfig | LatentConfig
     mlp: MLPConfig | ExpertsConfig
     norms: Norms = "pre"
     residual_multiplier: float = 1.0
+    has_scalar: bool = False
+    shares_kv_of: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerConfig:
+    """Embeddings of their own for each layer (Gemma 3n and 4): from a second table, and from the token's
+    embedding.
+    """
+
+    size: int
+    vocab_size: int
+    activation: Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +196,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_softcap: float | None = None
+    per_layer: PerLayerConfig | None = None
     tie_word_embeddings: bool = False
     dtype: str | None = None
     bos_token_id: int | None = None
@@ -189,7 +209,19 @@ class ModelConfig:
     @property
     def cache(self) -> CacheSpec:
         """What the model's cache holds."""
-        return CacheSpec(tuple(_kept(layer.attention) for layer in self.layers))
+        owners = [layer.attention for layer in self.layers if layer.shares_kv_of is None]
+        return CacheSpec(tuple(map(_kept, owners)))
+
+    @property
+    def cache_entries(self) -> tuple[int, ...]:
+        """For each layer its entry in the cache. Layers that share keys and values share an entry."""
+        entries: list[int] = []
+        num_owned = 0
+        for layer in self.layers:
+            owner = layer.shares_kv_of
+            entries.append(num_owned if owner is None else entries[owner])
+            num_owned += owner is None
+        return tuple(entries)
 
 
 def _kept(attention: AttentionConfig | LatentConfig) -> PagedKV | LatentKV:

@@ -18,8 +18,9 @@ from penstock.runtime.models.layers.experts import Experts
 from penstock.runtime.models.layers.inputs import Angles, LayerInputs, Residual
 from penstock.runtime.models.layers.latent import LatentAttention
 from penstock.runtime.models.layers.mlp import MLP
+from penstock.runtime.models.layers.per_layer import PerLayerAddition, PerLayerInputs
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, logits
-from penstock.runtime.models.norms import RMSNorm
+from penstock.runtime.models.norms import RMSNorm, Vector
 from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, paged_attention
 from penstock.runtime.ops.native.norm import can_normalize
@@ -44,12 +45,11 @@ class DecoderLayer(nnx.Module):
 
         before, after = ours.norms in ("pre", "sandwich"), ours.norms in ("post", "sandwich")
         self.attention_norm = norm(wanted=before)
-        group = config.cache.group_of[layer]
-        attention = ours.attention
+        group = config.cache.group_of[config.cache_entries[layer]]
         self.self_attn = (
-            Attention(config, attention, group, dtype, linear, planners)
-            if isinstance(attention, AttentionConfig)
-            else LatentAttention(config, attention, group, dtype, linear, planners)
+            Attention(config, ours.attention, layer, group, dtype, linear, planners)
+            if isinstance(ours.attention, AttentionConfig)
+            else LatentAttention(config, ours.attention, group, dtype, linear, planners)
         )
         self.attention_out_norm = norm(wanted=after)
         self.mlp_norm = norm(wanted=before)
@@ -62,25 +62,37 @@ class DecoderLayer(nnx.Module):
         self.mlp_out_norm = norm(wanted=after)
         self.multiplier = ours.residual_multiplier
         self.joins_natively = linear.packed and can_normalize(config.hidden_size)
+        per_layer = config.per_layer
+        self.per_layer = (
+            None if per_layer is None else PerLayerAddition(config, per_layer, dtype, linear, planners)
+        )
+        self.layer_scalar = Vector("layer_scalar", 1, planners) if ours.has_scalar else None
 
     @property
     def is_native(self) -> bool:
         """Whether native kernels compute the layer, except `attention` itself."""
-        return self.joins_natively and self.self_attn.is_native and self.mlp.is_native
+        parts_are = self.self_attn.is_native and self.mlp.is_native
+        return self.joins_natively and parts_are and self.per_layer is None
 
     def __call__(
         self,
         x: jax.Array,
         kv: jax.Array,
         inputs: LayerInputs,
+        of_layer: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """x [T, E] -> ([T, E], this layer's new cache)."""
+        """x [T, E] -> ([T, E], this layer's new cache). `of_layer`: the tokens' embeddings for this layer, if
+        the model has such, [T, size].
+        """
         with jax.named_scope("attention"):
             joined = Residual(self.attention_out_norm, self.multiplier, self.joins_natively)
             x, kv = self.self_attn(x, self.attention_norm, joined, kv, inputs)
         with jax.named_scope("mlp"):
             joined = Residual(self.mlp_out_norm, self.multiplier, self.joins_natively)
-            return self.mlp(x, self.mlp_norm, joined, inputs), kv
+            x = self.mlp(x, self.mlp_norm, joined, inputs)
+        if self.per_layer is not None and of_layer is not None:
+            x = self.per_layer(x, of_layer, inputs)
+        return x if self.layer_scalar is None else x * self.layer_scalar(inputs.pools)[None], kv
 
 
 class CausalLM(nnx.Module):
@@ -96,6 +108,10 @@ class CausalLM(nnx.Module):
         planners = PoolPlanners.new()
         # Formats speed up products, and a table that is only looked up has none.
         self.embed_tokens = Embedding(vocab, hidden, dtype, planners, linear if tied else PLAIN)
+        of_layers = config.per_layer
+        self.per_layer = (
+            None if of_layers is None else PerLayerInputs(config, of_layers, dtype, linear, planners)
+        )
         self.layers = nnx.List(
             [DecoderLayer(config, layer, dtype, linear, planners) for layer in range(config.num_layers)]
         )
@@ -137,18 +153,24 @@ class CausalLM(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Runs a ragged batch of tokens through the decoder.
 
-        token_ids, positions: int32 [T]. kv: one cache per layer. metas: the row and page of each token, one
-        for each group of the cache's layers. Returns the hidden states before the final norm [T, E] in the
-        model's dtype, and the new caches.
+        token_ids, positions: int32 [T]. kv: one cache for each layer that has its own. metas: the row and
+        page of each token, one for each group of the cache's layers. Returns the hidden states before the
+        final norm [T, E] in the model's dtype, and the new caches.
         """
-        inputs = LayerInputs(angles=Angles(positions), metas=metas, attention=attention, pools=self.pools)
+        inputs = LayerInputs(
+            angles=Angles(positions), metas=metas, attention=attention, pools=self.pools, shared_kv={}
+        )
         x = self.embed_tokens(token_ids, inputs.pools)
         if self.config.embedding_scale != 1.0:
             x = x * np.asarray(self.config.embedding_scale, x.dtype)
-        caches: list[jax.Array] = []
-        for layer, cache in zip(self.layers, kv, strict=True):
-            x, cache = layer(x, cache, inputs)
-            caches.append(cache)
+        of_layers = None if self.per_layer is None else self.per_layer(token_ids, x, inputs)
+        caches = list(kv)
+        entries = self.config.cache_entries
+        if len(caches) != max(entries) + 1:
+            raise ValueError(f"the model has {max(entries) + 1} caches, not {len(caches)}")
+        for i, (layer, entry) in enumerate(zip(self.layers, entries, strict=True)):
+            of_layer = None if of_layers is None else of_layers[:, i]
+            x, caches[entry] = layer(x, caches[entry], inputs, of_layer)
         return x, tuple(caches)
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:

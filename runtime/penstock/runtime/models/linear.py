@@ -153,8 +153,11 @@ class Embedding(Linear):
         dtype: jnp.dtype,
         planners: PoolPlanners,
         linear: LinearFormat = PLAIN,
+        *,
+        name: str = "embed_tokens",
     ) -> None:
-        super().__init__(hidden_size, {"embed_tokens": vocab_size}, dtype, planners, linear=linear)
+        """`name`: what its path in the checkpoint ends in."""
+        super().__init__(hidden_size, {name: vocab_size}, dtype, planners, linear=linear)
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, token_ids: jax.Array, pools: Pools) -> jax.Array:

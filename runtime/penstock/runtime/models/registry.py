@@ -9,6 +9,7 @@ from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.families import (
     deepseek,
     gemma,
+    gemma4,
     llama,
     mixtures,
     olmo,
@@ -22,6 +23,7 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
     **llama.FAMILIES,
     **deepseek.FAMILIES,
     **gemma.FAMILIES,
+    **gemma4.FAMILIES,
     **mixtures.FAMILIES,
     **sigmoid_mixtures.FAMILIES,
     **olmo.FAMILIES,

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
-ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional"]
+ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,12 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     partial_rotary_factor: float = 1.0
-    """The share of a head's channels that is rotated: the first ones."""
+    """The share of a head's channels that is rotated: the first ones; with "proportional", of the pairs (i, i
+    + head_dim / 2) those with the lowest i."""
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many channels of a head are rotated."""
-        return int(head_dim * self.partial_rotary_factor)
+        return head_dim if self.kind == "proportional" else int(head_dim * self.partial_rotary_factor)
 
 
 def yarn_attention_factor(
@@ -78,6 +79,9 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> npt.NDArray[np.flo
             result = _yarn(plain, rope, rotary_dim)
         case "llama3":
             result = _llama3(plain, rope)
+        case "proportional":
+            turning = int(rope.partial_rotary_factor * rotary_dim // 2)
+            result = np.where(np.arange(len(plain)) < turning, plain, 0.0) / rope.factor
     return result.astype(np.float32)
 
 

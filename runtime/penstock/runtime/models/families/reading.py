@@ -244,7 +244,7 @@ def read_rope_variant(
     """
     old_kind, new_kind = fields.raw("type"), fields.raw("rope_type")
     kind = new_kind or old_kind or "default"
-    share = _partial(fields, share, known=partial)
+    share = _partial(fields, share, known=partial or kind == "proportional")
     theta = fields.number("rope_theta", theta)
     if kind not in ROPE_KINDS:
         name = "rope_type" if new_kind else "type"
@@ -253,6 +253,8 @@ def read_rope_variant(
     values: Mapping[str, Any] = {"theta": theta, "partial_rotary_factor": share}
     if kind == "default":
         return RopeConfig(**values)
+    if kind == "proportional":
+        return RopeConfig(kind, factor=fields.number("factor", 1.0), **values)
     if kind in ("linear", "dynamic"):
         trained = max_positions if kind == "dynamic" else 0
         return RopeConfig(kind, factor=fields.number("factor"), original_max_positions=trained, **values)

@@ -27,6 +27,7 @@ class Attention(nnx.Module):
         self,
         model: ModelConfig,
         config: AttentionConfig,
+        layer: int,
         group: int,
         dtype: jnp.dtype,
         linear: LinearFormat,
@@ -35,7 +36,13 @@ class Attention(nnx.Module):
         """`group`: the cache group of the layer, see `LayerInputs.metas`."""
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         hidden, eps, offset = model.hidden_size, model.rms_norm_eps, model.norm_offset
-        parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        parts = {"q_proj": heads * dim}
+        self.shares_kv_of = model.layers[layer].shares_kv_of
+        owns = self.shares_kv_of is None
+        if owns:
+            parts["k_proj"] = kv_heads * dim
+        if owns and not config.values_are_keys:
+            parts["v_proj"] = kv_heads * dim
         self.qkv_proj = Linear(hidden, parts, dtype, planners, bias=config.qkv_bias, linear=linear)
         out = {"o_proj": hidden}
         self.o_proj = Linear(heads * dim, out, dtype, planners, bias=config.o_bias, linear=linear)
@@ -46,9 +53,9 @@ class Attention(nnx.Module):
             size = num_heads * dim if config.qk_norm == "all" else dim
             return RMSNorm(size, eps, planners, offset=offset)
 
-        self.q_norm, self.k_norm = norm(heads), norm(kv_heads)
+        self.q_norm, self.k_norm = norm(heads), norm(kv_heads) if owns else None
         self.sinks = Vector("sinks", heads, planners) if config.sinks else None
-        self.config, self.group, self.eps = config, group, eps
+        self.config, self.layer, self.group, self.eps = config, layer, group, eps
         self.rotates_natively = linear.packed and can_rotate(dim, config.rotary_dim)
 
     @property
@@ -69,6 +76,9 @@ class Attention(nnx.Module):
         config, pools = self.config, inputs.pools
         qkv = project(self.qkv_proj, x, inputs.num_tokens, pools, norm=norm)
         q, k, v = self._rotated(qkv, inputs)
+        if self.shares_kv_of is None:
+            inputs.shared_kv[self.layer] = k, v
+        # A layer that shares writes what is there already, because attention has no form that only reads.
         out, kv = inputs.attention(
             q,
             k,
@@ -90,12 +100,12 @@ class Attention(nnx.Module):
         if self.rotates_natively:
             angles, scaling = inputs.angles, config.query_scaling
             turn = (None, None) if config.rope is None else angles.cos_sin(config.rope, config.rotary_dim)
-            return rotate_qkv(
+            q, k, v = rotate_qkv(
                 qkv,
                 *turn,
                 num_rows=inputs.num_tokens,
                 num_heads=heads,
-                num_kv_heads=kv_heads,
+                num_kv_heads=0 if self.shares_kv_of is not None else kv_heads,
                 q_norm=None if self.q_norm is None else pools.vectors,
                 k_norm=None if self.k_norm is None else pools.vectors,
                 q_norm_at=0 if self.q_norm is None else self.q_norm.weight_at.begin,
@@ -103,24 +113,34 @@ class Attention(nnx.Module):
                 norms="head" if config.qk_norm == "none" else config.qk_norm,
                 eps=self.eps,
                 offset=0.0 if self.q_norm is None else self.q_norm.offset,
+                v_norm=config.v_norm,
+                values_are_keys=config.values_are_keys,
                 q_scale=None if scaling is None else angles.query_scale(scaling),
             )
-        split = np.cumsum([heads * config.head_dim, kv_heads * config.head_dim])
-        q, k, v = jnp.split(qkv, split, axis=1)
-        if config.qk_norm == "all" and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, pools), self.k_norm(k, pools)
-        q, k, v = (part.reshape(part.shape[0], -1, config.head_dim) for part in (q, k, v))
-        if config.qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, pools), self.k_norm(k, pools)
-        if config.rope is not None:
-            cos, sin = inputs.angles.cos_sin(config.rope, config.rotary_dim)
-            q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-        if config.qk_norm == "l2_after":
-            q, k = _normalised(q, self.eps), _normalised(k, self.eps)
+            return (q, k, v) if self.shares_kv_of is None else (q, *inputs.shared_kv[self.shares_kv_of])
+        queries, keys = heads * config.head_dim, kv_heads * config.head_dim
+        q, k, v = qkv[:, :queries], qkv[:, queries : queries + keys], qkv[:, queries + keys :]
+        q = self._turned(q, self.q_norm, inputs)
         if config.query_scaling is not None:
             scale = inputs.angles.query_scale(config.query_scaling)[:, None, None]
             q = (q.astype(jnp.float32) * scale).astype(q.dtype)
-        return q, k, v
+        if self.shares_kv_of is not None:
+            return q, *inputs.shared_kv[self.shares_kv_of]
+        v = (k if config.values_are_keys else v).reshape(-1, kv_heads, config.head_dim)
+        return q, self._turned(k, self.k_norm, inputs), _normalised(v, self.eps) if config.v_norm else v
+
+    def _turned(self, x: jax.Array, norm: RMSNorm | None, inputs: LayerInputs) -> jax.Array:
+        """Queries or keys [T, heads * D] -> [T, heads, D], normalised and rotated."""
+        config, pools = self.config, inputs.pools
+        if norm is not None and config.qk_norm == "all":
+            x = norm(x, pools)
+        x = x.reshape(x.shape[0], -1, config.head_dim)
+        if norm is not None and config.qk_norm == "head":
+            x = norm(x, pools)
+        if config.rope is not None:
+            cos, sin = inputs.angles.cos_sin(config.rope, config.rotary_dim)
+            x = rope.rotate(x, cos, sin)
+        return _normalised(x, self.eps) if config.qk_norm == "l2_after" else x
 
 
 def _normalised(x: jax.Array, eps: float) -> jax.Array:

@@ -50,6 +50,8 @@ class LayerInputs(NamedTuple):
     """One for each group of the cache's layers. They differ in pages only."""
     attention: AttentionOp
     pools: Pools
+    shared_kv: dict[int, tuple[jax.Array, jax.Array]]
+    """Layer to its keys and values of this step [T, K, D], for later layers that share them."""
 
     @property
     def num_tokens(self) -> jax.Array:

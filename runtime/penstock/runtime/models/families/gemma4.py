@@ -1,0 +1,164 @@
+"""Gemma 4: Gemma 3 with heads of another size in layers of full attention, values that are normalised or are
+the keys, last layers that share the KV of earlier ones, and embeddings for each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.runtime.models.config import (
+    AttentionConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    PerLayerConfig,
+)
+from penstock.runtime.models.families.family import SANDWICH_NORMS, ModelFamily, tensor_name
+from penstock.runtime.models.families.reading import (
+    Sizes,
+    every,
+    read_model,
+    read_ropes,
+    read_sizes,
+    read_windows,
+)
+from penstock.runtime.models.hf_fields import Fields
+from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
+from penstock.runtime.models.rope import RopeConfig
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_ROPES = {
+    _FULL: RopeConfig("proportional", theta=1e6, partial_rotary_factor=0.25),
+    _SLIDING: RopeConfig(theta=1e4),
+}
+"""RoPE where config.json says nothing."""
+
+
+def _parse(architecture: str, fields: Fields) -> ModelConfig:
+    fields.only("model_type", "gemma4_text")
+    fields.only("hidden_activation", "gelu_pytorch_tanh")
+    fields.only("use_bidirectional_attention", "vision")
+    sizes = read_sizes(fields, head_dim=256, kv_heads=4)
+    windows = list(read_windows(fields, every(6, sizes.num_layers), 512))
+    windows[-1] = None  # the last layer has full attention whatever layer_types says
+    attentions = _attentions(fields, sizes, windows)
+    owners = _owners(fields, windows)
+    wide = fields.boolean("use_double_wide_mlp", False)
+    inner = fields.integer("intermediate_size")
+    layers = [
+        LayerConfig(
+            attention=attention,
+            mlp=MLPConfig(
+                intermediate_size=2 * inner if wide and owner is not None else inner,
+                activation="gelu_tanh",
+            ),
+            norms="sandwich",
+            has_scalar=True,
+            shares_kv_of=owner,
+        )
+        for attention, owner in zip(attentions, owners, strict=True)
+    ]
+    fields.only("enable_moe_block", False)
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        fields.raw(name)  # read only with enable_moe_block
+    size = fields.integer("hidden_size_per_layer_input", 256, minimum=0)
+    rows = fields.integer("vocab_size_per_layer_input", 262_144)
+    return read_model(
+        architecture,
+        fields,
+        sizes,
+        layers,
+        tied=True,
+        embedding_scale=sizes.hidden_size**0.5,
+        logits_softcap=fields.optional_number("final_logit_softcapping"),
+        per_layer=PerLayerConfig(size=size, vocab_size=rows, activation="gelu_tanh") if size else None,
+    )
+
+
+def _attentions(fields: Fields, sizes: Sizes, windows: Sequence[int | None]) -> list[AttentionConfig]:
+    """The attention of each layer."""
+    same = fields.boolean("attention_k_eq_v", False)
+    bias = fields.boolean("attention_bias", False)
+    ropes = _ropes(fields, sizes)
+    return [
+        AttentionConfig(
+            num_heads=sizes.num_heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=1.0,
+            rope=ropes[_FULL if window is None else _SLIDING],
+            window=window,
+            qkv_bias=bias,
+            o_bias=bias,
+            qk_norm="head",
+            v_norm=True,
+            values_are_keys=same and window is None,
+        )
+        for window, (head_dim, kv_heads) in zip(
+            windows, _heads(fields, sizes, windows, same=same), strict=True
+        )
+    ]
+
+
+def _ropes(fields: Fields, sizes: Sizes) -> Mapping[str, RopeConfig]:
+    if not fields.mapping("rope_parameters"):
+        return _ROPES
+    return read_ropes(
+        fields, sizes.max_positions, {_FULL: ("rope_theta", 1e6), _SLIDING: ("rope_theta", 1e4)}
+    )
+
+
+def _heads(
+    fields: Fields, sizes: Sizes, windows: Sequence[int | None], *, same: bool
+) -> list[tuple[int, int]]:
+    """(head_dim, KV heads) of each layer: per_layer_config says it for those that differ, in older files
+    global_head_dim and num_global_key_value_heads for all with full attention.
+    """
+    overrides = Fields(fields.mapping("per_layer_config"), "per_layer_config.", fields.problems)
+    head_dim = fields.integer("global_head_dim", 512)
+    kv_heads = fields.optional_integer("num_global_key_value_heads")
+    found: list[tuple[int, int]] = []
+    for layer, window in enumerate(windows):
+        ours = sizes.head_dim, sizes.num_kv_heads
+        if "per_layer_config" in fields:
+            name = f"per_layer_config.{layer}."
+            own = Fields(overrides.mapping(str(layer)), name, fields.problems)
+            ours = own.integer("head_dim", ours[0]), own.integer("num_key_value_heads", ours[1])
+            own.refuse_unread()
+        elif window is None:
+            ours = head_dim, kv_heads if kv_heads is not None and same else ours[1]
+        if ours[0] % 2 or sizes.num_heads % ours[1]:
+            fields.problem("per_layer_config", f"{ours} do not fit {sizes.num_heads} heads in layer {layer}")
+        found.append(ours)
+    overrides.refuse_unread()
+    return found
+
+
+def _owners(fields: Fields, windows: Sequence[int | None]) -> list[int | None]:
+    """For each of the last `num_kv_shared_layers` the last layer before them of its kind, whose KV it shares;
+    None for the others.
+    """
+    first = len(windows) - fields.integer("num_kv_shared_layers", 0, minimum=0)
+    owners = {window is None: layer for layer, window in enumerate(windows[: max(first, 0)])}
+    if first < 0 or not {window is None for window in windows[first:]} <= set(owners):
+        fields.problem("num_kv_shared_layers", "leaves a kind of attention without a layer that has KV")
+        return [None] * len(windows)
+    return [None] * first + [owners[window is None] for window in windows[first:]]
+
+
+def _stored(config: ModelConfig) -> StoredAt:
+    def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
+        plain = tuple(part for part in path if part != "per_layer")
+        return Stored((Source(tensor_name(plain, SANDWICH_NORMS), shape),))
+
+    return stored
+
+
+FAMILIES: Mapping[str, ModelFamily] = {
+    "Gemma4ForCausalLM": ModelFamily(
+        parse=_parse,
+        stored=_stored,
+        ignored=("hidden_act",),
+        harmless=(r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight$",),
+    )
+}
