@@ -155,9 +155,34 @@ CASES: Mapping[str, Kind] = {
     "smollm3": Kind(
         "SmolLM3Config", "SmolLM3ForCausalLM", {"num_hidden_layers": 4, "tie_word_embeddings": True}
     ),
+    "gpt_oss": Kind(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 32,
+            "intermediate_size": 64,
+        },
+    ),
     "llama": Kind(*_LLAMA, {"rope_parameters": _LLAMA3, "tie_word_embeddings": False}),
     "llama_linear_rope": Kind(
         *_LLAMA, {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True}
+    ),
+    "llama4": Kind(
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size": 64,
+            "intermediate_size_mlp": 160,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 32,
+        },
     ),
     "minimax_m2": Kind(
         "MiniMaxM2Config",

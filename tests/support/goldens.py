@@ -34,6 +34,8 @@ NAMES = (
     "olmo3",
     "seed_oss",
     "smollm3",
+    "gpt_oss",
+    "llama4",
 )
 """The folders in GOLDEN. Every test that compares all models with PyTorch takes its names from here."""
 CONFIG = EngineConfig(

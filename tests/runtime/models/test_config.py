@@ -335,6 +335,8 @@ def test_the_registry_has_the_promised_architectures():
         "Gemma4ForCausalLM",
         "Glm4MoeForCausalLM",
         "GraniteForCausalLM",
+        "GptOssForCausalLM",
+        "Llama4ForCausalLM",
         "LlamaForCausalLM",
         "MiniMaxM2ForCausalLM",
         "Ministral3ForCausalLM",

@@ -128,7 +128,7 @@ class ExpertsConfig:
     intermediate_size: that of each expert. limit: that of the activation "gpt_oss". weigh_input: the weight
     multiplies what goes into the expert and not what comes out. shared_size: the intermediate size of the
     expert that all tokens have besides; None: there is none. shared_gate: what it gives is multiplied by the
-    sigmoid of a number that a product makes of the token.
+    sigmoid of a number that a product makes of the token. stored_as: how the checkpoint has their weights.
     """
 
     num_experts: int
@@ -141,6 +141,7 @@ class ExpertsConfig:
     weigh_input: bool = False
     shared_size: int | None = None
     shared_gate: bool = False
+    stored_as: Literal["floats", "mxfp4"] = "floats"
 
     @property
     def active_size(self) -> int:

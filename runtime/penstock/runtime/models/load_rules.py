@@ -30,7 +30,7 @@ Part: TypeAlias = tuple[int | slice, ...]
 """An index of a leaf. It is a basic index of numpy's, so what it selects can be written to."""
 ReadPart: TypeAlias = tuple[int | slice | npt.NDArray[np.intp], ...]
 """An index of a tensor, which may also list entries along one axis."""
-Rows: TypeAlias = tuple[int, ...]
+Rows: TypeAlias = tuple[int, ...] | range
 """Entries of a tensor along one axis, in the order in which a rule reads them."""
 Leaves: TypeAlias = Mapping[ParamPath, npt.NDArray[Any]]
 Put: TypeAlias = Callable[[Sequence[npt.NDArray[Any]], Sequence[npt.NDArray[Any]]], None]

@@ -13,7 +13,6 @@ from penstock.runtime.models.families import (
     llama,
     mixtures,
     olmo,
-    sigmoid_mixtures,
     variants,
 )
 from penstock.runtime.models.families.family import ModelFamily
@@ -25,7 +24,6 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
     **gemma.FAMILIES,
     **gemma4.FAMILIES,
     **mixtures.FAMILIES,
-    **sigmoid_mixtures.FAMILIES,
     **olmo.FAMILIES,
     **variants.FAMILIES,
 }

@@ -18,7 +18,7 @@ from flax import nnx
 from penstock.runtime.models.config import ExpertsConfig, ModelConfig
 from penstock.runtime.models.layers.inputs import LayerInputs
 from penstock.runtime.models.linear import PUTS, LinearFormat
-from penstock.runtime.models.load_rules import LoadRule, ParamPath, Stored, StoredAt, Target
+from penstock.runtime.models.load_rules import LoadRule, ParamPath, Rows, Stored, StoredAt, Target
 from penstock.runtime.models.norms import Vector, vector_rule
 from penstock.runtime.models.pools import Place, PoolPlanners
 from penstock.runtime.ops import experts as xla
@@ -159,8 +159,8 @@ def _repeated(there: Stored, size: int, filled: int) -> Stored:
     if filled == size:
         return there
 
-    def order(own: tuple[int, ...] | None) -> tuple[int, ...]:
-        rows = tuple(range(size)) if own is None else own
+    def order(own: Rows | None) -> Rows:
+        rows = range(size) if own is None else own
         return tuple(rows[row % size] for row in range(filled))
 
     sources = tuple(dataclasses.replace(source, order=order(source.order)) for source in there.sources)

@@ -14,11 +14,11 @@ from penstock.runtime.models.config import (
     ModelConfig,
     RouterConfig,
 )
-from penstock.runtime.models.families.expert_fields import (
+from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, stored_plainly
+from penstock.runtime.models.families.mixtures.fields import (
     read_experts_and_choices,
     read_layer_numbers,
 )
-from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, stored_plainly
 from penstock.runtime.models.families.reading import read_layer_types, read_model, read_rope, read_sizes
 from penstock.runtime.models.hf_fields import Fields
 

@@ -10,9 +10,9 @@ from penstock.runtime.models.config import (
     ModelConfig,
     RouterConfig,
 )
-from penstock.runtime.models.families.expert_fields import read_experts_and_choices
 from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, stored_plainly, tensor_name
-from penstock.runtime.models.families.mixtures import MIXTRAL_NAMES
+from penstock.runtime.models.families.mixtures.fields import read_experts_and_choices
+from penstock.runtime.models.families.mixtures.softmax import MIXTRAL_NAMES
 from penstock.runtime.models.families.reading import read_model, read_rope, read_sizes
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt

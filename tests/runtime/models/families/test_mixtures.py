@@ -1,0 +1,182 @@
+"""What config.json of models with experts say, in the forms in which they are published."""
+
+import json
+
+import pytest
+
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.models.config import ExpertsConfig, MLPConfig, QueryScaling, RouterConfig
+from penstock.runtime.models.registry import parse_config
+from tests.support.goldens import GOLDEN
+from tests.support.models.configs import one_layer, published, windows
+
+MIXTRAL, QWEN2, QWEN3 = (published(n) for n in ("Mixtral-8x7B-v0.1", "Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B"))
+GLM, GPT_OSS = published("GLM-4.5-Air"), published("gpt-oss-20b")
+LLAMA4, MINIMAX = (
+    json.loads((GOLDEN / name / "config.json").read_text()) for name in ("llama4", "minimax_m2")
+)
+
+
+def mlps(config):
+    return [layer.mlp for layer in config.layers]
+
+
+def test_published_mixtral():
+    config = parse_config(MIXTRAL)
+    assert one_layer(config).mlp == ExpertsConfig(num_experts=8, per_token=2, intermediate_size=14336)
+    assert (one_layer(config).attention.qkv_bias, config.rms_norm_eps) == (False, 1e-5)
+    assert windows(config) == (None,) * 32
+    assert set(windows(parse_config({**MIXTRAL, "sliding_window": 64}))) == {64}
+
+
+def test_published_qwen2():
+    config = parse_config(QWEN2)
+    assert one_layer(config).mlp == ExpertsConfig(
+        num_experts=60,
+        per_token=4,
+        intermediate_size=1408,
+        router=RouterConfig(normalize=False),
+        shared_size=5632,
+        shared_gate=True,
+    )
+    attention = one_layer(config).attention
+    assert (attention.qkv_bias, attention.o_bias, attention.qk_norm) == (True, False, "none")
+    assert windows(config) == (None,) * 24
+    some = parse_config({**QWEN2, "use_sliding_window": True, "max_window_layers": 3})
+    assert windows(some) == (32768, None, 32768) + (None,) * 21
+
+
+def test_published_qwen3():
+    config = parse_config(QWEN3)
+    assert one_layer(config).mlp == ExpertsConfig(num_experts=128, per_token=8, intermediate_size=768)
+    assert one_layer(config).attention.qk_norm == "head"
+    newer = {name: value for name, value in QWEN3.items() if name != "num_experts"}
+    assert parse_config({**newer, "num_local_experts": 128}) == config
+    assert set(windows(parse_config({**QWEN3, "use_sliding_window": True, "sliding_window": 64}))) == {64}
+
+
+def test_some_layers_of_qwen_have_no_experts():
+    config = parse_config({**QWEN3, "mlp_only_layers": [1], "decoder_sparse_step": 2})
+    kinds = [isinstance(mlp, ExpertsConfig) for mlp in mlps(config)]
+    assert kinds == [layer % 2 == 1 and layer != 1 for layer in range(48)]
+    assert mlps(config)[0] == MLPConfig(intermediate_size=6144)
+
+
+def test_published_glm():
+    config = parse_config(GLM)
+    assert mlps(config)[0] == MLPConfig(intermediate_size=10944)
+    experts = ExpertsConfig(
+        num_experts=128,
+        per_token=8,
+        intermediate_size=1408,
+        router=RouterConfig(score="sigmoid", correction=True),
+        shared_size=1408,
+    )
+    assert set(mlps(config)[1:]) == {experts}
+    attention = config.layers[0].attention
+    assert (attention.rotary_dim, attention.qkv_bias, attention.o_bias) == (64, True, False)
+    assert attention.qk_norm == "none"
+    no_share = {name: value for name, value in GLM.items() if name != "partial_rotary_factor"}
+    assert parse_config(no_share) == config
+    assert parse_config({**GLM, "use_qk_norm": True}).layers[0].attention.qk_norm == "head"
+
+
+def test_minimax():
+    config = parse_config(MINIMAX)
+    attention = one_layer(config).attention
+    assert (attention.rotary_dim, attention.qk_norm) == (8, "all")
+    older = {name: value for name, value in MINIMAX.items() if name != "rope_parameters"}
+    published_also = {
+        "attn_type_list": [1, 1],
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    }
+    assert parse_config({**older, "rope_theta": 5_000_000, **published_also}) == config
+
+
+def test_published_gpt_oss():
+    config = parse_config(GPT_OSS)
+    experts = one_layer(config).mlp
+    assert (experts.num_experts, experts.per_token, experts.activation, experts.limit) == (
+        32,
+        4,
+        "gpt_oss",
+        7,
+    )
+    assert (experts.bias, experts.router.bias, experts.stored_as) == (True, True, "mxfp4")
+    attention = one_layer(config).attention
+    assert (attention.sinks, attention.qkv_bias, attention.o_bias) == (True, True, True)
+    assert windows(config) == (128, None) * 12
+    assert config.dtype == "bfloat16"
+    assert not attention.rope.truncate
+    left_out = ("layer_types", "sliding_window", "rope_scaling", "swiglu_limit", "attention_bias")
+    assert parse_config({k: v for k, v in GPT_OSS.items() if k not in left_out}) == config
+    floats = parse_config({**GPT_OSS, "quantization_config": None})
+    assert (floats.layers[0].mlp.stored_as, floats.dtype) == ("floats", None)
+
+
+def test_llama4():
+    config = parse_config(LLAMA4)
+    attention = [layer.attention for layer in config.layers]
+    assert [a.chunk for a in attention] == [32, 32, 32, None]
+    assert [a.rope is None for a in attention] == [False, False, False, True]
+    assert [a.qk_norm for a in attention] == ["l2_after"] * 3 + ["none"]
+    assert [a.query_scaling for a in attention] == [None] * 3 + [QueryScaling(0.1, 8192.0, shift=1)]
+    assert [isinstance(mlp, ExpertsConfig) for mlp in mlps(config)] == [False, True, False, True]
+    left_out = ("moe_layers", "no_rope_layers", "layer_types", "floor_scale", "attn_scale", "use_qk_norm")
+    assert parse_config({k: v for k, v in LLAMA4.items() if k not in left_out}) == config
+    untuned = parse_config({**LLAMA4, "attn_temperature_tuning": False, "use_qk_norm": False})
+    assert {(a.query_scaling, a.qk_norm) for a in (layer.attention for layer in untuned.layers)} == {
+        (None, "none")
+    }
+
+
+@pytest.mark.parametrize(
+    ("base", "field", "value"),
+    [
+        (MIXTRAL, "num_experts_per_tok", 9),
+        (MIXTRAL, "num_local_experts", 0),
+        (MIXTRAL, "hidden_act", "gelu"),
+        (MIXTRAL, "shared_expert_intermediate_size", 64),
+        (QWEN3, "num_local_experts", 64),  # contradicts num_experts
+        (QWEN3, "mlp_only_layers", [48]),
+        (QWEN3, "mlp_only_layers", 3),
+        (QWEN3, "decoder_sparse_step", 0),
+        (QWEN2, "layer_types", ["sliding_attention"] * 24),
+        (QWEN2, "norm_topk_prob", "yes"),
+        (GLM, "n_group", 3),
+        (GLM, "topk_group", 2),
+        (GLM, "n_shared_experts", 0),
+        (MINIMAX, "rotary_dim", 17),
+        (MINIMAX, "scoring_func", "softmax"),
+        (MINIMAX, "attn_type_list", [0, 1]),
+        (MINIMAX, "shared_intermediate_size", 64),
+        (MINIMAX, "quantization_config", {"quant_method": "fp8"}),
+        (GPT_OSS, "swiglu_alpha", 1.0),
+        (GPT_OSS, "experts_per_token", 3),
+        (GPT_OSS, "hidden_size", 2848 + 16),
+        (GPT_OSS, "sliding_window", None),
+        (LLAMA4, "no_rope_layers", [1, 2, 1, 0]),
+        (LLAMA4, "no_rope_layers", [1]),
+        (LLAMA4, "moe_layers", [4]),
+        (LLAMA4, "attention_chunk_size", None),
+        (LLAMA4, "floor_scale", 0),
+    ],
+)
+def test_refused_by_name(base, field, value):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({**base, field: value})
+    named = "quantization_config" if field == "hidden_size" else field
+    assert f"{named}: " in str(caught.value)
+
+
+def test_other_quantizations_of_gpt_oss_are_refused_by_name():
+    for name, value in (("quant_method", "gptq"), ("modules_to_not_convert", ["lm_head"]), ("bits", 4)):
+        changed = {**GPT_OSS["quantization_config"], name: value}
+        with pytest.raises(ConfigError, match=rf"quantization_config\.{name}: "):
+            parse_config({**GPT_OSS, "quantization_config": changed})
