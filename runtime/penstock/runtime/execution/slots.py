@@ -31,7 +31,7 @@ from penstock.runtime.execution.step_buffer import (
 from penstock.runtime.ops.sampling_codes import BANNED, MASK
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request
-from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow
+from penstock.runtime.scheduling.plan import Plan, PlanRow
 
 _NONE = -1
 """Stands for an index of a page table where there is none."""
@@ -172,7 +172,13 @@ class Slots:
             rows = dict(zip(row_slots, range(count), strict=True))
             for write in plan.page_writes:
                 if len(write.pages) == 1 and write.slot in rows:
-                    self._put_pages(fields[rows[write.slot]], write)
+                    row = rows[write.slot]
+                    fields[row, PAGE_INDEX : PAGE + 1] = write.first_index, write.pages[0]
+                    if self._num_groups > 1:
+                        # The new entries are at the same index in all groups, and a group that gets no page
+                        # there sends what it has.
+                        pages = self._tables[:, write.slot, write.first_index]
+                        fields[row, PAGE], fields[row, NUM_FIELDS:] = pages[0], pages[1:]
         if any(ids):
             at = 0
             for num, given in zip(nums, ids, strict=True):
@@ -188,14 +194,3 @@ class Slots:
             fields[list(constraints), FEATURES] |= MASK
         header[FLAGS] = np.bitwise_or.reduce(fields[:count, FEATURES]) | (BANNED if any(bans) else 0)
         return buffer
-
-    def _put_pages(self, fields: NDArray[np.int32], write: PageWrite) -> None:
-        """Puts the new entry of a row's page tables into the row's fields. It is at the same index in all
-        groups, and a group that gets no page there sends what it has.
-        """
-        if self._num_groups == 1:
-            fields[PAGE_INDEX : PAGE + 1] = write.first_index, write.pages[0]
-        else:
-            pages = self._tables[:, write.slot, write.first_index]
-            fields[PAGE_INDEX : PAGE + 1] = write.first_index, pages[0]
-            fields[NUM_FIELDS:] = pages[1:]

@@ -66,6 +66,11 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def options(dtype: str) -> EngineConfig:
+    """The kernels and XLA read the cache by different parts of a step's metadata."""
+    return dataclasses.replace(CONFIG, dtype=dtype, native="auto" if dtype == "bfloat16" else "off")
+
+
 def write_model(directory: Path, **fields: Any) -> str:
     """A checkpoint whose first layer has a window, and whose second has none."""
     file = write_tiny(directory, tiny_tensors(0)) / "config.json"
@@ -84,7 +89,7 @@ def witness(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CacheSpec, "windows", (None,))
         patch.setattr(CacheSpec, "group_of", (0, 0))
-        config = dataclasses.replace(CONFIG, dtype=dtype, prefix_cache_pages=0)
+        config = dataclasses.replace(options(dtype), prefix_cache_pages=0)
         engine = Engine.from_pretrained(model, config)
         engine.start()
     assert len(engine.runner.device.num_pages) == 1
@@ -97,7 +102,7 @@ def engine(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
     """The pages that the requests need are more than there are, so some requests are preempted."""
     model = write_model(tmp_path_factory.mktemp("grouped"))
     width = {"bfloat16": 2, "float32": 4}[dtype]
-    config = dataclasses.replace(CONFIG, dtype=dtype, kv_cache_bytes=76 * VALUES * width)
+    config = dataclasses.replace(options(dtype), kv_cache_bytes=76 * VALUES * width)
     engine = Engine.from_pretrained(model, config)
     # 38 pages of both layers would fit. Four rows use 5 pages each for the window, and two chunks use 3 each;
     # half of the 12 that are left are for prefixes.
