@@ -147,6 +147,7 @@ CASES: Mapping[str, Kind] = {
     ),
     "olmo2": Kind("Olmo2Config", "Olmo2ForCausalLM", {}),
     "olmo3": Kind("Olmo3Config", "Olmo3ForCausalLM", {"num_hidden_layers": 4, "sliding_window": 32}),
+    "phi3": Kind("Phi3Config", "Phi3ForCausalLM", {"sliding_window": None}),
     "seed_oss": Kind(
         "SeedOssConfig",
         "SeedOssForCausalLM",

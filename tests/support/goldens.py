@@ -32,6 +32,7 @@ NAMES = (
     "ministral3",
     "olmo2",
     "olmo3",
+    "phi3",
     "seed_oss",
     "smollm3",
     "gpt_oss",

@@ -77,7 +77,8 @@ class EngineConfig:
     with JAX; else a warning says how many threads that pool has."""
     max_model_len: int | None = None
     """Most tokens of one request, prompt and generated together; None: the model's own limit, or less if the
-    KV cache holds less."""
+    KV cache holds less. A model with LongRoPE (Phi-3, Phi-4-mini) computes with its frequencies for short
+    contexts if this is at most its original_max_position_embeddings, and with those for long ones if not."""
     max_num_seqs: int | None = None
     """Most outputs that run at a time. None: depends on the platform, see `DefaultSizes`."""
     feature_slots: int | None = None

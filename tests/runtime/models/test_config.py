@@ -208,8 +208,7 @@ def test_biases_follow_the_architecture():
         ("rope_theta", 1.0),
         ("original_max_position_embeddings", "8192"),
         ("rope_scaling", "linear"),
-        ("rope_scaling.type", {"type": "su", "factor": 2.0}),
-        ("rope_scaling.rope_type", {"rope_type": "longrope", "factor": 2.0}),
+        ("rope_scaling.type", {"type": "ntk", "factor": 2.0}),
         ("rope_scaling.factor", {"rope_type": "linear"}),
         ("rope_scaling.alpha", {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}),
         ("rope_scaling.partial_rotary_factor", {"rope_type": "default", "partial_rotary_factor": 0.5}),
@@ -256,7 +255,7 @@ def test_contradicting_rope_styles_are_refused():
 
 
 def test_all_problems_are_named_at_once():
-    message = refused(hidden_act="gelu", vocab_size=None, logit_scale=0.1, rope_scaling={"type": "su"})
+    message = refused(hidden_act="gelu", vocab_size=None, logit_scale=0.1, rope_scaling={"type": "ntk"})
     for field in ("hidden_act", "vocab_size", "logit_scale", "rope_scaling.type"):
         assert f"{field}: " in message
 
@@ -344,6 +343,7 @@ def test_the_registry_has_the_promised_architectures():
         "MixtralForCausalLM",
         "Olmo2ForCausalLM",
         "Olmo3ForCausalLM",
+        "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",

@@ -60,6 +60,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
     """
     directory = resolve_model(model)
     model_config = load_config(directory)
+    model_config = model_config.for_context(config.max_model_len or model_config.max_position_embeddings)
     dtype = model_dtype(model_config, config.dtype)
     check_required(config, backend, dtype)
     linear = backend.linear_format(dtype, int8=config.quantization == "int8")

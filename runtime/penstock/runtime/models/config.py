@@ -7,7 +7,7 @@ value that may differ from layer to layer is a value of the layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.runtime.models.rope import RopeConfig
@@ -206,6 +206,20 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def for_context(self, max_len: int) -> ModelConfig:
+        """The model as a server computes it whose sequences have at most `max_len` tokens: LongRoPE has other
+        frequencies in contexts beyond the one that the model was first trained on.
+        """
+        layers = [
+            layer
+            if layer.attention.rope is None
+            else replace(
+                layer, attention=replace(layer.attention, rope=layer.attention.rope.for_context(max_len))
+            )
+            for layer in self.layers
+        ]
+        return replace(self, layers=tuple(layers))
 
     @property
     def cache(self) -> CacheSpec:

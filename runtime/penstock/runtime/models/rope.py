@@ -1,7 +1,8 @@
 """Rotary position embedding and its context-extension variants.
 
 Sources: Su et al. 2021 (RoPE, arXiv 2104.09864); kaiokendev (linear interpolation); bloc97 and emozilla
-(dynamic NTK); Peng et al. 2023 (YaRN, arXiv 2309.00071); Meta's llama-models (llama3 scaling). Semantics,
+(dynamic NTK); Peng et al. 2023 (YaRN, arXiv 2309.00071); Meta's llama-models (llama3 scaling);
+Ding et al. 2024 (LongRoPE, arXiv 2402.13753). Semantics,
 names and defaults follow Hugging Face transformers' `modeling_rope_utils`. Channel i turns with channel i +
 rotary_dim / 2, as in most of its checkpoints; where a checkpoint has these two side by side, its rows are put
 into our order when it is loaded.
@@ -9,6 +10,7 @@ into our order when it is loaded.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -18,8 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional"]
-ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
+ROPE_KINDS: tuple[RopeKind, ...] = (
+    "default",
+    "linear",
+    "dynamic",
+    "yarn",
+    "llama3",
+    "longrope",
+    "proportional",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +37,8 @@ class RopeConfig:
     """One RoPE variant; fields that a kind does not use keep their defaults.
 
     original_max_positions: length that the model was trained on before its context was extended (dynamic,
-    yarn, llama3). attention_factor: multiplies cos and sin, and so attention scores by its square; 1 except
-    for yarn.
+    yarn, llama3, longrope). attention_factor: multiplies cos and sin, and so attention scores by its square;
+    1 except for yarn and longrope.
     """
 
     kind: RopeKind = "default"
@@ -44,6 +54,20 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
     """The share of a head's channels that is rotated: the first ones; with "proportional", of the pairs (i, i
     + head_dim / 2) those with the lowest i."""
+    short_factors: tuple[float, ...] = ()
+    """LongRoPE: what the frequency of each pair of channels is divided by, in contexts no longer than the
+    original one."""
+    long_factors: tuple[float, ...] = ()
+    """The same for longer contexts."""
+    serves_long: bool = False
+    """Which of the two are used, for every token: keys in the cache must not depend on how long a sequence
+    becomes."""
+
+    def for_context(self, max_len: int) -> RopeConfig:
+        """The RoPE of a server whose sequences have at most `max_len` tokens."""
+        if self.kind != "longrope":
+            return self
+        return dataclasses.replace(self, serves_long=max_len > self.original_max_positions)
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many channels of a head are rotated."""
@@ -61,6 +85,11 @@ def yarn_attention_factor(
     if mscale and mscale_all_dim:
         return temperature(mscale) / temperature(mscale_all_dim)
     return temperature(1.0)
+
+
+def longrope_attention_factor(factor: float, original_max_positions: int) -> float:
+    """LongRoPE's temperature for a context that is `factor` times as long as the original one."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_max_positions))
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> npt.NDArray[np.float32]:
@@ -82,6 +111,8 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> npt.NDArray[np.flo
         case "proportional":
             turning = int(rope.partial_rotary_factor * rotary_dim // 2)
             result = np.where(np.arange(len(plain)) < turning, plain, 0.0) / rope.factor
+        case "longrope":
+            result = plain / np.asarray(rope.long_factors if rope.serves_long else rope.short_factors)
     return result.astype(np.float32)
 
 

@@ -1,18 +1,20 @@
-"""What the config.json of Granite, Ministral 3, Seed-OSS and SmolLM 3 says, and what of it is refused."""
+"""What the config.json of Granite, Ministral 3, Phi, Seed-OSS and SmolLM says, and what is refused of it."""
 
 import json
 
+import numpy as np
 import pytest
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.models.config import QueryScaling
 from penstock.runtime.models.registry import parse_config
-from penstock.runtime.models.rope import RopeConfig
+from penstock.runtime.models.rope import RopeConfig, inverse_frequencies
 from tests.support.goldens import GOLDEN
 from tests.support.models.configs import attentions, one_layer, published, rope_of, windows
 
 GRANITE, SEED = published("granite-3.1-2b-instruct"), published("Seed-OSS-36B-Instruct")
-SMOLLM = published("SmolLM3-3B")
+SMOLLM, PHI = published("SmolLM3-3B"), published("Phi-4-mini-instruct")
+SCALING = PHI["rope_scaling"]
 # The published Ministral 3 models see images, too. This is the golden's.
 MINISTRAL = json.loads((GOLDEN / "ministral3" / "config.json").read_text())
 YARN = MINISTRAL["rope_parameters"]
@@ -93,6 +95,52 @@ def test_ministral3():
     assert one_layer(parse_config(without(MINISTRAL, "head_dim"))).attention.head_dim == 128
 
 
+def test_published_phi4_mini():
+    config = parse_config(PHI)
+    attention = one_layer(config).attention
+    assert windows(config) == (262_144,) * 32
+    assert (attention.head_dim, attention.rotary_dim, attention.qkv_bias) == (128, 96, False)
+    rope = attention.rope
+    assert (rope.kind, rope.original_max_positions, rope.partial_rotary_factor) == ("longrope", 4096, 0.75)
+    # A context 32 times as long as one of 2**12 tokens: the root of 1 + 5 / 12.
+    assert rope.attention_factor == pytest.approx(1.1902380714)
+    assert (rope.short_factors, rope.long_factors) == ((1.0,) * 48, tuple(SCALING["long_factor"]))
+    older = {**PHI, "rope_scaling": {**SCALING, "type": "su"}}
+    share = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.75, "rope_type": "longrope"}
+    newer = {**without(PHI, "rope_scaling", "rope_theta", "partial_rotary_factor"), "dtype": "bfloat16"}
+    newer["rope_parameters"] = {**without(SCALING, "type"), **share}
+    assert parse_config(older) == parse_config(newer) == config
+
+
+def test_what_phi_leaves_out():
+    absent = parse_config(without(PHI, "rope_scaling", "partial_rotary_factor", "sliding_window"))
+    assert (rope_of(absent), windows(absent)) == (RopeConfig(), (None,) * 32)
+    named = {**SCALING, "attention_factor": 1.5}
+    assert rope_of(parse_config({**PHI, "rope_scaling": named})).attention_factor == 1.5
+    short = parse_config({**PHI, "max_position_embeddings": 4096})
+    assert rope_of(short).attention_factor == 1.0
+
+
+def test_the_served_context_decides_on_phis_frequencies():
+    """Those of the first pairs are plain ones divided by their factors, of which the second long one is
+    1.118...
+    """
+    config = parse_config(PHI)
+    second = 10_000.0 ** (-2 / 96)
+    for max_len, factor in ((4096, 1.0), (4097, 1.118320672), (131_072, 1.118320672)):
+        rope = rope_of(config.for_context(max_len))
+        np.testing.assert_allclose(inverse_frequencies(rope, 96)[:2], [1.0, second / factor], rtol=1e-6)
+    granite = parse_config(GRANITE)
+    assert granite.for_context(10) == granite
+
+
+@pytest.mark.parametrize("name", ["short_factor", "long_factor"])
+@pytest.mark.parametrize("number", [47, 64])
+def test_each_pair_of_phi_has_its_factors(name, number):
+    with pytest.raises(ConfigError, match=f"{name}: must have 48 factors, not {number}"):
+        parse_config({**PHI, "rope_scaling": {**SCALING, name: [1.0] * number}})
+
+
 @pytest.mark.parametrize(
     ("base", "field", "value"),
     [
@@ -115,6 +163,13 @@ def test_ministral3():
         ),
         (MINISTRAL, "rope_parameters.alpha", {**YARN, "alpha": 2.0}),
         (MINISTRAL, "attention_bias", True),
+        (PHI, "rope_scaling.long_factor", {**SCALING, "long_factor": None}),
+        (PHI, "rope_scaling.short_factor", {**SCALING, "short_factor": [1.0] * 47 + [0.0]}),
+        (PHI, "rope_scaling.short_mscale", {**SCALING, "short_mscale": 1.1}),
+        (PHI, "partial_rotary_factor", 0.01),
+        (PHI, "partial_rotary_factor", 1.5),
+        (PHI, "full_attn_mod", 2),
+        (PHI, "lm_head_bias", True),
     ],
 )
 def test_refused_by_name(base, field, value):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.runtime.models.config import DTYPES, LayerConfig, ModelConfig
+from penstock.runtime.models.families.rotation import check_rotation, read_longrope
 from penstock.runtime.models.hf_fields import REQUIRED, Fields
 from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
 from penstock.runtime.models.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor
@@ -78,6 +79,7 @@ def read_model(
     Raises ConfigError with all problems.
     """
     fields.only("is_encoder_decoder", False)
+    check_rotation(fields, layers[0])
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -244,6 +246,7 @@ def read_rope_variant(
     """
     old_kind, new_kind = fields.raw("type"), fields.raw("rope_type")
     kind = new_kind or old_kind or "default"
+    kind = "longrope" if kind == "su" else kind  # what older files call it
     share = _partial(fields, share, known=partial or kind == "proportional")
     theta = fields.number("rope_theta", theta)
     if kind not in ROPE_KINDS:
@@ -258,6 +261,8 @@ def read_rope_variant(
     if kind in ("linear", "dynamic"):
         trained = max_positions if kind == "dynamic" else 0
         return RopeConfig(kind, factor=fields.number("factor"), original_max_positions=trained, **values)
+    if kind == "longrope":
+        return read_longrope(fields, original, max_positions, values)
     trained = fields.integer("original_max_position_embeddings", max_positions)
     trained = original or trained  # the top-level field wins, as in transformers
     if kind == "llama3":

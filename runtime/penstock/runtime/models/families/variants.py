@@ -1,4 +1,6 @@
-"""Pre-norm decoders that have one thing each that Llama has not: Granite, Ministral 3, Seed-OSS, SmolLM 3."""
+"""Pre-norm decoders that have one thing each that Llama has not: Granite, Ministral 3, Phi-3 and Phi-4,
+Seed-OSS, SmolLM 3.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from penstock.runtime.models.config import (
     ModelConfig,
     QueryScaling,
 )
-from penstock.runtime.models.families.family import ModelFamily
+from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, tensor_name
 from penstock.runtime.models.families.reading import (
     Sizes,
     read_layer_types,
@@ -21,6 +23,7 @@ from penstock.runtime.models.families.reading import (
     read_sizes,
 )
 from penstock.runtime.models.hf_fields import Fields
+from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
 from penstock.runtime.models.rope import RopeConfig
 
 
@@ -89,6 +92,41 @@ def _parse_ministral3(architecture: str, fields: Fields) -> ModelConfig:
     return read_model(architecture, fields, sizes, [layer] * sizes.num_layers, eps=1e-5)
 
 
+def _parse_phi3(architecture: str, fields: Fields) -> ModelConfig:
+    """LongRoPE, part of a head's channels rotated, and fused tensors."""
+    fields.only("model_type", "phi3")
+    fields.only("full_attn_mod", 1)
+    fields.only("interpolate_factor", 1)
+    sizes = read_sizes(fields, kv_heads=0)
+    rope = read_rope(fields, sizes.max_positions, partial=1.0)
+    attention = dataclasses.replace(
+        _attention(sizes, rope, bias=False, o_bias=False), window=fields.optional_integer("sliding_window")
+    )
+    layer = LayerConfig(attention=attention, mlp=_mlp(fields, bias=False))
+    return read_model(architecture, fields, sizes, [layer] * sizes.num_layers, eps=1e-5)
+
+
+def _stored_in_phi3(config: ModelConfig) -> StoredAt:
+    """q, k and v are rows of one tensor, and so are gate and up."""
+
+    def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
+        layer, part = path[:-2], path[-2]
+        if part in ("q_proj", "k_proj", "v_proj"):
+            attention = config.layers[0].attention
+            assert isinstance(attention, AttentionConfig)
+            q, k = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+            begin = {"q_proj": 0, "k_proj": q, "v_proj": q + k}[str(part)]
+            name, rows = tensor_name((*layer, "qkv_proj", "weight"), PRE_NORMS), q + 2 * k
+        elif part in ("gate_proj", "up_proj"):
+            begin = 0 if part == "gate_proj" else shape[0]
+            name, rows = tensor_name((*layer, "gate_up_proj", "weight"), PRE_NORMS), 2 * shape[0]
+        else:
+            return Stored((Source(tensor_name(path, PRE_NORMS), shape),))
+        return Stored((Source(name, (rows, *shape[1:]), begin=begin),))
+
+    return stored
+
+
 def _parse_seed_oss(architecture: str, fields: Fields) -> ModelConfig:
     """A field of its own for the bias of attention's output."""
     fields.only("model_type", "seed_oss")
@@ -154,6 +192,7 @@ def _rotated_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 FAMILIES: Mapping[str, ModelFamily] = {
     "GraniteForCausalLM": ModelFamily(parse=_parse_granite),
     "Ministral3ForCausalLM": ModelFamily(parse=_parse_ministral3),
+    "Phi3ForCausalLM": ModelFamily(parse=_parse_phi3, stored=_stored_in_phi3, ignored=("auto_map",)),
     "SeedOssForCausalLM": ModelFamily(parse=_parse_seed_oss, ignored=("pretraining_tp",)),
     "SmolLM3ForCausalLM": ModelFamily(parse=_parse_smollm3, ignored=("max_window_layers", "pretraining_tp")),
 }

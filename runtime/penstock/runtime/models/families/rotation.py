@@ -1,0 +1,61 @@
+"""LongRoPE's fields, and what must be so of any RoPE that a config.json describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.runtime.models.config import AttentionConfig, LayerConfig
+from penstock.runtime.models.hf_fields import Fields
+from penstock.runtime.models.rope import RopeConfig, longrope_attention_factor
+
+
+def read_longrope(
+    fields: Fields, original: int | None, max_positions: int, values: Mapping[str, Any]
+) -> RopeConfig:
+    """LongRoPE. `original`: original_max_position_embeddings of config.json, which wins; `values`: of all
+    kinds.
+    """
+    inner = fields.optional_integer("original_max_position_embeddings", minimum=2)
+    trained = original or inner or max_positions
+    if original is None and inner is None:
+        fields.problem("original_max_position_embeddings", "is required")
+    factor = fields.optional_number("factor") or max_positions / trained
+    return RopeConfig(
+        "longrope",
+        original_max_positions=trained,
+        attention_factor=fields.optional_number("attention_factor")
+        or longrope_attention_factor(factor, max(trained, 2)),
+        short_factors=_factors(fields, "short_factor"),
+        long_factors=_factors(fields, "long_factor"),
+        **values,
+    )
+
+
+def _factors(fields: Fields, name: str) -> tuple[float, ...]:
+    """One factor above zero for each pair of channels that is rotated."""
+    listed = fields.raw(name)
+    values = listed if isinstance(listed, list) else []
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if not values or len(numbers) < len(values) or not all(0 < v < float("inf") for v in numbers):
+        fields.problem(name, "must be a list of finite numbers above 0")
+        return (1.0,)
+    return tuple(float(v) for v in numbers)
+
+
+def check_rotation(fields: Fields, layer: LayerConfig) -> None:
+    """Notes a problem unless whole pairs of channels are rotated, each of which has its factors."""
+    attention = layer.attention
+    if attention.rope is None or not isinstance(attention, AttentionConfig):
+        return
+    pairs, rest = divmod(attention.rotary_dim, 2)
+    if rest or not pairs:
+        fields.problem("partial_rotary_factor", f"rotates {attention.rotary_dim} channels of a head")
+    if attention.rope.kind != "longrope":
+        return
+    for name, factors in (
+        ("short_factor", attention.rope.short_factors),
+        ("long_factor", attention.rope.long_factors),
+    ):
+        if len(factors) != pairs:
+            fields.problem(name, f"must have {pairs} factors, not {len(factors)}")
