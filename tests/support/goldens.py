@@ -26,6 +26,7 @@ NAMES = (
     "gemma2",
     "gemma3",
     "gemma4",
+    "gemma4_moe",
     "glm4_moe",
     "minimax_m2",
     "granite",

@@ -150,6 +150,16 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MLPAndExpertsConfig:
+    """An MLP and a mixture of experts side by side, each between norms of its own; the sum is what the layer
+    adds (Gemma 4).
+    """
+
+    mlp: MLPConfig
+    experts: ExpertsConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
     """One layer: attention and MLP (or experts), each with its norms, added to the residual stream.
 
@@ -159,7 +169,7 @@ class LayerConfig:
     """
 
     attention: AttentionConfig | LatentConfig
-    mlp: MLPConfig | ExpertsConfig
+    mlp: MLPConfig | ExpertsConfig | MLPAndExpertsConfig
     norms: Norms = "pre"
     residual_multiplier: float = 1.0
     has_scalar: bool = False

@@ -12,12 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from penstock.runtime.models.config import AttentionConfig, ExpertsConfig, ModelConfig
+from penstock.runtime.models.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    MLPAndExpertsConfig,
+    MLPConfig,
+    ModelConfig,
+)
 from penstock.runtime.models.layers.attention import Attention
 from penstock.runtime.models.layers.experts import Experts
 from penstock.runtime.models.layers.inputs import Angles, LayerInputs, Residual
 from penstock.runtime.models.layers.latent import LatentAttention
 from penstock.runtime.models.layers.mlp import MLP
+from penstock.runtime.models.layers.mlp_and_experts import MLPAndExperts
 from penstock.runtime.models.layers.per_layer import PerLayerAddition, PerLayerInputs
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, logits
 from penstock.runtime.models.norms import RMSNorm, Vector
@@ -54,11 +61,7 @@ class DecoderLayer(nnx.Module):
         self.attention_out_norm = norm(wanted=after)
         self.mlp_norm = norm(wanted=before)
         mlp = ours.mlp
-        self.mlp = (
-            Experts(config, mlp, dtype, linear, planners)
-            if isinstance(mlp, ExpertsConfig)
-            else MLP(config, mlp, dtype, linear, planners)
-        )
+        self.mlp = _mlp(config, mlp, dtype, linear, planners)
         self.mlp_out_norm = norm(wanted=after)
         self.multiplier = ours.residual_multiplier
         self.joins_natively = linear.packed and can_normalize(config.hidden_size)
@@ -93,6 +96,21 @@ class DecoderLayer(nnx.Module):
         if self.per_layer is not None and of_layer is not None:
             x = self.per_layer(x, of_layer, inputs)
         return x if self.layer_scalar is None else x * self.layer_scalar(inputs.pools)[None], kv
+
+
+def _mlp(
+    config: ModelConfig,
+    mlp: MLPConfig | ExpertsConfig | MLPAndExpertsConfig,
+    dtype: jnp.dtype,
+    linear: LinearFormat,
+    planners: PoolPlanners,
+) -> MLP | Experts | MLPAndExperts:
+    """The module of an MLP, or of what stands in its place."""
+    if isinstance(mlp, ExpertsConfig):
+        return Experts(config, mlp, dtype, linear, planners)
+    if isinstance(mlp, MLPAndExpertsConfig):
+        return MLPAndExperts(config, mlp, dtype, linear, planners)
+    return MLP(config, mlp, dtype, linear, planners)
 
 
 class CausalLM(nnx.Module):

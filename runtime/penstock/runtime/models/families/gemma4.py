@@ -1,5 +1,5 @@
 """Gemma 4: Gemma 3 with heads of another size in layers of full attention, values that are normalised or are
-the keys, last layers that share the KV of earlier ones, and embeddings for each layer.
+the keys, last layers that share the KV of earlier ones, embeddings for each layer, and experts beside MLPs.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from penstock.runtime.models.config import (
     AttentionConfig,
+    ExpertsConfig,
     LayerConfig,
+    MLPAndExpertsConfig,
     MLPConfig,
     ModelConfig,
     PerLayerConfig,
+    RouterConfig,
 )
 from penstock.runtime.models.families.family import SANDWICH_NORMS, ModelFamily, tensor_name
 from penstock.runtime.models.families.reading import (
@@ -44,23 +47,18 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
     attentions = _attentions(fields, sizes, windows)
     owners = _owners(fields, windows)
     wide = fields.boolean("use_double_wide_mlp", False)
+    experts = _experts(fields)
     inner = fields.integer("intermediate_size")
     layers = [
         LayerConfig(
             attention=attention,
-            mlp=MLPConfig(
-                intermediate_size=2 * inner if wide and owner is not None else inner,
-                activation="gelu_tanh",
-            ),
+            mlp=_mlp(2 * inner if wide and owner is not None else inner, experts),
             norms="sandwich",
             has_scalar=True,
             shares_kv_of=owner,
         )
         for attention, owner in zip(attentions, owners, strict=True)
     ]
-    fields.only("enable_moe_block", False)
-    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        fields.raw(name)  # read only with enable_moe_block
     size = fields.integer("hidden_size_per_layer_input", 256, minimum=0)
     rows = fields.integer("vocab_size_per_layer_input", 262_144)
     return read_model(
@@ -73,6 +71,26 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
         logits_softcap=fields.optional_number("final_logit_softcapping"),
         per_layer=PerLayerConfig(size=size, vocab_size=rows, activation="gelu_tanh") if size else None,
     )
+
+
+def _experts(fields: Fields) -> ExpertsConfig | None:
+    """The experts that each layer has beside its MLP, if it has any."""
+    if not fields.boolean("enable_moe_block", False):
+        for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            fields.raw(name)  # without meaning
+        return None
+    return ExpertsConfig(
+        num_experts=fields.integer("num_experts"),
+        per_token=fields.integer("top_k_experts"),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        router=RouterConfig(expert_scale=True),
+        activation="gelu_tanh",
+    )
+
+
+def _mlp(inner: int, experts: ExpertsConfig | None) -> MLPConfig | MLPAndExpertsConfig:
+    mlp = MLPConfig(intermediate_size=inner, activation="gelu_tanh")
+    return mlp if experts is None else MLPAndExpertsConfig(mlp=mlp, experts=experts)
 
 
 def _attentions(fields: Fields, sizes: Sizes, windows: Sequence[int | None]) -> list[AttentionConfig]:
@@ -146,10 +164,41 @@ def _owners(fields: Fields, windows: Sequence[int | None]) -> list[int | None]:
     return [None] * first + [owners[window is None] for window in windows[first:]]
 
 
+_BESIDE_EXPERTS: Mapping[str, str] = {
+    "mlp_end_norm": "post_feedforward_layernorm_1",
+    "experts_norm": "pre_feedforward_layernorm_2",
+    "experts_end_norm": "post_feedforward_layernorm_2",
+}
+
+
 def _stored(config: ModelConfig) -> StoredAt:
+    mlp = config.layers[0].mlp
+    experts = mlp.experts if isinstance(mlp, MLPAndExpertsConfig) else None
+
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
-        plain = tuple(part for part in path if part != "per_layer")
-        return Stored((Source(tensor_name(plain, SANDWICH_NORMS), shape),))
+        match path:
+            case ("layers", layer, "mlp", "experts", int(expert), part, "weight") if experts is not None:
+                stem = f"model.layers.{layer}.experts"
+                inner, hidden = experts.intermediate_size, config.hidden_size
+                if part == "down_proj":
+                    whole = (experts.num_experts, hidden, inner)
+                    return Stored((Source(f"{stem}.down_proj", whole, at=(expert,)),))
+                whole = (experts.num_experts, 2 * inner, hidden)
+                begin = inner if part == "up_proj" else 0
+                return Stored((Source(f"{stem}.gate_up_proj", whole, at=(expert,), begin=begin),))
+            case ("layers", layer, "mlp", "router", "weight"):
+                return Stored((Source(f"model.layers.{layer}.router.proj.weight", shape),))
+            case ("layers", layer, "mlp", "router", "expert_scale"):
+                return Stored((Source(f"model.layers.{layer}.router.per_expert_scale", shape),))
+            case ("layers", layer, "mlp", "router_norm", "weight"):
+                return Stored((Source(f"model.layers.{layer}.router.scale", shape),))
+            case ("layers", layer, "mlp", str(norm), "weight") if norm in _BESIDE_EXPERTS:
+                return Stored((Source(f"model.layers.{layer}.{_BESIDE_EXPERTS[norm]}.weight", shape),))
+            case ("layers", layer, "mlp", "mlp", *rest):
+                path = ("layers", layer, "mlp", *rest)
+            case _:
+                path = tuple(part for part in path if part != "per_layer")
+        return Stored((Source(tensor_name(path, SANDWICH_NORMS), shape),))
 
     return stored
 

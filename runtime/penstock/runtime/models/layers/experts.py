@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from penstock.runtime.models.config import ExpertsConfig, ModelConfig
-from penstock.runtime.models.layers.inputs import LayerInputs, Residual
+from penstock.runtime.models.layers.inputs import LayerInputs, Residual, normalised
 from penstock.runtime.models.layers.router import Router
 from penstock.runtime.models.linear import PUTS, LinearFormat
 from penstock.runtime.models.load_rules import LoadRule, ParamPath, StoredAt, Target
@@ -194,7 +194,7 @@ class Experts(nnx.Module):
         self, x: jax.Array, norm: RMSNorm | None, residual: Residual, inputs: LayerInputs
     ) -> jax.Array:
         """x and what the experts make of norm(x): x [T, E] -> [T, E]."""
-        normed = x if norm is None else self._normalised(x, norm, inputs)
+        normed = x if norm is None else normalised(x, norm, inputs, natively=self.is_native)
         choice = self.router(normed, inputs)
         y = self.experts(normed, choice.ids, choice.weights, inputs)
         if self.shared_expert is not None:
@@ -207,16 +207,3 @@ class Experts(nnx.Module):
                 else y + shared
             )
         return residual.add(y, x, inputs)
-
-    def _normalised(self, x: jax.Array, norm: RMSNorm, inputs: LayerInputs) -> jax.Array:
-        """norm(x), which several products read."""
-        if not self.is_native:
-            return norm(x, inputs.pools)
-        return normalize(
-            x,
-            num_rows=inputs.num_tokens,
-            eps=norm.eps,
-            norm=inputs.pools.vectors,
-            norm_at=norm.weight_at.begin,
-            offset=norm.offset,
-        )

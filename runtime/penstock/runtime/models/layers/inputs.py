@@ -15,6 +15,7 @@ from penstock.runtime.models.norms import RMSNorm
 from penstock.runtime.models.pools import Pools
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
+from penstock.runtime.ops.native.norm import normalize
 
 
 class Angles:
@@ -84,3 +85,17 @@ class Residual(NamedTuple):
             multiplier=self.multiplier,
             natively=self.natively,
         )
+
+
+def normalised(x: jax.Array, norm: RMSNorm, inputs: LayerInputs, *, natively: bool) -> jax.Array:
+    """norm(x), [T, E], where no product can normalise what it reads."""
+    if not natively:
+        return norm(x, inputs.pools)
+    return normalize(
+        x,
+        num_rows=inputs.num_tokens,
+        eps=norm.eps,
+        norm=inputs.pools.vectors,
+        norm_at=norm.weight_at.begin,
+        offset=norm.offset,
+    )

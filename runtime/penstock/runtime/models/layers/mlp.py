@@ -10,7 +10,7 @@ from flax import nnx
 
 from penstock.runtime.models.config import MLPConfig, ModelConfig
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
-from penstock.runtime.models.linear import Linear, LinearFormat, project_gated
+from penstock.runtime.models.linear import Linear, LinearFormat, project, project_gated
 from penstock.runtime.models.norms import RMSNorm
 from penstock.runtime.models.pools import PoolPlanners
 
@@ -41,7 +41,13 @@ class MLP(nnx.Module):
         self, x: jax.Array, norm: RMSNorm | None, residual: Residual, inputs: LayerInputs
     ) -> jax.Array:
         """x and what the MLP makes of norm(x): x [T, E] -> [T, E]."""
-        inner = project_gated(
+        return residual.add_projected(self.down_proj, self._inner(x, norm, inputs), x, inputs)
+
+    def alone(self, x: jax.Array, norm: RMSNorm | None, inputs: LayerInputs) -> jax.Array:
+        """What the MLP makes of norm(x), without x: x [T, E] -> [T, E]."""
+        return project(self.down_proj, self._inner(x, norm, inputs), inputs.num_tokens, inputs.pools)
+
+    def _inner(self, x: jax.Array, norm: RMSNorm | None, inputs: LayerInputs) -> jax.Array:
+        return project_gated(
             self.gate_up_proj, x, inputs.num_tokens, inputs.pools, norm=norm, activation=self.activation
         )
-        return residual.add_projected(self.down_proj, inner, x, inputs)
