@@ -18,6 +18,8 @@ from penstock.runtime.models.config import (
     ExpertsConfig,
     LatentConfig,
     LayerConfig,
+    MLPAndExpertsConfig,
+    MLPConfig,
     ModelConfig,
 )
 
@@ -57,10 +59,15 @@ def layer_weights(config: ModelConfig) -> int:
 
 def _weights_of(layer: LayerConfig, hidden_size: int) -> int:
     """The number of weights in one layer's products, of experts those that one token needs."""
-    attention, mlp = _attention_weights(layer.attention, hidden_size), layer.mlp
+    return _attention_weights(layer.attention, hidden_size) + _mlp_weights(layer.mlp, hidden_size)
+
+
+def _mlp_weights(mlp: MLPConfig | ExpertsConfig | MLPAndExpertsConfig, hidden_size: int) -> int:
+    if isinstance(mlp, MLPAndExpertsConfig):
+        return _mlp_weights(mlp.mlp, hidden_size) + _mlp_weights(mlp.experts, hidden_size)
     if isinstance(mlp, ExpertsConfig):
-        return attention + hidden_size * (3 * mlp.active_size + mlp.num_experts)
-    return attention + 3 * hidden_size * mlp.intermediate_size
+        return hidden_size * (3 * mlp.active_size + mlp.num_experts)
+    return 3 * hidden_size * mlp.intermediate_size
 
 
 def _attention_weights(ours: AttentionConfig | LatentConfig, hidden_size: int) -> int:

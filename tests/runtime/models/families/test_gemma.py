@@ -3,6 +3,7 @@
 import pytest
 
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.models.config import MLPConfig
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.models.rope import RopeConfig
 from tests.support.models.configs import attentions, one_layer, published, windows
@@ -35,7 +36,10 @@ def test_published_gemma3():
     assert ropes == [GLOBAL if window is None else LOCAL for window in windows(config)]
     for layer, attention in zip(config.layers, attentions(config), strict=True):
         assert (attention.qk_norm, attention.softcap, attention.scale) == ("head", None, 1 / 16)
-        assert (layer.norms, layer.mlp.activation) == ("sandwich", "gelu_tanh")
+        assert layer.norms == "sandwich"
+    assert {layer.mlp for layer in config.layers} == {
+        MLPConfig(intermediate_size=6912, activation="gelu_tanh")
+    }
     assert (config.logits_softcap, config.norm_offset, config.tie_word_embeddings) == (None, 1.0, True)
     assert config.eos_token_ids == (1, 106)
 

@@ -8,7 +8,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.models.config import ExpertsConfig, MLPConfig, QueryScaling, RouterConfig
 from penstock.runtime.models.registry import parse_config
 from tests.support.goldens import GOLDEN
-from tests.support.models.configs import one_layer, published, windows
+from tests.support.models.configs import attentions, one_layer, published, windows
 
 MIXTRAL, QWEN2, QWEN3 = (published(n) for n in ("Mixtral-8x7B-v0.1", "Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B"))
 GLM, GPT_OSS = published("GLM-4.5-Air"), published("gpt-oss-20b")
@@ -73,12 +73,12 @@ def test_published_glm():
         shared_size=1408,
     )
     assert set(mlps(config)[1:]) == {experts}
-    attention = config.layers[0].attention
+    attention = attentions(config)[0]
     assert (attention.rotary_dim, attention.qkv_bias, attention.o_bias) == (64, True, False)
     assert attention.qk_norm == "none"
     no_share = {name: value for name, value in GLM.items() if name != "partial_rotary_factor"}
     assert parse_config(no_share) == config
-    assert parse_config({**GLM, "use_qk_norm": True}).layers[0].attention.qk_norm == "head"
+    assert attentions(parse_config({**GLM, "use_qk_norm": True}))[0].qk_norm == "head"
 
 
 def test_minimax():
@@ -117,12 +117,12 @@ def test_published_gpt_oss():
     left_out = ("layer_types", "sliding_window", "rope_scaling", "swiglu_limit", "attention_bias")
     assert parse_config({k: v for k, v in GPT_OSS.items() if k not in left_out}) == config
     floats = parse_config({**GPT_OSS, "quantization_config": None})
-    assert (floats.layers[0].mlp.stored_as, floats.dtype) == ("floats", None)
+    assert (one_layer(floats).mlp.stored_as, floats.dtype) == ("floats", None)
 
 
 def test_llama4():
     config = parse_config(LLAMA4)
-    attention = [layer.attention for layer in config.layers]
+    attention = attentions(config)
     assert [a.chunk for a in attention] == [32, 32, 32, None]
     assert [a.rope is None for a in attention] == [False, False, False, True]
     assert [a.qk_norm for a in attention] == ["l2_after"] * 3 + ["none"]
@@ -131,9 +131,7 @@ def test_llama4():
     left_out = ("moe_layers", "no_rope_layers", "layer_types", "floor_scale", "attn_scale", "use_qk_norm")
     assert parse_config({k: v for k, v in LLAMA4.items() if k not in left_out}) == config
     untuned = parse_config({**LLAMA4, "attn_temperature_tuning": False, "use_qk_norm": False})
-    assert {(a.query_scaling, a.qk_norm) for a in (layer.attention for layer in untuned.layers)} == {
-        (None, "none")
-    }
+    assert {(a.query_scaling, a.qk_norm) for a in attentions(untuned)} == {(None, "none")}
 
 
 @pytest.mark.parametrize(
