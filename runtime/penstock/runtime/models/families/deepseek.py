@@ -11,10 +11,9 @@ from penstock.runtime.models.config import (
     LayerConfig,
     MLPConfig,
     ModelConfig,
-    RouterConfig,
 )
 from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, tensor_name
-from penstock.runtime.models.families.mixtures.fields import read_experts_and_choices
+from penstock.runtime.models.families.mixtures.fields import read_grouped_experts
 from penstock.runtime.models.families.reading import Sizes, read_model, read_rope
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.load_rules import ParamPath, Rows, Source, Stored, StoredAt
@@ -57,32 +56,9 @@ def _mlps(fields: Fields, num_layers: int) -> list[MLPConfig | ExpertsConfig]:
     fields.only("moe_layer_freq", 1)
     num_dense = min(fields.integer("first_k_dense_replace", 3, minimum=0), num_layers)
     dense = MLPConfig(intermediate_size=fields.integer("intermediate_size", 18432))
-    return [dense] * num_dense + [_experts(fields)] * (num_layers - num_dense)
-
-
-def _experts(fields: Fields) -> ExpertsConfig:
-    names = ("n_routed_experts", "num_local_experts")
-    count, chosen = read_experts_and_choices(fields, names, 256, 8)
-    groups, top_groups = fields.integer("n_group", 8), fields.integer("topk_group", 4)
-    if count % groups or count // groups < 2:
-        fields.problem("n_group", f"{groups} groups of at least 2 cannot be made of {count} experts")
-    elif not chosen <= count // groups * top_groups <= count:
-        fields.problem("topk_group", f"{chosen} experts cannot be chosen in {top_groups} of {groups} groups")
-    inner = fields.integer("moe_intermediate_size", 2048)
-    return ExpertsConfig(
-        num_experts=count,
-        per_token=chosen,
-        intermediate_size=inner,
-        shared_size=inner * fields.integer("n_shared_experts", 1),
-        router=RouterConfig(
-            score="sigmoid",
-            normalize=fields.boolean("norm_topk_prob", True),
-            scale=fields.number("routed_scaling_factor", 2.5),
-            correction=True,
-            num_groups=groups,
-            top_groups=top_groups,
-        ),
-    )
+    return [dense] * num_dense + [
+        read_grouped_experts(fields, count=256, inner=2048, groups=8, top_groups=4, scale=2.5)
+    ] * (num_layers - num_dense)
 
 
 def _attention(fields: Fields, num_heads: int) -> LatentConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.runtime.models.config import ExpertsConfig, RouterConfig
 from penstock.runtime.models.hf_fields import Fields
 
 
@@ -22,6 +23,36 @@ def read_experts_and_choices(
         fields.problem("num_experts_per_tok", f"{chosen} is more than the {count} experts")
         chosen = count
     return count, chosen
+
+
+def read_grouped_experts(
+    fields: Fields, *, count: int, inner: int, groups: int = 1, top_groups: int = 1, scale: float = 1.0
+) -> ExpertsConfig:
+    """DeepSeek's experts, which GLM has too: chosen by sigmoids with a correction, maybe in groups, with
+    shared ones besides. The arguments are defaults: of the number of experts, the size of each, the number of
+    groups and of those that a token may choose from, and of what the weights are multiplied by.
+    """
+    count, chosen = read_experts_and_choices(fields, ("n_routed_experts", "num_local_experts"), count, 8)
+    inner = fields.integer("moe_intermediate_size", inner)
+    groups, top_groups = fields.integer("n_group", groups), fields.integer("topk_group", top_groups)
+    if count % groups or (groups > 1 and count // groups < 2):
+        fields.problem("n_group", f"{groups} groups of at least two cannot be made of {count} experts")
+    elif top_groups > groups or count // groups * top_groups < chosen:
+        fields.problem("topk_group", f"{top_groups} of {groups} groups do not have {chosen} experts")
+    return ExpertsConfig(
+        num_experts=count,
+        per_token=chosen,
+        intermediate_size=inner,
+        router=RouterConfig(
+            score="sigmoid",
+            correction=True,
+            normalize=fields.boolean("norm_topk_prob", True),
+            scale=fields.number("routed_scaling_factor", scale),
+            num_groups=groups,
+            top_groups=top_groups,
+        ),
+        shared_size=inner * fields.integer("n_shared_experts", 1),
+    )
 
 
 def read_layer_numbers(fields: Fields, name: str, num_layers: int) -> tuple[int, ...] | None:

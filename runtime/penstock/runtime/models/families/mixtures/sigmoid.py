@@ -11,7 +11,7 @@ from penstock.runtime.models.config import (
     RouterConfig,
 )
 from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, stored_plainly, tensor_name
-from penstock.runtime.models.families.mixtures.fields import read_experts_and_choices
+from penstock.runtime.models.families.mixtures.fields import read_experts_and_choices, read_grouped_experts
 from penstock.runtime.models.families.mixtures.softmax import MIXTRAL_NAMES
 from penstock.runtime.models.families.reading import read_model, read_rope, read_sizes
 from penstock.runtime.models.hf_fields import Fields
@@ -54,7 +54,7 @@ def _parse_glm(architecture: str, fields: Fields) -> ModelConfig:
         qkv_bias=bias,
         qk_norm="head" if fields.boolean("use_qk_norm", False) else "none",
     )
-    experts = _glm_experts(fields)
+    experts = read_grouped_experts(fields, count=128, inner=1408)
     dense = MLPConfig(intermediate_size=fields.integer("intermediate_size"))
     num_dense = fields.integer("first_k_dense_replace", 1, minimum=0)
     # Layers that predict further tokens come after those of the model, and nothing here computes them.
@@ -65,30 +65,6 @@ def _parse_glm(architecture: str, fields: Fields) -> ModelConfig:
         for layer in range(sizes.num_layers)
     ]
     return read_model(architecture, fields, sizes, layers, eps=1e-5)
-
-
-def _glm_experts(fields: Fields) -> ExpertsConfig:
-    count, chosen = read_experts_and_choices(fields, ("n_routed_experts", "num_local_experts"), 128, 8)
-    inner = fields.integer("moe_intermediate_size", 1408)
-    groups, top_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
-    if count % groups or (groups > 1 and count // groups < 2):
-        fields.problem("n_group", f"{groups} groups of at least two cannot be made of {count} experts")
-    elif top_groups > groups or count // groups * top_groups < chosen:
-        fields.problem("topk_group", f"{top_groups} of {groups} groups do not have {chosen} experts")
-    return ExpertsConfig(
-        num_experts=count,
-        per_token=chosen,
-        intermediate_size=inner,
-        router=RouterConfig(
-            score="sigmoid",
-            correction=True,
-            normalize=fields.boolean("norm_topk_prob", True),
-            scale=fields.number("routed_scaling_factor", 1.0),
-            num_groups=groups,
-            top_groups=top_groups,
-        ),
-        shared_size=inner * fields.integer("n_shared_experts", 1),
-    )
 
 
 def _parse_minimax(architecture: str, fields: Fields) -> ModelConfig:
