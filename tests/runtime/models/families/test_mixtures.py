@@ -1,11 +1,15 @@
 """What config.json of models with experts say, in the forms in which they are published."""
 
+import dataclasses
 import json
 
 import pytest
+from flax import nnx
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.models.config import ExpertsConfig, MLPConfig, QueryScaling, RouterConfig
+from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.models.params import abstract_model
 from penstock.runtime.models.registry import parse_config
 from tests.support.goldens import GOLDEN
 from tests.support.models.configs import attentions, one_layer, published, windows
@@ -15,6 +19,8 @@ GLM, GPT_OSS = published("GLM-4.5-Air"), published("gpt-oss-20b")
 LLAMA4, MINIMAX = (
     json.loads((GOLDEN / name / "config.json").read_text()) for name in ("llama4", "minimax_m2")
 )
+
+PACKABLE = {"hidden_size": 128, "intermediate_size": 64, "head_dim": 32}
 
 
 def mlps(config):
@@ -132,6 +138,29 @@ def test_llama4():
     assert parse_config({k: v for k, v in LLAMA4.items() if k not in left_out}) == config
     untuned = parse_config({**LLAMA4, "attn_temperature_tuning": False, "use_qk_norm": False})
     assert {(a.query_scaling, a.qk_norm) for a in attentions(untuned)} == {(None, "none")}
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        MIXTRAL,
+        QWEN2,
+        QWEN3,
+        GLM,
+        GPT_OSS,
+        {**LLAMA4, **PACKABLE, "intermediate_size_mlp": 128},
+        {**MINIMAX, **PACKABLE, "head_dim": 128},
+    ],
+    ids=lambda base: base["model_type"],
+)
+@pytest.mark.parametrize("int8", [False, True])
+def test_published_sizes_are_native(base, int8):
+    """Four layers, so that every kind occurs. Sizes of goldens that kernels do not take are replaced."""
+    config = parse_config(base)
+    first = config.layers[:2] if len(config.layers) < 5 else (config.layers[0], config.layers[-1])
+    config = dataclasses.replace(config, layers=(*first, *config.layers[-2:]))
+    graphdef, state = abstract_model(config, "bfloat16", LinearFormat(packed=True, int8=int8))
+    assert nnx.merge(graphdef, state).is_native
 
 
 @pytest.mark.parametrize(
