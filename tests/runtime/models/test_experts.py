@@ -88,6 +88,17 @@ def test_native_experts_agree_with_float32(make_sequence: Any, kind: str, int8: 
     assert all(layer.mlp.is_native for layer in bound(config, packed).layers)
 
 
+@pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+def test_experts_that_cannot_be_packed_follow_a_native_router(make_sequence: Any) -> None:
+    config = model(dataclasses.replace(EXPERTS, intermediate_size=48, shared_size=64, shared_gate=True))
+    packed = LinearFormat(packed=True)
+    mlp = bound(config, packed).layers[0].mlp
+    assert (mlp.router.packed, mlp.experts.packed, mlp.shared_expert.packed) == (True, False, True)
+    exact = make_sequence(config, random_weights(config, "float32", PLAIN), "float32").feed(PROMPT)
+    tried = make_sequence(config, random_weights(config, "bfloat16", packed), "bfloat16", packed).feed(PROMPT)
+    assert np.abs(tried - exact).max() < 0.06 * np.ptp(exact)
+
+
 def bound(config: ModelConfig, linear: LinearFormat) -> Any:
     return nnx.merge(*params.abstract_model(config, "bfloat16", linear))
 
