@@ -5,6 +5,7 @@ each head has keys and values of its own.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from penstock.runtime import Engine
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.tensor_checks import is_harmless
 from penstock.runtime.models import params
@@ -23,6 +25,7 @@ from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.attention import make_meta, native_paged_attention
 from penstock.runtime.ops.cache_spec import LatentKV
 from penstock.runtime.ops.native import library
+from tests.support.goldens import CONFIG, GOLDEN
 from tests.support.models import deepseek
 
 SMALL: Mapping[str, Any] = {
@@ -303,3 +306,14 @@ def test_layers_that_predict_further_tokens_are_not_read() -> None:
     rules = params.load_rules(parse_config(SMALL))
     assert is_harmless(rules, "model.layers.2.eh_proj.weight")
     assert not is_harmless(rules, "model.layers.1.eh_proj.weight")
+
+
+def test_an_engine_has_as_many_pages_as_its_bytes_hold() -> None:
+    """The golden's 3 layers keep 32 + 16 numbers of 4 bytes of a token, and a page holds 8 tokens."""
+    config = dataclasses.replace(CONFIG, kv_cache_bytes=100 * 8 * (3 * (32 + 16) * 4))
+    engine = Engine.from_pretrained(str(GOLDEN / "deepseek_v3"), config)
+    try:
+        assert engine.info.num_pages == 100
+        assert engine.config.kv_cache_bytes == 100 * 8 * 576
+    finally:
+        engine.shutdown()
