@@ -75,7 +75,8 @@ class DecoderLayer(nnx.Module):
     def is_native(self) -> bool:
         """Whether native kernels compute the layer, except `attention` itself."""
         parts_are = self.self_attn.is_native and self.mlp.is_native
-        return self.joins_natively and parts_are and self.per_layer is None
+        added_natively = self.per_layer is None or self.per_layer.is_native
+        return self.joins_natively and parts_are and added_natively
 
     def __call__(
         self,
@@ -158,7 +159,8 @@ class CausalLM(nnx.Module):
         fuse two operations, or add over channels in another order, where the program has another shape.
         """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return head.packed and all(layer.is_native for layer in self.layers)
+        begins_natively = self.per_layer is None or self.per_layer.is_native
+        return head.packed and begins_natively and all(layer.is_native for layer in self.layers)
 
     def __call__(
         self,

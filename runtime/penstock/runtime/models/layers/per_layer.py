@@ -14,6 +14,8 @@ from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, project
 from penstock.runtime.models.norms import RMSNorm
 from penstock.runtime.models.pools import PoolPlanners
+from penstock.runtime.ops.native.linear import linear as packed_product
+from penstock.runtime.ops.native.norm import can_normalize, normalize
 from penstock.runtime.ops.products import gated
 
 
@@ -38,15 +40,34 @@ class PerLayerInputs(nnx.Module):
         parts = {"per_layer_model_projection": width}
         self.projection = Linear(model.hidden_size, parts, dtype, planners, linear=linear)
         self.per_layer_projection_norm = RMSNorm(config.size, model.rms_norm_eps, planners)
+        self.is_native = self.projection.packed and can_normalize(config.size)
+        """Whether native kernels compute all but the lookup and its product with a constant."""
 
     def __call__(self, token_ids: jax.Array, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """token_ids int32 [T], x [T, E]: their embeddings -> [T, layers, size]."""
         pools = inputs.pools
+        of_token = self.table(token_ids, pools) * _constant(self.size**0.5, x)
+        if self.is_native:
+            return self._summed(x, of_token, inputs).reshape(x.shape[0], -1, self.size)
         projected = project(self.projection, x, inputs.num_tokens, pools) * _constant(self.hidden**-0.5, x)
         projected = projected.reshape(x.shape[0], -1, self.size)
         projected = self.per_layer_projection_norm(projected, pools)
-        of_token = self.table(token_ids, pools) * _constant(self.size**0.5, x)
         return (projected + of_token.reshape(projected.shape)) * _constant(2**-0.5, x)
+
+    def _summed(self, x: jax.Array, of_token: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """x [T, E], of_token [T, layers * size] -> the latter's shape, by the native kernels."""
+        norm, pools, rows = self.per_layer_projection_norm, inputs.pools, inputs.num_tokens
+        weights = (self.projection.operands(pools),)
+        return normalize(
+            packed_product(x, weights, num_rows=rows, scale=self.hidden**-0.5),
+            num_rows=rows,
+            eps=norm.eps,
+            norm=pools.vectors,
+            norm_at=norm.weight_at.begin,
+            size=self.size,
+            residual=of_token,
+            factor=jnp.full((1,), 2**-0.5, jnp.float32),
+        )
 
 
 class PerLayerAddition(nnx.Module):
@@ -66,13 +87,21 @@ class PerLayerAddition(nnx.Module):
         self.projection = Linear(config.size, back, dtype, planners, linear=linear)
         self.post_per_layer_input_norm = RMSNorm(hidden, model.rms_norm_eps, planners)
         self.activation = config.activation
+        self.is_native = self.gate.packed and self.projection.packed
+        """Whether native kernels compute it."""
 
     def __call__(self, x: jax.Array, of_layer: jax.Array, inputs: LayerInputs) -> jax.Array:
         """x [T, E], of_layer [T, size] -> [T, E]."""
-        opened = project(self.gate, x, inputs.num_tokens, inputs.pools)
-        both = jnp.concatenate([opened, of_layer], axis=1).astype(jnp.float32)
-        inner = gated(self.activation, both).astype(x.dtype)
-        return Residual(self.post_per_layer_input_norm).add_projected(self.projection, inner, x, inputs)
+        pools, rows = inputs.pools, inputs.num_tokens
+        if self.gate.packed:
+            weights = (self.gate.operands(pools),)
+            inner = packed_product(x, weights, num_rows=rows, gate=self.activation, up=of_layer)
+        else:
+            opened = project(self.gate, x, rows, pools)
+            both = jnp.concatenate([opened, of_layer], axis=1).astype(jnp.float32)
+            inner = gated(self.activation, both).astype(x.dtype)
+        joined = Residual(self.post_per_layer_input_norm, natively=self.is_native)
+        return joined.add_projected(self.projection, inner, x, inputs)
 
 
 def _constant(value: float, x: jax.Array) -> jax.Array:
