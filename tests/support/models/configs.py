@@ -11,8 +11,8 @@ from penstock.runtime.models.config import AttentionConfig, LayerConfig, ModelCo
 from penstock.runtime.models.rope import RopeConfig
 
 PUBLISHED = Path(__file__).parent / "published"
-"""What the config.json of published checkpoints say, under their names. They were written down from memory, but
-for Gemma's, so a field may differ from the file of that name on the hub."""
+"""What the config.json of published checkpoints say, under their names. They were written down from memory,
+but for Gemma's, so a field may differ from the file of that name on the hub."""
 
 
 def published(name: str) -> dict[str, Any]:
