@@ -153,8 +153,9 @@ def test_every_problem_is_reported_before_anything_is_placed(copy, monkeypatch):
     assert str(directory) in str(error)
 
 
-def test_stored_rotary_buffers_are_ignored(copy):
-    directory = copy()
+@pytest.mark.parametrize("golden", ["llama", "deepseek_v3", "gemma4"])
+def test_stored_rotary_buffers_are_ignored(copy, golden):
+    directory = copy(golden)
     before = load(directory)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(directory, lambda tensors: tensors.update({name: np.ones(6, np.float32)}))

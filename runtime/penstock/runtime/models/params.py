@@ -23,6 +23,8 @@ from penstock.runtime.models.rule_checks import check
 
 ModelState: TypeAlias = nnx.State[Any, Any]
 
+_ROTARY_CONSTANT = r"(^|\.)rotary_emb\.inv_freq$"
+"""Old checkpoints of any family store this constant; config.json decides it."""
 MOST_FURTHER_LAYERS = 16
 """How many layers behind the last one a checkpoint may have; known ones have up to three."""
 
@@ -72,7 +74,11 @@ def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: Linear
     rules = LoadRules(
         rules=tuple(rule for _, rule in sorted(listed, key=lambda entry: entry[0])),
         padding=model.padding,
-        harmless=(*family.harmless, *(_further_layers(config) if family.further_layers else ())),
+        harmless=(
+            _ROTARY_CONSTANT,
+            *family.harmless,
+            *(_further_layers(config) if family.further_layers else ()),
+        ),
         copies=family.copies(config),
     )
     check(rules, leaf_shapes(config, dtype, linear))

@@ -87,8 +87,15 @@ def test_proportional_rope_turns_the_first_pairs_of_the_whole_head():
         ("num_kv_shared_layers", 7),
         ("per_layer_config.1.window", {"1": {"window": 8}}),
         ("per_layer_config.7", {"7": {"head_dim": 32}}),
+        ("per_layer_config", {str(layer): {"head_dim": 32} for layer in (1, 3)}),
     ],
 )
 def test_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=field):
         parse(**{field.partition(".")[0]: value})
+
+
+def test_no_token_has_more_experts_than_there_are():
+    config = json.loads((GOLDEN / "gemma4_moe" / "config.json").read_text())
+    with pytest.raises(ConfigError, match="top_k_experts: 5 is more than the 4 experts"):
+        parse_config({**config, "top_k_experts": 5})

@@ -136,6 +136,7 @@ def test_llama4():
     assert [isinstance(mlp, ExpertsConfig) for mlp in mlps(config)] == [False, True, False, True]
     left_out = ("moe_layers", "no_rope_layers", "layer_types", "floor_scale", "attn_scale", "use_qk_norm")
     assert parse_config({k: v for k, v in LLAMA4.items() if k not in left_out}) == config
+    assert parse_config({**LLAMA4, "attn_temperature_tuning": 4}) == config
     untuned = parse_config({**LLAMA4, "attn_temperature_tuning": False, "use_qk_norm": False})
     assert {(a.query_scaling, a.qk_norm) for a in attentions(untuned)} == {(None, "none")}
 

@@ -57,6 +57,13 @@ def test_what_the_files_leave_out():
     assert windows(parse_config({**without(OLMO3, "layer_types"), "num_hidden_layers": 3})) == (4096,) * 3
 
 
+def test_longrope_of_some_layers_needs_a_factor_for_each_pair():
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    factors = {"short_factor": [1.0], "long_factor": [1.0] * 64}
+    with pytest.raises(ConfigError, match=r"short_factor: must have 64 factors, not 1$"):
+        parse_config({**OLMO3, "rope_scaling": {**longrope, **factors}})
+
+
 @pytest.mark.parametrize(
     ("base", "field", "value"),
     [

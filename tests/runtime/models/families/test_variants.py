@@ -55,6 +55,8 @@ def test_biases_of_seed_oss():
     assert (attention.qkv_bias, attention.o_bias) == (False, True)
     absent = one_layer(parse_config(without(SEED, "attention_bias", "attention_out_bias", "head_dim")))
     assert absent == one_layer(parse_config(SEED))
+    null = one_layer(parse_config({**SEED, "head_dim": None}))
+    assert null.attention.head_dim == SEED["hidden_size"] // SEED["num_attention_heads"]
 
 
 def test_published_smollm3():
@@ -117,6 +119,8 @@ def test_what_phi_leaves_out():
     assert (rope_of(absent), windows(absent)) == (RopeConfig(), (None,) * 32)
     named = {**SCALING, "attention_factor": 1.5}
     assert rope_of(parse_config({**PHI, "rope_scaling": named})).attention_factor == 1.5
+    top = "original_max_position_embeddings"
+    assert parse_config({**without(PHI, top), "rope_scaling": {**SCALING, top: 2048}}) == parse_config(PHI)
     short = parse_config({**PHI, "max_position_embeddings": 4096})
     assert rope_of(short).attention_factor == 1.0
 

@@ -46,6 +46,12 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
     windows[-1] = None  # the last layer has full attention whatever layer_types says
     attentions = _attentions(fields, sizes, windows)
     owners = _owners(fields, windows)
+    for layer, owner in enumerate(owners):
+        ours, theirs = attentions[layer], attentions[layer if owner is None else owner]
+        if (ours.head_dim, ours.num_kv_heads) != (theirs.head_dim, theirs.num_kv_heads):
+            fields.problem(
+                "per_layer_config", f"layer {layer} shares KV of layer {owner}, whose heads are others"
+            )
     wide = fields.boolean("use_double_wide_mlp", False)
     experts = _experts(fields)
     inner = fields.integer("intermediate_size")
@@ -79,9 +85,13 @@ def _experts(fields: Fields) -> ExpertsConfig | None:
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
             fields.raw(name)  # without meaning
         return None
+    count, chosen = fields.integer("num_experts"), fields.integer("top_k_experts")
+    if chosen > count:
+        fields.problem("top_k_experts", f"{chosen} is more than the {count} experts")
+        chosen = count
     return ExpertsConfig(
-        num_experts=fields.integer("num_experts"),
-        per_token=fields.integer("top_k_experts"),
+        num_experts=count,
+        per_token=chosen,
         intermediate_size=fields.integer("moe_intermediate_size"),
         router=RouterConfig(expert_scale=True),
         activation="gelu_tanh",

@@ -12,9 +12,6 @@ from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.families.reading import read_layer_types, read_model, read_rope, read_sizes
 from penstock.runtime.models.hf_fields import Fields
 
-_ROTARY_CONSTANT = r"(^|\.)rotary_emb\.inv_freq$"
-"""Old checkpoints store this constant; config.json decides it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Traits:
@@ -104,10 +101,6 @@ def _windows(fields: Fields, traits: Traits, num_layers: int) -> tuple[int | Non
 
 
 FAMILIES: Mapping[str, ModelFamily] = {
-    name: ModelFamily(
-        parse=functools.partial(_parse, traits=traits),
-        ignored=traits.ignored,
-        harmless=(_ROTARY_CONSTANT,),
-    )
+    name: ModelFamily(parse=functools.partial(_parse, traits=traits), ignored=traits.ignored)
     for name, traits in TRAITS.items()
 }

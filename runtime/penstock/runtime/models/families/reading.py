@@ -31,9 +31,9 @@ class Sizes:
 
 
 def read_sizes(fields: Fields, *, head_dim: int | None = None, kv_heads: int | None = None) -> Sizes:
-    """`head_dim`: the family's default; None: hidden_size / num_attention_heads. `kv_heads`: the default
-    where num_key_value_heads is absent; 0: as many as heads; None: it is required. Null always means as many
-    as heads.
+    """`head_dim`: the default where it is absent; None: hidden_size / num_attention_heads, which null always
+    means. `kv_heads`: the default where num_key_value_heads is absent; 0: as many as heads; None: it is
+    required. Null always means as many as heads.
     """
     hidden_size = fields.integer("hidden_size")
     num_layers = fields.integer("num_hidden_layers")
@@ -46,7 +46,9 @@ def read_sizes(fields: Fields, *, head_dim: int | None = None, kv_heads: int | N
         fields.problem(
             "num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}"
         )
-    size = fields.optional_integer("head_dim") or head_dim
+    size = fields.optional_integer("head_dim")
+    if size is None and "head_dim" not in fields:
+        size = head_dim
     if size is None:
         size = hidden_size // num_heads
         if hidden_size % num_heads:
@@ -79,7 +81,8 @@ def read_model(
     Raises ConfigError with all problems.
     """
     fields.only("is_encoder_decoder", False)
-    check_rotation(fields, layers[0])
+    for attention in dict.fromkeys(layer.attention for layer in layers):
+        check_rotation(fields, attention)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -179,15 +182,17 @@ def read_rope(
     *,
     theta: float = 10_000.0,
     partial: float | None = None,
+    original: int | None = None,
     others: Collection[str] = (),
 ) -> RopeConfig:
     """RoPE from rope_parameters, or from rope_scaling with the top-level rope_theta.
 
     theta: the family's default of rope_theta. partial: its default of partial_rotary_factor; None: it rotates
-    all channels and knows no such field. others: further fields of the objects, which the family reads.
+    all channels and knows no such field. original: its default of original_max_position_embeddings, which
+    wins over that of the objects. others: further fields of the objects, which the family reads.
     """
     theta = fields.number("rope_theta", theta)
-    original = fields.optional_integer("original_max_position_embeddings")
+    original = fields.optional_integer("original_max_position_embeddings") or original
     share = _partial(fields, 1.0 if partial is None else partial, known=partial is not None)
     objects = {name: fields.mapping(name) for name in ("rope_scaling", "rope_parameters")}
     known = partial is not None

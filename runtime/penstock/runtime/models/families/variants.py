@@ -98,7 +98,7 @@ def _parse_phi3(architecture: str, fields: Fields) -> ModelConfig:
     fields.only("full_attn_mod", 1)
     fields.only("interpolate_factor", 1)
     sizes = read_sizes(fields, kv_heads=0)
-    rope = read_rope(fields, sizes.max_positions, partial=1.0)
+    rope = read_rope(fields, sizes.max_positions, partial=1.0, original=4096)
     attention = dataclasses.replace(
         _attention(sizes, rope, bias=False, o_bias=False), window=fields.optional_integer("sliding_window")
     )

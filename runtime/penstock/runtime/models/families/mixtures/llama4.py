@@ -74,7 +74,8 @@ def _attention(fields: Fields, sizes: Sizes) -> list[AttentionConfig]:
     if chunk is None and "chunked_attention" in kinds:
         fields.problem("attention_chunk_size", "is null, but layers have chunked_attention")
     norm = fields.boolean("use_qk_norm", True)
-    tuned = fields.boolean("attn_temperature_tuning", True)
+    # The first configurations of Llama 4 have 4 here and mean true.
+    tuned = fields.raw("attn_temperature_tuning") == 4 or fields.boolean("attn_temperature_tuning", True)
     strength, length = fields.number("attn_scale", 0.1), fields.number("floor_scale", 8192.0)
     scaling = QueryScaling(strength, length, shift=1) if tuned else None
     bias = fields.boolean("attention_bias", False)
