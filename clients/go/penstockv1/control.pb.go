@@ -373,7 +373,8 @@ type GetServerInfoResponse struct {
 	// The size of a page of the KV cache.
 	// Unit: tokens.
 	KvPageTokens uint32 `protobuf:"varint,6,opt,name=kv_page_tokens,json=kvPageTokens,proto3" json:"kv_page_tokens,omitempty"`
-	// The size of the KV cache.
+	// The size of the KV cache. Layers with a sliding window have pages of their own, and this is the sum over
+	// all groups of layers with equal windows. So it says how many tokens fit only where all layers are alike.
 	// Unit: pages.
 	KvPagesTotal uint64 `protobuf:"varint,7,opt,name=kv_pages_total,json=kvPagesTotal,proto3" json:"kv_pages_total,omitempty"`
 	// The most bytes of TensorChunk.data; 0 on a server that takes no updates.
@@ -537,10 +538,10 @@ type GetLoadResponse struct {
 	// The prompts of those that wait.
 	// Unit: tokens.
 	QueuedPromptTokens uint64 `protobuf:"varint,3,opt,name=queued_prompt_tokens,json=queuedPromptTokens,proto3" json:"queued_prompt_tokens,omitempty"`
-	// Pages that running requests hold; pages that only cache a prefix count as free.
+	// Pages that running requests hold, summed as kv_pages_total; pages that only cache a prefix count as free.
 	// Unit: pages.
 	KvPagesUsed uint64 `protobuf:"varint,4,opt,name=kv_pages_used,json=kvPagesUsed,proto3" json:"kv_pages_used,omitempty"`
-	// The size of the KV cache.
+	// The size of the KV cache, as GetServerInfoResponse.kv_pages_total.
 	// Unit: pages.
 	KvPagesTotal uint64 `protobuf:"varint,5,opt,name=kv_pages_total,json=kvPagesTotal,proto3" json:"kv_pages_total,omitempty"`
 	// Whether the server is paused.
@@ -637,7 +638,7 @@ type WatchLoadResponse struct {
 	At *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=at,proto3" json:"at,omitempty"`
 	// How busy the server is.
 	Load *GetLoadResponse `protobuf:"bytes,2,opt,name=load,proto3" json:"load,omitempty"`
-	// Free pages that cache a prefix until a request needs them.
+	// Free pages that cache a prefix until a request needs them, summed as GetLoadResponse.kv_pages_total.
 	// Unit: pages.
 	KvPagesCached uint64 `protobuf:"varint,3,opt,name=kv_pages_cached,json=kvPagesCached,proto3" json:"kv_pages_cached,omitempty"`
 	// As GetServerInfoResponse.max_running_requests.

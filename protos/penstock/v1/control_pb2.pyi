@@ -255,7 +255,8 @@ class GetServerInfoResponse(_message.Message):
     Unit: tokens.
     """
     kv_pages_total: _builtins.int
-    """The size of the KV cache.
+    """The size of the KV cache. Layers with a sliding window have pages of their own, and this is the sum over
+    all groups of layers with equal windows. So it says how many tokens fit only where all layers are alike.
     Unit: pages.
     """
     max_chunk_bytes: _builtins.int
@@ -335,11 +336,11 @@ class GetLoadResponse(_message.Message):
     Unit: tokens.
     """
     kv_pages_used: _builtins.int
-    """Pages that running requests hold; pages that only cache a prefix count as free.
+    """Pages that running requests hold, summed as kv_pages_total; pages that only cache a prefix count as free.
     Unit: pages.
     """
     kv_pages_total: _builtins.int
-    """The size of the KV cache.
+    """The size of the KV cache, as GetServerInfoResponse.kv_pages_total.
     Unit: pages.
     """
     paused: _builtins.bool
@@ -382,7 +383,7 @@ class WatchLoadResponse(_message.Message):
     LATENCIES_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     kv_pages_cached: _builtins.int
-    """Free pages that cache a prefix until a request needs them.
+    """Free pages that cache a prefix until a request needs them, summed as GetLoadResponse.kv_pages_total.
     Unit: pages.
     """
     max_running_requests: _builtins.int

@@ -16,6 +16,7 @@ from penstock.runtime.loading.checkpoint import check_tensors, load_config
 from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules, model_dtype
 from penstock.runtime.ops.cache_spec import CacheSpec
+from penstock.runtime.scheduling.paging.group import window_pages
 from penstock.runtime.text.codec import TextCodec
 
 
@@ -66,13 +67,13 @@ class Inspection:
 
     def request_bytes(self, num_tokens: int) -> int:
         """Bytes of KV and state for a request that has computed this many tokens. A layer with a window holds
-        the pages that the window touches.
+        the pages that the scheduler lets a request hold there while it generates.
         """
         total = self.cache.slot_bytes
         for layer in self.cache.paged:
             pages = -(-num_tokens // self.page_size)
             if layer.window is not None:
-                pages = min(pages, -(-layer.window // self.page_size) + 1)
+                pages = min(pages, window_pages(layer.window, self.page_size))
             total += pages * layer.page_bytes(self.page_size, self.dtype)
         return total
 

@@ -120,8 +120,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--prefix-cache-pages",
         type=int,
         metavar="N",
-        help="most KV pages kept for prefixes that no running request uses; 0: no prefix cache; default: all "
-        "that are free",
+        help="most KV pages kept for prefixes that no running request uses, in each group of layers (those "
+        "without a sliding window, and those with one); 0: no prefix cache; default: all that are free",
     )
     engine.add_argument(
         "--overlap",
