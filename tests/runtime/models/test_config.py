@@ -215,7 +215,7 @@ def test_biases_follow_the_architecture():
         ("rope_scaling.low_freq_factor", {"rope_type": "llama3", "factor": 2.0, "high_freq_factor": 4.0}),
         (
             "rope_scaling.high_freq_factor",
-            {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+            {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 3.0},
         ),
     ],
 )

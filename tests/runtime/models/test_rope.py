@@ -55,6 +55,15 @@ def test_llama3_by_wavelength():
     np.testing.assert_allclose(inverse_frequencies(rope, DIM), expected, rtol=1e-6)
 
 
+def test_llama3_with_nothing_between_its_bounds():
+    """A pair is divided if its wavelength is more than the original context."""
+    rope = RopeConfig("llama3", 500_000.0, 16.0, 128, low_freq_factor=1.0, high_freq_factor=1.0)
+    whole = plain(500_000.0)
+    expected = [f if 2 * math.pi / f < 128 else f / 16.0 for f in whole]
+    assert 0 < sum(a == b for a, b in zip(expected, whole, strict=True)) < len(expected)
+    np.testing.assert_allclose(inverse_frequencies(rope, DIM), expected, rtol=1e-6)
+
+
 def pair_turning(rotations, theta, length, dim):
     """The fractional index of the pair that turns `rotations` times over `length`, found by bisection instead
     of the closed form that the code uses.

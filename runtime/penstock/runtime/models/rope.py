@@ -138,11 +138,11 @@ def _yarn(plain: npt.NDArray[np.float64], rope: RopeConfig, rotary_dim: int) -> 
 
 def _llama3(plain: npt.NDArray[np.float64], rope: RopeConfig) -> npt.NDArray[np.float64]:
     """Slow pairs are divided by factor, fast ones kept, and those in between blended linearly in turns per
-    context.
+    context. If both bounds are the same, nothing is between them.
     """
     turns = rope.original_max_positions * plain / (2 * math.pi)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = np.clip(kept, 0.0, 1.0)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else (turns >= low).astype(float)
     return plain * kept + plain / rope.factor * (1 - kept)
 
 

@@ -272,8 +272,8 @@ def read_rope_variant(
     trained = original or trained  # the top-level field wins, as in transformers
     if kind == "llama3":
         low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
-        if high <= low:
-            fields.problem("high_freq_factor", f"must be above low_freq_factor {low:g}, not {high:g}")
+        if high < low:
+            fields.problem("high_freq_factor", f"must not be below low_freq_factor {low:g}, but is {high:g}")
         return RopeConfig(
             kind,
             factor=fields.number("factor"),
