@@ -101,7 +101,8 @@ def test_windowed_layers_hold_their_window(run: Run) -> None:
     assert code == 0
     assert facts["kv_bytes_per_token"] == 0
     assert facts["kv_bytes_per_token_in_window"] == {"32": per_token}
-    # A window of 32 touches two pages of 64. A request gets its next page before it gives the oldest one back.
+    # A window of 32 touches two pages of 64. A request gets its next page before it gives the oldest one
+    # back.
     assert facts["request_bytes"] == 3 * 64 * per_token
 
 
