@@ -33,6 +33,7 @@ def wrong(capsys, *argv):
 ARGUMENTS = {
     "generate": ["p"],
     "serve": ["demo"],
+    "check": ["demo"],
     "keys": ["list", "--file", "x"],
     "usage": ["x"],
     "push-weights": ["x", "--label", "l"],

@@ -158,7 +158,7 @@ def test_attention_gets_each_layers_window_and_scale():
 def test_another_number_of_caches_than_layers_is_refused():
     model = params.bind(TINY, params.state_to_leaves(params.random_state(TINY)))
     tokens = jnp.zeros(3, jnp.int32)
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="has 2 caches, not 1"):
         model(tokens, tokens, (jnp.zeros(1),), METAS, attention=no_attention)
 
 
