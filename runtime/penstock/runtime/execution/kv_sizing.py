@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from penstock.runtime.config import EngineConfig, ResolvedConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.ops.cache_spec import CacheGroup
-from penstock.runtime.scheduling.paging.group import window_pages
+from penstock.runtime.scheduling.pages import window_pages
 from penstock.runtime.scheduling.scheduler_config import capacity_tokens
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from penstock.runtime.loading.checkpoint import check_tensors, load_config
 from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules, model_dtype
 from penstock.runtime.ops.cache_spec import CacheSpec
-from penstock.runtime.scheduling.paging.group import window_pages
+from penstock.runtime.scheduling.pages import window_pages
 from penstock.runtime.text.codec import TextCodec
 
 

@@ -62,6 +62,42 @@ PUTS: Mapping[tuple[bool, bool], Put] = {
 """(packed, int8) to how rows are put into a leaf."""
 
 
+def part_rules(
+    layer: ParamPath,
+    shape: tuple[int, int],
+    dtype: np.dtype[np.generic],
+    stored: StoredAt,
+    linear: LinearFormat,
+    *,
+    leaf: ParamPath,
+    at: tuple[int, ...] = (),
+    row: int,
+    scale_at: int | None,
+    bias_at: int | None,
+) -> Iterator[tuple[ParamPath, LoadRule]]:
+    """The rules of one layer of a checkpoint, whose weight [out, in] is the rows from `row` on of a leaf, or
+    of the matrix `at` that the leaf stacks. scale_at, bias_at: where its scales and its bias begin in their
+    pools; None: it has none.
+    """
+    block = native.BLOCK_OUT if linear.packed else 1
+    tensor: ParamPath = (*layer, "weight")
+    targets = [Target(leaf, at=at, begin=row // block, rows_per_entry=block)]
+    if scale_at is not None:
+        targets.append(Target(SCALES, begin=scale_at, axis=1))
+    there = stored(tensor, shape)
+    rule = LoadRule(
+        sources=there.sources,
+        targets=tuple(targets),
+        num_rows=shape[0],
+        dtype=dtype,
+        decode=there.decode,
+        put=PUTS[linear.packed, linear.int8],
+    )
+    yield tensor, rule
+    if bias_at is not None:
+        yield vector_rule((*layer, "bias"), Place(bias_at, shape[0]), dtype, stored)
+
+
 class Linear(nnx.Module):
     """y = x W^T + b: one layer of a checkpoint, or several with the same input, whose outputs lie side by
     side.
@@ -93,26 +129,19 @@ class Linear(nnx.Module):
         self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
         """See `HasLoadRules`; each part of the outputs is a tensor."""
-        row, block = 0, native.BLOCK_OUT if self.packed else 1
+        row = 0
         for part, size in self.parts:
-            layer = (*path[:-1], part)
-            tensor: ParamPath = (*layer, "weight")
-            targets = [Target((*path, "weight"), begin=row // block, rows_per_entry=block)]
-            if self.scale_at is not None:
-                targets.append(Target(SCALES, begin=self.scale_at.begin + row, axis=1))
-            there = stored(tensor, (size, self.in_size))
-            rule = LoadRule(
-                sources=there.sources,
-                targets=tuple(targets),
-                num_rows=size,
-                dtype=dtype,
-                decode=there.decode,
-                put=PUTS[self.packed, self.int8],
+            yield from part_rules(
+                (*path[:-1], part),
+                (size, self.in_size),
+                dtype,
+                stored,
+                LinearFormat(packed=self.packed, int8=self.int8),
+                leaf=(*path, "weight"),
+                row=row,
+                scale_at=None if self.scale_at is None else self.scale_at.begin + row,
+                bias_at=None if self.bias_at is None else self.bias_at.begin + row,
             )
-            yield tensor, rule
-            if self.bias_at is not None:
-                place = Place(self.bias_at.begin + row, size)
-                yield vector_rule((*layer, "bias"), place, dtype, stored)
             row += size
 
     def operands(self, pools: Pools) -> native.Packed:

@@ -13,6 +13,11 @@ from typing import NamedTuple
 from penstock.runtime.errors import ConfigError
 
 
+def window_pages(window: int, page_size: int) -> int:
+    """How many pages hold a window and the next position, wherever in a page the window begins."""
+    return -(-window // page_size) + 2
+
+
 class FlushedPages(NamedTuple):
     """What became of the pages that had a key when all keys were forgotten."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from penstock.runtime.errors import ConfigError, ExceedsKVCapacity, PromptTooLong
 from penstock.runtime.requests.request import Request
+from penstock.runtime.scheduling.pages import window_pages
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
 
@@ -156,6 +157,6 @@ def capacity_tokens(num_pages: int, page_size: int, sliding_window: int | None, 
     but `max_model_len`, because pages out of the window are given back.
     """
     capacity = num_pages * page_size
-    if sliding_window is not None and num_pages >= -(-sliding_window // page_size) + 2:
+    if sliding_window is not None and num_pages >= window_pages(sliding_window, page_size):
         return max(capacity, max_model_len)
     return capacity

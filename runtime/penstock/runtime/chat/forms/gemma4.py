@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection
 
 from penstock.runtime.chat.forms.events import Call, Events
+from penstock.runtime.chat.forms.hermes import calls
 from penstock.runtime.chat.forms.json_scan import MAX_DEPTH
 from penstock.runtime.chat.forms.python.python_scan import number
 from penstock.runtime.chat.forms.reader import Reader, Wait, literal, peek, run_of, spaces, text_until
@@ -30,15 +31,7 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "Fal
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
     """Parses an output. The form is explicit, so a name that is not `known` is a call too."""
-    while (yield from text_until(r, out.text, (START,))):
-        r.mark()
-        call = yield from _block(r)
-        if call is None:
-            r.back()
-            out.text(r.take(len(START)))
-        else:
-            r.keep()
-            out.call(call)
+    yield from calls(r, out, START, _block)
 
 
 def _block(r: Reader) -> Wait[Call | None]:

@@ -4,7 +4,7 @@ of times.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from penstock.runtime.chat.forms.events import Call, Events
 from penstock.runtime.chat.forms.json_scan import call_object
@@ -17,12 +17,19 @@ MARKERS = (START, END)
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
     """Parses an output. The form is explicit, so a name that is not `known` is a call too."""
-    while (yield from text_until(r, out.text, (START,))):
+    yield from calls(r, out, START, _block)
+
+
+def calls(r: Reader, out: Events, start: str, block: Callable[[Reader], Wait[Call | None]]) -> Wait[None]:
+    """Parses an output whose calls stand in blocks of one each. `block` consumes one that begins with
+    `start`, and returns None if it is none; then `start` is text.
+    """
+    while (yield from text_until(r, out.text, (start,))):
         r.mark()
-        call = yield from _block(r)
+        call = yield from block(r)
         if call is None:
             r.back()
-            out.text(r.take(len(START)))
+            out.text(r.take(len(start)))
         else:
             r.keep()
             out.call(call)

@@ -17,13 +17,13 @@ from flax import nnx
 from penstock.runtime.models.config import ExpertsConfig, ModelConfig
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual, normalised
 from penstock.runtime.models.layers.router import Router
-from penstock.runtime.models.linear import PUTS, LinearFormat
-from penstock.runtime.models.load_rules import LoadRule, ParamPath, StoredAt, Target
-from penstock.runtime.models.norms import RMSNorm, vector_rule
-from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
+from penstock.runtime.models.linear import LinearFormat, part_rules
+from penstock.runtime.models.load_rules import LoadRule, ParamPath, StoredAt
+from penstock.runtime.models.norms import RMSNorm
+from penstock.runtime.models.pools import Place, PoolPlanners, Pools
 from penstock.runtime.ops import experts as xla
 from penstock.runtime.ops.native import experts as native
-from penstock.runtime.ops.native.linear import BLOCK_OUT, can_pack, packed_shape
+from penstock.runtime.ops.native.linear import can_pack, packed_shape
 from penstock.runtime.ops.native.norm import normalize
 
 
@@ -62,28 +62,22 @@ class StackedLinear(nnx.Module):
         self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
         """See `HasLoadRules`; each expert has a tensor for each part of the outputs."""
-        block = BLOCK_OUT if self.packed else 1
         for expert in range(self.num_experts):
             row, above = 0, (*path[:-1], expert) if self.numbered else path[:-1]
             for part, size in self.parts:
-                tensor: ParamPath = (*above, part, "weight")
-                at = expert * self.out_size + row
-                targets = [Target((*path, "weight"), at=(expert,), begin=row // block, rows_per_entry=block)]
-                if self.scale_at is not None:
-                    targets.append(Target(SCALES, begin=self.scale_at.begin + at, axis=1))
-                there = stored(tensor, (size, self.in_size))
-                rule = LoadRule(
-                    sources=there.sources,
-                    targets=tuple(targets),
-                    num_rows=size,
-                    dtype=dtype,
-                    decode=there.decode,
-                    put=PUTS[self.packed, self.int8],
+                place = expert * self.out_size + row
+                yield from part_rules(
+                    (*above, part),
+                    (size, self.in_size),
+                    dtype,
+                    stored,
+                    LinearFormat(packed=self.packed, int8=self.int8),
+                    leaf=(*path, "weight"),
+                    at=(expert,),
+                    row=row,
+                    scale_at=None if self.scale_at is None else self.scale_at.begin + place,
+                    bias_at=None if self.bias_at is None else self.bias_at.begin + place,
                 )
-                yield tensor, rule
-                if self.bias_at is not None:
-                    place = Place(self.bias_at.begin + at, size)
-                    yield vector_rule((*above, part, "bias"), place, dtype, stored)
                 row += size
 
     def operands(self, pools: Pools) -> native.PackedExperts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.runtime.scheduling.pages import PagePool
+from penstock.runtime.scheduling.pages import PagePool, window_pages
 from penstock.runtime.scheduling.sequence import Sequence
 
 HEADROOM_TOKENS = 48
@@ -119,8 +119,3 @@ class PageGroup:
             assert page is not None
             pages.append(page)
         return pages
-
-
-def window_pages(window: int, page_size: int) -> int:
-    """How many pages hold a window and the next position, wherever in a page the window begins."""
-    return -(-window // page_size) + 2
