@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 import struct
@@ -42,6 +43,15 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return code, said.out, said.err
 
     return command
+
+
+def test_a_program_that_goes_on_logs_as_before(run: Run) -> None:
+    logger = logging.getLogger("penstock")
+    before = logger.level
+    assert before != logging.ERROR
+    run(str(GOLDEN))
+    run("no-such-folder")
+    assert logger.level == before
 
 
 def header_of(file: Path) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +86,9 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what the checkpoint is. Returns 1 if it would not serve."""
-    logging.getLogger("penstock").setLevel(logging.ERROR)
     try:
-        found = _inspect(args)
+        with _quiet():
+            found = _inspect(args)
     except ConfigError as error:
         if args.json:
             print(json.dumps({"would_serve": False, "problem": str(error)}))
@@ -100,6 +102,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(found, facts)))
     return 0
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps our own notes out of the output. Afterwards they are logged as before, for whoever calls `run`
+    from a program that goes on.
+    """
+    logger = logging.getLogger("penstock")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _inspect(args: argparse.Namespace) -> Inspection:
