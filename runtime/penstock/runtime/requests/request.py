@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.requests.constraint import TokenConstraint
+from penstock.runtime.requests.media import MediaItem, RotaryPositions, media_problem
 from penstock.runtime.requests.word_table import WordTable
 
 MAX_STOP_TOKEN_IDS = 32
@@ -85,9 +86,8 @@ class ResolvedSampling:
             if not -2.0 <= value <= 2.0:
                 bad.append(Violation(f"sampling.{name}", f"must be from -2 to 2, not {value}"))
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
-            bad.append(
-                Violation("sampling.repetition_penalty", f"must be above 0, not {self.repetition_penalty}")
-            )
+            described = f"must be above 0, not {self.repetition_penalty}"
+            bad.append(Violation("sampling.repetition_penalty", described))
         no_numbers = ((token, bias) for token, bias in self.logit_bias if not bias < math.inf)
         for token, bias in itertools.islice(no_numbers, MAX_BAD_BIASES):
             bad.append(Violation(f"sampling.logit_bias[{token}]", f"must be a number, not {bias}"))
@@ -152,32 +152,28 @@ class StoppingParams:
 
     def __post_init__(self) -> None:
         bad: list[Violation] = []
+
+        def refuse(name: str, described: str) -> None:
+            bad.append(Violation(f"stopping.{name}", described))
+
         if self.max_tokens is not None and self.max_tokens < 1:
-            bad.append(Violation("stopping.max_tokens", f"must be at least 1, not {self.max_tokens}"))
+            refuse("max_tokens", f"must be at least 1, not {self.max_tokens}")
         if self.min_tokens < 0:
-            bad.append(Violation("stopping.min_tokens", f"must be at least 0, not {self.min_tokens}"))
+            refuse("min_tokens", f"must be at least 0, not {self.min_tokens}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens >= 1:
-            bad.append(
-                Violation(
-                    "stopping.min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_tokens}"
-                )
-            )
+            refuse("min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_tokens}")
         stop: object = self.stop
         if isinstance(stop, str):
-            bad.append(Violation("stopping.stop", "must be a tuple of strings, not one string"))
+            refuse("stop", "must be a tuple of strings, not one string")
         elif len(self.stop) > MAX_STOP_STRINGS:
-            bad.append(
-                Violation("stopping.stop", f"at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}")
-            )
+            refuse("stop", f"at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}")
         for i, text in enumerate(self.stop[:MAX_STOP_STRINGS]):
             if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
-                bad.append(
-                    Violation(f"stopping.stop[{i}]", f"must have 1 to {MAX_STOP_STRING_CHARS} characters")
-                )
+                refuse(f"stop[{i}]", f"must have 1 to {MAX_STOP_STRING_CHARS} characters")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            bad.append(Violation("stopping.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids"))
+            refuse("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
         if self.time_limit_s is not None and not (math.isfinite(self.time_limit_s) and self.time_limit_s > 0):
-            bad.append(Violation("stopping.time_limit", f"must be above 0 s, not {self.time_limit_s}"))
+            refuse("time_limit", f"must be above 0 s, not {self.time_limit_s}")
         _raise_if(bad)
 
 
@@ -231,6 +227,10 @@ class Request:
     """The request's span in that trace, 16 hexadecimal digits; empty where `trace_id` is."""
     bias_row: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     """What `sampling` adds to each logit, float32[V], if it was made before the request runs."""
+    media: tuple[MediaItem, ...] = ()
+    """The pictures of the prompt, in order of their places."""
+    rotary: RotaryPositions | None = field(default=None, repr=False)
+    """The rotary positions of a prompt with pictures; None: they are the positions in the prompt."""
 
     def __post_init__(self) -> None:
         bad: list[Violation] = []
@@ -245,6 +245,9 @@ class Request:
             bad.append(Violation("output.prompt_logprobs", f"must be at least 0, not {self.prompt_logprobs}"))
         if self.prompt_logprobs is not None and self.fork_of is not None:
             bad.append(Violation("output.prompt_logprobs", "must not be asked for by a fork"))
+        problem = media_problem(self.media, self.rotary, len(self.prompt_token_ids))
+        if problem is not None:
+            bad.append(Violation("media", problem))
         _raise_if(bad)
 
 

@@ -1,0 +1,72 @@
+"""Pictures of a prompt, as the model's encoder takes them, and the positions that they give its tokens. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaItem:
+    """One picture of a prompt. Its embeddings take the places of `num_tokens` tokens from `start` on."""
+
+    patches: NDArray[np.float32] = field(repr=False)
+    """float32[N, P]: the picture cut into patches, in the order in which the model's encoder wants them; a
+    patch is channels * frames * height * width values."""
+    grid: tuple[int, int, int]
+    """How many patches the picture has in time, height and width; their product is N."""
+    digest: bytes
+    """See `digest_of`. Equal digests mean equal embeddings, as long as the weights are the same."""
+    start: int
+    """Position in the prompt of the picture's first token."""
+    num_tokens: int
+    """How many tokens of the prompt stand for the picture, at least 1."""
+
+    @property
+    def end(self) -> int:
+        """The position behind the picture's last token."""
+        return self.start + self.num_tokens
+
+    @property
+    def num_patches(self) -> int:
+        """What encoding the picture costs."""
+        return len(self.patches)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotaryPositions:
+    """The positions by which the model rotates queries and keys, where a prompt has pictures."""
+
+    positions: NDArray[np.int32]
+    """int32[3, number of prompt tokens]: time, height and width of each token."""
+    delta: int
+    """What is added to the position of a token behind the prompt, in all three numbers."""
+
+
+def digest_of(patches: NDArray[np.float32], grid: tuple[int, int, int]) -> bytes:
+    """BLAKE2b of grid and patches, DIGEST_BYTES long: pictures that the encoder cannot tell apart have the
+    same.
+    """
+    digest = blake2b(np.asarray(grid, "<i8").tobytes(), digest_size=DIGEST_BYTES)
+    digest.update(np.ascontiguousarray(patches, "<f4").data)
+    return digest.digest()
+
+
+def media_problem(media: Sequence[MediaItem], rotary: RotaryPositions | None, num_prompt: int) -> str | None:
+    """What is wrong with the pictures of a prompt of `num_prompt` tokens; None if nothing is. They must be in
+    order of their places, apart, and within the prompt.
+    """
+    end = 0
+    for i, item in enumerate(media):
+        if item.num_tokens < 1 or item.start < end or item.end > num_prompt:
+            return f"picture {i} has the tokens from {item.start} to {item.end} of a prompt of {num_prompt}"
+        end = item.end
+    if rotary is not None and rotary.positions.shape != (3, num_prompt):
+        return f"the rotary positions are {rotary.positions.shape}, not (3, {num_prompt})"
+    return None
