@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import Buckets, ProgramKey
-from penstock.runtime.execution.compilation import CompileCounter, use_compilation_cache
+from penstock.runtime.execution.compilation import CompileCounter, compile_program, use_compilation_cache
 from penstock.runtime.execution.request_programs import make_page_copies, pack_page_copies
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
@@ -33,7 +33,6 @@ from penstock.runtime.execution.step_buffer import (
     Layout,
     pack_params,
 )
-from penstock.runtime.execution.step_programs import compile_program
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.ops.sampling_codes import LOGPROBS, PENALTIES, SAMPLING
 from penstock.runtime.requests.constraint import Mask

@@ -77,12 +77,12 @@ class HybridLM(nnx.Module):
         _, states = lax.associative_scan(
             lambda a, b: (a[0] * b[0] % VOCAB, (a[1] * b[0] + b[1]) % VOCAB), (factors, sums)
         )
-        state = state.at[meta.state_to].set(states[last], mode="drop")
+        state = keep(state, states, meta, last)
 
         kept = newest.at[meta.state_from].get(mode="fill", fill_value=0)[rows, 0]
         tokens = token_ids.astype(jnp.float32)
         before = jnp.where(is_first, kept, jnp.roll(tokens, 1))
-        newest = newest.at[meta.state_to].set(tokens[last][:, None], mode="drop")
+        newest = keep(newest, tokens[:, None], meta, last)
 
         count = (positions + 1).astype(jnp.float32)
         total = jnp.zeros_like(count)
@@ -97,6 +97,18 @@ class HybridLM(nnx.Module):
         total, state, before, count = hidden.T
         following = (7 * total + 5 * state + 2 * before + 3 * count + self.one[...]) % VOCAB
         return 10 * jax.nn.one_hot(following.astype(jnp.int32), VOCAB, dtype=jnp.float32)
+
+
+def keep(state: jax.Array, after: jax.Array, meta: AttentionMeta, last: jax.Array) -> jax.Array:
+    """The array of state with what the rows of a step leave there. `after` [T, ...] is the state after each
+    token, and `last` int32[R] the index of each row's last token.
+    """
+    state = state.at[meta.state_to].set(after[last], mode="drop")
+    if meta.state_cut is None or meta.state_cut_to is None:
+        return state
+    first = last - (meta.q_lens - 1)
+    cut = jnp.where(meta.state_cut > 0, meta.state_cut_to, state.shape[0])
+    return state.at[cut].set(after[first + meta.state_cut - 1], mode="drop")
 
 
 def hybrid_model(*, paged: bool = True, max_model_len: int = 128) -> ServedModel:

@@ -121,7 +121,7 @@ def toy_backend(config: EngineConfig | None = None) -> Backend:
 
 
 @contextlib.contextmanager
-def toy_runner(model: ServedModel, buckets: Buckets) -> Iterator[ModelRunner]:
+def toy_runner(model: ServedModel, buckets: Buckets, *, num_snapshots: int = 0) -> Iterator[ModelRunner]:
     """A compiled runner of a small model, without an engine: 4 slots, and 64 pages of 4 tokens."""
     use_compilation_cache(TEST_CACHE)
     config = RunnerConfig(
@@ -132,6 +132,7 @@ def toy_runner(model: ServedModel, buckets: Buckets) -> Iterator[ModelRunner]:
         dtype=np.dtype(np.float32),
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
+        num_snapshots=num_snapshots,
         max_decode_steps=4,
         show_progress=False,
     )

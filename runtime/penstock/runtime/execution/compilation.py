@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from tqdm import tqdm
@@ -97,3 +97,14 @@ def compile_all(
             raise
     log.info("compiled %d programs in %.1f s", len(programs), time.monotonic() - started)
     return programs
+
+
+def compile_program(
+    program: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = (), name: str = ""
+) -> jax.stages.Compiled:
+    """Lowers and compiles a program for the shapes and shardings of the arguments (arrays or
+    ShapeDtypeStructs). Profiles show it as "jit_" and its `name`; empty: that of the function. Programs of
+    the same function need names of their own, because profiles find the operations of a program by it.
+    """
+    program.__name__ = name or program.__name__
+    return jax.jit(program, donate_argnums=donate).lower(*arguments).compile()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
-from penstock.runtime.execution.compilation import compile_all
+from penstock.runtime.execution.compilation import compile_all, compile_program
 from penstock.runtime.execution.request_programs import (
     TABLE_ROWS,
     admission_size,
@@ -31,7 +31,6 @@ from penstock.runtime.execution.step_programs import (
     Rebuild,
     StepShapes,
     Weights,
-    compile_program,
     make_choice,
     make_forward,
     make_window,
@@ -156,10 +155,12 @@ class ProgramBuilder:
     @property
     def _shapes(self) -> StepShapes:
         config = self.config
-        return StepShapes(config.page_size, self.num_pages, self.largest.tokens, config.num_top)
+        return StepShapes(
+            config.page_size, self.num_pages, self.largest.tokens, config.num_top, config.num_snapshots
+        )
 
     def _layout(self, key: ProgramKey) -> Layout:
-        return Layout(key, len(self.num_pages))
+        return Layout(key, len(self.num_pages), has_snapshots=self.config.num_snapshots > 0)
 
     def _forward(self, key: ProgramKey) -> Callable[..., Forward]:
         return make_forward(self.rebuild, self._layout(key), self._shapes, self.backend.attention)

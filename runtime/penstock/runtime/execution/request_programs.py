@@ -13,10 +13,11 @@ import numpy as np
 from jax import Array, lax
 from numpy.typing import NDArray
 
-from penstock.runtime.execution.step_programs import KVCache, Rebuild, StepShapes, Weights, report
+from penstock.runtime.execution.step_programs import KVCache, Rebuild, StepShapes, Weights
 from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV
 from penstock.runtime.ops.sampler import RowState, Sampled, token_logprobs
 from penstock.runtime.ops.sampling_codes import IN_PROMPT, LOGPROBS
+from penstock.runtime.ops.token_reports import report
 from penstock.runtime.requests.request import Request
 from penstock.runtime.scheduling.plan import PageCopy
 

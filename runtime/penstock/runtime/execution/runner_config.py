@@ -36,6 +36,8 @@ class RunnerConfig:
     """Most likeliest tokens per position whose log-probabilities are computed."""
     threads: int = field(default_factory=available_processors)
     """Threads that compile programs; some of them fill masks later."""
+    num_snapshots: int = 0
+    """Snapshots of state, see `SlotState`; 0 for a model without state by slot."""
     max_decode_steps: int = 1
     """Most steps of a decode program's loop; see `Plan.num_steps`."""
     show_progress: bool = True

@@ -31,7 +31,7 @@ from penstock.runtime.execution.step_buffer import (
 from penstock.runtime.ops.sampling_codes import BANNED, MASK
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request
-from penstock.runtime.scheduling.plan import Plan, PlanRow
+from penstock.runtime.scheduling.plan import NO_SNAPSHOT_USE, Plan, PlanRow
 
 _NONE = -1
 """Stands for an index of a page table where there is none."""
@@ -126,7 +126,9 @@ class Slots:
         """The layout of the buffer of a program."""
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[key] = Layout(key, self._num_groups)
+            layout = self._layouts[key] = Layout(
+                key, self._num_groups, has_snapshots=self._config.num_snapshots > 0
+            )
         return layout
 
     def blank(self, key: ProgramKey) -> NDArray[np.int32]:
@@ -139,6 +141,8 @@ class Slots:
             header[NUM_STEPS] = 1
             fields[:, SLOT] = self._config.max_num_seqs
             fields[:, PAGE_INDEX] = self._config.pages_per_row
+            if layout.has_snapshots:
+                fields[:, layout.snapshot_fields] = NO_SNAPSHOT_USE
             stop_ids[:] = self._config.vocab_size
         return blank.copy()
 
@@ -159,7 +163,8 @@ class Slots:
         after the call that took it has returned.
         """
         buffer = self.blank(key)
-        header, fields, stop_ids, tokens = self.layout(key).views(buffer)
+        layout = self.layout(key)
+        header, fields, stop_ids, tokens = layout.views(buffer)
         header[NUM_STEPS] = plan.num_steps
         count = len(plan.rows)
         _, row_slots, starts, nums, ids, samples, bans, most = zip(*plan.rows, strict=True)
@@ -178,7 +183,9 @@ class Slots:
                         # The new entries are at the same index in all groups, and a group that gets no page
                         # there sends what it has.
                         pages = self._tables[:, write.slot, write.first_index]
-                        fields[row, PAGE], fields[row, NUM_FIELDS:] = pages[0], pages[1:]
+                        fields[row, PAGE], fields[row, layout.further_pages] = pages[0], pages[1:]
+        for row, use in plan.snapshots.items():
+            fields[row, layout.snapshot_fields] = use
         if any(ids):
             at = 0
             for num, given in zip(nums, ids, strict=True):

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.ops.sampling_codes import BIAS, LOGPROBS, PENALTIES, SAMPLING
 from penstock.runtime.ops.sampling_rows import SamplingRows
+from penstock.runtime.ops.state_copies import SnapshotRows
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, ResolvedSampling
 
 HEADER = 2
@@ -30,7 +31,8 @@ FLAGS, NUM_STEPS = range(HEADER)
 PARAMS = 7
 SLOT, START, NUM_TOKENS, MAX_SAMPLES, BANS, PAGE_INDEX, PAGE = range(PARAMS)
 """The fields of a row that each step sets. Behind them, from PARAMS on, stand those of the request, and from
-NUM_FIELDS on the PAGE of each group of layers after the first."""
+NUM_FIELDS on the PAGE of each group of layers after the first. Where there are snapshots of state, the fields
+of `SnapshotRows` come last."""
 PARAM_INTS = ("features", "num_logprobs", "top_k", "feature_slots")
 PARAM_FLOATS = (
     "temperature",
@@ -110,6 +112,7 @@ class Unpacked(NamedTuple):
     page_indices: Array  # int32[R] index of the new entry of the row's page tables; P or above: none
     pages: tuple[Array, ...]  # for each group of layers int32[R], the page that the entry becomes
     sampling: SamplingRows
+    snapshots: SnapshotRows | None  # None where there are no snapshots of state
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,19 @@ class Layout:
     key: ProgramKey
     num_groups: int = 1
     """Groups of layers, each of which has page tables of its own."""
+    has_snapshots: bool = False
+    """Whether there are snapshots of state, so that rows have the fields of `SnapshotRows`."""
+
+    @property
+    def further_pages(self) -> slice:
+        """The columns of the PAGE of each group after the first."""
+        return slice(NUM_FIELDS, NUM_FIELDS + self.num_groups - 1)
+
+    @property
+    def snapshot_fields(self) -> slice:
+        """The columns of the fields of `SnapshotRows`; none where there are no snapshots."""
+        first = self.further_pages.stop
+        return slice(first, first + (len(SnapshotRows._fields) if self.has_snapshots else 0))
 
     @property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -126,8 +142,7 @@ class Layout:
         sections.
         """
         rows = self.key.rows
-        fields = NUM_FIELDS + self.num_groups - 1
-        return (HEADER,), (rows, fields), (rows, MAX_STOP_TOKEN_IDS), (self.key.tokens,)
+        return (HEADER,), (rows, self.snapshot_fields.stop), (rows, MAX_STOP_TOKEN_IDS), (self.key.tokens,)
 
     @property
     def size(self) -> int:
@@ -171,8 +186,9 @@ class Layout:
             max_samples=fields[:, MAX_SAMPLES],
             bans=fields[:, BANS],
             page_indices=fields[:, PAGE_INDEX],
-            pages=(fields[:, PAGE], *(fields[:, NUM_FIELDS + i] for i in range(self.num_groups - 1))),
+            pages=(fields[:, PAGE], *fields[:, self.further_pages].T),
             sampling=sampling,
+            snapshots=SnapshotRows(*fields[:, self.snapshot_fields].T) if self.has_snapshots else None,
         )
 
     def unpack_tokens(self, packed: Array) -> Array:

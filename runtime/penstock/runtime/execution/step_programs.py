@@ -21,15 +21,14 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from penstock.runtime.execution.step_buffer import FEEDBACK, Layout, Unpacked
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta, with_pages
-from penstock.runtime.ops.sampler import RowState, Sampled, SamplerOp
-from penstock.runtime.ops.sampling_codes import LOGPROBS, PENALTIES
+from penstock.runtime.ops.sampler import RowState, SamplerOp
+from penstock.runtime.ops.sampling_codes import PENALTIES
 from penstock.runtime.ops.state_copies import choose_copies
-from penstock.runtime.requests.request import TokenLogprobs
+from penstock.runtime.ops.token_reports import report
 
 KVCache = tuple[Any, ...]
 """The model's cache, with an entry for each layer; see `cache_spec`."""
@@ -79,7 +78,7 @@ class Chosen(NamedTuple):
     """What the host reads of a dispatch; N is 1, or the most steps of a window."""
 
     tokens: Array  # int32[N, R]; NO_TOKEN where a row made none, NON_FINITE where it cannot
-    logprobs: Array  # int32[N, R, 1 + 2 * num_top], see `read_logprobs`; zeros where no row has LOGPROBS
+    logprobs: Array  # int32[N, R, 1 + 2 * num_top], see `token_reports`; zeros where no row has LOGPROBS
 
 
 class StepShapes(NamedTuple):
@@ -91,6 +90,8 @@ class StepShapes(NamedTuple):
     """Most tokens of any step: `Forward.hidden` is padded to it."""
     num_top: int
     """How many likeliest tokens are reported."""
+    num_snapshots: int = 0
+    """Snapshots of state."""
 
 
 def _run_model(
@@ -108,7 +109,11 @@ def _run_model(
     held: Array | None,
 ) -> tuple[Array, Array, KVCache, Array | None]:
     """(logits float32[R, V], hidden [T, E], cache, `RowState.held`); `last` int32[R] replaces FEEDBACK."""
-    copies = None if held is None else choose_copies(held, batch.sampling.slots, starts, batch.q_lens)
+    copies = None
+    if held is not None:
+        snapshots = batch.snapshots and batch.snapshots.only_at(starts == batch.starts)
+        slots = batch.sampling.slots
+        copies = choose_copies(held, slots, starts, batch.q_lens, snapshots, shapes.num_snapshots)
     meta = make_meta(
         starts=starts,
         q_lens=batch.q_lens,
@@ -119,6 +124,8 @@ def _run_model(
         num_pages=shapes.num_pages[0],
         state_from=None if copies is None else copies.read,
         state_to=None if copies is None else copies.written,
+        state_cut=None if copies is None else copies.cut,
+        state_cut_to=None if copies is None else copies.cut_to,
     )
     others = zip(page_tables[1:], shapes.num_pages[1:], strict=True)
     metas = (meta, *(with_pages(meta, table, shapes.page_size, num_pages) for table, num_pages in others))
@@ -309,41 +316,3 @@ def _add_history(state: RowState, batch: Unpacked, sampled: Array, alive: Array)
     counts = alive & ((batch.sampling.features & PENALTIES) != 0) & (sampled >= 0)
     slots = jnp.where(counts, batch.sampling.feature_slots, state.history.shape[0])
     return state._replace(history=state.history.at[slots, sampled].add(1, mode="drop"))
-
-
-def report(sampled: Sampled, flags: Array) -> Array:
-    """Log-probabilities as the host reads them, int32[R, 1 + 2 * num_top], see `read_logprobs`; zeros if no
-    row wants any.
-    """
-
-    def full() -> Array:
-        values = jnp.concatenate([sampled.logprobs[:, None], sampled.top_logprobs], axis=1)
-        bits = lax.bitcast_convert_type(values, jnp.int32)
-        return jnp.concatenate([bits[:, :1], sampled.top_ids, bits[:, 1:]], axis=1)
-
-    def nothing() -> Array:
-        num_rows, num_top = sampled.top_ids.shape
-        return jnp.zeros((num_rows, 1 + 2 * num_top), jnp.int32)
-
-    result: Array = lax.cond((flags & LOGPROBS) != 0, full, nothing)
-    return result
-
-
-def read_logprobs(row: np.ndarray, num_top: int, wanted: int) -> TokenLogprobs:
-    """Reads one row of `report`: the sampled token's log-probability (the bits of a float32), the likeliest
-    tokens, and their log-probabilities. Returns the first `wanted` likeliest tokens.
-    """
-    ids = row[1 : 1 + wanted].tolist()
-    values = row[1 + num_top : 1 + num_top + wanted].view(np.float32).tolist()
-    return TokenLogprobs(float(row[:1].view(np.float32)[0]), tuple(zip(ids, values, strict=True)))
-
-
-def compile_program(
-    program: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = (), name: str = ""
-) -> jax.stages.Compiled:
-    """Lowers and compiles a program for the shapes and shardings of the arguments (arrays or
-    ShapeDtypeStructs). Profiles show it as "jit_" and its `name`; empty: that of the function. Programs of
-    the same function need names of their own, because profiles find the operations of a program by it.
-    """
-    program.__name__ = name or program.__name__
-    return jax.jit(program, donate_argnums=donate).lower(*arguments).compile()

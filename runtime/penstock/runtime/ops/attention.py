@@ -48,10 +48,11 @@ class AttentionMeta(NamedTuple):
     token_places: Array  # int32[T] where the token stands in the flattened [B * Q] blocks
     num_tokens: Array  # int32[] how many tokens are not padding; these come first
     token_rows: Array  # int32[T] row of each token; the last row for padding
-    state_from: (
-        Array | None
-    )  # int32[R] entries of state by slot that the rows go on from; past the end: zeros
-    state_to: Array | None  # int32[R] entries that they write; past the end: padding
+    # These are None where no layer keeps state by slot, and the last two also where there are no snapshots.
+    state_from: Array | None = None  # int32[R] entries that the rows go on from; past the end: zeros
+    state_to: Array | None = None  # int32[R] entries that they write; past the end: padding
+    state_cut: Array | None = None  # int32[R] after how many tokens a row's state is kept too; 0: not
+    state_cut_to: Array | None = None  # int32[R] the entries that keep it; past the end: none
 
 
 class AttentionOp(Protocol):
@@ -105,13 +106,14 @@ def make_meta(
     num_pages: int,
     state_from: Array | None = None,
     state_to: Array | None = None,
+    state_cut: Array | None = None,
+    state_cut_to: Array | None = None,
 ) -> AttentionMeta:
     """Expands per-row lengths to per-token and per-block indices, on the device.
 
     starts int32[R]: position of each row's first token of the step; q_lens int32[R]: number of its tokens (0:
     padding row); page_table int32[R, P]; num_tokens: T, static. `decode_only` promises that T == R and that
-    row i has token i, or none. state_from, state_to: see `AttentionMeta`; None if no layer keeps state by
-    slot.
+    row i has token i, or none. The others are as in `AttentionMeta`.
     """
     num_rows = q_lens.shape[0]
     block_q = 1 if decode_only else PREFILL_BLOCK_Q
@@ -130,9 +132,8 @@ def make_meta(
     # A block holds at least one token, and only a row's last block is not full.
     num_blocks = num_rows if decode_only else min(num_tokens, num_tokens // block_q + num_rows)
     block = jnp.arange(num_blocks, dtype=jnp.int32)
-    block_rows = jnp.minimum(jnp.searchsorted(block_ends, block, side="right"), num_rows - 1).astype(
-        jnp.int32
-    )
+    block_rows = jnp.searchsorted(block_ends, block, side="right").astype(jnp.int32)
+    block_rows = jnp.minimum(block_rows, num_rows - 1)
     lane = jnp.arange(block_q, dtype=jnp.int32)
     offsets = ((block - block_firsts[block_rows]) * block_q)[:, None] + lane[None, :]
     used = (block < block_ends[-1])[:, None] & (offsets < q_lens[block_rows][:, None])
@@ -157,6 +158,8 @@ def make_meta(
         token_rows,
         state_from,
         state_to,
+        state_cut,
+        state_cut_to,
     )
 
 
@@ -269,17 +272,16 @@ def paged_attention(
         jnp.zeros(lanes, jnp.float32),
         jnp.zeros((*lanes, out_dim), jnp.float32),
     )
-    last_iteration = (q_pos.max() + span) // span
     first_iteration = jnp.where(q_pos >= 0, oldest, jnp.int32(2**30)).min() // span
-    peak, total, acc = lax.fori_loop(first_iteration, last_iteration, body, init)
+    peak, total, acc = lax.fori_loop(first_iteration, (q_pos.max() + span) // span, body, init)
     if sinks is not None:
         sink = sinks.reshape(1, kv_heads, group, 1)
         top = jnp.maximum(peak, sink)
         fade = jnp.exp(peak - top)
         total = total * fade + jnp.exp(sink - top)
         acc = acc * fade[..., None]
-    out = acc / jnp.maximum(total, 1e-30)[..., None]
-    out = out.transpose(0, 3, 1, 2, 4).reshape(num_blocks * block_q, num_heads, out_dim)
+    out = (acc / jnp.maximum(total, 1e-30)[..., None]).transpose(0, 3, 1, 2, 4)
+    out = out.reshape(num_blocks * block_q, num_heads, out_dim)
     return out[meta.token_places].astype(q.dtype), kv
 
 

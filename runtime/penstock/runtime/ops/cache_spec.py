@@ -14,6 +14,10 @@ a page table for each group, so layers with a window hold only what they still a
 State by slot is kept twice (`state_copies`). A step reads the copy that the row's last step left, and writes
 the other one. So when a position is computed again, because a window of steps has ended for the row or its
 token was put off, the step finds the same state as the first time.
+
+Behind the slots' copies stand the snapshots: states after the first pages of a prompt, which are kept so that
+other requests with these pages can go on from there (`scheduling/snapshots`). A row reads a snapshot, or
+writes one, just as it does the copies of its slot, so nothing is ever copied from one place to the other.
 """
 
 from __future__ import annotations
@@ -56,7 +60,9 @@ class PagedKV:
         """Bytes of one slot."""
         return 0
 
-    def arrays(self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any]) -> Any:
+    def arrays(
+        self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any], num_snapshots: int = 0
+    ) -> Any:
         """This layer's entry of the cache, as shapes and dtypes."""
         shape = kv_layer_shape(num_pages, page_size, self.num_kv_heads, self.head_dim)
         return jax.ShapeDtypeStruct(shape, kv_storage_dtype(dtype))
@@ -96,7 +102,9 @@ class LatentKV:
         """Bytes of one slot."""
         return 0
 
-    def arrays(self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any]) -> Any:
+    def arrays(
+        self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any], num_snapshots: int = 0
+    ) -> Any:
         """This layer's entry of the cache, as shapes and dtypes."""
         return jax.ShapeDtypeStruct(self._shape(num_pages, page_size), kv_storage_dtype(dtype))
 
@@ -108,9 +116,10 @@ class LatentKV:
 class SlotState:
     """Arrays of these shapes and dtypes for each slot. They are zeros before a request's first position.
 
-    In the cache each array is [STATE_COPIES * slots, ...]. A model reads its rows `AttentionMeta.state_from`,
-    where rows past the end stand for zeros, and writes its rows `AttentionMeta.state_to`, where rows past the
-    end are dropped.
+    In the cache each array is [STATE_COPIES * slots + snapshots, ...]. A model reads its entries
+    `AttentionMeta.state_from`, where those past the end stand for zeros, and writes its entries
+    `AttentionMeta.state_to`, where those past the end are dropped. Where `AttentionMeta.state_cut` is above
+    0, it also writes the state after so many tokens of the row to the entry `AttentionMeta.state_cut_to`.
     """
 
     values: tuple[jax.ShapeDtypeStruct, ...]
@@ -122,13 +131,19 @@ class SlotState:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
-        num_bytes: int = sum(math.prod(value.shape) * value.dtype.itemsize for value in self.values)
-        return STATE_COPIES * num_bytes
+        return STATE_COPIES * self.snapshot_bytes
 
-    def arrays(self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any]) -> Any:
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one snapshot."""
+        return sum(math.prod(value.shape) * value.dtype.itemsize for value in self.values)
+
+    def arrays(
+        self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any], num_snapshots: int = 0
+    ) -> Any:
         """This layer's entry of the cache, as shapes and dtypes."""
         return tuple(
-            jax.ShapeDtypeStruct((STATE_COPIES * num_slots, *value.shape), value.dtype)
+            jax.ShapeDtypeStruct((STATE_COPIES * num_slots + num_snapshots, *value.shape), value.dtype)
             for value in self.values
         )
 
@@ -192,11 +207,25 @@ class CacheSpec:
         """Bytes of one slot in all layers; 0 if no layer keeps state."""
         return sum(layer.slot_bytes for layer in self.layers)
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one snapshot of a slot's state, in all layers; 0 if no layer keeps state."""
+        return sum(layer.snapshot_bytes for layer in self.layers if isinstance(layer, SlotState))
+
+    def state_bytes(self, num_slots: int, num_snapshots: int) -> int:
+        """Bytes of the state of so many slots, with so many snapshots, in all layers."""
+        return num_slots * self.slot_bytes + num_snapshots * self.snapshot_bytes
+
     def arrays(
-        self, num_pages: Sequence[int], page_size: int, num_slots: int, dtype: np.dtype[Any]
+        self,
+        num_pages: Sequence[int],
+        page_size: int,
+        num_slots: int,
+        dtype: np.dtype[Any],
+        num_snapshots: int = 0,
     ) -> tuple[Any, ...]:
         """The whole cache, as shapes and dtypes, with so many pages in each group."""
         return tuple(
-            layer.arrays(num_pages[group], page_size, num_slots, dtype)
+            layer.arrays(num_pages[group], page_size, num_slots, dtype, num_snapshots)
             for layer, group in zip(self.layers, self.group_of, strict=True)
         )

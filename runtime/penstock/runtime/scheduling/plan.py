@@ -55,6 +55,21 @@ class PageCopy(NamedTuple):
     group: int = 0
 
 
+class SnapshotUse(NamedTuple):
+    """What a row does with the snapshots of state."""
+
+    source: int = -1
+    """The snapshot whose state the row goes on from; -1: it begins at position 0, or goes on with the state
+    of its slot."""
+    cut: int = 0
+    """The state after so many of the row's tokens is kept as a snapshot; 0: none is."""
+    cut_to: int = 0
+    """The snapshot that this state becomes; without meaning if `cut` is 0."""
+
+
+NO_SNAPSHOT_USE = SnapshotUse()
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One dispatch: a step, or a window of several decode steps.
@@ -82,6 +97,9 @@ class Plan:
     penalties need them."""
     feature_slots: Mapping[int, int] = field(default_factory=dict)
     """Slot to feature slot, for those of `new_requests` with penalties or a bias."""
+    snapshots: Mapping[int, SnapshotUse] = field(default_factory=dict)
+    """Row to what it does with the snapshots of state, for rows that do anything with them. No snapshot is
+    read and written in one plan."""
     apart: bool = False
     """Whether this is a step of rows under a constraint alone, between windows of the others."""
 

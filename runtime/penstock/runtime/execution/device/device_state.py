@@ -177,7 +177,9 @@ class DeviceState:
     def cache_shapes(self, num_pages: Sequence[int]) -> KVCache:
         """Shapes and dtypes of a cache of so many pages in each group of layers."""
         config = self._config
-        return self._cache.arrays(num_pages, config.page_size, config.max_num_seqs, config.dtype)
+        return self._cache.arrays(
+            num_pages, config.page_size, config.max_num_seqs, config.dtype, config.num_snapshots
+        )
 
     # -- programs --
 

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from penstock.runtime.errors import NonFiniteLogits
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.device.prompt_logprobs import PromptLogprobs
-from penstock.runtime.execution.step_programs import Chosen, read_logprobs
+from penstock.runtime.execution.step_programs import Chosen
 from penstock.runtime.loop.interface import StepShape
 from penstock.runtime.ops.sampling_codes import NON_FINITE
+from penstock.runtime.ops.token_reports import read_logprobs
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.request import TokenLogprobs
 from penstock.runtime.scheduling.plan import Plan, StepResult
