@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -20,7 +20,9 @@ import numpy as np
 
 from penstock.runtime.loop.interface import StepShape
 from penstock.runtime.requests.constraint import Mask, mask_words
+from penstock.runtime.requests.media import MediaItem
 from penstock.runtime.requests.request import FinishReason, Request, TokenLogprobs
+from penstock.runtime.scheduling.media.pool import BLOCK_TOKENS
 from penstock.runtime.scheduling.plan import Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler import SchedulerConfig
 
@@ -42,6 +44,19 @@ def root_digest(request: Request, generation: int) -> int:
 
 def digest(previous: int, token: int) -> int:
     return (previous * 1_000_003 + token + 1) % (2**61 - 1)
+
+
+def embedding(item: MediaItem, index: int, generation: int) -> int:
+    """What the encoder makes of one token of a picture, which takes the place of the token."""
+    return crc32(item.digest, 31 * index + generation)
+
+
+def inputs_of(request: Request, generation: int) -> list[int]:
+    """The prompt, with embeddings in the places of its pictures."""
+    inputs = list(request.prompt_token_ids)
+    for item in request.media:
+        inputs[item.start : item.end] = [embedding(item, i, generation) for i in range(item.num_tokens)]
+    return inputs
 
 
 def next_token(request: Request, digests: Sequence[int], length: int, banned: frozenset[int]) -> int:
@@ -109,7 +124,7 @@ def run_alone(
     """
     stopping = request.stopping
     eos = frozenset() if stopping.ignore_eos else EOS
-    history = [*request.prompt_token_ids, *made]
+    history = [*inputs_of(request, generation), *made]
     out = list(made)
     while True:
         seen: list[int] = []
@@ -151,6 +166,8 @@ class FakeRunner:
         self.ended: set[int] = set()
         """Slots whose request has sampled its end: the rows that these slots still have compute garbage."""
         self.kv = self._new_kv()
+        self.embeddings: list[int | None] = [None] * (config.picture_blocks * BLOCK_TOKENS)
+        """The pool of picture embeddings."""
         self.num_computed_tokens = 0
         """The number of input tokens of all rows so far, for tests that nothing is computed twice."""
 
@@ -176,6 +193,18 @@ class FakeRunner:
                     self.kv[write.group][page] = [None] * self.config.page_size
         for source, destination, group in plan.page_copies:
             self.kv[group][destination] = self.kv[group][source][:]
+        for item, blocks in plan.encodes:
+            for index in range(item.num_tokens):
+                place = blocks[index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
+                self.embeddings[place] = embedding(item, index, self.generation)
+        pictures: dict[tuple[int, int], int] = {}
+        for part in plan.pictures:
+            for i in range(part.num_tokens):
+                index = part.first + i
+                place = part.blocks[index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
+                found = self.embeddings[place]
+                assert found is not None, "read an embedding that was never written"
+                pictures[part.row, part.at + i] = found
         made: list[list[int]] = [[] for _ in plan.rows]
         for step in range(plan.num_steps):
             rows = [
@@ -183,7 +212,7 @@ class FakeRunner:
                 for i, row in enumerate(plan.rows)
                 if step == 0 or (row.slot not in self.ended and len(made[i]) < row.max_samples)
             ]
-            self._write([row for _, row in rows], step)
+            self._write(rows, step, pictures)
             samples = [
                 (i, row, self._sample(row, step)) for i, row in rows if row.samples and i not in skipped
             ]
@@ -202,12 +231,18 @@ class FakeRunner:
         table, page_size = self.tables[slot][group], self.config.page_size
         return table[position // page_size], position % page_size
 
-    def _write(self, rows: Sequence[PlanRow], step: int) -> None:
+    def _write(
+        self, rows: Sequence[tuple[int, PlanRow]], step: int, pictures: Mapping[tuple[int, int], int]
+    ) -> None:
+        """`pictures` has what takes the place of token i of row r at (r, i)."""
         inputs = []
-        for row in rows:
+        for number, row in rows:
             tokens = (self.last[row.slot],) if step or row.token_ids is None else row.token_ids
             assert len(tokens) == (1 if step else row.num_tokens)
-            inputs += [(row.start + step + i, row.slot, token) for i, token in enumerate(tokens)]
+            inputs += [
+                (row.start + step + i, row.slot, token if step else pictures.get((number, i), token))
+                for i, token in enumerate(tokens)
+            ]
         self.num_computed_tokens += len(inputs)
         for group, window in enumerate(self.windows):
             places = {self.where(slot, group, position) for position, slot, _ in inputs}

@@ -147,7 +147,9 @@ class Steps(Generic[StepT]):
         # The device began this step when it was dispatched, or when the step before it was done.
         elapsed_ns = waited_ns - max(step.dispatched_ns, self.waited_ns)
         plan = step.planned.plan
-        if plan.apart:
+        if plan.encodes:
+            pass  # how long the pictures took is not known, so the time says nothing about the tokens
+        elif plan.apart:
             self._pacer.constrained(elapsed_ns)
         elif plan.decode_only:
             # A program of fixed length runs all its steps, even when every row has ended.

@@ -1,4 +1,4 @@
-"""Pictures of a prompt, as the model's encoder takes them, and the positions that they give its tokens. No jax."""
+"""Pictures of a prompt, as the model's encoder takes them, and the positions of its tokens. No jax."""
 
 from __future__ import annotations
 

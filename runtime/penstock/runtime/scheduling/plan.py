@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
+from penstock.runtime.requests.media import MediaItem
 from penstock.runtime.requests.request import Request, TokenLogprobs
 
 
@@ -70,6 +71,28 @@ class SnapshotUse(NamedTuple):
 NO_SNAPSHOT_USE = SnapshotUse()
 
 
+class Encode(NamedTuple):
+    """A picture that is encoded before the rows of a step are computed."""
+
+    item: MediaItem
+    blocks: tuple[int, ...]
+    """The blocks of the pool that its embeddings are written to, see `media.pool`."""
+
+
+class PictureRows(NamedTuple):
+    """Tokens of a row whose embeddings are those of a picture."""
+
+    row: int
+    """Number of the row in the plan."""
+    at: int
+    """Which of the row's tokens is the first of these."""
+    num_tokens: int
+    first: int
+    """Which token of the picture that one is."""
+    blocks: tuple[int, ...]
+    """The blocks of the pool that hold all embeddings of the picture."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One dispatch: a step, or a window of several decode steps.
@@ -102,6 +125,10 @@ class Plan:
     read and written in one plan."""
     apart: bool = False
     """Whether this is a step of rows under a constraint alone, between windows of the others."""
+    encodes: tuple[Encode, ...] = ()
+    """The pictures to encode before the rows are computed."""
+    pictures: tuple[PictureRows, ...] = ()
+    """The tokens of the rows that stand for pictures."""
 
     @property
     def num_tokens(self) -> int:

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 
 from penstock.runtime.requests.fanout import request_id_of
 from penstock.runtime.scheduling.load import Counts, Load, LostPages
+from penstock.runtime.scheduling.media.pool import PicturePool
 from penstock.runtime.scheduling.pages import PagePool
 from penstock.runtime.scheduling.paging.group import PageGroup, Prefix
 from penstock.runtime.scheduling.paging.groups import PageGroups
@@ -48,6 +49,8 @@ class Roster:
         """The pages, by group of layers."""
         self.waiting = Waiting()
         self.cache = PrefixCache(self.groups, self.waiting, enabled=most_cached != 0)
+        self.pictures = PicturePool(config.picture_blocks)
+        """The pictures whose embeddings are on the device."""
         self.running: list[Sequence] = []
         self.counts = Counts()
         """What has been counted since the start."""
@@ -197,7 +200,22 @@ class Roster:
             heapq.heappush(self._free_feature_slots, seq.feature_slot)
             self.waiting.happened(FEATURE_SLOT)
         self.groups.leave(seq)
+        self.let_go_of_picture(seq)
         seq.slot = seq.feature_slot = None
+
+    def let_go_of_picture(self, seq: Sequence) -> None:
+        """Notes that a sequence computes no further token of the picture that it holds, if it holds one."""
+        if seq.picture is not None:
+            self.pictures.let_go(seq.picture)
+            seq.picture = None
+
+    def forget_pictures(self) -> None:
+        """Forgets all embeddings of pictures: new weights would make others. Sequences in the midst of a
+        picture have it encoded again.
+        """
+        for seq in self.running:
+            self.let_go_of_picture(seq)
+        self.pictures.forget()
 
     def load(self) -> Load:
         return Load(
@@ -218,6 +236,7 @@ class Roster:
         listed = sorted([*running, *waiting], key=lambda seq: seq.order)
         _expect(listed == self.active(), "running and waiting are not all the active ones, each once")
         self.groups.check(running)
+        self.pictures.check(seq.picture for seq in running if seq.picture is not None)
         slots = [seq.slot for seq in running if seq.slot is not None]
         _expect(len(slots) == len(running), "a running sequence has no slot")
         _expect(
@@ -243,6 +262,7 @@ class Roster:
             name = seq.request_id
             _expect(seq.status is Status.WAITING, f"{name} is {seq.status} among the waiting")
             _expect(not seq.tables and seq.slot is None, f"{name} waits but holds pages or a slot")
+            _expect(seq.picture is None, f"{name} waits but holds a picture")
             _expect(seq.feature_slot is None, f"{name} waits but holds a feature slot")
             _expect(seq.num_computed == 0, f"{name} waits but has computed positions")
             _expect(seq.sharing.publish_at == NEVER, f"{name} waits but publishes pages")

@@ -242,6 +242,7 @@ class Scheduler:
         self._weights_generation = generation
         for seq in self.roster.waiting:
             seq.forget_prompt_logprobs()
+        self.roster.forget_pictures()
         self.flush_prefix_cache()
 
     def flush_prefix_cache(self) -> FlushedPages:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.runtime.errors import ConfigError, ExceedsKVCapacity, PromptTooLong
+from penstock.runtime.errors import (
+    ConfigError,
+    ExceedsKVCapacity,
+    InvalidRequest,
+    PromptTooLong,
+    Violation,
+)
 from penstock.runtime.requests.request import Request
+from penstock.runtime.scheduling.media.pool import blocks_of
 from penstock.runtime.scheduling.pages import window_pages
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -60,6 +67,10 @@ class SchedulerConfig:
     position."""
     window_steps: tuple[int, ...] = ()
     """The lengths that windows may have, ascending from 1; empty: any length."""
+    picture_blocks: int = 0
+    """Blocks of the pool of picture embeddings, see `media.pool`; 0: prompts have no pictures."""
+    max_encode_patches: int = 0
+    """Most patches of pictures that a step encodes; a single picture may have more."""
 
     def __post_init__(self) -> None:
         least = {
@@ -129,13 +140,17 @@ class SchedulerConfig:
 
     def context_limit(self, request: Request) -> int:
         """Most tokens, prompt and generated, that a request may reach. Raises PromptTooLong or
-        ExceedsKVCapacity.
+        ExceedsKVCapacity, or InvalidRequest for a picture that is too large.
 
         The prompt must leave room for one token: len(prompt) <= max_model_len - 1. The last token of a
         request is never an input, so T tokens in all need KV for T - 1 positions. A request with max_tokens
         must be able to reach them (or max_model_len) alone in an empty pool. A request without max_tokens
         only needs KV for its prompt, and ends CONTEXT_FULL at min(max_model_len, capacity + 1) tokens.
         """
+        for i, item in enumerate(request.media):
+            if blocks_of(item.num_tokens) > self.picture_blocks:
+                described = f"{item.num_tokens} tokens of one picture are more than the engine has room for"
+                raise InvalidRequest([Violation(f"media[{i}]", described)])
         num_prompt = len(request.prompt_token_ids)
         if num_prompt > self.max_model_len - 1:
             raise PromptTooLong(num_prompt, self.max_model_len - 1)

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from penstock.runtime.requests.request import Request, RequestTiming, TokenLogprobs
+from penstock.runtime.scheduling.media.pool import Encoded
 from penstock.runtime.scheduling.stopping import StopRules
 
 NEVER = 2**63 - 1
@@ -118,6 +119,8 @@ class Sequence:
     scheduled_ns: int = 0
     first_token_ns: int = 0
     cached_prompt_tokens: int = 0
+    picture: Encoded | None = None
+    """The picture of which a part of the tokens is computed; None if there is none."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of the prompt's tokens from the second on that are known and not handed out yet."""
     num_prompt_logprobs: int = 0

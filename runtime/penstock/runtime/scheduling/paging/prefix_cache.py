@@ -7,6 +7,8 @@ the keys of a prompt never change, and the thread that submits it can make them 
 engine's lock. Tokens are not compared: the hash is BLAKE2b of 128 bits with a secret of this process, so
 equal keys for different prefixes neither happen by chance nor can be searched for.
 
+The keys of pages with tokens of pictures also depend on the pictures, because these tokens are all equal.
+
 Which pages may have a key. All of this must hold: a dispatched step writes their KV, all their tokens are
 known, and nothing writes them again. The pages of a prefill are published when the chunk that fills them is
 scheduled. Even rows of the same step may share them, because the attention operation writes all KV of a step
@@ -198,8 +200,9 @@ class PrefixCache:
             parent = keys[-1] if keys else self._root(request)
             tokens = array("i", token_ids[first * page_size : last * page_size])
             data, width = tokens.tobytes(), tokens.itemsize * page_size
-            for at in range(0, len(data), width):
-                parent = self._hash(parent + data[at : at + width])
+            for index, at in enumerate(range(0, len(data), width), first):
+                pictures = _pictures_of(request, index * page_size, page_size) if request.media else b""
+                parent = self._hash(parent + data[at : at + width] + pictures)
                 keys.append(parent)
 
     def _root(self, request: Request) -> bytes:
@@ -209,6 +212,15 @@ class PrefixCache:
 
     def _hash(self, data: bytes) -> bytes:
         return blake2b(data, digest_size=_KEY_BYTES, key=self._secret).digest()
+
+
+def _pictures_of(request: Request, start: int, page_size: int) -> bytes:
+    """What a page from position `start` on has of pictures: their digests, and where they begin in it."""
+    return b"".join(
+        item.digest + (item.start - start).to_bytes(8, "little", signed=True)
+        for item in request.media
+        if item.start < start + page_size and item.end > start
+    )
 
 
 def _num_common(keys: list[bytes], others: list[bytes], most: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.runtime.requests.request import Request
-from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
+from penstock.runtime.scheduling.plan import Encode, PageCopy, PageWrite, PictureRows, Plan, PlanRow
 from penstock.runtime.scheduling.sequence import Sequence
 
 
@@ -49,6 +49,8 @@ class Draft:
     """See `Plan.feature_slots`."""
     prompts: dict[int, Sequence] = field(default_factory=dict)
     """Row to sequence, for the rows that get log-probabilities of prompt tokens back."""
+    encodes: list[Encode] = field(default_factory=list)
+    pictures: list[PictureRows] = field(default_factory=list)
 
     def plan(self, step_id: int) -> Plan:
         """The finished plan."""
@@ -63,4 +65,6 @@ class Draft:
             generated_before=self.generated_before,
             feature_slots=self.feature_slots,
             apart=self.constrained_rows is True,
+            encodes=tuple(self.encodes),
+            pictures=tuple(self.pictures),
         )

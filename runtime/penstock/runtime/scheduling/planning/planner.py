@@ -86,6 +86,7 @@ class Planner:
         """
         waiting = self._roster.waiting
         waiting.happened(NEXT_STEP)
+        self._roster.pictures.begin_plan()
         if self._roster.groups.windowed:
             self._roster.groups.drop_behind(self._roster.running)
         if waiting and self._config.by_priority:

@@ -8,6 +8,7 @@ from penstock.runtime.scheduling.pacing import LEAST_TOKENS
 from penstock.runtime.scheduling.plan import PlanRow
 from penstock.runtime.scheduling.planning.admission import Admission
 from penstock.runtime.scheduling.planning.draft import Draft
+from penstock.runtime.scheduling.planning.pictures import Pictures
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence
@@ -32,6 +33,7 @@ class Prefills:
         self._config = config
         self._roster = roster
         self._admission = admission
+        self._pictures = Pictures(roster, config.max_encode_patches)
         self._blocked: Sequence | None = None
         """The first sequence in line, if it could not enter in the last step."""
 
@@ -51,6 +53,8 @@ class Prefills:
             candidate = waiting.first(admit=draft.admit) if entering else None
             if candidate is not None and not (underway and underway[0].rank < candidate.rank):
                 prefix = self._admission.may_enter(candidate, draft)
+                if prefix is not None and not self._pictures.can_begin(candidate, prefix.num_computed, draft):
+                    prefix = None
                 if prefix is None:
                     entering = candidate.awaits is not None  # if it did not step aside, no other may enter
                     self._blocked = None if entering else candidate
@@ -68,16 +72,21 @@ class Prefills:
                 elif underway or (entering and waiting):
                     count = budget - budget // _SHARE
                 shared = True
-            parts.append((seq, seq.num_computed))
-            draft.chunked.add(seq)
-            budget -= self._advance(seq, min(count, budget, most))
+            start = seq.num_computed
+            taken = self._advance(seq, min(count, budget, most), draft)
+            if taken:  # none if a picture that comes next cannot be encoded in this plan
+                parts.append((seq, start))
+                draft.chunked.add(seq)
+                budget -= taken
         for seq, start in parts:  # share out what was kept for other prompts and not used
             if budget > 0:
-                budget -= self._advance(seq, min(budget, start + most - seq.num_computed))
+                budget -= self._advance(seq, min(budget, start + most - seq.num_computed), draft)
         for seq, start in parts:
             if start < seq.recompute_until:
                 again = min(seq.num_computed, seq.recompute_until) - start
                 self._roster.counts.recomputed_tokens += again
+            if seq.request.media:
+                draft.pictures += self._pictures.rows(seq, start, seq.num_computed, len(draft.rows))
             _add_row(draft, seq, start)
 
     def _budget(self, draft: Draft, num_prefills: int) -> int:
@@ -107,11 +116,14 @@ class Prefills:
             wanted = max((size for size in sizes if size <= wanted), default=sizes[0])
         return min(budget, wanted - num_decodes)
 
-    def _advance(self, seq: Sequence, most: int) -> int:
+    def _advance(self, seq: Sequence, most: int, draft: Draft) -> int:
         """Adds up to `most` tokens to the next chunk of a prefill. Returns how many it added."""
         start = seq.num_computed
         # With a sliding window, perhaps fewer positions than `prefill_until` have pages.
-        seq.num_computed = end = min(start + most, seq.prefill_until, seq.covered)
+        end = min(start + most, seq.prefill_until, seq.covered)
+        if seq.request.media:
+            end = self._pictures.reach(seq, start, end, draft)
+        seq.num_computed = end
         if end >= seq.sharing.publish_at:
             self._roster.cache.publish(seq, end)
         if end >= seq.num_prompt - 1:
