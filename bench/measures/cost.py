@@ -1,9 +1,10 @@
 """Counts the operations and bytes that a workload needs at least, from the model's config. Pure functions.
 
 It counts products with the weights, attention's two products, reading each weight once a pass, and reading
-the keys and values that a token attends to. It leaves out small things: norms, RoPE, sampling, writing KV. A
-wave has two phases, as in an engine with a perfect prefix cache: one pass over every prompt token that no
-earlier prompt has computed, then one pass for each decode step over the requests that still run.
+the keys and values that a token attends to. It leaves out small things: norms, RoPE, sampling, writing KV,
+and what recurrent layers do besides their products. A wave has two phases, as in an engine with a perfect
+prefix cache: one pass over every prompt token that no earlier prompt has computed, then one pass for each
+decode step over the requests that still run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from penstock.runtime.models.config import (
     MLPAndExpertsConfig,
     MLPConfig,
     ModelConfig,
+    RecurrentConfig,
 )
 
 
@@ -70,7 +72,9 @@ def _mlp_weights(mlp: MLPConfig | ExpertsConfig | MLPAndExpertsConfig, hidden_si
     return 3 * hidden_size * mlp.intermediate_size
 
 
-def _attention_weights(ours: AttentionConfig | LatentConfig, hidden_size: int) -> int:
+def _attention_weights(ours: AttentionConfig | LatentConfig | RecurrentConfig, hidden_size: int) -> int:
+    if isinstance(ours, RecurrentConfig):
+        return ours.num_weights(hidden_size)
     if isinstance(ours, AttentionConfig):
         return hidden_size * 2 * (ours.num_heads + ours.num_kv_heads) * ours.head_dim
     kept, query = ours.latent_dim + ours.rope_dim, ours.num_heads * (ours.nope_dim + ours.rope_dim)
@@ -80,15 +84,19 @@ def _attention_weights(ours: AttentionConfig | LatentConfig, hidden_size: int) -
     return queries + heads + hidden_size * (kept + ours.num_heads * ours.value_dim)
 
 
-def _pair_products(ours: AttentionConfig | LatentConfig) -> int:
+def _pair_products(ours: AttentionConfig | LatentConfig | RecurrentConfig) -> int:
     """Multiply-adds of attention for each pair of a token and a position that it attends to."""
+    if isinstance(ours, RecurrentConfig):
+        return 0
     if isinstance(ours, AttentionConfig):
         return 2 * ours.num_heads * ours.head_dim
     return ours.num_heads * (2 * ours.latent_dim + ours.rope_dim)
 
 
-def _kept_values(ours: AttentionConfig | LatentConfig) -> int:
+def _kept_values(ours: AttentionConfig | LatentConfig | RecurrentConfig) -> int:
     """Numbers of each position in the cache."""
+    if isinstance(ours, RecurrentConfig):
+        return 0
     if isinstance(ours, AttentionConfig):
         return 2 * ours.num_kv_heads * ours.head_dim
     return ours.latent_dim + ours.rope_dim

@@ -1,12 +1,13 @@
-"""Golden checkpoints, and a test double of paged attention that needs neither pages nor the engine.
+"""Golden checkpoints, and a test double of paged attention that needs neither pages nor the engine. Recurrent
+layers run as they are, with state of one slot.
 
 The double keeps one sequence in one contiguous cache for each layer, float32 [slots, 2, kv heads, head_dim],
 or [slots, 1, 1, head_dim] where values are channels of the keys; a slot is one position here. Its `meta`
 holds the positions, int32 [T]. Padding tokens are written to the last slot, which no real token uses.
 """
 
+import functools
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +17,12 @@ import pytest
 from penstock.runtime.models import params
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import PLAIN, LinearFormat
-from penstock.runtime.ops.cache_spec import PagedKV
+from penstock.runtime.ops.attention import make_meta
+from penstock.runtime.ops.cache_spec import PagedKV, SlotState
 
 SLOTS = 128
 CHUNK = 8
 GOLDEN = Path(__file__).parents[2] / "golden"
-
-
-class Meta(NamedTuple):
-    """The part of `AttentionMeta` that the model and the double read."""
-
-    positions: jax.Array
-    num_tokens: jax.Array
 
 
 def contiguous_attention(
@@ -69,7 +64,9 @@ def contiguous_attention(
 
 
 class Sequence:
-    """Feeds one sequence through a model in chunks of at most CHUNK tokens, by one compiled program."""
+    """Feeds one sequence through a model in chunks of at most CHUNK tokens, by one compiled program. If the
+    model keeps state, a token that comes alone goes through a second one, for decode steps.
+    """
 
     def __init__(
         self,
@@ -79,22 +76,29 @@ class Sequence:
         linear: LinearFormat = PLAIN,
     ) -> None:
         self.leaves = params.state_to_leaves(state)
-        shapes = [
-            (SLOTS, 2, layer.num_kv_heads, layer.head_dim)
-            if isinstance(layer, PagedKV)
-            else (SLOTS, 1, 1, layer.head_dim)
-            for layer in config.cache.paged
-        ]
-        self._empty = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+        self._empty = tuple(map(_empty, config.cache.layers))
+        self._decodes = config.cache.has_state
 
-        def step(leaves, token_ids, positions, kv):
+        def step(leaves, token_ids, positions, num_tokens, kv, *, decode_only):
             model = params.bind(config, leaves, dtype, linear)
-            meta: Any = Meta(positions, jnp.int32(CHUNK))
+            starts = positions[:1]
+            meta = make_meta(
+                starts=starts,
+                q_lens=num_tokens[None],
+                page_table=jnp.zeros((1, 1), jnp.int32),
+                num_tokens=len(token_ids),
+                decode_only=decode_only,
+                page_size=SLOTS,
+                num_pages=1,
+                state_from=(starts == 0).astype(jnp.int32),  # entry 1 is past the end
+                state_to=jnp.zeros((1,), jnp.int32),
+            )
+            meta = meta._replace(positions=positions, num_tokens=jnp.int32(len(token_ids)))
             metas = (meta,) * (max(config.cache.group_of) + 1)
             hidden, kv = model(token_ids, positions, kv, metas, attention=contiguous_attention)
             return model.logits(hidden, meta.num_tokens), kv
 
-        self._step = jax.jit(step)
+        self._step = functools.partial(jax.jit(step, static_argnames="decode_only"), self.leaves)
         self.reset()
 
     def reset(self) -> None:
@@ -104,14 +108,26 @@ class Sequence:
         """Appends tokens. Returns the logits after the last one, float32 [V]."""
         for begin in range(0, len(tokens), chunk):
             part = tokens[begin : begin + chunk]
-            token_ids = np.zeros(CHUNK, np.int32)
-            positions = np.full(CHUNK, SLOTS - 1, np.int32)
+            decode_only = self._decodes and len(part) == 1
+            size = 1 if decode_only else CHUNK
+            token_ids = np.zeros(size, np.int32)
+            positions = np.full(size, SLOTS - 1, np.int32)
             token_ids[: len(part)] = part
             positions[: len(part)] = np.arange(self.length, self.length + len(part))
-            logits, self.kv = self._step(self.leaves, token_ids, positions, self.kv)
+            logits, self.kv = self._step(
+                token_ids, positions, jnp.int32(len(part)), self.kv, decode_only=decode_only
+            )
             self.length += len(part)
             last = np.array(logits[len(part) - 1])
         return last
+
+
+def _empty(layer):
+    """A layer's cache before the first token."""
+    if isinstance(layer, SlotState):
+        return tuple(jnp.zeros((1, *value.shape), value.dtype) for value in layer.values)
+    heads = (2, layer.num_kv_heads) if isinstance(layer, PagedKV) else (1, 1)
+    return jnp.zeros((SLOTS, *heads, layer.head_dim), jnp.float32)
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from jax import lax
 from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV, SlotState
+from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from tests.support.models.toy import VOCAB, plain_rules, toy_model
 
 _DIM = 4
@@ -60,6 +61,7 @@ class HybridLM(nnx.Module):
         metas: tuple[AttentionMeta, ...],
         *,
         attention: AttentionOp,
+        recurrent: RecurrentOps,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Hidden [T, 4]: the sum, the state, the token before, and the number of tokens."""
         (state,), *pages, (newest,) = kv

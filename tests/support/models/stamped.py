@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from penstock.runtime.engine import Engine
 from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
+from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from tests.support.models.toy import VOCAB, plain_rules, toy_engine, toy_model
 
 _DIM = 4
@@ -101,6 +102,7 @@ class StampedLM(nnx.Module):
         metas: tuple[AttentionMeta, ...],
         *,
         attention: AttentionOp,
+        recurrent: RecurrentOps,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Hidden [T, 2]: the sum so far, and how many tokens."""
         zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)

@@ -21,6 +21,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.loop.interface import Observer
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
+from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from tests.support.models.toy import EOS, VOCAB, plain_rules, toy_engine, toy_model
 
 __all__ = ["EOS", "VOCAB", "Tables", "random_tables", "serve", "table_engine", "table_model"]
@@ -79,6 +80,7 @@ class TableLM(nnx.Module):
         metas: tuple[AttentionMeta, ...],
         *,
         attention: AttentionOp,
+        recurrent: RecurrentOps,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Hidden [T, 2]: the sum of all tokens so far, and the newest token."""
         zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)

@@ -32,6 +32,7 @@ from penstock.runtime.loop.interface import Observer
 from penstock.runtime.models.load_rules import LoadRule, LoadRules, Source, Target
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
+from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 
 VOCAB = 61
@@ -66,6 +67,7 @@ class ToyLM(nnx.Module):
         metas: tuple[AttentionMeta, ...],
         *,
         attention: AttentionOp,
+        recurrent: RecurrentOps,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)
         values = zeros.at[:, 0, 0].set(token_ids.astype(jnp.float32))

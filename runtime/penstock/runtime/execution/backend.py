@@ -26,6 +26,7 @@ from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.ops.attention import AttentionOp, native_paged_attention, paged_attention
 from penstock.runtime.ops.native import attention as attention_kernels
 from penstock.runtime.ops.native import huge_pages, library
+from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT, RecurrentOps
 from penstock.runtime.ops.sampler import SamplerOp, native_sample, sample
 
 ArrayShape = jax.ShapeDtypeStruct
@@ -53,6 +54,9 @@ class Backend:
     attends_batch_invariantly: Callable[[ArrayShape, ArrayShape, int | None], bool] = _never_batch_invariant
     """Whether the bits that `attention` gives a token depend on its own row alone, for queries [T, H, D] and
     a layer's cache of these shapes and dtypes, and with this `value_dim`."""
+    recurrent: RecurrentOps = XLA_RECURRENT
+    recurs_batch_invariantly: bool = False
+    """Whether the bits that `recurrent` gives a token depend on its own row alone."""
     sampler: SamplerOp = sample
     packed_dtype: np.dtype[np.generic] | None = None
     """Models in this dtype have their linear weights packed for the native kernels; None: no model has."""

@@ -111,6 +111,7 @@ class ProgramBuilder:
             self._layout(key),
             self._shapes,
             self.backend.attention,
+            self.backend.recurrent,
             self.backend.sampler,
             key.num_steps or self.config.max_decode_steps,
         )
@@ -163,7 +164,10 @@ class ProgramBuilder:
         return Layout(key, len(self.num_pages), has_snapshots=self.config.num_snapshots > 0)
 
     def _forward(self, key: ProgramKey) -> Callable[..., Forward]:
-        return make_forward(self.rebuild, self._layout(key), self._shapes, self.backend.attention)
+        backend = self.backend
+        return make_forward(
+            self.rebuild, self._layout(key), self._shapes, backend.attention, backend.recurrent
+        )
 
     def _outputs(self, key: ProgramKey) -> Forward:
         """The shapes of what a forward returns."""

@@ -25,6 +25,7 @@ from jax import Array, lax
 
 from penstock.runtime.execution.step_buffer import FEEDBACK, Layout, Unpacked
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta, with_pages
+from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from penstock.runtime.ops.sampler import RowState, SamplerOp
 from penstock.runtime.ops.sampling_codes import PENALTIES
 from penstock.runtime.ops.state_copies import choose_copies
@@ -48,6 +49,7 @@ class StepModel(Protocol):
         metas: tuple[AttentionMeta, ...],
         *,
         attention: AttentionOp,
+        recurrent: RecurrentOps,
     ) -> tuple[Array, KVCache]:
         """Tokens and positions int32[T] -> hidden states [T, E] and the updated cache. `metas` has one entry
         for each group of the cache's layers.
@@ -99,6 +101,7 @@ def _run_model(
     layout: Layout,
     shapes: StepShapes,
     attention: AttentionOp,
+    recurrent: RecurrentOps,
     *,
     kv: KVCache,
     batch: Unpacked,
@@ -131,7 +134,7 @@ def _run_model(
     metas = (meta, *(with_pages(meta, table, shapes.page_size, num_pages) for table, num_pages in others))
     tokens = jnp.where(tokens == FEEDBACK, last[meta.token_rows], tokens)
     with jax.named_scope("model"):
-        hidden, kv = model(tokens, meta.positions, kv, metas, attention=attention)
+        hidden, kv = model(tokens, meta.positions, kv, metas, attention=attention, recurrent=recurrent)
         at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
         num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
         logits = model.logits(hidden[at], num_rows)
@@ -151,7 +154,7 @@ def _add_pages(state: RowState, batch: Unpacked) -> RowState:
 
 
 def make_forward(
-    rebuild: Rebuild, layout: Layout, shapes: StepShapes, attention: AttentionOp
+    rebuild: Rebuild, layout: Layout, shapes: StepShapes, attention: AttentionOp, recurrent: RecurrentOps
 ) -> Callable[[Weights, KVCache, RowState, Array], Forward]:
     """A program that runs the model over one step of any mix of chunks and decodes."""
 
@@ -163,6 +166,7 @@ def make_forward(
             layout,
             shapes,
             attention,
+            recurrent,
             kv=kv,
             batch=batch,
             tokens=layout.unpack_tokens(packed),
@@ -201,6 +205,7 @@ def make_window(
     layout: Layout,
     shapes: StepShapes,
     attention: AttentionOp,
+    recurrent: RecurrentOps,
     sampler: SamplerOp,
     max_steps: int,
 ) -> Callable[[Weights, KVCache, RowState, Array], tuple[Chosen, KVCache, RowState]]:
@@ -230,6 +235,7 @@ def make_window(
                 layout,
                 shapes,
                 attention,
+                recurrent,
                 kv=carry.kv,
                 batch=batch,
                 tokens=feedback,

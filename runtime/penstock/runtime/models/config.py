@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
+
+import jax
+import numpy as np
 
 from penstock.runtime.models.rope import RopeConfig
-from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV
+from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV, SlotState
 from penstock.runtime.ops.native.activations import Activation as ExpertActivation
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -95,6 +98,37 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvConfig:
+    """A gated short convolution in the place of attention (LFM2): out(c * conv(b * x)), where b, c and x are
+    products of the hidden state.
+
+    channels: of the convolution. num_taps: how many latest tokens, itself included, a token reads. bias: the
+    products and the convolution have one.
+    """
+
+    channels: int
+    num_taps: int
+    bias: bool = False
+
+    @property
+    def kept(self) -> SlotState:
+        """The inputs that the convolution reads of tokens before a step."""
+        return SlotState((_float32(self.num_taps - 1, self.channels),))
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Of the products with hidden states."""
+        return 4 * hidden_size * self.channels
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, np.dtype(np.float32))
+
+
+RecurrentConfig: TypeAlias = ShortConvConfig
+"""What stands in the place of attention, and keeps state by slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConfig:
     """A gated MLP: down(activation(gate(x)) * up(x))."""
 
@@ -161,14 +195,15 @@ class MLPAndExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """One layer: attention and MLP (or experts), each with its norms, added to the residual stream.
+    """One layer: attention (or what stands in its place) and MLP (or experts), each with its norms, added to
+    the residual stream.
 
     residual_multiplier: what attention and MLP give is multiplied by it before it is added. has_scalar: the
     layer's result is multiplied by a number of the checkpoint. shares_kv_of: the earlier layer to whose keys
     and values this one attends; None: its own.
     """
 
-    attention: AttentionConfig | LatentConfig
+    attention: AttentionConfig | LatentConfig | RecurrentConfig
     mlp: MLPConfig | ExpertsConfig | MLPAndExpertsConfig
     norms: Norms = "pre"
     residual_multiplier: float = 1.0
@@ -221,15 +256,7 @@ class ModelConfig:
         """The model as a server computes it whose sequences have at most `max_len` tokens: LongRoPE has other
         frequencies in contexts beyond the one that the model was first trained on.
         """
-        layers = [
-            layer
-            if layer.attention.rope is None
-            else replace(
-                layer, attention=replace(layer.attention, rope=layer.attention.rope.for_context(max_len))
-            )
-            for layer in self.layers
-        ]
-        return replace(self, layers=tuple(layers))
+        return replace(self, layers=tuple(_for_context(layer, max_len) for layer in self.layers))
 
     @property
     def cache(self) -> CacheSpec:
@@ -249,8 +276,20 @@ class ModelConfig:
         return tuple(entries)
 
 
-def _kept(attention: AttentionConfig | LatentConfig) -> PagedKV | LatentKV:
+def _for_context(layer: LayerConfig, max_len: int) -> LayerConfig:
+    """See `ModelConfig.for_context`."""
+    attention = layer.attention
+    if isinstance(attention, RecurrentConfig) or attention.rope is None:
+        return layer
+    return replace(layer, attention=replace(attention, rope=attention.rope.for_context(max_len)))
+
+
+def _kept(
+    attention: AttentionConfig | LatentConfig | RecurrentConfig,
+) -> PagedKV | LatentKV | SlotState:
     """What attention keeps of each token. Chunks count as windows, which are never shorter."""
+    if isinstance(attention, RecurrentConfig):
+        return attention.kept
     if isinstance(attention, LatentConfig):
         return LatentKV(attention.latent_dim, attention.rope_dim)
     bounds: Sequence[int | None] = (attention.window, attention.chunk)

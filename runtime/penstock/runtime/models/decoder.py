@@ -1,4 +1,4 @@
-"""CausalLM: a decoder of attention and MLP layers, configured by `ModelConfig`.
+"""CausalLM: a decoder of attention, or recurrent, and MLP layers, configured by `ModelConfig`.
 
 The layers are unrolled, with one array for the weight of each product, because stacked weights under
 `lax.scan` are ten times slower on CPU. All small parameters share a few arrays (`pools`). Layers that are
@@ -6,6 +6,8 @@ fused name their parts (`linear.Linear`); a family says what a checkpoint calls 
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from flax import nnx
 from penstock.runtime.models.config import (
     AttentionConfig,
     ExpertsConfig,
+    LatentConfig,
     MLPAndExpertsConfig,
     MLPConfig,
     ModelConfig,
@@ -26,11 +29,13 @@ from penstock.runtime.models.layers.latent import LatentAttention
 from penstock.runtime.models.layers.mlp import MLP
 from penstock.runtime.models.layers.mlp_and_experts import MLPAndExperts
 from penstock.runtime.models.layers.per_layer import PerLayerAddition, PerLayerInputs
+from penstock.runtime.models.layers.recurrent.short_conv import ShortConv
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, logits
 from penstock.runtime.models.norms import RMSNorm, Vector
 from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, paged_attention
 from penstock.runtime.ops.native.norm import can_normalize
+from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT, RecurrentOps
 
 
 class DecoderLayer(nnx.Module):
@@ -52,12 +57,7 @@ class DecoderLayer(nnx.Module):
 
         before, after = ours.norms in ("pre", "sandwich"), ours.norms in ("post", "sandwich")
         self.attention_norm = norm(wanted=before)
-        group = config.cache.group_of[config.cache_entries[layer]]
-        self.self_attn = (
-            Attention(config, ours.attention, layer, group, dtype, linear, planners)
-            if isinstance(ours.attention, AttentionConfig)
-            else LatentAttention(config, ours.attention, group, dtype, linear, planners)
-        )
+        self.self_attn = _attention(config, layer, dtype, linear, planners)
         self.attention_out_norm = norm(wanted=after)
         self.mlp_norm = norm(wanted=before)
         mlp = ours.mlp
@@ -73,7 +73,7 @@ class DecoderLayer(nnx.Module):
 
     @property
     def is_native(self) -> bool:
-        """Whether native kernels compute the layer, except `attention` itself."""
+        """Whether native kernels compute the layer, except `attention` and `recurrent` themselves."""
         parts_are = self.self_attn.is_native and self.mlp.is_native
         added_natively = self.per_layer is None or self.per_layer.is_native
         return self.joins_natively and parts_are and added_natively
@@ -81,10 +81,10 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        kv: jax.Array,
+        kv: Any,
         inputs: LayerInputs,
         of_layer: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Any]:
         """x [T, E] -> ([T, E], this layer's new cache). `of_layer`: the tokens' embeddings for this layer, if
         the model has such, [T, size].
         """
@@ -97,6 +97,19 @@ class DecoderLayer(nnx.Module):
         if self.per_layer is not None and of_layer is not None:
             x = self.per_layer(x, of_layer, inputs)
         return x if self.layer_scalar is None else x * self.layer_scalar(inputs.pools)[None], kv
+
+
+def _attention(
+    config: ModelConfig, layer: int, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
+) -> Attention | LatentAttention | ShortConv:
+    """The module of a layer's attention, or of what stands in its place."""
+    ours = config.layers[layer].attention
+    group = config.cache.group_of[config.cache_entries[layer]]
+    if isinstance(ours, AttentionConfig):
+        return Attention(config, ours, layer, group, dtype, linear, planners)
+    if isinstance(ours, LatentConfig):
+        return LatentAttention(config, ours, group, dtype, linear, planners)
+    return ShortConv(config, ours, dtype, linear, planners)
 
 
 def _mlp(
@@ -153,10 +166,11 @@ class CausalLM(nnx.Module):
 
     @property
     def is_native(self) -> bool:
-        """Whether native kernels compute the head's product and all of the layers except attention. XLA then
-        only looks up embeddings and makes angles. A model that needs more of it is native only if that is one
-        rounded operation for each element between two kernels, such as a product with a constant. XLA may
-        fuse two operations, or add over channels in another order, where the program has another shape.
+        """Whether native kernels compute the head's product and all of the layers except `attention` and
+        `recurrent`. XLA then only looks up embeddings and makes angles. A model that needs more of it is
+        native only if that is one rounded operation for each element between two kernels, such as a product
+        with a constant. XLA may fuse two operations, or add over channels in another order, where the program
+        has another shape.
         """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         begins_natively = self.per_layer is None or self.per_layer.is_native
@@ -166,11 +180,12 @@ class CausalLM(nnx.Module):
         self,
         token_ids: jax.Array,
         positions: jax.Array,
-        kv: tuple[jax.Array, ...],
+        kv: tuple[Any, ...],
         metas: tuple[AttentionMeta, ...],
         *,
         attention: AttentionOp = paged_attention,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        recurrent: RecurrentOps = XLA_RECURRENT,
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Runs a ragged batch of tokens through the decoder.
 
         token_ids, positions: int32 [T]. kv: one cache for each layer that has its own. metas: the row and
@@ -178,7 +193,12 @@ class CausalLM(nnx.Module):
         final norm [T, E] in the model's dtype, and the new caches.
         """
         inputs = LayerInputs(
-            angles=Angles(positions), metas=metas, attention=attention, pools=self.pools, shared_kv={}
+            angles=Angles(positions),
+            metas=metas,
+            attention=attention,
+            recurrent=recurrent,
+            pools=self.pools,
+            shared_kv={},
         )
         x = self.embed_tokens(token_ids, inputs.pools)
         if self.config.embedding_scale != 1.0:

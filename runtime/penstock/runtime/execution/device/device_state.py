@@ -163,8 +163,12 @@ class DeviceState:
 
     @property
     def attends_batch_invariantly(self) -> bool:
-        """See `Backend.attends_batch_invariantly`, for the model's queries and its cache."""
+        """See `Backend.attends_batch_invariantly`, for the model's queries and its cache, and
+        `Backend.recurs_batch_invariantly`, if it keeps state.
+        """
         config = self._config
+        if self._cache.has_state and not self._backend.recurs_batch_invariantly:
+            return False
         return all(
             self._backend.attends_batch_invariantly(
                 jax.ShapeDtypeStruct((1, 1, layer.head_dim), config.dtype),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.runtime.models.config import AttentionConfig, LatentConfig
+from penstock.runtime.models.config import AttentionConfig, LatentConfig, RecurrentConfig
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.rope import RopeConfig, longrope_attention_factor
 
@@ -43,9 +43,9 @@ def _factors(fields: Fields, name: str) -> tuple[float, ...]:
     return tuple(float(v) for v in numbers)
 
 
-def check_rotation(fields: Fields, attention: AttentionConfig | LatentConfig) -> None:
+def check_rotation(fields: Fields, attention: AttentionConfig | LatentConfig | RecurrentConfig) -> None:
     """Notes a problem unless whole pairs of channels are rotated, each of which has its factors."""
-    if attention.rope is None or not isinstance(attention, AttentionConfig):
+    if not isinstance(attention, AttentionConfig) or attention.rope is None:
         return
     pairs, rest = divmod(attention.rotary_dim, 2)
     if rest or not pairs:

@@ -16,6 +16,7 @@ from penstock.runtime.models.pools import Pools
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
 from penstock.runtime.ops.native.norm import normalize
+from penstock.runtime.ops.recurrent.operations import RecurrentOps
 
 
 class Angles:
@@ -50,6 +51,7 @@ class LayerInputs(NamedTuple):
     metas: tuple[AttentionMeta, ...]
     """One for each group of the cache's layers. They differ in pages only."""
     attention: AttentionOp
+    recurrent: RecurrentOps
     pools: Pools
     shared_kv: dict[int, tuple[jax.Array, jax.Array]]
     """Layer to its keys and values of this step [T, K, D], for later layers that share them."""

@@ -1,0 +1,1 @@
+"""The layers that stand in the place of attention and keep state by slot."""

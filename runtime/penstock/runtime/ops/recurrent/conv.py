@@ -1,0 +1,80 @@
+"""A causal convolution of a few taps over each channel, on a ragged batch, in plain XLA.
+
+The inputs of the step are laid out row after row, each row behind the K - 1 inputs before it, which its state
+holds. Then the inputs that any token reads, and those that a row keeps, lie side by side.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from penstock.runtime.ops.attention import AttentionMeta
+
+ConvActivation = Literal["silu"]
+
+
+class ConvOp(Protocol):
+    """`causal_conv` as layers call it."""
+
+    def __call__(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None,
+        state: Array,
+        meta: AttentionMeta,
+        activation: ConvActivation | None = None,
+    ) -> tuple[Array, Array]: ...
+
+
+def causal_conv(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    state: Array,
+    meta: AttentionMeta,
+    activation: ConvActivation | None = None,
+) -> tuple[Array, Array]:
+    """y[t, c] = activation(bias[c] + sum over k of weight[k, c] * x[t - (K - 1) + k, c]), where the row's
+    inputs of earlier steps come from `state`, and those before its first token are zeros.
+
+    x [T, C], weight [K, C] and bias [C] in the model's dtype or float32, K at least 2; state float32 [S, K -
+    1, C], the oldest input first. Sums and activation are float32. Returns y [T, C] in x's dtype (padding
+    tokens hold finite values if x does), and the state with the entries `meta.state_to` and `state_cut_to`
+    replaced.
+    """
+    assert meta.state_from is not None
+    assert meta.state_to is not None
+    (num_taps, _), (num_tokens, _), num_rows = weight.shape, x.shape, meta.q_lens.shape[0]
+    kept = num_taps - 1
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    firsts = jnp.cumsum(meta.q_lens) - meta.q_lens + kept * jnp.arange(num_rows, dtype=jnp.int32)
+    before = state.at[meta.state_from].get(mode="fill", fill_value=0)
+    # Padding tokens lie behind the last row, and padding rows before them.
+    places = token + kept * jnp.where(token < meta.num_tokens, meta.token_rows + 1, num_rows)
+    laid = jnp.zeros((num_tokens + kept * num_rows, x.shape[1]), jnp.float32)
+    laid = laid.at[places].set(x.astype(jnp.float32), unique_indices=True)
+    laid = laid.at[_spans(firsts, kept)].set(before, unique_indices=True)
+
+    wide = weight.astype(jnp.float32)
+    y = sum(wide[tap][None, :] * laid[places - kept + tap] for tap in range(num_taps))
+    assert isinstance(y, jax.Array)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)[None, :]
+    if activation == "silu":
+        y = jax.nn.silu(y)
+    state = state.at[meta.state_to].set(laid[_spans(firsts + meta.q_lens, kept)], mode="drop")
+    if meta.state_cut is not None:
+        assert meta.state_cut_to is not None
+        cut_to = jnp.where(meta.state_cut > 0, meta.state_cut_to, state.shape[0])
+        state = state.at[cut_to].set(laid[_spans(firsts + meta.state_cut, kept)], mode="drop")
+    return y.astype(x.dtype), state
+
+
+def _spans(begins: Array, length: int) -> Array:
+    """begins int32[R] -> int32[R, length]: the `length` places from each on."""
+    return begins[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]

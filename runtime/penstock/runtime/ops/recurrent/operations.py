@@ -1,0 +1,19 @@
+"""The operations that recurrent layers are given, as one value that the backend chooses."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.runtime.ops.recurrent.conv import ConvOp, causal_conv
+
+
+class RecurrentOps(NamedTuple):
+    """The operations of recurrent layers. Each takes the state of its layer, float32 [S, ...] by entry of
+    `AttentionMeta.state_from` and `state_to`, and returns the new one.
+    """
+
+    conv: ConvOp = causal_conv
+
+
+XLA_RECURRENT = RecurrentOps()
+"""All operations in XLA."""
