@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bench.checkpoint import SHAPES, write_checkpoint
 from penstock.runtime import Engine
 from penstock.runtime.updating.interface import UpdateOutcome
-from tests.runtime.updating.conftest import GOLDEN
+from tests.support.goldens import GOLDEN, few
 from tests.support.updating import (
     Arrays,
     begun,
@@ -45,7 +45,10 @@ class Served:
     count: int = 0
 
 
-@pytest.fixture(scope="module", params=["plain", "tied", "packed", "int8", "packed int8"])
+FORMATS = ("plain", "tied", "packed", "int8", "packed int8")
+
+
+@pytest.fixture(scope="module", params=few(FORMATS, ["tied", "packed", "packed int8"]))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("served")
     directory, changes = GOLDEN / "qwen2", {}

@@ -20,7 +20,7 @@ from tests.service.rig import Rig, serving
 from tests.service.weights.answers import Ask, answers, asks
 from tests.service.weights.fleet import Version, fleet
 from tests.service.weights.pushing import COMMITTED, digest, num_bytes, push
-from tests.support.goldens import GOLDEN, NAMES
+from tests.support.goldens import GOLDEN, NAMES, few
 from tests.support.models.tiny import VOCAB
 from tests.support.models.toy import TEST_CACHE
 
@@ -71,9 +71,7 @@ def read(directory: Path) -> dict[str, NDArray[Any]]:
     return {name: np.asarray(entry.map()) for name, entry in find_tensors(directory).items()}
 
 
-@pytest.mark.parametrize(
-    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.sweep) for name in NAMES[1:])]
-)
+@pytest.mark.parametrize("name", few(NAMES, ["qwen3"]))
 async def test_a_golden_that_is_pushed_answers_as_pytorch(name: str, tmp_path: Path) -> None:
     """Of every architecture: the server starts with other weights, and is given those of the golden. Each
     way of staging takes its turn, with the other weights in between.

@@ -77,14 +77,14 @@ def assert_drawn_from(counts: NDArray[Any], probs: NDArray[np.float64]) -> None:
     [
         ({}, WEIGHTS),
         ({"temperature": 0.5}, [w**2 for w in WEIGHTS]),
-        ({"temperature": 3.0}, [w ** (1 / 3) for w in WEIGHTS]),
-        ({"top_k": 2}, [4, 3]),
+        pytest.param({"temperature": 3.0}, [w ** (1 / 3) for w in WEIGHTS], marks=pytest.mark.sweep),
+        pytest.param({"top_k": 2}, [4, 3], marks=pytest.mark.sweep),
         ({"top_p": 0.75}, [4, 3, 2]),
-        ({"min_p": 0.12}, [40, 30, 20, 6]),
+        pytest.param({"min_p": 0.12}, [40, 30, 20, 6], marks=pytest.mark.sweep),
         ({"temperature": 2.0, "top_k": 4, "top_p": 0.7, "min_p": 0.8}, [0.4**0.5, 0.3**0.5]),
         ({"logit_bias": ((1, np.log(2)), (3, -np.inf))}, [4, 6, 2, 0, 0.4]),
         ({"allowed_token_ids": (1, 3, 4)}, [0, 30, 0, 6, 4]),
-        ({"bad_words": ((0,),)}, [0, 30, 20, 6, 4]),
+        pytest.param({"bad_words": ((0,),)}, [0, 30, 20, 6, 4], marks=pytest.mark.sweep),
         # 0 and 4 are in the prompt, and the logarithms are negative: w ** penalty
         ({"repetition_penalty": 1.5}, [0.4**1.5, 0.3, 0.2, 0.06, 0.04**1.5]),
         ({"repetition_penalty": 1.5, "temperature": 2.0, "logit_bias": ((2, np.log(3)),)},
@@ -103,10 +103,10 @@ def test_first_tokens_over_seeds(engine: Engine, sampling: dict[str, Any], weigh
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"presence_penalty": 1.0},
+        pytest.param({"presence_penalty": 1.0}, marks=pytest.mark.sweep),
         {"frequency_penalty": -0.7, "repetition_penalty": 1.3},
         {"frequency_penalty": 0.5, "logit_bias": ((3, 1.0),), "temperature": 2.5},
-        {"presence_penalty": -1.0, "top_k": 3},
+        pytest.param({"presence_penalty": -1.0, "top_k": 3}, marks=pytest.mark.sweep),
         {"bad_words": ((0, 1), (2, 2)), "repetition_penalty": 0.8},
     ],
 )
