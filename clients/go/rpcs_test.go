@@ -71,6 +71,16 @@ func TestEveryMethodOfTheContract(t *testing.T) {
 		t.Error(split, joined)
 	}
 
+	// The demo model makes neither embeddings nor scores.
+	_, refused := client.Inference.Embed(ctx, &penstockv1.EmbedRequest{})
+	if !errors.Is(refused, penstock.ErrUnsupportedFeature) {
+		t.Error(refused)
+	}
+	_, refused = client.Inference.Score(ctx, &penstockv1.ScoreRequest{})
+	if !errors.Is(refused, penstock.ErrUnsupportedFeature) {
+		t.Error(refused)
+	}
+
 	page := must[*penstockv1.GetVocabularyResponse](t)(
 		client.Control.GetVocabulary(ctx, &penstockv1.GetVocabularyRequest{FirstTokenId: split.TokenIds[0]}))
 	if !page.IsExact || !strings.HasPrefix("Once upon a time", string(page.Tokens[0])) || len(page.Tokens[0]) == 0 {

@@ -82,6 +82,12 @@ ROWS = (
     row(f"GenerateRequest.prompt {UNSUPPORTED}", generate("x"), TOKENLESS),
     row(f"GenerateRequest.adapter {UNSUPPORTED}", generate("x", adapter="a")),
     row(f"GenerateRequest.priority {UNSUPPORTED}", generate("x", priority=-1)),
+    row(f"GenerateRequest.media {UNSUPPORTED}", generate("x", media=[types_pb2.Image(data=b"x")])),
+    row(
+        f"ChatMessage.parts {UNSUPPORTED}",
+        generate(chat={"messages": [types_pb2.ChatMessage(parts=[types_pb2.ContentPart(text="x")])]}),
+    ),
+    row(f"OutputOptions.hidden_states {UNSUPPORTED}", generate("x", output={"hidden_states": True})),
     row(
         "GenerateRequest.min_weights FAILED_PRECONDITION WEIGHTS_TOO_OLD",
         generate("x", min_weights=types_pb2.WeightsVersion(label="initial", generation=2)),

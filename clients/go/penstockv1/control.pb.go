@@ -54,6 +54,14 @@ const (
 	Feature_FEATURE_TRACING Feature = 9
 	// Profile: the server has a folder for profiles.
 	Feature_FEATURE_PROFILE Feature = 10
+	// ContentPart.image and GenerateRequest.media: the model sees images.
+	Feature_FEATURE_IMAGES Feature = 11
+	// InferenceService.Embed.
+	Feature_FEATURE_EMBED Feature = 12
+	// InferenceService.Score.
+	Feature_FEATURE_SCORE Feature = 13
+	// OutputOptions.hidden_states.
+	Feature_FEATURE_HIDDEN_STATES Feature = 14
 )
 
 // Enum value maps for Feature.
@@ -70,6 +78,10 @@ var (
 		8:  "FEATURE_BATCH_INVARIANT",
 		9:  "FEATURE_TRACING",
 		10: "FEATURE_PROFILE",
+		11: "FEATURE_IMAGES",
+		12: "FEATURE_EMBED",
+		13: "FEATURE_SCORE",
+		14: "FEATURE_HIDDEN_STATES",
 	}
 	Feature_value = map[string]int32{
 		"FEATURE_UNSPECIFIED":     0,
@@ -83,6 +95,10 @@ var (
 		"FEATURE_BATCH_INVARIANT": 8,
 		"FEATURE_TRACING":         9,
 		"FEATURE_PROFILE":         10,
+		"FEATURE_IMAGES":          11,
+		"FEATURE_EMBED":           12,
+		"FEATURE_SCORE":           13,
+		"FEATURE_HIDDEN_STATES":   14,
 	}
 )
 
@@ -193,8 +209,15 @@ type GetModelInfoResponse struct {
 	// "enable_thinking", in the order of the alphabet. Others have no effect on them, except for the names of the
 	// tokenizer's special tokens, such as "bos_token", which are not listed.
 	TemplateVariables []string `protobuf:"bytes,13,rep,name=template_variables,json=templateVariables,proto3" json:"template_variables,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// What the model takes of images; unset where it takes none.
+	ImageLimits *ImageLimits `protobuf:"bytes,14,opt,name=image_limits,json=imageLimits,proto3" json:"image_limits,omitempty"`
+	// How many numbers a hidden state has, and so an embedding that is not cut. 0 on a server that sends neither.
+	// Unit: numbers.
+	HiddenSize uint32 `protobuf:"varint,15,opt,name=hidden_size,json=hiddenSize,proto3" json:"hidden_size,omitempty"`
+	// What EmbedRequest.pooling means that a request leaves out; POOLING_UNSPECIFIED on a server without FEATURE_EMBED.
+	DefaultPooling Pooling `protobuf:"varint,16,opt,name=default_pooling,json=defaultPooling,proto3,enum=penstock.v1.Pooling" json:"default_pooling,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *GetModelInfoResponse) Reset() {
@@ -318,6 +341,113 @@ func (x *GetModelInfoResponse) GetTemplateVariables() []string {
 	return nil
 }
 
+func (x *GetModelInfoResponse) GetImageLimits() *ImageLimits {
+	if x != nil {
+		return x.ImageLimits
+	}
+	return nil
+}
+
+func (x *GetModelInfoResponse) GetHiddenSize() uint32 {
+	if x != nil {
+		return x.HiddenSize
+	}
+	return 0
+}
+
+func (x *GetModelInfoResponse) GetDefaultPooling() Pooling {
+	if x != nil {
+		return x.DefaultPooling
+	}
+	return Pooling_POOLING_UNSPECIFIED
+}
+
+// What a server takes of the images in requests.
+type ImageLimits struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The most images of a request.
+	// Unit: images.
+	MaxImages uint32 `protobuf:"varint,1,opt,name=max_images,json=maxImages,proto3" json:"max_images,omitempty"`
+	// The most bytes of one image's file. All images of a request must also fit into one message, see
+	// GetServerInfoResponse.max_request_bytes.
+	// Unit: bytes.
+	MaxImageBytes uint64 `protobuf:"varint,2,opt,name=max_image_bytes,json=maxImageBytes,proto3" json:"max_image_bytes,omitempty"`
+	// The most pixels that an image has, its width times its height, as the head of its file tells them.
+	// Unit: pixels.
+	MaxImagePixels uint64 `protobuf:"varint,3,opt,name=max_image_pixels,json=maxImagePixels,proto3" json:"max_image_pixels,omitempty"`
+	// The forms of files that the server reads, such as "image/png".
+	MediaTypes []string `protobuf:"bytes,4,rep,name=media_types,json=mediaTypes,proto3" json:"media_types,omitempty"`
+	// The token that stands for an image in a prompt, where GenerateRequest.media has the image.
+	ImageTokenId  uint32 `protobuf:"varint,5,opt,name=image_token_id,json=imageTokenId,proto3" json:"image_token_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ImageLimits) Reset() {
+	*x = ImageLimits{}
+	mi := &file_penstock_v1_control_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ImageLimits) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ImageLimits) ProtoMessage() {}
+
+func (x *ImageLimits) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_control_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ImageLimits.ProtoReflect.Descriptor instead.
+func (*ImageLimits) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *ImageLimits) GetMaxImages() uint32 {
+	if x != nil {
+		return x.MaxImages
+	}
+	return 0
+}
+
+func (x *ImageLimits) GetMaxImageBytes() uint64 {
+	if x != nil {
+		return x.MaxImageBytes
+	}
+	return 0
+}
+
+func (x *ImageLimits) GetMaxImagePixels() uint64 {
+	if x != nil {
+		return x.MaxImagePixels
+	}
+	return 0
+}
+
+func (x *ImageLimits) GetMediaTypes() []string {
+	if x != nil {
+		return x.MediaTypes
+	}
+	return nil
+}
+
+func (x *ImageLimits) GetImageTokenId() uint32 {
+	if x != nil {
+		return x.ImageTokenId
+	}
+	return 0
+}
+
 // Asks for the server's limits. It has no fields.
 type GetServerInfoRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -327,7 +457,7 @@ type GetServerInfoRequest struct {
 
 func (x *GetServerInfoRequest) Reset() {
 	*x = GetServerInfoRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[2]
+	mi := &file_penstock_v1_control_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -339,7 +469,7 @@ func (x *GetServerInfoRequest) String() string {
 func (*GetServerInfoRequest) ProtoMessage() {}
 
 func (x *GetServerInfoRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[2]
+	mi := &file_penstock_v1_control_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -352,7 +482,7 @@ func (x *GetServerInfoRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetServerInfoRequest.ProtoReflect.Descriptor instead.
 func (*GetServerInfoRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{2}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{3}
 }
 
 // The server, and its limits.
@@ -384,14 +514,17 @@ type GetServerInfoResponse struct {
 	// Unit: tokens.
 	MaxLogprobs uint32 `protobuf:"varint,9,opt,name=max_logprobs,json=maxLogprobs,proto3" json:"max_logprobs,omitempty"`
 	// The devices that compute, one name for each.
-	Devices       []string `protobuf:"bytes,10,rep,name=devices,proto3" json:"devices,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Devices []string `protobuf:"bytes,10,rep,name=devices,proto3" json:"devices,omitempty"`
+	// The most bytes of a request's message; a larger one is RESOURCE_EXHAUSTED MESSAGE_TOO_LARGE.
+	// Unit: bytes.
+	MaxRequestBytes uint64 `protobuf:"varint,11,opt,name=max_request_bytes,json=maxRequestBytes,proto3" json:"max_request_bytes,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *GetServerInfoResponse) Reset() {
 	*x = GetServerInfoResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[3]
+	mi := &file_penstock_v1_control_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -403,7 +536,7 @@ func (x *GetServerInfoResponse) String() string {
 func (*GetServerInfoResponse) ProtoMessage() {}
 
 func (x *GetServerInfoResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[3]
+	mi := &file_penstock_v1_control_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -416,7 +549,7 @@ func (x *GetServerInfoResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetServerInfoResponse.ProtoReflect.Descriptor instead.
 func (*GetServerInfoResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{3}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *GetServerInfoResponse) GetServerVersion() string {
@@ -489,6 +622,13 @@ func (x *GetServerInfoResponse) GetDevices() []string {
 	return nil
 }
 
+func (x *GetServerInfoResponse) GetMaxRequestBytes() uint64 {
+	if x != nil {
+		return x.MaxRequestBytes
+	}
+	return 0
+}
+
 // Asks for the load. It has no fields.
 type GetLoadRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -498,7 +638,7 @@ type GetLoadRequest struct {
 
 func (x *GetLoadRequest) Reset() {
 	*x = GetLoadRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[4]
+	mi := &file_penstock_v1_control_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -510,7 +650,7 @@ func (x *GetLoadRequest) String() string {
 func (*GetLoadRequest) ProtoMessage() {}
 
 func (x *GetLoadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[4]
+	mi := &file_penstock_v1_control_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -523,7 +663,7 @@ func (x *GetLoadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetLoadRequest.ProtoReflect.Descriptor instead.
 func (*GetLoadRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{4}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{5}
 }
 
 // How busy the server is. "Request" means one output: a request with n = 4 counts four times.
@@ -554,7 +694,7 @@ type GetLoadResponse struct {
 
 func (x *GetLoadResponse) Reset() {
 	*x = GetLoadResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[5]
+	mi := &file_penstock_v1_control_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -566,7 +706,7 @@ func (x *GetLoadResponse) String() string {
 func (*GetLoadResponse) ProtoMessage() {}
 
 func (x *GetLoadResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[5]
+	mi := &file_penstock_v1_control_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -579,7 +719,7 @@ func (x *GetLoadResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetLoadResponse.ProtoReflect.Descriptor instead.
 func (*GetLoadResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{5}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *GetLoadResponse) GetRunningRequests() uint32 {
@@ -658,7 +798,7 @@ type WatchLoadResponse struct {
 
 func (x *WatchLoadResponse) Reset() {
 	*x = WatchLoadResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[6]
+	mi := &file_penstock_v1_control_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -670,7 +810,7 @@ func (x *WatchLoadResponse) String() string {
 func (*WatchLoadResponse) ProtoMessage() {}
 
 func (x *WatchLoadResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[6]
+	mi := &file_penstock_v1_control_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -683,7 +823,7 @@ func (x *WatchLoadResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchLoadResponse.ProtoReflect.Descriptor instead.
 func (*WatchLoadResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{6}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *WatchLoadResponse) GetAt() *timestamppb.Timestamp {
@@ -761,7 +901,7 @@ type TokenizeRequest struct {
 
 func (x *TokenizeRequest) Reset() {
 	*x = TokenizeRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[7]
+	mi := &file_penstock_v1_control_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -773,7 +913,7 @@ func (x *TokenizeRequest) String() string {
 func (*TokenizeRequest) ProtoMessage() {}
 
 func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[7]
+	mi := &file_penstock_v1_control_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -786,7 +926,7 @@ func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeRequest.ProtoReflect.Descriptor instead.
 func (*TokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{7}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *TokenizeRequest) GetInput() isTokenizeRequest_Input {
@@ -855,7 +995,7 @@ type TokenizeResponse struct {
 
 func (x *TokenizeResponse) Reset() {
 	*x = TokenizeResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[8]
+	mi := &file_penstock_v1_control_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -867,7 +1007,7 @@ func (x *TokenizeResponse) String() string {
 func (*TokenizeResponse) ProtoMessage() {}
 
 func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[8]
+	mi := &file_penstock_v1_control_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -880,7 +1020,7 @@ func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeResponse.ProtoReflect.Descriptor instead.
 func (*TokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{8}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *TokenizeResponse) GetTokenIds() []uint32 {
@@ -913,7 +1053,7 @@ type DetokenizeRequest struct {
 
 func (x *DetokenizeRequest) Reset() {
 	*x = DetokenizeRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[9]
+	mi := &file_penstock_v1_control_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -925,7 +1065,7 @@ func (x *DetokenizeRequest) String() string {
 func (*DetokenizeRequest) ProtoMessage() {}
 
 func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[9]
+	mi := &file_penstock_v1_control_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -938,7 +1078,7 @@ func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetokenizeRequest.ProtoReflect.Descriptor instead.
 func (*DetokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{9}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *DetokenizeRequest) GetTokenIds() []uint32 {
@@ -966,7 +1106,7 @@ type DetokenizeResponse struct {
 
 func (x *DetokenizeResponse) Reset() {
 	*x = DetokenizeResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[10]
+	mi := &file_penstock_v1_control_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -978,7 +1118,7 @@ func (x *DetokenizeResponse) String() string {
 func (*DetokenizeResponse) ProtoMessage() {}
 
 func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[10]
+	mi := &file_penstock_v1_control_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -991,7 +1131,7 @@ func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetokenizeResponse.ProtoReflect.Descriptor instead.
 func (*DetokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{10}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *DetokenizeResponse) GetText() string {
@@ -1016,7 +1156,7 @@ type GetVocabularyRequest struct {
 
 func (x *GetVocabularyRequest) Reset() {
 	*x = GetVocabularyRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[11]
+	mi := &file_penstock_v1_control_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1028,7 +1168,7 @@ func (x *GetVocabularyRequest) String() string {
 func (*GetVocabularyRequest) ProtoMessage() {}
 
 func (x *GetVocabularyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[11]
+	mi := &file_penstock_v1_control_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1041,7 +1181,7 @@ func (x *GetVocabularyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetVocabularyRequest.ProtoReflect.Descriptor instead.
 func (*GetVocabularyRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{11}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *GetVocabularyRequest) GetFirstTokenId() uint32 {
@@ -1084,7 +1224,7 @@ type GetVocabularyResponse struct {
 
 func (x *GetVocabularyResponse) Reset() {
 	*x = GetVocabularyResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[12]
+	mi := &file_penstock_v1_control_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1096,7 +1236,7 @@ func (x *GetVocabularyResponse) String() string {
 func (*GetVocabularyResponse) ProtoMessage() {}
 
 func (x *GetVocabularyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[12]
+	mi := &file_penstock_v1_control_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1109,7 +1249,7 @@ func (x *GetVocabularyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetVocabularyResponse.ProtoReflect.Descriptor instead.
 func (*GetVocabularyResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{12}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *GetVocabularyResponse) GetTokens() [][]byte {
@@ -1176,7 +1316,7 @@ type PauseRequest struct {
 
 func (x *PauseRequest) Reset() {
 	*x = PauseRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[13]
+	mi := &file_penstock_v1_control_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1188,7 +1328,7 @@ func (x *PauseRequest) String() string {
 func (*PauseRequest) ProtoMessage() {}
 
 func (x *PauseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[13]
+	mi := &file_penstock_v1_control_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1201,7 +1341,7 @@ func (x *PauseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseRequest.ProtoReflect.Descriptor instead.
 func (*PauseRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{13}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PauseRequest) GetInFlight() InFlightPolicy {
@@ -1246,7 +1386,7 @@ type PauseResponse struct {
 
 func (x *PauseResponse) Reset() {
 	*x = PauseResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[14]
+	mi := &file_penstock_v1_control_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1258,7 +1398,7 @@ func (x *PauseResponse) String() string {
 func (*PauseResponse) ProtoMessage() {}
 
 func (x *PauseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[14]
+	mi := &file_penstock_v1_control_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1271,7 +1411,7 @@ func (x *PauseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseResponse.ProtoReflect.Descriptor instead.
 func (*PauseResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{14}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *PauseResponse) GetInFlight() *InFlightReport {
@@ -1297,7 +1437,7 @@ type ResumeRequest struct {
 
 func (x *ResumeRequest) Reset() {
 	*x = ResumeRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[15]
+	mi := &file_penstock_v1_control_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1309,7 +1449,7 @@ func (x *ResumeRequest) String() string {
 func (*ResumeRequest) ProtoMessage() {}
 
 func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[15]
+	mi := &file_penstock_v1_control_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1322,7 +1462,7 @@ func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRequest.ProtoReflect.Descriptor instead.
 func (*ResumeRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{15}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{16}
 }
 
 // The pause has ended. It has no fields.
@@ -1334,7 +1474,7 @@ type ResumeResponse struct {
 
 func (x *ResumeResponse) Reset() {
 	*x = ResumeResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[16]
+	mi := &file_penstock_v1_control_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1346,7 +1486,7 @@ func (x *ResumeResponse) String() string {
 func (*ResumeResponse) ProtoMessage() {}
 
 func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[16]
+	mi := &file_penstock_v1_control_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1359,7 +1499,7 @@ func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeResponse.ProtoReflect.Descriptor instead.
 func (*ResumeResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{16}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{17}
 }
 
 // Which update is to be swapped in.
@@ -1382,7 +1522,7 @@ type CommitWeightsRequest struct {
 
 func (x *CommitWeightsRequest) Reset() {
 	*x = CommitWeightsRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[17]
+	mi := &file_penstock_v1_control_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1394,7 +1534,7 @@ func (x *CommitWeightsRequest) String() string {
 func (*CommitWeightsRequest) ProtoMessage() {}
 
 func (x *CommitWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[17]
+	mi := &file_penstock_v1_control_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1407,7 +1547,7 @@ func (x *CommitWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitWeightsRequest.ProtoReflect.Descriptor instead.
 func (*CommitWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{17}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *CommitWeightsRequest) GetUpdateId() string {
@@ -1452,7 +1592,7 @@ type CommitWeightsResponse struct {
 
 func (x *CommitWeightsResponse) Reset() {
 	*x = CommitWeightsResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[18]
+	mi := &file_penstock_v1_control_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1464,7 +1604,7 @@ func (x *CommitWeightsResponse) String() string {
 func (*CommitWeightsResponse) ProtoMessage() {}
 
 func (x *CommitWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[18]
+	mi := &file_penstock_v1_control_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1477,7 +1617,7 @@ func (x *CommitWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitWeightsResponse.ProtoReflect.Descriptor instead.
 func (*CommitWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{18}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *CommitWeightsResponse) GetCurrent() *WeightsVersion {
@@ -1534,7 +1674,7 @@ type DiscardWeightsRequest struct {
 
 func (x *DiscardWeightsRequest) Reset() {
 	*x = DiscardWeightsRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[19]
+	mi := &file_penstock_v1_control_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1546,7 +1686,7 @@ func (x *DiscardWeightsRequest) String() string {
 func (*DiscardWeightsRequest) ProtoMessage() {}
 
 func (x *DiscardWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[19]
+	mi := &file_penstock_v1_control_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1559,7 +1699,7 @@ func (x *DiscardWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscardWeightsRequest.ProtoReflect.Descriptor instead.
 func (*DiscardWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{19}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *DiscardWeightsRequest) GetUpdateId() string {
@@ -1580,7 +1720,7 @@ type DiscardWeightsResponse struct {
 
 func (x *DiscardWeightsResponse) Reset() {
 	*x = DiscardWeightsResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[20]
+	mi := &file_penstock_v1_control_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1592,7 +1732,7 @@ func (x *DiscardWeightsResponse) String() string {
 func (*DiscardWeightsResponse) ProtoMessage() {}
 
 func (x *DiscardWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[20]
+	mi := &file_penstock_v1_control_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1605,7 +1745,7 @@ func (x *DiscardWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscardWeightsResponse.ProtoReflect.Descriptor instead.
 func (*DiscardWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{20}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *DiscardWeightsResponse) GetDiscarded() bool {
@@ -1624,7 +1764,7 @@ type FlushCacheRequest struct {
 
 func (x *FlushCacheRequest) Reset() {
 	*x = FlushCacheRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[21]
+	mi := &file_penstock_v1_control_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1636,7 +1776,7 @@ func (x *FlushCacheRequest) String() string {
 func (*FlushCacheRequest) ProtoMessage() {}
 
 func (x *FlushCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[21]
+	mi := &file_penstock_v1_control_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1649,7 +1789,7 @@ func (x *FlushCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushCacheRequest.ProtoReflect.Descriptor instead.
 func (*FlushCacheRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{21}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{22}
 }
 
 // What became of the cached pages.
@@ -1667,7 +1807,7 @@ type FlushCacheResponse struct {
 
 func (x *FlushCacheResponse) Reset() {
 	*x = FlushCacheResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[22]
+	mi := &file_penstock_v1_control_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1679,7 +1819,7 @@ func (x *FlushCacheResponse) String() string {
 func (*FlushCacheResponse) ProtoMessage() {}
 
 func (x *FlushCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[22]
+	mi := &file_penstock_v1_control_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1692,7 +1832,7 @@ func (x *FlushCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushCacheResponse.ProtoReflect.Descriptor instead.
 func (*FlushCacheResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{22}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *FlushCacheResponse) GetPagesFreed() uint64 {
@@ -1715,7 +1855,7 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\n" +
 	"\x19penstock/v1/control.proto\x12\vpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bpenstock/v1/telemetry.proto\x1a\x17penstock/v1/types.proto\x1a\x19penstock/v1/weights.proto\">\n" +
 	"\x13GetModelInfoRequest\x12'\n" +
-	"\x0finclude_tensors\x18\x01 \x01(\bR\x0eincludeTensors\"\xe6\x04\n" +
+	"\x0finclude_tensors\x18\x01 \x01(\bR\x0eincludeTensors\"\x83\x06\n" +
 	"\x14GetModelInfoResponse\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12\x1d\n" +
@@ -1731,8 +1871,20 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	" \x01(\fR\rweightsDigest\x12?\n" +
 	"\rweights_since\x18\v \x01(\v2\x1a.google.protobuf.TimestampR\fweightsSince\x12(\n" +
 	"\x10staged_update_id\x18\f \x01(\tR\x0estagedUpdateId\x12-\n" +
-	"\x12template_variables\x18\r \x03(\tR\x11templateVariables\"\x16\n" +
-	"\x14GetServerInfoRequest\"\x9f\x03\n" +
+	"\x12template_variables\x18\r \x03(\tR\x11templateVariables\x12;\n" +
+	"\fimage_limits\x18\x0e \x01(\v2\x18.penstock.v1.ImageLimitsR\vimageLimits\x12\x1f\n" +
+	"\vhidden_size\x18\x0f \x01(\rR\n" +
+	"hiddenSize\x12=\n" +
+	"\x0fdefault_pooling\x18\x10 \x01(\x0e2\x14.penstock.v1.PoolingR\x0edefaultPooling\"\xc5\x01\n" +
+	"\vImageLimits\x12\x1d\n" +
+	"\n" +
+	"max_images\x18\x01 \x01(\rR\tmaxImages\x12&\n" +
+	"\x0fmax_image_bytes\x18\x02 \x01(\x04R\rmaxImageBytes\x12(\n" +
+	"\x10max_image_pixels\x18\x03 \x01(\x04R\x0emaxImagePixels\x12\x1f\n" +
+	"\vmedia_types\x18\x04 \x03(\tR\n" +
+	"mediaTypes\x12$\n" +
+	"\x0eimage_token_id\x18\x05 \x01(\rR\fimageTokenId\"\x16\n" +
+	"\x14GetServerInfoRequest\"\xcb\x03\n" +
 	"\x15GetServerInfoResponse\x12%\n" +
 	"\x0eserver_version\x18\x01 \x01(\tR\rserverVersion\x12\x1f\n" +
 	"\vinstance_id\x18\x02 \x01(\tR\n" +
@@ -1745,7 +1897,8 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\x0fmax_chunk_bytes\x18\b \x01(\rR\rmaxChunkBytes\x12!\n" +
 	"\fmax_logprobs\x18\t \x01(\rR\vmaxLogprobs\x12\x18\n" +
 	"\adevices\x18\n" +
-	" \x03(\tR\adevices\"\x10\n" +
+	" \x03(\tR\adevices\x12*\n" +
+	"\x11max_request_bytes\x18\v \x01(\x04R\x0fmaxRequestBytes\"\x10\n" +
 	"\x0eGetLoadRequest\"\xb0\x02\n" +
 	"\x0fGetLoadResponse\x12)\n" +
 	"\x10running_requests\x18\x01 \x01(\rR\x0frunningRequests\x12'\n" +
@@ -1825,7 +1978,7 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\vpages_freed\x18\x01 \x01(\x04R\n" +
 	"pagesFreed\x12 \n" +
 	"\fpages_in_use\x18\x02 \x01(\x04R\n" +
-	"pagesInUse*\x8c\x02\n" +
+	"pagesInUse*\xe1\x02\n" +
 	"\aFeature\x12\x17\n" +
 	"\x13FEATURE_UNSPECIFIED\x10\x00\x12\x10\n" +
 	"\fFEATURE_CHAT\x10\x01\x12\x1b\n" +
@@ -1838,7 +1991,11 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\x17FEATURE_BATCH_INVARIANT\x10\b\x12\x13\n" +
 	"\x0fFEATURE_TRACING\x10\t\x12\x13\n" +
 	"\x0fFEATURE_PROFILE\x10\n" +
-	"2\x9e\t\n" +
+	"\x12\x12\n" +
+	"\x0eFEATURE_IMAGES\x10\v\x12\x11\n" +
+	"\rFEATURE_EMBED\x10\f\x12\x11\n" +
+	"\rFEATURE_SCORE\x10\r\x12\x19\n" +
+	"\x15FEATURE_HIDDEN_STATES\x10\x0e2\x9e\t\n" +
 	"\x0eControlService\x12X\n" +
 	"\fGetModelInfo\x12 .penstock.v1.GetModelInfoRequest\x1a!.penstock.v1.GetModelInfoResponse\"\x03\x90\x02\x01\x12[\n" +
 	"\rGetServerInfo\x12!.penstock.v1.GetServerInfoRequest\x1a\".penstock.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12I\n" +
@@ -1872,108 +2029,112 @@ func file_penstock_v1_control_proto_rawDescGZIP() []byte {
 }
 
 var file_penstock_v1_control_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_penstock_v1_control_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
+var file_penstock_v1_control_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_penstock_v1_control_proto_goTypes = []any{
 	(Feature)(0),                   // 0: penstock.v1.Feature
 	(*GetModelInfoRequest)(nil),    // 1: penstock.v1.GetModelInfoRequest
 	(*GetModelInfoResponse)(nil),   // 2: penstock.v1.GetModelInfoResponse
-	(*GetServerInfoRequest)(nil),   // 3: penstock.v1.GetServerInfoRequest
-	(*GetServerInfoResponse)(nil),  // 4: penstock.v1.GetServerInfoResponse
-	(*GetLoadRequest)(nil),         // 5: penstock.v1.GetLoadRequest
-	(*GetLoadResponse)(nil),        // 6: penstock.v1.GetLoadResponse
-	(*WatchLoadResponse)(nil),      // 7: penstock.v1.WatchLoadResponse
-	(*TokenizeRequest)(nil),        // 8: penstock.v1.TokenizeRequest
-	(*TokenizeResponse)(nil),       // 9: penstock.v1.TokenizeResponse
-	(*DetokenizeRequest)(nil),      // 10: penstock.v1.DetokenizeRequest
-	(*DetokenizeResponse)(nil),     // 11: penstock.v1.DetokenizeResponse
-	(*GetVocabularyRequest)(nil),   // 12: penstock.v1.GetVocabularyRequest
-	(*GetVocabularyResponse)(nil),  // 13: penstock.v1.GetVocabularyResponse
-	(*PauseRequest)(nil),           // 14: penstock.v1.PauseRequest
-	(*PauseResponse)(nil),          // 15: penstock.v1.PauseResponse
-	(*ResumeRequest)(nil),          // 16: penstock.v1.ResumeRequest
-	(*ResumeResponse)(nil),         // 17: penstock.v1.ResumeResponse
-	(*CommitWeightsRequest)(nil),   // 18: penstock.v1.CommitWeightsRequest
-	(*CommitWeightsResponse)(nil),  // 19: penstock.v1.CommitWeightsResponse
-	(*DiscardWeightsRequest)(nil),  // 20: penstock.v1.DiscardWeightsRequest
-	(*DiscardWeightsResponse)(nil), // 21: penstock.v1.DiscardWeightsResponse
-	(*FlushCacheRequest)(nil),      // 22: penstock.v1.FlushCacheRequest
-	(*FlushCacheResponse)(nil),     // 23: penstock.v1.FlushCacheResponse
-	(*SamplingParams)(nil),         // 24: penstock.v1.SamplingParams
-	(*WeightsVersion)(nil),         // 25: penstock.v1.WeightsVersion
-	(*TensorSpec)(nil),             // 26: penstock.v1.TensorSpec
-	(*timestamppb.Timestamp)(nil),  // 27: google.protobuf.Timestamp
-	(*LoadTotals)(nil),             // 28: penstock.v1.LoadTotals
-	(*LoadRates)(nil),              // 29: penstock.v1.LoadRates
-	(*LoadLatencies)(nil),          // 30: penstock.v1.LoadLatencies
-	(*RequestStatus)(nil),          // 31: penstock.v1.RequestStatus
-	(*ChatPrompt)(nil),             // 32: penstock.v1.ChatPrompt
-	(InFlightPolicy)(0),            // 33: penstock.v1.InFlightPolicy
-	(*durationpb.Duration)(nil),    // 34: google.protobuf.Duration
-	(*InFlightReport)(nil),         // 35: penstock.v1.InFlightReport
-	(UpdateOutcome)(0),             // 36: penstock.v1.UpdateOutcome
-	(*WatchLoadRequest)(nil),       // 37: penstock.v1.WatchLoadRequest
-	(*SetTracingRequest)(nil),      // 38: penstock.v1.SetTracingRequest
-	(*ProfileRequest)(nil),         // 39: penstock.v1.ProfileRequest
-	(*SetTracingResponse)(nil),     // 40: penstock.v1.SetTracingResponse
-	(*ProfileResponse)(nil),        // 41: penstock.v1.ProfileResponse
+	(*ImageLimits)(nil),            // 3: penstock.v1.ImageLimits
+	(*GetServerInfoRequest)(nil),   // 4: penstock.v1.GetServerInfoRequest
+	(*GetServerInfoResponse)(nil),  // 5: penstock.v1.GetServerInfoResponse
+	(*GetLoadRequest)(nil),         // 6: penstock.v1.GetLoadRequest
+	(*GetLoadResponse)(nil),        // 7: penstock.v1.GetLoadResponse
+	(*WatchLoadResponse)(nil),      // 8: penstock.v1.WatchLoadResponse
+	(*TokenizeRequest)(nil),        // 9: penstock.v1.TokenizeRequest
+	(*TokenizeResponse)(nil),       // 10: penstock.v1.TokenizeResponse
+	(*DetokenizeRequest)(nil),      // 11: penstock.v1.DetokenizeRequest
+	(*DetokenizeResponse)(nil),     // 12: penstock.v1.DetokenizeResponse
+	(*GetVocabularyRequest)(nil),   // 13: penstock.v1.GetVocabularyRequest
+	(*GetVocabularyResponse)(nil),  // 14: penstock.v1.GetVocabularyResponse
+	(*PauseRequest)(nil),           // 15: penstock.v1.PauseRequest
+	(*PauseResponse)(nil),          // 16: penstock.v1.PauseResponse
+	(*ResumeRequest)(nil),          // 17: penstock.v1.ResumeRequest
+	(*ResumeResponse)(nil),         // 18: penstock.v1.ResumeResponse
+	(*CommitWeightsRequest)(nil),   // 19: penstock.v1.CommitWeightsRequest
+	(*CommitWeightsResponse)(nil),  // 20: penstock.v1.CommitWeightsResponse
+	(*DiscardWeightsRequest)(nil),  // 21: penstock.v1.DiscardWeightsRequest
+	(*DiscardWeightsResponse)(nil), // 22: penstock.v1.DiscardWeightsResponse
+	(*FlushCacheRequest)(nil),      // 23: penstock.v1.FlushCacheRequest
+	(*FlushCacheResponse)(nil),     // 24: penstock.v1.FlushCacheResponse
+	(*SamplingParams)(nil),         // 25: penstock.v1.SamplingParams
+	(*WeightsVersion)(nil),         // 26: penstock.v1.WeightsVersion
+	(*TensorSpec)(nil),             // 27: penstock.v1.TensorSpec
+	(*timestamppb.Timestamp)(nil),  // 28: google.protobuf.Timestamp
+	(Pooling)(0),                   // 29: penstock.v1.Pooling
+	(*LoadTotals)(nil),             // 30: penstock.v1.LoadTotals
+	(*LoadRates)(nil),              // 31: penstock.v1.LoadRates
+	(*LoadLatencies)(nil),          // 32: penstock.v1.LoadLatencies
+	(*RequestStatus)(nil),          // 33: penstock.v1.RequestStatus
+	(*ChatPrompt)(nil),             // 34: penstock.v1.ChatPrompt
+	(InFlightPolicy)(0),            // 35: penstock.v1.InFlightPolicy
+	(*durationpb.Duration)(nil),    // 36: google.protobuf.Duration
+	(*InFlightReport)(nil),         // 37: penstock.v1.InFlightReport
+	(UpdateOutcome)(0),             // 38: penstock.v1.UpdateOutcome
+	(*WatchLoadRequest)(nil),       // 39: penstock.v1.WatchLoadRequest
+	(*SetTracingRequest)(nil),      // 40: penstock.v1.SetTracingRequest
+	(*ProfileRequest)(nil),         // 41: penstock.v1.ProfileRequest
+	(*SetTracingResponse)(nil),     // 42: penstock.v1.SetTracingResponse
+	(*ProfileResponse)(nil),        // 43: penstock.v1.ProfileResponse
 }
 var file_penstock_v1_control_proto_depIdxs = []int32{
-	24, // 0: penstock.v1.GetModelInfoResponse.default_sampling:type_name -> penstock.v1.SamplingParams
-	25, // 1: penstock.v1.GetModelInfoResponse.weights:type_name -> penstock.v1.WeightsVersion
-	26, // 2: penstock.v1.GetModelInfoResponse.tensors:type_name -> penstock.v1.TensorSpec
+	25, // 0: penstock.v1.GetModelInfoResponse.default_sampling:type_name -> penstock.v1.SamplingParams
+	26, // 1: penstock.v1.GetModelInfoResponse.weights:type_name -> penstock.v1.WeightsVersion
+	27, // 2: penstock.v1.GetModelInfoResponse.tensors:type_name -> penstock.v1.TensorSpec
 	0,  // 3: penstock.v1.GetModelInfoResponse.features:type_name -> penstock.v1.Feature
-	27, // 4: penstock.v1.GetModelInfoResponse.weights_since:type_name -> google.protobuf.Timestamp
-	25, // 5: penstock.v1.GetLoadResponse.weights:type_name -> penstock.v1.WeightsVersion
-	27, // 6: penstock.v1.WatchLoadResponse.at:type_name -> google.protobuf.Timestamp
-	6,  // 7: penstock.v1.WatchLoadResponse.load:type_name -> penstock.v1.GetLoadResponse
-	28, // 8: penstock.v1.WatchLoadResponse.totals:type_name -> penstock.v1.LoadTotals
-	29, // 9: penstock.v1.WatchLoadResponse.rates:type_name -> penstock.v1.LoadRates
-	30, // 10: penstock.v1.WatchLoadResponse.latencies:type_name -> penstock.v1.LoadLatencies
-	31, // 11: penstock.v1.WatchLoadResponse.requests:type_name -> penstock.v1.RequestStatus
-	32, // 12: penstock.v1.TokenizeRequest.chat:type_name -> penstock.v1.ChatPrompt
-	33, // 13: penstock.v1.PauseRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
-	34, // 14: penstock.v1.PauseRequest.drain_timeout:type_name -> google.protobuf.Duration
-	35, // 15: penstock.v1.PauseResponse.in_flight:type_name -> penstock.v1.InFlightReport
-	33, // 16: penstock.v1.CommitWeightsRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
-	34, // 17: penstock.v1.CommitWeightsRequest.drain_timeout:type_name -> google.protobuf.Duration
-	25, // 18: penstock.v1.CommitWeightsResponse.current:type_name -> penstock.v1.WeightsVersion
-	34, // 19: penstock.v1.CommitWeightsResponse.paused_for:type_name -> google.protobuf.Duration
-	25, // 20: penstock.v1.CommitWeightsResponse.previous:type_name -> penstock.v1.WeightsVersion
-	36, // 21: penstock.v1.CommitWeightsResponse.outcome:type_name -> penstock.v1.UpdateOutcome
-	35, // 22: penstock.v1.CommitWeightsResponse.in_flight:type_name -> penstock.v1.InFlightReport
-	1,  // 23: penstock.v1.ControlService.GetModelInfo:input_type -> penstock.v1.GetModelInfoRequest
-	3,  // 24: penstock.v1.ControlService.GetServerInfo:input_type -> penstock.v1.GetServerInfoRequest
-	5,  // 25: penstock.v1.ControlService.GetLoad:input_type -> penstock.v1.GetLoadRequest
-	37, // 26: penstock.v1.ControlService.WatchLoad:input_type -> penstock.v1.WatchLoadRequest
-	8,  // 27: penstock.v1.ControlService.Tokenize:input_type -> penstock.v1.TokenizeRequest
-	10, // 28: penstock.v1.ControlService.Detokenize:input_type -> penstock.v1.DetokenizeRequest
-	12, // 29: penstock.v1.ControlService.GetVocabulary:input_type -> penstock.v1.GetVocabularyRequest
-	14, // 30: penstock.v1.ControlService.Pause:input_type -> penstock.v1.PauseRequest
-	16, // 31: penstock.v1.ControlService.Resume:input_type -> penstock.v1.ResumeRequest
-	18, // 32: penstock.v1.ControlService.CommitWeights:input_type -> penstock.v1.CommitWeightsRequest
-	20, // 33: penstock.v1.ControlService.DiscardWeights:input_type -> penstock.v1.DiscardWeightsRequest
-	22, // 34: penstock.v1.ControlService.FlushCache:input_type -> penstock.v1.FlushCacheRequest
-	38, // 35: penstock.v1.ControlService.SetTracing:input_type -> penstock.v1.SetTracingRequest
-	39, // 36: penstock.v1.ControlService.Profile:input_type -> penstock.v1.ProfileRequest
-	2,  // 37: penstock.v1.ControlService.GetModelInfo:output_type -> penstock.v1.GetModelInfoResponse
-	4,  // 38: penstock.v1.ControlService.GetServerInfo:output_type -> penstock.v1.GetServerInfoResponse
-	6,  // 39: penstock.v1.ControlService.GetLoad:output_type -> penstock.v1.GetLoadResponse
-	7,  // 40: penstock.v1.ControlService.WatchLoad:output_type -> penstock.v1.WatchLoadResponse
-	9,  // 41: penstock.v1.ControlService.Tokenize:output_type -> penstock.v1.TokenizeResponse
-	11, // 42: penstock.v1.ControlService.Detokenize:output_type -> penstock.v1.DetokenizeResponse
-	13, // 43: penstock.v1.ControlService.GetVocabulary:output_type -> penstock.v1.GetVocabularyResponse
-	15, // 44: penstock.v1.ControlService.Pause:output_type -> penstock.v1.PauseResponse
-	17, // 45: penstock.v1.ControlService.Resume:output_type -> penstock.v1.ResumeResponse
-	19, // 46: penstock.v1.ControlService.CommitWeights:output_type -> penstock.v1.CommitWeightsResponse
-	21, // 47: penstock.v1.ControlService.DiscardWeights:output_type -> penstock.v1.DiscardWeightsResponse
-	23, // 48: penstock.v1.ControlService.FlushCache:output_type -> penstock.v1.FlushCacheResponse
-	40, // 49: penstock.v1.ControlService.SetTracing:output_type -> penstock.v1.SetTracingResponse
-	41, // 50: penstock.v1.ControlService.Profile:output_type -> penstock.v1.ProfileResponse
-	37, // [37:51] is the sub-list for method output_type
-	23, // [23:37] is the sub-list for method input_type
-	23, // [23:23] is the sub-list for extension type_name
-	23, // [23:23] is the sub-list for extension extendee
-	0,  // [0:23] is the sub-list for field type_name
+	28, // 4: penstock.v1.GetModelInfoResponse.weights_since:type_name -> google.protobuf.Timestamp
+	3,  // 5: penstock.v1.GetModelInfoResponse.image_limits:type_name -> penstock.v1.ImageLimits
+	29, // 6: penstock.v1.GetModelInfoResponse.default_pooling:type_name -> penstock.v1.Pooling
+	26, // 7: penstock.v1.GetLoadResponse.weights:type_name -> penstock.v1.WeightsVersion
+	28, // 8: penstock.v1.WatchLoadResponse.at:type_name -> google.protobuf.Timestamp
+	7,  // 9: penstock.v1.WatchLoadResponse.load:type_name -> penstock.v1.GetLoadResponse
+	30, // 10: penstock.v1.WatchLoadResponse.totals:type_name -> penstock.v1.LoadTotals
+	31, // 11: penstock.v1.WatchLoadResponse.rates:type_name -> penstock.v1.LoadRates
+	32, // 12: penstock.v1.WatchLoadResponse.latencies:type_name -> penstock.v1.LoadLatencies
+	33, // 13: penstock.v1.WatchLoadResponse.requests:type_name -> penstock.v1.RequestStatus
+	34, // 14: penstock.v1.TokenizeRequest.chat:type_name -> penstock.v1.ChatPrompt
+	35, // 15: penstock.v1.PauseRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
+	36, // 16: penstock.v1.PauseRequest.drain_timeout:type_name -> google.protobuf.Duration
+	37, // 17: penstock.v1.PauseResponse.in_flight:type_name -> penstock.v1.InFlightReport
+	35, // 18: penstock.v1.CommitWeightsRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
+	36, // 19: penstock.v1.CommitWeightsRequest.drain_timeout:type_name -> google.protobuf.Duration
+	26, // 20: penstock.v1.CommitWeightsResponse.current:type_name -> penstock.v1.WeightsVersion
+	36, // 21: penstock.v1.CommitWeightsResponse.paused_for:type_name -> google.protobuf.Duration
+	26, // 22: penstock.v1.CommitWeightsResponse.previous:type_name -> penstock.v1.WeightsVersion
+	38, // 23: penstock.v1.CommitWeightsResponse.outcome:type_name -> penstock.v1.UpdateOutcome
+	37, // 24: penstock.v1.CommitWeightsResponse.in_flight:type_name -> penstock.v1.InFlightReport
+	1,  // 25: penstock.v1.ControlService.GetModelInfo:input_type -> penstock.v1.GetModelInfoRequest
+	4,  // 26: penstock.v1.ControlService.GetServerInfo:input_type -> penstock.v1.GetServerInfoRequest
+	6,  // 27: penstock.v1.ControlService.GetLoad:input_type -> penstock.v1.GetLoadRequest
+	39, // 28: penstock.v1.ControlService.WatchLoad:input_type -> penstock.v1.WatchLoadRequest
+	9,  // 29: penstock.v1.ControlService.Tokenize:input_type -> penstock.v1.TokenizeRequest
+	11, // 30: penstock.v1.ControlService.Detokenize:input_type -> penstock.v1.DetokenizeRequest
+	13, // 31: penstock.v1.ControlService.GetVocabulary:input_type -> penstock.v1.GetVocabularyRequest
+	15, // 32: penstock.v1.ControlService.Pause:input_type -> penstock.v1.PauseRequest
+	17, // 33: penstock.v1.ControlService.Resume:input_type -> penstock.v1.ResumeRequest
+	19, // 34: penstock.v1.ControlService.CommitWeights:input_type -> penstock.v1.CommitWeightsRequest
+	21, // 35: penstock.v1.ControlService.DiscardWeights:input_type -> penstock.v1.DiscardWeightsRequest
+	23, // 36: penstock.v1.ControlService.FlushCache:input_type -> penstock.v1.FlushCacheRequest
+	40, // 37: penstock.v1.ControlService.SetTracing:input_type -> penstock.v1.SetTracingRequest
+	41, // 38: penstock.v1.ControlService.Profile:input_type -> penstock.v1.ProfileRequest
+	2,  // 39: penstock.v1.ControlService.GetModelInfo:output_type -> penstock.v1.GetModelInfoResponse
+	5,  // 40: penstock.v1.ControlService.GetServerInfo:output_type -> penstock.v1.GetServerInfoResponse
+	7,  // 41: penstock.v1.ControlService.GetLoad:output_type -> penstock.v1.GetLoadResponse
+	8,  // 42: penstock.v1.ControlService.WatchLoad:output_type -> penstock.v1.WatchLoadResponse
+	10, // 43: penstock.v1.ControlService.Tokenize:output_type -> penstock.v1.TokenizeResponse
+	12, // 44: penstock.v1.ControlService.Detokenize:output_type -> penstock.v1.DetokenizeResponse
+	14, // 45: penstock.v1.ControlService.GetVocabulary:output_type -> penstock.v1.GetVocabularyResponse
+	16, // 46: penstock.v1.ControlService.Pause:output_type -> penstock.v1.PauseResponse
+	18, // 47: penstock.v1.ControlService.Resume:output_type -> penstock.v1.ResumeResponse
+	20, // 48: penstock.v1.ControlService.CommitWeights:output_type -> penstock.v1.CommitWeightsResponse
+	22, // 49: penstock.v1.ControlService.DiscardWeights:output_type -> penstock.v1.DiscardWeightsResponse
+	24, // 50: penstock.v1.ControlService.FlushCache:output_type -> penstock.v1.FlushCacheResponse
+	42, // 51: penstock.v1.ControlService.SetTracing:output_type -> penstock.v1.SetTracingResponse
+	43, // 52: penstock.v1.ControlService.Profile:output_type -> penstock.v1.ProfileResponse
+	39, // [39:53] is the sub-list for method output_type
+	25, // [25:39] is the sub-list for method input_type
+	25, // [25:25] is the sub-list for extension type_name
+	25, // [25:25] is the sub-list for extension extendee
+	0,  // [0:25] is the sub-list for field type_name
 }
 
 func init() { file_penstock_v1_control_proto_init() }
@@ -1984,20 +2145,20 @@ func file_penstock_v1_control_proto_init() {
 	file_penstock_v1_telemetry_proto_init()
 	file_penstock_v1_types_proto_init()
 	file_penstock_v1_weights_proto_init()
-	file_penstock_v1_control_proto_msgTypes[7].OneofWrappers = []any{
+	file_penstock_v1_control_proto_msgTypes[8].OneofWrappers = []any{
 		(*TokenizeRequest_Text)(nil),
 		(*TokenizeRequest_Chat)(nil),
 	}
-	file_penstock_v1_control_proto_msgTypes[9].OneofWrappers = []any{}
-	file_penstock_v1_control_proto_msgTypes[11].OneofWrappers = []any{}
+	file_penstock_v1_control_proto_msgTypes[10].OneofWrappers = []any{}
 	file_penstock_v1_control_proto_msgTypes[12].OneofWrappers = []any{}
+	file_penstock_v1_control_proto_msgTypes[13].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_penstock_v1_control_proto_rawDesc), len(file_penstock_v1_control_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   23,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

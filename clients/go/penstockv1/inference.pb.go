@@ -125,7 +125,13 @@ type GenerateRequest struct {
 	MinWeights *WeightsVersion `protobuf:"bytes,13,opt,name=min_weights,json=minWeights,proto3" json:"min_weights,omitempty"`
 	// What happens if the prompt leaves too little room in the context.
 	// Default: the server's default, which is to refuse the request unless its operator says otherwise.
-	Context       *ContextOptions `protobuf:"bytes,14,opt,name=context,proto3" json:"context,omitempty"`
+	Context *ContextOptions `protobuf:"bytes,14,opt,name=context,proto3" json:"context,omitempty"`
+	// The pictures of prompt or prompt_token_ids: one for each token GetModelInfoResponse.image_limits.image_token_id
+	// that the prompt has, in their order. In a prompt each of these tokens becomes as many as the picture needs.
+	// Default: none. Limits: as many as the prompt has of these tokens, and at most ImageLimits.max_images; not together
+	// with chat, whose turns have their own. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
+	// FEATURE_IMAGES.
+	Media         []*Image `protobuf:"bytes,15,rep,name=media,proto3" json:"media,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -271,6 +277,13 @@ func (x *GenerateRequest) GetContext() *ContextOptions {
 	return nil
 }
 
+func (x *GenerateRequest) GetMedia() []*Image {
+	if x != nil {
+		return x.Media
+	}
+	return nil
+}
+
 type isGenerateRequest_Input interface {
 	isGenerateRequest_Input()
 }
@@ -409,7 +422,9 @@ type Output struct {
 	// Text that the model marked as thinking in answer to a chat; it is not in text.
 	Reasoning string `protobuf:"bytes,7,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
 	// Parsed from the answer to a chat that offered tools; not in text.
-	ToolCalls     []*ToolCall `protobuf:"bytes,8,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
+	ToolCalls []*ToolCall `protobuf:"bytes,8,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
+	// The states from which the tokens were drawn, one for each of token_ids; only with OutputOptions.hidden_states.
+	HiddenStates  *HiddenStates `protobuf:"bytes,9,opt,name=hidden_states,json=hiddenStates,proto3" json:"hidden_states,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -500,6 +515,13 @@ func (x *Output) GetToolCalls() []*ToolCall {
 	return nil
 }
 
+func (x *Output) GetHiddenStates() *HiddenStates {
+	if x != nil {
+		return x.HiddenStates
+	}
+	return nil
+}
+
 // A prompt, and what is wanted of it. Fields 1-99 are the same, number for number, as GenerateRequest (tested).
 type StreamRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -546,6 +568,12 @@ type StreamRequest struct {
 	// What happens if the prompt leaves too little room in the context.
 	// Default: the server's default, which is to refuse the request unless its operator says otherwise.
 	Context *ContextOptions `protobuf:"bytes,14,opt,name=context,proto3" json:"context,omitempty"`
+	// The pictures of prompt or prompt_token_ids: one for each token GetModelInfoResponse.image_limits.image_token_id
+	// that the prompt has, in their order. In a prompt each of these tokens becomes as many as the picture needs.
+	// Default: none. Limits: as many as the prompt has of these tokens, and at most ImageLimits.max_images; not together
+	// with chat, whose turns have their own. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
+	// FEATURE_IMAGES.
+	Media []*Image `protobuf:"bytes,15,rep,name=media,proto3" json:"media,omitempty"`
 	// The fewest tokens of a delta, but for the last one of an output and those that are about 1 MiB large: more tokens
 	// in a message cost the server and the network less.
 	// Unit: tokens. Default: 1. Limits: at least 1.
@@ -691,6 +719,13 @@ func (x *StreamRequest) GetMinWeights() *WeightsVersion {
 func (x *StreamRequest) GetContext() *ContextOptions {
 	if x != nil {
 		return x.Context
+	}
+	return nil
+}
+
+func (x *StreamRequest) GetMedia() []*Image {
+	if x != nil {
+		return x.Media
 	}
 	return nil
 }
@@ -952,7 +987,9 @@ type OutputDelta struct {
 	// Text that the model marked as thinking in answer to a chat; it is not in text.
 	Reasoning string `protobuf:"bytes,6,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
 	// Each call whole, once its arguments are complete; it is not in text.
-	ToolCalls     []*ToolCall `protobuf:"bytes,7,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
+	ToolCalls []*ToolCall `protobuf:"bytes,7,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
+	// The states from which the tokens were drawn, one for each of token_ids; only with OutputOptions.hidden_states.
+	HiddenStates  *HiddenStates `protobuf:"bytes,8,opt,name=hidden_states,json=hiddenStates,proto3" json:"hidden_states,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1032,6 +1069,13 @@ func (x *OutputDelta) GetReasoning() string {
 func (x *OutputDelta) GetToolCalls() []*ToolCall {
 	if x != nil {
 		return x.ToolCalls
+	}
+	return nil
+}
+
+func (x *OutputDelta) GetHiddenStates() *HiddenStates {
+	if x != nil {
+		return x.HiddenStates
 	}
 	return nil
 }
@@ -1146,6 +1190,792 @@ func (x *StreamSummary) GetTiming() *Timing {
 	return nil
 }
 
+// What is to become vectors, and how.
+type EmbedRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The request's name, by which Abort finds it and errors tell of it.
+	// Default: the server makes one of 32 hexadecimal digits. Limits: those of GenerateRequest.request_id.
+	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// The model that the request is meant for.
+	// Default: the served model. Limits: the name of the served model.
+	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
+	// The inputs, each of which becomes one vector.
+	// Default: none. Limits: at least one, and at most GetServerInfoResponse.max_queued_requests.
+	Inputs []*EmbedInput `protobuf:"bytes,3,rep,name=inputs,proto3" json:"inputs,omitempty"`
+	// How the states of an input's tokens become one vector.
+	// Default: GetModelInfoResponse.default_pooling. Limits: a value of Pooling.
+	Pooling Pooling `protobuf:"varint,4,opt,name=pooling,proto3,enum=penstock.v1.Pooling" json:"pooling,omitempty"`
+	// Divide each vector by its length, so that the product of two of them is the cosine of their angle.
+	// Default: true.
+	Normalize *bool `protobuf:"varint,5,opt,name=normalize,proto3,oneof" json:"normalize,omitempty"`
+	// Keep only so many numbers from the start of each vector, before it is divided by its length. It makes sense for
+	// models that were trained for it.
+	// Unit: numbers. Default: GetModelInfoResponse.hidden_size. Limits: at least one, and at most
+	// GetModelInfoResponse.hidden_size.
+	Dimensions *uint32 `protobuf:"varint,6,opt,name=dimensions,proto3,oneof" json:"dimensions,omitempty"`
+	// How the request uses the cache of prompts.
+	// Default: it shares prefixes with all requests that have no salt.
+	Cache *CacheOptions `protobuf:"bytes,10,opt,name=cache,proto3" json:"cache,omitempty"`
+	// Requests with a higher number are served first, and take slots and pages of those with a lower one.
+	// Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY.
+	Priority int32 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
+	// Refuse to start on older weights; compared by generation, so the label is ignored.
+	// Default: any weights will do.
+	MinWeights *WeightsVersion `protobuf:"bytes,13,opt,name=min_weights,json=minWeights,proto3" json:"min_weights,omitempty"`
+	// Which tokens are dropped of an input that is longer than the context; Embedding.truncated_tokens tells how many.
+	// Default: the server's default. Limits: a value of Truncation.
+	Truncation    Truncation `protobuf:"varint,14,opt,name=truncation,proto3,enum=penstock.v1.Truncation" json:"truncation,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EmbedRequest) Reset() {
+	*x = EmbedRequest{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EmbedRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EmbedRequest) ProtoMessage() {}
+
+func (x *EmbedRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EmbedRequest.ProtoReflect.Descriptor instead.
+func (*EmbedRequest) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *EmbedRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *EmbedRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *EmbedRequest) GetInputs() []*EmbedInput {
+	if x != nil {
+		return x.Inputs
+	}
+	return nil
+}
+
+func (x *EmbedRequest) GetPooling() Pooling {
+	if x != nil {
+		return x.Pooling
+	}
+	return Pooling_POOLING_UNSPECIFIED
+}
+
+func (x *EmbedRequest) GetNormalize() bool {
+	if x != nil && x.Normalize != nil {
+		return *x.Normalize
+	}
+	return false
+}
+
+func (x *EmbedRequest) GetDimensions() uint32 {
+	if x != nil && x.Dimensions != nil {
+		return *x.Dimensions
+	}
+	return 0
+}
+
+func (x *EmbedRequest) GetCache() *CacheOptions {
+	if x != nil {
+		return x.Cache
+	}
+	return nil
+}
+
+func (x *EmbedRequest) GetPriority() int32 {
+	if x != nil {
+		return x.Priority
+	}
+	return 0
+}
+
+func (x *EmbedRequest) GetMinWeights() *WeightsVersion {
+	if x != nil {
+		return x.MinWeights
+	}
+	return nil
+}
+
+func (x *EmbedRequest) GetTruncation() Truncation {
+	if x != nil {
+		return x.Truncation
+	}
+	return Truncation_TRUNCATION_UNSPECIFIED
+}
+
+// One input of Embed.
+type EmbedInput struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One of them is required.
+	//
+	// Types that are valid to be assigned to Input:
+	//
+	//	*EmbedInput_Text
+	//	*EmbedInput_TokenIds
+	Input         isEmbedInput_Input `protobuf_oneof:"input"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EmbedInput) Reset() {
+	*x = EmbedInput{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EmbedInput) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EmbedInput) ProtoMessage() {}
+
+func (x *EmbedInput) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EmbedInput.ProtoReflect.Descriptor instead.
+func (*EmbedInput) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *EmbedInput) GetInput() isEmbedInput_Input {
+	if x != nil {
+		return x.Input
+	}
+	return nil
+}
+
+func (x *EmbedInput) GetText() string {
+	if x != nil {
+		if x, ok := x.Input.(*EmbedInput_Text); ok {
+			return x.Text
+		}
+	}
+	return ""
+}
+
+func (x *EmbedInput) GetTokenIds() *TokenIds {
+	if x != nil {
+		if x, ok := x.Input.(*EmbedInput_TokenIds); ok {
+			return x.TokenIds
+		}
+	}
+	return nil
+}
+
+type isEmbedInput_Input interface {
+	isEmbedInput_Input()
+}
+
+type EmbedInput_Text struct {
+	// Text, tokenized as GenerateRequest.prompt is.
+	// Limits: not empty; what the context has room for, unless EmbedRequest.truncation cuts it.
+	Text string `protobuf:"bytes,1,opt,name=text,proto3,oneof"`
+}
+
+type EmbedInput_TokenIds struct {
+	// Token ids, used as they are: no special token is added.
+	TokenIds *TokenIds `protobuf:"bytes,2,opt,name=token_ids,json=tokenIds,proto3,oneof"`
+}
+
+func (*EmbedInput_Text) isEmbedInput_Input() {}
+
+func (*EmbedInput_TokenIds) isEmbedInput_Input() {}
+
+// The vectors.
+type EmbedResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The request's id: the caller's, or the one that the server made.
+	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// The name of the model that answered.
+	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
+	// One for each input, in their order.
+	Embeddings []*Embedding `protobuf:"bytes,3,rep,name=embeddings,proto3" json:"embeddings,omitempty"`
+	// How many tokens it took; prompt_tokens counts those of all inputs.
+	Usage *Usage `protobuf:"bytes,4,opt,name=usage,proto3" json:"usage,omitempty"`
+	// How long it took.
+	Timing        *Timing `protobuf:"bytes,5,opt,name=timing,proto3" json:"timing,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EmbedResponse) Reset() {
+	*x = EmbedResponse{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EmbedResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EmbedResponse) ProtoMessage() {}
+
+func (x *EmbedResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EmbedResponse.ProtoReflect.Descriptor instead.
+func (*EmbedResponse) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *EmbedResponse) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *EmbedResponse) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *EmbedResponse) GetEmbeddings() []*Embedding {
+	if x != nil {
+		return x.Embeddings
+	}
+	return nil
+}
+
+func (x *EmbedResponse) GetUsage() *Usage {
+	if x != nil {
+		return x.Usage
+	}
+	return nil
+}
+
+func (x *EmbedResponse) GetTiming() *Timing {
+	if x != nil {
+		return x.Timing
+	}
+	return nil
+}
+
+// One vector.
+type Embedding struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The numbers, each a float of 32 bits with its lowest byte first.
+	Values []byte `protobuf:"bytes,1,opt,name=values,proto3" json:"values,omitempty"`
+	// The length of the input after truncation.
+	// Unit: tokens.
+	TokenCount uint32 `protobuf:"varint,2,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
+	// How many tokens were dropped of the input.
+	// Unit: tokens.
+	TruncatedTokens uint32 `protobuf:"varint,3,opt,name=truncated_tokens,json=truncatedTokens,proto3" json:"truncated_tokens,omitempty"`
+	// The weights that computed the state of the last token.
+	Weights       *WeightsVersion `protobuf:"bytes,4,opt,name=weights,proto3" json:"weights,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Embedding) Reset() {
+	*x = Embedding{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Embedding) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Embedding) ProtoMessage() {}
+
+func (x *Embedding) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Embedding.ProtoReflect.Descriptor instead.
+func (*Embedding) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *Embedding) GetValues() []byte {
+	if x != nil {
+		return x.Values
+	}
+	return nil
+}
+
+func (x *Embedding) GetTokenCount() uint32 {
+	if x != nil {
+		return x.TokenCount
+	}
+	return 0
+}
+
+func (x *Embedding) GetTruncatedTokens() uint32 {
+	if x != nil {
+		return x.TruncatedTokens
+	}
+	return 0
+}
+
+func (x *Embedding) GetWeights() *WeightsVersion {
+	if x != nil {
+		return x.Weights
+	}
+	return nil
+}
+
+// A prompt, and continuations whose probability is asked for.
+type ScoreRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The request's name, by which Abort finds it and errors tell of it.
+	// Default: the server makes one of 32 hexadecimal digits. Limits: those of GenerateRequest.request_id.
+	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// The model that the request is meant for.
+	// Default: the served model. Limits: the name of the served model.
+	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
+	// The prompt. One of them is required.
+	//
+	// Types that are valid to be assigned to Input:
+	//
+	//	*ScoreRequest_Prompt
+	//	*ScoreRequest_PromptTokenIds
+	Input isScoreRequest_Input `protobuf_oneof:"input"`
+	// The continuations, each of which follows the prompt by itself.
+	// Default: none. Limits: at least one, and at most GetServerInfoResponse.max_queued_requests.
+	Continuations []*Continuation `protobuf:"bytes,5,rep,name=continuations,proto3" json:"continuations,omitempty"`
+	// How the request uses the cache of prompts.
+	// Default: it shares prefixes with all requests that have no salt.
+	Cache *CacheOptions `protobuf:"bytes,10,opt,name=cache,proto3" json:"cache,omitempty"`
+	// Requests with a higher number are served first, and take slots and pages of those with a lower one.
+	// Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY.
+	Priority int32 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
+	// Refuse to start on older weights; compared by generation, so the label is ignored.
+	// Default: any weights will do.
+	MinWeights    *WeightsVersion `protobuf:"bytes,13,opt,name=min_weights,json=minWeights,proto3" json:"min_weights,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ScoreRequest) Reset() {
+	*x = ScoreRequest{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ScoreRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ScoreRequest) ProtoMessage() {}
+
+func (x *ScoreRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ScoreRequest.ProtoReflect.Descriptor instead.
+func (*ScoreRequest) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *ScoreRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *ScoreRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *ScoreRequest) GetInput() isScoreRequest_Input {
+	if x != nil {
+		return x.Input
+	}
+	return nil
+}
+
+func (x *ScoreRequest) GetPrompt() string {
+	if x != nil {
+		if x, ok := x.Input.(*ScoreRequest_Prompt); ok {
+			return x.Prompt
+		}
+	}
+	return ""
+}
+
+func (x *ScoreRequest) GetPromptTokenIds() *TokenIds {
+	if x != nil {
+		if x, ok := x.Input.(*ScoreRequest_PromptTokenIds); ok {
+			return x.PromptTokenIds
+		}
+	}
+	return nil
+}
+
+func (x *ScoreRequest) GetContinuations() []*Continuation {
+	if x != nil {
+		return x.Continuations
+	}
+	return nil
+}
+
+func (x *ScoreRequest) GetCache() *CacheOptions {
+	if x != nil {
+		return x.Cache
+	}
+	return nil
+}
+
+func (x *ScoreRequest) GetPriority() int32 {
+	if x != nil {
+		return x.Priority
+	}
+	return 0
+}
+
+func (x *ScoreRequest) GetMinWeights() *WeightsVersion {
+	if x != nil {
+		return x.MinWeights
+	}
+	return nil
+}
+
+type isScoreRequest_Input interface {
+	isScoreRequest_Input()
+}
+
+type ScoreRequest_Prompt struct {
+	// Text, tokenized as GenerateRequest.prompt is. Limits: not empty; what the context has room for with a
+	// continuation.
+	Prompt string `protobuf:"bytes,3,opt,name=prompt,proto3,oneof"`
+}
+
+type ScoreRequest_PromptTokenIds struct {
+	// Token ids, used as they are: no special token is added.
+	PromptTokenIds *TokenIds `protobuf:"bytes,4,opt,name=prompt_token_ids,json=promptTokenIds,proto3,oneof"`
+}
+
+func (*ScoreRequest_Prompt) isScoreRequest_Input() {}
+
+func (*ScoreRequest_PromptTokenIds) isScoreRequest_Input() {}
+
+// One continuation of Score.
+type Continuation struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One of them is required.
+	//
+	// Types that are valid to be assigned to Continuation:
+	//
+	//	*Continuation_Text
+	//	*Continuation_TokenIds
+	Continuation  isContinuation_Continuation `protobuf_oneof:"continuation"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Continuation) Reset() {
+	*x = Continuation{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Continuation) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Continuation) ProtoMessage() {}
+
+func (x *Continuation) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Continuation.ProtoReflect.Descriptor instead.
+func (*Continuation) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *Continuation) GetContinuation() isContinuation_Continuation {
+	if x != nil {
+		return x.Continuation
+	}
+	return nil
+}
+
+func (x *Continuation) GetText() string {
+	if x != nil {
+		if x, ok := x.Continuation.(*Continuation_Text); ok {
+			return x.Text
+		}
+	}
+	return ""
+}
+
+func (x *Continuation) GetTokenIds() *TokenIds {
+	if x != nil {
+		if x, ok := x.Continuation.(*Continuation_TokenIds); ok {
+			return x.TokenIds
+		}
+	}
+	return nil
+}
+
+type isContinuation_Continuation interface {
+	isContinuation_Continuation()
+}
+
+type Continuation_Text struct {
+	// Words, tokenized alone and without special tokens; their tokens follow those of the prompt. Limits: not empty.
+	Text string `protobuf:"bytes,1,opt,name=text,proto3,oneof"`
+}
+
+type Continuation_TokenIds struct {
+	// Token ids, used as they are.
+	TokenIds *TokenIds `protobuf:"bytes,2,opt,name=token_ids,json=tokenIds,proto3,oneof"`
+}
+
+func (*Continuation_Text) isContinuation_Continuation() {}
+
+func (*Continuation_TokenIds) isContinuation_Continuation() {}
+
+// How likely the continuations are.
+type ScoreResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The request's id: the caller's, or the one that the server made.
+	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// The name of the model that answered.
+	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
+	// The prompt as the model saw it.
+	Prompt *PromptInfo `protobuf:"bytes,3,opt,name=prompt,proto3" json:"prompt,omitempty"`
+	// One for each continuation, in their order.
+	Scores []*ContinuationScore `protobuf:"bytes,4,rep,name=scores,proto3" json:"scores,omitempty"`
+	// How many tokens it took; prompt_tokens counts the prompt once and the tokens of all continuations.
+	Usage *Usage `protobuf:"bytes,5,opt,name=usage,proto3" json:"usage,omitempty"`
+	// How long it took.
+	Timing        *Timing `protobuf:"bytes,6,opt,name=timing,proto3" json:"timing,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ScoreResponse) Reset() {
+	*x = ScoreResponse{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ScoreResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ScoreResponse) ProtoMessage() {}
+
+func (x *ScoreResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ScoreResponse.ProtoReflect.Descriptor instead.
+func (*ScoreResponse) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *ScoreResponse) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *ScoreResponse) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *ScoreResponse) GetPrompt() *PromptInfo {
+	if x != nil {
+		return x.Prompt
+	}
+	return nil
+}
+
+func (x *ScoreResponse) GetScores() []*ContinuationScore {
+	if x != nil {
+		return x.Scores
+	}
+	return nil
+}
+
+func (x *ScoreResponse) GetUsage() *Usage {
+	if x != nil {
+		return x.Usage
+	}
+	return nil
+}
+
+func (x *ScoreResponse) GetTiming() *Timing {
+	if x != nil {
+		return x.Timing
+	}
+	return nil
+}
+
+// How likely one continuation is.
+type ContinuationScore struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its tokens.
+	TokenIds []uint32 `protobuf:"varint,1,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	// The log-probability of each token, after the prompt and the tokens before it. It is of the model's distribution
+	// before temperature, penalties, bias and filters.
+	// Unit: nats.
+	Logprobs []float32 `protobuf:"fixed32,2,rep,packed,name=logprobs,proto3" json:"logprobs,omitempty"`
+	// The sum of logprobs: the log-probability of the whole continuation.
+	// Unit: nats.
+	TotalLogprob float64 `protobuf:"fixed64,3,opt,name=total_logprob,json=totalLogprob,proto3" json:"total_logprob,omitempty"`
+	// The weights that computed the last token.
+	Weights       *WeightsVersion `protobuf:"bytes,4,opt,name=weights,proto3" json:"weights,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ContinuationScore) Reset() {
+	*x = ContinuationScore{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ContinuationScore) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ContinuationScore) ProtoMessage() {}
+
+func (x *ContinuationScore) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ContinuationScore.ProtoReflect.Descriptor instead.
+func (*ContinuationScore) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *ContinuationScore) GetTokenIds() []uint32 {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
+func (x *ContinuationScore) GetLogprobs() []float32 {
+	if x != nil {
+		return x.Logprobs
+	}
+	return nil
+}
+
+func (x *ContinuationScore) GetTotalLogprob() float64 {
+	if x != nil {
+		return x.TotalLogprob
+	}
+	return 0
+}
+
+func (x *ContinuationScore) GetWeights() *WeightsVersion {
+	if x != nil {
+		return x.Weights
+	}
+	return nil
+}
+
 // Ids of requests.
 type RequestIds struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1158,7 +1988,7 @@ type RequestIds struct {
 
 func (x *RequestIds) Reset() {
 	*x = RequestIds{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[9]
+	mi := &file_penstock_v1_inference_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1170,7 +2000,7 @@ func (x *RequestIds) String() string {
 func (*RequestIds) ProtoMessage() {}
 
 func (x *RequestIds) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[9]
+	mi := &file_penstock_v1_inference_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1183,7 +2013,7 @@ func (x *RequestIds) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RequestIds.ProtoReflect.Descriptor instead.
 func (*RequestIds) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{9}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *RequestIds) GetIds() []string {
@@ -1202,7 +2032,7 @@ type AllRequests struct {
 
 func (x *AllRequests) Reset() {
 	*x = AllRequests{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[10]
+	mi := &file_penstock_v1_inference_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1214,7 +2044,7 @@ func (x *AllRequests) String() string {
 func (*AllRequests) ProtoMessage() {}
 
 func (x *AllRequests) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[10]
+	mi := &file_penstock_v1_inference_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1227,7 +2057,7 @@ func (x *AllRequests) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AllRequests.ProtoReflect.Descriptor instead.
 func (*AllRequests) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{10}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{18}
 }
 
 // Which requests to end.
@@ -1250,7 +2080,7 @@ type AbortRequest struct {
 
 func (x *AbortRequest) Reset() {
 	*x = AbortRequest{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[11]
+	mi := &file_penstock_v1_inference_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1262,7 +2092,7 @@ func (x *AbortRequest) String() string {
 func (*AbortRequest) ProtoMessage() {}
 
 func (x *AbortRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[11]
+	mi := &file_penstock_v1_inference_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1275,7 +2105,7 @@ func (x *AbortRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortRequest.ProtoReflect.Descriptor instead.
 func (*AbortRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{11}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *AbortRequest) GetTarget() isAbortRequest_Target {
@@ -1360,7 +2190,7 @@ type AbortResponse struct {
 
 func (x *AbortResponse) Reset() {
 	*x = AbortResponse{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[12]
+	mi := &file_penstock_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1372,7 +2202,7 @@ func (x *AbortResponse) String() string {
 func (*AbortResponse) ProtoMessage() {}
 
 func (x *AbortResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[12]
+	mi := &file_penstock_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1385,7 +2215,7 @@ func (x *AbortResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortResponse.ProtoReflect.Descriptor instead.
 func (*AbortResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{12}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *AbortResponse) GetResults() []*AbortResult {
@@ -1408,7 +2238,7 @@ type AbortResult struct {
 
 func (x *AbortResult) Reset() {
 	*x = AbortResult{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[13]
+	mi := &file_penstock_v1_inference_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1420,7 +2250,7 @@ func (x *AbortResult) String() string {
 func (*AbortResult) ProtoMessage() {}
 
 func (x *AbortResult) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[13]
+	mi := &file_penstock_v1_inference_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1433,7 +2263,7 @@ func (x *AbortResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortResult.ProtoReflect.Descriptor instead.
 func (*AbortResult) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{13}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *AbortResult) GetRequestId() string {
@@ -1454,7 +2284,7 @@ var File_penstock_v1_inference_proto protoreflect.FileDescriptor
 
 const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"\x1bpenstock/v1/inference.proto\x12\vpenstock.v1\x1a\x17penstock/v1/types.proto\x1a\x19penstock/v1/weights.proto\"\x9c\x05\n" +
+	"\x1bpenstock/v1/inference.proto\x12\vpenstock.v1\x1a\x17penstock/v1/types.proto\x1a\x19penstock/v1/weights.proto\"\xc6\x05\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1474,8 +2304,9 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\bpriority\x18\f \x01(\x05R\bpriority\x12<\n" +
 	"\vmin_weights\x18\r \x01(\v2\x1b.penstock.v1.WeightsVersionR\n" +
 	"minWeights\x125\n" +
-	"\acontext\x18\x0e \x01(\v2\x1b.penstock.v1.ContextOptionsR\acontextB\a\n" +
-	"\x05inputJ\x04\b\x0f\x10\x15\"\xfe\x01\n" +
+	"\acontext\x18\x0e \x01(\v2\x1b.penstock.v1.ContextOptionsR\acontext\x12(\n" +
+	"\x05media\x18\x0f \x03(\v2\x12.penstock.v1.ImageR\x05mediaB\a\n" +
+	"\x05inputJ\x04\b\x10\x10\x15\"\xfe\x01\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1483,7 +2314,7 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\x06prompt\x18\x03 \x01(\v2\x17.penstock.v1.PromptInfoR\x06prompt\x12-\n" +
 	"\aoutputs\x18\x04 \x03(\v2\x13.penstock.v1.OutputR\aoutputs\x12(\n" +
 	"\x05usage\x18\x05 \x01(\v2\x12.penstock.v1.UsageR\x05usage\x12+\n" +
-	"\x06timing\x18\x06 \x01(\v2\x13.penstock.v1.TimingR\x06timing\"\xb7\x02\n" +
+	"\x06timing\x18\x06 \x01(\v2\x13.penstock.v1.TimingR\x06timing\"\xf7\x02\n" +
 	"\x06Output\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1b\n" +
@@ -1493,7 +2324,8 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\aweights\x18\x06 \x03(\v2\x18.penstock.v1.WeightsSpanR\aweights\x12\x1c\n" +
 	"\treasoning\x18\a \x01(\tR\treasoning\x124\n" +
 	"\n" +
-	"tool_calls\x18\b \x03(\v2\x15.penstock.v1.ToolCallR\ttoolCalls\"\xef\x05\n" +
+	"tool_calls\x18\b \x03(\v2\x15.penstock.v1.ToolCallR\ttoolCalls\x12>\n" +
+	"\rhidden_states\x18\t \x01(\v2\x19.penstock.v1.HiddenStatesR\fhiddenStates\"\x99\x06\n" +
 	"\rStreamRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1513,10 +2345,11 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\bpriority\x18\f \x01(\x05R\bpriority\x12<\n" +
 	"\vmin_weights\x18\r \x01(\v2\x1b.penstock.v1.WeightsVersionR\n" +
 	"minWeights\x125\n" +
-	"\acontext\x18\x0e \x01(\v2\x1b.penstock.v1.ContextOptionsR\acontext\x128\n" +
+	"\acontext\x18\x0e \x01(\v2\x1b.penstock.v1.ContextOptionsR\acontext\x12(\n" +
+	"\x05media\x18\x0f \x03(\v2\x12.penstock.v1.ImageR\x05media\x128\n" +
 	"\x16min_tokens_per_message\x18d \x01(\rH\x01R\x13minTokensPerMessage\x88\x01\x01B\a\n" +
 	"\x05inputB\x19\n" +
-	"\x17_min_tokens_per_messageJ\x04\b\x0f\x10\x15\"\xf6\x01\n" +
+	"\x17_min_tokens_per_messageJ\x04\b\x10\x10\x15\"\xf6\x01\n" +
 	"\x0eStreamResponse\x126\n" +
 	"\astarted\x18\x01 \x01(\v2\x1a.penstock.v1.StreamStartedH\x00R\astarted\x120\n" +
 	"\x05delta\x18\x02 \x01(\v2\x18.penstock.v1.OutputDeltaH\x00R\x05delta\x129\n" +
@@ -1529,7 +2362,7 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12/\n" +
 	"\x06prompt\x18\x03 \x01(\v2\x17.penstock.v1.PromptInfoR\x06prompt\x125\n" +
 	"\aweights\x18\x04 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\x12\x16\n" +
-	"\x06paused\x18\x05 \x01(\bR\x06paused\"\x92\x02\n" +
+	"\x06paused\x18\x05 \x01(\bR\x06paused\"\xd2\x02\n" +
 	"\vOutputDelta\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1b\n" +
@@ -1538,13 +2371,85 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\aweights\x18\x05 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\x12\x1c\n" +
 	"\treasoning\x18\x06 \x01(\tR\treasoning\x124\n" +
 	"\n" +
-	"tool_calls\x18\a \x03(\v2\x15.penstock.v1.ToolCallR\ttoolCalls\"S\n" +
+	"tool_calls\x18\a \x03(\v2\x15.penstock.v1.ToolCallR\ttoolCalls\x12>\n" +
+	"\rhidden_states\x18\b \x01(\v2\x19.penstock.v1.HiddenStatesR\fhiddenStates\"S\n" +
 	"\x0eOutputFinished\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12+\n" +
 	"\x06finish\x18\x02 \x01(\v2\x13.penstock.v1.FinishR\x06finish\"f\n" +
 	"\rStreamSummary\x12(\n" +
 	"\x05usage\x18\x01 \x01(\v2\x12.penstock.v1.UsageR\x05usage\x12+\n" +
-	"\x06timing\x18\x02 \x01(\v2\x13.penstock.v1.TimingR\x06timing\"\x1e\n" +
+	"\x06timing\x18\x02 \x01(\v2\x13.penstock.v1.TimingR\x06timing\"\xcd\x03\n" +
+	"\fEmbedRequest\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
+	"\x05model\x18\x02 \x01(\tR\x05model\x12/\n" +
+	"\x06inputs\x18\x03 \x03(\v2\x17.penstock.v1.EmbedInputR\x06inputs\x12.\n" +
+	"\apooling\x18\x04 \x01(\x0e2\x14.penstock.v1.PoolingR\apooling\x12!\n" +
+	"\tnormalize\x18\x05 \x01(\bH\x00R\tnormalize\x88\x01\x01\x12#\n" +
+	"\n" +
+	"dimensions\x18\x06 \x01(\rH\x01R\n" +
+	"dimensions\x88\x01\x01\x12/\n" +
+	"\x05cache\x18\n" +
+	" \x01(\v2\x19.penstock.v1.CacheOptionsR\x05cache\x12\x1a\n" +
+	"\bpriority\x18\f \x01(\x05R\bpriority\x12<\n" +
+	"\vmin_weights\x18\r \x01(\v2\x1b.penstock.v1.WeightsVersionR\n" +
+	"minWeights\x127\n" +
+	"\n" +
+	"truncation\x18\x0e \x01(\x0e2\x17.penstock.v1.TruncationR\n" +
+	"truncationB\f\n" +
+	"\n" +
+	"_normalizeB\r\n" +
+	"\v_dimensions\"a\n" +
+	"\n" +
+	"EmbedInput\x12\x14\n" +
+	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x124\n" +
+	"\ttoken_ids\x18\x02 \x01(\v2\x15.penstock.v1.TokenIdsH\x00R\btokenIdsB\a\n" +
+	"\x05input\"\xd3\x01\n" +
+	"\rEmbedResponse\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
+	"\x05model\x18\x02 \x01(\tR\x05model\x126\n" +
+	"\n" +
+	"embeddings\x18\x03 \x03(\v2\x16.penstock.v1.EmbeddingR\n" +
+	"embeddings\x12(\n" +
+	"\x05usage\x18\x04 \x01(\v2\x12.penstock.v1.UsageR\x05usage\x12+\n" +
+	"\x06timing\x18\x05 \x01(\v2\x13.penstock.v1.TimingR\x06timing\"\xa6\x01\n" +
+	"\tEmbedding\x12\x16\n" +
+	"\x06values\x18\x01 \x01(\fR\x06values\x12\x1f\n" +
+	"\vtoken_count\x18\x02 \x01(\rR\n" +
+	"tokenCount\x12)\n" +
+	"\x10truncated_tokens\x18\x03 \x01(\rR\x0ftruncatedTokens\x125\n" +
+	"\aweights\x18\x04 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\xf5\x02\n" +
+	"\fScoreRequest\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
+	"\x05model\x18\x02 \x01(\tR\x05model\x12\x18\n" +
+	"\x06prompt\x18\x03 \x01(\tH\x00R\x06prompt\x12A\n" +
+	"\x10prompt_token_ids\x18\x04 \x01(\v2\x15.penstock.v1.TokenIdsH\x00R\x0epromptTokenIds\x12?\n" +
+	"\rcontinuations\x18\x05 \x03(\v2\x19.penstock.v1.ContinuationR\rcontinuations\x12/\n" +
+	"\x05cache\x18\n" +
+	" \x01(\v2\x19.penstock.v1.CacheOptionsR\x05cache\x12\x1a\n" +
+	"\bpriority\x18\f \x01(\x05R\bpriority\x12<\n" +
+	"\vmin_weights\x18\r \x01(\v2\x1b.penstock.v1.WeightsVersionR\n" +
+	"minWeightsB\a\n" +
+	"\x05input\"j\n" +
+	"\fContinuation\x12\x14\n" +
+	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x124\n" +
+	"\ttoken_ids\x18\x02 \x01(\v2\x15.penstock.v1.TokenIdsH\x00R\btokenIdsB\x0e\n" +
+	"\fcontinuation\"\x84\x02\n" +
+	"\rScoreResponse\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
+	"\x05model\x18\x02 \x01(\tR\x05model\x12/\n" +
+	"\x06prompt\x18\x03 \x01(\v2\x17.penstock.v1.PromptInfoR\x06prompt\x126\n" +
+	"\x06scores\x18\x04 \x03(\v2\x1e.penstock.v1.ContinuationScoreR\x06scores\x12(\n" +
+	"\x05usage\x18\x05 \x01(\v2\x12.penstock.v1.UsageR\x05usage\x12+\n" +
+	"\x06timing\x18\x06 \x01(\v2\x13.penstock.v1.TimingR\x06timing\"\xa8\x01\n" +
+	"\x11ContinuationScore\x12\x1b\n" +
+	"\ttoken_ids\x18\x01 \x03(\rR\btokenIds\x12\x1a\n" +
+	"\blogprobs\x18\x02 \x03(\x02R\blogprobs\x12#\n" +
+	"\rtotal_logprob\x18\x03 \x01(\x01R\ftotalLogprob\x125\n" +
+	"\aweights\x18\x04 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\x1e\n" +
 	"\n" +
 	"RequestIds\x12\x10\n" +
 	"\x03ids\x18\x01 \x03(\tR\x03ids\"\r\n" +
@@ -1566,10 +2471,12 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\x19ABORT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15ABORT_OUTCOME_ABORTED\x10\x01\x12\"\n" +
 	"\x1eABORT_OUTCOME_ALREADY_FINISHED\x10\x02\x12\x1b\n" +
-	"\x17ABORT_OUTCOME_NOT_FOUND\x10\x032\xbf\x02\n" +
+	"\x17ABORT_OUTCOME_NOT_FOUND\x10\x032\xc9\x03\n" +
 	"\x10InferenceService\x12G\n" +
 	"\bGenerate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse\x12C\n" +
 	"\x06Stream\x12\x1a.penstock.v1.StreamRequest\x1a\x1b.penstock.v1.StreamResponse0\x01\x12C\n" +
+	"\x05Embed\x12\x19.penstock.v1.EmbedRequest\x1a\x1a.penstock.v1.EmbedResponse\"\x03\x90\x02\x01\x12C\n" +
+	"\x05Score\x12\x19.penstock.v1.ScoreRequest\x1a\x1a.penstock.v1.ScoreResponse\"\x03\x90\x02\x01\x12C\n" +
 	"\x05Abort\x12\x19.penstock.v1.AbortRequest\x1a\x1a.penstock.v1.AbortResponse\"\x03\x90\x02\x02\x12X\n" +
 	"\rUpdateWeights\x12!.penstock.v1.UpdateWeightsRequest\x1a\".penstock.v1.UpdateWeightsResponse(\x01B?\n" +
 	"\vpenstock.v1B\x0eInferenceProtoP\x01Z\x1epenstock/clients/go/penstockv1b\x06proto3"
@@ -1587,7 +2494,7 @@ func file_penstock_v1_inference_proto_rawDescGZIP() []byte {
 }
 
 var file_penstock_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_penstock_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_penstock_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
 var file_penstock_v1_inference_proto_goTypes = []any{
 	(AbortOutcome)(0),             // 0: penstock.v1.AbortOutcome
 	(*GenerateRequest)(nil),       // 1: penstock.v1.GenerateRequest
@@ -1599,86 +2506,126 @@ var file_penstock_v1_inference_proto_goTypes = []any{
 	(*OutputDelta)(nil),           // 7: penstock.v1.OutputDelta
 	(*OutputFinished)(nil),        // 8: penstock.v1.OutputFinished
 	(*StreamSummary)(nil),         // 9: penstock.v1.StreamSummary
-	(*RequestIds)(nil),            // 10: penstock.v1.RequestIds
-	(*AllRequests)(nil),           // 11: penstock.v1.AllRequests
-	(*AbortRequest)(nil),          // 12: penstock.v1.AbortRequest
-	(*AbortResponse)(nil),         // 13: penstock.v1.AbortResponse
-	(*AbortResult)(nil),           // 14: penstock.v1.AbortResult
-	(*TokenIds)(nil),              // 15: penstock.v1.TokenIds
-	(*ChatPrompt)(nil),            // 16: penstock.v1.ChatPrompt
-	(*SamplingParams)(nil),        // 17: penstock.v1.SamplingParams
-	(*StoppingParams)(nil),        // 18: penstock.v1.StoppingParams
-	(*OutputOptions)(nil),         // 19: penstock.v1.OutputOptions
-	(*Constraint)(nil),            // 20: penstock.v1.Constraint
-	(*CacheOptions)(nil),          // 21: penstock.v1.CacheOptions
-	(*WeightsVersion)(nil),        // 22: penstock.v1.WeightsVersion
-	(*ContextOptions)(nil),        // 23: penstock.v1.ContextOptions
-	(*PromptInfo)(nil),            // 24: penstock.v1.PromptInfo
-	(*Usage)(nil),                 // 25: penstock.v1.Usage
-	(*Timing)(nil),                // 26: penstock.v1.Timing
-	(*Logprobs)(nil),              // 27: penstock.v1.Logprobs
-	(*Finish)(nil),                // 28: penstock.v1.Finish
-	(*WeightsSpan)(nil),           // 29: penstock.v1.WeightsSpan
-	(*ToolCall)(nil),              // 30: penstock.v1.ToolCall
-	(*UpdateWeightsRequest)(nil),  // 31: penstock.v1.UpdateWeightsRequest
-	(*UpdateWeightsResponse)(nil), // 32: penstock.v1.UpdateWeightsResponse
+	(*EmbedRequest)(nil),          // 10: penstock.v1.EmbedRequest
+	(*EmbedInput)(nil),            // 11: penstock.v1.EmbedInput
+	(*EmbedResponse)(nil),         // 12: penstock.v1.EmbedResponse
+	(*Embedding)(nil),             // 13: penstock.v1.Embedding
+	(*ScoreRequest)(nil),          // 14: penstock.v1.ScoreRequest
+	(*Continuation)(nil),          // 15: penstock.v1.Continuation
+	(*ScoreResponse)(nil),         // 16: penstock.v1.ScoreResponse
+	(*ContinuationScore)(nil),     // 17: penstock.v1.ContinuationScore
+	(*RequestIds)(nil),            // 18: penstock.v1.RequestIds
+	(*AllRequests)(nil),           // 19: penstock.v1.AllRequests
+	(*AbortRequest)(nil),          // 20: penstock.v1.AbortRequest
+	(*AbortResponse)(nil),         // 21: penstock.v1.AbortResponse
+	(*AbortResult)(nil),           // 22: penstock.v1.AbortResult
+	(*TokenIds)(nil),              // 23: penstock.v1.TokenIds
+	(*ChatPrompt)(nil),            // 24: penstock.v1.ChatPrompt
+	(*SamplingParams)(nil),        // 25: penstock.v1.SamplingParams
+	(*StoppingParams)(nil),        // 26: penstock.v1.StoppingParams
+	(*OutputOptions)(nil),         // 27: penstock.v1.OutputOptions
+	(*Constraint)(nil),            // 28: penstock.v1.Constraint
+	(*CacheOptions)(nil),          // 29: penstock.v1.CacheOptions
+	(*WeightsVersion)(nil),        // 30: penstock.v1.WeightsVersion
+	(*ContextOptions)(nil),        // 31: penstock.v1.ContextOptions
+	(*Image)(nil),                 // 32: penstock.v1.Image
+	(*PromptInfo)(nil),            // 33: penstock.v1.PromptInfo
+	(*Usage)(nil),                 // 34: penstock.v1.Usage
+	(*Timing)(nil),                // 35: penstock.v1.Timing
+	(*Logprobs)(nil),              // 36: penstock.v1.Logprobs
+	(*Finish)(nil),                // 37: penstock.v1.Finish
+	(*WeightsSpan)(nil),           // 38: penstock.v1.WeightsSpan
+	(*ToolCall)(nil),              // 39: penstock.v1.ToolCall
+	(*HiddenStates)(nil),          // 40: penstock.v1.HiddenStates
+	(Pooling)(0),                  // 41: penstock.v1.Pooling
+	(Truncation)(0),               // 42: penstock.v1.Truncation
+	(*UpdateWeightsRequest)(nil),  // 43: penstock.v1.UpdateWeightsRequest
+	(*UpdateWeightsResponse)(nil), // 44: penstock.v1.UpdateWeightsResponse
 }
 var file_penstock_v1_inference_proto_depIdxs = []int32{
-	15, // 0: penstock.v1.GenerateRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
-	16, // 1: penstock.v1.GenerateRequest.chat:type_name -> penstock.v1.ChatPrompt
-	17, // 2: penstock.v1.GenerateRequest.sampling:type_name -> penstock.v1.SamplingParams
-	18, // 3: penstock.v1.GenerateRequest.stopping:type_name -> penstock.v1.StoppingParams
-	19, // 4: penstock.v1.GenerateRequest.output:type_name -> penstock.v1.OutputOptions
-	20, // 5: penstock.v1.GenerateRequest.constraint:type_name -> penstock.v1.Constraint
-	21, // 6: penstock.v1.GenerateRequest.cache:type_name -> penstock.v1.CacheOptions
-	22, // 7: penstock.v1.GenerateRequest.min_weights:type_name -> penstock.v1.WeightsVersion
-	23, // 8: penstock.v1.GenerateRequest.context:type_name -> penstock.v1.ContextOptions
-	24, // 9: penstock.v1.GenerateResponse.prompt:type_name -> penstock.v1.PromptInfo
-	3,  // 10: penstock.v1.GenerateResponse.outputs:type_name -> penstock.v1.Output
-	25, // 11: penstock.v1.GenerateResponse.usage:type_name -> penstock.v1.Usage
-	26, // 12: penstock.v1.GenerateResponse.timing:type_name -> penstock.v1.Timing
-	27, // 13: penstock.v1.Output.logprobs:type_name -> penstock.v1.Logprobs
-	28, // 14: penstock.v1.Output.finish:type_name -> penstock.v1.Finish
-	29, // 15: penstock.v1.Output.weights:type_name -> penstock.v1.WeightsSpan
-	30, // 16: penstock.v1.Output.tool_calls:type_name -> penstock.v1.ToolCall
-	15, // 17: penstock.v1.StreamRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
-	16, // 18: penstock.v1.StreamRequest.chat:type_name -> penstock.v1.ChatPrompt
-	17, // 19: penstock.v1.StreamRequest.sampling:type_name -> penstock.v1.SamplingParams
-	18, // 20: penstock.v1.StreamRequest.stopping:type_name -> penstock.v1.StoppingParams
-	19, // 21: penstock.v1.StreamRequest.output:type_name -> penstock.v1.OutputOptions
-	20, // 22: penstock.v1.StreamRequest.constraint:type_name -> penstock.v1.Constraint
-	21, // 23: penstock.v1.StreamRequest.cache:type_name -> penstock.v1.CacheOptions
-	22, // 24: penstock.v1.StreamRequest.min_weights:type_name -> penstock.v1.WeightsVersion
-	23, // 25: penstock.v1.StreamRequest.context:type_name -> penstock.v1.ContextOptions
-	6,  // 26: penstock.v1.StreamResponse.started:type_name -> penstock.v1.StreamStarted
-	7,  // 27: penstock.v1.StreamResponse.delta:type_name -> penstock.v1.OutputDelta
-	8,  // 28: penstock.v1.StreamResponse.finished:type_name -> penstock.v1.OutputFinished
-	9,  // 29: penstock.v1.StreamResponse.summary:type_name -> penstock.v1.StreamSummary
-	24, // 30: penstock.v1.StreamStarted.prompt:type_name -> penstock.v1.PromptInfo
-	22, // 31: penstock.v1.StreamStarted.weights:type_name -> penstock.v1.WeightsVersion
-	27, // 32: penstock.v1.OutputDelta.logprobs:type_name -> penstock.v1.Logprobs
-	22, // 33: penstock.v1.OutputDelta.weights:type_name -> penstock.v1.WeightsVersion
-	30, // 34: penstock.v1.OutputDelta.tool_calls:type_name -> penstock.v1.ToolCall
-	28, // 35: penstock.v1.OutputFinished.finish:type_name -> penstock.v1.Finish
-	25, // 36: penstock.v1.StreamSummary.usage:type_name -> penstock.v1.Usage
-	26, // 37: penstock.v1.StreamSummary.timing:type_name -> penstock.v1.Timing
-	10, // 38: penstock.v1.AbortRequest.request_ids:type_name -> penstock.v1.RequestIds
-	11, // 39: penstock.v1.AbortRequest.all:type_name -> penstock.v1.AllRequests
-	14, // 40: penstock.v1.AbortResponse.results:type_name -> penstock.v1.AbortResult
-	0,  // 41: penstock.v1.AbortResult.outcome:type_name -> penstock.v1.AbortOutcome
-	1,  // 42: penstock.v1.InferenceService.Generate:input_type -> penstock.v1.GenerateRequest
-	4,  // 43: penstock.v1.InferenceService.Stream:input_type -> penstock.v1.StreamRequest
-	12, // 44: penstock.v1.InferenceService.Abort:input_type -> penstock.v1.AbortRequest
-	31, // 45: penstock.v1.InferenceService.UpdateWeights:input_type -> penstock.v1.UpdateWeightsRequest
-	2,  // 46: penstock.v1.InferenceService.Generate:output_type -> penstock.v1.GenerateResponse
-	5,  // 47: penstock.v1.InferenceService.Stream:output_type -> penstock.v1.StreamResponse
-	13, // 48: penstock.v1.InferenceService.Abort:output_type -> penstock.v1.AbortResponse
-	32, // 49: penstock.v1.InferenceService.UpdateWeights:output_type -> penstock.v1.UpdateWeightsResponse
-	46, // [46:50] is the sub-list for method output_type
-	42, // [42:46] is the sub-list for method input_type
-	42, // [42:42] is the sub-list for extension type_name
-	42, // [42:42] is the sub-list for extension extendee
-	0,  // [0:42] is the sub-list for field type_name
+	23, // 0: penstock.v1.GenerateRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
+	24, // 1: penstock.v1.GenerateRequest.chat:type_name -> penstock.v1.ChatPrompt
+	25, // 2: penstock.v1.GenerateRequest.sampling:type_name -> penstock.v1.SamplingParams
+	26, // 3: penstock.v1.GenerateRequest.stopping:type_name -> penstock.v1.StoppingParams
+	27, // 4: penstock.v1.GenerateRequest.output:type_name -> penstock.v1.OutputOptions
+	28, // 5: penstock.v1.GenerateRequest.constraint:type_name -> penstock.v1.Constraint
+	29, // 6: penstock.v1.GenerateRequest.cache:type_name -> penstock.v1.CacheOptions
+	30, // 7: penstock.v1.GenerateRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	31, // 8: penstock.v1.GenerateRequest.context:type_name -> penstock.v1.ContextOptions
+	32, // 9: penstock.v1.GenerateRequest.media:type_name -> penstock.v1.Image
+	33, // 10: penstock.v1.GenerateResponse.prompt:type_name -> penstock.v1.PromptInfo
+	3,  // 11: penstock.v1.GenerateResponse.outputs:type_name -> penstock.v1.Output
+	34, // 12: penstock.v1.GenerateResponse.usage:type_name -> penstock.v1.Usage
+	35, // 13: penstock.v1.GenerateResponse.timing:type_name -> penstock.v1.Timing
+	36, // 14: penstock.v1.Output.logprobs:type_name -> penstock.v1.Logprobs
+	37, // 15: penstock.v1.Output.finish:type_name -> penstock.v1.Finish
+	38, // 16: penstock.v1.Output.weights:type_name -> penstock.v1.WeightsSpan
+	39, // 17: penstock.v1.Output.tool_calls:type_name -> penstock.v1.ToolCall
+	40, // 18: penstock.v1.Output.hidden_states:type_name -> penstock.v1.HiddenStates
+	23, // 19: penstock.v1.StreamRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
+	24, // 20: penstock.v1.StreamRequest.chat:type_name -> penstock.v1.ChatPrompt
+	25, // 21: penstock.v1.StreamRequest.sampling:type_name -> penstock.v1.SamplingParams
+	26, // 22: penstock.v1.StreamRequest.stopping:type_name -> penstock.v1.StoppingParams
+	27, // 23: penstock.v1.StreamRequest.output:type_name -> penstock.v1.OutputOptions
+	28, // 24: penstock.v1.StreamRequest.constraint:type_name -> penstock.v1.Constraint
+	29, // 25: penstock.v1.StreamRequest.cache:type_name -> penstock.v1.CacheOptions
+	30, // 26: penstock.v1.StreamRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	31, // 27: penstock.v1.StreamRequest.context:type_name -> penstock.v1.ContextOptions
+	32, // 28: penstock.v1.StreamRequest.media:type_name -> penstock.v1.Image
+	6,  // 29: penstock.v1.StreamResponse.started:type_name -> penstock.v1.StreamStarted
+	7,  // 30: penstock.v1.StreamResponse.delta:type_name -> penstock.v1.OutputDelta
+	8,  // 31: penstock.v1.StreamResponse.finished:type_name -> penstock.v1.OutputFinished
+	9,  // 32: penstock.v1.StreamResponse.summary:type_name -> penstock.v1.StreamSummary
+	33, // 33: penstock.v1.StreamStarted.prompt:type_name -> penstock.v1.PromptInfo
+	30, // 34: penstock.v1.StreamStarted.weights:type_name -> penstock.v1.WeightsVersion
+	36, // 35: penstock.v1.OutputDelta.logprobs:type_name -> penstock.v1.Logprobs
+	30, // 36: penstock.v1.OutputDelta.weights:type_name -> penstock.v1.WeightsVersion
+	39, // 37: penstock.v1.OutputDelta.tool_calls:type_name -> penstock.v1.ToolCall
+	40, // 38: penstock.v1.OutputDelta.hidden_states:type_name -> penstock.v1.HiddenStates
+	37, // 39: penstock.v1.OutputFinished.finish:type_name -> penstock.v1.Finish
+	34, // 40: penstock.v1.StreamSummary.usage:type_name -> penstock.v1.Usage
+	35, // 41: penstock.v1.StreamSummary.timing:type_name -> penstock.v1.Timing
+	11, // 42: penstock.v1.EmbedRequest.inputs:type_name -> penstock.v1.EmbedInput
+	41, // 43: penstock.v1.EmbedRequest.pooling:type_name -> penstock.v1.Pooling
+	29, // 44: penstock.v1.EmbedRequest.cache:type_name -> penstock.v1.CacheOptions
+	30, // 45: penstock.v1.EmbedRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	42, // 46: penstock.v1.EmbedRequest.truncation:type_name -> penstock.v1.Truncation
+	23, // 47: penstock.v1.EmbedInput.token_ids:type_name -> penstock.v1.TokenIds
+	13, // 48: penstock.v1.EmbedResponse.embeddings:type_name -> penstock.v1.Embedding
+	34, // 49: penstock.v1.EmbedResponse.usage:type_name -> penstock.v1.Usage
+	35, // 50: penstock.v1.EmbedResponse.timing:type_name -> penstock.v1.Timing
+	30, // 51: penstock.v1.Embedding.weights:type_name -> penstock.v1.WeightsVersion
+	23, // 52: penstock.v1.ScoreRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
+	15, // 53: penstock.v1.ScoreRequest.continuations:type_name -> penstock.v1.Continuation
+	29, // 54: penstock.v1.ScoreRequest.cache:type_name -> penstock.v1.CacheOptions
+	30, // 55: penstock.v1.ScoreRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	23, // 56: penstock.v1.Continuation.token_ids:type_name -> penstock.v1.TokenIds
+	33, // 57: penstock.v1.ScoreResponse.prompt:type_name -> penstock.v1.PromptInfo
+	17, // 58: penstock.v1.ScoreResponse.scores:type_name -> penstock.v1.ContinuationScore
+	34, // 59: penstock.v1.ScoreResponse.usage:type_name -> penstock.v1.Usage
+	35, // 60: penstock.v1.ScoreResponse.timing:type_name -> penstock.v1.Timing
+	30, // 61: penstock.v1.ContinuationScore.weights:type_name -> penstock.v1.WeightsVersion
+	18, // 62: penstock.v1.AbortRequest.request_ids:type_name -> penstock.v1.RequestIds
+	19, // 63: penstock.v1.AbortRequest.all:type_name -> penstock.v1.AllRequests
+	22, // 64: penstock.v1.AbortResponse.results:type_name -> penstock.v1.AbortResult
+	0,  // 65: penstock.v1.AbortResult.outcome:type_name -> penstock.v1.AbortOutcome
+	1,  // 66: penstock.v1.InferenceService.Generate:input_type -> penstock.v1.GenerateRequest
+	4,  // 67: penstock.v1.InferenceService.Stream:input_type -> penstock.v1.StreamRequest
+	10, // 68: penstock.v1.InferenceService.Embed:input_type -> penstock.v1.EmbedRequest
+	14, // 69: penstock.v1.InferenceService.Score:input_type -> penstock.v1.ScoreRequest
+	20, // 70: penstock.v1.InferenceService.Abort:input_type -> penstock.v1.AbortRequest
+	43, // 71: penstock.v1.InferenceService.UpdateWeights:input_type -> penstock.v1.UpdateWeightsRequest
+	2,  // 72: penstock.v1.InferenceService.Generate:output_type -> penstock.v1.GenerateResponse
+	5,  // 73: penstock.v1.InferenceService.Stream:output_type -> penstock.v1.StreamResponse
+	12, // 74: penstock.v1.InferenceService.Embed:output_type -> penstock.v1.EmbedResponse
+	16, // 75: penstock.v1.InferenceService.Score:output_type -> penstock.v1.ScoreResponse
+	21, // 76: penstock.v1.InferenceService.Abort:output_type -> penstock.v1.AbortResponse
+	44, // 77: penstock.v1.InferenceService.UpdateWeights:output_type -> penstock.v1.UpdateWeightsResponse
+	72, // [72:78] is the sub-list for method output_type
+	66, // [66:72] is the sub-list for method input_type
+	66, // [66:66] is the sub-list for extension type_name
+	66, // [66:66] is the sub-list for extension extendee
+	0,  // [0:66] is the sub-list for field type_name
 }
 
 func init() { file_penstock_v1_inference_proto_init() }
@@ -1704,7 +2651,20 @@ func file_penstock_v1_inference_proto_init() {
 		(*StreamResponse_Finished)(nil),
 		(*StreamResponse_Summary)(nil),
 	}
-	file_penstock_v1_inference_proto_msgTypes[11].OneofWrappers = []any{
+	file_penstock_v1_inference_proto_msgTypes[9].OneofWrappers = []any{}
+	file_penstock_v1_inference_proto_msgTypes[10].OneofWrappers = []any{
+		(*EmbedInput_Text)(nil),
+		(*EmbedInput_TokenIds)(nil),
+	}
+	file_penstock_v1_inference_proto_msgTypes[13].OneofWrappers = []any{
+		(*ScoreRequest_Prompt)(nil),
+		(*ScoreRequest_PromptTokenIds)(nil),
+	}
+	file_penstock_v1_inference_proto_msgTypes[14].OneofWrappers = []any{
+		(*Continuation_Text)(nil),
+		(*Continuation_TokenIds)(nil),
+	}
+	file_penstock_v1_inference_proto_msgTypes[19].OneofWrappers = []any{
 		(*AbortRequest_RequestIds)(nil),
 		(*AbortRequest_RequestIdPrefix)(nil),
 		(*AbortRequest_All)(nil),
@@ -1715,7 +2675,7 @@ func file_penstock_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_penstock_v1_inference_proto_rawDesc), len(file_penstock_v1_inference_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   14,
+			NumMessages:   22,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -23,6 +23,8 @@ const _ = grpc.SupportPackageIsVersion9
 const (
 	InferenceService_Generate_FullMethodName      = "/penstock.v1.InferenceService/Generate"
 	InferenceService_Stream_FullMethodName        = "/penstock.v1.InferenceService/Stream"
+	InferenceService_Embed_FullMethodName         = "/penstock.v1.InferenceService/Embed"
+	InferenceService_Score_FullMethodName         = "/penstock.v1.InferenceService/Score"
 	InferenceService_Abort_FullMethodName         = "/penstock.v1.InferenceService/Abort"
 	InferenceService_UpdateWeights_FullMethodName = "/penstock.v1.InferenceService/UpdateWeights"
 )
@@ -31,10 +33,11 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Generates with the served model, ends requests early, and replaces the model's weights. Role names the role that
-// the caller's key must have on a server with keys; a key with the role "control" may call everything.
+// Generates with the served model, makes embeddings and scores with it, ends requests early, and replaces the model's
+// weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
+// call everything.
 //
-// Errors of Generate and Stream, all of them before the first token unless noted:
+// Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
 //
 //	INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
 //	                    INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
@@ -65,6 +68,13 @@ type InferenceServiceClient interface {
 	// finished, indices interleaved; summary; OK. The deltas of an index, concatenated, are Generate's output. A
 	// failure midway is a non-OK status, never OK with an error inside. Role: infer.
 	Stream(ctx context.Context, in *StreamRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[StreamResponse], error)
+	// Makes a vector of each input, by which texts can be compared. The inputs are computed beside all other requests, by
+	// the same scheduler, and count as an output each. UNIMPLEMENTED where GetModelInfo does not list FEATURE_EMBED.
+	// Role: infer.
+	Embed(ctx context.Context, in *EmbedRequest, opts ...grpc.CallOption) (*EmbedResponse, error)
+	// Tells how likely the model finds given continuations of a prompt, token by token; nothing is generated. Each
+	// continuation counts as an output. UNIMPLEMENTED where GetModelInfo does not list FEATURE_SCORE. Role: infer.
+	Score(ctx context.Context, in *ScoreRequest, opts ...grpc.CallOption) (*ScoreResponse, error)
 	// Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with OK,
 	// FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
 	// request can be aborted from the moment its RPC starts. What others have is NOT_FOUND, as what does not exist.
@@ -127,6 +137,26 @@ func (c *inferenceServiceClient) Stream(ctx context.Context, in *StreamRequest, 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type InferenceService_StreamClient = grpc.ServerStreamingClient[StreamResponse]
 
+func (c *inferenceServiceClient) Embed(ctx context.Context, in *EmbedRequest, opts ...grpc.CallOption) (*EmbedResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(EmbedResponse)
+	err := c.cc.Invoke(ctx, InferenceService_Embed_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *inferenceServiceClient) Score(ctx context.Context, in *ScoreRequest, opts ...grpc.CallOption) (*ScoreResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ScoreResponse)
+	err := c.cc.Invoke(ctx, InferenceService_Score_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *inferenceServiceClient) Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(AbortResponse)
@@ -154,10 +184,11 @@ type InferenceService_UpdateWeightsClient = grpc.ClientStreamingClient[UpdateWei
 // All implementations must embed UnimplementedInferenceServiceServer
 // for forward compatibility.
 //
-// Generates with the served model, ends requests early, and replaces the model's weights. Role names the role that
-// the caller's key must have on a server with keys; a key with the role "control" may call everything.
+// Generates with the served model, makes embeddings and scores with it, ends requests early, and replaces the model's
+// weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
+// call everything.
 //
-// Errors of Generate and Stream, all of them before the first token unless noted:
+// Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
 //
 //	INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
 //	                    INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
@@ -188,6 +219,13 @@ type InferenceServiceServer interface {
 	// finished, indices interleaved; summary; OK. The deltas of an index, concatenated, are Generate's output. A
 	// failure midway is a non-OK status, never OK with an error inside. Role: infer.
 	Stream(*StreamRequest, grpc.ServerStreamingServer[StreamResponse]) error
+	// Makes a vector of each input, by which texts can be compared. The inputs are computed beside all other requests, by
+	// the same scheduler, and count as an output each. UNIMPLEMENTED where GetModelInfo does not list FEATURE_EMBED.
+	// Role: infer.
+	Embed(context.Context, *EmbedRequest) (*EmbedResponse, error)
+	// Tells how likely the model finds given continuations of a prompt, token by token; nothing is generated. Each
+	// continuation counts as an output. UNIMPLEMENTED where GetModelInfo does not list FEATURE_SCORE. Role: infer.
+	Score(context.Context, *ScoreRequest) (*ScoreResponse, error)
 	// Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with OK,
 	// FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
 	// request can be aborted from the moment its RPC starts. What others have is NOT_FOUND, as what does not exist.
@@ -226,6 +264,12 @@ func (UnimplementedInferenceServiceServer) Generate(context.Context, *GenerateRe
 }
 func (UnimplementedInferenceServiceServer) Stream(*StreamRequest, grpc.ServerStreamingServer[StreamResponse]) error {
 	return status.Error(codes.Unimplemented, "method Stream not implemented")
+}
+func (UnimplementedInferenceServiceServer) Embed(context.Context, *EmbedRequest) (*EmbedResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Embed not implemented")
+}
+func (UnimplementedInferenceServiceServer) Score(context.Context, *ScoreRequest) (*ScoreResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Score not implemented")
 }
 func (UnimplementedInferenceServiceServer) Abort(context.Context, *AbortRequest) (*AbortResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Abort not implemented")
@@ -283,6 +327,42 @@ func _InferenceService_Stream_Handler(srv interface{}, stream grpc.ServerStream)
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type InferenceService_StreamServer = grpc.ServerStreamingServer[StreamResponse]
 
+func _InferenceService_Embed_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(EmbedRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceServiceServer).Embed(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: InferenceService_Embed_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceServiceServer).Embed(ctx, req.(*EmbedRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _InferenceService_Score_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ScoreRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceServiceServer).Score(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: InferenceService_Score_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceServiceServer).Score(ctx, req.(*ScoreRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _InferenceService_Abort_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(AbortRequest)
 	if err := dec(in); err != nil {
@@ -318,6 +398,14 @@ var InferenceService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Generate",
 			Handler:    _InferenceService_Generate_Handler,
+		},
+		{
+			MethodName: "Embed",
+			Handler:    _InferenceService_Embed_Handler,
+		},
+		{
+			MethodName: "Score",
+			Handler:    _InferenceService_Score_Handler,
 		},
 		{
 			MethodName: "Abort",

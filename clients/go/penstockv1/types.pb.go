@@ -40,6 +40,59 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// How the states of an input's tokens become one vector.
+type Pooling int32
+
+const (
+	// The server's default, see GetModelInfoResponse.default_pooling.
+	Pooling_POOLING_UNSPECIFIED Pooling = 0
+	// The state of the last token.
+	Pooling_POOLING_LAST_TOKEN Pooling = 1
+	// The mean of the states of all tokens.
+	Pooling_POOLING_MEAN Pooling = 2
+)
+
+// Enum value maps for Pooling.
+var (
+	Pooling_name = map[int32]string{
+		0: "POOLING_UNSPECIFIED",
+		1: "POOLING_LAST_TOKEN",
+		2: "POOLING_MEAN",
+	}
+	Pooling_value = map[string]int32{
+		"POOLING_UNSPECIFIED": 0,
+		"POOLING_LAST_TOKEN":  1,
+		"POOLING_MEAN":        2,
+	}
+)
+
+func (x Pooling) Enum() *Pooling {
+	p := new(Pooling)
+	*p = x
+	return p
+}
+
+func (x Pooling) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Pooling) Descriptor() protoreflect.EnumDescriptor {
+	return file_penstock_v1_types_proto_enumTypes[0].Descriptor()
+}
+
+func (Pooling) Type() protoreflect.EnumType {
+	return &file_penstock_v1_types_proto_enumTypes[0]
+}
+
+func (x Pooling) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Pooling.Descriptor instead.
+func (Pooling) EnumDescriptor() ([]byte, []int) {
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{0}
+}
+
 // Which tokens are dropped of a prompt that leaves too little room in the context.
 type Truncation int32
 
@@ -85,11 +138,11 @@ func (x Truncation) String() string {
 }
 
 func (Truncation) Descriptor() protoreflect.EnumDescriptor {
-	return file_penstock_v1_types_proto_enumTypes[0].Descriptor()
+	return file_penstock_v1_types_proto_enumTypes[1].Descriptor()
 }
 
 func (Truncation) Type() protoreflect.EnumType {
-	return &file_penstock_v1_types_proto_enumTypes[0]
+	return &file_penstock_v1_types_proto_enumTypes[1]
 }
 
 func (x Truncation) Number() protoreflect.EnumNumber {
@@ -98,7 +151,7 @@ func (x Truncation) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Truncation.Descriptor instead.
 func (Truncation) EnumDescriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{0}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{1}
 }
 
 // Why an output ended.
@@ -154,11 +207,11 @@ func (x FinishReason) String() string {
 }
 
 func (FinishReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_penstock_v1_types_proto_enumTypes[1].Descriptor()
+	return file_penstock_v1_types_proto_enumTypes[2].Descriptor()
 }
 
 func (FinishReason) Type() protoreflect.EnumType {
-	return &file_penstock_v1_types_proto_enumTypes[1]
+	return &file_penstock_v1_types_proto_enumTypes[2]
 }
 
 func (x FinishReason) Number() protoreflect.EnumNumber {
@@ -167,7 +220,7 @@ func (x FinishReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use FinishReason.Descriptor instead.
 func (FinishReason) EnumDescriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{1}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{2}
 }
 
 // Token ids of the served model's tokenizer.
@@ -370,6 +423,150 @@ func (x *ToolCall) GetArgumentsJson() string {
 	return ""
 }
 
+// A picture, as the bytes of its file. The server fetches nothing: there is no field for an address.
+type Image struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The bytes of the file, in one of the forms of ImageLimits.media_types; of an animation the first picture counts.
+	// Default: none, the field is required. Limits: not empty; those of GetModelInfoResponse.image_limits.
+	Data []byte `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
+	// The form of the bytes, such as "image/png".
+	// Default: what the bytes tell. Limits: one of ImageLimits.media_types, and what the bytes tell.
+	MediaType     string `protobuf:"bytes,2,opt,name=media_type,json=mediaType,proto3" json:"media_type,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Image) Reset() {
+	*x = Image{}
+	mi := &file_penstock_v1_types_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Image) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Image) ProtoMessage() {}
+
+func (x *Image) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_types_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Image.ProtoReflect.Descriptor instead.
+func (*Image) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Image) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+func (x *Image) GetMediaType() string {
+	if x != nil {
+		return x.MediaType
+	}
+	return ""
+}
+
+// A part of what is said in a turn.
+type ContentPart struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One of them is required.
+	//
+	// Types that are valid to be assigned to Part:
+	//
+	//	*ContentPart_Text
+	//	*ContentPart_Image
+	Part          isContentPart_Part `protobuf_oneof:"part"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ContentPart) Reset() {
+	*x = ContentPart{}
+	mi := &file_penstock_v1_types_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ContentPart) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ContentPart) ProtoMessage() {}
+
+func (x *ContentPart) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_types_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ContentPart.ProtoReflect.Descriptor instead.
+func (*ContentPart) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *ContentPart) GetPart() isContentPart_Part {
+	if x != nil {
+		return x.Part
+	}
+	return nil
+}
+
+func (x *ContentPart) GetText() string {
+	if x != nil {
+		if x, ok := x.Part.(*ContentPart_Text); ok {
+			return x.Text
+		}
+	}
+	return ""
+}
+
+func (x *ContentPart) GetImage() *Image {
+	if x != nil {
+		if x, ok := x.Part.(*ContentPart_Image); ok {
+			return x.Image
+		}
+	}
+	return nil
+}
+
+type isContentPart_Part interface {
+	isContentPart_Part()
+}
+
+type ContentPart_Text struct {
+	// What is said in words. Limits: none but the size of the request.
+	Text string `protobuf:"bytes,1,opt,name=text,proto3,oneof"`
+}
+
+type ContentPart_Image struct {
+	// A picture, in this place of the turn; only where GetModelInfo lists FEATURE_IMAGES.
+	Image *Image `protobuf:"bytes,2,opt,name=image,proto3,oneof"`
+}
+
+func (*ContentPart_Text) isContentPart_Part() {}
+
+func (*ContentPart_Image) isContentPart_Part() {}
+
 // One turn of a conversation.
 type ChatMessage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -388,14 +585,19 @@ type ChatMessage struct {
 	// What the assistant thought in this turn, as Output.reasoning told it. The template sees it as the message's
 	// "reasoning_content", and decides whether the model is shown it.
 	// Default: nothing. Limits: only in a turn with the role "assistant".
-	Reasoning     string `protobuf:"bytes,5,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
+	Reasoning string `protobuf:"bytes,5,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
+	// What is said, part by part, where it is more than a text. The template writes the text of a part as it is, and the
+	// model's mark for a picture in its place.
+	// Default: none: content is what is said. Limits: not together with content. Errors: UNIMPLEMENTED
+	// UNSUPPORTED_FEATURE where the server does not take parts.
+	Parts         []*ContentPart `protobuf:"bytes,6,rep,name=parts,proto3" json:"parts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ChatMessage) Reset() {
 	*x = ChatMessage{}
-	mi := &file_penstock_v1_types_proto_msgTypes[3]
+	mi := &file_penstock_v1_types_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -407,7 +609,7 @@ func (x *ChatMessage) String() string {
 func (*ChatMessage) ProtoMessage() {}
 
 func (x *ChatMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[3]
+	mi := &file_penstock_v1_types_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -420,7 +622,7 @@ func (x *ChatMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatMessage.ProtoReflect.Descriptor instead.
 func (*ChatMessage) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{3}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ChatMessage) GetRole() string {
@@ -458,6 +660,13 @@ func (x *ChatMessage) GetReasoning() string {
 	return ""
 }
 
+func (x *ChatMessage) GetParts() []*ContentPart {
+	if x != nil {
+		return x.Parts
+	}
+	return nil
+}
+
 // A conversation, rendered to a prompt by the model's chat template. A model without a template, and none given here:
 // INVALID_ARGUMENT. A model without a tokenizer: UNIMPLEMENTED.
 type ChatPrompt struct {
@@ -493,7 +702,7 @@ type ChatPrompt struct {
 
 func (x *ChatPrompt) Reset() {
 	*x = ChatPrompt{}
-	mi := &file_penstock_v1_types_proto_msgTypes[4]
+	mi := &file_penstock_v1_types_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -505,7 +714,7 @@ func (x *ChatPrompt) String() string {
 func (*ChatPrompt) ProtoMessage() {}
 
 func (x *ChatPrompt) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[4]
+	mi := &file_penstock_v1_types_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -518,7 +727,7 @@ func (x *ChatPrompt) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatPrompt.ProtoReflect.Descriptor instead.
 func (*ChatPrompt) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{4}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ChatPrompt) GetMessages() []*ChatMessage {
@@ -623,7 +832,7 @@ type SamplingParams struct {
 
 func (x *SamplingParams) Reset() {
 	*x = SamplingParams{}
-	mi := &file_penstock_v1_types_proto_msgTypes[5]
+	mi := &file_penstock_v1_types_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -635,7 +844,7 @@ func (x *SamplingParams) String() string {
 func (*SamplingParams) ProtoMessage() {}
 
 func (x *SamplingParams) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[5]
+	mi := &file_penstock_v1_types_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -648,7 +857,7 @@ func (x *SamplingParams) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SamplingParams.ProtoReflect.Descriptor instead.
 func (*SamplingParams) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{5}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *SamplingParams) GetTemperature() float64 {
@@ -769,7 +978,7 @@ type StoppingParams struct {
 
 func (x *StoppingParams) Reset() {
 	*x = StoppingParams{}
-	mi := &file_penstock_v1_types_proto_msgTypes[6]
+	mi := &file_penstock_v1_types_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -781,7 +990,7 @@ func (x *StoppingParams) String() string {
 func (*StoppingParams) ProtoMessage() {}
 
 func (x *StoppingParams) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[6]
+	mi := &file_penstock_v1_types_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -794,7 +1003,7 @@ func (x *StoppingParams) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StoppingParams.ProtoReflect.Descriptor instead.
 func (*StoppingParams) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{6}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *StoppingParams) GetMaxTokens() uint32 {
@@ -858,7 +1067,7 @@ type ChoiceList struct {
 
 func (x *ChoiceList) Reset() {
 	*x = ChoiceList{}
-	mi := &file_penstock_v1_types_proto_msgTypes[7]
+	mi := &file_penstock_v1_types_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -870,7 +1079,7 @@ func (x *ChoiceList) String() string {
 func (*ChoiceList) ProtoMessage() {}
 
 func (x *ChoiceList) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[7]
+	mi := &file_penstock_v1_types_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -883,7 +1092,7 @@ func (x *ChoiceList) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChoiceList.ProtoReflect.Descriptor instead.
 func (*ChoiceList) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{7}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ChoiceList) GetChoices() []string {
@@ -902,7 +1111,7 @@ type JsonObject struct {
 
 func (x *JsonObject) Reset() {
 	*x = JsonObject{}
-	mi := &file_penstock_v1_types_proto_msgTypes[8]
+	mi := &file_penstock_v1_types_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -914,7 +1123,7 @@ func (x *JsonObject) String() string {
 func (*JsonObject) ProtoMessage() {}
 
 func (x *JsonObject) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[8]
+	mi := &file_penstock_v1_types_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -927,7 +1136,7 @@ func (x *JsonObject) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JsonObject.ProtoReflect.Descriptor instead.
 func (*JsonObject) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{8}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{10}
 }
 
 // Forces the output into a grammar; of a chat the answer, which begins where the model's reasoning ends, if it writes
@@ -953,7 +1162,7 @@ type Constraint struct {
 
 func (x *Constraint) Reset() {
 	*x = Constraint{}
-	mi := &file_penstock_v1_types_proto_msgTypes[9]
+	mi := &file_penstock_v1_types_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -965,7 +1174,7 @@ func (x *Constraint) String() string {
 func (*Constraint) ProtoMessage() {}
 
 func (x *Constraint) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[9]
+	mi := &file_penstock_v1_types_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -978,7 +1187,7 @@ func (x *Constraint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Constraint.ProtoReflect.Descriptor instead.
 func (*Constraint) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{9}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Constraint) GetKind() isConstraint_Kind {
@@ -1104,13 +1313,18 @@ type OutputOptions struct {
 	// Send the ids of the prompt's tokens, in PromptInfo.
 	// Default: false.
 	EchoPromptTokenIds bool `protobuf:"varint,6,opt,name=echo_prompt_token_ids,json=echoPromptTokenIds,proto3" json:"echo_prompt_token_ids,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// Send the hidden state from which each token was drawn: what the last layer computed in the place before the token,
+	// after the model's last norm. It is what the model's head makes logits of.
+	// Default: false. Limits: only with token_ids. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not
+	// list FEATURE_HIDDEN_STATES.
+	HiddenStates  bool `protobuf:"varint,7,opt,name=hidden_states,json=hiddenStates,proto3" json:"hidden_states,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *OutputOptions) Reset() {
 	*x = OutputOptions{}
-	mi := &file_penstock_v1_types_proto_msgTypes[10]
+	mi := &file_penstock_v1_types_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1122,7 +1336,7 @@ func (x *OutputOptions) String() string {
 func (*OutputOptions) ProtoMessage() {}
 
 func (x *OutputOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[10]
+	mi := &file_penstock_v1_types_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1135,7 +1349,7 @@ func (x *OutputOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OutputOptions.ProtoReflect.Descriptor instead.
 func (*OutputOptions) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{10}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *OutputOptions) GetText() bool {
@@ -1180,6 +1394,13 @@ func (x *OutputOptions) GetEchoPromptTokenIds() bool {
 	return false
 }
 
+func (x *OutputOptions) GetHiddenStates() bool {
+	if x != nil {
+		return x.HiddenStates
+	}
+	return false
+}
+
 // What happens to a prompt that leaves too little room in the context. PromptInfo.truncated_tokens reports how many
 // tokens were dropped: nothing is cut silently.
 type ContextOptions struct {
@@ -1201,7 +1422,7 @@ type ContextOptions struct {
 
 func (x *ContextOptions) Reset() {
 	*x = ContextOptions{}
-	mi := &file_penstock_v1_types_proto_msgTypes[11]
+	mi := &file_penstock_v1_types_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1213,7 +1434,7 @@ func (x *ContextOptions) String() string {
 func (*ContextOptions) ProtoMessage() {}
 
 func (x *ContextOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[11]
+	mi := &file_penstock_v1_types_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1226,7 +1447,7 @@ func (x *ContextOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ContextOptions.ProtoReflect.Descriptor instead.
 func (*ContextOptions) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{11}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ContextOptions) GetTruncation() Truncation {
@@ -1265,7 +1486,7 @@ type CacheOptions struct {
 
 func (x *CacheOptions) Reset() {
 	*x = CacheOptions{}
-	mi := &file_penstock_v1_types_proto_msgTypes[12]
+	mi := &file_penstock_v1_types_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1277,7 +1498,7 @@ func (x *CacheOptions) String() string {
 func (*CacheOptions) ProtoMessage() {}
 
 func (x *CacheOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[12]
+	mi := &file_penstock_v1_types_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1290,7 +1511,7 @@ func (x *CacheOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheOptions.ProtoReflect.Descriptor instead.
 func (*CacheOptions) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{12}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *CacheOptions) GetCacheSalt() string {
@@ -1321,7 +1542,7 @@ type Candidate struct {
 
 func (x *Candidate) Reset() {
 	*x = Candidate{}
-	mi := &file_penstock_v1_types_proto_msgTypes[13]
+	mi := &file_penstock_v1_types_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1333,7 +1554,7 @@ func (x *Candidate) String() string {
 func (*Candidate) ProtoMessage() {}
 
 func (x *Candidate) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[13]
+	mi := &file_penstock_v1_types_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1346,7 +1567,7 @@ func (x *Candidate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Candidate.ProtoReflect.Descriptor instead.
 func (*Candidate) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{13}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Candidate) GetTokenId() uint32 {
@@ -1374,7 +1595,7 @@ type CandidateList struct {
 
 func (x *CandidateList) Reset() {
 	*x = CandidateList{}
-	mi := &file_penstock_v1_types_proto_msgTypes[14]
+	mi := &file_penstock_v1_types_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1386,7 +1607,7 @@ func (x *CandidateList) String() string {
 func (*CandidateList) ProtoMessage() {}
 
 func (x *CandidateList) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[14]
+	mi := &file_penstock_v1_types_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1399,7 +1620,7 @@ func (x *CandidateList) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CandidateList.ProtoReflect.Descriptor instead.
 func (*CandidateList) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{14}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *CandidateList) GetCandidates() []*Candidate {
@@ -1424,7 +1645,7 @@ type Logprobs struct {
 
 func (x *Logprobs) Reset() {
 	*x = Logprobs{}
-	mi := &file_penstock_v1_types_proto_msgTypes[15]
+	mi := &file_penstock_v1_types_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1436,7 +1657,7 @@ func (x *Logprobs) String() string {
 func (*Logprobs) ProtoMessage() {}
 
 func (x *Logprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[15]
+	mi := &file_penstock_v1_types_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1449,7 +1670,7 @@ func (x *Logprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Logprobs.ProtoReflect.Descriptor instead.
 func (*Logprobs) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{15}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Logprobs) GetSampled() []float32 {
@@ -1462,6 +1683,62 @@ func (x *Logprobs) GetSampled() []float32 {
 func (x *Logprobs) GetTop() []*CandidateList {
 	if x != nil {
 		return x.Top
+	}
+	return nil
+}
+
+// Hidden states of some tokens, one after the other.
+type HiddenStates struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How many numbers the state of one token has, as GetModelInfoResponse.hidden_size.
+	// Unit: numbers.
+	Size uint32 `protobuf:"varint,1,opt,name=size,proto3" json:"size,omitempty"`
+	// The numbers, each a float of 32 bits with its lowest byte first, whatever the model computes in.
+	Values        []byte `protobuf:"bytes,2,opt,name=values,proto3" json:"values,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HiddenStates) Reset() {
+	*x = HiddenStates{}
+	mi := &file_penstock_v1_types_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HiddenStates) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HiddenStates) ProtoMessage() {}
+
+func (x *HiddenStates) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_types_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HiddenStates.ProtoReflect.Descriptor instead.
+func (*HiddenStates) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *HiddenStates) GetSize() uint32 {
+	if x != nil {
+		return x.Size
+	}
+	return 0
+}
+
+func (x *HiddenStates) GetValues() []byte {
+	if x != nil {
+		return x.Values
 	}
 	return nil
 }
@@ -1482,7 +1759,7 @@ type StopMatch struct {
 
 func (x *StopMatch) Reset() {
 	*x = StopMatch{}
-	mi := &file_penstock_v1_types_proto_msgTypes[16]
+	mi := &file_penstock_v1_types_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1494,7 +1771,7 @@ func (x *StopMatch) String() string {
 func (*StopMatch) ProtoMessage() {}
 
 func (x *StopMatch) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[16]
+	mi := &file_penstock_v1_types_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1507,7 +1784,7 @@ func (x *StopMatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopMatch.ProtoReflect.Descriptor instead.
 func (*StopMatch) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{16}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *StopMatch) GetMatch() isStopMatch_Match {
@@ -1568,7 +1845,7 @@ type Finish struct {
 
 func (x *Finish) Reset() {
 	*x = Finish{}
-	mi := &file_penstock_v1_types_proto_msgTypes[17]
+	mi := &file_penstock_v1_types_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1580,7 +1857,7 @@ func (x *Finish) String() string {
 func (*Finish) ProtoMessage() {}
 
 func (x *Finish) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[17]
+	mi := &file_penstock_v1_types_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1593,7 +1870,7 @@ func (x *Finish) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finish.ProtoReflect.Descriptor instead.
 func (*Finish) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{17}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Finish) GetReason() FinishReason {
@@ -1632,7 +1909,7 @@ type WeightsVersion struct {
 
 func (x *WeightsVersion) Reset() {
 	*x = WeightsVersion{}
-	mi := &file_penstock_v1_types_proto_msgTypes[18]
+	mi := &file_penstock_v1_types_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1644,7 +1921,7 @@ func (x *WeightsVersion) String() string {
 func (*WeightsVersion) ProtoMessage() {}
 
 func (x *WeightsVersion) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[18]
+	mi := &file_penstock_v1_types_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1657,7 +1934,7 @@ func (x *WeightsVersion) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsVersion.ProtoReflect.Descriptor instead.
 func (*WeightsVersion) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{18}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *WeightsVersion) GetLabel() string {
@@ -1687,7 +1964,7 @@ type WeightsSpan struct {
 
 func (x *WeightsSpan) Reset() {
 	*x = WeightsSpan{}
-	mi := &file_penstock_v1_types_proto_msgTypes[19]
+	mi := &file_penstock_v1_types_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1699,7 +1976,7 @@ func (x *WeightsSpan) String() string {
 func (*WeightsSpan) ProtoMessage() {}
 
 func (x *WeightsSpan) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[19]
+	mi := &file_penstock_v1_types_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1712,7 +1989,7 @@ func (x *WeightsSpan) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsSpan.ProtoReflect.Descriptor instead.
 func (*WeightsSpan) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{19}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *WeightsSpan) GetFirstOutputToken() uint32 {
@@ -1745,13 +2022,16 @@ type Usage struct {
 	// output that ends before. 0 where no text is made.
 	// Unit: tokens.
 	ReasoningTokens uint32 `protobuf:"varint,4,opt,name=reasoning_tokens,json=reasoningTokens,proto3" json:"reasoning_tokens,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// How many of prompt_tokens stand for images.
+	// Unit: tokens.
+	ImageTokens   uint32 `protobuf:"varint,5,opt,name=image_tokens,json=imageTokens,proto3" json:"image_tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_penstock_v1_types_proto_msgTypes[20]
+	mi := &file_penstock_v1_types_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1763,7 +2043,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[20]
+	mi := &file_penstock_v1_types_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1776,7 +2056,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{20}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Usage) GetPromptTokens() uint32 {
@@ -1807,6 +2087,13 @@ func (x *Usage) GetReasoningTokens() uint32 {
 	return 0
 }
 
+func (x *Usage) GetImageTokens() uint32 {
+	if x != nil {
+		return x.ImageTokens
+	}
+	return 0
+}
+
 // Measured by the server, from the moment the tokenized request entered its queue.
 type Timing struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1825,7 +2112,7 @@ type Timing struct {
 
 func (x *Timing) Reset() {
 	*x = Timing{}
-	mi := &file_penstock_v1_types_proto_msgTypes[21]
+	mi := &file_penstock_v1_types_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1837,7 +2124,7 @@ func (x *Timing) String() string {
 func (*Timing) ProtoMessage() {}
 
 func (x *Timing) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[21]
+	mi := &file_penstock_v1_types_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1850,7 +2137,7 @@ func (x *Timing) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timing.ProtoReflect.Descriptor instead.
 func (*Timing) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{21}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Timing) GetQueue() *durationpb.Duration {
@@ -1900,7 +2187,7 @@ type PromptInfo struct {
 
 func (x *PromptInfo) Reset() {
 	*x = PromptInfo{}
-	mi := &file_penstock_v1_types_proto_msgTypes[22]
+	mi := &file_penstock_v1_types_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1912,7 +2199,7 @@ func (x *PromptInfo) String() string {
 func (*PromptInfo) ProtoMessage() {}
 
 func (x *PromptInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[22]
+	mi := &file_penstock_v1_types_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1925,7 +2212,7 @@ func (x *PromptInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PromptInfo.ProtoReflect.Descriptor instead.
 func (*PromptInfo) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{22}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *PromptInfo) GetTokenCount() uint32 {
@@ -1971,7 +2258,15 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"\bToolCall\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12%\n" +
-	"\x0earguments_json\x18\x03 \x01(\tR\rargumentsJson\"\xb1\x01\n" +
+	"\x0earguments_json\x18\x03 \x01(\tR\rargumentsJson\":\n" +
+	"\x05Image\x12\x12\n" +
+	"\x04data\x18\x01 \x01(\fR\x04data\x12\x1d\n" +
+	"\n" +
+	"media_type\x18\x02 \x01(\tR\tmediaType\"W\n" +
+	"\vContentPart\x12\x14\n" +
+	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x12*\n" +
+	"\x05image\x18\x02 \x01(\v2\x12.penstock.v1.ImageH\x00R\x05imageB\x06\n" +
+	"\x04part\"\xe1\x01\n" +
 	"\vChatMessage\x12\x12\n" +
 	"\x04role\x18\x01 \x01(\tR\x04role\x12\x18\n" +
 	"\acontent\x18\x02 \x01(\tR\acontent\x124\n" +
@@ -1979,7 +2274,8 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"tool_calls\x18\x03 \x03(\v2\x15.penstock.v1.ToolCallR\ttoolCalls\x12 \n" +
 	"\ftool_call_id\x18\x04 \x01(\tR\n" +
 	"toolCallId\x12\x1c\n" +
-	"\treasoning\x18\x05 \x01(\tR\treasoning\"\xbc\x02\n" +
+	"\treasoning\x18\x05 \x01(\tR\treasoning\x12.\n" +
+	"\x05parts\x18\x06 \x03(\v2\x18.penstock.v1.ContentPartR\x05parts\"\xbc\x02\n" +
 	"\n" +
 	"ChatPrompt\x124\n" +
 	"\bmessages\x18\x01 \x03(\v2\x18.penstock.v1.ChatMessageR\bmessages\x121\n" +
@@ -2044,14 +2340,15 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"\x05regex\x18\x03 \x01(\tH\x00R\x05regex\x12\x14\n" +
 	"\x04ebnf\x18\x04 \x01(\tH\x00R\x04ebnf\x121\n" +
 	"\x06choice\x18\x05 \x01(\v2\x17.penstock.v1.ChoiceListH\x00R\x06choiceB\x06\n" +
-	"\x04kind\"\xd1\x02\n" +
+	"\x04kind\"\xf6\x02\n" +
 	"\rOutputOptions\x12\x17\n" +
 	"\x04text\x18\x01 \x01(\bH\x00R\x04text\x88\x01\x01\x12 \n" +
 	"\ttoken_ids\x18\x02 \x01(\bH\x01R\btokenIds\x88\x01\x01\x12\x1f\n" +
 	"\blogprobs\x18\x03 \x01(\rH\x02R\blogprobs\x88\x01\x01\x12,\n" +
 	"\x0fprompt_logprobs\x18\x04 \x01(\rH\x03R\x0epromptLogprobs\x88\x01\x01\x123\n" +
 	"\x13skip_special_tokens\x18\x05 \x01(\bH\x04R\x11skipSpecialTokens\x88\x01\x01\x121\n" +
-	"\x15echo_prompt_token_ids\x18\x06 \x01(\bR\x12echoPromptTokenIdsB\a\n" +
+	"\x15echo_prompt_token_ids\x18\x06 \x01(\bR\x12echoPromptTokenIds\x12#\n" +
+	"\rhidden_states\x18\a \x01(\bR\fhiddenStatesB\a\n" +
 	"\x05_textB\f\n" +
 	"\n" +
 	"_token_idsB\v\n" +
@@ -2078,7 +2375,10 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"candidates\"R\n" +
 	"\bLogprobs\x12\x18\n" +
 	"\asampled\x18\x01 \x03(\x02R\asampled\x12,\n" +
-	"\x03top\x18\x02 \x03(\v2\x1a.penstock.v1.CandidateListR\x03top\"G\n" +
+	"\x03top\x18\x02 \x03(\v2\x1a.penstock.v1.CandidateListR\x03top\":\n" +
+	"\fHiddenStates\x12\x12\n" +
+	"\x04size\x18\x01 \x01(\rR\x04size\x12\x16\n" +
+	"\x06values\x18\x02 \x01(\fR\x06values\"G\n" +
 	"\tStopMatch\x12\x14\n" +
 	"\x04stop\x18\x01 \x01(\tH\x00R\x04stop\x12\x1b\n" +
 	"\btoken_id\x18\x02 \x01(\rH\x00R\atokenIdB\a\n" +
@@ -2094,12 +2394,13 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"generation\"r\n" +
 	"\vWeightsSpan\x12,\n" +
 	"\x12first_output_token\x18\x01 \x01(\rR\x10firstOutputToken\x125\n" +
-	"\aversion\x18\x02 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aversion\"\xb6\x01\n" +
+	"\aversion\x18\x02 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aversion\"\xd9\x01\n" +
 	"\x05Usage\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\rR\fpromptTokens\x120\n" +
 	"\x14cached_prompt_tokens\x18\x02 \x01(\rR\x12cachedPromptTokens\x12+\n" +
 	"\x11completion_tokens\x18\x03 \x01(\rR\x10completionTokens\x12)\n" +
-	"\x10reasoning_tokens\x18\x04 \x01(\rR\x0freasoningTokens\"\xd6\x01\n" +
+	"\x10reasoning_tokens\x18\x04 \x01(\rR\x0freasoningTokens\x12!\n" +
+	"\fimage_tokens\x18\x05 \x01(\rR\vimageTokens\"\xd6\x01\n" +
 	"\x06Timing\x12/\n" +
 	"\x05queue\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05queue\x12H\n" +
 	"\x13time_to_first_token\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x10timeToFirstToken\x12/\n" +
@@ -2111,7 +2412,11 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"tokenCount\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\rR\btokenIds\x121\n" +
 	"\blogprobs\x18\x03 \x01(\v2\x15.penstock.v1.LogprobsR\blogprobs\x12)\n" +
-	"\x10truncated_tokens\x18\x04 \x01(\rR\x0ftruncatedTokens*\x81\x01\n" +
+	"\x10truncated_tokens\x18\x04 \x01(\rR\x0ftruncatedTokens*L\n" +
+	"\aPooling\x12\x17\n" +
+	"\x13POOLING_UNSPECIFIED\x10\x00\x12\x16\n" +
+	"\x12POOLING_LAST_TOKEN\x10\x01\x12\x10\n" +
+	"\fPOOLING_MEAN\x10\x02*\x81\x01\n" +
 	"\n" +
 	"Truncation\x12\x1a\n" +
 	"\x16TRUNCATION_UNSPECIFIED\x10\x00\x12\x15\n" +
@@ -2142,60 +2447,66 @@ func file_penstock_v1_types_proto_rawDescGZIP() []byte {
 	return file_penstock_v1_types_proto_rawDescData
 }
 
-var file_penstock_v1_types_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_penstock_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_penstock_v1_types_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_penstock_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
 var file_penstock_v1_types_proto_goTypes = []any{
-	(Truncation)(0),             // 0: penstock.v1.Truncation
-	(FinishReason)(0),           // 1: penstock.v1.FinishReason
-	(*TokenIds)(nil),            // 2: penstock.v1.TokenIds
-	(*ToolDefinition)(nil),      // 3: penstock.v1.ToolDefinition
-	(*ToolCall)(nil),            // 4: penstock.v1.ToolCall
-	(*ChatMessage)(nil),         // 5: penstock.v1.ChatMessage
-	(*ChatPrompt)(nil),          // 6: penstock.v1.ChatPrompt
-	(*SamplingParams)(nil),      // 7: penstock.v1.SamplingParams
-	(*StoppingParams)(nil),      // 8: penstock.v1.StoppingParams
-	(*ChoiceList)(nil),          // 9: penstock.v1.ChoiceList
-	(*JsonObject)(nil),          // 10: penstock.v1.JsonObject
-	(*Constraint)(nil),          // 11: penstock.v1.Constraint
-	(*OutputOptions)(nil),       // 12: penstock.v1.OutputOptions
-	(*ContextOptions)(nil),      // 13: penstock.v1.ContextOptions
-	(*CacheOptions)(nil),        // 14: penstock.v1.CacheOptions
-	(*Candidate)(nil),           // 15: penstock.v1.Candidate
-	(*CandidateList)(nil),       // 16: penstock.v1.CandidateList
-	(*Logprobs)(nil),            // 17: penstock.v1.Logprobs
-	(*StopMatch)(nil),           // 18: penstock.v1.StopMatch
-	(*Finish)(nil),              // 19: penstock.v1.Finish
-	(*WeightsVersion)(nil),      // 20: penstock.v1.WeightsVersion
-	(*WeightsSpan)(nil),         // 21: penstock.v1.WeightsSpan
-	(*Usage)(nil),               // 22: penstock.v1.Usage
-	(*Timing)(nil),              // 23: penstock.v1.Timing
-	(*PromptInfo)(nil),          // 24: penstock.v1.PromptInfo
-	nil,                         // 25: penstock.v1.SamplingParams.LogitBiasEntry
-	(*durationpb.Duration)(nil), // 26: google.protobuf.Duration
+	(Pooling)(0),                // 0: penstock.v1.Pooling
+	(Truncation)(0),             // 1: penstock.v1.Truncation
+	(FinishReason)(0),           // 2: penstock.v1.FinishReason
+	(*TokenIds)(nil),            // 3: penstock.v1.TokenIds
+	(*ToolDefinition)(nil),      // 4: penstock.v1.ToolDefinition
+	(*ToolCall)(nil),            // 5: penstock.v1.ToolCall
+	(*Image)(nil),               // 6: penstock.v1.Image
+	(*ContentPart)(nil),         // 7: penstock.v1.ContentPart
+	(*ChatMessage)(nil),         // 8: penstock.v1.ChatMessage
+	(*ChatPrompt)(nil),          // 9: penstock.v1.ChatPrompt
+	(*SamplingParams)(nil),      // 10: penstock.v1.SamplingParams
+	(*StoppingParams)(nil),      // 11: penstock.v1.StoppingParams
+	(*ChoiceList)(nil),          // 12: penstock.v1.ChoiceList
+	(*JsonObject)(nil),          // 13: penstock.v1.JsonObject
+	(*Constraint)(nil),          // 14: penstock.v1.Constraint
+	(*OutputOptions)(nil),       // 15: penstock.v1.OutputOptions
+	(*ContextOptions)(nil),      // 16: penstock.v1.ContextOptions
+	(*CacheOptions)(nil),        // 17: penstock.v1.CacheOptions
+	(*Candidate)(nil),           // 18: penstock.v1.Candidate
+	(*CandidateList)(nil),       // 19: penstock.v1.CandidateList
+	(*Logprobs)(nil),            // 20: penstock.v1.Logprobs
+	(*HiddenStates)(nil),        // 21: penstock.v1.HiddenStates
+	(*StopMatch)(nil),           // 22: penstock.v1.StopMatch
+	(*Finish)(nil),              // 23: penstock.v1.Finish
+	(*WeightsVersion)(nil),      // 24: penstock.v1.WeightsVersion
+	(*WeightsSpan)(nil),         // 25: penstock.v1.WeightsSpan
+	(*Usage)(nil),               // 26: penstock.v1.Usage
+	(*Timing)(nil),              // 27: penstock.v1.Timing
+	(*PromptInfo)(nil),          // 28: penstock.v1.PromptInfo
+	nil,                         // 29: penstock.v1.SamplingParams.LogitBiasEntry
+	(*durationpb.Duration)(nil), // 30: google.protobuf.Duration
 }
 var file_penstock_v1_types_proto_depIdxs = []int32{
-	4,  // 0: penstock.v1.ChatMessage.tool_calls:type_name -> penstock.v1.ToolCall
-	5,  // 1: penstock.v1.ChatPrompt.messages:type_name -> penstock.v1.ChatMessage
-	3,  // 2: penstock.v1.ChatPrompt.tools:type_name -> penstock.v1.ToolDefinition
-	25, // 3: penstock.v1.SamplingParams.logit_bias:type_name -> penstock.v1.SamplingParams.LogitBiasEntry
-	26, // 4: penstock.v1.StoppingParams.time_limit:type_name -> google.protobuf.Duration
-	10, // 5: penstock.v1.Constraint.json_object:type_name -> penstock.v1.JsonObject
-	9,  // 6: penstock.v1.Constraint.choice:type_name -> penstock.v1.ChoiceList
-	0,  // 7: penstock.v1.ContextOptions.truncation:type_name -> penstock.v1.Truncation
-	15, // 8: penstock.v1.CandidateList.candidates:type_name -> penstock.v1.Candidate
-	16, // 9: penstock.v1.Logprobs.top:type_name -> penstock.v1.CandidateList
-	1,  // 10: penstock.v1.Finish.reason:type_name -> penstock.v1.FinishReason
-	18, // 11: penstock.v1.Finish.match:type_name -> penstock.v1.StopMatch
-	20, // 12: penstock.v1.WeightsSpan.version:type_name -> penstock.v1.WeightsVersion
-	26, // 13: penstock.v1.Timing.queue:type_name -> google.protobuf.Duration
-	26, // 14: penstock.v1.Timing.time_to_first_token:type_name -> google.protobuf.Duration
-	26, // 15: penstock.v1.Timing.total:type_name -> google.protobuf.Duration
-	17, // 16: penstock.v1.PromptInfo.logprobs:type_name -> penstock.v1.Logprobs
-	17, // [17:17] is the sub-list for method output_type
-	17, // [17:17] is the sub-list for method input_type
-	17, // [17:17] is the sub-list for extension type_name
-	17, // [17:17] is the sub-list for extension extendee
-	0,  // [0:17] is the sub-list for field type_name
+	6,  // 0: penstock.v1.ContentPart.image:type_name -> penstock.v1.Image
+	5,  // 1: penstock.v1.ChatMessage.tool_calls:type_name -> penstock.v1.ToolCall
+	7,  // 2: penstock.v1.ChatMessage.parts:type_name -> penstock.v1.ContentPart
+	8,  // 3: penstock.v1.ChatPrompt.messages:type_name -> penstock.v1.ChatMessage
+	4,  // 4: penstock.v1.ChatPrompt.tools:type_name -> penstock.v1.ToolDefinition
+	29, // 5: penstock.v1.SamplingParams.logit_bias:type_name -> penstock.v1.SamplingParams.LogitBiasEntry
+	30, // 6: penstock.v1.StoppingParams.time_limit:type_name -> google.protobuf.Duration
+	13, // 7: penstock.v1.Constraint.json_object:type_name -> penstock.v1.JsonObject
+	12, // 8: penstock.v1.Constraint.choice:type_name -> penstock.v1.ChoiceList
+	1,  // 9: penstock.v1.ContextOptions.truncation:type_name -> penstock.v1.Truncation
+	18, // 10: penstock.v1.CandidateList.candidates:type_name -> penstock.v1.Candidate
+	19, // 11: penstock.v1.Logprobs.top:type_name -> penstock.v1.CandidateList
+	2,  // 12: penstock.v1.Finish.reason:type_name -> penstock.v1.FinishReason
+	22, // 13: penstock.v1.Finish.match:type_name -> penstock.v1.StopMatch
+	24, // 14: penstock.v1.WeightsSpan.version:type_name -> penstock.v1.WeightsVersion
+	30, // 15: penstock.v1.Timing.queue:type_name -> google.protobuf.Duration
+	30, // 16: penstock.v1.Timing.time_to_first_token:type_name -> google.protobuf.Duration
+	30, // 17: penstock.v1.Timing.total:type_name -> google.protobuf.Duration
+	20, // 18: penstock.v1.PromptInfo.logprobs:type_name -> penstock.v1.Logprobs
+	19, // [19:19] is the sub-list for method output_type
+	19, // [19:19] is the sub-list for method input_type
+	19, // [19:19] is the sub-list for extension type_name
+	19, // [19:19] is the sub-list for extension extendee
+	0,  // [0:19] is the sub-list for field type_name
 }
 
 func init() { file_penstock_v1_types_proto_init() }
@@ -2203,19 +2514,23 @@ func file_penstock_v1_types_proto_init() {
 	if File_penstock_v1_types_proto != nil {
 		return
 	}
-	file_penstock_v1_types_proto_msgTypes[4].OneofWrappers = []any{}
-	file_penstock_v1_types_proto_msgTypes[5].OneofWrappers = []any{}
+	file_penstock_v1_types_proto_msgTypes[4].OneofWrappers = []any{
+		(*ContentPart_Text)(nil),
+		(*ContentPart_Image)(nil),
+	}
 	file_penstock_v1_types_proto_msgTypes[6].OneofWrappers = []any{}
-	file_penstock_v1_types_proto_msgTypes[9].OneofWrappers = []any{
+	file_penstock_v1_types_proto_msgTypes[7].OneofWrappers = []any{}
+	file_penstock_v1_types_proto_msgTypes[8].OneofWrappers = []any{}
+	file_penstock_v1_types_proto_msgTypes[11].OneofWrappers = []any{
 		(*Constraint_JsonSchema)(nil),
 		(*Constraint_JsonObject)(nil),
 		(*Constraint_Regex)(nil),
 		(*Constraint_Ebnf)(nil),
 		(*Constraint_Choice)(nil),
 	}
-	file_penstock_v1_types_proto_msgTypes[10].OneofWrappers = []any{}
-	file_penstock_v1_types_proto_msgTypes[11].OneofWrappers = []any{}
-	file_penstock_v1_types_proto_msgTypes[16].OneofWrappers = []any{
+	file_penstock_v1_types_proto_msgTypes[12].OneofWrappers = []any{}
+	file_penstock_v1_types_proto_msgTypes[13].OneofWrappers = []any{}
+	file_penstock_v1_types_proto_msgTypes[19].OneofWrappers = []any{
 		(*StopMatch_Stop)(nil),
 		(*StopMatch_TokenId)(nil),
 	}
@@ -2224,8 +2539,8 @@ func file_penstock_v1_types_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_penstock_v1_types_proto_rawDesc), len(file_penstock_v1_types_proto_rawDesc)),
-			NumEnums:      2,
-			NumMessages:   24,
+			NumEnums:      3,
+			NumMessages:   27,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

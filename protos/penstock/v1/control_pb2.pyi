@@ -56,6 +56,14 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     """SetTracing with any level: the server has somewhere to send spans to."""
     FEATURE_PROFILE: _Feature.ValueType  # 10
     """Profile: the server has a folder for profiles."""
+    FEATURE_IMAGES: _Feature.ValueType  # 11
+    """ContentPart.image and GenerateRequest.media: the model sees images."""
+    FEATURE_EMBED: _Feature.ValueType  # 12
+    """InferenceService.Embed."""
+    FEATURE_SCORE: _Feature.ValueType  # 13
+    """InferenceService.Score."""
+    FEATURE_HIDDEN_STATES: _Feature.ValueType  # 14
+    """OutputOptions.hidden_states."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
     """Optional parts of the contract; using one that is not listed is UNIMPLEMENTED. FEATURE_BATCH_INVARIANT is nothing
@@ -86,6 +94,14 @@ FEATURE_TRACING: Feature.ValueType  # 9
 """SetTracing with any level: the server has somewhere to send spans to."""
 FEATURE_PROFILE: Feature.ValueType  # 10
 """Profile: the server has a folder for profiles."""
+FEATURE_IMAGES: Feature.ValueType  # 11
+"""ContentPart.image and GenerateRequest.media: the model sees images."""
+FEATURE_EMBED: Feature.ValueType  # 12
+"""InferenceService.Embed."""
+FEATURE_SCORE: Feature.ValueType  # 13
+"""InferenceService.Score."""
+FEATURE_HIDDEN_STATES: Feature.ValueType  # 14
+"""OutputOptions.hidden_states."""
 Global___Feature: _TypeAlias = Feature  # noqa: Y015
 
 @_typing.final
@@ -131,6 +147,9 @@ class GetModelInfoResponse(_message.Message):
     WEIGHTS_SINCE_FIELD_NUMBER: _builtins.int
     STAGED_UPDATE_ID_FIELD_NUMBER: _builtins.int
     TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
+    IMAGE_LIMITS_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    DEFAULT_POOLING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name that requests may use."""
     architecture: _builtins.str
@@ -147,6 +166,12 @@ class GetModelInfoResponse(_message.Message):
     """UpdateWeightsResponse.digest of the update in use; empty for the weights of the start."""
     staged_update_id: _builtins.str
     """The update that waits for CommitWeights or DiscardWeights; empty if none does."""
+    hidden_size: _builtins.int
+    """How many numbers a hidden state has, and so an embedding that is not cut. 0 on a server that sends neither.
+    Unit: numbers.
+    """
+    default_pooling: _types_pb2.Pooling.ValueType
+    """What EmbedRequest.pooling means that a request leaves out; POOLING_UNSPECIFIED on a server without FEATURE_EMBED."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens that end an output, unless StoppingParams.ignore_eos is set."""
@@ -178,6 +203,10 @@ class GetModelInfoResponse(_message.Message):
         tokenizer's special tokens, such as "bos_token", which are not listed.
         """
 
+    @_builtins.property
+    def image_limits(self) -> Global___ImageLimits:
+        """What the model takes of images; unset where it takes none."""
+
     def __init__(
         self,
         *,
@@ -194,14 +223,64 @@ class GetModelInfoResponse(_message.Message):
         weights_since: _timestamp_pb2.Timestamp | None = ...,
         staged_update_id: _builtins.str = ...,
         template_variables: _abc.Iterable[_builtins.str] | None = ...,
+        image_limits: Global___ImageLimits | None = ...,
+        hidden_size: _builtins.int = ...,
+        default_pooling: _types_pb2.Pooling.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "weights", b"weights", "weights_since", b"weights_since"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "image_limits", b"image_limits", "weights", b"weights", "weights_since", b"weights_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "features", b"features", "max_context_tokens", b"max_context_tokens", "model", b"model", "staged_update_id", b"staged_update_id", "template_variables", b"template_variables", "tensors", b"tensors", "vocab_size", b"vocab_size", "weights", b"weights", "weights_digest", b"weights_digest", "weights_since", b"weights_since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "default_pooling", b"default_pooling", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "features", b"features", "hidden_size", b"hidden_size", "image_limits", b"image_limits", "max_context_tokens", b"max_context_tokens", "model", b"model", "staged_update_id", b"staged_update_id", "template_variables", b"template_variables", "tensors", b"tensors", "vocab_size", b"vocab_size", "weights", b"weights", "weights_digest", b"weights_digest", "weights_since", b"weights_since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
+
+@_typing.final
+class ImageLimits(_message.Message):
+    """What a server takes of the images in requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_IMAGES_FIELD_NUMBER: _builtins.int
+    MAX_IMAGE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_IMAGE_PIXELS_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPES_FIELD_NUMBER: _builtins.int
+    IMAGE_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    max_images: _builtins.int
+    """The most images of a request.
+    Unit: images.
+    """
+    max_image_bytes: _builtins.int
+    """The most bytes of one image's file. All images of a request must also fit into one message, see
+    GetServerInfoResponse.max_request_bytes.
+    Unit: bytes.
+    """
+    max_image_pixels: _builtins.int
+    """The most pixels that an image has, its width times its height, as the head of its file tells them.
+    Unit: pixels.
+    """
+    image_token_id: _builtins.int
+    """The token that stands for an image in a prompt, where GenerateRequest.media has the image."""
+    @_builtins.property
+    def media_types(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The forms of files that the server reads, such as "image/png"."""
+
+    def __init__(
+        self,
+        *,
+        max_images: _builtins.int = ...,
+        max_image_bytes: _builtins.int = ...,
+        max_image_pixels: _builtins.int = ...,
+        media_types: _abc.Iterable[_builtins.str] | None = ...,
+        image_token_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image_token_id", b"image_token_id", "max_image_bytes", b"max_image_bytes", "max_image_pixels", b"max_image_pixels", "max_images", b"max_images", "media_types", b"media_types"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageLimits: _TypeAlias = ImageLimits  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):
@@ -236,6 +315,7 @@ class GetServerInfoResponse(_message.Message):
     MAX_CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """The version of Penstock."""
     instance_id: _builtins.str
@@ -267,6 +347,10 @@ class GetServerInfoResponse(_message.Message):
     """The largest OutputOptions.logprobs and prompt_logprobs.
     Unit: tokens.
     """
+    max_request_bytes: _builtins.int
+    """The most bytes of a request's message; a larger one is RESOURCE_EXHAUSTED MESSAGE_TOO_LARGE.
+    Unit: bytes.
+    """
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The devices that compute, one name for each."""
@@ -284,10 +368,11 @@ class GetServerInfoResponse(_message.Message):
         max_chunk_bytes: _builtins.int = ...,
         max_logprobs: _builtins.int = ...,
         devices: _abc.Iterable[_builtins.str] | None = ...,
+        max_request_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_revision", b"contract_revision", "devices", b"devices", "instance_id", b"instance_id", "kv_page_tokens", b"kv_page_tokens", "kv_pages_total", b"kv_pages_total", "max_chunk_bytes", b"max_chunk_bytes", "max_logprobs", b"max_logprobs", "max_queued_requests", b"max_queued_requests", "max_running_requests", b"max_running_requests", "server_version", b"server_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_revision", b"contract_revision", "devices", b"devices", "instance_id", b"instance_id", "kv_page_tokens", b"kv_page_tokens", "kv_pages_total", b"kv_pages_total", "max_chunk_bytes", b"max_chunk_bytes", "max_logprobs", b"max_logprobs", "max_queued_requests", b"max_queued_requests", "max_request_bytes", b"max_request_bytes", "max_running_requests", b"max_running_requests", "server_version", b"server_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,6 +68,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
     CONTEXT_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name, by which Abort finds it and errors tell of it.
     Default: the server makes one of 32 hexadecimal digits. Limits: at most 128 characters, without U+0000. Errors:
@@ -143,6 +144,15 @@ class GenerateRequest(_message.Message):
         Default: the server's default, which is to refuse the request unless its operator says otherwise.
         """
 
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Image]:
+        """The pictures of prompt or prompt_token_ids: one for each token GetModelInfoResponse.image_limits.image_token_id
+        that the prompt has, in their order. In a prompt each of these tokens becomes as many as the picture needs.
+        Default: none. Limits: as many as the prompt has of these tokens, and at most ImageLimits.max_images; not together
+        with chat, whose turns have their own. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
+        FEATURE_IMAGES.
+        """
+
     def __init__(
         self,
         *,
@@ -160,10 +170,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         min_weights: _types_pb2.WeightsVersion | None = ...,
         context: _types_pb2.ContextOptions | None = ...,
+        media: _abc.Iterable[_types_pb2.Image] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "min_weights", b"min_weights", "output", b"output", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "min_weights", b"min_weights", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "media", b"media", "min_weights", b"min_weights", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -235,6 +246,7 @@ class Output(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which of the outputs it is: 0 to n - 1."""
     text: _builtins.str
@@ -261,6 +273,10 @@ class Output(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ToolCall]:
         """Parsed from the answer to a chat that offered tools; not in text."""
 
+    @_builtins.property
+    def hidden_states(self) -> _types_pb2.HiddenStates:
+        """The states from which the tokens were drawn, one for each of token_ids; only with OutputOptions.hidden_states."""
+
     def __init__(
         self,
         *,
@@ -272,10 +288,11 @@ class Output(_message.Message):
         weights: _abc.Iterable[_types_pb2.WeightsSpan] | None = ...,
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[_types_pb2.ToolCall] | None = ...,
+        hidden_states: _types_pb2.HiddenStates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "hidden_states", b"hidden_states", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "hidden_states", b"hidden_states", "index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -301,6 +318,7 @@ class StreamRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
     CONTEXT_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_PER_MESSAGE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name, by which Abort finds it and errors tell of it.
@@ -382,6 +400,15 @@ class StreamRequest(_message.Message):
         Default: the server's default, which is to refuse the request unless its operator says otherwise.
         """
 
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Image]:
+        """The pictures of prompt or prompt_token_ids: one for each token GetModelInfoResponse.image_limits.image_token_id
+        that the prompt has, in their order. In a prompt each of these tokens becomes as many as the picture needs.
+        Default: none. Limits: as many as the prompt has of these tokens, and at most ImageLimits.max_images; not together
+        with chat, whose turns have their own. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
+        FEATURE_IMAGES.
+        """
+
     def __init__(
         self,
         *,
@@ -399,11 +426,12 @@ class StreamRequest(_message.Message):
         priority: _builtins.int = ...,
         min_weights: _types_pb2.WeightsVersion | None = ...,
         context: _types_pb2.ContextOptions | None = ...,
+        media: _abc.Iterable[_types_pb2.Image] | None = ...,
         min_tokens_per_message: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_min_tokens_per_message", b"_min_tokens_per_message", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "min_tokens_per_message", b"min_tokens_per_message", "min_weights", b"min_weights", "output", b"output", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_tokens_per_message", b"_min_tokens_per_message", "adapter", b"adapter", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "min_tokens_per_message", b"min_tokens_per_message", "min_weights", b"min_weights", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_tokens_per_message", b"_min_tokens_per_message", "adapter", b"adapter", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "media", b"media", "min_tokens_per_message", b"min_tokens_per_message", "min_weights", b"min_weights", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__min_tokens_per_message: _TypeAlias = _typing.Literal["min_tokens_per_message"]  # noqa: Y015
     _WhichOneofArgType__min_tokens_per_message: _TypeAlias = _typing.Literal["_min_tokens_per_message", b"_min_tokens_per_message"]  # noqa: Y015
@@ -517,6 +545,7 @@ class OutputDelta(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which of the outputs it is: 0 to n - 1."""
     text: _builtins.str
@@ -541,6 +570,10 @@ class OutputDelta(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ToolCall]:
         """Each call whole, once its arguments are complete; it is not in text."""
 
+    @_builtins.property
+    def hidden_states(self) -> _types_pb2.HiddenStates:
+        """The states from which the tokens were drawn, one for each of token_ids; only with OutputOptions.hidden_states."""
+
     def __init__(
         self,
         *,
@@ -551,10 +584,11 @@ class OutputDelta(_message.Message):
         weights: _types_pb2.WeightsVersion | None = ...,
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[_types_pb2.ToolCall] | None = ...,
+        hidden_states: _types_pb2.HiddenStates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hidden_states", b"hidden_states", "logprobs", b"logprobs", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hidden_states", b"hidden_states", "index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -617,6 +651,414 @@ class StreamSummary(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamSummary: _TypeAlias = StreamSummary  # noqa: Y015
+
+@_typing.final
+class EmbedRequest(_message.Message):
+    """What is to become vectors, and how."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's name, by which Abort finds it and errors tell of it.
+    Default: the server makes one of 32 hexadecimal digits. Limits: those of GenerateRequest.request_id.
+    """
+    model: _builtins.str
+    """The model that the request is meant for.
+    Default: the served model. Limits: the name of the served model.
+    """
+    pooling: _types_pb2.Pooling.ValueType
+    """How the states of an input's tokens become one vector.
+    Default: GetModelInfoResponse.default_pooling. Limits: a value of Pooling.
+    """
+    normalize: _builtins.bool
+    """Divide each vector by its length, so that the product of two of them is the cosine of their angle.
+    Default: true.
+    """
+    dimensions: _builtins.int
+    """Keep only so many numbers from the start of each vector, before it is divided by its length. It makes sense for
+    models that were trained for it.
+    Unit: numbers. Default: GetModelInfoResponse.hidden_size. Limits: at least one, and at most
+    GetModelInfoResponse.hidden_size.
+    """
+    priority: _builtins.int
+    """Requests with a higher number are served first, and take slots and pages of those with a lower one.
+    Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY.
+    """
+    truncation: _types_pb2.Truncation.ValueType
+    """Which tokens are dropped of an input that is longer than the context; Embedding.truncated_tokens tells how many.
+    Default: the server's default. Limits: a value of Truncation.
+    """
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
+        """The inputs, each of which becomes one vector.
+        Default: none. Limits: at least one, and at most GetServerInfoResponse.max_queued_requests.
+        """
+
+    @_builtins.property
+    def cache(self) -> _types_pb2.CacheOptions:
+        """How the request uses the cache of prompts.
+        Default: it shares prefixes with all requests that have no salt.
+        """
+
+    @_builtins.property
+    def min_weights(self) -> _types_pb2.WeightsVersion:
+        """Refuse to start on older weights; compared by generation, so the label is ignored.
+        Default: any weights will do.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___EmbedInput] | None = ...,
+        pooling: _types_pb2.Pooling.ValueType = ...,
+        normalize: _builtins.bool | None = ...,
+        dimensions: _builtins.int | None = ...,
+        cache: _types_pb2.CacheOptions | None = ...,
+        priority: _builtins.int = ...,
+        min_weights: _types_pb2.WeightsVersion | None = ...,
+        truncation: _types_pb2.Truncation.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "cache", b"cache", "dimensions", b"dimensions", "min_weights", b"min_weights", "normalize", b"normalize"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "cache", b"cache", "dimensions", b"dimensions", "inputs", b"inputs", "min_weights", b"min_weights", "model", b"model", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "truncation", b"truncation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
+    _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
+    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
+    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedInput(_message.Message):
+    """One input of Embed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text, tokenized as GenerateRequest.prompt is.
+    Limits: not empty; what the context has room for, unless EmbedRequest.truncation cuts it.
+    """
+    @_builtins.property
+    def token_ids(self) -> _types_pb2.TokenIds:
+        """Token ids, used as they are: no special token is added."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: _types_pb2.TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___EmbedInput: _TypeAlias = EmbedInput  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    """The vectors."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id: the caller's, or the one that the server made."""
+    model: _builtins.str
+    """The name of the model that answered."""
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """One for each input, in their order."""
+
+    @_builtins.property
+    def usage(self) -> _types_pb2.Usage:
+        """How many tokens it took; prompt_tokens counts those of all inputs."""
+
+    @_builtins.property
+    def timing(self) -> _types_pb2.Timing:
+        """How long it took."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+        usage: _types_pb2.Usage | None = ...,
+        timing: _types_pb2.Timing | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "request_id", b"request_id", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """One vector."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TRUNCATED_TOKENS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    values: _builtins.bytes
+    """The numbers, each a float of 32 bits with its lowest byte first."""
+    token_count: _builtins.int
+    """The length of the input after truncation.
+    Unit: tokens.
+    """
+    truncated_tokens: _builtins.int
+    """How many tokens were dropped of the input.
+    Unit: tokens.
+    """
+    @_builtins.property
+    def weights(self) -> _types_pb2.WeightsVersion:
+        """The weights that computed the state of the last token."""
+
+    def __init__(
+        self,
+        *,
+        values: _builtins.bytes = ...,
+        token_count: _builtins.int = ...,
+        truncated_tokens: _builtins.int = ...,
+        weights: _types_pb2.WeightsVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_count", b"token_count", "truncated_tokens", b"truncated_tokens", "values", b"values", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
+
+@_typing.final
+class ScoreRequest(_message.Message):
+    """A prompt, and continuations whose probability is asked for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CONTINUATIONS_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's name, by which Abort finds it and errors tell of it.
+    Default: the server makes one of 32 hexadecimal digits. Limits: those of GenerateRequest.request_id.
+    """
+    model: _builtins.str
+    """The model that the request is meant for.
+    Default: the served model. Limits: the name of the served model.
+    """
+    prompt: _builtins.str
+    """Text, tokenized as GenerateRequest.prompt is. Limits: not empty; what the context has room for with a
+    continuation.
+    """
+    priority: _builtins.int
+    """Requests with a higher number are served first, and take slots and pages of those with a lower one.
+    Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY.
+    """
+    @_builtins.property
+    def prompt_token_ids(self) -> _types_pb2.TokenIds:
+        """Token ids, used as they are: no special token is added."""
+
+    @_builtins.property
+    def continuations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Continuation]:
+        """The continuations, each of which follows the prompt by itself.
+        Default: none. Limits: at least one, and at most GetServerInfoResponse.max_queued_requests.
+        """
+
+    @_builtins.property
+    def cache(self) -> _types_pb2.CacheOptions:
+        """How the request uses the cache of prompts.
+        Default: it shares prefixes with all requests that have no salt.
+        """
+
+    @_builtins.property
+    def min_weights(self) -> _types_pb2.WeightsVersion:
+        """Refuse to start on older weights; compared by generation, so the label is ignored.
+        Default: any weights will do.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        prompt: _builtins.str = ...,
+        prompt_token_ids: _types_pb2.TokenIds | None = ...,
+        continuations: _abc.Iterable[Global___Continuation] | None = ...,
+        cache: _types_pb2.CacheOptions | None = ...,
+        priority: _builtins.int = ...,
+        min_weights: _types_pb2.WeightsVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "input", b"input", "min_weights", b"min_weights", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "continuations", b"continuations", "input", b"input", "min_weights", b"min_weights", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
+
+@_typing.final
+class Continuation(_message.Message):
+    """One continuation of Score."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Words, tokenized alone and without special tokens; their tokens follow those of the prompt. Limits: not empty."""
+    @_builtins.property
+    def token_ids(self) -> _types_pb2.TokenIds:
+        """Token ids, used as they are."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: _types_pb2.TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["continuation", b"continuation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continuation", b"continuation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_continuation: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_continuation: _TypeAlias = _typing.Literal["continuation", b"continuation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_continuation) -> _WhichOneofReturnType_continuation | None: ...
+
+Global___Continuation: _TypeAlias = Continuation  # noqa: Y015
+
+@_typing.final
+class ScoreResponse(_message.Message):
+    """How likely the continuations are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id: the caller's, or the one that the server made."""
+    model: _builtins.str
+    """The name of the model that answered."""
+    @_builtins.property
+    def prompt(self) -> _types_pb2.PromptInfo:
+        """The prompt as the model saw it."""
+
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContinuationScore]:
+        """One for each continuation, in their order."""
+
+    @_builtins.property
+    def usage(self) -> _types_pb2.Usage:
+        """How many tokens it took; prompt_tokens counts the prompt once and the tokens of all continuations."""
+
+    @_builtins.property
+    def timing(self) -> _types_pb2.Timing:
+        """How long it took."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        prompt: _types_pb2.PromptInfo | None = ...,
+        scores: _abc.Iterable[Global___ContinuationScore] | None = ...,
+        usage: _types_pb2.Usage | None = ...,
+        timing: _types_pb2.Timing | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt", b"prompt", "request_id", b"request_id", "scores", b"scores", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
+class ContinuationScore(_message.Message):
+    """How likely one continuation is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOTAL_LOGPROB_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    total_logprob: _builtins.float
+    """The sum of logprobs: the log-probability of the whole continuation.
+    Unit: nats.
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The log-probability of each token, after the prompt and the tokens before it. It is of the model's distribution
+        before temperature, penalties, bias and filters.
+        Unit: nats.
+        """
+
+    @_builtins.property
+    def weights(self) -> _types_pb2.WeightsVersion:
+        """The weights that computed the last token."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        total_logprob: _builtins.float = ...,
+        weights: _types_pb2.WeightsVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids", "total_logprob", b"total_logprob", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContinuationScore: _TypeAlias = ContinuationScore  # noqa: Y015
 
 @_typing.final
 class RequestIds(_message.Message):

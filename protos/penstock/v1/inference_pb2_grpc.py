@@ -27,10 +27,11 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Generates with the served model, ends requests early, and replaces the model's weights. Role names the role that
-    the caller's key must have on a server with keys; a key with the role "control" may call everything.
+    """Generates with the served model, makes embeddings and scores with it, ends requests early, and replaces the model's
+    weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
+    call everything.
 
-    Errors of Generate and Stream, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
@@ -70,6 +71,16 @@ class InferenceServiceStub:
                 request_serializer=penstock_dot_v1_dot_inference__pb2.StreamRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_inference__pb2.StreamResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/penstock.v1.InferenceService/Embed',
+                request_serializer=penstock_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/penstock.v1.InferenceService/Score',
+                request_serializer=penstock_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/penstock.v1.InferenceService/Abort',
                 request_serializer=penstock_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -83,10 +94,11 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Generates with the served model, ends requests early, and replaces the model's weights. Role names the role that
-    the caller's key must have on a server with keys; a key with the role "control" may call everything.
+    """Generates with the served model, makes embeddings and scores with it, ends requests early, and replaces the model's
+    weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
+    call everything.
 
-    Errors of Generate and Stream, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
@@ -121,6 +133,23 @@ class InferenceServiceServicer:
         """Runs a prompt as Generate does, and sends tokens as they are made. Order: started; per index delta* then
         finished, indices interleaved; summary; OK. The deltas of an index, concatenated, are Generate's output. A
         failure midway is a non-OK status, never OK with an error inside. Role: infer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Makes a vector of each input, by which texts can be compared. The inputs are computed beside all other requests, by
+        the same scheduler, and count as an output each. UNIMPLEMENTED where GetModelInfo does not list FEATURE_EMBED.
+        Role: infer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Tells how likely the model finds given continuations of a prompt, token by token; nothing is generated. Each
+        continuation counts as an output. UNIMPLEMENTED where GetModelInfo does not list FEATURE_SCORE. Role: infer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -170,6 +199,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_inference__pb2.StreamRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_inference__pb2.StreamResponse.SerializeToString,
             ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=penstock_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=penstock_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
+            ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
                     request_deserializer=penstock_dot_v1_dot_inference__pb2.AbortRequest.FromString,
@@ -189,10 +228,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Generates with the served model, ends requests early, and replaces the model's weights. Role names the role that
-    the caller's key must have on a server with keys; a key with the role "control" may call everything.
+    """Generates with the served model, makes embeddings and scores with it, ends requests early, and replaces the model's
+    weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
+    call everything.
 
-    Errors of Generate and Stream, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
@@ -260,6 +300,60 @@ class InferenceService:
             '/penstock.v1.InferenceService/Stream',
             penstock_dot_v1_dot_inference__pb2.StreamRequest.SerializeToString,
             penstock_dot_v1_dot_inference__pb2.StreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.InferenceService/Embed',
+            penstock_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            penstock_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.InferenceService/Score',
+            penstock_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            penstock_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,10 +28,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """Generates with the served model, ends requests early, and replaces the model's weights. Role names the role that
-    the caller's key must have on a server with keys; a key with the role "control" may call everything.
+    """Generates with the served model, makes embeddings and scores with it, ends requests early, and replaces the model's
+    weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
+    call everything.
 
-    Errors of Generate and Stream, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
       INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
                           INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
                           be larger than the server sends, or has become so
@@ -66,6 +67,15 @@ class InferenceServiceStub:
     finished, indices interleaved; summary; OK. The deltas of an index, concatenated, are Generate's output. A
     failure midway is a non-OK status, never OK with an error inside. Role: infer.
     """
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Makes a vector of each input, by which texts can be compared. The inputs are computed beside all other requests, by
+    the same scheduler, and count as an output each. UNIMPLEMENTED where GetModelInfo does not list FEATURE_EMBED.
+    Role: infer.
+    """
+    Score: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]
+    """Tells how likely the model finds given continuations of a prompt, token by token; nothing is generated. Each
+    continuation counts as an output. UNIMPLEMENTED where GetModelInfo does not list FEATURE_SCORE. Role: infer.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with OK,
     FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
@@ -92,10 +102,11 @@ class InferenceServiceStub:
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """Generates with the served model, ends requests early, and replaces the model's weights. Role names the role that
-    the caller's key must have on a server with keys; a key with the role "control" may call everything.
+    """Generates with the served model, makes embeddings and scores with it, ends requests early, and replaces the model's
+    weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
+    call everything.
 
-    Errors of Generate and Stream, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
       INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
                           INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
                           be larger than the server sends, or has become so
@@ -127,6 +138,15 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     finished, indices interleaved; summary; OK. The deltas of an index, concatenated, are Generate's output. A
     failure midway is a non-OK status, never OK with an error inside. Role: infer.
     """
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Makes a vector of each input, by which texts can be compared. The inputs are computed beside all other requests, by
+    the same scheduler, and count as an output each. UNIMPLEMENTED where GetModelInfo does not list FEATURE_EMBED.
+    Role: infer.
+    """
+    Score: _aio.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]  # type: ignore[assignment]
+    """Tells how likely the model finds given continuations of a prompt, token by token; nothing is generated. Each
+    continuation counts as an output. UNIMPLEMENTED where GetModelInfo does not list FEATURE_SCORE. Role: infer.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with OK,
     FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
@@ -152,10 +172,11 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Generates with the served model, ends requests early, and replaces the model's weights. Role names the role that
-    the caller's key must have on a server with keys; a key with the role "control" may call everything.
+    """Generates with the served model, makes embeddings and scores with it, ends requests early, and replaces the model's
+    weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
+    call everything.
 
-    Errors of Generate and Stream, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
       INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
                           INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
                           be larger than the server sends, or has become so
@@ -196,6 +217,27 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         """Runs a prompt as Generate does, and sends tokens as they are made. Order: started; per index delta* then
         finished, indices interleaved; summary; OK. The deltas of an index, concatenated, are Generate's output. A
         failure midway is a non-OK status, never OK with an error inside. Role: infer.
+        """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """Makes a vector of each input, by which texts can be compared. The inputs are computed beside all other requests, by
+        the same scheduler, and count as an output each. UNIMPLEMENTED where GetModelInfo does not list FEATURE_EMBED.
+        Role: infer.
+        """
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _inference_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ScoreResponse, _abc.Awaitable[_inference_pb2.ScoreResponse]]:
+        """Tells how likely the model finds given continuations of a prompt, token by token; nothing is generated. Each
+        continuation counts as an output. UNIMPLEMENTED where GetModelInfo does not list FEATURE_SCORE. Role: infer.
         """
 
     @_abc_1.abstractmethod

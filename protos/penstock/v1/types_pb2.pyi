@@ -37,6 +37,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """The server's default, see GetModelInfoResponse.default_pooling."""
+    POOLING_LAST_TOKEN: _Pooling.ValueType  # 1
+    """The state of the last token."""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """The mean of the states of all tokens."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """How the states of an input's tokens become one vector."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""The server's default, see GetModelInfoResponse.default_pooling."""
+POOLING_LAST_TOKEN: Pooling.ValueType  # 1
+"""The state of the last token."""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""The mean of the states of all tokens."""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 class _Truncation:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -224,6 +248,66 @@ class ToolCall(_message.Message):
 Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
+class Image(_message.Message):
+    """A picture, as the bytes of its file. The server fetches nothing: there is no field for an address."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The bytes of the file, in one of the forms of ImageLimits.media_types; of an animation the first picture counts.
+    Default: none, the field is required. Limits: not empty; those of GetModelInfoResponse.image_limits.
+    """
+    media_type: _builtins.str
+    """The form of the bytes, such as "image/png".
+    Default: what the bytes tell. Limits: one of ImageLimits.media_types, and what the bytes tell.
+    """
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        media_type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Image: _TypeAlias = Image  # noqa: Y015
+
+@_typing.final
+class ContentPart(_message.Message):
+    """A part of what is said in a turn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """What is said in words. Limits: none but the size of the request."""
+    @_builtins.property
+    def image(self) -> Global___Image:
+        """A picture, in this place of the turn; only where GetModelInfo lists FEATURE_IMAGES."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        image: Global___Image | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "part", b"part", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "part", b"part", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["text", "image"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___ContentPart: _TypeAlias = ContentPart  # noqa: Y015
+
+@_typing.final
 class ChatMessage(_message.Message):
     """One turn of a conversation."""
 
@@ -234,6 +318,7 @@ class ChatMessage(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Who speaks.
     Default: none, the field is required. Limits: "system", "user", "assistant" or "tool".
@@ -257,6 +342,14 @@ class ChatMessage(_message.Message):
         Default: nothing. Limits: only in a turn with the role "assistant"; at most 10,000 calls in all turns together.
         """
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
+        """What is said, part by part, where it is more than a text. The template writes the text of a part as it is, and the
+        model's mark for a picture in its place.
+        Default: none: content is what is said. Limits: not together with content. Errors: UNIMPLEMENTED
+        UNSUPPORTED_FEATURE where the server does not take parts.
+        """
+
     def __init__(
         self,
         *,
@@ -265,10 +358,11 @@ class ChatMessage(_message.Message):
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         tool_call_id: _builtins.str = ...,
         reasoning: _builtins.str = ...,
+        parts: _abc.Iterable[Global___ContentPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "parts", b"parts", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -695,6 +789,7 @@ class OutputOptions(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     ECHO_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     text: _builtins.bool
     """Send text. Without it the server makes none, so there are no stop strings, no reasoning and no tool calls.
     Default: true, and false on a model without a tokenizer. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE for true on a
@@ -724,6 +819,12 @@ class OutputOptions(_message.Message):
     """Send the ids of the prompt's tokens, in PromptInfo.
     Default: false.
     """
+    hidden_states: _builtins.bool
+    """Send the hidden state from which each token was drawn: what the last layer computed in the place before the token,
+    after the model's last norm. It is what the model's head makes logits of.
+    Default: false. Limits: only with token_ids. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not
+    list FEATURE_HIDDEN_STATES.
+    """
     def __init__(
         self,
         *,
@@ -733,10 +834,11 @@ class OutputOptions(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         echo_prompt_token_ids: _builtins.bool = ...,
+        hidden_states: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "_text", b"_text", "_token_ids", b"_token_ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "_text", b"_text", "_token_ids", b"_token_ids", "echo_prompt_token_ids", b"echo_prompt_token_ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "_text", b"_text", "_token_ids", b"_token_ids", "echo_prompt_token_ids", b"echo_prompt_token_ids", "hidden_states", b"hidden_states", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -920,6 +1022,34 @@ class Logprobs(_message.Message):
 Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
 
 @_typing.final
+class HiddenStates(_message.Message):
+    """Hidden states of some tokens, one after the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    size: _builtins.int
+    """How many numbers the state of one token has, as GetModelInfoResponse.hidden_size.
+    Unit: numbers.
+    """
+    values: _builtins.bytes
+    """The numbers, each a float of 32 bits with its lowest byte first, whatever the model computes in."""
+    def __init__(
+        self,
+        *,
+        size: _builtins.int = ...,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["size", b"size", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HiddenStates: _TypeAlias = HiddenStates  # noqa: Y015
+
+@_typing.final
 class StopMatch(_message.Message):
     """What an output ended on."""
 
@@ -1047,6 +1177,7 @@ class Usage(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    IMAGE_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """The prompt after truncation, counted once, whatever n is.
     Unit: tokens.
@@ -1064,6 +1195,10 @@ class Usage(_message.Message):
     output that ends before. 0 where no text is made.
     Unit: tokens.
     """
+    image_tokens: _builtins.int
+    """How many of prompt_tokens stand for images.
+    Unit: tokens.
+    """
     def __init__(
         self,
         *,
@@ -1071,10 +1206,11 @@ class Usage(_message.Message):
         cached_prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         reasoning_tokens: _builtins.int = ...,
+        image_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "image_tokens", b"image_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -204,6 +204,7 @@ class PenstockServer:
             budget=self._budget,
             stalls=self._stalls,
             stall_limit_s=self._options.stall_limit_s,
+            max_request_bytes=self._options.max_receive_bytes,
         )
         updates = WeightUpdates(
             self.serving,

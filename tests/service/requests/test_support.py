@@ -332,6 +332,10 @@ async def test_no_rpc_is_refused_as_a_whole(name: str) -> None:
         if method.name == "Profile":  # this server has no folder for profiles
             profile: Any = rig.channel.unary_stream(f"/{name}")
             assert (await failure_of(profile(b"").read())).reason == "UNSUPPORTED_FEATURE"
+        elif method.name in ("Embed", "Score"):  # nor does it make embeddings and scores
+            compute: Any = rig.channel.unary_unary(f"/{name}")
+            refused = await failure_of(compute(b""))
+            assert (refused.reason, refused.info.metadata["field"]) == ("UNSUPPORTED_FEATURE", method.name)
         elif method.name == "WatchLoad":
             watch: Any = rig.channel.unary_stream(f"/{name}")
             assert await watch(b"").read()

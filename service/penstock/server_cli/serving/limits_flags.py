@@ -8,7 +8,7 @@ from penstock.service.limits.bounds import Bounds
 
 _DEFAULTS = Bounds()
 _COUNTS = {
-    "max_rpcs": "Generate, Stream, Tokenize and Detokenize calls at once, of all callers",
+    "max_rpcs": "Generate, Stream, Embed, Score, Tokenize and Detokenize calls at once, of all callers",
     "max_rpcs_per_address": "such calls of one IPv4 address or IPv6 /64 network; a proxy is one address",
     "max_rpcs_per_connection": "such calls of one connection",
     "max_tokenize_rpcs": "Tokenize and Detokenize calls at once",

@@ -37,7 +37,7 @@ class Kind(enum.Enum):
     REFLECTION = "reflection_rpcs"
 
 
-_WORK = frozenset({"Generate", "Stream"})
+_WORK = frozenset({"Generate", "Stream", "Embed", "Score"})
 _UPDATE = "UpdateWeights"
 _WATCH = "WatchLoad"
 _TOKENIZE = frozenset({"Tokenize", "Detokenize"})

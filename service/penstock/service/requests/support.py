@@ -106,7 +106,9 @@ _GENERATE_HONOURED = _CHAT_HONOURED | {
     "min_weights.label",
     "min_weights.generation",
 }
-_GENERATE_REFUSED: Refused = {"adapter": ()}
+_IMAGES_REFUSED: Refused = {"chat.messages.parts": ()}
+_GENERATE_REFUSED: Refused = {**_IMAGES_REFUSED, "adapter": (), "media": (), "output.hidden_states": ()}
+_ON_ITS_OWN_REFUSED: Refused = dict.fromkeys(("request_id", "model", "cache", "priority", "min_weights"), ())
 _IN_FLIGHT_HONOURED = frozenset(
     {"in_flight", "drain_timeout", "drain_timeout.seconds", "drain_timeout.nanos"}
 )
@@ -167,6 +169,15 @@ HONOURED: Mapping[str, frozenset[str]] = {
 REFUSED: Mapping[str, Refused] = {
     "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
     "penstock.v1.StreamRequest": _GENERATE_REFUSED,
+    "penstock.v1.EmbedRequest": {
+        **_ON_ITS_OWN_REFUSED,
+        **dict.fromkeys(("inputs", "pooling", "normalize", "dimensions", "truncation"), ()),
+    },
+    "penstock.v1.ScoreRequest": {
+        **_ON_ITS_OWN_REFUSED,
+        **dict.fromkeys(("prompt", "prompt_token_ids", "continuations"), ()),
+    },
+    "penstock.v1.TokenizeRequest": _IMAGES_REFUSED,
     "penstock.v1.UpdateWeightsRequest": {"begin.adapter": ()},
 }
 """From a message's name to the paths that are refused, each with the values that are accepted

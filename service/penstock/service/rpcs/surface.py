@@ -1,9 +1,9 @@
 """What each address serves if control has an address of its own (`--control-port`).
 
-Both addresses serve health, reflection, the RPCs that only read, and Abort. The main address serves Generate
-and Stream; the control address serves what changes the server for everybody. At the main address no caller
-has the control role, whatever its key says: whoever reaches only that address can do no more than use the
-model.
+Both addresses serve health, reflection, the RPCs that only read, and Abort. The main address serves Generate,
+Stream, Embed and Score; the control address serves what changes the server for everybody. At the main
+address no caller has the control role, whatever its key says: whoever reaches only that address can do no
+more than use the model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ _INFERENCE = "/penstock.v1.InferenceService"
 _ABORT = f"{_INFERENCE}/Abort"
 _WATCH = "/penstock.v1.ControlService/WatchLoad"
 GENERATING = frozenset(
-    {f"{_INFERENCE}/Generate", f"{_INFERENCE}/Stream", "/vllm.grpc.engine.VllmEngine/Generate"}
+    {
+        *(f"{_INFERENCE}/{name}" for name in ("Generate", "Stream", "Embed", "Score")),
+        "/vllm.grpc.engine.VllmEngine/Generate",
+    }
 )
+"""What runs on the model, and so belongs to the main address."""
 CONTROLLING = frozenset(f"/{method}" for method, rule in RULES.items() if rule.role is Role.CONTROL)
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CONTRACT_REVISION = 4
+CONTRACT_REVISION = 5
 _WATCH_LOAD = "penstock.v1.ControlService/WatchLoad"
 _TOKEN_COST = 8
 """The cost of turning one token into text, in bytes of a message (see `Lanes.convert`)."""
@@ -68,6 +68,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._lanes = serving.lanes
         self._calls = serving.calls
         self._budget = serving.budget
+        self._max_request_bytes = serving.max_request_bytes
         self._tracing = serving.tracing
         self._feed = LoadFeed(partial(look, serving.engine), serving.calls)
         self._version = version
@@ -137,6 +138,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             max_chunk_bytes=self._updates.max_chunk_bytes if self._takes_updates else 0,
             max_logprobs=config.max_logprobs,
             devices=info.devices,
+            max_request_bytes=self._max_request_bytes,
         )
 
     async def GetLoad(

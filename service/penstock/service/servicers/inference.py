@@ -1,5 +1,5 @@
-"""InferenceService: Generate, Stream, Abort and UpdateWeights. Each RPC checks, converts, calls and converts
-back.
+"""InferenceService: Generate, Stream, Embed, Score, Abort and UpdateWeights. Each RPC checks, converts, calls
+and converts back.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from penstock.runtime.errors import UnsupportedFeature
 from penstock.service.access.callers import CURRENT_CALLER
 from penstock.service.replies import messages
 from penstock.service.replies.collected import Collected
@@ -135,6 +136,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             served.num_reasoning_tokens,
             served.timing,
         )
+
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, context: Context
+    ) -> inference_pb2.EmbedResponse:
+        """Refuse: this server makes no embeddings."""
+        raise UnsupportedFeature(["Embed"])
+
+    async def Score(
+        self, request: inference_pb2.ScoreRequest, context: Context
+    ) -> inference_pb2.ScoreResponse:
+        """Refuse: this server scores nothing."""
+        raise UnsupportedFeature(["Score"])
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context

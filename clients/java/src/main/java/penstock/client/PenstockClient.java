@@ -21,6 +21,8 @@ import penstock.v1.DetokenizeRequest;
 import penstock.v1.DetokenizeResponse;
 import penstock.v1.DiscardWeightsRequest;
 import penstock.v1.DiscardWeightsResponse;
+import penstock.v1.EmbedRequest;
+import penstock.v1.EmbedResponse;
 import penstock.v1.FlushCacheRequest;
 import penstock.v1.FlushCacheResponse;
 import penstock.v1.GenerateRequest;
@@ -40,6 +42,8 @@ import penstock.v1.ProfileRequest;
 import penstock.v1.ProfileResponse;
 import penstock.v1.ResumeRequest;
 import penstock.v1.ResumeResponse;
+import penstock.v1.ScoreRequest;
+import penstock.v1.ScoreResponse;
 import penstock.v1.SetTracingRequest;
 import penstock.v1.SetTracingResponse;
 import penstock.v1.StreamRequest;
@@ -137,6 +141,26 @@ public final class PenstockClient implements AutoCloseable {
      */
     public ServerStream<StreamResponse> stream(StreamRequest request) {
         return streaming(InferenceServiceGrpc.getStreamMethod(), request);
+    }
+
+    /**
+     * Makes vectors of texts, by which they can be compared.
+     *
+     * @param request the inputs
+     * @return a vector for each
+     */
+    public EmbedResponse embed(EmbedRequest request) {
+        return unary(InferenceServiceGrpc.getEmbedMethod(), request);
+    }
+
+    /**
+     * Asks how likely the model finds continuations of a prompt.
+     *
+     * @param request the prompt and the continuations
+     * @return the log-probabilities of each
+     */
+    public ScoreResponse score(ScoreRequest request) {
+        return unary(InferenceServiceGrpc.getScoreMethod(), request);
     }
 
     /**

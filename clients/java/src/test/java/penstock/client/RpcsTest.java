@@ -17,6 +17,7 @@ import penstock.v1.AbortRequest;
 import penstock.v1.CommitWeightsRequest;
 import penstock.v1.ControlServiceGrpc;
 import penstock.v1.DetokenizeRequest;
+import penstock.v1.EmbedRequest;
 import penstock.v1.GetModelInfoRequest;
 import penstock.v1.GetVocabularyRequest;
 import penstock.v1.InferenceServiceGrpc;
@@ -24,6 +25,7 @@ import penstock.v1.PauseRequest;
 import penstock.v1.ProfileRequest;
 import penstock.v1.ProfileResponse;
 import penstock.v1.RequestIds;
+import penstock.v1.ScoreRequest;
 import penstock.v1.SetTracingRequest;
 import penstock.v1.StreamResponse;
 import penstock.v1.TokenizeRequest;
@@ -61,6 +63,11 @@ class RpcsTest {
         try (ServerStream<StreamResponse> events = client.stream(Requests.stream(1).build())) {
             assertTrue(events.next().hasStarted());
         }
+        assertThrows(
+                RefusedException.Unsupported.class,
+                () -> client.embed(EmbedRequest.getDefaultInstance()),
+                "the demo model makes no embeddings");
+        assertThrows(RefusedException.Unsupported.class, () -> client.score(ScoreRequest.getDefaultInstance()));
         RequestIds ids = RequestIds.newBuilder().addIds("nobody").build();
         assertEquals(
                 AbortOutcome.ABORT_OUTCOME_NOT_FOUND,
