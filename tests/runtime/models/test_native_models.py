@@ -124,6 +124,9 @@ MODELS = {
             embedding_scale=8.0,
         )
     ),
+    "gated attention": changed(
+        attention={"output_gate": True, "qk_norm": "head", "qkv_bias": True}, norm_offset=1.0
+    ),
     "experts": changed(
         mlp=ExpertsConfig(
             num_experts=6, per_token=2, intermediate_size=64, shared_size=128, shared_gate=True

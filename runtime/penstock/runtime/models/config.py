@@ -65,6 +65,9 @@ class AttentionConfig:
     values_are_keys: bool = False
     """Whether the projection of the keys gives the values too, before keys are normalised and rotated."""
     query_scaling: QueryScaling | None = None
+    output_gate: bool = False
+    """Whether each channel of what attention gives is multiplied by the sigmoid of a product of its own
+    (Qwen3-Next)."""
 
     @property
     def rotary_dim(self) -> int:

@@ -36,6 +36,7 @@ from penstock.runtime.models.load_rules import (
 from penstock.runtime.models.norms import RMSNorm, vector_rule
 from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
 from penstock.runtime.ops.native import linear as native
+from penstock.runtime.ops.native.activations import Activation as GateActivation
 from penstock.runtime.ops.native.norm import normalize
 from penstock.runtime.ops.products import gated, matmul_int8, matmul_transposed
 
@@ -276,6 +277,24 @@ def project_gated(
         return native.linear(x, (weight,), num_rows=num_rows, gate=activation, **options)
     both = project(gate_up, x, num_rows, pools, norm=norm).astype(jnp.float32)
     return gated(activation, both).astype(x.dtype)
+
+
+def project_gate(
+    gate: Linear,
+    x: jax.Array,
+    up: jax.Array,
+    num_rows: jax.Array,
+    pools: Pools,
+    *,
+    norm: RMSNorm | None = None,
+    activation: GateActivation,
+) -> jax.Array:
+    """activation(gate(norm(x))) * up, with the activation in float32: x [T, in], up [T, out] -> [T, out]."""
+    if gate.packed:
+        weights, options = (gate.operands(pools),), _norm_options(norm, pools)
+        return native.linear(x, weights, num_rows=num_rows, gate=activation, up=up, **options)
+    opened = project(gate, x, num_rows, pools, norm=norm)
+    return gated(activation, jnp.concatenate([opened, up], axis=1).astype(jnp.float32)).astype(x.dtype)
 
 
 def logits(

@@ -51,3 +51,5 @@ def gated(activation: Activation, both: jax.Array, limit: float = 0.0) -> jax.Ar
             bound = np.float32(limit)
             gate, up = jnp.minimum(gate, bound), jnp.clip(up, -bound, bound)
             return gate * jax.nn.sigmoid(_GPT_OSS_SLOPE * gate) * (up + np.float32(1))
+        case "sigmoid":
+            return jax.nn.sigmoid(gate) * up

@@ -78,6 +78,7 @@ GATED: dict[Activation, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "silu": lambda gate, up: silu(gate) * up,
     "gelu_tanh": lambda gate, up: gelu_tanh(gate) * up,
     "gpt_oss": lambda gate, up: gpt_oss(gate, up, 3.0),
+    "sigmoid": lambda gate, up: up / (1 + np.exp(-gate)),
 }
 
 

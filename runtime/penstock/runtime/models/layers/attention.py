@@ -14,7 +14,7 @@ from flax import nnx
 from penstock.runtime.models import rope
 from penstock.runtime.models.config import AttentionConfig, ModelConfig
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
-from penstock.runtime.models.linear import Linear, LinearFormat, project
+from penstock.runtime.models.linear import Linear, LinearFormat, project, project_gate
 from penstock.runtime.models.norms import RMSNorm, Vector
 from penstock.runtime.models.pools import PoolPlanners
 from penstock.runtime.ops.native.rotate import can_rotate, rotate_qkv
@@ -46,6 +46,12 @@ class Attention(nnx.Module):
         self.qkv_proj = Linear(hidden, parts, dtype, planners, bias=config.qkv_bias, linear=linear)
         out = {"o_proj": hidden}
         self.o_proj = Linear(heads * dim, out, dtype, planners, bias=config.o_bias, linear=linear)
+        gate = {"q_gate": heads * dim}
+        self.q_gate = (
+            Linear(hidden, gate, dtype, planners, bias=config.qkv_bias, linear=linear)
+            if config.output_gate
+            else None
+        )
 
         def norm(num_heads: int) -> RMSNorm | None:
             if config.qk_norm not in ("head", "all"):
@@ -61,8 +67,8 @@ class Attention(nnx.Module):
     @property
     def is_native(self) -> bool:
         """Whether native kernels compute everything but `attention` itself."""
-        linears = (self.qkv_proj, self.o_proj)
-        return self.rotates_natively and all(linear.packed for linear in linears)
+        linears = (self.qkv_proj, self.o_proj, self.q_gate)
+        return self.rotates_natively and all(linear.packed for linear in linears if linear is not None)
 
     def __call__(
         self,
@@ -91,7 +97,11 @@ class Attention(nnx.Module):
             sinks=None if self.sinks is None else self.sinks(pools).astype(jnp.float32),
             chunk=config.chunk,
         )
-        return residual.add_projected(self.o_proj, out.reshape(x.shape[0], -1), x, inputs), kv
+        out = out.reshape(x.shape[0], -1)
+        if self.q_gate is not None:
+            rows = inputs.num_tokens
+            out = project_gate(self.q_gate, x, out, rows, pools, norm=norm, activation="sigmoid")
+        return residual.add_projected(self.o_proj, out, x, inputs), kv
 
     def _rotated(self, qkv: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """qkv [T, (H + 2 K) * D] -> q [T, H, D], k and v [T, K, D], normalised, rotated and scaled."""

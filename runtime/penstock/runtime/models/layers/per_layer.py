@@ -11,12 +11,11 @@ from flax import nnx
 
 from penstock.runtime.models.config import ModelConfig, PerLayerConfig
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
-from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, project
+from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, project, project_gate
 from penstock.runtime.models.norms import RMSNorm
 from penstock.runtime.models.pools import PoolPlanners
 from penstock.runtime.ops.native.linear import linear as packed_product
 from penstock.runtime.ops.native.norm import can_normalize, normalize
-from penstock.runtime.ops.products import gated
 
 
 class PerLayerInputs(nnx.Module):
@@ -93,13 +92,7 @@ class PerLayerAddition(nnx.Module):
     def __call__(self, x: jax.Array, of_layer: jax.Array, inputs: LayerInputs) -> jax.Array:
         """x [T, E], of_layer [T, size] -> [T, E]."""
         pools, rows = inputs.pools, inputs.num_tokens
-        if self.gate.packed:
-            weights = (self.gate.operands(pools),)
-            inner = packed_product(x, weights, num_rows=rows, gate=self.activation, up=of_layer)
-        else:
-            opened = project(self.gate, x, rows, pools)
-            both = jnp.concatenate([opened, of_layer], axis=1).astype(jnp.float32)
-            inner = gated(self.activation, both).astype(x.dtype)
+        inner = project_gate(self.gate, x, of_layer, rows, pools, activation=self.activation)
         joined = Residual(self.post_per_layer_input_norm, natively=self.is_native)
         return joined.add_projected(self.projection, inner, x, inputs)
 

@@ -6,11 +6,11 @@
 namespace penstock {
 
 // The numbers are those of ACTIVATIONS in activations.py.
-enum class Activation : int { kNone = 0, kSilu = 1, kGeluTanh = 2, kGptOss = 3 };
+enum class Activation : int { kNone = 0, kSilu = 1, kGeluTanh = 2, kGptOss = 3, kSigmoid = 4 };
 
 // Whether an operation's attribute is the number of a gated activation.
 constexpr bool IsGated(int64_t number) {
-  return number >= static_cast<int64_t>(Activation::kSilu) && number <= static_cast<int64_t>(Activation::kGptOss);
+  return number >= static_cast<int64_t>(Activation::kSilu) && number <= static_cast<int64_t>(Activation::kSigmoid);
 }
 
 namespace {
@@ -29,6 +29,9 @@ inline Lanes Activate(Activation activation, float limit, Lanes gate, Lanes up) 
     // (1 + tanh(u)) / 2 is sigmoid(2 u), and u is sqrt(2 / pi) * (x + 0.044715 x^3).
     const Lanes cubic = Add(Fill(1.0f), Mul(Fill(0.044715f), Mul(gate, gate)));
     return Mul(Gated(gate, Mul(Mul(gate, Fill(1.5957691216057308f)), cubic)), up);
+  }
+  if (activation == Activation::kSigmoid) {
+    return Gated(up, gate);
   }
   return Mul(Gated(gate, gate), up);
 }
