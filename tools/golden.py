@@ -168,6 +168,15 @@ CASES: Mapping[str, Kind] = {
             "intermediate_size": 64,
         },
     ),
+    "lfm2": Kind(
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
     "llama": Kind(*_LLAMA, {"rope_parameters": _LLAMA3, "tie_word_embeddings": False}),
     "llama_linear_rope": Kind(
         *_LLAMA, {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True}

@@ -38,6 +38,7 @@ NAMES = (
     "smollm3",
     "gpt_oss",
     "llama4",
+    "lfm2",
 )
 """The folders in GOLDEN. Every test that compares all models with PyTorch takes its names from here."""
 CONFIG = EngineConfig(

@@ -335,6 +335,7 @@ def test_the_registry_has_the_promised_architectures():
         "Glm4MoeForCausalLM",
         "GraniteForCausalLM",
         "GptOssForCausalLM",
+        "Lfm2ForCausalLM",
         "Llama4ForCausalLM",
         "LlamaForCausalLM",
         "MiniMaxM2ForCausalLM",

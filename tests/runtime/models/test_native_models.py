@@ -27,6 +27,7 @@ from penstock.runtime.models.config import (
     PerLayerConfig,
     QueryScaling,
     RouterConfig,
+    ShortConvConfig,
 )
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.rope import RopeConfig
@@ -196,7 +197,9 @@ def larger_mlp(mlp: Any) -> Any:
 def in_larger_sizes(layer: LayerConfig) -> LayerConfig:
     """The layer with sizes that can be packed."""
     attention, mlp = layer.attention, layer.mlp
-    if isinstance(attention, LatentConfig):
+    if isinstance(attention, ShortConvConfig):
+        attention = dataclasses.replace(attention, channels=128)
+    elif isinstance(attention, LatentConfig):
         rank = None if attention.query_rank is None else 64
         sizes: dict[str, Any] = {"latent_dim": 64, "rope_dim": 32, "nope_dim": 64, "value_dim": 64}
         attention = dataclasses.replace(attention, query_rank=rank, **sizes)

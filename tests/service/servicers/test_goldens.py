@@ -46,9 +46,10 @@ def cases_of(name: str) -> Cases:
 @asynccontextmanager
 async def served(name: str, *, page_size: int) -> AsyncIterator[tuple[Rig, Engine]]:
     """A server of a golden in float32. The native kernels take pages of 16 tokens, and XLA those of 8."""
-    page_bytes = load_config(GOLDEN / name).cache.page_bytes(page_size, np.dtype(np.float32))
+    cache, num_slots = load_config(GOLDEN / name).cache, CONFIG.max_num_seqs or 0
+    pages = -(-CACHED_TOKENS // page_size) * cache.page_bytes(page_size, np.dtype(np.float32))
     config = dataclasses.replace(
-        CONFIG, page_size=page_size, kv_cache_bytes=-(-CACHED_TOKENS // page_size) * page_bytes
+        CONFIG, page_size=page_size, kv_cache_bytes=pages + cache.state_bytes(num_slots, num_slots)
     )
     engine = Engine.from_pretrained(str(GOLDEN / name), config)
     async with serving(engine) as rig:

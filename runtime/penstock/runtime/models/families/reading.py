@@ -69,14 +69,15 @@ def read_model(
     layers: Sequence[LayerConfig],
     *,
     eps: float = 1e-6,
+    eps_name: str = "rms_norm_eps",
     tied: bool = False,
     **others: Any,
 ) -> ModelConfig:
     """The model of these layers, with what is read last: vocabulary, head, dtype and special tokens. It ends
     the reading: a field that nobody has read and that is not harmless is a problem.
 
-    eps, tied: the family's defaults of rms_norm_eps and tie_word_embeddings. others: further fields of
-    `ModelConfig`.
+    eps, tied: the family's defaults of rms_norm_eps, or of the field that it calls `eps_name`, and of
+    tie_word_embeddings. others: further fields of `ModelConfig`.
 
     Raises ConfigError with all problems.
     """
@@ -89,7 +90,7 @@ def read_model(
         hidden_size=sizes.hidden_size,
         layers=tuple(layers),
         max_position_embeddings=sizes.max_positions,
-        rms_norm_eps=fields.number("rms_norm_eps", eps),
+        rms_norm_eps=fields.number(eps_name, eps),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", tied),
         dtype=read_dtype(fields),
         bos_token_id=fields.optional_integer("bos_token_id", minimum=0),

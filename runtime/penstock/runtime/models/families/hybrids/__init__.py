@@ -1,0 +1,10 @@
+"""Families in which recurrent layers stand in the place of most attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.runtime.models.families.family import ModelFamily
+from penstock.runtime.models.families.hybrids import lfm2
+
+FAMILIES: Mapping[str, ModelFamily] = {**lfm2.FAMILIES}
