@@ -204,7 +204,13 @@ class Script:
             if generation >= min(kept, default=2**63):
                 break
             new = [t for step in steps if step.weights_generation == generation for t in step.token_ids]
-            expected = run_alone(request, MAX_LEN, generation=generation - 1, made=made)[0]
+            expected, _ = run_alone(
+                request,
+                MAX_LEN,
+                generation=generation - 1,
+                made=made,
+                has_state=self.runner.config.has_state,
+            )
             assert made + new == expected[: len(made) + len(new)]
             made += new
         finish = steps[-1].finish
@@ -240,8 +246,10 @@ def test_random_changes(seed: int, num_actions: int) -> None:
         "prefix_cache_pages": rng.choice([None, 0]),
         "scheduling_policy": rng.choice(["fcfs", "priority"]),
     }
-    if rng.random() < 0.2:
-        limits |= {"has_state": True, "prefix_cache_pages": 0}
+    if rng.random() < 0.4:
+        limits |= {"has_state": True, "num_snapshots": rng.choice([0, 1, 2, 4])}
+        if not limits["num_snapshots"]:
+            limits["prefix_cache_pages"] = 0
     note(repr(limits))
     overlap, steps = rng.random() < 0.7, rng.choice([1, 8])
     with core(overlap=overlap, steps=steps, **limits) as (engine, runner):

@@ -49,6 +49,8 @@ def requests(seed: int) -> list[Request]:
         {"scheduling_policy": "priority"},
         {"sliding_window": 9},
         {"has_state": True, "prefix_cache_pages": 0},
+        {"has_state": True, "num_snapshots": 4},
+        {"has_state": True, "num_snapshots": 2, "prefix_cache_pages": 0},
     ],
 )
 @pytest.mark.parametrize("share", [0.2, 0.8])
@@ -71,7 +73,9 @@ def test_tokens_do_not_depend_on_the_steps_that_they_are_made_in(
         for request in asked:
             last = sink.last(request.request_id)
             assert last.finish is not None
-            expected = run_alone(request, MAX_LEN, windows=(limits.get("sliding_window"),))
+            has_state = limits.get("has_state", False)
+            windows = (limits.get("sliding_window"),)
+            expected = run_alone(request, MAX_LEN, windows=windows, has_state=has_state)
             assert (sink.tokens(request.request_id), last.finish.reason) == expected
         assert engine.load().pages_used == 0
         assert count > 10

@@ -38,6 +38,9 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     max_num_seqs = rng.randint(1, 5)
     num_pages = random_pages(rng)
     window = rng.choice([None, None, rng.randint(1, 12)])
+    has_state = rng.random() < 0.4
+    num_snapshots = rng.choice([0, 1, 2, rng.randint(1, 8)]) if has_state else 0
+    cached = rng.choice([None, None, 0, rng.randint(1, num_pages)])
     return SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.randint(0, 8),
@@ -49,9 +52,11 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         feature_slots=rng.choice([None, rng.randint(1, max_num_seqs)]),
         max_prefill_chunk=rng.choice([None, rng.randint(1, 6)]),
         scheduling_policy=rng.choice(["fcfs", "priority"]),
-        prefix_cache_pages=rng.choice([None, None, 0, rng.randint(1, num_pages)]),
+        prefix_cache_pages=0 if has_state and not num_snapshots else cached,
         sliding_window=window,
         further_groups=random_groups(rng, window),
+        has_state=has_state,
+        num_snapshots=num_snapshots,
         window_steps=rng.choice([(), (), (1, 2, 4), (1, 3)]),
     )
 

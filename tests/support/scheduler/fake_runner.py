@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from zlib import crc32
 
 import numpy as np
@@ -25,6 +26,7 @@ from penstock.runtime.requests.request import FinishReason, Request, TokenLogpro
 from penstock.runtime.scheduling.media.pool import BLOCK_TOKENS
 from penstock.runtime.scheduling.plan import Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler import SchedulerConfig
+from tests.support.scheduler.fake_state import FakeState
 
 VOCAB = 50
 EOS = frozenset({3, 17})
@@ -117,10 +119,12 @@ def run_alone(
     windows: Sequence[int | None] = (None,),
     generation: int = 0,
     made: Sequence[int] = (),
+    has_state: bool = False,
 ) -> tuple[list[int], FinishReason]:
     """The tokens that the request must produce, beginning with `made`, and why it ends, from the definition
     of its parameters: without a scheduler, pages, chunks, dispatches of several steps or preemptions.
-    `windows` has the sliding window of each group of layers.
+    `windows` has the sliding window of each group of layers; with `has_state` the tokens depend on a
+    recurrent state too.
     """
     stopping = request.stopping
     eos = frozenset() if stopping.ignore_eos else EOS
@@ -134,6 +138,8 @@ def run_alone(
                 last = digest(root_digest(request, generation) if window == 1 else last, token)
                 digests.append(last)
             seen += digests if window is None else digests[-window:]
+        if has_state:
+            seen.append(reduce(digest, history, root_digest(request, generation)))
         may_stop = len(out) >= stopping.min_tokens
         banned = (frozenset() if may_stop else end_ids(request)) | forbidden(request, len(out))
         token = next_token(request, seen, len(history), banned)
@@ -166,6 +172,7 @@ class FakeRunner:
         self.ended: set[int] = set()
         """Slots whose request has sampled its end: the rows that these slots still have compute garbage."""
         self.kv = self._new_kv()
+        self.state = self._new_state()
         self.embeddings: list[int | None] = [None] * (config.picture_blocks * BLOCK_TOKENS)
         """The pool of picture embeddings."""
         self.num_computed_tokens = 0
@@ -176,6 +183,10 @@ class FakeRunner:
         config = self.config
         return [[[None] * config.page_size for _ in range(group.num_pages)] for group in config.groups]
 
+    def _new_state(self) -> FakeState | None:
+        """The recurrent state; None if the model has none."""
+        return FakeState(self.config.num_snapshots, digest) if self.config.has_state else None
+
     def execute(self, plan: Plan, skipped: Collection[int] = ()) -> StepResult:
         """Runs the plan. The rows `skipped` compute, but make no token."""
         shared = {row.slot: row.start // self.config.page_size for row in plan.rows}
@@ -183,6 +194,8 @@ class FakeRunner:
         for slot, request in plan.new_requests:
             self.requests[slot], self.tables[slot] = request, tuple({} for _ in self.windows)
             self.ended.discard(slot)
+            if self.state is not None:
+                self.state.enter(slot)
             self.last.pop(slot, None)  # from another request, or from a history that is now recomputed
         for write in plan.page_writes:
             for index, page in enumerate(write.pages, write.first_index):
@@ -212,7 +225,7 @@ class FakeRunner:
                 for i, row in enumerate(plan.rows)
                 if step == 0 or (row.slot not in self.ended and len(made[i]) < row.max_samples)
             ]
-            self._write(rows, step, pictures)
+            self._write(plan, rows, step, pictures)
             samples = [
                 (i, row, self._sample(row, step)) for i, row in rows if row.samples and i not in skipped
             ]
@@ -232,17 +245,25 @@ class FakeRunner:
         return table[position // page_size], position % page_size
 
     def _write(
-        self, rows: Sequence[tuple[int, PlanRow]], step: int, pictures: Mapping[tuple[int, int], int]
+        self,
+        plan: Plan,
+        rows: Sequence[tuple[int, PlanRow]],
+        step: int,
+        pictures: Mapping[tuple[int, int], int],
     ) -> None:
         """`pictures` has what takes the place of token i of row r at (r, i)."""
         inputs = []
+        recurrent = []
         for number, row in rows:
             tokens = (self.last[row.slot],) if step or row.token_ids is None else row.token_ids
             assert len(tokens) == (1 if step else row.num_tokens)
-            inputs += [
-                (row.start + step + i, row.slot, token if step else pictures.get((number, i), token))
-                for i, token in enumerate(tokens)
-            ]
+            seen = [token if step else pictures.get((number, i), token) for i, token in enumerate(tokens)]
+            inputs += [(row.start + step + i, row.slot, token) for i, token in enumerate(seen)]
+            if row.slot not in self.ended:
+                recurrent.append((number, row.slot, row.start + step, seen))
+        if self.state is not None:
+            roots = {row.slot: root_digest(self.requests[row.slot], self.generation) for _, row in rows}
+            self.state.step(plan, recurrent, roots, step)
         self.num_computed_tokens += len(inputs)
         for group, window in enumerate(self.windows):
             places = {self.where(slot, group, position) for position, slot, _ in inputs}
@@ -272,6 +293,8 @@ class FakeRunner:
         for group, window in enumerate(self.windows):
             first = 0 if window is None else max(length - window, 0)
             digests += [self._read(row.slot, group, position)[1] for position in range(first, length)]
+        if self.state is not None:
+            digests.append(self.state.after(row.slot, length))
         request = self.requests[row.slot]
         banned = end_ids(request) if step < row.bans else frozenset[int]()
         banned |= forbidden(request, length - len(request.prompt_token_ids))
@@ -360,7 +383,7 @@ class LazyRunner(FakeRunner):
     def restore_kv_cache(self) -> None:
         assert self.thread == threading.get_ident()
         if not self.kv:
-            self.kv = self._new_kv()
+            self.kv, self.state = self._new_kv(), self._new_state()
 
     def offload_weights(self) -> int:
         assert self.thread == threading.get_ident()

@@ -149,6 +149,7 @@ class Traffic:
             windows=self.runner.windows,
             generation=self.runner.generation,
             made=tracked.made,
+            has_state=self.config.has_state,
         )
 
     def run(
@@ -438,10 +439,16 @@ class Traffic:
                 assert source in [table[index] for table in tables]
                 writes = [w for w in plan.page_writes if (w.slot, w.group) == (row.slot, group)]
                 assert own in [w.pages[index] for w in writes]
-        as_fork = {len(tracked.request.prompt_token_ids) - 1} if sources else set()
-        if rest or (sources and not self.has_windows):
+        last = len(tracked.request.prompt_token_ids) - 1
+        as_fork = (
+            {last - last % self.config.page_size if self.config.has_state else last} if sources else set()
+        )
+        if self.config.has_state:
+            assert rest == 0, "there are no snapshots within pages"
+            assert row.start == 0 or self.config.num_snapshots
+        elif rest or (sources and not self.has_windows):
             assert row.start in as_fork
-        elif self.config.prefix_cache_pages == 0 or tracked.request.cache.bypass:
+        if self.config.prefix_cache_pages == 0 or tracked.request.cache.bypass:
             assert row.start in {0} | as_fork
         tracked.computed = row.start
         if tracked.cached is None:
@@ -517,7 +524,7 @@ class Traffic:
     def lack_pages_for(self, tracked: Tracked, running: list[Tracked]) -> bool:
         """Whether some group has too few pages for a waiting request, if it shares none."""
         needed = -(-len(tracked.known) // self.config.page_size)
-        if not self.has_windows and self.sources(tracked, running):
+        if not self.has_windows and not self.config.has_state and self.sources(tracked, running):
             needed = 1
         for group, most in enumerate(self.most_pages):
             pool = self.scheduler.roster.groups.pools[group]

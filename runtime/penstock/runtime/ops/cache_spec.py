@@ -16,7 +16,7 @@ the other one. So when a position is computed again, because a window of steps h
 token was put off, the step finds the same state as the first time.
 
 Behind the slots' copies stand the snapshots: states after the first pages of a prompt, which are kept so that
-other requests with these pages can go on from there (`scheduling/snapshots`). A row reads a snapshot, or
+other requests with these pages can go on from there (`paging.snapshots`). A row reads a snapshot, or
 writes one, just as it does the copies of its slot, so nothing is ever copied from one place to the other.
 """
 

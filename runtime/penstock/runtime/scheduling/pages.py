@@ -176,6 +176,14 @@ class PagePool:
             self._index[key] = page
             self._keys[page] = key
 
+    def forget(self, page: int) -> None:
+        """Makes a cached page free. RuntimeError if it is not cached."""
+        if page not in self._cached:
+            raise RuntimeError(f"page {page} is not cached")
+        del self._cached[page]
+        self._drop_key(page)
+        self._free.append(page)
+
     def lookup(self, key: bytes) -> int | None:
         """The held or cached page with this key; None if there is none."""
         return self._index.get(key)
@@ -207,11 +215,14 @@ class PagePool:
     def _evict(self) -> int:
         """Takes the oldest cached page, which loses its key, for the caller."""
         page, _ = self._cached.popitem(last=False)
+        self._drop_key(page)
+        return page
+
+    def _drop_key(self, page: int) -> None:
         key = self._keys[page]
         assert key is not None
         del self._index[key]
         self._keys[page] = None
-        return page
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
         """Checks all invariants against the pages of every holder, for tests; the AssertionError says what is

@@ -25,6 +25,7 @@ from penstock.runtime.scheduling.pages import PagePool
 from penstock.runtime.scheduling.paging.group import PageGroup, Prefix
 from penstock.runtime.scheduling.paging.groups import PageGroups
 from penstock.runtime.scheduling.paging.prefix_cache import PrefixCache
+from penstock.runtime.scheduling.paging.snapshots import Snapshots
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import NEVER, Sequence, Status, rank_of
 from penstock.runtime.scheduling.waiting import FEATURE_SLOT, Waiting, take_ranked
@@ -44,11 +45,14 @@ class Roster:
                     config.max_prefill_pages(group),
                 )
                 for index, group in enumerate(config.groups)
-            ]
+            ],
+            has_state=config.has_state,
         )
         """The pages, by group of layers."""
         self.waiting = Waiting()
-        self.cache = PrefixCache(self.groups, self.waiting, enabled=most_cached != 0)
+        self.snapshots = Snapshots(config.num_snapshots) if config.num_snapshots else None
+        """The snapshots of recurrent state; None where there are none."""
+        self.cache = PrefixCache(self.groups, self.waiting, self.snapshots, enabled=most_cached != 0)
         self.pictures = PicturePool(config.picture_blocks)
         """The pictures whose embeddings are on the device."""
         self.running: list[Sequence] = []
@@ -120,13 +124,24 @@ class Roster:
         taken for the source.
         """
         request = seq.request
-        if request.fork_of is None or seq.preemptions or self.has_state:
+        if request.fork_of is None or seq.preemptions or (self.has_state and self.snapshots is None):
             return None
         for other in self._outputs.get(request_id_of(request.fork_of), ()):
             same = other.request.prompt_token_ids is request.prompt_token_ids
             if same and other.sharing.is_shareable and self.groups.can_fork(other):
                 return other
         return None
+
+    def has_forks(self, source: Sequence) -> bool:
+        """Whether forks wait that could begin with the prompt of this running sequence."""
+        prompt = source.request.prompt_token_ids
+        return any(
+            other.status is Status.WAITING
+            and other.request.fork_of is not None
+            and not other.preemptions
+            and other.request.prompt_token_ids is prompt
+            for other in self.outputs_of(request_id_of(source.request_id))
+        )
 
     def can_enter(self, seq: Sequence, prefix: Prefix) -> bool:
         """Whether the slots that a sequence needs are free, and its own pages beside the shared ones and the
@@ -148,6 +163,9 @@ class Roster:
         if seq.needs_feature_slot:
             seq.feature_slot = heapq.heappop(self._free_feature_slots)
         self.groups.enter(seq, prefix)
+        if self.snapshots is not None:
+            is_whole = prefix.num_computed == self.groups.fork_start(seq)
+            self.snapshots.enter(seq, prefix, for_forks=is_whole and self.has_forks(seq))
         seq.slot, seq.prefill_until = slot, len(seq.token_ids)
         self.cache.begin(seq, prefix.num_pages)
         self.waiting.take(seq)
@@ -200,6 +218,8 @@ class Roster:
             heapq.heappush(self._free_feature_slots, seq.feature_slot)
             self.waiting.happened(FEATURE_SLOT)
         self.groups.leave(seq)
+        if self.snapshots is not None:
+            self.snapshots.leave(seq)
         self.let_go_of_picture(seq)
         seq.slot = seq.feature_slot = None
 
@@ -236,6 +256,8 @@ class Roster:
         listed = sorted([*running, *waiting], key=lambda seq: seq.order)
         _expect(listed == self.active(), "running and waiting are not all the active ones, each once")
         self.groups.check(running)
+        if self.snapshots is not None:
+            self.snapshots.check(running)
         self.pictures.check(seq.picture for seq in running if seq.picture is not None)
         slots = [seq.slot for seq in running if seq.slot is not None]
         _expect(len(slots) == len(running), "a running sequence has no slot")
@@ -278,7 +300,8 @@ class Roster:
         if isinstance(event, Sequence):
             will = event.status is Status.RUNNING and event.sharing.is_shareable
             will = will and self.groups.can_fork(event)
-            _expect(will and event.num_computed < seq.num_prompt - 1, f"{name} awaits what will not happen")
+            will = will and event.num_computed < self.groups.fork_start(event)
+            _expect(will, f"{name} awaits what will not happen")
         elif isinstance(event, bytes):
             promised = any(
                 event in other.sharing.keys[other.sharing.num_published : other.prefill_until // size]

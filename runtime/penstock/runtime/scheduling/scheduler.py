@@ -251,6 +251,8 @@ class Scheduler:
         """
         for seq in self.roster.running:
             self.roster.cache.leave(seq)
+        if self.roster.snapshots is not None:
+            self.roster.snapshots.flush()
         return self.roster.cache.flush()
 
     # -- state --

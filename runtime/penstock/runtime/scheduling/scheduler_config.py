@@ -62,9 +62,11 @@ class SchedulerConfig:
     further_groups: tuple[GroupLimits, ...] = ()
     """The other groups of layers; each has a window, and the first group has none or a larger one."""
     has_state: bool = False
-    """Whether the model keeps state by slot beside pages. If so, no request begins with what another one has
-    computed, and a request whose token is put off computes its whole last step again, not only its last
-    position."""
+    """Whether the model keeps state by slot beside pages. If so, a request whose token is put off computes
+    its whole last step again, not only its last position."""
+    num_snapshots: int = 0
+    """How many snapshots of such state can be kept; without them no request begins with what another one has
+    computed."""
     window_steps: tuple[int, ...] = ()
     """The lengths that windows may have, ascending from 1; empty: any length."""
     picture_blocks: int = 0
@@ -99,8 +101,13 @@ class SchedulerConfig:
             bad.append(f"scheduling_policy must be one of {policies}, not {self.scheduling_policy!r}")
         if self.prefix_cache_pages is not None and self.prefix_cache_pages < 0:
             bad.append(f"prefix_cache_pages must be at least 0, not {self.prefix_cache_pages}")
-        if self.has_state and self.prefix_cache_pages != 0:
-            bad.append(f"prefix_cache_pages must be 0 with has_state, not {self.prefix_cache_pages}")
+        if self.num_snapshots < 0 or (self.num_snapshots and not self.has_state):
+            bad.append(f"num_snapshots must be 0, or above 0 with has_state, not {self.num_snapshots}")
+        if self.has_state and not self.num_snapshots and self.prefix_cache_pages != 0:
+            bad.append(
+                "prefix_cache_pages must be 0 with has_state and without num_snapshots, not "
+                f"{self.prefix_cache_pages}"
+            )
         if self.sliding_window is not None and self.sliding_window < 1:
             bad.append(f"sliding_window must be at least 1, not {self.sliding_window}")
         bad += [

@@ -59,6 +59,22 @@ class PageTable:
 
 
 @dataclass(slots=True, eq=False)
+class Recurrence:
+    """What a running sequence has to do with snapshots of recurrent state. Only `Snapshots` changes it."""
+
+    begin: int = 0
+    """The position at which the sequence began to compute."""
+    source: int | None = None
+    """The snapshot behind which it began, while it may have to begin there again."""
+    branch: int = 0
+    """With how many pages of others it could have begun, had there been a snapshot there."""
+    for_forks: int | None = None
+    """The snapshot behind which its forks will begin."""
+    rolling: tuple[bytes, int] | None = None
+    """Key and number of the snapshot that the sequence has written last for its own sake."""
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One output in the scheduler.
 
@@ -74,6 +90,7 @@ class Sequence:
     rules: StopRules
     arrived_ns: int
     sharing: Sharing
+    recurrence: Recurrence = field(default_factory=Recurrence)
 
     order: int = -1
     """Number of arrival, given when the sequence is queued, and kept through preemptions."""

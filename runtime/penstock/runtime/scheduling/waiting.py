@@ -54,6 +54,10 @@ class Waiting:
         """Whether any sequence has stepped aside; if not, no event needs to be announced."""
         return bool(self._aside)
 
+    def num_aside(self, event: Hashable) -> int:
+        """How many sequences have stepped aside for this event."""
+        return sum(seq.awaits == event for seq in self._aside.get(event, ()))
+
     def num_in_line(self, *, admit: bool = True) -> int:
         """How many sequences stand in line; with `admit` false, how many whose requests have started."""
         return len(self._started) + (len(self._new) if admit else 0)

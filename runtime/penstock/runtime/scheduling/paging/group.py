@@ -25,6 +25,10 @@ class Prefix:
     num_computed: int
     """Number of computed positions: all of the full pages and, for a fork, the first positions of the page
     after them."""
+    snapshot: int | None = None
+    """The snapshot of the state after these positions; None if there are none, or no layer keeps state."""
+    num_found: int = 0
+    """How many full pages were found, if a snapshot of the state was found after fewer only; else 0."""
     partial: tuple[int, ...] = ()
     """For each group the page of the source that holds these first positions, for the fork to copy; empty
     where there are none."""

@@ -24,8 +24,10 @@ from penstock.runtime.scheduling.sequence import PageTable, Sequence
 class PageGroups:
     """The pages of all groups, and who holds them."""
 
-    def __init__(self, groups: Items[PageGroup]) -> None:
+    def __init__(self, groups: Items[PageGroup], *, has_state: bool = False) -> None:
+        """`has_state`: whether the model has recurrent state too, so forks begin at the end of a page."""
         self.all = tuple(groups)
+        self._has_state = has_state
         self.windowed = tuple(group for group in groups if group.window is not None)
         """The groups whose layers have a window."""
         self.pools = tuple(group.pool for group in groups)
@@ -102,23 +104,27 @@ class PageGroups:
 
     # -- forks --
 
-    def can_fork(self, source: Sequence) -> bool:
-        """Whether a running sequence has, or will have, all pages that the last position of its prompt
-        attends to.
+    def fork_start(self, source: Sequence) -> int:
+        """The first position that a fork of a sequence computes: the last one of the prompt or, with
+        recurrent state, the first one of the page that holds it.
         """
         last = source.num_prompt - 1
-        return all(source.tables[g.index].num_dropped <= g.num_unread(last) for g in self.windowed)
+        return last - last % self.page_size if self._has_state else last
+
+    def can_fork(self, source: Sequence) -> bool:
+        """Whether a running sequence has, or will have, all pages that its forks attend to."""
+        start = self.fork_start(source)
+        return all(source.tables[g.index].num_dropped <= g.num_unread(start) for g in self.windowed)
 
     def fork(self, source: Sequence) -> Prefix:
-        """The prefix that a fork shares with `source`: all positions of the prompt but the last, which must
-        be computed.
-        """
-        num_computed = source.num_prompt - 1
+        """The prefix that a fork shares with `source`, which has computed it."""
+        num_computed = self.fork_start(source)
         num_pages, rest = divmod(num_computed, self.page_size)
         return Prefix(
             tuple(table.pages[:num_pages] for table in source.tables),
             num_computed,
-            tuple(table.pages[num_pages] for table in source.tables) if rest else (),
+            source.recurrence.for_forks,
+            partial=tuple(table.pages[num_pages] for table in source.tables) if rest else (),
         )
 
     # -- growing and giving back --
@@ -166,8 +172,7 @@ class PageGroups:
                 start, table = seq.num_computed, seq.tables[index]
                 # This is asked for every row of every step, and most rows have nothing to give back.
                 if (start - behind) // page_size > table.num_dropped and seq.covered >= seq.prefill_until:
-                    # A fork of a prompt that was just computed computes its last position.
-                    first = start - 1 if start == seq.num_prompt else start
+                    first = self.fork_start(seq) if start == seq.num_prompt else start
                     num_pages = min(group.num_unread(first), (start - seq.pending) // page_size)
                     self._drop(group, table, num_pages)
 

@@ -35,6 +35,7 @@ from penstock.runtime.requests.request import Request
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.paging.group import Prefix
 from penstock.runtime.scheduling.paging.groups import PageGroups
+from penstock.runtime.scheduling.paging.snapshots import Snapshots
 from penstock.runtime.scheduling.sequence import NEVER, Sequence
 from penstock.runtime.scheduling.waiting import Waiting
 
@@ -47,12 +48,19 @@ class PrefixCache:
     """
 
     def __init__(
-        self, groups: PageGroups, waiting: Waiting, *, enabled: bool = True, secret: bytes | None = None
+        self,
+        groups: PageGroups,
+        waiting: Waiting,
+        snapshots: Snapshots | None = None,
+        *,
+        enabled: bool = True,
+        secret: bytes | None = None,
     ) -> None:
-        """`waiting` is told which keys were published, and which never will be. `secret` (1 to 64 bytes) is
-        the hash's key; None draws one.
+        """`waiting` is told which keys were published, and which never will be. `snapshots` are those of a
+        model with recurrent state. `secret` (1 to 64 bytes) is the hash's key; None draws one.
         """
         self._groups = groups
+        self._snapshots = snapshots
         self._page_size = groups.page_size
         self._waiting = waiting
         self._enabled = enabled
@@ -78,20 +86,37 @@ class PrefixCache:
         keys, (first, *others) = self._shareable_keys(seq), self._groups.all
         if first.window is None:
             pages = self._longest_run(keys, seq)
-            if not others:
+            if not others and self._snapshots is None:
                 return Prefix((pages,), len(pages) * self._page_size)
             num_pages = len(pages)
         else:
             num_pages = len(keys)
-        while num_pages:
-            end = min(group.last_end(keys, num_pages) for group in self._groups.windowed)
-            if end == num_pages:
-                break
-            num_pages = end
+        num_found = num_pages = self._last_end(keys, num_pages)
+        snapshot = None
+        if self._snapshots is not None:
+            while num_pages:
+                end = self._last_end(keys, self._snapshots.last_end(keys, num_pages))
+                if end == num_pages:
+                    snapshot = self._snapshots.find(keys[num_pages - 1])
+                    break
+                num_pages = end
         found = tuple(group.find(keys, num_pages) for group in self._groups.windowed)
         if first.window is None:
             found = (pages[:num_pages], *found)
-        return Prefix(found, num_pages * self._page_size)
+        beyond = num_found if num_found > num_pages else 0
+        return Prefix(found, num_pages * self._page_size, snapshot, beyond)
+
+    def _last_end(self, keys: list[bytes], num_pages: int) -> int:
+        """The largest m up to `num_pages` for which each group with a window has all pages, by their `keys`,
+        that it reaches back to from there.
+        """
+        windowed = self._groups.windowed
+        while num_pages and windowed:
+            end = min(group.last_end(keys, num_pages) for group in windowed)
+            if end == num_pages:
+                break
+            num_pages = end
+        return num_pages
 
     def _longest_run(self, keys: list[bytes], seq: Sequence) -> list[int]:
         """The pages of the first group, which has no window, that hold the longest prefix with these keys.
@@ -124,9 +149,12 @@ class PrefixCache:
         for other in self._promising:
             theirs = other.sharing
             end = min(len(keys), other.prefill_until // self._page_size)
-            is_due = theirs.num_published <= num_found < end
+            # Where there are snapshots, a page behind those that were found may be published already.
+            is_due = num_found < end and (theirs.num_published <= num_found or self._snapshots is not None)
             if is_due and theirs.keys[num_found] == keys[num_found] and other.rank[0] <= seq.rank[0]:
-                return keys[_num_common(keys, theirs.keys, end) - 1]
+                common = _num_common(keys, theirs.keys, end)
+                if theirs.num_published < common:
+                    return keys[common - 1]
         return None
 
     def begin(self, seq: Sequence, num_shared: int) -> None:

@@ -102,21 +102,25 @@ class Admission:
     def find_prefix(self, seq: Sequence, draft: Draft) -> Prefix | None:
         """Returns the pages that the first sequence in line can reuse: those of its source if it is a fork,
         else the longest cached prefix. None if running sequences will compute more of its prompt: then it has
-        stepped aside until they have.
+        stepped aside until they have. A fork whose source has kept no snapshot of its state, because others
+        held all of them, is no different from any other sequence.
         """
         roster = self._roster
         source = roster.source_of(seq)
-        if source is None:
-            prefix = roster.cache.match(seq)
-            key = roster.cache.promised(seq, prefix.num_pages)
-            if key is None:
-                return prefix
-            roster.waiting.step_aside(seq, key)
-        elif source.num_computed < seq.num_prompt - 1:
-            roster.waiting.step_aside(seq, source)
-        else:
-            prefix = roster.groups.fork(source)
-            if not prefix.partial or source not in draft.chunked:
-                return prefix
-            roster.waiting.step_aside(seq, NEXT_STEP)  # a copy is made before the step writes
+        if source is not None:
+            is_kept = source.recurrence.for_forks is not None
+            if source.num_computed < roster.groups.fork_start(source) and not is_kept:
+                roster.waiting.step_aside(seq, source)
+                return None
+            if is_kept or not roster.has_state:
+                prefix = roster.groups.fork(source)
+                if not prefix.partial or source not in draft.chunked:
+                    return prefix
+                roster.waiting.step_aside(seq, NEXT_STEP)  # a copy is made before the step writes
+                return None
+        prefix = roster.cache.match(seq)
+        key = roster.cache.promised(seq, prefix.num_pages)
+        if key is None:
+            return prefix
+        roster.waiting.step_aside(seq, key)
         return None

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.runtime.requests.request import Request
-from penstock.runtime.scheduling.plan import Encode, PageCopy, PageWrite, PictureRows, Plan, PlanRow
+from penstock.runtime.scheduling.plan import (
+    Encode,
+    PageCopy,
+    PageWrite,
+    PictureRows,
+    Plan,
+    PlanRow,
+    SnapshotUse,
+)
 from penstock.runtime.scheduling.sequence import Sequence
 
 
@@ -47,6 +55,8 @@ class Draft:
     """See `Plan.generated_before`."""
     feature_slots: dict[int, int] = field(default_factory=dict)
     """See `Plan.feature_slots`."""
+    snapshots: dict[int, SnapshotUse] = field(default_factory=dict)
+    """See `Plan.snapshots`."""
     prompts: dict[int, Sequence] = field(default_factory=dict)
     """Row to sequence, for the rows that get log-probabilities of prompt tokens back."""
     encodes: list[Encode] = field(default_factory=list)
@@ -64,6 +74,7 @@ class Draft:
             page_copies=tuple(self.copies),
             generated_before=self.generated_before,
             feature_slots=self.feature_slots,
+            snapshots=self.snapshots,
             apart=self.constrained_rows is True,
             encodes=tuple(self.encodes),
             pictures=tuple(self.pictures),

@@ -84,8 +84,10 @@ class Planner:
         """Fills in `draft`, a plan of up to `max_steps` decode steps. It stays without rows if nothing can be
         computed now.
         """
-        waiting = self._roster.waiting
+        waiting, snapshots = self._roster.waiting, self._roster.snapshots
         waiting.happened(NEXT_STEP)
+        if snapshots is not None:
+            snapshots.begin_plan(self._roster.has_forks)
         self._roster.pictures.begin_plan()
         if self._roster.groups.windowed:
             self._roster.groups.drop_behind(self._roster.running)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 from penstock.runtime.scheduling.pacing import LEAST_TOKENS
-from penstock.runtime.scheduling.plan import PlanRow
+from penstock.runtime.scheduling.plan import NO_SNAPSHOT_USE, PlanRow
 from penstock.runtime.scheduling.planning.admission import Admission
+from penstock.runtime.scheduling.planning.cuts import Cuts
 from penstock.runtime.scheduling.planning.draft import Draft
 from penstock.runtime.scheduling.planning.pictures import Pictures
 from penstock.runtime.scheduling.roster import Roster
@@ -34,6 +35,8 @@ class Prefills:
         self._roster = roster
         self._admission = admission
         self._pictures = Pictures(roster, config.max_encode_patches)
+        snapshots = roster.snapshots
+        self._cuts = None if snapshots is None else Cuts(roster, snapshots)
         self._blocked: Sequence | None = None
         """The first sequence in line, if it could not enter in the last step."""
 
@@ -87,6 +90,12 @@ class Prefills:
                 self._roster.counts.recomputed_tokens += again
             if seq.request.media:
                 draft.pictures += self._pictures.rows(seq, start, seq.num_computed, len(draft.rows))
+            if self._cuts is not None:
+                # Nobody can use the row's pages before the next step, when its snapshot can be read too.
+                use = self._cuts.use(seq, start, seq.num_computed)
+                if use != NO_SNAPSHOT_USE:
+                    draft.snapshots[len(draft.rows)] = use
+                self._publish(seq)
             _add_row(draft, seq, start)
 
     def _budget(self, draft: Draft, num_prefills: int) -> int:
@@ -124,11 +133,17 @@ class Prefills:
         if seq.request.media:
             end = self._pictures.reach(seq, start, end, draft)
         seq.num_computed = end
-        if end >= seq.sharing.publish_at:
-            self._roster.cache.publish(seq, end)
-        if end >= seq.num_prompt - 1:
-            self._roster.waiting.happened(seq)  # its forks can share the prompt now
+        if self._cuts is None:
+            self._publish(seq)
         return end - start
+
+    def _publish(self, seq: Sequence) -> None:
+        """Lets others share what a prefill has computed."""
+        roster, end = self._roster, seq.num_computed
+        if end >= seq.sharing.publish_at:
+            roster.cache.publish(seq, end)
+        if end >= roster.groups.fork_start(seq):
+            roster.waiting.happened(seq)  # its forks can share the prompt now
 
 
 def _add_row(draft: Draft, seq: Sequence, start: int) -> None:
