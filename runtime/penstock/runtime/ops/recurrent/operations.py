@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from penstock.runtime.ops.recurrent.conv import ConvOp, causal_conv
+from penstock.runtime.ops.recurrent.ssd import SsdOp, mamba2
 
 
 class RecurrentOps(NamedTuple):
@@ -13,6 +14,7 @@ class RecurrentOps(NamedTuple):
     """
 
     conv: ConvOp = causal_conv
+    ssd: SsdOp = mamba2
 
 
 XLA_RECURRENT = RecurrentOps()
