@@ -56,6 +56,7 @@ from penstock.runtime.measuring.engine_meters import EngineMeters
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.engine_state import Sources
 from penstock.runtime.measuring.registry import Registry
+from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.requests.request import (
     Finish,
@@ -284,6 +285,9 @@ class FakeEngine:
 
     def on_ready_changed(self, callback: Callable[[], None]) -> None:
         self._ready_watches.append(callback)
+
+    images: ImageReader | None = None
+    """The model of this engine reads no pictures."""
 
     @cached_property
     def forms(self) -> ChatForms:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.runtime.embedding.stream import GenerationStream
     from penstock.runtime.engine import Engine
     from penstock.runtime.generation.results import Generation, Output
+    from penstock.runtime.media.image import Image
     from penstock.runtime.requests.context import ContextParams, Truncation
     from penstock.runtime.requests.output_constraints import Choice, Ebnf, JsonObject, JsonSchema, Regex
     from penstock.runtime.requests.request import (
@@ -42,6 +43,7 @@ __all__ = [
     "FinishReason",
     "Generation",
     "GenerationStream",
+    "Image",
     "JsonObject",
     "JsonSchema",
     "Output",
@@ -69,6 +71,7 @@ _HOME = {
     "FinishReason": "penstock.runtime.requests.request",
     "Generation": "penstock.runtime.generation.results",
     "GenerationStream": "penstock.runtime.embedding.stream",
+    "Image": "penstock.runtime.media.image",
     "JsonObject": "penstock.runtime.requests.output_constraints",
     "JsonSchema": "penstock.runtime.requests.output_constraints",
     "Output": "penstock.runtime.generation.results",

@@ -23,6 +23,9 @@ from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCom
 from penstock.runtime.grammar.compile.on_demand import CompilerOnDemand
 from penstock.runtime.host.processors import available_processors
 from penstock.runtime.loading.served_model import ServedModel
+from penstock.runtime.media.image import ImageLimits
+from penstock.runtime.media.processor import ImageProcessor
+from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.scheduler import Scheduler
@@ -47,6 +50,8 @@ class EngineParts:
     """The options, with what was derived from the model, the platform and its memory."""
     info: ModelInfo
     backend: Backend
+    images: ImageReader | None
+    """Reads the pictures of prompts; None for a model that takes none."""
 
 
 def build(model: ServedModel, options: EngineConfig, backend: Backend | None = None) -> EngineParts:
@@ -82,6 +87,7 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
             "native: the kernels are required, but cannot compute all of this model: they take a "
             "page_size in multiples of 16, heads of 32, inputs of products of 64 and outputs of 16"
         )
+    images = _image_reader(model, config)
     runner.initialize_kv_cache(kv.num_pages)
     config = dataclasses.replace(
         config,
@@ -109,9 +115,11 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
             num_pages=sum(kv.num_pages),
             page_size=config.page_size,
             devices=tuple(f"{d.platform}:{d.id} {d.device_kind}" for d in backend.mesh.devices.flat),
+            images=None if images is None else images.limits,
             batch_invariant=batch_invariant,
         ),
         backend=backend,
+        images=images,
     )
 
 
@@ -128,6 +136,24 @@ def grammar_compiler(text: TextCodec | None, info: ModelInfo, config: ResolvedCo
             config=CompilerConfig(time_limit_s=config.grammar_time_limit_s),
         )
     )
+
+
+def _image_reader(model: ServedModel, config: ResolvedConfig) -> ImageReader | None:
+    """What reads pictures for the model. ConfigError if its image processor cannot be read, or does not make
+    what the model takes.
+    """
+    if model.vision is None or model.directory is None:
+        return None
+    processor = ImageProcessor.find(model.directory, model.vision, config.max_image_tokens)
+    if processor is None:
+        return None
+    limits = ImageLimits(
+        max_images=config.max_images,
+        max_bytes=config.max_image_bytes,
+        max_pixels=config.max_image_pixels,
+        max_tokens=config.max_image_tokens,
+    )
+    return ImageReader(model.vision, processor, limits)
 
 
 def _log_penalties(model: ServedModel, config: ResolvedConfig) -> None:

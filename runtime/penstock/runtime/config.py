@@ -19,6 +19,10 @@ MAX_DECODE_STEPS = 64
 DEFAULT_FEATURE_SLOTS = 64
 """These take 78 MB with a vocabulary of 152k."""
 DEFAULT_TARGET_ITL_S = 0.15
+POOLED_IMAGES = 4
+"""Largest images for which the pool of embeddings has room, unless the operator says otherwise."""
+MOST_IMAGE_PIXELS = 2**26
+"""Pillow would warn of pictures that are a third larger."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8")
 NATIVE = ("auto", "require", "off")
@@ -26,15 +30,17 @@ NATIVE = ("auto", "require", "off")
 
 @dataclass(frozen=True, slots=True)
 class DefaultSizes:
-    """max_num_seqs and max_num_batched_tokens if the operator does not choose them."""
+    """max_num_seqs, max_num_batched_tokens and max_image_tokens if the operator does not choose them."""
 
     num_seqs: int
     num_tokens: int
+    image_tokens: int
+    """max_image_tokens."""
 
 
-CPU_SIZES = DefaultSizes(16, 512)
-ACCELERATOR_SIZES = DefaultSizes(256, 8192)
-SMALL_SIZES = DefaultSizes(64, 2048)
+CPU_SIZES = DefaultSizes(16, 512, 1024)
+ACCELERATOR_SIZES = DefaultSizes(256, 8192, 4096)
+SMALL_SIZES = DefaultSizes(64, 2048, 2048)
 """For an accelerator of which JAX may use less than SMALL_BYTES: the scratch memory of a step must fit too.
 """
 SMALL_BYTES = 24 * 2**30
@@ -133,6 +139,21 @@ class EngineConfig:
     """Sampling defaults that replace those of the model's generation_config.json, by the same names."""
     grammar_time_limit_s: float = 5.0
     """A constraint that takes longer to compile, in seconds, is refused."""
+    max_images: int = 32
+    """Most images of a request."""
+    max_image_bytes: int = 20 * 2**20
+    """Most bytes of an image, as it is sent."""
+    max_image_pixels: int = MOST_IMAGE_PIXELS
+    """Most pixels of an image, as its header says; it is refused before it is decoded."""
+    max_image_tokens: int | None = None
+    """Most tokens that an image stands for: larger ones are made smaller. The programs that encode images are
+    compiled for up to so many. None: depends on the platform, see `DefaultSizes`."""
+    media_pool_tokens: int | None = None
+    """Tokens of images whose embeddings are kept on the device: of those that running requests need, and of
+    those that were used last. None: POOLED_IMAGES times max_image_tokens."""
+    max_encode_patches: int | None = None
+    """Most patches of images that are encoded in one step; a single image may have more. None: as many as
+    the largest image has."""
     compilation_cache: Path | None = field(default_factory=default_compilation_cache)
     """Folder in which compiled programs are kept between starts; None: they are not kept."""
     metrics: bool = True
@@ -193,6 +214,7 @@ class EngineConfig:
             bad.append(
                 f"grammar_time_limit_s: must be above 0, at most 3600, not {self.grammar_time_limit_s}"
             )
+        bad += _image_problems(self)
         for name, value, known in (
             ("tool_call_parser", self.tool_call_parser, TOOL_PARSERS),
             ("reasoning_parser", self.reasoning_parser, REASONING_PARSERS),
@@ -207,6 +229,27 @@ class EngineConfig:
             raise ConfigError("; ".join(bad))
 
 
+def _image_problems(config: EngineConfig) -> list[str]:
+    ranges = {
+        "max_images": (1, 1024),
+        "max_image_bytes": (1, 2**30),
+        "max_image_pixels": (1, MOST_IMAGE_PIXELS),
+        "max_image_tokens": (1, 2**16),
+        "media_pool_tokens": (1, 2**24),
+        "max_encode_patches": (1, 2**24),
+    }
+    values = {name: getattr(config, name) for name in ranges}
+    bad = [
+        f"{name}: must be from {least} to {most}, not {values[name]}"
+        for name, (least, most) in ranges.items()
+        if values[name] is not None and not least <= values[name] <= most
+    ]
+    tokens, pool = config.max_image_tokens, config.media_pool_tokens
+    if tokens is not None and pool is not None and pool < tokens:
+        bad.append(f"media_pool_tokens: must be at least max_image_tokens, {tokens}, not {pool}")
+    return bad
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
     """The options that an engine runs with: these fields are never None."""
@@ -214,6 +257,8 @@ class ResolvedConfig(EngineConfig):
     max_num_seqs: int
     max_num_batched_tokens: int
     feature_slots: int
+    max_image_tokens: int
+    media_pool_tokens: int
 
 
 def resolve(
@@ -225,12 +270,17 @@ def resolve(
     slots as rows.
     """
     num_seqs = config.max_num_seqs or min(sizes.num_seqs, config.max_num_batched_tokens or sizes.num_seqs)
+    image_tokens = config.max_image_tokens or min(
+        sizes.image_tokens, config.media_pool_tokens or sizes.image_tokens
+    )
     are_all_penalised = defaults is not None and defaults.sampling().has_penalties
     feature_slots = num_seqs if are_all_penalised else DEFAULT_FEATURE_SLOTS
     values = {each.name: getattr(config, each.name) for each in fields(config)}
     values |= {
         "max_num_seqs": num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens or max(sizes.num_tokens, num_seqs),
+        "max_image_tokens": image_tokens,
+        "media_pool_tokens": config.media_pool_tokens or POOLED_IMAGES * image_tokens,
         "feature_slots": min(num_seqs, config.feature_slots or feature_slots),
     }
     return ResolvedConfig(**values)

@@ -19,13 +19,12 @@ from penstock.runtime.embedding.batch import generate_all
 from penstock.runtime.embedding.options import (
     ChatOptions,
     Messages,
+    PromptOptions,
     Prompts,
-    RequestOptions,
     chat_job,
     is_list_of_prompts,
-    job_of,
     jobs_of,
-    prompt_of,
+    prompt_job,
 )
 from penstock.runtime.embedding.stream import GenerationStream
 from penstock.runtime.generation.results import Generation
@@ -66,7 +65,7 @@ class Engine(TokenEngine):
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is one prompt, though it is a sequence of texts
-        self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]
+        self, prompt: str | Sequence[int], **options: Unpack[PromptOptions]
     ) -> Generation: ...
     @overload
     def generate(
@@ -74,14 +73,14 @@ class Engine(TokenEngine):
         prompt: Sequence[str] | Sequence[Sequence[int]],
         *,
         show_progress: bool | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[PromptOptions],
     ) -> list[Generation]: ...
     def generate(
         self,
         prompt: Prompts,
         *,
         show_progress: bool | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[PromptOptions],
     ) -> Generation | list[Generation]:
         """Goes on with a prompt, a text or token ids, and returns when its outputs have ended.
 
@@ -94,14 +93,14 @@ class Engine(TokenEngine):
             return generate_all(self, jobs_of(self, prompt, options), show_progress)
         if show_progress is not None:
             raise TypeError("show_progress goes with a list of prompts")
-        with GenerationStream(self, job_of(self, prompt_of(prompt), options)) as stream:
+        with GenerationStream(self, prompt_job(self, prompt, options)) as stream:
             return stream.result()
 
-    def stream(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> GenerationStream:
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[PromptOptions]) -> GenerationStream:
         """Goes on with one prompt, and yields what is new as it comes. Use it in a `with` block, or close it:
         that ends the request. What is refused raises here, before the first delta.
         """
-        return GenerationStream(self, job_of(self, prompt_of(prompt), options))
+        return GenerationStream(self, prompt_job(self, prompt, options))
 
     def profile(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.runtime.media.image import ImageLimits
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 
 
@@ -30,6 +31,8 @@ class ModelInfo:
     """Tokens per page."""
     devices: tuple[str, ...]
     """One entry per device, such as "cpu:0 cpu"."""
+    images: ImageLimits | None = None
+    """What it takes of the pictures of a request; None: the model reads none."""
     batch_invariant: bool = False
     """Whether a token's logits depend on its own request alone, bit for bit. They do where native kernels
     compute the whole model (on CPU, in bfloat16, with or without int8). XLA's products do not promise it."""

@@ -40,6 +40,7 @@ from penstock.runtime.measured import measure
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.measuring.update_meters import UpdateMeters
+from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.profiling.profiler import Profiler
 from penstock.runtime.request_rules import RequestRules, SamplingCallback
@@ -76,6 +77,8 @@ class TokenEngine:
         parts = build(model, config, backend)
         self.config: ResolvedConfig = parts.config
         self.info: ModelInfo = parts.info
+        self.images: ImageReader | None = parts.images
+        """Reads the pictures of prompts; None for a model that takes none."""
         self.runner = parts.runner
         """What computes the steps. Only the engine's thread may call it once the engine has started."""
         self.journal = Journal()

@@ -17,6 +17,7 @@ from penstock.runtime.loop.interface import AbortOutcome, InFlightPolicy, Paused
 from penstock.runtime.loop.journal.journal import Journal
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
+from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.profiling.profile import ProfileOptions, ProfileRun
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, StepOutput
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
@@ -158,6 +159,11 @@ class Backend(Protocol):
     def info(self) -> Info: ...
     @property
     def text(self) -> TextCodec | None: ...
+    @property
+    def images(self) -> ImageReader | None:
+        """Reads the pictures of prompts; None for a model that takes none."""
+        ...
+
     @property
     def forms(self) -> ChatForms:
         """The forms in which the model writes tool calls and reasoning."""

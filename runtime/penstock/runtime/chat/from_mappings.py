@@ -5,11 +5,13 @@ names of the fields here, or in the form of the OpenAI API, {"type": "function",
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from penstock.runtime.chat.messages import ChatTurn, Tool, ToolCall
 from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.media.image import Image
 
 T = TypeVar("T", ChatTurn, Tool)
 
@@ -49,10 +51,41 @@ def _turn(value: Mapping[str, Any]) -> ChatTurn:
     calls = value.get("tool_calls") or ()
     return ChatTurn(
         role=value["role"],
-        content=_text(value, "content"),  # a turn that only calls has none
+        content=_content(value),
         tool_calls=tuple(c if isinstance(c, ToolCall) else _call(_mapping(c)) for c in calls),
         tool_call_id=_text(value, "tool_call_id"),
         reasoning=_text(value, "reasoning"),
+    )
+
+
+def _content(value: Mapping[str, Any]) -> str | tuple[str | Image, ...]:
+    """A text or parts; a turn that only calls has neither."""
+    content = value.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise ValueError(f'"content" must be a text or a sequence of parts, not {type(content).__name__}')
+    return tuple(_part(j, part) for j, part in enumerate(content))
+
+
+def _part(index: int, part: Any) -> str | Image:
+    """A text or a picture, as it is or in a mapping: {"type": "text", "text": ...} or {"type": "image",
+    "image": ...}, where the picture is an Image, bytes or a path.
+    """
+    if isinstance(part, (str, Image)):
+        return part
+    if isinstance(part, Mapping):
+        kind = part.get("type")
+        given = part.get(kind) if kind in ("text", "image") and set(part) == {"type", kind} else None
+        if kind == "text" and isinstance(given, str):
+            return given
+        if kind == "image" and isinstance(given, Image):
+            return given
+        if kind == "image" and isinstance(given, (bytes, str, os.PathLike)):
+            return Image(given)
+    raise ValueError(
+        f'"content": part {index} is neither a text nor an image: give a str, an Image, {{"type": "text", '
+        '"text": ...}} or {"type": "image", "image": ...}'
     )
 
 

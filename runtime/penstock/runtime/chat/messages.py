@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.runtime.chat.json_object import parse_object
 from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.media.image import Image
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_TEMPLATE_CHARS = 256 * 1024
@@ -64,7 +65,8 @@ class ChatTurn:
 
     role: str
     """One of `ROLES`."""
-    content: str = ""
+    content: str | tuple[str | Image, ...] = ""
+    """A text, or texts and pictures in their order."""
     tool_calls: tuple[ToolCall, ...] = ()
     """The calls that an assistant turn made."""
     tool_call_id: str = ""
@@ -153,6 +155,16 @@ class Chat:
         if bad:
             raise InvalidRequest(bad)
         return chat
+
+    @property
+    def images(self) -> list[tuple[str, Image]]:
+        """The pictures in their order, each with the contract's path."""
+        return [
+            (f"chat.messages[{i}].parts[{j}].image", part)
+            for i, turn in enumerate(self.messages)
+            for j, part in enumerate(turn.content)
+            if isinstance(part, Image)
+        ]
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:

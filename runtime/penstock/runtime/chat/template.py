@@ -18,6 +18,7 @@ from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.template_demands import Demands, demands_of
 from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
 from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.media.image import Image
 
 
 def tool_dict(tool: Tool) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, 
     names = {call.id: call.name for turn in turns for call in turn.tool_calls}
     dicts = []
     for turn in turns:
-        message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+        message: dict[str, Any] = {"role": turn.role, "content": _content(turn)}
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning
         if turn.tool_calls:
@@ -58,17 +59,38 @@ def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, 
                 }
                 for call in turn.tool_calls
             ]
-            if demands.one_text and turn.reasoning and turn.content:
+            if demands.one_text and turn.reasoning and isinstance(turn.content, str) and turn.content:
                 message |= {"content": "", "reasoning_content": f"{turn.reasoning}\n\n{turn.content}"}
             if demands.no_content and not turn.content:
                 message["content"] = None
         if demands.thinking_parts and turn.reasoning:
-            words = [{"type": "text", "text": turn.content}] if turn.content else []
+            words = _parts(turn)
             message["content"] = [{"type": "thinking", "thinking": turn.reasoning}, *words]
         if turn.role == "tool":
             message |= {"tool_call_id": turn.tool_call_id, "name": names[turn.tool_call_id]}
         dicts.append(message)
     return dicts
+
+
+def _content(turn: ChatTurn) -> str | list[dict[str, str]]:
+    """Texts alone are one text, because the templates of models that read no pictures know no parts."""
+    if any(isinstance(part, Image) for part in turn.content):
+        return _parts(turn)
+    return "".join(part for part in turn.content if isinstance(part, str))
+
+
+def _parts(turn: ChatTurn) -> list[dict[str, str]]:
+    """Texts and pictures in the form that Hugging Face's templates know. For a picture they write a
+    placeholder.
+    """
+    content = (turn.content,) if isinstance(turn.content, str) else turn.content
+    parts = []
+    for part in content:
+        if isinstance(part, Image):
+            parts.append({"type": "image"})
+        elif part:
+            parts.append({"type": "text", "text": part})
+    return parts
 
 
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, sandbox: TemplateSandbox) -> str:

@@ -15,13 +15,12 @@ from penstock.runtime.embedding.batch import Batch, progress_bar
 from penstock.runtime.embedding.options import (
     ChatOptions,
     Messages,
+    PromptOptions,
     Prompts,
-    RequestOptions,
     chat_job,
     is_list_of_prompts,
-    job_of,
     jobs_of,
-    prompt_of,
+    prompt_job,
 )
 from penstock.runtime.generation.jobs import Job
 from penstock.runtime.generation.results import Generation
@@ -42,7 +41,7 @@ class AsyncEngine:
 
     @overload
     async def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, but one prompt
-        self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]
+        self, prompt: str | Sequence[int], **options: Unpack[PromptOptions]
     ) -> Generation: ...
     @overload
     async def generate(
@@ -50,25 +49,25 @@ class AsyncEngine:
         prompt: Sequence[str] | Sequence[Sequence[int]],
         *,
         show_progress: bool | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[PromptOptions],
     ) -> list[Generation]: ...
     async def generate(
         self,
         prompt: Prompts,
         *,
         show_progress: bool | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[PromptOptions],
     ) -> Generation | list[Generation]:
         """See `Engine.generate`. Cancelling the task ends what runs."""
         if is_list_of_prompts(prompt):
             return await self._generate_all(jobs_of(self.engine, prompt, options), show_progress)
         if show_progress is not None:
             raise TypeError("show_progress goes with a list of prompts")
-        return await self._whole(job_of(self.engine, prompt_of(prompt), options))
+        return await self._whole(prompt_job(self.engine, prompt, options))
 
-    def stream(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> AsyncGenerationStream:
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[PromptOptions]) -> AsyncGenerationStream:
         """See `Engine.stream`. The request begins when the stream is entered, or first asked for a delta."""
-        return self._stream(job_of(self.engine, prompt_of(prompt), options))
+        return self._stream(prompt_job(self.engine, prompt, options))
 
     @overload
     def chat(

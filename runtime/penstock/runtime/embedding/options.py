@@ -14,6 +14,7 @@ from penstock.runtime.errors import InvalidRequest, UnsupportedFeature, Violatio
 from penstock.runtime.generation.interface import TextEngine
 from penstock.runtime.generation.jobs import Job
 from penstock.runtime.generation.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from penstock.runtime.media.image import Image
 from penstock.runtime.requests.context import ContextParams
 from penstock.runtime.requests.fanout import MAX_OUTPUTS, SEPARATOR
 from penstock.runtime.requests.output_constraints import Constraint, grammar_of
@@ -50,8 +51,16 @@ class RequestOptions(TypedDict, total=False):
     """Whether special tokens have no text; by default they have none."""
 
 
+class PromptOptions(RequestOptions, total=False):
+    """Keyword arguments of `generate` and `stream`."""
+
+    images: Sequence[Image] | Sequence[Sequence[Image]] | None
+    """The pictures of the prompt, one for each place that it has for one (such as "<|image_pad|>"). A list of
+    prompts takes a list of such sequences."""
+
+
 class ChatOptions(RequestOptions, total=False):
-    """Keyword arguments of `chat`."""
+    """Keyword arguments of `chat`. Its pictures are parts of the messages."""
 
     tools: Sequence[Tool | Mapping[str, Any]] | None
     """What the model may call; mappings: name, description and parameters, bare or as in the OpenAI API."""
@@ -170,19 +179,31 @@ def _text_problems(job: Job) -> list[Violation]:
     return bad
 
 
-def prompt_of(prompt: Any) -> Prompt:
-    """A prompt of text or of token ids. InvalidRequest where it is empty, TypeError where it is neither."""
+def prompt_job(engine: TextEngine, prompt: Any, options: PromptOptions) -> Job:
+    """The job of one prompt of text or of token ids, see `prompt_of` and `job_of`."""
+    rest: dict[str, Any] = dict(options)
+    images = rest.pop("images", None)
+    return job_of(engine, prompt_of(prompt, images or ()), cast(RequestOptions, rest))
+
+
+def prompt_of(prompt: Any, images: Any = ()) -> Prompt:
+    """A prompt of text or of token ids. InvalidRequest where it is empty, TypeError where it is neither, or
+    where `images` are none.
+    """
+    pictures = tuple(images)
+    if not all(isinstance(image, Image) for image in pictures):
+        raise TypeError("images: give a sequence of Image, such as [Image(path)]")
     if isinstance(prompt, str):
         if not prompt:
             raise InvalidRequest([Violation("prompt", "must not be empty")])
-        return TextPrompt(prompt)
+        return TextPrompt(prompt, pictures)
     try:
         token_ids = tuple(map(operator.index, prompt))
     except TypeError as error:
         raise TypeError(f"prompt: give a text or a sequence of token ids: {error}") from error
     if not token_ids:
         raise InvalidRequest([Violation("input", "the prompt has no tokens")])
-    return TokenPrompt(token_ids)
+    return TokenPrompt(token_ids, pictures)
 
 
 def is_list_of_prompts(prompt: Prompts) -> bool:
@@ -190,15 +211,20 @@ def is_list_of_prompts(prompt: Prompts) -> bool:
     return not isinstance(prompt, str) and len(prompt) > 0 and not hasattr(prompt[0], "__index__")
 
 
-def jobs_of(engine: TextEngine, prompts: Prompts, options: RequestOptions) -> list[Job]:
-    """A job for each prompt of a list. `request_id` is then a sequence of as many ids."""
+def jobs_of(engine: TextEngine, prompts: Prompts, options: PromptOptions) -> list[Job]:
+    """A job for each prompt of a list. `request_id` is then a sequence of as many ids, and `images` of as
+    many sequences of pictures.
+    """
     rest: dict[str, Any] = dict(options)
     ids: Sequence[str | None] = rest.pop("request_id", None) or [None] * len(prompts)
     if isinstance(ids, str) or len(ids) != len(prompts):
         raise TypeError(f"request_id: give a sequence of {len(prompts)} ids, one for each prompt")
+    images: Sequence[Any] = rest.pop("images", None) or [()] * len(prompts)
+    if len(images) != len(prompts) or any(isinstance(each, Image) for each in images):
+        raise TypeError(f"images: give {len(prompts)} sequences of images, one for each prompt")
     return [
-        job_of(engine, prompt_of(prompt), cast(RequestOptions, {**rest, "request_id": request_id}))
-        for prompt, request_id in zip(prompts, ids, strict=True)
+        job_of(engine, prompt_of(prompt, each), cast(RequestOptions, {**rest, "request_id": request_id}))
+        for prompt, request_id, each in zip(prompts, ids, images, strict=True)
     ]
 
 

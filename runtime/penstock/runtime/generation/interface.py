@@ -8,6 +8,7 @@ from typing import Protocol
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
+from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, StepOutput
 from penstock.runtime.text.codec import TextCodec
@@ -46,6 +47,8 @@ class TextEngine(RequestQueue, Protocol):
         """The model's tokenizer; None for a model without one."""
         ...
 
+    @property
+    def images(self) -> ImageReader | None: ...
     @property
     def forms(self) -> ChatForms:
         """How the model writes calls of tools, and what it thinks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.runtime.generation.prompts import ChatPrompt, Prompt
+from penstock.runtime.generation.prompts import ChatPrompt, Encoded, Prompt
 from penstock.runtime.requests.context import ContextParams, Fitted, Truncation
 from penstock.runtime.requests.grammar import Grammar
 from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, StoppingParams
@@ -73,8 +73,10 @@ class Job:
         """Whether an output ends with its first call of a tool, without a grammar that sees to it."""
         return isinstance(self.prompt, ChatPrompt) and self.prompt.chat.ends_at_call
 
-    def request(self, prompt: Fitted, sampling: ResolvedSampling) -> Request:
-        """The engine's request for one output, once the ids of the prompt and of the bad words are known."""
+    def request(self, prompt: Fitted, sampling: ResolvedSampling, encoded: Encoded) -> Request:
+        """The engine's request for one output, once the ids of the prompt and of the bad words are known.
+        `encoded` is what `prompt` was fitted from.
+        """
         return Request(
             self.engine_id,
             prompt.token_ids,
@@ -89,4 +91,6 @@ class Job:
             operation=self.operation,
             trace_id=self.trace_id,
             span_id=self.span_id,
+            media=encoded.media,
+            rotary=encoded.rotary,
         )

@@ -47,12 +47,12 @@ def prepare_job(engine: TextEngine, job: Job) -> PreparedJob:
     InvalidRequest, PromptTooLong, CostlyGrammar, or UnavailableError where compiling takes too long.
     """
     room = engine.info.max_model_len
-    encoded = encode(engine.text, job.prompt, room=room, cuts=job.cuts)
+    encoded = encode(engine.text, job.prompt, room=room, cuts=job.cuts, reader=engine.images)
     prompt = fit(encoded.token_ids, job.context, job.stopping, room)
     words = word_ids(engine.text, job.bad_words)
     sampling = with_bad_words(job.sampling, words, engine.info.vocab_size)
     constraints = constraints_of(job, encoded.text, engine.text, engine.forms, engine.grammars)
-    requests = outputs_of(job.request(prompt, sampling), job.n, constraints)
+    requests = outputs_of(job.request(prompt, sampling, encoded), job.n, constraints)
     return PreparedJob(
         job=job, requests=requests, shared=engine.prepare(requests[0]), prompt=prompt, text=encoded.text
     )

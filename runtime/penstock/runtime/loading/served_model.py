@@ -18,6 +18,7 @@ from penstock.runtime.host import host_memory
 from penstock.runtime.host.processors import available_processors
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.loading.hub import resolve_model
+from penstock.runtime.media.vision import Vision
 from penstock.runtime.models.load_rules import LoadRules
 from penstock.runtime.models.params import abstract_model, load_rules, model_dtype
 from penstock.runtime.ops.cache_spec import CacheSpec
@@ -50,6 +51,8 @@ class ServedModel:
     """What the model makes of the tensors of an update; None: it takes no updates."""
     directory: Path | None = None
     """Where its files lie; None: it has none."""
+    vision: Vision | None = None
+    """What it makes of pictures; None: it reads none."""
 
 
 def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedModel:

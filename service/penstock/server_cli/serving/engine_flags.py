@@ -11,6 +11,7 @@ from penstock.runtime.config import (
     DEFAULT_TARGET_ITL_S,
     DTYPES,
     NATIVE,
+    POOLED_IMAGES,
     QUANTIZATIONS,
     SMALL_BYTES,
     SMALL_SIZES,
@@ -193,12 +194,61 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most log-probabilities a request may ask for per token; default: %(default)s",
     )
+    _add_image_flags(engine)
     engine.add_argument(
         "--compilation-cache",
         type=path_or_off,
         default=_CONFIG.compilation_cache,
         metavar="DIR|off",
         help="where compiled programs are kept between starts; default: %(default)s",
+    )
+
+
+def _add_image_flags(engine: argparse._ArgumentGroup) -> None:
+    engine.add_argument(
+        "--max-images",
+        type=int,
+        default=_CONFIG.max_images,
+        metavar="N",
+        help="most images of a request, for models that read images; default: %(default)s",
+    )
+    engine.add_argument(
+        "--max-image-bytes",
+        type=size,
+        default=_CONFIG.max_image_bytes,
+        metavar="SIZE",
+        help=f"largest image as it is sent, such as 5M; default: {_CONFIG.max_image_bytes >> 20}M",
+    )
+    engine.add_argument(
+        "--max-image-pixels",
+        type=int,
+        default=_CONFIG.max_image_pixels,
+        metavar="N",
+        help="most pixels of an image, as its header says: it is refused before it is decoded; "
+        "default: %(default)s",
+    )
+    engine.add_argument(
+        "--max-image-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="most tokens that an image stands for: larger ones are made smaller; programs are compiled for "
+        f"up to so many; default: {CPU_SIZES.image_tokens} on CPU, {ACCELERATOR_SIZES.image_tokens} on an "
+        f"accelerator, {SMALL_SIZES.image_tokens} on one of which JAX may use less than "
+        f"{SMALL_BYTES >> 30} GiB",
+    )
+    engine.add_argument(
+        "--media-pool-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="room on the device for the embeddings of images: of those that running requests need, and of "
+        f"those that were used last; default: {POOLED_IMAGES} times --max-image-tokens",
+    )
+    engine.add_argument(
+        "--max-encode-patches",
+        type=int,
+        metavar="N",
+        help="most patches of images that are encoded in one step, though a single image may have more: "
+        "lower values keep the tokens of running requests steady; default: as many as the largest image has",
     )
 
 

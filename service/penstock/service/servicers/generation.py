@@ -154,7 +154,7 @@ class ServedRequest:
             partial(with_bad_words, job.sampling, words, engine.info.vocab_size), cost
         )
         requests = outputs_of(
-            job.request(self.prompt, sampling), job.n, await self._constraints(encoded.text)
+            job.request(self.prompt, sampling, encoded), job.n, await self._constraints(encoded.text)
         )
         cost += TOKEN_COST * len(self.prompt.token_ids)
         self._trace.enters("submit")

@@ -1,0 +1,40 @@
+"""What the engine must know of a model that reads pictures. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.runtime.requests.media import MediaItem, RotaryPositions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vision:
+    """The part of a served model that reads pictures, as the engine sees it."""
+
+    image_token_id: int
+    """The token that stands for a picture in a prompt; the engine repeats it for each of its embeddings."""
+    patch_size: int
+    """Height and width of a patch, in pixels."""
+    merge_size: int
+    """A token stands for a square of so many patches on each side."""
+    temporal_patch_size: int
+    """A patch has its pixels so many times."""
+    num_arrays: int
+    """How many arrays of embeddings encoding makes: one that takes the place of the tokens' embeddings, and
+    one for each layer that gets some besides."""
+    inputs: Callable[[Sequence[MediaItem], int], Any]
+    """(pictures, patches in all, padding included) -> what the encoder takes, arrays of numpy in a tree. Its
+    shapes depend on the number of patches alone."""
+    rotary_positions: Callable[[int, Sequence[MediaItem]], RotaryPositions]
+    """(length of the prompt, its pictures) -> the positions of the prompt's tokens."""
+
+    @property
+    def patches_per_token(self) -> int:
+        return self.merge_size**2
+
+    @property
+    def token_pixels(self) -> int:
+        """How many pixels one token stands for."""
+        return (self.patch_size * self.merge_size) ** 2
