@@ -65,6 +65,10 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         self.replies: Sequence[inference_pb2.StreamResponse] = stream_replies()
         self.next_replies: Callable[[inference_pb2.StreamRequest], Sequence[inference_pb2.StreamResponse]]
         self.next_replies = lambda request: self.replies
+        self.embeddings = inference_pb2.EmbedResponse()
+        """What Embed answers."""
+        self.scores = inference_pb2.ScoreResponse()
+        """What Score answers."""
         self.hold_after: int | None = None
         """The number of events after which a stream sends nothing until it is cancelled."""
         self.asked = threading.Event()
@@ -120,6 +124,14 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
             yield reply
         self._fail(self.stream_failure, context)
         finished = True
+
+    def Embed(self, request, context):
+        self._note(request, context)
+        return self.embeddings
+
+    def Score(self, request, context):
+        self._note(request, context)
+        return self.scores
 
     def Abort(self, request, context):
         self._note(request, context)

@@ -13,6 +13,7 @@ from penstock.client import (
     Finish,
     FinishReason,
     Generation,
+    HiddenStates,
     Logprobs,
     Output,
     PromptInfo,
@@ -34,7 +35,16 @@ PROMPT = """
       top { candidates { token_id: 9 logprob: -0.25 } }
     }
 """
-USAGE = "prompt_tokens: 3 completion_tokens: 5"
+USAGE = "prompt_tokens: 3 completion_tokens: 5 image_tokens: 2"
+# The floats 1, -2, 0.5, 0, 0.25 and 4 with their lowest byte first.
+STATES = (b"\0\0\x80\x3f\0\0\0\xc0", b"\0\0\0\x3f\0\0\0\0\0\0\x80\x3e\0\0\x80\x40")
+
+
+def _states(values: bytes) -> str:
+    escaped = "".join(f"\\{byte:03o}" for byte in values)
+    return f'hidden_states {{ size: 2 values: "{escaped}" }}'
+
+
 TIMING = "total { seconds: 1 } time_to_first_token { nanos: 500000000 }"
 CALL = 'tool_calls { id: "call-1" name: "get_weather" arguments_json: "{\\"city\\": \\"Oslo\\"}" }'
 LAST_LOGPROBS = "logprobs { sampled: -2 sampled: -0.125 top {} top {} }"
@@ -48,6 +58,7 @@ ANSWER = text_format.Parse(
     outputs {{
       index: 0 text: "Let me see." token_ids: 10 token_ids: 11 token_ids: 2 reasoning: "Hm, a city." {CALL}
       logprobs {{ sampled: -0.5 sampled: -2 sampled: -0.125 top {{}} top {{}} top {{}} }} {EOS} {SPAN}
+      {_states(b"".join(STATES))}
     }}
     outputs {{ index: 1 text: "No idea" token_ids: 12 token_ids: 13 {FULL} {SPAN} }}
     """,
@@ -58,12 +69,18 @@ STREAM = [
     text_format.Parse(message, inference_pb2.StreamResponse())
     for message in (
         f'started {{ request_id: "r-2" model: "toy" prompt {{ {PROMPT} }} weights {{ label: "initial" }} }}',
-        'delta { index: 0 reasoning: "Hm, " token_ids: 10 logprobs { sampled: -0.5 top {} } }',
+        (
+            'delta { index: 0 reasoning: "Hm, " token_ids: 10 logprobs { sampled: -0.5 top {} } '
+            f"{_states(STATES[0])} }}"
+        ),
         'delta { index: 1 text: "No" token_ids: 12 }',
         'delta { index: 0 reasoning: "a city." text: "Let me" }',
         'delta { index: 1 text: " idea" token_ids: 13 }',
         f"finished {{ index: 1 {FULL} }}",
-        f'delta {{ index: 0 text: " see." token_ids: 11 token_ids: 2 {CALL} {LAST_LOGPROBS} }}',
+        (
+            f'delta {{ index: 0 text: " see." token_ids: 11 token_ids: 2 {CALL} {LAST_LOGPROBS} '
+            f"{_states(STATES[1])} }}"
+        ),
         f"finished {{ index: 0 {EOS} }}",
         f"summary {{ usage {{ {USAGE} }} timing {{ {TIMING} }} }}",
     )
@@ -83,6 +100,7 @@ OUTPUTS = (
         weights=INITIAL,
         reasoning="Hm, a city.",
         tool_calls=(WEATHER_CALL,),
+        hidden_states=HiddenStates(2, b"".join(STATES)),
     ),
     Output(
         index=1, text="No idea", token_ids=(12, 13), finish=Finish(FinishReason.MAX_TOKENS), weights=INITIAL
@@ -106,6 +124,6 @@ EXPECTED = Generation(
     model="toy",
     prompt=PromptInfo(token_count=3, truncated_tokens=7, token_ids=(4, 5, 6)),
     outputs=OUTPUTS,
-    usage=Usage(prompt_tokens=3, cached_prompt_tokens=0, completion_tokens=5),
+    usage=Usage(prompt_tokens=3, cached_prompt_tokens=0, completion_tokens=5, image_tokens=2),
     timing=Timing(queue=0.0, time_to_first_token=0.5, total=1.0, preemptions=0),
 )

@@ -56,6 +56,23 @@ def test_quit(chat, word):
     assert chat(f"hi\n{word}\nnever\n") == (0, [[("user", "hi")]])
 
 
+def test_pictures_go_with_the_next_question_and_stay_in_the_conversation(chat, server, tmp_path, capsys):
+    for name in ("a", "b c", "d"):
+        (tmp_path / name).write_bytes(name.encode())
+    lines = f"one\n/image {tmp_path}/b c\n/image {tmp_path}/none\ntwo\n/image {tmp_path}/d\n/reset\nthree\n"
+    assert chat(lines, "--image", str(tmp_path / "a"))[0] == 0
+    said = [
+        [[p.image.data or p.text for p in m.parts] or m.content for m in call.chat.messages]
+        for call in server.calls
+    ]
+    assert said == [
+        [[b"a", "one"]],
+        [[b"a", "one"], "Hello", [b"b c", "two"]],
+        ["three"],
+    ]
+    assert f"cannot read {tmp_path}/none: No such file" in capsys.readouterr().out
+
+
 def test_commands_are_no_questions(chat, capsys):
     assert chat("/help\n/nonsense\n") == (0, [])
     shown = capsys.readouterr().out

@@ -138,6 +138,7 @@ def test_generate_json(server, capsys, more):
         "cached_prompt_tokens": 1,
         "completion_tokens": 4,
         "reasoning_tokens": 2,
+        "image_tokens": 0,
     }
 
 

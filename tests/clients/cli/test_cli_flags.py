@@ -178,6 +178,8 @@ WRONG = [
     ("--template-options", "[1]", "must be a JSON object"),
     ("--chat-template", "no-such-file", "cannot read no-such-file"),
     ("--grammar", ".", "cannot read .: Is a directory"),
+    ("--image", "no-such-file", "cannot read no-such-file: No such file"),
+    ("--image", ".", "cannot read .: Is a directory"),
     ("--request-id", "x" * 129, "must have at most 128 characters"),
 ]
 
@@ -192,6 +194,25 @@ def test_a_wrong_value_is_told_before_connecting(capsys, flag, value, message):
     assert len(shown) == 2
     assert shown[1].startswith(f"penstock generate: error: argument {flag}: ")
     assert message in shown[1]
+
+
+def test_pictures_stand_before_the_prompt(asked, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(name.encode())
+    request = asked(
+        "--image", tmp_path / "a", "--image", tmp_path / "b", "--system", "be brief", "--max-tokens", 9
+    )
+    assert request == stream_request(
+        """
+        chat {
+          messages { role: "system" content: "be brief" }
+          messages {
+            role: "user" parts { image { data: "a" } } parts { image { data: "b" } } parts { text: "p" }
+          }
+        }
+        stopping { max_tokens: 9 }
+        """
+    )
 
 
 def test_a_file_that_is_no_text(tmp_path, capsys):
@@ -228,9 +249,13 @@ def test_one_form_of_output_at_most(capsys):
 
 
 def test_every_option_has_a_flag():
-    """Except for inputs that the command line takes in other ways: prompt, --chat, --system, --request-id."""
+    """Except for inputs that the command line takes in other ways (prompt, --chat, --system, --image,
+    --request-id), and for hidden states, which are bytes for programs.
+    """
     offered = {flag.option for group in (*COMMON, REPORT) for flag in group.flags if flag.sent}
-    assert set(RequestOptions.__annotations__) - offered == {"token_ids", "messages", "request_id"}
+    assert set(RequestOptions.__annotations__) - offered == {
+        *("token_ids", "media", "messages", "request_id", "hidden_states"),
+    }
     assert offered <= set(RequestOptions.__annotations__)
 
 

@@ -60,12 +60,14 @@ from penstock.client.requests.options import ChatOptions, RequestOptions, Trunca
 from penstock.client.requests.weights_requests import InFlightPolicy, Progress, Staging, UpdateOptions
 from penstock.client.status import Violation
 from penstock.client.values.chat_values import ChatMessage, Tool, ToolCall, ToolLike, Turn
+from penstock.client.values.image_values import Image
 from penstock.client.values.results import (
     Delta,
     Finish,
     Finished,
     FinishReason,
     Generation,
+    HiddenStates,
     Logprobs,
     Output,
     PromptInfo,
@@ -81,6 +83,7 @@ from penstock.client.values.server_values import (
     AbortOutcome,
     AbortResult,
     FlushedCache,
+    ImageLimits,
     Load,
     ModelInfo,
     Profile,
@@ -150,6 +153,9 @@ __all__ = [
     "Generation",
     "GenerationChanged",
     "GenerationStream",
+    "HiddenStates",
+    "Image",
+    "ImageLimits",
     "InFlight",
     "InFlightPolicy",
     "InvalidRequest",

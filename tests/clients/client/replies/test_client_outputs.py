@@ -55,6 +55,8 @@ def test_shortcuts_are_those_of_output_0(client):
     answer = client.generate("p", n=2)
     assert (answer.text, answer.reasoning) == ("Let me see.", "Hm, a city.")
     assert answer.tool_calls == (rich.WEATHER_CALL,)
+    assert answer.hidden_states is not None
+    assert answer.hidden_states.rows() == [(1.0, -2.0), (0.5, 0.0), (0.25, 4.0)]
     assert answer.message == ChatMessage(
         "assistant", "Let me see.", (rich.WEATHER_CALL,), reasoning="Hm, a city."
     )

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 from google.protobuf import text_format
 
-from penstock.client import Choice, InvalidRequest, RequestOptions, Truncation, WeightsVersion
+from penstock.client import Choice, Image, InvalidRequest, RequestOptions, Truncation, WeightsVersion
 from penstock.client.requests.generation_requests import fill_request, stream_request
 from penstock.client.requests.options import CHAT_FIELDS, FIELDS
 from penstock.v1 import inference_pb2, types_pb2
@@ -65,6 +65,8 @@ def test_every_option_lands_in_its_field():
         prompt_logprobs=1,
         skip_special_tokens=False,
         echo_prompt_token_ids=True,
+        hidden_states=True,
+        media=[Image(b"one", "image/png"), Image(b"two")],
         constraint=Choice(["yes", "no"]),
         cache_salt="s",
         bypass_prefix_cache=True,
@@ -86,12 +88,13 @@ def test_every_option_lands_in_its_field():
         }
         output {
           text: false token_ids: true logprobs: 2 prompt_logprobs: 1 skip_special_tokens: false
-          echo_prompt_token_ids: true
+          echo_prompt_token_ids: true hidden_states: true
         }
         constraint { choice { choices: "yes" choices: "no" } }
         cache { cache_salt: "s" bypass_prefix_cache: true }
         min_weights { generation: 7 }
         context { truncation: TRUNCATION_LEFT reserve_tokens: 6 cap_max_tokens: true }
+        media { data: "one" media_type: "image/png" } media { data: "two" }
         """
     )
 
@@ -180,6 +183,8 @@ def test_one_stop_string_is_one_stop():
         ({"prompt": "a", "max_tokens": "9"}, "max_tokens: .*str"),
         ({"prompt": "a", "temperature": "hot"}, "temperature: .*str"),
         ({"prompt": "a", "bad_words": "x"}, "bad_words: give a sequence"),
+        ({"prompt": "a", "media": [b"x"]}, r"media: give a sequence of Image, such as \[Image\(path\)\]"),
+        ({"messages": [], "media": [Image(b"x")]}, "media goes with prompt and token_ids"),
     ],
 )
 def test_wrong_calls(arguments, message):

@@ -14,6 +14,15 @@ CHAT = Group(
     (
         Flag("--system", "a system message", "TEXT", str, sent=False),
         Flag(
+            "--image",
+            "a picture that the (first) question is about, for a model that sees pictures; may be repeated",
+            "FILE",
+            read.image,
+            to="images",
+            repeated=True,
+            sent=False,
+        ),
+        Flag(
             "--tools",
             "functions the model may call: a JSON file, or the JSON itself; a list of "
             '{"name", "description", "parameters", "strict"}, bare or in the form of the OpenAI API',

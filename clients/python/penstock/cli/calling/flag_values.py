@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.client import Ebnf, JsonSchema, Regex, Tool
+from penstock.client import Ebnf, Image, JsonSchema, Regex, Tool
 
 Wrong = argparse.ArgumentTypeError
 
@@ -83,6 +83,16 @@ def read_file(name: str) -> str:
         raise Wrong(f"cannot read {name}: {error.strerror}") from None
     except ValueError:  # undecodable, or a name with a null byte
         raise Wrong(f"{name} is not a file of UTF-8 text") from None
+
+
+def image(name: str) -> Image:
+    """Read the file of a picture. What it is, the server says."""
+    try:
+        return Image(name)
+    except OSError as error:
+        raise Wrong(f"cannot read {name}: {error.strerror}") from None
+    except ValueError as error:  # a name with a null byte
+        raise Wrong(f"cannot read {name!r}: {error}") from None
 
 
 def json_source(text: str) -> tuple[str, Any]:

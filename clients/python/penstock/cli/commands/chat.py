@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from penstock.cli.calling.common import (
 )
 from penstock.cli.calling.connection import WrongConnection
 from penstock.cli.calling.flag_table import COMMON
+from penstock.cli.calling.flag_values import image
 from penstock.cli.calling.flags import add_groups, options_of, problem_of
 from penstock.cli.calling.show import AnswerView, describe, tell_unseen
 from penstock.client import (
@@ -28,6 +30,7 @@ from penstock.client import (
     Client,
     FinishReason,
     Generation,
+    Image,
     PenstockClientError,
     QueueFull,
     RateLimited,
@@ -48,6 +51,7 @@ _PASSING = (QueueFull, Busy, RateLimited)
 HELP = """\
 /reset         forget the conversation
 /system TEXT   set the system message and start over; without TEXT: none
+/image FILE    send a picture with the next question
 /result TEXT   send the result of a pending tool call (with --tools)
 /help          this list
 /quit          leave (also Ctrl-D)
@@ -80,6 +84,8 @@ class Chat:
         self._system = system
         self._numbered = numbered
         self._turns: list[ChatMessage] = []
+        self._images: list[Image] = []
+        """Pictures that go with the next question."""
         self._calls: list[ToolCall] = []
         """Tool calls of the last answer that have no result yet."""
         self._results: list[ChatMessage] = []
@@ -88,20 +94,27 @@ class Chat:
 
     def reset(self) -> None:
         self._turns.clear()
+        self._images.clear()
         self._calls, self._results = [], []
 
     def set_system(self, text: str) -> None:
         self._system = text or None
         self.reset()
 
+    def show(self, image: Image) -> None:
+        """Send the picture with the next question, before its words."""
+        self._images.append(image)
+
     def answer(self, line: str) -> bool:
         """Ask, and show the answer while it comes. Returns false if the server is gone, so that nothing more
         can be asked.
 
-        An interrupted answer stays in the conversation as far as it came; a refused question does not.
-        Results of tool calls that were given so far are sent, too.
+        An interrupted answer stays in the conversation as far as it came; a refused question does not, nor do
+        its pictures. Results of tool calls that were given so far are sent, too.
         """
-        return self._ask([*self._results, ChatMessage("user", line)], self._options)
+        images, self._images = self._images, []
+        content: str | list[str | Image] = [*images, line] if images else line
+        return self._ask([*self._results, ChatMessage("user", content)], self._options)
 
     def result(self, text: str) -> bool:
         """Give a result to the first tool call that waits for one. After the last result the
@@ -179,12 +192,21 @@ def run(args: argparse.Namespace) -> int:
                 return 1
             print(f"{model} at {args.addr}; /help lists the commands, /quit leaves")
         chat = Chat(client, args.addr, options_of(args, COMMON), args.system, (args.n or 1) > 1)
+        for picture in args.images or ():
+            chat.show(picture)
         try:
             went_away = not _loop(chat, _prompt if interactive else _read)
         except NotText as error:
             complain(args.command, str(error))
             return 2
     return int(went_away or (chat.failed and not interactive))
+
+
+def _show(chat: Chat, name: str) -> None:
+    try:
+        chat.show(image(os.path.expanduser(name)))
+    except argparse.ArgumentTypeError as error:
+        print(error)
 
 
 def _prompt() -> str | None:
@@ -218,6 +240,8 @@ def _loop(chat: Chat, read: Callable[[], str | None]) -> bool:
                 chat.reset()
             case "/system":
                 chat.set_system(rest.strip())
+            case "/image":
+                _show(chat, rest.strip())
             case "/result":
                 if not chat.result(rest.strip()):
                     return False

@@ -71,7 +71,8 @@ def _generate(client: Client, args: argparse.Namespace, prompt: str) -> int:
     text: str | None = prompt
     if args.chat or given_flags(args, CHAT):
         system = [ChatMessage("system", args.system)] if args.system is not None else []
-        options["messages"] = [*system, ChatMessage("user", prompt)]
+        content = (*args.images, prompt) if args.images else prompt
+        options["messages"] = [*system, ChatMessage("user", content)]
         text = None
     view = None if args.json else AnswerView(numbered=(args.n or 1) > 1)
     if args.no_stream:

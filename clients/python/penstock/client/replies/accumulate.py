@@ -16,6 +16,7 @@ from penstock.client.values.results import (
     Finish,
     Finished,
     Generation,
+    HiddenStates,
     Logprobs,
     Output,
     Started,
@@ -39,6 +40,8 @@ class OutputSoFar:
     has_logprobs: bool = False
     thoughts: list[str] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
+    states: list[bytes] = field(default_factory=list)
+    state_size: int | None = None
     finish: Finish | None = None
 
     @property
@@ -64,6 +67,9 @@ class OutputSoFar:
             self.sampled.extend(delta.logprobs.sampled)
             self.top.extend(delta.logprobs.top)
         self.tool_calls.extend(delta.tool_calls)
+        if delta.hidden_states is not None:
+            self.state_size = delta.hidden_states.size
+            self.states.append(delta.hidden_states.values)
 
     def output(self, index: int, finish: Finish) -> Output:
         return Output(
@@ -75,6 +81,9 @@ class OutputSoFar:
             weights=tuple(self.weights),
             reasoning=self.reasoning,
             tool_calls=tuple(self.tool_calls),
+            hidden_states=None
+            if self.state_size is None
+            else HiddenStates(self.state_size, b"".join(self.states)),
         )
 
 
@@ -159,6 +168,7 @@ class Accumulator:
             weights=messages.weights_version(message.weights) if message.HasField("weights") else None,
             reasoning=message.reasoning,
             tool_calls=tuple(messages.tool_call(call) for call in message.tool_calls),
+            hidden_states=messages.hidden_states(message),
         )
         so_far.add(delta)
         return delta

@@ -74,6 +74,7 @@ def usage(message: types_pb2.Usage) -> results.Usage:
         message.cached_prompt_tokens,
         message.completion_tokens,
         message.reasoning_tokens,
+        message.image_tokens,
     )
 
 
@@ -100,7 +101,14 @@ def output(message: inference_pb2.Output) -> results.Output:
         ),
         reasoning=message.reasoning,
         tool_calls=tuple(tool_call(call) for call in message.tool_calls),
+        hidden_states=hidden_states(message),
     )
+
+
+def hidden_states(message: inference_pb2.Output | inference_pb2.OutputDelta) -> results.HiddenStates | None:
+    if not message.HasField("hidden_states"):
+        return None
+    return results.HiddenStates(message.hidden_states.size, message.hidden_states.values)
 
 
 def generation(message: inference_pb2.GenerateResponse) -> results.Generation:
@@ -168,6 +176,17 @@ def model_info(message: control_pb2.GetModelInfoResponse) -> server_values.Model
         weights_since=message.weights_since.ToDatetime(UTC) if message.HasField("weights_since") else None,
         staged_update_id=message.staged_update_id,
         template_variables=tuple(message.template_variables),
+        image_limits=_image_limits(message.image_limits) if message.HasField("image_limits") else None,
+    )
+
+
+def _image_limits(message: control_pb2.ImageLimits) -> server_values.ImageLimits:
+    return server_values.ImageLimits(
+        max_images=message.max_images,
+        max_image_bytes=message.max_image_bytes,
+        max_image_pixels=message.max_image_pixels,
+        media_types=tuple(message.media_types),
+        image_token_id=message.image_token_id,
     )
 
 
@@ -183,6 +202,7 @@ def server_info(message: control_pb2.GetServerInfoResponse) -> server_values.Ser
         max_chunk_bytes=message.max_chunk_bytes,
         max_logprobs=message.max_logprobs,
         devices=tuple(message.devices),
+        max_request_bytes=message.max_request_bytes,
     )
 
 

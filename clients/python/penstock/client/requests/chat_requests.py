@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.client.requests.checks import Violations
 from penstock.client.requests.options import ChatOptions
 from penstock.client.values.chat_values import ChatMessage, Tool, tools_of, turns_of
+from penstock.client.values.image_values import Image
 from penstock.client.values.jsontext import json_text
 from penstock.v1 import types_pb2
 
@@ -43,11 +44,25 @@ def _turn(turn: ChatMessage) -> types_pb2.ChatMessage:
     ]
     return types_pb2.ChatMessage(
         role=turn.role,
-        content=turn.content,
+        content=turn.content if isinstance(turn.content, str) else "",
+        parts=() if isinstance(turn.content, str) else map(_part, turn.content),
         tool_calls=calls,
         tool_call_id=turn.tool_call_id,
         reasoning=turn.reasoning,
     )
+
+
+def _part(part: str | Image) -> types_pb2.ContentPart:
+    return (
+        types_pb2.ContentPart(image=image_message(part))
+        if isinstance(part, Image)
+        else types_pb2.ContentPart(text=part)
+    )
+
+
+def image_message(image: Image) -> types_pb2.Image:
+    """The contract's message of a picture."""
+    return types_pb2.Image(data=image.data, media_type=image.media_type)
 
 
 def _tool(tool: Tool) -> types_pb2.ToolDefinition:

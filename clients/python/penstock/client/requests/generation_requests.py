@@ -7,15 +7,16 @@ always sent, even zero: temperature 0 is greedy, while an unset one is the model
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message as ProtoMessage
 
-from penstock.client.requests.chat_requests import chat_prompt
+from penstock.client.requests.chat_requests import chat_prompt, image_message
 from penstock.client.requests.checks import Violations, checked, named
 from penstock.client.requests.constraints import set_constraint
 from penstock.client.requests.options import CHAT_FIELDS, FIELDS, ChatOptions, RequestOptions, Truncation
+from penstock.client.values.image_values import Image
 from penstock.client.values.results import WeightsVersion
 from penstock.v1 import inference_pb2, types_pb2
 
@@ -84,6 +85,8 @@ def _set_input(request: RequestT, prompt: str | None, given: Mapping[str, Any]) 
             "give one of prompt, token_ids and messages" + (f", not {' and '.join(names)}" if names else "")
         )
     chat = {name: given[name] for name in CHAT_FIELDS if name in given}
+    if "messages" in given and "media" in given:
+        raise TypeError("media goes with prompt and token_ids; pictures of messages stand in their content")
     if chat and "messages" not in chat:
         raise TypeError(f"{next(iter(chat))} goes with messages, not with {names[0]}")
     if prompt is not None:
@@ -116,12 +119,21 @@ def _set(request: ProtoMessage, path: str, value: Any) -> None:
             holder.logit_bias.update(value)
         case "stop":
             holder.stop.extend([value] if isinstance(value, str) else value)
+        case "media":
+            holder.media.extend(map(image_message, _images(value)))
         case "bad_words" if isinstance(value, str):
             raise TypeError("give a sequence of strings, not one string")
         case "stop_token_ids" | "allowed_token_ids" | "bad_words":
             getattr(holder, name).extend(value)
         case _:
             setattr(holder, name, value)
+
+
+def _images(value: Sequence[Image]) -> Sequence[Image]:
+    for image in value:
+        if not isinstance(image, Image):
+            raise TypeError(f"give a sequence of Image, such as [Image(path)], not of {type(image).__name__}")
+    return value
 
 
 def _truncation(value: Truncation | str) -> types_pb2.Truncation.ValueType:

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 from penstock.client.requests.constraints import Constraint
 from penstock.client.values.chat_values import ToolLike, Turn
+from penstock.client.values.image_values import Image
 from penstock.client.values.results import WeightsVersion
 
 
@@ -57,6 +58,10 @@ class RequestOptions(ChatOptions, total=False):
     """
 
     token_ids: Sequence[int] | None
+    media: Sequence[Image] | None
+    """The pictures of `prompt` or `token_ids`, one for each token in it that stands for a picture
+    (`ModelInfo.image_limits.image_token_id`). Pictures of `messages` stand in their content.
+    """
 
     request_id: str | None
     """An id for `abort` and logs; by default the server makes one."""
@@ -119,6 +124,8 @@ class RequestOptions(ChatOptions, total=False):
     """
     skip_special_tokens: bool | None
     echo_prompt_token_ids: bool | None
+    hidden_states: bool | None
+    """Return the hidden state from which each token was drawn, in `Output.hidden_states`."""
 
     constraint: Constraint | None
     """What the output must match: JsonSchema, JsonObject, Regex, Ebnf or Choice."""
@@ -147,7 +154,7 @@ def _paths(parent: str, *names: str) -> dict[str, str]:
 
 
 FIELDS: Mapping[str, str] = {
-    **{name: name for name in ("request_id", "model", "adapter", "priority", "constraint")},
+    **{name: name for name in ("media", "request_id", "model", "adapter", "priority", "constraint")},
     "min_weights": "min_weights.generation",
     **_paths("sampling", "temperature", "top_p", "top_k", "min_p"),
     **_paths("sampling", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -157,10 +164,11 @@ FIELDS: Mapping[str, str] = {
     "return_text": "output.text",
     "return_token_ids": "output.token_ids",
     **_paths("output", "logprobs", "prompt_logprobs", "skip_special_tokens", "echo_prompt_token_ids"),
+    "hidden_states": "output.hidden_states",
     **_paths("cache", "cache_salt", "bypass_prefix_cache"),
     **_paths("context", "truncation", "reserve_tokens", "cap_max_tokens"),
 }
-"""From an option to the contract's dotted path, for all options but the input."""
+"""From an option to the contract's dotted path, for all options but the text or the tokens of the prompt."""
 
 CHAT_FIELDS: Mapping[str, str] = {
     **_paths("chat", "messages", "tools", "tool_choice", "chat_template", "parallel_tool_calls"),

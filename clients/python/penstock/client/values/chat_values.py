@@ -10,7 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from penstock.client.values.image_values import Image
 from penstock.client.values.jsontext import json_object, json_text
+
+Content = str | Sequence[str | Image]
+"""What is said in a turn: a text, or texts and pictures in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,8 @@ class ChatMessage:
     """One turn of a conversation. `role` is "system", "user", "assistant" or "tool"."""
 
     role: str
-    content: str = ""
+    content: Content = ""
+    """A text, or a sequence of texts and `Image`s, which becomes a tuple."""
     tool_calls: tuple[ToolCall, ...] = ()
     """The tool calls of an assistant's turn."""
     tool_call_id: str = ""
@@ -58,10 +63,16 @@ class ChatMessage:
     reasoning: str = ""
     """What the assistant thought in this turn; the model's chat template decides whether it is shown."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.content, str):
+            object.__setattr__(self, "content", _content(self.content))
+
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
         """Make a turn from the fields of this class. The content of a turn that only calls tools
-        may be None.
+        may be None. A part of the content may also be a mapping: {"type": "text", "text": ...}, {"type":
+        "image", "image": ...} with an Image, its bytes or its path, or OpenAI's {"type": "image_url",
+        "image_url": {"url": "data:..."}}.
         """
         checked = _checked(cls, value, "a turn")
         calls = checked.get("tool_calls") or ()
@@ -110,6 +121,34 @@ def turns_of(messages: Sequence[Turn]) -> list[ChatMessage]:
 def tools_of(tools: Sequence[ToolLike]) -> list[Tool]:
     """Convert all mappings to tools. Raises TypeError, which names the tool, for a mapping that is none."""
     return [t if isinstance(t, Tool) else _named(Tool, t, f"tools[{i}]") for i, t in enumerate(tools)]
+
+
+def _content(value: Any) -> tuple[str | Image, ...]:
+    """The parts of a turn. Raises TypeError, which names the part, for what is neither text nor picture."""
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
+        raise TypeError(f"content: must be a text or a sequence of parts, not {type(value).__name__}")
+    return tuple(_part(j, part) for j, part in enumerate(value))
+
+
+def _part(index: int, part: Any) -> str | Image:
+    if isinstance(part, str | Image):
+        return part
+    try:
+        match part:
+            case {"type": "text", "text": str(text), **rest} if not rest:
+                return text
+            case {"type": "image", "image": Image() as image, **rest} if not rest:
+                return image
+            case {"type": "image", "image": source, **rest} if not rest:
+                return Image(source)
+            case {"type": "image_url", "image_url": {"url": str(url)}, **rest} if not rest:
+                return Image.from_data_url(url)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"content[{index}]: {error}") from error
+    raise TypeError(
+        f"content[{index}]: must be a text, an Image, or a mapping such as "
+        '{"type": "text", "text": ...} or {"type": "image", "image": ...}'
+    )
 
 
 def _named(kind: Any, value: Any, where: str) -> Any:

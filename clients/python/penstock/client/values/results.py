@@ -7,6 +7,7 @@ temperature and filters.
 from __future__ import annotations
 
 import enum
+import struct
 from dataclasses import dataclass, field
 
 from penstock.client.values.chat_values import ChatMessage, ToolCall
@@ -48,6 +49,22 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Hidden states of some tokens. With NumPy: `numpy.frombuffer(states.values, "<f4").reshape(-1,
+    states.size)`.
+    """
+
+    size: int
+    """How many numbers the state of one token has."""
+    values: bytes = field(repr=False)
+    """The states one after the other: floats of 32 bits, the lowest byte first."""
+
+    def rows(self) -> list[tuple[float, ...]]:
+        """Return the state of each token."""
+        return list(struct.iter_unpack(f"<{self.size}f", self.values)) if self.size else []
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsVersion:
     """A version of the weights. Versions are ordered by `generation`; `label` is free text."""
 
@@ -71,6 +88,8 @@ class Usage:
     completion_tokens: int
     reasoning_tokens: int = 0
     """How many of the generated tokens belong to the reasoning, its tags included."""
+    image_tokens: int = 0
+    """How many of the prompt's tokens stand for images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +129,8 @@ class Output:
     """The part that the model marked as reasoning, which is not in `text`."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Tool calls parsed from the output, which are not in `text`."""
+    hidden_states: HiddenStates | None = None
+    """The state from which each token was drawn; set only with `hidden_states`."""
 
     @property
     def message(self) -> ChatMessage:
@@ -161,6 +182,10 @@ class Generation:
         return self.outputs[0].tool_calls
 
     @property
+    def hidden_states(self) -> HiddenStates | None:
+        return self.outputs[0].hidden_states
+
+    @property
     def message(self) -> ChatMessage:
         return self.outputs[0].message
 
@@ -195,6 +220,7 @@ class Delta:
     """Set only if the weights changed since the last delta."""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    hidden_states: HiddenStates | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,22 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """What a server takes of the images in requests."""
+
+    max_images: int
+    """The most images of a request."""
+    max_image_bytes: int
+    """The most bytes of one. All of them must fit into `ServerInfo.max_request_bytes`, too."""
+    max_image_pixels: int
+    """The most pixels of one, its width times its height."""
+    media_types: tuple[str, ...]
+    """The forms that the server reads, such as "image/png"."""
+    image_token_id: int
+    """The token that stands for an image of `media` in a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     model: str
     architecture: str
@@ -85,8 +101,9 @@ class ModelInfo:
     """The optional parts of the contract that the server has; using another one raises Unsupported.
 
     They are "chat", "prompt_logprobs", "json_schema" (also for JsonObject), "regex" (also for Ebnf and
-    Choice), "adapters", "priority", "update_weights", "tracing" and "profile". "batch_invariant" is a
-    promise: a token's logits depend on its own request alone, bit for bit.
+    Choice), "adapters", "priority", "update_weights", "tracing", "profile", "images", "embed", "score" and
+    "hidden_states". "batch_invariant" is a promise: a token's logits depend on its own request alone, bit for
+    bit.
     """
     tensors: tuple[TensorInfo, ...] = ()
     weights_digest: bytes = b""
@@ -97,6 +114,8 @@ class ModelInfo:
     """The update that waits for `commit_weights` or `discard_weights`; empty if none does."""
     template_variables: tuple[str, ...] = ()
     """The names for `template_options` that the model's own chat templates read."""
+    image_limits: ImageLimits | None = None
+    """What the model takes of images; None if it takes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +132,8 @@ class ServerInfo:
     max_chunk_bytes: int
     max_logprobs: int
     devices: tuple[str, ...]
+    max_request_bytes: int = 0
+    """The largest message of a request; 0 if the server did not say."""
 
 
 @dataclass(frozen=True, slots=True)
