@@ -12,6 +12,12 @@ async def test_openais_client_lists_the_model() -> None:
         assert (await rig.openai.models.retrieve("fake")) == model
 
 
+async def test_it_says_what_the_model_takes() -> None:
+    async with front_rig() as rig:
+        (model,) = (await rig.http.get("/v1/models")).json()["data"]
+        assert model["input_modalities"] == ["text"]
+
+
 async def test_another_model_is_not_found() -> None:
     async with front_rig() as rig:
         reply = await rig.http.get("/v1/models/some/other")

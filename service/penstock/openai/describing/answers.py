@@ -51,7 +51,14 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
         prompt_tokens_details=_always(cached_tokens=_COUNT),
         completion_tokens_details=_always(reasoning_tokens=_COUNT),
     ),
-    "Model": _always(id=_TEXT, object=_word("model"), created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT),
+    "Model": _always(
+        id=_TEXT,
+        object=_word("model"),
+        created=_COUNT,
+        owned_by=_TEXT,
+        max_model_len=_COUNT,
+        input_modalities=_list_of(_word("text", "image")),
+    ),
     "ModelList": _always(object=_word("list"), data=_list_of(_of("Model"))),
     "ToolCall": _always(id=_TEXT, type=_word("function"), function=_always(name=_TEXT, arguments=_TEXT)),
     "ChatCompletion": _always(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,6 +12,10 @@ from penstock.openai.calls import call_of
 from penstock.openai.failures import ApiError
 from penstock.openai.front import front_of
 from penstock.openai.replying import answered, json_response
+
+
+IMAGES: Final = "images"
+"""The client's name of the feature that a model takes pictures."""
 
 
 async def list_models(request: Request) -> Response:
@@ -42,4 +46,5 @@ def _model(facts: ModelFacts) -> dict[str, Any]:
         "created": facts.created,
         "owned_by": "penstock",
         "max_model_len": facts.max_context_tokens,
+        "input_modalities": ["text", "image"] if IMAGES in facts.features else ["text"],
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.service.openai.page.stand_in import Answer, StandIn, standing_in
@@ -59,9 +59,12 @@ class Page:
 
 
 @contextlib.contextmanager
-def opened(browser: Chromium, **options: Any) -> Iterator[Page]:
-    """The page in a tab of its own, once it knows its models; it must end without an error."""
+def opened(browser: Chromium, *, seeing: Sequence[str] = (), **options: Any) -> Iterator[Page]:
+    """The page in a tab of its own, once it knows its models, of which those named in `seeing` take pictures;
+    it must end without an error.
+    """
     with standing_in() as server, browser.tab(**options) as tab:
+        server.seeing = seeing
         page = Page(tab, server)
         tab.open(server.url)
         tab.wait("document.querySelector('#model').value === 'toy'")

@@ -89,6 +89,8 @@ class StandIn:
     def __init__(self) -> None:
         self.url = ""
         self.models: Sequence[str] | Refusal = ("toy",)
+        self.seeing: Sequence[str] = ()
+        """Those of the models that take pictures."""
         self.answers: list[Answer] = []
         """One for each request to come, in turn."""
         self.bodies: list[dict[str, Any]] = []
@@ -116,9 +118,15 @@ class StandIn:
         self.headers.append(request.headers)
         if isinstance(self.models, Refusal):
             return _refused(self.models)
-        return JSONResponse(
-            {"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]}
-        )
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "input_modalities": ["text", "image"] if name in self.seeing else ["text"],
+            }
+            for name in self.models
+        ]
+        return JSONResponse({"object": "list", "data": data})
 
     async def _answer(self, request: Request) -> Response:
         self.bodies.append(await request.json())

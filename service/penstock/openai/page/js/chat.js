@@ -3,6 +3,7 @@
 import { exchange } from "./exchange.js";
 import { AnswerView } from "./view/answer.js";
 import { element, icon } from "./view/dom.js";
+import { thumbnail } from "./view/pictures.js";
 
 export class Chat {
   /** `parts` are elements of the page; `on` has what the chat needs of the rest of it: settings(), key(), edit(turn),
@@ -15,9 +16,9 @@ export class Chat {
   }
 
   /** Asks the model. `replaced` is an earlier message that this one stands for: it goes, with what came after it. */
-  ask(text, replaced = null) {
+  ask(text, pictures = [], replaced = null) {
     if (replaced) this.cut(this.turns.indexOf(replaced));
-    const turn = { role: "user", text };
+    const turn = { role: "user", text, pictures };
     this.turns.push(turn);
     this.list.append(this.userView(turn));
     return this.run();
@@ -117,7 +118,11 @@ export class Chat {
       icon("edit"),
     );
     const root = element("li", { class: "turn user" },
-      element("span", { class: "hidden" }, "You:"), element("p", {}, turn.text), edit);
+      element("span", { class: "hidden" }, "You:"),
+      element("div", { class: "message" },
+        turn.pictures.length ? element("div", { class: "shown" }, ...turn.pictures.map(thumbnail)) : null,
+        turn.text ? element("p", {}, turn.text) : null),
+      edit);
     this.views.set(turn, { root });
     return root;
   }

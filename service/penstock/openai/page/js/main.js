@@ -37,12 +37,15 @@ const composer = new Composer(
   {
     form: part("composer"), field: part("question"), send: part("send"), stop: part("stop"), keys: part("keys"),
     editing: part("editing"), cancel: part("stop-editing"),
+    pictures: { chooser: part("picture"), button: part("add-picture"), list: part("pictures") },
   },
-  { send: ask, stop: () => chat.stop() },
+  { send: ask, stop: () => chat.stop(), say: (text) => (part("said").textContent = text) },
 );
+/** Ids of the models that take pictures. */
+let seeing = new Set();
 
 /** Asks, if the settings can be sent. False leaves the message in its field. */
-function ask(text, replaced = null) {
+function ask(text, pictures = [], replaced = null) {
   const invalid = firstInvalid(form);
   if (invalid) {
     panel.show(invalid);
@@ -53,7 +56,7 @@ function ask(text, replaced = null) {
     void loadModels();
     return false;
   }
-  void chat.ask(text, replaced);
+  void chat.ask(text, pictures, replaced);
   return true;
 }
 
@@ -94,10 +97,12 @@ async function loadModels() {
   try {
     const models = await listModels(keyField.value.trim(), mine.signal);
     const names = models.map(({ id }) => String(id));
+    seeing = new Set(models.filter((one) => one.input_modalities?.includes?.("image")).map(({ id }) => String(id)));
     model.replaceChildren(...names.map((name) => element("option", { value: name }, name)));
     model.disabled = !names.length;
     if (names.includes(wantedModel)) model.value = wantedModel;
     if (!names.length) model.replaceChildren(element("option", { value: "" }, "No model"));
+    composer.pictures.allow(seeing.has(model.value));
     notice(names.length ? null : { title: "The server has no model", next: "It may still be starting. Try again in a moment." });
     document.title = names.length ? `${model.value} · Penstock` : "Penstock";
   } catch (failure) {
@@ -136,6 +141,7 @@ for (const happened of ["input", "change"]) {
     if (target.form !== form || target === keyField) return;
     if (target === form.elements.model) {
       wantedModel = target.value;
+      composer.pictures.allow(seeing.has(wantedModel));
       document.title = `${wantedModel} · Penstock`;
     }
     target.setCustomValidity("");

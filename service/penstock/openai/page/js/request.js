@@ -35,10 +35,17 @@ export function requestBody(settings, turns) {
 function messages(system, turns) {
   const list = system.trim() ? [{ role: "system", content: system }] : [];
   for (const turn of turns) {
-    if (turn.role === "user") list.push({ role: "user", content: turn.text });
+    if (turn.role === "user") list.push({ role: "user", content: content(turn) });
     else list.push(...assistantMessages(turn));
   }
   return list;
+}
+
+/** A text alone stays a text; pictures come before what is asked of them. */
+function content({ text, pictures }) {
+  if (!pictures.length) return text;
+  const parts = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
 }
 
 function assistantMessages(answer) {

@@ -25,6 +25,7 @@ ABOUT = {"name": "get_weather", "description": "Get the weather in a city.", "pa
 TOOL = {"type": "function", "function": ABOUT}
 ADDED = {
     *("reasoning", "stop_reason", "max_model_len"),  # vLLM's
+    "input_modalities",  # OpenRouter's
     *("store", "presence_penalty", "frequency_penalty"),  # of a response, by Open Responses
 }
 """Fields of an answer that OpenAI's types do not have."""

@@ -1,12 +1,16 @@
 // The field for the next message, with the buttons that send it and stop the answer.
 
+import { Pictures } from "./pictures.js";
+
 /** On a telephone, Enter begins a line, because nobody can press Shift there; the button sends. */
 const TOUCH = matchMedia("(pointer: coarse)");
 
 export class Composer {
-  /** `on` has what the page does: send(text) and stop(). */
-  constructor({ form, field, send, stop, keys, editing, cancel }, on) {
+  /** `on` has what the page does: send(text, pictures, turn), stop(), and say(text). `pictures` are the elements for
+   * pictures, see Pictures. */
+  constructor({ form, field, send, stop, keys, editing, cancel, pictures }, on) {
     Object.assign(this, { form, field, send, stop, editing, on });
+    this.pictures = new Pictures({ ...pictures, target: form }, { changed: () => this.update(), say: on.say });
     this.running = false;
     this.editTurn = null;
     if (TOUCH.matches) {
@@ -36,8 +40,9 @@ export class Composer {
   }
 
   submit() {
-    const text = this.field.value.trim();
-    if (!text || this.running || !this.on.send(text, this.editTurn)) return;
+    if (!this.hasMessage() || this.running) return;
+    if (!this.on.send(this.field.value.trim(), this.pictures.chosen, this.editTurn)) return;
+    this.pictures.set([]);
     this.field.value = "";
     this.editTurn = null;
     this.editing.hidden = true;
@@ -49,6 +54,7 @@ export class Composer {
     this.editTurn = turn;
     this.editing.hidden = !turn;
     this.field.value = turn?.text ?? "";
+    this.pictures.set(turn?.pictures ?? []);
     this.update();
     this.field.focus();
   }
@@ -69,9 +75,13 @@ export class Composer {
     this.update();
   }
 
+  hasMessage() {
+    return Boolean(this.field.value.trim() || this.pictures?.chosen.length);
+  }
+
   update() {
     // With `aria-disabled` rather than `disabled` the button stays where the keyboard expects it.
-    this.send.setAttribute("aria-disabled", String(!this.field.value.trim()));
+    this.send.setAttribute("aria-disabled", String(!this.hasMessage()));
     this.field.style.height = "auto";
     this.field.style.height = `${this.field.scrollHeight}px`;
   }
