@@ -13,7 +13,6 @@ from penstock.openai.failures import ApiError
 from penstock.openai.front import front_of
 from penstock.openai.replying import answered, json_response
 
-
 IMAGES: Final = "images"
 """The client's name of the feature that a model takes pictures."""
 
