@@ -10,6 +10,8 @@ from tests.docs.pages import ROOT, text_of
 
 def test_every_architecture_has_a_row() -> None:
     named = re.findall(
-        r"^\| `(\w+ForCausalLM)` \| [^|]+ \| [^|]+ \|$", text_of(ROOT / "docs" / "models.md"), re.M
+        r"^\| `(\w+For(?:CausalLM|ConditionalGeneration))` \| [^|]+ \| [^|]+ \|$",
+        text_of(ROOT / "docs" / "models.md"),
+        re.M,
     )
     assert sorted(named) == sorted(ARCHITECTURES)

@@ -41,6 +41,8 @@ NAMES = (
     "lfm2",
 )
 """The folders in GOLDEN. Every test that compares all models with PyTorch takes its names from here."""
+WITH_PICTURES = ("qwen2_5_vl", "qwen3_vl")
+"""The further folders in GOLDEN, whose prompts have pictures."""
 CONFIG = EngineConfig(
     dtype="float32",
     max_num_seqs=4,

@@ -79,7 +79,7 @@ class Sequence:
         self._empty = tuple(map(_empty, config.cache.layers))
         self._decodes = config.cache.has_state
 
-        def step(leaves, token_ids, positions, num_tokens, kv, *, decode_only):
+        def step(leaves, token_ids, positions, num_tokens, kv, media, *, decode_only):
             model = params.bind(config, leaves, dtype, linear)
             starts = positions[:1]
             meta = make_meta(
@@ -95,7 +95,7 @@ class Sequence:
             )
             meta = meta._replace(positions=positions, num_tokens=jnp.int32(len(token_ids)))
             metas = (meta,) * (max(config.cache.group_of) + 1)
-            hidden, kv = model(token_ids, positions, kv, metas, attention=contiguous_attention)
+            hidden, kv = model(token_ids, positions, kv, metas, attention=contiguous_attention, media=media)
             return model.logits(hidden, meta.num_tokens), kv
 
         self._step = functools.partial(jax.jit(step, static_argnames="decode_only"), self.leaves)
@@ -104,8 +104,10 @@ class Sequence:
     def reset(self) -> None:
         self.kv, self.length = self._empty, 0
 
-    def feed(self, tokens, chunk: int = CHUNK) -> np.ndarray:
-        """Appends tokens. Returns the logits after the last one, float32 [V]."""
+    def feed(self, tokens, chunk: int = CHUNK, media=None) -> np.ndarray:
+        """Appends tokens. Returns the logits after the last one, float32 [V]. `media`: a function from the
+        positions of a chunk, padding included, to its MediaInputs.
+        """
         for begin in range(0, len(tokens), chunk):
             part = tokens[begin : begin + chunk]
             decode_only = self._decodes and len(part) == 1
@@ -115,7 +117,12 @@ class Sequence:
             token_ids[: len(part)] = part
             positions[: len(part)] = np.arange(self.length, self.length + len(part))
             logits, self.kv = self._step(
-                token_ids, positions, jnp.int32(len(part)), self.kv, decode_only=decode_only
+                token_ids,
+                positions,
+                jnp.int32(len(part)),
+                self.kv,
+                None if media is None else media(positions),
+                decode_only=decode_only,
             )
             self.length += len(part)
             last = np.array(logits[len(part) - 1])

@@ -348,6 +348,8 @@ def test_the_registry_has_the_promised_architectures():
         "Qwen2ForCausalLM",
         "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
         "Qwen3MoeForCausalLM",
         "SeedOssForCausalLM",
         "SmolLM3ForCausalLM",

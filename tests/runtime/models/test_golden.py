@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from penstock.runtime.loading.checkpoint import load_config, load_weights
-from tests.support.goldens import GOLDEN, NAMES
+from tests.support.goldens import GOLDEN, NAMES, WITH_PICTURES
 
 
 def test_every_golden_is_compared():
-    assert sorted(NAMES) == sorted(folder.parent.name for folder in GOLDEN.glob("*/config.json"))
+    assert sorted((*NAMES, *WITH_PICTURES)) == sorted(
+        folder.parent.name for folder in GOLDEN.glob("*/config.json")
+    )
 
 
 def log_softmax(logits):

@@ -26,6 +26,7 @@ from penstock.runtime.models.layers.attention import Attention
 from penstock.runtime.models.layers.experts import Experts
 from penstock.runtime.models.layers.inputs import Angles, LayerInputs, Residual
 from penstock.runtime.models.layers.latent import LatentAttention
+from penstock.runtime.models.layers.media import MediaInputs
 from penstock.runtime.models.layers.mlp import MLP
 from penstock.runtime.models.layers.mlp_and_experts import MLPAndExperts
 from penstock.runtime.models.layers.per_layer import PerLayerAddition, PerLayerInputs
@@ -33,6 +34,8 @@ from penstock.runtime.models.layers.recurrent.short_conv import ShortConv
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, logits
 from penstock.runtime.models.norms import RMSNorm, Vector
 from penstock.runtime.models.pools import PoolPlanners, Pools
+from penstock.runtime.models.vision.inputs import VisionInputs
+from penstock.runtime.models.vision.tower import VisionTower
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, paged_attention
 from penstock.runtime.ops.native.norm import can_normalize
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT, RecurrentOps
@@ -149,6 +152,8 @@ class CausalLM(nnx.Module):
         )
         self.norm = RMSNorm(hidden, config.rms_norm_eps, planners, offset=config.norm_offset)
         self.lm_head = None if tied else Linear(hidden, {"lm_head": vocab}, dtype, planners, linear=linear)
+        vision = config.vision
+        self.visual = None if vision is None else VisionTower(vision, dtype, linear, planners)
         self.vectors = nnx.Param(jnp.zeros((planners.vectors.size,), dtype))
         num_scales, num_floats = planners.scales.size, planners.floats.size
         self.scales = nnx.Param(jnp.zeros((2, num_scales), jnp.float32)) if num_scales else None
@@ -185,15 +190,17 @@ class CausalLM(nnx.Module):
         *,
         attention: AttentionOp = paged_attention,
         recurrent: RecurrentOps = XLA_RECURRENT,
+        media: MediaInputs | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Runs a ragged batch of tokens through the decoder.
 
         token_ids, positions: int32 [T]. kv: one cache for each layer that has its own. metas: the row and
-        page of each token, one for each group of the cache's layers. Returns the hidden states before the
-        final norm [T, E] in the model's dtype, and the new caches.
+        page of each token, one for each group of the cache's layers. media: where rows of the batch may have
+        pictures; None: no row has. Returns the hidden states before the final norm [T, E] in the model's
+        dtype, and the new caches.
         """
         inputs = LayerInputs(
-            angles=Angles(positions),
+            angles=Angles(positions, None if media is None else media.positions),
             metas=metas,
             attention=attention,
             recurrent=recurrent,
@@ -201,6 +208,7 @@ class CausalLM(nnx.Module):
             shared_kv={},
         )
         x = self.embed_tokens(token_ids, inputs.pools)
+        x = x if media is None else media.replace(x)
         if self.config.embedding_scale != 1.0:
             x = x * np.asarray(self.config.embedding_scale, x.dtype)
         of_layers = None if self.per_layer is None else self.per_layer(token_ids, x, inputs)
@@ -211,7 +219,15 @@ class CausalLM(nnx.Module):
         for i, (layer, entry) in enumerate(zip(self.layers, entries, strict=True)):
             of_layer = None if of_layers is None else of_layers[:, i]
             x, caches[entry] = layer(x, caches[entry], inputs, of_layer)
+            x = x if media is None else media.add(x, i)
         return x, tuple(caches)
+
+    def encode(self, inputs: VisionInputs, num_patches: jax.Array) -> tuple[jax.Array, ...]:
+        """Embeddings of pictures, for a model that reads them: see `VisionTower`."""
+        if self.visual is None:
+            raise ValueError(f"{self.config.architecture} reads no pictures")
+        with jax.named_scope("vision"):
+            return self.visual(inputs, num_patches, self.pools)
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
         """hidden [R, E], of which the first num_rows count -> logits float32 [R, V], by the final norm and

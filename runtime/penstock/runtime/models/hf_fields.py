@@ -44,6 +44,12 @@ class Fields:
         for name in names:
             self.raw(name)
 
+    def rest(self) -> Mapping[str, object]:
+        """The fields that nobody has read yet, which count as read from now on."""
+        unread = {name: value for name, value in self._data.items() if name not in self._read}
+        self._read.update(unread)
+        return unread
+
     def integer(self, name: str, default: object = REQUIRED, minimum: int = 1) -> int:
         """An int of at least `minimum`; null counts as absent."""
         value = self.optional_integer(name, minimum)

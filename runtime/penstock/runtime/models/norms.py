@@ -77,3 +77,27 @@ class RMSNorm(nnx.Module):
         weight = pools.vectors[self.weight_at.columns].astype(jnp.float32) + np.float32(self.offset)
         weight = weight.reshape((1,) * (x.ndim - 1) + (-1,))
         return (wide * jax.lax.rsqrt(mean_square + np.float32(self.eps)) * weight).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm over the last dimension, in float32 (Ba et al. 2016), with weight and bias."""
+
+    def __init__(self, size: int, eps: float, planners: PoolPlanners) -> None:
+        self.weight_at, self.bias_at = planners.vectors.take(size), planners.vectors.take(size)
+        self.eps = eps
+
+    def load_rules(
+        self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
+    ) -> Iterator[tuple[ParamPath, LoadRule]]:
+        """See `HasLoadRules`."""
+        yield vector_rule((*path, "weight"), self.weight_at, dtype, stored)
+        yield vector_rule((*path, "bias"), self.bias_at, dtype, stored)
+
+    def __call__(self, x: jax.Array, pools: Pools) -> jax.Array:
+        """x [T, size] -> the same shape and dtype."""
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+        places = (self.weight_at, self.bias_at)
+        weight, bias = (pools.vectors[place.columns].astype(jnp.float32)[None] for place in places)
+        return (centred * jax.lax.rsqrt(variance + np.float32(self.eps)) * weight + bias).astype(x.dtype)

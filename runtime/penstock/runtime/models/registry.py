@@ -14,6 +14,7 @@ from penstock.runtime.models.families import (
     llama,
     mixtures,
     olmo,
+    pictures,
     variants,
 )
 from penstock.runtime.models.families.family import ModelFamily
@@ -27,6 +28,7 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
     **hybrids.FAMILIES,
     **mixtures.FAMILIES,
     **olmo.FAMILIES,
+    **pictures.FAMILIES,
     **variants.FAMILIES,
 }
 

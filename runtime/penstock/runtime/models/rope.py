@@ -2,7 +2,7 @@
 
 Sources: Su et al. 2021 (RoPE, arXiv 2104.09864); kaiokendev (linear interpolation); bloc97 and emozilla
 (dynamic NTK); Peng et al. 2023 (YaRN, arXiv 2309.00071); Meta's llama-models (llama3 scaling);
-Ding et al. 2024 (LongRoPE, arXiv 2402.13753). Semantics,
+Ding et al. 2024 (LongRoPE, arXiv 2402.13753); Wang et al. 2024 (M-RoPE, arXiv 2409.12191). Semantics,
 names and defaults follow Hugging Face transformers' `modeling_rope_utils`. Channel i turns with channel i +
 rotary_dim / 2, as in most of its checkpoints; where a checkpoint has these two side by side, its rows are put
 into our order when it is loaded.
@@ -62,6 +62,12 @@ class RopeConfig:
     serves_long: bool = False
     """Which of the two are used, for every token: keys in the cache must not depend on how long a sequence
     becomes."""
+    sections: tuple[int, ...] = ()
+    """M-RoPE: how many pairs of channels turn by the time, the row and the column of a token of a picture.
+    Empty: all turn by one position."""
+    interleaved: bool = False
+    """Whether pairs of time, row and column alternate, as long as there are such; else each section is one
+    range."""
 
     def for_context(self, max_len: int) -> RopeConfig:
         """The RoPE of a server whose sequences have at most `max_len` tokens."""
@@ -146,14 +152,28 @@ def _llama3(plain: npt.NDArray[np.float64], rope: RopeConfig) -> npt.NDArray[np.
     return plain * kept + plain / rope.factor * (1 - kept)
 
 
+def axes(rope: RopeConfig, num_pairs: int) -> npt.NDArray[np.intp]:
+    """By which of time (0), row (1) and column (2) each pair of channels turns, [num_pairs]; see
+    `RopeConfig.sections`.
+    """
+    if not rope.interleaved:
+        return np.repeat(np.arange(3), rope.sections)
+    found = np.zeros(num_pairs, np.intp)
+    for axis in (1, 2):
+        found[axis : 3 * rope.sections[axis] : 3] = axis
+    return found
+
+
 def cos_sin(rope: RopeConfig, rotary_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines for positions int32 [T]: two float32 [T, rotary_dim / 2].
+    """Cosines and sines for positions int32 [T], or [3, T] with `sections`: two float32 [T, rotary_dim / 2].
 
     Dynamic NTK is defined per position: below `original_max_positions` nothing is scaled; position p beyond
     it uses the base for a context of p + 1. That is what transformers computes token by token with a cache,
     and it does not depend on how a prompt is cut into chunks.
     """
-    position = positions.astype(jnp.float32)[:, None]
+    position = positions.astype(jnp.float32)[..., None]
+    if positions.ndim == 2:
+        position = positions.astype(jnp.float32)[axes(rope, rotary_dim // 2)].T
     angle = position * jnp.asarray(inverse_frequencies(rope, rotary_dim))[None, :]
     if rope.kind == "dynamic":
         limit = np.float32(rope.original_max_positions)

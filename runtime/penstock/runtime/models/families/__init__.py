@@ -6,8 +6,9 @@ gemma.py    Gemma 2 and 3
 gemma4.py   Gemma 4
 olmo.py     OLMo 2 and 3
 variants.py Granite, Ministral 3, Phi-3, Seed-OSS and SmolLM 3
-rotation.py LongRoPE's fields, and what must be so of any RoPE
+rotation.py LongRoPE's and M-RoPE's fields, and what must be so of any RoPE
 llama.py    the pre-norm decoders that differ by a few switches
 deepseek.py latent attention
 mixtures/   mixtures of experts
+pictures/   models that read pictures
 """

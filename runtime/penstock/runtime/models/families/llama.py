@@ -11,6 +11,7 @@ from penstock.runtime.models.config import AttentionConfig, LayerConfig, MLPConf
 from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.families.reading import read_layer_types, read_model, read_rope, read_sizes
 from penstock.runtime.models.hf_fields import Fields
+from penstock.runtime.models.rope import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Traits:
     qkv_bias, o_bias: fixed by the architecture, or None if `attention_bias` decides. windows: "none"; "all":
     every layer has sliding_window; "layer_types": that field and use_sliding_window decide. head_dim: the
     default; None: hidden_size / num_attention_heads. kv_heads: see `read_sizes`. ignored: see `ModelFamily`.
+    theta, eps: the defaults of rope_theta and rms_norm_eps. mrope: see `read_rope`. window_layers: the
+    default of max_window_layers.
     """
 
     model_type: str
@@ -31,6 +34,10 @@ class Traits:
     head_dim: int | None = None
     kv_heads: int | None = None
     ignored: tuple[str, ...] = ()
+    theta: float = 10_000.0
+    eps: float = 1e-6
+    mrope: RopeConfig | None = None
+    window_layers: int = 28
 
 
 TRAITS: Mapping[str, Traits] = {
@@ -43,13 +50,14 @@ TRAITS: Mapping[str, Traits] = {
 }
 
 
-def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
+def parse_decoder(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
+    """The decoder that the fields describe. Raises ConfigError with all problems."""
     fields.only("model_type", traits.model_type)
     fields.only("hidden_act", "silu")
     fields.only("pretraining_tp", 1)
     fields.only("rope_interleaved", False)
     sizes = read_sizes(fields, head_dim=traits.head_dim, kv_heads=traits.kv_heads)
-    rope = read_rope(fields, sizes.max_positions)
+    rope = read_rope(fields, sizes.max_positions, theta=traits.theta, mrope=traits.mrope)
     bias = traits.qkv_bias is None and fields.boolean("attention_bias", False)
     mlp = MLPConfig(
         intermediate_size=fields.integer("intermediate_size"),
@@ -72,7 +80,7 @@ def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
         )
         for window in _windows(fields, traits, sizes.num_layers)
     ]
-    return read_model(architecture, fields, sizes, layers)
+    return read_model(architecture, fields, sizes, layers, eps=traits.eps)
 
 
 def _windows(fields: Fields, traits: Traits, num_layers: int) -> tuple[int | None, ...]:
@@ -88,7 +96,7 @@ def _windows(fields: Fields, traits: Traits, num_layers: int) -> tuple[int | Non
         named = fields.optional_integer("sliding_window")
         if use:
             window = 4096 if named is None and "sliding_window" not in fields else named
-        first = fields.integer("max_window_layers", 28, minimum=0)
+        first = fields.integer("max_window_layers", traits.window_layers, minimum=0)
     default = tuple(window if layer >= first else None for layer in range(num_layers))
     kinds = tuple("full_attention" if w is None else "sliding_attention" for w in default)
     types = read_layer_types(fields, kinds, ("full_attention", "sliding_attention"))
@@ -101,6 +109,6 @@ def _windows(fields: Fields, traits: Traits, num_layers: int) -> tuple[int | Non
 
 
 FAMILIES: Mapping[str, ModelFamily] = {
-    name: ModelFamily(parse=functools.partial(_parse, traits=traits), ignored=traits.ignored)
+    name: ModelFamily(parse=functools.partial(parse_decoder, traits=traits), ignored=traits.ignored)
     for name, traits in TRAITS.items()
 }

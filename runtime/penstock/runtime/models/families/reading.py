@@ -8,11 +8,11 @@ format are read: `rope_parameters`, `dtype`, `layer_types` (transformers 5) and 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.runtime.models.config import DTYPES, LayerConfig, ModelConfig
-from penstock.runtime.models.families.rotation import check_rotation, read_longrope
+from penstock.runtime.models.families.rotation import check_rotation, read_longrope, read_sections
 from penstock.runtime.models.hf_fields import REQUIRED, Fields
 from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
 from penstock.runtime.models.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor
@@ -185,19 +185,23 @@ def read_rope(
     partial: float | None = None,
     original: int | None = None,
     others: Collection[str] = (),
+    mrope: RopeConfig | None = None,
 ) -> RopeConfig:
     """RoPE from rope_parameters, or from rope_scaling with the top-level rope_theta.
 
     theta: the family's default of rope_theta. partial: its default of partial_rotary_factor; None: it rotates
     all channels and knows no such field. original: its default of original_max_position_embeddings, which
-    wins over that of the objects. others: further fields of the objects, which the family reads.
+    wins over that of the objects. others: further fields of the objects, which the family reads. mrope: the
+    family's M-RoPE, whose sections are the default; None: it has none.
     """
     theta = fields.number("rope_theta", theta)
     original = fields.optional_integer("original_max_position_embeddings") or original
     share = _partial(fields, 1.0 if partial is None else partial, known=partial is not None)
     objects = {name: fields.mapping(name) for name in ("rope_scaling", "rope_parameters")}
     known = partial is not None
-    return _one_rope(fields, objects, theta, original, max_positions, share, partial=known, others=others)
+    return _one_rope(
+        fields, objects, theta, original, max_positions, share, partial=known, others=others, mrope=mrope
+    )
 
 
 def _one_rope(
@@ -210,18 +214,23 @@ def _one_rope(
     *,
     partial: bool = False,
     others: Collection[str] = (),
+    mrope: RopeConfig | None = None,
 ) -> RopeConfig:
     """What all objects say that are not empty, from their names to them."""
     parsed: list[RopeConfig] = []
     for name, data in objects.items():
         if data:
             inner = Fields(data, f"{name}.", fields.problems)
-            parsed.append(read_rope_variant(inner, theta, original, max_positions, share, partial=partial))
+            variant = read_rope_variant(inner, theta, original, max_positions, share, partial=partial)
+            parsed.append(variant if mrope is None else read_sections(inner, variant, mrope))
             inner.ignore(others)
             inner.refuse_unread()
     if len(parsed) == 2 and parsed[0] != parsed[1]:
         fields.problem("rope_scaling", "contradicts rope_parameters")
-    rope = parsed[0] if parsed else RopeConfig(theta=theta, partial_rotary_factor=share)
+    plain = RopeConfig(theta=theta, partial_rotary_factor=share)
+    if mrope is not None:
+        plain = replace(plain, sections=mrope.sections, interleaved=mrope.interleaved)
+    rope = parsed[0] if parsed else plain
     if rope.theta <= 1:
         fields.problem("rope_theta", f"must be above 1, not {rope.theta:g}")
     return rope
@@ -252,7 +261,7 @@ def read_rope_variant(
     """
     old_kind, new_kind = fields.raw("type"), fields.raw("rope_type")
     kind = new_kind or old_kind or "default"
-    kind = "longrope" if kind == "su" else kind  # what older files call it
+    kind = "longrope" if kind == "su" else "default" if kind == "mrope" else kind  # names in older files
     share = _partial(fields, share, known=partial or kind == "proportional")
     theta = fields.number("rope_theta", theta)
     if kind not in ROPE_KINDS:

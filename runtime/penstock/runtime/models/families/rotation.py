@@ -1,8 +1,9 @@
-"""LongRoPE's fields, and what must be so of any RoPE that a config.json describes."""
+"""LongRoPE's and M-RoPE's fields, and what must be so of any RoPE that a config.json describes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from penstock.runtime.models.config import AttentionConfig, LatentConfig, RecurrentConfig
@@ -43,6 +44,26 @@ def _factors(fields: Fields, name: str) -> tuple[float, ...]:
     return tuple(float(v) for v in numbers)
 
 
+def read_sections(fields: Fields, rope: RopeConfig, family: RopeConfig) -> RopeConfig:
+    """The RoPE with M-RoPE's sections. `family`: whose sections are the default, and which says whether they
+    are interleaved.
+    """
+    if rope.kind not in ("default", "linear", "yarn", "llama3"):
+        fields.problem("rope_type", f"{rope.kind!r} is not supported with mrope_section")
+    if fields.boolean("mrope_interleaved", family.interleaved) != family.interleaved:
+        fields.problem("mrope_interleaved", f"must be {str(family.interleaved).lower()} in this family")
+    listed = fields.raw("mrope_section")
+    sections = family.sections if listed is None else listed
+    if (
+        not isinstance(sections, list | tuple)
+        or len(sections) != 3
+        or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sections)
+    ):
+        fields.problem("mrope_section", f"must be three numbers of pairs of channels, not {sections!r}")
+        return rope
+    return replace(rope, sections=tuple(sections), interleaved=family.interleaved)
+
+
 def check_rotation(fields: Fields, attention: AttentionConfig | LatentConfig | RecurrentConfig) -> None:
     """Notes a problem unless whole pairs of channels are rotated, each of which has its factors."""
     if not isinstance(attention, AttentionConfig) or attention.rope is None:
@@ -50,6 +71,9 @@ def check_rotation(fields: Fields, attention: AttentionConfig | LatentConfig | R
     pairs, rest = divmod(attention.rotary_dim, 2)
     if rest or not pairs:
         fields.problem("partial_rotary_factor", f"rotates {attention.rotary_dim} channels of a head")
+    sections = () if attention.rope.interleaved else attention.rope.sections
+    if sections and sum(sections) != pairs:
+        fields.problem("mrope_section", f"must have {pairs} pairs together, not {sum(sections)}")
     if attention.rope.kind != "longrope":
         return
     for name, factors in (

@@ -22,9 +22,11 @@ from penstock.runtime.ops.recurrent.operations import RecurrentOps
 class Angles:
     """What depends on the tokens' positions alone. Layers with the same rotation share one computation."""
 
-    def __init__(self, positions: jax.Array) -> None:
-        """`positions`: int32 [T]."""
-        self._positions = positions
+    def __init__(self, positions: jax.Array, rotary: jax.Array | None = None) -> None:
+        """positions: int32 [T]. rotary: the positions by which M-RoPE turns, int32 [3, T]; None: all three
+        are `positions`.
+        """
+        self._positions, self._rotary = positions, rotary
         self._turns: dict[tuple[RopeConfig, int], tuple[jax.Array, jax.Array]] = {}
         self._scales: dict[QueryScaling, jax.Array] = {}
 
@@ -32,7 +34,8 @@ class Angles:
         """Cosines and sines of RoPE's angles, each float32 [T, rotary_dim / 2]."""
         key = (config, rotary_dim)
         if key not in self._turns:
-            self._turns[key] = rope.cos_sin(config, rotary_dim, self._positions)
+            rotary = self._rotary if config.sections else None
+            self._turns[key] = rope.cos_sin(config, rotary_dim, self._positions if rotary is None else rotary)
         return self._turns[key]
 
     def query_scale(self, scaling: QueryScaling) -> jax.Array:

@@ -1,0 +1,53 @@
+"""What reads the pictures of a model, as frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+VisionActivation = Literal["silu", "gelu_tanh", "gelu"]
+"""The activation of an MLP over patches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """The part of a model that makes embeddings of pictures: a transformer over patches, of which a square of
+    merge_size x merge_size becomes one token.
+
+    gated: the MLPs are gated; rms_norms: norms are by root mean square, else layer norms. patch_bias: the
+    product that reads patches has one. position_side: a learned table of position_side^2 positions is
+    interpolated to the picture's grid; None: there is none. deepstack: the blocks (from 0) whose outputs are
+    merged too, and added to what the first layers of the decoder give. window: patches of a side of the
+    windows within which blocks attend, but for those in full_blocks; None: all blocks attend to the whole
+    picture. out_size: channels of a token, those of the decoder.
+    """
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    out_size: int
+    patch_size: int
+    image_token_id: int
+    video_token_id: int
+    in_channels: int = 3
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    activation: VisionActivation = "gelu_tanh"
+    gated: bool = False
+    rms_norms: bool = False
+    patch_bias: bool = True
+    position_side: int | None = None
+    deepstack: tuple[int, ...] = ()
+    window: int | None = None
+    full_blocks: tuple[int, ...] = ()
+    rope_theta: float = 10_000.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_features(self) -> int:
+        """How many values one patch has."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2

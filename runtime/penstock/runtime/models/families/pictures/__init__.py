@@ -1,0 +1,10 @@
+"""Families whose models also read pictures, published as `...ForConditionalGeneration`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.runtime.models.families.family import ModelFamily
+from penstock.runtime.models.families.pictures import qwen
+
+FAMILIES: Mapping[str, ModelFamily] = {**qwen.FAMILIES}

@@ -1,0 +1,66 @@
+"""Attention of patches within spans, in blocks, so that memory grows with the patches and not with their
+square (the online softmax of Milakov and Gimelshein 2018, as in FlashAttention).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_FAR_BELOW = np.float32(-1e30)
+"""A score of what is not attended to; finite, so that differences of such scores are numbers."""
+
+
+def attend_spans(
+    q: jax.Array, k: jax.Array, v: jax.Array, spans: jax.Array, *, scale: float, block: int
+) -> jax.Array:
+    """Attention of each of N patches to the patches of its span: q, k, v [N, heads, D] -> [N, heads, D].
+
+    spans: begin and end for each patch, int32 [2, N], at least one patch long and close together for patches
+    that are. block: how many patches are computed with how many at a time; only blocks that a span touches
+    are. Values must be finite, also those of padding.
+    """
+    num, heads, dim = q.shape
+    size = min(block, num)
+    blocks = -(-num // size)
+    extra = blocks * size - num
+    q, k, v = (jnp.pad(x, ((0, extra), (0, 0), (0, 0))).transpose(1, 0, 2) for x in (q, k, v))
+    spans = jnp.pad(spans, ((0, 0), (0, extra)), mode="edge")
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+    def product(equation: str, one: jax.Array, other: jax.Array) -> jax.Array:
+        scores: jax.Array = jnp.einsum(
+            equation, one, other, precision=precision, preferred_element_type=jnp.float32
+        )
+        return scores
+
+    def of_block(number: jax.Array) -> jax.Array:
+        queries = jax.lax.dynamic_slice_in_dim(q, number * size, size, axis=1)
+        begin, end = jax.lax.dynamic_slice_in_dim(spans, number * size, size, axis=1)
+
+        def take(at: jax.Array, so_far: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            top, total, out = so_far
+            keys = jax.lax.dynamic_slice_in_dim(k, at * size, size, axis=1)
+            values = jax.lax.dynamic_slice_in_dim(v, at * size, size, axis=1)
+            where = at * size + jnp.arange(size, dtype=jnp.int32)
+            seen = (where[None] >= begin[:, None]) & (where[None] < end[:, None])
+            scores = product("hqd,hkd->hqk", queries, keys) * np.float32(scale)
+            scores = jnp.where(seen[None], scores, _FAR_BELOW)
+            new_top = jnp.maximum(top, scores.max(axis=2))
+            shares = jnp.where(seen[None], jnp.exp(scores - new_top[..., None]), np.float32(0))
+            kept = jnp.exp(top - new_top)
+            out = out * kept[..., None] + product("hqk,hkd->hqd", shares.astype(v.dtype), values)
+            return new_top, total * kept + shares.sum(axis=2), out
+
+        start = (
+            jnp.full((heads, size), _FAR_BELOW),
+            jnp.zeros((heads, size), jnp.float32),
+            jnp.zeros((heads, size, dim), jnp.float32),
+        )
+        first, last = begin.min() // size, (end.max() + size - 1) // size
+        _, total, out = jax.lax.fori_loop(first, last, take, start)
+        return jnp.asarray(out / total[..., None], q.dtype)
+
+    out: jax.Array = jax.lax.map(of_block, jnp.arange(blocks, dtype=jnp.int32))  # [blocks, heads, size, D]
+    return out.transpose(0, 2, 1, 3).reshape(blocks * size, heads, dim)[:num]

@@ -1,0 +1,162 @@
+"""What the encoder of pictures is given, made of pictures in numpy, and where their tokens stand for M-RoPE.
+
+A picture is a grid of patches. They come in the order of the checkpoints' processors: the patches of one
+token, merge_size x merge_size of them, lie side by side, and tokens come row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.runtime.models.configs.vision import VisionConfig
+from penstock.runtime.requests.media import MediaItem, RotaryPositions
+
+Ints: TypeAlias = NDArray[np.int32]
+Floats: TypeAlias = NDArray[np.float32]
+
+
+class VisionInputs(NamedTuple):
+    """The inputs of one call of the encoder, for several pictures. N patches, padding included.
+
+    A patch attends to patches from `begin` to `end`. Padding attends to itself.
+    """
+
+    patches: Floats
+    """[N, values of a patch]. Where blocks have windows, patches come window by window in each picture."""
+    places: Ints
+    """Row and column of each patch in its picture, [2, N]."""
+    frames: Ints
+    """begin and end of the patch's picture (of its frame, if that had several), [2, N]."""
+    windows: Ints | None
+    """begin and end of the patch's window, [2, N]; None: the model has no windows."""
+    corners: Ints | None
+    """The four positions of the learned table that lie around the patch, [N, 4]; None: the model has none."""
+    weights: Floats | None
+    """How much each of them counts, [N, 4]."""
+    order: Ints | None
+    """For each token in the prompt's order, which one of the encoder's it is, [N / merge_size^2]; None: the
+    same order."""
+
+
+def tokens_of(config: VisionConfig, grid: tuple[int, int, int]) -> int:
+    """How many tokens of the prompt a picture of this grid has."""
+    frames, rows, columns = grid
+    return frames * (rows // config.merge_size) * (columns // config.merge_size)
+
+
+def vision_inputs(config: VisionConfig, pictures: Sequence[MediaItem], bucket: int) -> VisionInputs:
+    """The inputs for these pictures, padded to `bucket` patches. Their shapes depend on config and bucket
+    only.
+
+    Raises ValueError if the pictures have more patches than the bucket, if the bucket is no multiple of
+    merge_size^2, or if a picture's patches do not fit its grid.
+    """
+    per_token = config.merge_size**2
+    for picture in pictures:
+        _check(config, picture)
+    grids = [picture.grid for picture in pictures]
+    count = sum(frames * rows * columns for frames, rows, columns in grids)
+    if bucket % per_token or count > bucket:
+        raise ValueError(f"{count} patches do not fit a bucket of {bucket}")
+    patches = np.zeros((bucket, config.patch_features), np.float32)
+    if pictures:
+        patches[:count] = np.concatenate([picture.patches for picture in pictures])
+    numbers = np.arange(bucket, dtype=np.int32)
+    sizes, places = np.ones((2, bucket), np.int32), np.zeros((2, bucket), np.int32)
+    spans = np.stack([numbers, numbers + 1])
+    at = 0
+    for frames, rows, columns in grids:
+        for _ in range(frames):
+            end = at + rows * columns
+            places[:, at:end] = _places(rows, columns, config.merge_size)
+            sizes[:, at:end] = [[rows], [columns]]
+            spans[:, at:end] = [[at], [end]]
+            at = end
+    corners, weights = None, None
+    if config.position_side is not None:
+        corners, weights = _interpolation(places, sizes, config.position_side)
+    if config.window is None:
+        return VisionInputs(patches, places, spans, None, corners, weights, None)
+    by_window, windows = _by_windows(places, spans, count, config.window, per_token)
+    return VisionInputs(
+        patches=patches[by_window],
+        places=places[:, by_window],
+        frames=spans,  # the order within a frame alone changes
+        windows=windows,
+        corners=None if corners is None else corners[by_window],
+        weights=None if weights is None else weights[by_window],
+        order=np.argsort(by_window[::per_token]).astype(np.int32),
+    )
+
+
+def rotary_positions(config: VisionConfig, prompt_len: int, pictures: Sequence[MediaItem]) -> RotaryPositions:
+    """Where the tokens of a prompt stand for M-RoPE. `pictures`: in the order of the prompt.
+
+    The tokens of a picture have one time; what follows stands behind its longer side. Raises ValueError if a
+    picture is not where the prompt can have it, or has not as many tokens as its grid.
+    """
+    positions = np.zeros((3, prompt_len), np.int32)
+    at, position = 0, 0
+    for picture in pictures:
+        begin, end = picture.start, picture.end
+        if begin < at or end > prompt_len or picture.num_tokens != tokens_of(config, picture.grid):
+            raise ValueError(
+                f"a picture of grid {picture.grid} cannot be tokens {begin} to {end} of the prompt"
+            )
+        positions[:, at:begin] = np.arange(position, position + begin - at)
+        position += begin - at
+        grid = (picture.grid[0], *(size // config.merge_size for size in picture.grid[1:]))
+        positions[:, begin:end] = position + np.indices(grid).reshape(3, -1)
+        position += max(grid[1:])
+        at = end
+    positions[:, at:] = np.arange(position, position + prompt_len - at)
+    return RotaryPositions(positions, int(positions.max(initial=-1)) + 1 - prompt_len)
+
+
+def _check(config: VisionConfig, picture: MediaItem) -> None:
+    frames, rows, columns = picture.grid
+    if min(picture.grid) < 1 or rows % config.merge_size or columns % config.merge_size:
+        raise ValueError(f"a picture's grid must be whole squares of {config.merge_size}, not {picture.grid}")
+    expected = (frames * rows * columns, config.patch_features)
+    if picture.patches.shape != expected:
+        raise ValueError(
+            f"a picture of grid {picture.grid} must have patches {expected}, not {picture.patches.shape}"
+        )
+
+
+def _places(rows: int, columns: int, merge: int) -> Ints:
+    """Row and column of each patch of one frame, [2, rows * columns]."""
+    squares = np.indices((rows, columns)).reshape(2, rows // merge, merge, columns // merge, merge)
+    return squares.transpose(0, 1, 3, 2, 4).reshape(2, -1).astype(np.int32)
+
+
+def _interpolation(places: Ints, sizes: Ints, side: int) -> tuple[Ints, Floats]:
+    """Corners and weights of bilinear interpolation; the table's corners are those of the picture."""
+    where = places.astype(np.float32) * np.float32(side - 1) / np.maximum(sizes - 1, 1).astype(np.float32)
+    low = np.floor(where)
+    near = np.minimum(low[:, None] + [[[0], [1]]], side - 1).astype(np.int32)  # [2, low or high, N]
+    share = np.maximum(1 - np.abs(where[:, None] - low[:, None] - [[[0], [1]]]), 0).astype(np.float32)
+    corners = near[0][:, None] * side + near[1][None]
+    weights = share[0][:, None] * share[1][None]
+    return corners.reshape(4, -1).T.copy(), weights.reshape(4, -1).T.copy()
+
+
+def _by_windows(
+    places: Ints, spans: Ints, count: int, window: int, per_token: int
+) -> tuple[NDArray[np.intp], Ints]:
+    """(the patches in the order of their windows [N], begin and end of each one's window [2, N])."""
+    tall, wide = places[:, :count] // window
+    begin = spans[0, :count]
+    tokens = np.arange(count) // per_token
+    ordered = np.arange(spans.shape[1])
+    ordered[:count] = np.lexsort((np.arange(count), tokens, wide, tall, begin))
+    keys = np.stack([begin, tall, wide])[:, ordered[:count]]
+    changes = np.flatnonzero(np.any(keys[:, 1:] != keys[:, :-1], axis=0)) + 1
+    edges = np.concatenate([[0], changes, [count]]).astype(np.int32)
+    windows = spans.copy()
+    windows[:, :count] = np.repeat(np.stack([edges[:-1], edges[1:]]), np.diff(edges), axis=1)
+    return ordered, windows

@@ -1,0 +1,149 @@
+"""config.json of models that read pictures: what published ones say, and what is refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.models.configs.vision import VisionConfig
+from penstock.runtime.models.params import load_rules
+from penstock.runtime.models.registry import parse_config
+from penstock.runtime.models.rope import RopeConfig
+from tests.support.goldens import GOLDEN, WITH_PICTURES
+from tests.support.models.configs import one_layer, published, rope_of, windows
+
+QWEN2_5 = published("Qwen2.5-VL-3B-Instruct")
+QWEN3 = published("Qwen3-VL-4B-Instruct")
+
+
+def test_published_qwen2_5_vl() -> None:
+    config = parse_config(QWEN2_5)
+    assert rope_of(config) == RopeConfig(theta=1e6, sections=(16, 24, 24))
+    assert one_layer(config).attention.qkv_bias
+    assert windows(config) == (None,) * 36
+    assert (config.dtype, config.tie_word_embeddings) == ("bfloat16", True)
+    assert config.vision == VisionConfig(
+        depth=32,
+        hidden_size=1280,
+        intermediate_size=3420,
+        num_heads=16,
+        out_size=2048,
+        patch_size=14,
+        image_token_id=151655,
+        video_token_id=151656,
+        activation="silu",
+        gated=True,
+        rms_norms=True,
+        patch_bias=False,
+        window=8,
+        full_blocks=(7, 15, 23, 31),
+    )
+
+
+def test_published_qwen3_vl() -> None:
+    config = parse_config(QWEN3)
+    assert rope_of(config) == RopeConfig(theta=5e6, sections=(24, 20, 20), interleaved=True)
+    assert one_layer(config).attention.qk_norm == "head"
+    assert (config.dtype, config.tie_word_embeddings, config.hidden_size) == ("bfloat16", True, 2560)
+    assert config.eos_token_ids == (151645,)
+    assert config.vision == VisionConfig(
+        depth=24,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_heads=16,
+        out_size=2560,
+        patch_size=16,
+        image_token_id=151655,
+        video_token_id=151656,
+        position_side=48,
+        deepstack=(5, 11, 17),
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "text", "visual"),
+    [(QWEN2_5, "model.", "visual."), (QWEN3, "model.language_model.", "model.visual.")],
+)
+def test_tensors_of_published_checkpoints(data: dict[str, Any], text: str, visual: str) -> None:
+    names = {tensor.name: tensor.shape for tensor in load_rules(parse_config(data)).tensors}
+    size = data["vision_config"]["hidden_size"]
+    side = data["vision_config"]["patch_size"]
+    assert names[f"{visual}patch_embed.proj.weight"] == (size, 3, 2, side, side)
+    assert names[f"{visual}blocks.0.attn.qkv.weight"] == (3 * size, size)
+    assert f"{text}layers.35.mlp.down_proj.weight" in names
+    assert f"{text}embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    assert all(name.startswith((text, visual)) for name in names)
+
+
+def test_the_decoders_fields_may_be_at_either_level_or_at_both() -> None:
+    """Versions of transformers differ in where they write them."""
+    outer = [name for name in QWEN2_5 if name.startswith(("vision", "image", "video", "transformers"))]
+    outer.append("architectures")
+    text = {name: value for name, value in QWEN2_5.items() if name not in outer}
+    text = {**text, "model_type": "qwen2_5_vl_text"}
+    around = {name: value for name, value in QWEN2_5.items() if name in outer}
+    around["model_type"] = "qwen2_5_vl"
+    old = parse_config(QWEN2_5)
+    assert parse_config({**around, "text_config": text}) == old
+    assert parse_config({**QWEN2_5, "text_config": text}) == old
+    new = {name: value for name, value in text.items() if name not in ("rope_scaling", "rope_theta")}
+    new["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    assert parse_config({**around, "text_config": new}) == old
+    with pytest.raises(ConfigError, match="rope_theta"):
+        parse_config({**QWEN2_5, "rope_theta": 5.0, "text_config": text})
+
+
+VISION = "vision_config"
+TEXT = "text_config"
+
+
+@pytest.mark.parametrize(
+    ("where", "field", "value", "named"),
+    [
+        (None, "image_token_id", -1, "image_token_id"),
+        (None, "audio_config", {"layers": 1}, "audio_config"),
+        (None, "text_config", [1], "text_config"),
+        (TEXT, "moe_layers", [1], "text_config.moe_layers"),
+        (TEXT, "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "rope_scaling.rope_type"),
+        (TEXT, "rope_scaling", {"mrope_interleaved": False}, "rope_scaling.mrope_interleaved"),
+        (TEXT, "rope_scaling", {"mrope_section": [24, 40]}, "rope_scaling.mrope_section"),
+        (TEXT, "hidden_size", 64, "vision_config.out_hidden_size"),
+        (VISION, "model_type", "siglip", "vision_config.model_type"),
+        (VISION, "hidden_act", "relu", "vision_config.hidden_act"),
+        (VISION, "num_heads", 7, "vision_config.num_heads"),
+        (VISION, "num_position_embeddings", 2300, "vision_config.num_position_embeddings"),
+        (VISION, "deepstack_visual_indexes", [5, 24], "vision_config.deepstack_visual_indexes"),
+        (VISION, "deepstack_visual_indexes", [11, 5], "vision_config.deepstack_visual_indexes"),
+        (VISION, "window_size", 112, "vision_config.window_size"),
+        (VISION, "rope_parameters", {"rope_type": "linear"}, "vision_config.rope_parameters.rope_type"),
+        (VISION, "patch_size", [16, 16], "vision_config.patch_size"),
+    ],
+)
+def test_refused_by_name(where: str | None, field: str, value: object, named: str) -> None:
+    data = json.loads(json.dumps(QWEN3))
+    (data if where is None else data[where])[field] = value
+    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
+        parse_config(data)
+
+
+def test_a_window_has_whole_tokens_and_sections_have_all_channels() -> None:
+    data = json.loads(json.dumps(QWEN2_5))
+    data["vision_config"]["window_size"] = 27
+    data["rope_scaling"]["mrope_section"] = [16, 24, 25]
+    with pytest.raises(ConfigError, match=r"window_size.*mrope_section"):
+        parse_config(data)
+
+
+@pytest.mark.parametrize("name", WITH_PICTURES)
+def test_every_field_of_a_golden_changes_the_model_or_is_known(name: str) -> None:
+    """A field of vision_config that is refused nowhere must show in what is parsed."""
+    data = json.loads((GOLDEN / name / "config.json").read_text())
+    config = parse_config(data)
+    assert config.vision is not None
+    for field in ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "in_channels"):
+        assert getattr(config.vision, field) == data["vision_config"][field]
+    assert config.vision.merge_size == data["vision_config"]["spatial_merge_size"]
+    assert config.vision.temporal_patch_size == data["vision_config"]["temporal_patch_size"]
+    assert config.vision.image_token_id == data["image_token_id"]

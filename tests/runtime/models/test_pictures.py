@@ -1,0 +1,117 @@
+"""Models that read pictures, compared with PyTorch's answers to prompts with pictures, without the engine.
+
+tests/golden has the pictures, and what transformers 5.23 computed for them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from penstock.runtime.loading.checkpoint import load_config, load_weights
+from penstock.runtime.models import params
+from penstock.runtime.models.layers.media import MediaInputs
+from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
+from tests.runtime.models.conftest import SLOTS, Sequence
+from tests.support.goldens import GOLDEN, WITH_PICTURES
+from tests.support.models.pictures import cases_of, num_patches, pictures_of
+
+BUCKET = 320
+"""Patches: what the pictures of all cases together have, and more."""
+POOL = 100
+"""Rows of the embeddings, of which some are left for no picture."""
+
+
+class Reader:
+    """A golden model, its encoder, and one sequence."""
+
+    def __init__(self, name: str) -> None:
+        self.directory = GOLDEN / name
+        config = load_config(self.directory)
+        assert config.vision is not None
+        self.config, self.vision = config, config.vision
+        state = load_weights(self.directory, config, progress=False)
+        self.sequence, self.cases = Sequence(config, state), cases_of(self.directory)
+
+        def encode(leaves: Any, inputs: Any, num_patches: Any) -> Any:
+            return params.bind(config, leaves).encode(inputs, num_patches)
+
+        self.encode = functools.partial(jax.jit(encode), params.state_to_leaves(state))
+
+    def embeddings(self, pictures: Any, bucket: int = BUCKET) -> list[np.ndarray]:
+        """The embeddings of the pictures, for each depth [tokens, E]."""
+        count = num_patches(pictures)
+        found = self.encode(vision_inputs(self.vision, pictures, bucket), np.int32(count))
+        return [np.asarray(one)[: count // self.vision.merge_size**2] for one in found]
+
+    def media(self, case: Any) -> Callable[[Any], MediaInputs]:
+        """See `Sequence.feed`. Rows of the embeddings that belong to no picture of the case are NaN."""
+        pictures = pictures_of(self.directory, case, self.vision)
+        length = len(case["prompt"])
+        rotary = rotary_positions(self.vision, length, pictures)
+        turns = np.tile(np.arange(SLOTS, dtype=np.int32) + rotary.delta, (3, 1))
+        turns[:, :length] = rotary.positions
+        rows, at = np.full(SLOTS, POOL, np.int32), 7
+        for item in pictures:
+            rows[item.start : item.end] = np.arange(at, at + item.num_tokens)
+            at += item.num_tokens
+        pool = []
+        for values in self.embeddings(pictures):
+            array = np.full((POOL, self.config.hidden_size), np.nan, np.float32)
+            array[7:at] = values
+            pool.append(jnp.asarray(array))
+        return lambda where: MediaInputs(jnp.asarray(turns[:, where]), jnp.asarray(rows[where]), tuple(pool))
+
+
+@pytest.fixture(scope="module", params=WITH_PICTURES)
+def reader(request: pytest.FixtureRequest) -> Reader:
+    return Reader(request.param)
+
+
+@pytest.mark.parametrize("case", range(3))
+@pytest.mark.parametrize("chunk", [8, 5])
+def test_matches_pytorch(reader: Reader, case: int, chunk: int) -> None:
+    expected = reader.cases[case]
+    pictures = pictures_of(reader.directory, expected, reader.vision)
+    assert [list(item.grid) for item in pictures] == expected["grid_thw"]
+    np.testing.assert_allclose(pictures[0].patches.ravel()[:8], expected["pixel_values_head"], atol=2e-6)
+    media, sequence = reader.media(expected), reader.sequence
+    sequence.reset()
+    logits = sequence.feed(expected["prompt"], chunk, media)
+    ids, values = zip(*expected["last_logits_top"], strict=True)
+    np.testing.assert_allclose(logits[list(ids)], values, rtol=1e-4)
+    tokens, logprobs = [], []
+    for _ in expected["tokens"]:
+        wide = logits.astype(np.float64) - logits.max()
+        tokens.append(int(logits.argmax()))
+        logprobs.append(float((wide - np.log(np.exp(wide).sum()))[tokens[-1]]))
+        logits = sequence.feed(tokens[-1:], media=media)
+    assert tokens == expected["tokens"]
+    np.testing.assert_allclose(logprobs, expected["logprobs"], atol=1e-4)
+
+
+def test_pictures_of_one_call_attend_to_themselves_only(reader: Reader) -> None:
+    """Alone, all in one call in any order, and in a bucket without padding: the same, but for rounding."""
+    pictures = [item for case in reader.cases for item in pictures_of(reader.directory, case, reader.vision)]
+    alone = [reader.embeddings([item]) for item in pictures]
+    exact = reader.embeddings(pictures[2:3], num_patches(pictures[2:3]))
+    for order in (range(4), (3, 1, 0, 2)):
+        together = reader.embeddings([pictures[i] for i in order])
+        for depth, found in enumerate(together):
+            np.testing.assert_allclose(found, np.concatenate([alone[i][depth] for i in order]), atol=2e-5)
+    for found, expected in zip(exact, alone[2], strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_a_picture_that_is_not_finite_spoils_no_other(reader: Reader) -> None:
+    one, other = (
+        pictures_of(reader.directory, case, reader.vision)[0] for case in (reader.cases[0], reader.cases[2])
+    )
+    expected = reader.embeddings([one])
+    other.patches[...] = np.float32(3e38)
+    for found, values in zip(reader.embeddings([one, other]), expected, strict=True):
+        np.testing.assert_allclose(found[: one.num_tokens], values, atol=2e-5)
