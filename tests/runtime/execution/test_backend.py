@@ -21,6 +21,8 @@ from penstock.runtime.execution.backend import Backend, check_required, choose_b
 from penstock.runtime.execution.kv_sizing import DeviceMemory
 from penstock.runtime.ops.attention import native_paged_attention, paged_attention
 from penstock.runtime.ops.native import library
+from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
+from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT
 from penstock.runtime.ops.sampler import native_sample, sample
 from penstock.runtime.requests.request import StoppingParams
 from tests.support.collector import GREEDY_PARAMS
@@ -57,6 +59,7 @@ def test_cpu_has_the_native_kernels_if_they_can_be_used() -> None:
     backend = choose_backend(EngineConfig(native="require"), CPU)
     assert backend.attention is native_paged_attention
     assert backend.sampler is native_sample
+    assert (backend.recurrent, backend.recurs_batch_invariantly) == (NATIVE_RECURRENT, True)
     assert backend.linear_format(BF16, int8=True).packed
     assert not backend.linear_format(F32, int8=True).packed
     query, cache = jax.ShapeDtypeStruct((1, 1, 32), F32), jax.ShapeDtypeStruct((1, 2, 1, 16, 32), F32)
@@ -71,6 +74,7 @@ def test_cpu_without_kernels_computes_with_xla() -> None:
     backend = choose_backend(EngineConfig(native="off"), CPU)
     assert backend.attention is paged_attention
     assert backend.sampler is sample
+    assert (backend.recurrent, backend.recurs_batch_invariantly) == (XLA_RECURRENT, False)
     assert not backend.linear_format(BF16, int8=False).packed
     assert (backend.sizes, backend.row_growth, backend.fixed_windows) == (CPU_SIZES, 4, False)
     assert backend.memory() is None
@@ -81,6 +85,7 @@ def test_an_accelerator_computes_with_xla_and_reports_its_memory() -> None:
     backend = chosen({"bytes_limit": 80 * GIB, "bytes_in_use": GIB})
     assert backend.attention is paged_attention
     assert backend.sampler is sample
+    assert (backend.recurrent, backend.recurs_batch_invariantly) == (XLA_RECURRENT, False)
     assert not backend.linear_format(BF16, int8=False).packed
     assert (backend.sizes, backend.row_growth, backend.fixed_windows) == (ACCELERATOR_SIZES, 2, True)
     assert backend.memory() == DeviceMemory(80 * GIB, GIB)

@@ -26,6 +26,7 @@ from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.ops.attention import AttentionOp, native_paged_attention, paged_attention
 from penstock.runtime.ops.native import attention as attention_kernels
 from penstock.runtime.ops.native import huge_pages, library
+from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT, RecurrentOps
 from penstock.runtime.ops.sampler import SamplerOp, native_sample, sample
 
@@ -56,7 +57,8 @@ class Backend:
     a layer's cache of these shapes and dtypes, and with this `value_dim`."""
     recurrent: RecurrentOps = XLA_RECURRENT
     recurs_batch_invariantly: bool = False
-    """Whether the bits that `recurrent` gives a token depend on its own row alone."""
+    """Whether the bits that `recurrent` gives a token depend on its own row alone, in sizes in which the
+    layers call themselves native."""
     sampler: SamplerOp = sample
     packed_dtype: np.dtype[np.generic] | None = None
     """Models in this dtype have their linear weights packed for the native kernels; None: no model has."""
@@ -115,6 +117,8 @@ def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
         on_xla,
         attention=native_paged_attention,
         attends_batch_invariantly=attention_kernels.supports,
+        recurrent=NATIVE_RECURRENT,
+        recurs_batch_invariantly=True,
         sampler=native_sample,
         packed_dtype=np.dtype(jnp.bfloat16),
     )

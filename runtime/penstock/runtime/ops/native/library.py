@@ -24,6 +24,8 @@ TARGETS = (
     "penstock_route",
     "penstock_experts",
     "penstock_batched",
+    "penstock_conv",
+    "penstock_recurrence",
 )
 """Handler symbols of the library; each is an FFI target of the same name on the CPU platform."""
 _NO_LIMIT = 2**63 - 1

@@ -14,6 +14,8 @@ it, which is a triangular system of equations; all else is products of matrices.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,25 @@ BLOCK_TOKENS = 64
 """Tokens that the chunked form computes at once."""
 KEY_EPS = 1e-6
 """Added to the sum of squares by which queries and keys are normalised."""
+
+
+class DeltaOp(Protocol):
+    """`gated_delta_net` as layers call it."""
+
+    def __call__(
+        self,
+        qkv: Array,
+        z: Array,
+        ba: Array,
+        state: Array,
+        meta: AttentionMeta,
+        *,
+        a_log: Array,
+        dt_bias: Array,
+        norm: Array,
+        eps: float,
+        num_key_heads: int,
+    ) -> tuple[Array, Array]: ...
 
 
 def gated_delta_net(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from penstock.runtime.ops.recurrent.conv import ConvOp, causal_conv
+from penstock.runtime.ops.recurrent.delta import DeltaOp, gated_delta_net
 from penstock.runtime.ops.recurrent.ssd import SsdOp, mamba2
 
 
@@ -14,6 +15,7 @@ class RecurrentOps(NamedTuple):
     """
 
     conv: ConvOp = causal_conv
+    delta: DeltaOp = gated_delta_net
     ssd: SsdOp = mamba2
 
 

@@ -14,6 +14,7 @@ from penstock.runtime.models.layers.recurrent.conv_weight import ConvWeight
 from penstock.runtime.models.linear import Linear, LinearFormat, project
 from penstock.runtime.models.norms import RMSNorm
 from penstock.runtime.models.pools import PoolPlanners
+from penstock.runtime.ops.native.state import can_convolve
 
 StateArrays = tuple[jax.Array, ...]
 
@@ -36,13 +37,14 @@ class ShortConv(nnx.Module):
         out = {"out_proj": model.hidden_size}
         self.out_proj = Linear(channels, out, dtype, planners, bias=bias, linear=linear)
         self.config = config
+        self.convolves_natively = can_convolve(dtype, channels, config.num_taps)
 
     @property
     def is_native(self) -> bool:
         """Whether native kernels compute everything but `recurrent.conv`, and the two products of elements
         around it, each of which XLA rounds once between two kernels.
         """
-        return self.in_proj.packed and self.out_proj.packed
+        return self.convolves_natively and self.in_proj.packed and self.out_proj.packed
 
     def __call__(
         self,

@@ -15,6 +15,8 @@ struct Vec {
   using F = __m512;
   static F Load(const float* p) { return _mm512_loadu_ps(p); }
   static void Store(float* p, F x) { _mm512_storeu_ps(p, x); }
+  // Past the caches, to an address that is a multiple of the vector's size; see _mm_sfence.
+  static void Stream(float* p, F x) { _mm512_stream_ps(p, x); }
   static F Set(float x) { return _mm512_set1_ps(x); }
   static F Add(F a, F b) { return _mm512_add_ps(a, b); }
   static F Sub(F a, F b) { return _mm512_sub_ps(a, b); }
@@ -61,6 +63,7 @@ struct Vec {
   using F = __m256;
   static F Load(const float* p) { return _mm256_loadu_ps(p); }
   static void Store(float* p, F x) { _mm256_storeu_ps(p, x); }
+  static void Stream(float* p, F x) { _mm256_stream_ps(p, x); }
   static F Set(float x) { return _mm256_set1_ps(x); }
   static F Add(F a, F b) { return _mm256_add_ps(a, b); }
   static F Sub(F a, F b) { return _mm256_sub_ps(a, b); }

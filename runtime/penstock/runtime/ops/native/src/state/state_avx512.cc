@@ -1,0 +1,10 @@
+#include "state/state_kernels.h"
+
+namespace penstock {
+
+const StateKernels& StateAvx512() {
+  static constexpr StateKernels kKernels = {Convolve, Keep, Recur, GatedNorm};
+  return kKernels;
+}
+
+}  // namespace penstock
