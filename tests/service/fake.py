@@ -58,10 +58,10 @@ from penstock.runtime.measuring.engine_state import Sources
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.model_info import ModelInfo
+from penstock.runtime.requests.fanout import PreparedPrompt
 from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
-    PreparedPrompt,
     Request,
     RequestTiming,
     StepOutput,

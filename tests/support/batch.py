@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.runtime.engine import Engine
 from penstock.runtime.requests.request import Finish, Request, StepOutput, TokenLogprobs
 from tests.support.collector import Collector, at_gate
@@ -21,6 +24,10 @@ class Answer:
     error: Exception | None
     preemptions: int
     cached_prompt_tokens: int
+    hidden: list[NDArray[np.float32]]
+    """What outputs had of hidden states, [tokens, E] each, or the pooled one, [E]."""
+    weights: int
+    """The generation of the weights that made the last output."""
 
     @classmethod
     def of(cls, outputs: Sequence[StepOutput]) -> Answer:
@@ -34,6 +41,8 @@ class Answer:
             error=last.error,
             preemptions=last.timing.preemptions,
             cached_prompt_tokens=last.timing.cached_prompt_tokens,
+            hidden=[output.hidden for output in outputs if output.hidden is not None],
+            weights=last.weights_generation,
         )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.grammar.bad_words import BadWords
-from penstock.runtime.requests.request import PreparedPrompt, Request, ResolvedSampling
+from penstock.runtime.requests.fanout import PreparedPrompt
+from penstock.runtime.requests.request import Request, ResolvedSampling
 from penstock.runtime.requests.word_table import WordTable
 
 SamplingCallback = Callable[[Request], ResolvedSampling]

@@ -44,7 +44,8 @@ from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.profiling.profiler import Profiler
 from penstock.runtime.request_rules import RequestRules, SamplingCallback
-from penstock.runtime.requests.request import Finish, PreparedPrompt, Request
+from penstock.runtime.requests.fanout import PreparedPrompt
+from penstock.runtime.requests.request import Finish, Request
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.status import OutputStatus

@@ -19,7 +19,8 @@ from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.profiling.profile import ProfileOptions, ProfileRun
-from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, StepOutput
+from penstock.runtime.requests.fanout import PreparedPrompt
+from penstock.runtime.requests.request import Finish, Request, StepOutput
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages

@@ -399,19 +399,21 @@ def test_a_row_that_cannot_go_on_ends_with_its_error_and_the_others_go_on():
     assert scheduler.active_ids() == ("b",)
 
 
-def test_log_probabilities_of_the_prompt_come_with_the_first_token_whatever_the_chunks():
-    scheduler = make(max_num_batched_tokens=4, prefix_cache_pages=None)
+@pytest.mark.parametrize("cached_pages", [None, 0])
+def test_log_probabilities_of_the_prompt_come_with_the_first_token_whatever_the_chunks(cached_pages):
+    scheduler = make(max_num_batched_tokens=4, prefix_cache_pages=cached_pages)
     known = [TokenLogprobs(-float(i)) for i in range(1, 7)]
     scheduler.add(Request("a", tuple(range(100, 107)), prompt_logprobs=0), 1)
     first = dispatch(scheduler)
     scheduler.commit(first, StepResult([()], [()], prompt_logprobs={0: known[:4]}), 2)
-    scheduler.preempt_all()  # all of them are computed again
+    scheduler.preempt_all()
     again = dispatch(scheduler)
-    assert again.rows[0].start == 0
-    scheduler.commit(again, StepResult([()], [()], prompt_logprobs={0: known[:4]}), 3)
-    (output,) = scheduler.commit(
-        dispatch(scheduler), StepResult([(WORD,)], [()], prompt_logprobs={0: known[4:]}), 4
-    )
+    if cached_pages == 0:  # without a cache all of them are computed again
+        assert again.rows[0].start == 0
+        scheduler.commit(again, StepResult([()], [()], prompt_logprobs={0: known[:4]}), 3)
+        again = dispatch(scheduler)
+    assert again.rows[0].start == 4
+    (output,) = scheduler.commit(again, StepResult([(WORD,)], [()], prompt_logprobs={0: known[4:]}), 4)
     assert output.prompt_logprobs == tuple(known)
 
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ships no hints
 
-from penstock.runtime.requests.request import PreparedPrompt
+from penstock.runtime.requests.fanout import PreparedPrompt
 from penstock.service.requests.features import Features
 from penstock.service.threads.lanes import MOST_TEMPLATES, Lane
 from penstock.v1 import control_pb2, types_pb2

@@ -95,6 +95,9 @@ class HybridLM(nnx.Module):
         hidden = jnp.stack([total, states.astype(jnp.float32), before, count], axis=1)
         return hidden, ((state,), *pages, (newest,))
 
+    def normalized(self, hidden: jax.Array) -> jax.Array:
+        return hidden.astype(jnp.float32)
+
     def logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
         total, state, before, count = hidden.T
         following = (7 * total + 5 * state + 2 * before + 3 * count + self.one[...]) % VOCAB

@@ -89,6 +89,9 @@ class TableLM(nnx.Module):
         total = jnp.round(mean[:, 0, 0] * (positions + 1).astype(jnp.float32))
         return jnp.stack([total, newest], axis=1), (layer,)
 
+    def normalized(self, hidden: jax.Array) -> jax.Array:
+        return hidden.astype(jnp.float32)
+
     def logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
         total, newest = hidden.astype(jnp.int32).T
         logits: jax.Array = self.table[...][newest] + self.wave[...][total % VOCAB]

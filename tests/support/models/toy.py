@@ -76,6 +76,9 @@ class ToyLM(nnx.Module):
         total = jnp.round(mean[:, 0, 0] * count)
         return jnp.stack([total, count], axis=1), (layer,)
 
+    def normalized(self, hidden: jax.Array) -> jax.Array:
+        return hidden.astype(jnp.float32)
+
     def logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
         following = (7 * hidden[:, 0] + 3 * hidden[:, 1] + self.offset[...]) % VOCAB
         return 10 * jax.nn.one_hot(following.astype(jnp.int32), VOCAB, dtype=jnp.float32)

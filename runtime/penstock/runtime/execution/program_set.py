@@ -19,6 +19,7 @@ from penstock.runtime.execution.request_programs import (
     TABLE_ROWS,
     admission_size,
     make_admission,
+    make_hidden_sums,
     make_page_copies,
     make_prompt_logprobs,
     make_table_rows,
@@ -49,6 +50,7 @@ class Programs:
     choices: Mapping[int, jax.stages.Compiled]
     """Number of rows to choice."""
     prompt_logprobs: jax.stages.Compiled
+    hidden_sums: jax.stages.Compiled
     admission: jax.stages.Compiled
     copy_pages: jax.stages.Compiled
     table_rows: jax.stages.Compiled
@@ -85,6 +87,7 @@ class ProgramBuilder:
             **{key: partial(self.window if key.window else self.forward, key) for key in keys},
             **{rows: partial(self.choice, rows) for rows in row_buckets},
             "prompt_logprobs": self.prompt_logprobs,
+            "hidden_sums": self.hidden_sums,
             "admission": self.admission,
             "copy_pages": self.copy_pages,
             "table_rows": self.table_rows,
@@ -94,6 +97,7 @@ class ProgramBuilder:
             steps={key: made[key] for key in keys},
             choices={rows: made[rows] for rows in row_buckets},
             prompt_logprobs=made["prompt_logprobs"],
+            hidden_sums=made["hidden_sums"],
             admission=made["admission"],
             copy_pages=made["copy_pages"],
             table_rows=made["table_rows"],
@@ -132,6 +136,11 @@ class ProgramBuilder:
 
     def prompt_logprobs(self) -> jax.stages.Compiled:
         program = make_prompt_logprobs(self.rebuild, self._shapes)
+        packed = self._ints(1 + 2 * self._shapes.max_tokens)
+        return compile_program(program, self.weights, self._outputs(self.largest).hidden, packed)
+
+    def hidden_sums(self) -> jax.stages.Compiled:
+        program = make_hidden_sums(self.rebuild, self._shapes, self.config.max_num_seqs)
         packed = self._ints(1 + 2 * self._shapes.max_tokens)
         return compile_program(program, self.weights, self._outputs(self.largest).hidden, packed)
 

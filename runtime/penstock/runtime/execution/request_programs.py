@@ -1,6 +1,6 @@
-"""Compiled programs for what only some steps need: log-probabilities of the prompt; penalties and biases,
-whose arrays are written when the request gets its slot; the pages that forks copy; the page tables of
-sequences that enter.
+"""Compiled programs for what only some steps need: log-probabilities of the prompt; hidden states; penalties
+and biases, whose arrays are written when the request gets its slot; the pages that forks copy; the page
+tables of sequences that enter.
 """
 
 from __future__ import annotations
@@ -53,6 +53,34 @@ def make_prompt_logprobs(rebuild: Rebuild, shapes: StepShapes) -> Callable[[Weig
         return out[: shapes.max_tokens]
 
     return prompt_logprobs
+
+
+def make_hidden_sums(
+    rebuild: Rebuild, shapes: StepShapes, max_rows: int
+) -> Callable[[Weights, Array, Array], Array]:
+    """A program that adds up hidden states after the final norm: (weights, `Forward.hidden`, packed) ->
+    float32[max_rows, E]. packed int32[1 + 2 * max_tokens] holds how many tokens there are, for each its index
+    in the step, and for each the row of the result that it is added to.
+    """
+    tile = min(_PROMPT_TILE, shapes.max_tokens)
+
+    def hidden_sums(weights: Weights, hidden: Array, packed: Array) -> Array:
+        model, count = rebuild(weights), packed[0]
+        padding = -shapes.max_tokens % tile
+        tokens, places = (jnp.pad(part, (0, padding)) for part in packed[1:].reshape(2, -1))
+
+        def body(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            start, out = carry
+            at = lax.dynamic_slice_in_dim(tokens, start, tile)
+            to = lax.dynamic_slice_in_dim(places, start, tile)
+            to = jnp.where(start + jnp.arange(tile) < count, to, max_rows)
+            return start + tile, out.at[to].add(model.normalized(hidden[at]), mode="drop")
+
+        out = jnp.zeros((max_rows, hidden.shape[1]), jnp.float32)
+        _, out = lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), out))
+        return out
+
+    return hidden_sums
 
 
 def admission_size(max_model_len: int) -> int:

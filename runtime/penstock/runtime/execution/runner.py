@@ -21,7 +21,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.compilation import CompileCounter
-from penstock.runtime.execution.device import prompt_logprobs
+from penstock.runtime.execution.device import hidden_rows, prompt_logprobs
 from penstock.runtime.execution.device.device_state import DeviceState
 from penstock.runtime.execution.device.dispatched_steps import AwaitingChoice, AwaitingTokens, PendingStep
 from penstock.runtime.execution.device.program_calls import ProgramCalls
@@ -44,6 +44,8 @@ class _Packed(NamedTuple):
     """Row to constraint."""
     targets: Mapping[int, tuple[int, ...]]
     """See `prompt_logprobs.prompt_targets`."""
+    parts: hidden_rows.Parts
+    """See `hidden_rows.wanted`."""
     logprobs: Sequence[int | None]
     """See `AwaitingTokens`."""
     packed_ns: int
@@ -152,14 +154,15 @@ class ModelRunner:
         self._prepare_slots(plan)
         constraints = slots.constraints(plan)
         targets = prompt_logprobs.prompt_targets(plan, slots)
-        # A window program samples by itself and returns no hidden states, so a step that needs
-        # log-probabilities of a prompt cannot use it.
-        window = plan.decode_only and not constraints and not targets
+        parts = hidden_rows.wanted(plan, slots)
+        # A window program samples by itself and returns no hidden states, so a step that needs some cannot
+        # use it.
+        window = plan.decode_only and not (constraints or targets or parts)
         key = self.config.buckets.select(
             plan.num_tokens, len(plan.rows), window=window, num_steps=plan.num_steps
         )
         buffer, logprobs = slots.pack(plan, key, constraints), slots.logprobs(plan)
-        return _Packed(key, buffer, constraints, targets, logprobs, time.monotonic_ns())
+        return _Packed(key, buffer, constraints, targets, parts, logprobs, time.monotonic_ns())
 
     def _dispatch(self, plan: Plan, step: _Packed) -> PendingStep:
         """Calls the step's programs, and waits for none of them."""
@@ -175,13 +178,17 @@ class ModelRunner:
             ).sent()
         logits, hidden = calls.forward(key, step.buffer)
         packed = step.buffer[: slots.layout(key).rows_size]
+        most = self.config.buckets.token_buckets[-1]
         prompt = prompt_logprobs.compute(
             plan,
             slots,
             step.targets,
-            most_tokens=self.config.buckets.token_buckets[-1],
+            most_tokens=most,
             num_top=self.config.num_top,
             program=lambda buffer: calls.prompt_logprobs(hidden, buffer),
+        )
+        summed = hidden_rows.compute(
+            step.parts, most_tokens=most, program=lambda buffer: calls.hidden_sums(hidden, buffer)
         )
         if step.constraints:
             return AwaitingChoice(
@@ -194,6 +201,7 @@ class ModelRunner:
                 constraints=step.constraints,
                 logprobs=step.logprobs,
                 prompt=prompt,
+                hidden=summed,
             )
         return AwaitingTokens(
             plan=plan,
@@ -202,6 +210,7 @@ class ModelRunner:
             chosen=calls.choose(logits, packed, None),
             logprobs=step.logprobs,
             prompt=prompt,
+            hidden=summed,
         ).sent()
 
     def choose(self, step: PendingStep) -> AwaitingTokens:
@@ -227,6 +236,7 @@ class ModelRunner:
             chosen=calls.choose(step.logits, packed, filled.masks),
             logprobs=step.logprobs,
             prompt=step.prompt,
+            hidden=step.hidden,
             errors=filled.errors,
             skipped=filled.skipped,
             late=filled.late,

@@ -51,6 +51,8 @@ class Slots:
         self._requests: list[Request | None] = [None] * count
         self._logprobs: list[int | None] = [None] * count
         self._constrained: set[int] = set()
+        self.want_hidden: set[int] = set()
+        """The slots whose requests want the hidden states from which their tokens are chosen."""
         self._params = np.zeros((count, PARAM_FIELDS), np.int32)
         self._stop_ids = np.full((count, MAX_STOP_TOKEN_IDS), config.vocab_size, np.int32)
         self._tables = np.zeros((num_groups, count, config.pages_per_row), np.int32)
@@ -70,6 +72,7 @@ class Slots:
         wanted = request.logprobs
         self._logprobs[slot] = None if wanted is None else min(wanted, self._config.num_top)
         (self._constrained.discard if request.constraint is None else self._constrained.add)(slot)
+        (self.want_hidden.add if request.hidden_states else self.want_hidden.discard)(slot)
         self._params[slot] = pack_params(request, feature_slot)
         ids = list(request.stopping.stop_token_ids)
         if not request.stopping.ignore_eos:

@@ -62,6 +62,12 @@ class StepModel(Protocol):
         """
         ...
 
+    def normalized(self, hidden: Array) -> Array:
+        """Hidden states [R, E] -> the same after the final norm, which `logits` multiplies by the head,
+        float32 [R, E].
+        """
+        ...
+
 
 Rebuild = Callable[[Weights], StepModel]
 NO_TOKEN = -1

@@ -10,7 +10,8 @@ from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.model_info import ModelInfo
-from penstock.runtime.requests.request import Finish, PreparedPrompt, Request, StepOutput
+from penstock.runtime.requests.fanout import PreparedPrompt
+from penstock.runtime.requests.request import Finish, Request, StepOutput
 from penstock.runtime.text.codec import TextCodec
 
 

@@ -21,9 +21,9 @@ from penstock.runtime.grammar.bad_words import bad_word_ids
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.context import Fitted, fit
-from penstock.runtime.requests.fanout import outputs_of
+from penstock.runtime.requests.fanout import PreparedPrompt, outputs_of
 from penstock.runtime.requests.grammar import Grammar, GrammarKind
-from penstock.runtime.requests.request import PreparedPrompt, Request, ResolvedSampling
+from penstock.runtime.requests.request import Request, ResolvedSampling
 from penstock.runtime.text.assembler import Assembler
 from penstock.runtime.text.codec import TextCodec
 

@@ -37,7 +37,8 @@ from penstock.runtime.loop.recording import Recording
 from penstock.runtime.loop.step_loop import StepLoop
 from penstock.runtime.loop.step_marks import Annotate, StepWatch, unannotated
 from penstock.runtime.loop.stepping import Steps
-from penstock.runtime.requests.request import Finish, PreparedPrompt, Request
+from penstock.runtime.requests.fanout import PreparedPrompt
+from penstock.runtime.requests.request import Finish, Request
 from penstock.runtime.scheduling.load import Load, Totals
 from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.pages import FlushedPages

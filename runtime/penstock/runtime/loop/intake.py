@@ -7,7 +7,8 @@ import secrets
 import time
 
 from penstock.runtime.requests.checks import check_token_ids, in_vocabulary, knows_tokens
-from penstock.runtime.requests.request import PreparedPrompt, Request
+from penstock.runtime.requests.fanout import PreparedPrompt
+from penstock.runtime.requests.request import Request
 from penstock.runtime.requests.token_bias import bias_row
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.sequence import Sequence

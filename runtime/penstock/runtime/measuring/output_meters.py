@@ -201,6 +201,8 @@ class OutputMeters:
         live = self._live.pop(request.request_id, None)
         if live is not None and not live.entered_ns:
             self._waited(at_ns, at_ns - live.queued_ns, request)
+        if reason == FinishReason.PROMPT_READ.value:  # it made no first token, with which others count theirs
+            self.totals.prompt_tokens += len(request.prompt_token_ids)
         self._prompt_tokens.record(len(request.prompt_token_ids))
         self._generated_tokens.record(num_tokens)
         if timing is None:

@@ -229,6 +229,12 @@ class CausalLM(nnx.Module):
         with jax.named_scope("vision"):
             return self.visual(inputs, num_patches, self.pools)
 
+    def normalized(self, hidden: jax.Array) -> jax.Array:
+        """hidden [R, E] -> the same after the final norm, float32 [R, E], not rounded to the model's
+        dtype.
+        """
+        return self.norm(hidden.astype(jnp.float32), self.pools)
+
     def logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
         """hidden [R, E], of which the first num_rows count -> logits float32 [R, V], by the final norm and
         the head.

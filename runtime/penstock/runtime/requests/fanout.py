@@ -10,15 +10,43 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.runtime.requests.constraint import TokenConstraint
-from penstock.runtime.requests.request import Request
+from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling
+from penstock.runtime.requests.word_table import WordTable
 
 MAX_OUTPUTS = 128
 SEPARATOR = "\x00"
 """A character that no caller's id contains."""
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _WORD = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """What `Engine.prepare` makes of a request; all outputs of the request may share it."""
+
+    token_ids: tuple[int, ...]
+    cache: CacheParams
+    page_keys: tuple[bytes, ...]
+    """The prefix cache's keys of the prompt's full pages."""
+    in_vocabulary: bool
+    """Whether the model knows every token of the prompt."""
+    sampling: ResolvedSampling | None = None
+    """The sampling parameters, if the model knows all their tokens; None if it does not, or if that was not
+    checked."""
+    bias_row: NDArray[np.float32] | None = None
+    """What `sampling` adds to each logit, float32[V]; None if that is quickly made for each output."""
+    words: WordTable | None = None
+    """The bad words of `sampling` that have several tokens."""
+
+    def covers(self, sampling: ResolvedSampling) -> bool:
+        """Whether what was made of this value's `sampling` can be used for `sampling`."""
+        return self.sampling is not None and self.sampling.shares_tokens(sampling)
 
 
 def output_id(request_id: str, index: int) -> str:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.media import MediaItem, RotaryPositions, media_problem
-from penstock.runtime.requests.word_table import WordTable
+from penstock.runtime.requests.reading.prompt_reading import PromptReading
 
 MAX_STOP_TOKEN_IDS = 32
 """Width of each row's list of ids that the compiled sampler masks before `min_tokens`; EOS ids count."""
@@ -231,6 +231,10 @@ class Request:
     """The pictures of the prompt, in order of their places."""
     rotary: RotaryPositions | None = field(default=None, repr=False)
     """The rotary positions of a prompt with pictures; None: they are the positions in the prompt."""
+    reading: PromptReading | None = None
+    """What is wanted of the prompt alone. The request then ends with its prompt, and generates nothing."""
+    hidden_states: bool = False
+    """Whether the hidden state is wanted from which each token was chosen."""
 
     def __post_init__(self) -> None:
         bad: list[Violation] = []
@@ -248,30 +252,13 @@ class Request:
         problem = media_problem(self.media, self.rotary, len(self.prompt_token_ids))
         if problem is not None:
             bad.append(Violation("media", problem))
+        of_tokens = (self.logprobs, self.constraint, self.fork_of, self.hidden_states or None)
+        if self.reading is not None:
+            generates = any(wanted is not None for wanted in of_tokens)
+            bad += self.reading.violations(
+                len(self.prompt_token_ids), self.prompt_logprobs, generates=generates
+            )
         _raise_if(bad)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
-    """What `Engine.prepare` makes of a request; all outputs of the request may share it."""
-
-    token_ids: tuple[int, ...]
-    cache: CacheParams
-    page_keys: tuple[bytes, ...]
-    """The prefix cache's keys of the prompt's full pages."""
-    in_vocabulary: bool
-    """Whether the model knows every token of the prompt."""
-    sampling: ResolvedSampling | None = None
-    """The sampling parameters, if the model knows all their tokens; None if it does not, or if that was not
-    checked."""
-    bias_row: NDArray[np.float32] | None = None
-    """What `sampling` adds to each logit, float32[V]; None if that is quickly made for each output."""
-    words: WordTable | None = None
-    """The bad words of `sampling` that have several tokens."""
-
-    def covers(self, sampling: ResolvedSampling) -> bool:
-        """Whether what was made of this value's `sampling` can be used for `sampling`."""
-        return self.sampling is not None and self.sampling.shares_tokens(sampling)
 
 
 class FinishReason(enum.Enum):
@@ -283,6 +270,8 @@ class FinishReason(enum.Enum):
     CONTEXT_FULL = "context_full"
     TIME_LIMIT = "time_limit"
     ABORTED = "aborted"
+    PROMPT_READ = "prompt_read"
+    """Nothing was to be generated. The contract does not have this reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +331,9 @@ class StepOutput(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Log-probabilities of the prompt's tokens from the second on, with the first tokens, if they were asked
     for."""
+    hidden: NDArray[np.float32] | None = None
+    """With `Request.hidden_states` one for each token id, float32[tokens, E]. Of a request that pools, in its
+    last output, the pooled one, float32[E]."""
 
     @property
     def last(self) -> bool:

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.runtime.requests.media import MediaItem
 from penstock.runtime.requests.request import Request, TokenLogprobs
 
@@ -124,11 +127,14 @@ class Plan:
     """Row to what it does with the snapshots of state, for rows that do anything with them. No snapshot is
     read and written in one plan."""
     apart: bool = False
-    """Whether this is a step of rows under a constraint alone, between windows of the others."""
+    """Whether this is a step of rows that take part in no window, between windows of the others."""
     encodes: tuple[Encode, ...] = ()
     """The pictures to encode before the rows are computed."""
     pictures: tuple[PictureRows, ...] = ()
     """The tokens of the rows that stand for pictures."""
+    pooled: Mapping[int, int] = field(default_factory=dict)
+    """Row to the first of its tokens, counted from the row's first one, from which on their hidden states are
+    to be added up; none for rows whose request does not pool."""
 
     @property
     def num_tokens(self) -> int:
@@ -163,3 +169,6 @@ class StepResult:
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     """Row to the log-probabilities of the prompt's tokens at positions from start + 1 on, for requests that
     want them."""
+    hidden: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
+    """Row to hidden states, float32[E]: those of `Plan.pooled` added up, or, for requests that want it, the
+    one from which the row's token was chosen."""

@@ -237,11 +237,14 @@ class Scheduler:
     def use_weights(self, generation: int) -> None:
         """Records that new weights went live, with no step in flight. Outputs carry this weights' generation
         from now on, and KV of the old weights is not shared any more. Running sequences go on with their own
-        KV; preempted ones compute theirs again.
+        KV; preempted ones compute theirs again, and so do those that end with their prompts, because an
+        embedding or a score is of one version of the weights.
         """
         self._weights_generation = generation
+        for seq in [seq for seq in self.roster.running if seq.request.reading is not None]:
+            self.roster.preempt(seq)
         for seq in self.roster.waiting:
-            seq.forget_prompt_logprobs()
+            seq.forget_prompt_values()
         self.roster.forget_pictures()
         self.flush_prefix_cache()
 

@@ -6,8 +6,9 @@ import enum
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from penstock.runtime.requests.request import Request, RequestTiming, TokenLogprobs
+from penstock.runtime.requests.request import Request, RequestTiming
 from penstock.runtime.scheduling.media.pool import Encoded
+from penstock.runtime.scheduling.prompt_values import PromptValues
 from penstock.runtime.scheduling.stopping import StopRules
 
 NEVER = 2**63 - 1
@@ -109,6 +110,8 @@ class Sequence:
     while it runs."""
     is_constrained: bool = field(init=False)
     """Whether a constraint says before each token which tokens may follow."""
+    is_single: bool = field(init=False)
+    """Whether it makes one token a step, and so takes part in no window."""
     has_started: bool = False
     """Whether any output of its request has entered, and not all have ended since. Then this one may enter
     although no new request may."""
@@ -138,10 +141,8 @@ class Sequence:
     cached_prompt_tokens: int = 0
     picture: Encoded | None = None
     """The picture of which a part of the tokens is computed; None if there is none."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of the prompt's tokens from the second on that are known and not handed out yet."""
-    num_prompt_logprobs: int = 0
-    """How many log-probabilities of the prompt have become known so far."""
+    of_prompt: PromptValues = field(init=False)
+    """What is known of the log-probabilities or the embedding of the prompt."""
 
     awaits: Hashable | None = None
     """While it waits, the event before which it cannot enter (see `waiting`); None if it stands in line."""
@@ -154,28 +155,20 @@ class Sequence:
         sampling = self.request.sampling
         self.needs_feature_slot = sampling.has_penalties or sampling.has_bias
         self.is_constrained = self.request.constraint is not None
+        self.is_single = self.is_constrained or self.request.hidden_states
+        self.of_prompt = PromptValues(self.request)
 
     @property
     def num_generated(self) -> int:
         """How many tokens were generated so far."""
         return len(self.token_ids) - self.num_prompt
 
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are wanted and not all known yet."""
-        return self.request.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt - 1
-
-    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Hands out the log-probabilities of the prompt. All of them are known when the first token is."""
-        taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
-        return taken
-
-    def forget_prompt_logprobs(self) -> None:
-        """Drops log-probabilities of the prompt that were not handed out: they belong to old weights, so the
-        whole prompt is to be computed again.
+    def forget_prompt_values(self) -> None:
+        """Drops what is known of the prompt and was not handed out: it belongs to old weights, so the whole
+        prompt is to be computed again.
         """
         if self.first_token_ns == 0:
-            self.prompt_logprobs, self.num_prompt_logprobs = [], 0
+            self.of_prompt = PromptValues(self.request)
 
     def timing(self, now_ns: int) -> RequestTiming:
         return RequestTiming(

@@ -45,6 +45,8 @@ class StopRules:
         num_prompt = len(request.prompt_token_ids)
         eos_ids = frozenset() if stopping.ignore_eos else eos_token_ids
         max_total = None if stopping.max_tokens is None else num_prompt + stopping.max_tokens
+        if request.reading is not None:
+            max_total = num_prompt + 1  # no input follows the prompt
         limit_s = stopping.time_limit_s
         return cls(
             eos_ids=eos_ids,

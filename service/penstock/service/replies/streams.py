@@ -19,7 +19,8 @@ from typing import Protocol
 
 from penstock.runtime.generation.live_output import LiveOutput
 from penstock.runtime.generation.switchboard import Switchboard
-from penstock.runtime.requests.request import PreparedPrompt, Request, StepOutput
+from penstock.runtime.requests.fanout import PreparedPrompt
+from penstock.runtime.requests.request import Request, StepOutput
 from penstock.runtime.text.assembler import Assembler
 from penstock.service.backend import Backend
 from penstock.service.replies.pending import Encode, Pending, Taken

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime.errors import NonFiniteLogits
 from penstock.runtime.execution.buckets import ProgramKey
+from penstock.runtime.execution.device.hidden_rows import HiddenRows
 from penstock.runtime.execution.device.prompt_logprobs import PromptLogprobs
 from penstock.runtime.execution.step_programs import Chosen
 from penstock.runtime.loop.interface import StepShape
@@ -41,6 +42,7 @@ class AwaitingChoice:
     logprobs: Sequence[int | None]
     """See `AwaitingTokens`."""
     prompt: PromptLogprobs | None
+    hidden: HiddenRows | None
 
     @property
     def awaits_choice(self) -> bool:
@@ -73,6 +75,8 @@ class AwaitingTokens:
     token's. This is noted here because the slot may belong to another request when the result is read."""
     prompt: PromptLogprobs | None = None
     """Log-probabilities of prompt tokens; None where no row wants any."""
+    hidden: HiddenRows | None = None
+    """Hidden states; None where no row wants any."""
     errors: Mapping[int, Exception] = field(default_factory=dict)
     """Row to error, for rows for which no token can be chosen."""
     skipped: frozenset[int] = frozenset()
@@ -122,7 +126,11 @@ class AwaitingTokens:
                 if k is not None:
                     logprobs[i] = [read_logprobs(values[s, i], num_top, k) for s in range(len(token_ids[i]))]
         prompt = {} if self.prompt is None else self.prompt.read(num_top)
-        return StepResult(token_ids, logprobs, errors=errors, prompt_logprobs=prompt)
+        hidden = {} if self.hidden is None else self.hidden.read()
+        for i, values in hidden.items():
+            if not np.isfinite(values).all():
+                errors.setdefault(i, NonFiniteLogits())
+        return StepResult(token_ids, logprobs, errors=errors, prompt_logprobs=prompt, hidden=hidden)
 
 
 PendingStep = AwaitingChoice | AwaitingTokens

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.device.device_state import DeviceState
+from penstock.runtime.execution.device.hidden_rows import sums_buffer
 from penstock.runtime.execution.device.prompt_logprobs import prompt_buffer
 from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.request_programs import pack_admission, pack_page_copies
@@ -69,6 +70,11 @@ class ProgramCalls:
         result: jax.Array = self.programs.prompt_logprobs(self._device.leaves, hidden, packed)
         return result
 
+    def hidden_sums(self, hidden: jax.Array, packed: Ints) -> jax.Array:
+        """Hidden states added up, see `make_hidden_sums`."""
+        result: jax.Array = self.programs.hidden_sums(self._device.leaves, hidden, packed)
+        return result
+
     def write_features(self, feature_slot: int, request: Request, made: tuple[int, ...]) -> None:
         """Fills a feature slot for a request that has generated the tokens `made` so far."""
         packed = pack_admission(feature_slot, request, made, self._config.max_model_len)
@@ -103,6 +109,7 @@ class ProgramCalls:
                 self.choose(logits, packed, self.all_allowed(key.rows))  # constraints' masks are on the host
                 most = self._config.buckets.token_buckets[-1]
                 self.prompt_logprobs(hidden, prompt_buffer([], [], most))
+                self.hidden_sums(hidden, sums_buffer({}, most))
         self.write_features(self._config.num_feature_slots, Request("warm-up", (0,)), ())
         self.copy_pages(())
         self.write_tables(slots.table_rows([0]))

@@ -50,16 +50,16 @@ class PromptLogprobs:
 
 
 def prompt_targets(plan: Plan, slots: Slots) -> dict[int, tuple[int, ...]]:
-    """Row to the prompt tokens that come after this step's tokens, for rows whose log-probabilities are
-    wanted.
-    """
+    """Row to the prompt tokens that come after this step's tokens and whose log-probabilities are wanted."""
     targets: dict[int, tuple[int, ...]] = {}
     for i, row in enumerate(plan.rows):
         if row.token_ids is None:
             continue
         request = slots.request(row)
         if request.prompt_logprobs is not None:
-            tokens = request.prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]
+            first = 1 if request.reading is None else request.reading.scores_from or 1
+            first = max(row.start + 1, first)
+            tokens = request.prompt_token_ids[first : row.start + row.num_tokens + 1]
             if tokens:
                 targets[i] = tokens
     return targets
@@ -87,7 +87,8 @@ def compute(
         if i in targets:
             most = slots.request(row).prompt_logprobs or 0
             rows[i] = PromptSlice(len(before), len(targets[i]), min(most, num_top))
-            before += range(at, at + len(targets[i]))
+            end = min(row.start + row.num_tokens, len(slots.request(row).prompt_token_ids) - 1)
+            before += range(at + end - row.start - len(targets[i]), at + end - row.start)
             after += targets[i]
         at += row.num_tokens
     values = program(prompt_buffer(before, after, most_tokens))

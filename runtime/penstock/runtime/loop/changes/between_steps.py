@@ -308,6 +308,7 @@ class BetweenSteps:
         self._life.weights_problem = None
         self.weights.go_live(label)
         self._scheduler.use_weights(self.weights.version.generation)
+        self._recording.preempted(self._scheduler.take_preempted())
         applied = Applied(
             version=self.weights.version,
             previous=previous,

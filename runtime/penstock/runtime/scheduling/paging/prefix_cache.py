@@ -209,12 +209,12 @@ class PrefixCache:
 
     def _shareable_keys(self, seq: Sequence) -> list[bytes]:
         """The keys of the pages that a waiting sequence may share. They never cover its last token, which
-        must be computed. There are none while log-probabilities of its prompt are needed, because cached
-        pages do not store them.
+        must be computed, nor what is needed for log-probabilities or an embedding of its prompt, because
+        cached pages do not store them.
         """
-        if not self.serves(seq.request) or seq.needs_whole_prompt:
+        if not self.serves(seq.request):
             return []
-        num_pages = (len(seq.token_ids) - 1) // self._page_size
+        num_pages = min(seq.of_prompt.first_needed, len(seq.token_ids) - 1) // self._page_size
         keys = seq.sharing.keys
         if len(keys) < num_pages:
             self._extend(keys, seq.request, seq.token_ids)

@@ -33,12 +33,12 @@ class Draft:
     max_chunk: int | None = None
     """Most prompt tokens of one request; None: the token budget is the only bound."""
     apart_steps: int = 0
-    """Rows under a constraint get a step of their own after this many decode steps of the others; 0: all rows
-    step together."""
+    """Rows that take part in no window get a step of their own after this many decode steps of the others; 0:
+    all rows step together."""
     num_steps: int = 1
     """Decode steps of the plan."""
-    constrained_rows: bool | None = None
-    """True: only rows under a constraint take part; False: only the other rows do; None: all rows do."""
+    single_rows: bool | None = None
+    """True: only rows that never take part in windows do; False: only the other rows do; None: all do."""
 
     rows: list[PlanRow] = field(default_factory=list)
     sampling: list[Sequence | None] = field(default_factory=list)
@@ -58,7 +58,9 @@ class Draft:
     snapshots: dict[int, SnapshotUse] = field(default_factory=dict)
     """See `Plan.snapshots`."""
     prompts: dict[int, Sequence] = field(default_factory=dict)
-    """Row to sequence, for the rows that get log-probabilities of prompt tokens back."""
+    """Row to sequence, for the rows from whose prompt tokens log-probabilities or an embedding are wanted."""
+    pooled: dict[int, int] = field(default_factory=dict)
+    """See `Plan.pooled`."""
     encodes: list[Encode] = field(default_factory=list)
     pictures: list[PictureRows] = field(default_factory=list)
 
@@ -75,7 +77,8 @@ class Draft:
             generated_before=self.generated_before,
             feature_slots=self.feature_slots,
             snapshots=self.snapshots,
-            apart=self.constrained_rows is True,
+            apart=self.single_rows is True,
             encodes=tuple(self.encodes),
             pictures=tuple(self.pictures),
+            pooled=self.pooled,
         )

@@ -96,7 +96,7 @@ class Planner:
         if max_steps > 1:
             self._windows.choose(draft, max_steps)
         prefills = self._add_decodes(draft)
-        if draft.constrained_rows is None and (prefills or waiting):
+        if draft.single_rows is None and (prefills or waiting):
             self._prefills.add(draft, prefills)
 
     def _add_decodes(self, draft: Draft) -> list[Sequence]:
@@ -105,7 +105,7 @@ class Planner:
         """
         supply = self._supply
         rows, sampling, preempted = draft.rows, draft.sampling, draft.preempted
-        num_steps, constrained = draft.num_steps, draft.constrained_rows
+        num_steps, single = draft.num_steps, draft.single_rows
         prefills: list[Sequence] = []
         for seq in self._roster.running[:]:
             if preempted and seq.status is not _RUNNING:
@@ -114,7 +114,7 @@ class Planner:
                 seq.sits_out -= 1
                 draft.sat_out.append(seq)
                 continue
-            if constrained is not None and seq.is_constrained is not constrained:
+            if single is not None and seq.is_single is not single:
                 continue
             start = seq.num_computed
             if start < seq.prefill_until:

@@ -148,15 +148,19 @@ class Prefills:
 
 def _add_row(draft: Draft, seq: Sequence, start: int) -> None:
     """Adds the row of a prefill's chunk, from `start` to where the sequence has advanced. The last chunk
-    samples the next token.
+    samples the next token, unless the request ends with its prompt.
     """
     assert seq.slot is not None
     end = seq.num_computed
-    samples = end == seq.prefill_until
+    samples = end == seq.prefill_until and seq.request.reading is None
     seq.pending += samples
     bans = int(samples and end <= seq.bans_until)
-    if seq.request.prompt_logprobs is not None and start + 1 < seq.num_prompt:
-        draft.prompts[len(draft.rows)] = seq
+    if seq.of_prompt.is_wanted and start < seq.num_prompt:
+        row = len(draft.rows)
+        draft.prompts[row] = seq
+        pooled = seq.of_prompt.plan_pooling(start, end)
+        if pooled is not None:
+            draft.pooled[row] = pooled
     draft.rows.append(
         PlanRow(seq.request_id, seq.slot, start, end - start, tuple(seq.token_ids[start:end]), samples, bans)
     )

@@ -15,9 +15,10 @@ class Windows:
     """When all rows decode and no request could enter, a plan may be a window of several decode steps. Pages
     for all of them are reserved first; a window is made shorter rather than preempt a sequence for it.
 
-    A row under a constraint makes one token a step, because the host must make its mask first. Where steps
-    are so short that windows are worth having, such rows get steps of their own between the windows of the
-    others. Otherwise all rows step together, because two steps read the weights twice.
+    Some rows make one token a step: those under a constraint, because the host must make their masks first,
+    and those whose hidden states are wanted, because a window keeps none. Where steps are so short that
+    windows are worth having, such rows get steps of their own between the windows of the others. Otherwise
+    all rows step together, because two steps read the weights twice.
     """
 
     def __init__(self, config: SchedulerConfig, roster: Roster, admission: Admission) -> None:
@@ -25,45 +26,45 @@ class Windows:
         self._roster = roster
         self._admission = admission
         self._plain_steps = 0
-        """Decode steps of the other rows since rows under a constraint last had a step."""
+        """Decode steps of the other rows since rows that take part in no window last had a step."""
 
     def choose(self, draft: Draft, most: int) -> None:
         """Sets how many decode steps the plan has, at most `most`, and which rows take part."""
         decodes = self._decodes()
         if decodes is None:
             return
-        plain, constrained = decodes
-        if constrained and not (plain and draft.apart_steps):
+        plain, single = decodes
+        if single and not (plain and draft.apart_steps):
             return
         if self._could_enter(draft):
             return
-        if not constrained:
+        if not single:
             draft.num_steps = max(self._steps_with_pages(plain, most), 1)
             return
         left = draft.apart_steps - self._plain_steps
         if left < 1:
-            if self._steps_with_pages(constrained, 1):
-                self._plain_steps, draft.constrained_rows = 0, True
+            if self._steps_with_pages(single, 1):
+                self._plain_steps, draft.single_rows = 0, True
             return
         num_steps = self._steps_with_pages(plain, min(most, left))
         if num_steps >= min(left, 2):  # otherwise there is no window, so all rows may step together
             self._plain_steps += num_steps
-            draft.num_steps, draft.constrained_rows = num_steps, False
+            draft.num_steps, draft.single_rows = num_steps, False
 
     def _decodes(self) -> tuple[list[Sequence], list[Sequence]] | None:
-        """The running sequences that have a token to make: those without a constraint, and those under one.
-        None if a running sequence is partly prefilled.
+        """The running sequences that have a token to make: those for windows, and those that make one token
+        a step. None if a running sequence is partly prefilled.
         """
         plain: list[Sequence] = []
-        constrained: list[Sequence] = []
+        single: list[Sequence] = []
         for seq in self._roster.running:
             if seq.sits_out:
                 continue
             if seq.num_computed < seq.prefill_until:
                 return None
             if seq.num_computed < seq.max_computed:
-                (constrained if seq.is_constrained else plain).append(seq)
-        return plain, constrained
+                (single if seq.is_single else plain).append(seq)
+        return plain, single
 
     def _could_enter(self, draft: Draft) -> bool:
         """Whether a waiting sequence can enter in this plan."""

@@ -16,6 +16,7 @@ from penstock.runtime.failing import as_exception
 from penstock.runtime.requests.request import Finish, FinishReason, StepOutput
 from penstock.runtime.scheduling.plan import Plan, StepResult
 from penstock.runtime.scheduling.planning.draft import Draft
+from penstock.runtime.scheduling.prompt_values import PromptValues
 from penstock.runtime.scheduling.results.endings import Endings
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.sequence import Sequence, Status
@@ -43,7 +44,7 @@ class _Uncommitted(NamedTuple):
     sampling: list[Sequence | None]
     """For each row, the sequence that gets its tokens; None where the row makes none."""
     prompts: dict[int, Sequence]
-    """Row to sequence, for rows that get log-probabilities of their prompts."""
+    """See `Draft.prompts`."""
 
 
 class _Ending(NamedTuple):
@@ -104,7 +105,7 @@ class Commits:
         """Takes in the tokens of a plan. See `Scheduler.commit`."""
         weights_generation, sampling, prompts = self._plans.pop(plan.step_id)
         if prompts:
-            _take_prompt_logprobs(prompts, plan, result)
+            _take_prompts(prompts, plan, result)
         any_late = now_ns >= self._endings.next_deadline_ns
         errors, publish = result.errors, self._roster.cache.publish
         outputs: list[StepOutput] = []
@@ -123,7 +124,7 @@ class Commits:
                 seq.first_token_ns = now_ns
             new = tuple(sampled)
             wanted = () if seq.request.logprobs is None else tuple(logprobs)
-            prompt = seq.take_prompt_logprobs() if seq.prompt_logprobs else ()
+            prompt = seq.of_prompt.take_logprobs() if i in prompts else ()
             if (
                 total >= rules.total_limit
                 or any_late
@@ -158,8 +159,39 @@ class Commits:
             if total > seq.sharing.publish_at:
                 publish(seq, total - 1)
             outputs.append(
-                _output((seq.request_id, new, wanted, None, None, weights_generation, None, prompt))
+                _output((seq.request_id, new, wanted, None, None, weights_generation, None, prompt, None))
             )
+        if prompts:
+            outputs += self._read_prompts(prompts, plan, result, now_ns, weights_generation)
+        return _with_hidden_states(outputs, plan, result) if result.hidden else outputs
+
+    def _read_prompts(
+        self,
+        prompts: Mapping[int, Sequence],
+        plan: Plan,
+        result: StepResult,
+        now_ns: int,
+        weights_generation: int,
+    ) -> list[StepOutput]:
+        """Ends the sequences that end with their prompts and whose last chunk was computed."""
+        outputs: list[StepOutput] = []
+        for i, seq in prompts.items():
+            if seq.request.reading is None or seq.status is _FINISHED:
+                continue
+            error, row = result.errors.get(i), plan.rows[i]
+            if error is None and row.start + row.num_tokens < seq.num_prompt:
+                continue
+            finish = Finish(FinishReason.PROMPT_READ) if error is None else None
+            read = seq.of_prompt if error is None else PromptValues(seq.request)
+            ended = self._endings.end(
+                seq,
+                now_ns,
+                weights_generation=weights_generation,
+                finish=finish,
+                error=error,
+                prompt_logprobs=read.take_logprobs(),
+            )
+            outputs.append(ended._replace(hidden=read.pooled()))
         return outputs
 
 
@@ -189,14 +221,25 @@ def _ending(
     return None if finish is None else _Ending(count, finish, None)
 
 
-def _take_prompt_logprobs(prompts: Mapping[int, Sequence], plan: Plan, result: StepResult) -> None:
-    """Adds the log-probabilities that are new. A sequence that was preempted computes some of them again."""
+def _take_prompts(prompts: Mapping[int, Sequence], plan: Plan, result: StepResult) -> None:
+    """Adds what is new of the prompts' log-probabilities and embeddings."""
     for i, seq in prompts.items():
-        values = result.prompt_logprobs.get(i, ())
-        known = plan.rows[i].start + len(values)
-        if seq.status is not _FINISHED and known > seq.num_prompt_logprobs:
-            seq.prompt_logprobs += values[seq.num_prompt_logprobs - known :]
-            seq.num_prompt_logprobs = known
+        if seq.status is not _FINISHED:
+            row = plan.rows[i]
+            seq.of_prompt.add_logprobs(row.start + row.num_tokens, result.prompt_logprobs.get(i, ()))
+            if i in plan.pooled and i in result.hidden:
+                seq.of_prompt.add_hidden(result.hidden[i])
+
+
+def _with_hidden_states(outputs: Items[StepOutput], plan: Plan, result: StepResult) -> list[StepOutput]:
+    """The outputs, with the hidden states from which their tokens were chosen."""
+    states = {plan.rows[i].request_id: state for i, state in result.hidden.items() if i not in plan.pooled}
+    return [
+        output._replace(hidden=states[output.request_id][None])
+        if output.token_ids and output.request_id in states
+        else output
+        for output in outputs
+    ]
 
 
 def _accept(seq: Sequence, token_ids: Items[int]) -> bool | Exception:

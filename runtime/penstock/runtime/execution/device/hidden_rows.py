@@ -1,0 +1,80 @@
+"""Hidden states that a step computes where they are asked for: added up over parts of prompts, or those from
+which tokens are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.runtime.execution.slots import Slots
+from penstock.runtime.scheduling.plan import Plan
+
+Parts = Mapping[int, tuple[int, int]]
+"""Row to the tokens of the step whose hidden states are added up for it: the first one, and the one behind
+the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """The hidden states that one step computes for some of its rows."""
+
+    values: jax.Array
+    """float32[most rows of a step, E], on its way to the host: the sum of each row's part."""
+    rows: tuple[int, ...]
+    """The rows that have one, in the order of `values`."""
+
+    def read(self) -> dict[int, NDArray[np.float32]]:
+        """Row to values, float32[E]. Blocks until they are on the host."""
+        values = np.array(self.values)  # a copy: on CPU it would keep the device's array
+        return {row: values[i] for i, row in enumerate(self.rows)}
+
+
+def wanted(plan: Plan, slots: Slots) -> Parts:
+    """The parts of this plan whose hidden states are asked for; none in most steps."""
+    chosen = slots.want_hidden
+    if not (chosen or plan.pooled):
+        return {}
+    parts: dict[int, tuple[int, int]] = {}
+    at = 0
+    for i, row in enumerate(plan.rows):
+        end = at + row.num_tokens
+        if i in plan.pooled:
+            parts[i] = at + plan.pooled[i], end
+        elif row.samples and row.slot in chosen:
+            parts[i] = end - 1, end
+        at = end
+    return parts
+
+
+def compute(
+    parts: Parts, *, most_tokens: int, program: Callable[[NDArray[np.int32]], jax.Array]
+) -> HiddenRows | None:
+    """Dispatches the `program` for these parts; None where there are none. `most_tokens`: of any step, the
+    program's size.
+    """
+    if not parts:
+        return None
+    values = program(sums_buffer(parts, most_tokens))
+    values.copy_to_host_async()
+    return HiddenRows(values, tuple(parts))
+
+
+def sums_buffer(parts: Parts, most_tokens: int) -> NDArray[np.int32]:
+    """The argument of `make_hidden_sums`: the indices in the step of all tokens of the parts, and for each
+    the part's index.
+    """
+    buffer = np.zeros(1 + 2 * most_tokens, np.int32)
+    tokens, places = buffer[1 : 1 + most_tokens], buffer[1 + most_tokens :]
+    count = 0
+    for place, (first, end) in enumerate(parts.values()):
+        until = count + end - first
+        tokens[count:until] = np.arange(first, end)
+        places[count:until] = place
+        count = until
+    buffer[0] = count
+    return buffer

@@ -1,0 +1,1 @@
+"""What can be wanted of a prompt after which nothing is generated."""
