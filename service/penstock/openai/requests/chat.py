@@ -8,7 +8,7 @@ from penstock.openai.requests.constraints import check_beside_tools
 from penstock.openai.requests.refusing import invalid_value
 from penstock.openai.requests.sampling import sampling_options, sampling_params
 from penstock.openai.requests.templates import template_options
-from penstock.openai.requests.turns import choice_of, tools_of, turns_of
+from penstock.openai.requests.turns import choice_of, picture_params, tools_of, turns_of
 from penstock.openai.schemas.chat import ChatBody
 
 
@@ -65,7 +65,7 @@ def chat_params(body: ChatBody) -> dict[str, str]:
             call, made_of = f"chat.messages[{i}].tool_calls[{j}]", f"messages[{i}].tool_calls[{j}]"
             params[f"{call}.name"] = f"{made_of}.function.name"
             params[f"{call}.arguments_json"] = f"{made_of}.function.arguments"
-    return params
+    return params | picture_params("messages", body.messages)
 
 
 def _max_tokens(body: ChatBody) -> int | None:

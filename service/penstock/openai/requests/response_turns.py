@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.client import ChatMessage, ToolCall
+from penstock.client import ChatMessage, Image, ToolCall
 from penstock.openai.requests.refusing import invalid_value, unsupported_value
+from penstock.openai.requests.turns import part_params, picture_of
 from penstock.openai.schemas.carried_reasoning import text_of
 from penstock.openai.schemas.response_items import (
     FunctionCallItem,
     FunctionCallOutputItem,
+    InputImage,
     InputText,
     Item,
     MessageItem,
@@ -24,7 +26,7 @@ from penstock.openai.schemas.response_items import (
     ReasoningItem,
 )
 
-_MEDIA = {"input_image": "images", "input_audio": "audio", "input_file": "files"}
+_MEDIA = {"input_audio": "audio", "input_file": "files"}
 _NOT_KEPT = "items are not kept: send the item itself."
 
 
@@ -89,8 +91,12 @@ def turn_params(items: str | Sequence[Item], instructions: str | None) -> Mappin
         elif turn.item is None:
             params[at] = "instructions" if instructions is not None and i == 0 else "input"
         else:
-            params[at] = f"input[{turn.item}]"
-            params[f"{at}.tool_call_id"] = f"input[{turn.item}].call_id"
+            made_of = f"input[{turn.item}]"
+            params |= {at: made_of, f"{at}.tool_call_id": f"{made_of}.call_id"}
+            params[f"{at}.parts"] = f"{made_of}.content"
+            for j in range(0 if isinstance(turn.turn.content, str) else len(turn.turn.content)):
+                field = f"{made_of}.content[{j}]"
+                params |= part_params(f"{at}.parts[{j}]", field, f"{field}.image_url")
     return params
 
 
@@ -121,7 +127,7 @@ def _add(turns: list[_AssistantTurn | _OtherTurn], i: int, item: Item) -> None:
             last.texts.append(_text(item.content, f"input[{i}].content"))
         case MessageItem():
             role = "system" if item.role == "developer" else item.role
-            turns.append(_OtherTurn(i, ChatMessage(role, _text(item.content, f"input[{i}].content"))))
+            turns.append(_OtherTurn(i, ChatMessage(role, _content(item.content, f"input[{i}].content"))))
         case FunctionCallItem():
             if last is None:
                 turns.append(last := _AssistantTurn(i))
@@ -139,21 +145,50 @@ def _add(turns: list[_AssistantTurn | _OtherTurn], i: int, item: Item) -> None:
             raise unsupported_value(f"input[{i}].type", why)
 
 
-def _text(content: str | Sequence[Part], where: str) -> str:
-    """The text of all parts, with a line break between two of them."""
+def has_pictures(items: str | Sequence[Item]) -> bool:
+    """Whether pictures must be made of a part of an item, which takes long."""
+    return not isinstance(items, str) and any(
+        isinstance(part, InputImage)
+        for item in items
+        if isinstance(item, MessageItem) and not isinstance(item.content, str)
+        for part in item.content
+    )
+
+
+def _content(content: str | Sequence[Part], where: str) -> str | list[str | Image]:
+    """The parts, of which some are pictures; or, where all are texts, one text, with a line break between two
+    of them.
+    """
     if isinstance(content, str):
         return content
-    texts = []
-    for i, part in enumerate(content):
-        match part:
-            case InputText() | OutputText():
-                texts.append(part.text)
-            case Other():
-                kind = _MEDIA.get(part.type, f"parts of the type {part.type[:40]!r}")
-                raise unsupported_value(f"{where}[{i}].type", f"the model does not take {kind}.")
-            case _:
-                texts.append(part.refusal)
-    return "\n".join(texts)
+    parts = [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
+    if any(isinstance(part, Image) for part in parts):
+        return parts
+    return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def _text(content: str | Sequence[Part], where: str) -> str:
+    """The text of all parts, with a line break between two of them, where no pictures are taken."""
+    if not isinstance(content, str):
+        for i, part in enumerate(content):
+            if isinstance(part, InputImage):
+                raise unsupported_value(f"{where}[{i}].type", "only messages have pictures, not answers.")
+    text = _content(content, where)
+    assert isinstance(text, str), "pictures are refused"
+    return text
+
+
+def _part(part: Part, where: str) -> str | Image:
+    match part:
+        case InputText() | OutputText():
+            return part.text
+        case InputImage():
+            return picture_of(part.image_url, part.detail, f"{where}.image_url", f"{where}.detail")
+        case Other():
+            kind = _MEDIA.get(part.type, f"parts of the type {part.type[:40]!r}")
+            raise unsupported_value(f"{where}.type", f"the model does not take {kind}.")
+        case _:
+            return part.refusal
 
 
 def _thought(item: ReasoningItem, where: str) -> str:

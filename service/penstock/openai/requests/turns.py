@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.client import ChatMessage, Tool, ToolCall
+from penstock.client import ChatMessage, Image, Tool, ToolCall
 from penstock.openai.requests.refusing import invalid_value, missing, unsupported_parameter, unsupported_value
 from penstock.openai.schemas import chat as schemas
 
@@ -18,7 +18,7 @@ _OF_ROLE = {
 }
 """Fields that only turns of some roles may have."""
 
-_MEDIA = {"image_url": "images", "input_audio": "audio", "file": "files", "refusal": "refusals"}
+_MEDIA = {"input_audio": "audio", "file": "files", "refusal": "refusals"}
 
 
 def turns_of(messages: Sequence[schemas.Message]) -> list[ChatMessage]:
@@ -83,7 +83,7 @@ def _turn(message: schemas.Message, where: str) -> ChatMessage:
     )
     return ChatMessage(
         role="system" if role == "developer" else role,
-        content=_text(message.content, f"{where}.content"),
+        content=_content(message.content, f"{where}.content"),
         tool_calls=calls,
         tool_call_id=message.tool_call_id or "",
         reasoning=_thought(message),
@@ -94,14 +94,72 @@ def _thought(message: schemas.Message) -> str:
     return message.reasoning or message.reasoning_content or ""
 
 
-def _text(content: str | list[schemas.ContentPart] | None, where: str) -> str:
-    """The text of all parts, with a line break between two of them, as vLLM and llama.cpp do it."""
+def has_pictures(messages: Sequence[schemas.Message]) -> bool:
+    """Whether pictures must be made of a part of a turn, which takes long."""
+    return any(
+        part.image_url is not None
+        for message in messages
+        if isinstance(message.content, list)
+        for part in message.content
+    )
+
+
+def picture_params(at: str, messages: Sequence[schemas.Message]) -> dict[str, str]:
+    """From the contract's paths of parts to the fields that they were made of. `at`: the field that has the
+    messages.
+    """
+    params: dict[str, str] = {}
+    for i, message in enumerate(messages):
+        params[f"chat.messages[{i}].parts"] = f"{at}[{i}].content"
+        for j in range(len(message.content) if isinstance(message.content, list) else 0):
+            made_of = f"{at}[{i}].content[{j}]"
+            params |= part_params(f"chat.messages[{i}].parts[{j}]", made_of, f"{made_of}.image_url.url")
+    return params
+
+
+def part_params(part: str, made_of: str, url: str) -> dict[str, str]:
+    """The same of one part, whose path is `part`; `made_of` is the field that it was made of, and `url` the
+    field that has the bytes of a picture.
+    """
+    image = f"{part}.image"
+    return {part: made_of, image: url, f"{image}.data": url, f"{image}.media_type": url}
+
+
+def picture_of(url: str, detail: str | None, where: str, detail_param: str) -> Image:
+    """The picture that a data: URL has in it, and that the field `where` holds. Raises ApiError for any other
+    URL, because nothing is fetched, and for a level of detail.
+    """
+    if detail not in (None, "auto"):
+        raise unsupported_value(detail_param, "the model decides how closely it looks.")
+    try:
+        return Image.from_data_url(url)
+    except ValueError as error:
+        raise invalid_value(where, f"{error}.") from None
+
+
+def _content(content: str | list[schemas.ContentPart] | None, where: str) -> str | list[str | Image]:
+    """The parts, of which some are pictures; or, where all are texts, one text, with a line break between two
+    of them, as vLLM and llama.cpp do it.
+    """
     if content is None or isinstance(content, str):
         return content or ""
-    for i, part in enumerate(content):
-        if part.type != "text":
-            kind = _MEDIA.get(part.type, f"parts of the type {part.type[:40]!r}")
-            raise unsupported_value(f"{where}[{i}].type", f"the model does not take {kind}.")
-        if part.text is None:
-            raise missing(f"{where}[{i}].text")
-    return "\n".join(part.text or "" for part in content)
+    parts = [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
+    if any(isinstance(part, Image) for part in parts):
+        return parts
+    return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def _part(part: schemas.ContentPart, where: str) -> str | Image:
+    if part.type not in ("text", "image_url"):
+        kind = _MEDIA.get(part.type, f"parts of the type {part.type[:40]!r}")
+        raise unsupported_value(f"{where}.type", f"the model does not take {kind}.")
+    given = {"text": part.text, "image_url": part.image_url}
+    if given.pop(part.type) is None:
+        raise missing(f"{where}.{part.type}")
+    for other, value in given.items():
+        if value is not None:
+            raise invalid_value(f"{where}.{other}", f"a part of the type {part.type!r} has none.")
+    if part.image_url is None:
+        return part.text or ""
+    url = f"{where}.image_url"
+    return picture_of(part.image_url.url, part.image_url.detail, f"{url}.url", f"{url}.detail")

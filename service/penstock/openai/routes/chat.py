@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,6 +17,7 @@ from penstock.openai.front import front_of
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, sse
 from penstock.openai.requests.chat import chat_options, chat_params
+from penstock.openai.requests.turns import has_pictures
 from penstock.openai.schemas.chat import ChatBody
 
 PREFIX = "chatcmpl"
@@ -24,7 +27,12 @@ async def chat(request: Request) -> Response:
     """Continue a conversation."""
     call, body, backend = call_of(request), await read_body(request, ChatBody), front_of(request).backend
     name_params(request.scope, lambda: chat_params(body))
-    options = chat_options(body, await backend.facts(call))
+    facts = await backend.facts(call)
+    if has_pictures(body.messages):
+        # Base64 of megabytes is read in a thread, so that other requests do not wait for it.
+        options = await asyncio.to_thread(chat_options, body, facts)
+    else:
+        options = chat_options(body, facts)
     options["request_id"] = f"{PREFIX}-{body.request_id or call.number}"
     needs_texts = body.logprobs or body.prompt_logprobs is not None
     wanted = Wanted(

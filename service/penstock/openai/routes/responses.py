@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,6 +13,7 @@ from penstock.openai.endpoints import name_params
 from penstock.openai.front import front_of
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, sse
+from penstock.openai.requests.response_turns import has_pictures
 from penstock.openai.requests.responses import (
     ENCRYPTED_REASONING,
     is_included,
@@ -26,7 +29,11 @@ async def create_response(request: Request) -> Response:
     body = await read_body(request, ResponsesBody)
     name_params(request.scope, lambda: response_params(body))
     facts = await backend.facts(call)
-    options = response_options(body, facts)
+    if has_pictures(body.input):
+        # Base64 of megabytes is read in a thread, so that other requests do not wait for it.
+        options = await asyncio.to_thread(response_options, body, facts)
+    else:
+        options = response_options(body, facts)
     wants_logprobs = options["logprobs"] is not None
     asked = Asked(
         body=body,

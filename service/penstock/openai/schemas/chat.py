@@ -17,9 +17,8 @@ MAX_CALLS = 10_000
 refused.
 """
 
-_TEXT_ONLY = "the models that are served read text"
+_TEXT_ONLY = "the models that are served read text and pictures"
 _OF_PARTS = {
-    "image_url": _TEXT_ONLY,
     "input_audio": _TEXT_ONLY,
     "file": _TEXT_ONLY,
     "refusal": "write it as text",
@@ -36,6 +35,13 @@ _OF_TOOLS = {
 }
 
 
+class ImageUrl(Body):
+    """A picture, whose bytes are in the URL: data:image/png;base64,..."""
+
+    url: str
+    detail: str | None = None
+
+
 class ContentPart(Body):
     """A part of a message's content."""
 
@@ -43,6 +49,7 @@ class ContentPart(Body):
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | None = None
 
 
 class FunctionCall(Body):
@@ -149,7 +156,7 @@ class ChatBody(SamplingBody):
         "add_generation_prompt": "the model always answers with a turn of its own",
         "continue_final_message": "the model always answers with a turn of its own",
         "documents": "put them into chat_template_kwargs",
-        "mm_processor_kwargs": "the models that are served read text",
+        "mm_processor_kwargs": "the model's own settings for pictures are used",
         **_OF_TOOLS,
         **{f"messages.{name}": why for name, why in _OF_MESSAGES.items()},
         **{f"messages.content.{name}": why for name, why in _OF_PARTS.items()},

@@ -49,6 +49,14 @@ class InputText(Sent):
     text: str
 
 
+class InputImage(Sent):
+    """A picture that the model is shown, whose bytes are in the URL: data:image/png;base64,..."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: str | None = None
+
+
 class OutputText(Sent):
     """A text that a model wrote."""
 
@@ -89,11 +97,12 @@ def _type_of(value: Any) -> Any:
 
 def _part_tag(value: Any) -> str:
     kind = _type_of(value)
-    return f"<{kind}>" if kind in ("input_text", "output_text", "refusal") else "<other>"
+    return f"<{kind}>" if kind in ("input_text", "input_image", "output_text", "refusal") else "<other>"
 
 
 Part = Annotated[
     Annotated[InputText, Tag("<input_text>")]
+    | Annotated[InputImage, Tag("<input_image>")]
     | Annotated[OutputText, Tag("<output_text>")]
     | Annotated[Refusal, Tag("<refusal>")]
     | Annotated[Other, Tag("<other>")],

@@ -163,7 +163,7 @@ class ResponsesBody(GenerationBody):
         "context_management": "the server does not shorten conversations in words",
         "prompt_cache_options": "prompts are cached without breakpoints",
         "access_programs": "there are none",
-        "image": "the models that are served read text",
+        "image": "put pictures into input, as parts of the type input_image",
         "n": "a response has one output",
         "max_tokens": "use max_output_tokens",
         "max_completion_tokens": "use max_output_tokens",

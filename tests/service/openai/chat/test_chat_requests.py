@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client import ChatMessage, Choice, Ebnf, JsonObject, JsonSchema, Regex, Tool, ToolCall
+from penstock.client import ChatMessage, Choice, Ebnf, Image, JsonObject, JsonSchema, Regex, Tool, ToolCall
 from penstock.openai.requests.chat import chat_options, chat_params
 from tests.service.openai.chat.bodies import HI, asked, chat_body, facts, refusal
 
@@ -31,6 +31,17 @@ BARE = {
 
 def test_what_is_left_out_is_left_to_the_server() -> None:
     assert asked() == BARE
+
+
+def test_pictures_stay_where_they_stand_in_a_turn() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj", "detail": "auto"}}
+    content = [{"type": "text", "text": "This"}, picture, {"type": "text", "text": "is what?"}]
+    body = {"messages": [{"role": "user", "content": content}]}
+    seen = ("This", Image(b"abc", "image/png"), "is what?")
+    assert asked(**body)["messages"] == [ChatMessage("user", seen)]
+    params = chat_params(chat_body(**body))
+    assert params["chat.messages[0].parts[1].image.data"] == "messages[0].content[1].image_url.url"
+    assert params["chat.messages[0].parts[0]"] == "messages[0].content[0]"
 
 
 @pytest.mark.parametrize(

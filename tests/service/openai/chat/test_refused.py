@@ -27,6 +27,7 @@ def tool(**function: Any) -> Any:
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+PNG_URL = "data:image/png;base64,iVBORw0KGgo="
 CASES: Any = [
     ({"foo": 1}, "foo", "unknown_parameter"),
     ({"messages": None}, "messages", "missing_required_parameter"),
@@ -36,8 +37,24 @@ CASES: Any = [
     ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "unknown_parameter"),
     (
         user({"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}),
-        "messages[0].content[1].image_url",
-        "unsupported_parameter",
+        "messages[0].content[1].image_url.url",
+        "invalid_value",
+    ),
+    (
+        user({"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}),
+        "messages[0].content[0].image_url.url",
+        "invalid_value",
+    ),
+    (
+        user({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}),
+        "messages[0].content[0].image_url.detail",
+        "unsupported_value",
+    ),
+    (user({"type": "image_url"}), "messages[0].content[0].image_url", "missing_required_parameter"),
+    (
+        user({"type": "text", "text": "a", "image_url": {"url": "data:image/png;base64,AAAA"}}),
+        "messages[0].content[0].image_url",
+        "invalid_value",
     ),
     (
         user({"type": "input_audio", "input_audio": {}}),
@@ -91,6 +108,11 @@ CASES: Any = [
         "unknown_parameter",
     ),
     # Found by the server, and told by the name in the body.
+    (
+        user({"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": PNG_URL}}),
+        "messages[0].content",
+        "unsupported_parameter",
+    ),
     ({"temperature": -1}, "temperature", "invalid_value"),
     ({"top_p": 0}, "top_p", "invalid_value"),
     ({"n": 0}, "n", "invalid_value"),

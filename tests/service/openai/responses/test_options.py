@@ -177,7 +177,7 @@ def test_programs_are_told_what_is_taken() -> None:
         {"tools": [{"type": "web_search"}]},
         {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
         {"input": [{"type": "item_reference", "id": "msg_1"}]},
-        {"input": [{**user, "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"input": [{**user, "content": [{"type": "input_image", "file_id": "x"}]}]},
     ]
     for fields in others:
         assert not schema.is_valid(taken | fields), fields

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from penstock.client import ChatMessage, ToolCall
+from penstock.client import ChatMessage, Image, ToolCall
 from penstock.openai.failures import ApiError
 from penstock.openai.requests.response_turns import turn_params, turns_of
 from penstock.openai.schemas.carried_reasoning import carried
 from penstock.openai.schemas.responses import ResponsesBody
 
+URL = "data:image/png;base64,YWJj"
 USER = {"role": "user", "content": "What is the weather in Rome and in Oslo?"}
 THOUGHT = {
     "type": "reasoning",
@@ -123,13 +124,34 @@ def test_nulls_are_fields_that_were_left_out() -> None:
     assert turns(items)[1].reasoning == "Hm."
 
 
+def test_pictures_stay_where_they_stand_in_a_message() -> None:
+    text, picture = {"type": "input_text", "text": "Look:"}, {"type": "input_image", "image_url": URL}
+    seen = {"role": "user", "content": [text, picture]}
+    (turn,) = turns([seen])
+    assert turn.content == ("Look:", Image(b"abc", "image/png"))
+    assert turn_params(body_of([seen]).input, None)["chat.messages[0].parts[1].image.data"] == (
+        "input[0].content[1].image_url"
+    )
+
+
+def test_no_picture_is_fetched() -> None:
+    with pytest.raises(ApiError) as caught:
+        turns([{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1/x"}]}])
+    assert (caught.value.param, caught.value.code) == ("input[0].content[0].image_url", "invalid_value")
+    assert "not fetched" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("item", "param"),
     [
         ({"type": "item_reference", "id": "msg_1"}, "input[1].type"),
         ({"type": "web_search_call", "id": "ws_1", "action": {}}, "input[1].type"),
         (
-            {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+            {"role": "user", "content": [{"type": "input_image", "image_url": URL, "detail": "high"}]},
+            "input[1].content[0].detail",
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "input_image", "image_url": URL}]},
             "input[1].content[0].type",
         ),
         (
