@@ -44,7 +44,7 @@ _COMPARED_AT_ONCE = 1 << 24  # bytes
 
 def load_config(directory: Path) -> ModelConfig:
     """Parses config.json. The eos_token_id of generation_config.json replaces that of config.json, as in
-    transformers.
+    transformers. What the names of tensors begin with is read from the files of weights, if there are any.
 
     Raises ConfigError or UnknownArchitecture.
     """
@@ -57,7 +57,11 @@ def load_config(directory: Path) -> ModelConfig:
             raise ConfigError(f"{generation}: {'; '.join(fields.problems)}")
         if eos:
             config = dataclasses.replace(config, eos_token_ids=eos)
-    return config
+    try:
+        tensors = find_tensors(directory)
+    except ConfigError:  # no weights, or damaged ones, which `load_weights` says
+        return config
+    return dataclasses.replace(config, names=config.names.found_in(tensors))
 
 
 def _read_json(file: Path) -> Mapping[str, object]:

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 import jax
 import numpy as np
 
+from penstock.runtime.models.configs.tensor_names import USUAL, TensorNames
 from penstock.runtime.models.configs.vision import VisionConfig
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV, SlotState
@@ -233,7 +234,8 @@ class ModelConfig:
     norm_offset: added to the weights of all norms (Gemma's are stored as differences from one).
     embedding_scale: embeddings are multiplied by it. logits_scale, logits_softcap: logits are multiplied by
     the first, and then l becomes softcap * tanh(l / softcap). vision: what reads pictures; None: the model
-    reads none. dtype: that of the checkpoint, as config.json names it; None if it does not.
+    reads none. names: of the checkpoint's tensors. dtype: that of the checkpoint, as config.json names it;
+    None if it does not.
     """
 
     architecture: str
@@ -248,6 +250,7 @@ class ModelConfig:
     logits_softcap: float | None = None
     per_layer: PerLayerConfig | None = None
     vision: VisionConfig | None = None
+    names: TensorNames = USUAL
     tie_word_embeddings: bool = False
     dtype: str | None = None
     bos_token_id: int | None = None

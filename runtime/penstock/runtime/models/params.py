@@ -5,7 +5,9 @@ and the flat form for compiled programs.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -15,9 +17,17 @@ import numpy.typing as npt
 from flax import nnx
 
 from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.configs.tensor_names import USUAL, TensorNames
 from penstock.runtime.models.decoder import CausalLM
 from penstock.runtime.models.linear import PLAIN, LinearFormat
-from penstock.runtime.models.load_rules import HasLoadRules, LoadRules, ParamPath, Source
+from penstock.runtime.models.load_rules import (
+    HasLoadRules,
+    LoadRules,
+    ParamPath,
+    Source,
+    Stored,
+    StoredAt,
+)
 from penstock.runtime.models.registry import family_of
 from penstock.runtime.models.rule_checks import check
 
@@ -64,7 +74,7 @@ def load_rules(
 def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat) -> LoadRules:
     family = family_of(config.architecture)
     model = nnx.eval_shape(lambda: family.build(config, dtype, linear))
-    stored = family.stored(config)
+    stored = _spelled(family.stored(config), config.names)
     listed = [
         rule
         for path, module in nnx.iter_modules(model)
@@ -79,17 +89,31 @@ def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: Linear
             *family.harmless,
             *(_further_layers(config) if family.further_layers else ()),
         ),
-        copies=family.copies(config),
+        copies={
+            config.names.spelled(copy): config.names.spelled(other)
+            for copy, other in family.copies(config).items()
+        },
     )
     check(rules, leaf_shapes(config, dtype, linear))
     return rules
+
+
+def _spelled(stored: StoredAt, names: TensorNames) -> StoredAt:
+    """The same places, under the names that the checkpoint has."""
+
+    def there(path: ParamPath, shape: tuple[int, ...]) -> Stored:
+        usual = stored(path, shape)
+        sources = tuple(replace(source, name=names.spelled(source.name)) for source in usual.sources)
+        return replace(usual, sources=sources)
+
+    return stored if names == USUAL else there
 
 
 def _further_layers(config: ModelConfig) -> tuple[str, ...]:
     """A pattern that the names of tensors match which belong to layers behind the last one."""
     count = len(config.layers)
     numbers = "|".join(map(str, range(count, count + MOST_FURTHER_LAYERS)))
-    return (rf"^model\.layers\.({numbers})\.",)
+    return (rf"^{re.escape(config.names.decoder)}layers\.({numbers})\.",)
 
 
 def leaf_shapes(

@@ -15,8 +15,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.configs.tensor_names import USUAL, TensorNames
 from penstock.runtime.models.configs.vision import VisionActivation, VisionConfig
-from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, tensor_name
+from penstock.runtime.models.families.family import ModelFamily, stored_plainly
 from penstock.runtime.models.families.llama import Traits, parse_decoder
 from penstock.runtime.models.families.pictures.wrapper import text_fields
 from penstock.runtime.models.hf_fields import Fields
@@ -38,17 +39,15 @@ class Kind:
     """One architecture.
 
     model_type: of config.json; the decoder's ends in _text, the encoder's in _vision. parse_text:
-    (architecture, fields of the decoder) -> ModelConfig. text, visual: what names of tensors begin with.
-    names: what checkpoints call parts of the encoder. The others are defaults of vision_config; windows:
-    whether blocks attend in windows; deepstack: None if the family has none.
+    (architecture, fields of the decoder) -> ModelConfig. names: what checkpoints call parts of the encoder.
+    beginnings: of the names of published tensors. The others are defaults of vision_config; windows: whether
+    blocks attend in windows; deepstack: None if the family has none.
     """
 
     model_type: str
     parse_text: Callable[[str, Fields], ModelConfig]
     image_token_id: int
     video_token_id: int
-    text: str
-    visual: str
     hidden_act: str
     hidden_size: int
     intermediate_size: int
@@ -57,6 +56,7 @@ class Kind:
     windows: bool = False
     deepstack: tuple[int, ...] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    beginnings: TensorNames = USUAL
 
 
 KINDS: Mapping[str, Kind] = {
@@ -80,8 +80,6 @@ KINDS: Mapping[str, Kind] = {
         ),
         image_token_id=151655,
         video_token_id=151656,
-        text="model",
-        visual="visual",
         hidden_act="silu",
         hidden_size=3584,
         intermediate_size=3420,
@@ -109,8 +107,7 @@ KINDS: Mapping[str, Kind] = {
         ),
         image_token_id=151655,
         video_token_id=151656,
-        text="model.language_model",
-        visual="model.visual",
+        beginnings=TensorNames("model.language_model.", vision="model.visual."),
         hidden_act="gelu_pytorch_tanh",
         hidden_size=1152,
         intermediate_size=4304,
@@ -135,7 +132,7 @@ def _parse(architecture: str, fields: Fields, kind: Kind) -> ModelConfig:
     size = text.raw("hidden_size")
     if isinstance(size, int) and vision.out_size != size:
         inner.problem("out_hidden_size", f"must be the decoder's hidden_size {size}, not {vision.out_size}")
-    return replace(kind.parse_text(architecture, text), vision=vision)
+    return replace(kind.parse_text(architecture, text), vision=vision, names=kind.beginnings)
 
 
 def _read_vision(fields: Fields, kind: Kind) -> VisionConfig:
@@ -224,12 +221,12 @@ def _read_blocks(fields: Fields, name: str, default: tuple[int, ...], depth: int
 
 
 def _stored(config: ModelConfig, kind: Kind) -> StoredAt:
-    names = {**PRE_NORMS, **kind.names, "visual": kind.visual, "patch_embed": "patch_embed.proj"}
+    text = stored_plainly()(config)
+    names = {**kind.names, "patch_embed": "patch_embed.proj"}
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         if path[0] != "visual":
-            name = tensor_name(path, PRE_NORMS)
-            return Stored((Source(name.replace("model", kind.text, 1), shape),))
+            return text(path, shape)
         name = ".".join(names.get(str(part), str(part)) for part in path)
         vision = config.vision
         assert vision is not None
@@ -247,15 +244,10 @@ def _flat(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return rows[0].reshape(len(rows[0]), -1)
 
 
-def _tied_head(config: ModelConfig, kind: Kind) -> Mapping[str, str]:
-    return {"lm_head.weight": f"{kind.text}.embed_tokens.weight"} if config.tie_word_embeddings else {}
-
-
 FAMILIES: Mapping[str, ModelFamily] = {
     name: ModelFamily(
         parse=functools.partial(_parse, kind=kind),
         stored=functools.partial(_stored, kind=kind),
-        copies=functools.partial(_tied_head, kind=kind),
     )
     for name, kind in KINDS.items()
 }

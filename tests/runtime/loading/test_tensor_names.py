@@ -1,0 +1,73 @@
+"""Checkpoints of one family whose tensors' names begin differently, as they are published and as versions of
+transformers write them.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.loading.checkpoint import load_config, load_weights
+from penstock.runtime.models.configs.tensor_names import TensorNames
+from penstock.runtime.models.params import load_rules, state_to_leaves
+
+
+def rename(directory: Path, beginnings: Mapping[str, str]) -> None:
+    """Gives the tensors of a checkpoint other names: of the beginnings, the first one that a name has
+    counts."""
+    file = directory / "model.safetensors"
+    renamed = {}
+    for name, values in load_file(file).items():
+        usual = next((usual for usual in beginnings if name.startswith(usual)), "")
+        renamed[beginnings.get(usual, "") + name.removeprefix(usual)] = values
+    save_file(renamed, file)
+
+
+@pytest.mark.parametrize(
+    ("golden", "beginnings"),
+    [
+        ("qwen2", {"model.": ""}),
+        ("qwen2", {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}),
+        ("qwen2_5_vl", {"model.": "model.language_model.", "visual.": "model.visual."}),
+        ("qwen3_vl", {"model.visual.": "visual.", "model.language_model.": "model."}),
+    ],
+)
+def test_names_may_begin_differently(
+    copy: Callable[[str], Path], golden: str, beginnings: dict[str, str]
+) -> None:
+    directory = copy(golden)
+    expected = state_to_leaves(load_weights(directory, load_config(directory), progress=False))
+    rename(directory, beginnings)
+    config = load_config(directory)
+    found = state_to_leaves(load_weights(directory, config, progress=False))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    # What updates must be called is what the checkpoint's tensors are called.
+    names = set(load_file(directory / "model.safetensors"))
+    assert {tensor.name for tensor in load_rules(config).tensors} == names
+
+
+def test_a_tensor_that_is_missing_is_named_as_the_checkpoint_would_name_it(
+    copy: Callable[[str], Path],
+) -> None:
+    directory = copy("qwen2")
+    rename(directory, {"model.": ""})
+    file = directory / "model.safetensors"
+    save_file({name: values for name, values in load_file(file).items() if name != "norm.weight"}, file)
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(directory, load_config(directory), progress=False)
+    assert caught.value.missing == ("norm.weight",)
+    assert caught.value.extra == ()
+
+
+def test_a_beginning_that_no_name_or_several_have_stays_the_usual_one() -> None:
+    usual = TensorNames()
+    assert usual.found_in(()) == usual
+    assert usual.found_in(("a.embed_tokens.weight", "b.embed_tokens.weight")) == usual
+    assert usual.found_in(("a.not_embed_tokens.weight",)) == usual
+    assert usual.found_in(("embed_tokens.weight", "x.lm_head.weight")) == TensorNames("", "x.lm_head.")
+    assert TensorNames("x.").spelled("model.layers.0.weight") == "x.layers.0.weight"
+    assert TensorNames("x.").spelled("mtp.model.weight") == "mtp.model.weight"
