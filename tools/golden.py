@@ -84,6 +84,28 @@ _QWEN2 = ("Qwen2Config", "Qwen2ForCausalLM")
 _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _QWEN3 = ("Qwen3Config", "Qwen3ForCausalLM")
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 32}
+_DELTA_NETS = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+_QUARTER_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+_SHARED_EXPERT = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
 CASES: Mapping[str, Kind] = {
     "deepseek_v3": Kind(
         "DeepseekV3Config",
@@ -207,6 +229,15 @@ CASES: Mapping[str, Kind] = {
     ),
     "qwen2_yarn": Kind(*_QWEN2, {"rope_parameters": _YARN}),
     "qwen3": Kind(*_QWEN3, {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3_5": Kind(
+        "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**_DELTA_NETS, "rope_parameters": _QUARTER_MROPE}
+    ),
+    "qwen3_5_moe": Kind(
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {**_DELTA_NETS, **_SHARED_EXPERT, "rope_parameters": _QUARTER_MROPE},
+    ),
+    "qwen3_next": Kind("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_DELTA_NETS, **_SHARED_EXPERT}),
     "qwen3_moe": Kind(
         "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_QWEN_EXPERTS, "head_dim": 32, "norm_topk_prob": True}
     ),

@@ -22,8 +22,8 @@ from penstock.runtime.models.config import (
     MLPAndExpertsConfig,
     MLPConfig,
     ModelConfig,
-    RecurrentConfig,
 )
+from penstock.runtime.models.configs.recurrent import RecurrentConfig
 
 
 @dataclass(frozen=True, slots=True)

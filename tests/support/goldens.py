@@ -39,6 +39,9 @@ NAMES = (
     "gpt_oss",
     "llama4",
     "lfm2",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
 )
 """The folders in GOLDEN. Every test that compares all models with PyTorch takes its names from here."""
 WITH_PICTURES = ("qwen2_5_vl", "qwen3_vl")

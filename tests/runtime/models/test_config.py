@@ -351,6 +351,9 @@ def test_the_registry_has_the_promised_architectures():
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
         "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
         "SeedOssForCausalLM",
         "SmolLM3ForCausalLM",
     }

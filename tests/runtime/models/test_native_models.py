@@ -27,8 +27,8 @@ from penstock.runtime.models.config import (
     PerLayerConfig,
     QueryScaling,
     RouterConfig,
-    ShortConvConfig,
 )
+from penstock.runtime.models.configs.recurrent import DeltaNetConfig, ShortConvConfig
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.native import library
@@ -199,12 +199,14 @@ def in_larger_sizes(layer: LayerConfig) -> LayerConfig:
     attention, mlp = layer.attention, layer.mlp
     if isinstance(attention, ShortConvConfig):
         attention = dataclasses.replace(attention, channels=128)
+    elif isinstance(attention, DeltaNetConfig):
+        attention = dataclasses.replace(attention, num_key_heads=8, num_value_heads=16)
     elif isinstance(attention, LatentConfig):
         rank = None if attention.query_rank is None else 64
         sizes: dict[str, Any] = {"latent_dim": 64, "rope_dim": 32, "nope_dim": 64, "value_dim": 64}
         attention = dataclasses.replace(attention, query_rank=rank, **sizes)
     else:
-        attention = dataclasses.replace(attention, head_dim=64)
+        attention = dataclasses.replace(attention, head_dim=128)
     return dataclasses.replace(layer, attention=attention, mlp=larger_mlp(mlp))
 
 

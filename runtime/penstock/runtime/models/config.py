@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal
 
-import jax
-import numpy as np
-
+from penstock.runtime.models.configs.recurrent import RecurrentConfig
 from penstock.runtime.models.configs.tensor_names import USUAL, TensorNames
 from penstock.runtime.models.configs.vision import VisionConfig
 from penstock.runtime.models.rope import RopeConfig
@@ -100,37 +98,6 @@ class LatentConfig:
     query_rank: int | None = None
     bias: bool = False
     norm_eps: float = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShortConvConfig:
-    """A gated short convolution in the place of attention (LFM2): out(c * conv(b * x)), where b, c and x are
-    products of the hidden state.
-
-    channels: of the convolution. num_taps: how many latest tokens, itself included, a token reads. bias: the
-    products and the convolution have one.
-    """
-
-    channels: int
-    num_taps: int
-    bias: bool = False
-
-    @property
-    def kept(self) -> SlotState:
-        """The inputs that the convolution reads of tokens before a step."""
-        return SlotState((_float32(self.num_taps - 1, self.channels),))
-
-    def num_weights(self, hidden_size: int) -> int:
-        """Of the products with hidden states."""
-        return 4 * hidden_size * self.channels
-
-
-def _float32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, np.dtype(np.float32))
-
-
-RecurrentConfig: TypeAlias = ShortConvConfig
-"""What stands in the place of attention, and keeps state by slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -224,6 +224,16 @@ def project(
     return linear.product(x if norm is None else norm(x, pools), pools).astype(x.dtype)
 
 
+def project_float32(
+    linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm | None = None
+) -> jax.Array:
+    """linear(norm(x)), not rounded to x's dtype: x [T, in] -> float32 [T, out]."""
+    if linear.packed:
+        weights, options = (linear.operands(pools),), _norm_options(norm, pools)
+        return native.linear(x, weights, num_rows=num_rows, out_dtype=np.float32, **options)
+    return linear.product(x if norm is None else norm(x, pools), pools)
+
+
 def add_projected(
     linear: Linear,
     x: jax.Array,

@@ -3,7 +3,8 @@
 import pytest
 
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.models.config import MLPConfig, ShortConvConfig
+from penstock.runtime.models.config import MLPConfig
+from penstock.runtime.models.configs.recurrent import ShortConvConfig
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.cache_spec import SlotState

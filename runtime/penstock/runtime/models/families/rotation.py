@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.runtime.models.config import AttentionConfig, LatentConfig, RecurrentConfig
+from penstock.runtime.models.config import AttentionConfig, LatentConfig
+from penstock.runtime.models.configs.recurrent import RecurrentConfig
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.rope import RopeConfig, longrope_attention_factor
 

@@ -9,8 +9,8 @@ from penstock.runtime.models.config import (
     LayerConfig,
     MLPConfig,
     ModelConfig,
-    ShortConvConfig,
 )
+from penstock.runtime.models.configs.recurrent import ShortConvConfig
 from penstock.runtime.models.families.family import ModelFamily, tensor_name
 from penstock.runtime.models.families.mixtures.fields import read_layer_numbers
 from penstock.runtime.models.families.reading import (

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from penstock.runtime.models.config import ModelConfig, ShortConvConfig
+from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.configs.recurrent import ShortConvConfig
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.layers.recurrent.conv_weight import ConvWeight
 from penstock.runtime.models.linear import Linear, LinearFormat, project
