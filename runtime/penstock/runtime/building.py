@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 from itertools import starmap
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from penstock.runtime.execution.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH
 from penstock.runtime.execution.compilation import use_compilation_cache
 from penstock.runtime.execution.device.device_state import DeviceState
 from penstock.runtime.execution.kv_sizing import KVPlan, device_kv_bytes, plan_kv, prefix_cache_pages
+from penstock.runtime.execution.media.encoding import encode_buckets
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
@@ -27,6 +29,7 @@ from penstock.runtime.media.image import ImageLimits
 from penstock.runtime.media.processor import ImageProcessor
 from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.model_info import ModelInfo
+from penstock.runtime.scheduling.media.pool import BLOCK_TOKENS, blocks_of
 from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.scheduler_config import GroupLimits, SchedulerConfig
@@ -69,7 +72,7 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
     _log_penalties(model, config)
     use_compilation_cache(config.compilation_cache)
     buckets = _buckets(model, config, backend)
-    shapes = _runner_config(model, config, buckets, threads=threads)
+    shapes = _runner_config(model, config, buckets, backend, threads=threads)
     groups = cache.groups(config.page_size, np.dtype(model.dtype))
     state_bytes = cache.slot_bytes * config.max_num_seqs
     kv = plan_kv(
@@ -101,7 +104,7 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
     )
     return EngineParts(
         runner=runner,
-        scheduler=Scheduler(_scheduler_config(model, config, buckets, kv)),
+        scheduler=Scheduler(_scheduler_config(model, config, shapes, kv)),
         pacer=Pacer(config.decode_window_s, config.max_decode_steps, config.target_itl_s or 0.0),
         config=config,
         info=ModelInfo(
@@ -191,7 +194,7 @@ def _free_bytes(
 
 
 def _runner_config(
-    model: ServedModel, config: ResolvedConfig, buckets: Buckets, *, threads: int
+    model: ServedModel, config: ResolvedConfig, buckets: Buckets, backend: Backend, *, threads: int
 ) -> RunnerConfig:
     """The runner's configuration for the longest context that was asked for; the KV cache may hold less."""
     return RunnerConfig(
@@ -207,12 +210,25 @@ def _runner_config(
         threads=threads,
         max_decode_steps=config.max_decode_steps,
         show_progress=config.show_progress,
+        **_picture_shapes(model, config, backend),
     )
 
 
+def _picture_shapes(model: ServedModel, config: ResolvedConfig, backend: Backend) -> dict[str, Any]:
+    """The runner's shapes for a model that reads pictures; none for another."""
+    if model.vision is None:
+        return {}
+    return {
+        "vision": model.vision,
+        "pool_rows": blocks_of(config.media_pool_tokens) * BLOCK_TOKENS,
+        "encode_buckets": encode_buckets(model.vision, config.max_image_tokens, backend.row_growth),
+    }
+
+
 def _scheduler_config(
-    model: ServedModel, config: ResolvedConfig, buckets: Buckets, kv: KVPlan
+    model: ServedModel, config: ResolvedConfig, shapes: RunnerConfig, kv: KVPlan
 ) -> SchedulerConfig:
+    buckets = shapes.buckets
     (num_pages, window), *further = zip(kv.num_pages, model.cache.windows, strict=True)
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
@@ -231,6 +247,8 @@ def _scheduler_config(
         further_groups=tuple(starmap(GroupLimits, further)),
         has_state=model.cache.has_state,
         window_steps=() if buckets.window_steps == (0,) else buckets.window_steps,
+        picture_blocks=shapes.pool_rows // BLOCK_TOKENS,
+        max_encode_patches=config.max_encode_patches or max(shapes.encode_buckets, default=0),
     )
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.compilation import compile_all, compile_program
+from penstock.runtime.execution.media.encoding import Pool, input_shapes, make_encode
 from penstock.runtime.execution.request_programs import (
     TABLE_ROWS,
     admission_size,
@@ -54,6 +55,8 @@ class Programs:
     admission: jax.stages.Compiled
     copy_pages: jax.stages.Compiled
     table_rows: jax.stages.Compiled
+    encodes: Mapping[int, jax.stages.Compiled]
+    """Number of patches to the program that encodes pictures; none for a model that reads none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class ProgramBuilder:
     kv: KVCache
     backend: Backend
     sharding: jax.sharding.Sharding
+    pool: Pool = ()
 
     @property
     def largest(self) -> ProgramKey:
@@ -83,9 +87,11 @@ class ProgramBuilder:
     def compile_all(self) -> Programs:
         """Compiles all programs in parallel, with a progress bar; those that take longest come first."""
         keys, row_buckets = self.config.buckets.keys(), self.config.buckets.row_buckets
+        patches = self.config.encode_buckets
         jobs: dict[ProgramKey | int | str, Callable[[], jax.stages.Compiled]] = {
             **{key: partial(self.window if key.window else self.forward, key) for key in keys},
             **{rows: partial(self.choice, rows) for rows in row_buckets},
+            **{f"encode {size}": partial(self.encode, size) for size in patches},
             "prompt_logprobs": self.prompt_logprobs,
             "hidden_sums": self.hidden_sums,
             "admission": self.admission,
@@ -101,12 +107,34 @@ class ProgramBuilder:
             admission=made["admission"],
             copy_pages=made["copy_pages"],
             table_rows=made["table_rows"],
+            encodes={size: made[f"encode {size}"] for size in patches},
         )
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
         packed = self._ints(self._layout(key).size)
         return compile_program(
-            self._forward(key), self.weights, self.kv, self.state, packed, donate=(1, 2), name=key.name
+            self._forward(key),
+            self.weights,
+            self.kv,
+            self.state,
+            packed,
+            self.pool,
+            donate=(1, 2),
+            name=key.name,
+        )
+
+    def encode(self, patches: int) -> jax.stages.Compiled:
+        """The program that encodes pictures of so many patches, for a model that reads them."""
+        vision = self.config.vision
+        assert vision is not None, "programs that encode pictures are compiled for models that read them"
+        return compile_program(
+            make_encode(self.rebuild),
+            self.weights,
+            self.pool,
+            input_shapes(vision, patches, self.sharding),
+            self._ints(1 + patches // vision.patches_per_token),
+            donate=(1,),
+            name=f"encode_patches{patches}",
         )
 
     def window(self, key: ProgramKey) -> jax.stages.Compiled:
@@ -170,7 +198,7 @@ class ProgramBuilder:
         )
 
     def _layout(self, key: ProgramKey) -> Layout:
-        return Layout(key, len(self.num_pages), has_snapshots=self.config.num_snapshots > 0)
+        return self.config.layout(key, len(self.num_pages))
 
     def _forward(self, key: ProgramKey) -> Callable[..., Forward]:
         backend = self.backend
@@ -181,7 +209,12 @@ class ProgramBuilder:
     def _outputs(self, key: ProgramKey) -> Forward:
         """The shapes of what a forward returns."""
         made = jax.eval_shape(
-            self._forward(key), self.weights, self.kv, self.state, self._ints(self._layout(key).size)
+            self._forward(key),
+            self.weights,
+            self.kv,
+            self.state,
+            self._ints(self._layout(key).size),
+            self.pool,
         )
         placed: Any = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding), made

@@ -25,6 +25,7 @@ from penstock.runtime.execution.device import hidden_rows, prompt_logprobs
 from penstock.runtime.execution.device.device_state import DeviceState
 from penstock.runtime.execution.device.dispatched_steps import AwaitingChoice, AwaitingTokens, PendingStep
 from penstock.runtime.execution.device.program_calls import ProgramCalls
+from penstock.runtime.execution.media.sections import needs_sections
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.slots import Slots
 from penstock.runtime.grammar.masks.fill import MaskFiller, mask_threads
@@ -158,6 +159,8 @@ class ModelRunner:
         # A window program samples by itself and returns no hidden states, so a step that needs some cannot
         # use it.
         window = plan.decode_only and not (constraints or targets or parts)
+        if window and self.config.vision is not None:
+            window = not needs_sections(plan, slots.request)
         key = self.config.buckets.select(
             plan.num_tokens, len(plan.rows), window=window, num_steps=plan.num_steps
         )
@@ -262,3 +265,5 @@ class ModelRunner:
             calls.write_tables(slots.table_rows(slots.write_pages(plan)))
         if plan.page_copies:
             calls.copy_pages(plan.page_copies)
+        if plan.encodes:
+            calls.encode(plan.encodes)

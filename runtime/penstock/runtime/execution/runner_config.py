@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.execution.buckets import Buckets
+from penstock.runtime.execution.buckets import Buckets, ProgramKey
+from penstock.runtime.execution.step_buffer import Layout
 from penstock.runtime.host.processors import available_processors
+from penstock.runtime.media.vision import Vision
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS
 
 
@@ -41,12 +43,24 @@ class RunnerConfig:
     max_decode_steps: int = 1
     """Most steps of a decode program's loop; see `Plan.num_steps`."""
     show_progress: bool = True
+    vision: Vision | None = None
+    """What the model makes of pictures; None: it reads none."""
+    pool_rows: int = 0
+    """Rows of the pool of picture embeddings, see `media.encoding`."""
+    encode_buckets: tuple[int, ...] = ()
+    """Numbers of patches for which there are programs that encode pictures, in ascending order."""
 
     def __post_init__(self) -> None:
         if len(self.eos_token_ids) >= MAX_STOP_TOKEN_IDS:
             raise ConfigError(
                 f"eos_token_ids: at most {MAX_STOP_TOKEN_IDS - 1}, not {len(self.eos_token_ids)}"
             )
+
+    def layout(self, key: ProgramKey, num_groups: int) -> Layout:
+        """The layout of the buffer of a program, with page tables for so many groups of layers."""
+        return Layout(
+            key, num_groups, has_snapshots=self.num_snapshots > 0, has_pictures=self.vision is not None
+        )
 
     @property
     def pages_per_row(self) -> int:

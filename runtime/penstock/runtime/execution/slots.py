@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import ProgramKey
+from penstock.runtime.execution.media.sections import POSITIONS, fill_rows, fill_tokens
 from penstock.runtime.execution.request_programs import TABLE_ROWS, pack_table_rows
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_buffer import (
@@ -129,9 +130,7 @@ class Slots:
         """The layout of the buffer of a program."""
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[key] = Layout(
-                key, self._num_groups, has_snapshots=self._config.num_snapshots > 0
-            )
+            layout = self._layouts[key] = self._config.layout(key, self._num_groups)
         return layout
 
     def blank(self, key: ProgramKey) -> NDArray[np.int32]:
@@ -147,6 +146,8 @@ class Slots:
             if layout.has_snapshots:
                 fields[:, layout.snapshot_fields] = NO_SNAPSHOT_USE
             stop_ids[:] = self._config.vocab_size
+            if layout.has_pictures and not key.window:
+                layout.pictures_view(blank)[POSITIONS] = self._config.pool_rows
         return blank.copy()
 
     def silenced(self, packed: NDArray[np.int32], key: ProgramKey, rows: Iterable[int]) -> NDArray[np.int32]:
@@ -196,6 +197,8 @@ class Slots:
                 at += num
         else:
             tokens[:count] = FEEDBACK
+        if layout.has_pictures:
+            (fill_rows if key.window else fill_tokens)(layout.pictures_view(buffer), plan, self.request)
         if not all(samples):
             silent = [i for i, row_samples in enumerate(samples) if not row_samples]
             fields[silent, MAX_SAMPLES] = 0

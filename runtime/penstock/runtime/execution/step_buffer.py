@@ -3,10 +3,11 @@ program takes it apart.
 
 There is one buffer because each transfer has the same price: eight small ones would cost eight times as much.
 Floats travel as their bits. The sections, in order: header, row fields [R, NUM_FIELDS or more], ids that end
-the row [R, MAX_STOP_TOKEN_IDS], input tokens [T]. Sampling needs only the first three, so one sampling
-program per row bucket serves steps of any number of tokens. Page tables stay on the device: a row's fields
-hold at most one new entry, with a page for each group of layers, which is all that a decode ever adds. When a
-sequence enters, its whole tables are sent before the step (`request_programs.make_table_rows`).
+the row [R, MAX_STOP_TOKEN_IDS], input tokens [T], and what is said of pictures. Sampling needs only the first
+three, so one sampling program per row bucket serves steps of any number of tokens. Page tables stay on the
+device: a row's fields hold at most one new entry, with a page for each group of layers, which is all that a
+decode ever adds. When a sequence enters, its whole tables are sent before the step
+(`request_programs.make_table_rows`).
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ class Layout:
     """Groups of layers, each of which has page tables of its own."""
     has_snapshots: bool = False
     """Whether there are snapshots of state, so that rows have the fields of `SnapshotRows`."""
+    has_pictures: bool = False
+    """Whether the model reads pictures, so that there is a section of them, see `media.sections`."""
 
     @property
     def further_pages(self) -> slice:
@@ -138,11 +141,13 @@ class Layout:
 
     @property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of header, row fields, stop ids and tokens: the only place that defines the order of
-        sections.
+        """Shapes of header, row fields, stop ids, tokens and the section of pictures: the only place that
+        defines the order of sections.
         """
-        rows = self.key.rows
-        return (HEADER,), (rows, self.snapshot_fields.stop), (rows, MAX_STOP_TOKEN_IDS), (self.key.tokens,)
+        rows, tokens = self.key.rows, self.key.tokens
+        fields = (rows, self.snapshot_fields.stop)
+        pictures = ((rows,) if self.key.window else (4, tokens)) if self.has_pictures else (0,)
+        return (HEADER,), fields, (rows, MAX_STOP_TOKEN_IDS), (tokens,), pictures
 
     @property
     def size(self) -> int:
@@ -156,8 +161,12 @@ class Layout:
 
     def views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer, Buffer]:
         """Header, row fields, stop ids and tokens: views of a host buffer, slices of an array on a device."""
-        header, fields, stop_ids, tokens = _split(buffer, self._shapes)
+        header, fields, stop_ids, tokens = _split(buffer, self._shapes[:4])
         return header, fields, stop_ids, tokens
+
+    def pictures_view(self, buffer: Buffer) -> Buffer:
+        """The section of pictures: int32[R] of a window, int32[4, T] of another step."""
+        return _split(buffer, self._shapes)[4]
 
     def row_views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer]:
         """Header, row fields and stop ids, of a whole buffer or of one without tokens."""

@@ -23,7 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from penstock.runtime.execution.media.encoding import Pool
+from penstock.runtime.execution.media.sections import media_argument, media_of_rows, media_of_tokens
 from penstock.runtime.execution.step_buffer import FEEDBACK, Layout, Unpacked
+from penstock.runtime.models.layers.media import MediaInputs
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta, with_pages
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from penstock.runtime.ops.sampler import RowState, SamplerOp
@@ -52,7 +55,8 @@ class StepModel(Protocol):
         recurrent: RecurrentOps,
     ) -> tuple[Array, KVCache]:
         """Tokens and positions int32[T] -> hidden states [T, E] and the updated cache. `metas` has one entry
-        for each group of the cache's layers.
+        for each group of the cache's layers. A model that reads pictures also takes `media`, see
+        `media.sections`.
         """
         ...
 
@@ -116,8 +120,12 @@ def _run_model(
     last: Array,
     starts: Array,
     held: Array | None,
+    media: MediaInputs | None = None,
+    shifts: Array | None = None,
 ) -> tuple[Array, Array, KVCache, Array | None]:
-    """(logits float32[R, V], hidden [T, E], cache, `RowState.held`); `last` int32[R] replaces FEEDBACK."""
+    """(logits float32[R, V], hidden [T, E], cache, `RowState.held`); `last` int32[R] replaces FEEDBACK. A
+    model that reads pictures has `media` or, in a window, `shifts`.
+    """
     copies = None
     if held is not None:
         snapshots = batch.snapshots and batch.snapshots.only_at(starts == batch.starts)
@@ -139,8 +147,11 @@ def _run_model(
     others = zip(page_tables[1:], shapes.num_pages[1:], strict=True)
     metas = (meta, *(with_pages(meta, table, shapes.page_size, num_pages) for table, num_pages in others))
     tokens = jnp.where(tokens == FEEDBACK, last[meta.token_rows], tokens)
+    if shifts is not None:
+        media = media_of_rows(shifts, meta.positions, meta.token_rows)
     with jax.named_scope("model"):
-        hidden, kv = model(tokens, meta.positions, kv, metas, attention=attention, recurrent=recurrent)
+        given = {"attention": attention, "recurrent": recurrent, **media_argument(media)}
+        hidden, kv = model(tokens, meta.positions, kv, metas, **given)
         at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
         num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
         logits = model.logits(hidden[at], num_rows)
@@ -161,10 +172,10 @@ def _add_pages(state: RowState, batch: Unpacked) -> RowState:
 
 def make_forward(
     rebuild: Rebuild, layout: Layout, shapes: StepShapes, attention: AttentionOp, recurrent: RecurrentOps
-) -> Callable[[Weights, KVCache, RowState, Array], Forward]:
+) -> Callable[[Weights, KVCache, RowState, Array, Pool], Forward]:
     """A program that runs the model over one step of any mix of chunks and decodes."""
 
-    def forward(weights: Weights, kv: KVCache, state: RowState, packed: Array) -> Forward:
+    def forward(weights: Weights, kv: KVCache, state: RowState, packed: Array, pool: Pool) -> Forward:
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
         logits, hidden, kv, held = _run_model(
@@ -180,6 +191,7 @@ def make_forward(
             last=_of_rows(state.tokens, batch),
             starts=batch.starts,
             held=state.held,
+            media=media_of_tokens(layout.pictures_view(packed), pool) if layout.has_pictures else None,
         )
         state = state._replace(held=held)
         padding = shapes.max_tokens - hidden.shape[0]
@@ -230,6 +242,7 @@ def make_window(
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
         page_tables = tuple(_of_rows(table, batch) for table in state.tables)
+        shifts = layout.pictures_view(packed) if layout.has_pictures else None
 
         def more(carry: _Window) -> Array:
             # The first step runs even where no row samples: a prefill chunk of one token must be written.
@@ -249,6 +262,7 @@ def make_window(
                 last=carry.tokens,
                 starts=batch.starts + carry.advanced,
                 held=carry.state.held,
+                shifts=shifts,
             )
             state = carry.state._replace(held=held)
             banned = carry.step < batch.bans

@@ -5,6 +5,7 @@ built by hand (tests, toys).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from penstock.runtime.host.processors import available_processors
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.loading.hub import resolve_model
 from penstock.runtime.media.vision import Vision
+from penstock.runtime.models.configs.vision import VisionConfig
 from penstock.runtime.models.load_rules import LoadRules
 from penstock.runtime.models.params import abstract_model, load_rules, model_dtype
+from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults, read_generation_defaults
 from penstock.runtime.text.codec import TextCodec
@@ -97,6 +100,18 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         is_native=nnx.merge(graphdef, shapes).is_native,
         rules=load_rules(model_config, dtype, linear),
         directory=directory,
+        vision=None if model_config.vision is None else _vision(model_config.vision),
+    )
+
+
+def _vision(config: VisionConfig) -> Vision:
+    return Vision(
+        image_token_id=config.image_token_id,
+        patch_size=config.patch_size,
+        merge_size=config.merge_size,
+        temporal_patch_size=config.temporal_patch_size,
+        inputs=partial(vision_inputs, config),
+        rotary_positions=partial(rotary_positions, config),
     )
 
 

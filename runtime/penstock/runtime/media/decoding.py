@@ -47,9 +47,9 @@ def sniff(data: bytes) -> str:
     return "image/gif" if data[:6] in (b"GIF87a", b"GIF89a") else ""
 
 
-def read_header(image: Image, limits: ImageLimits) -> ImageFile:
-    """The picture with its size known and no pixel decoded. Raises BadImage for what is too large, of another
-    format than it says, or not readable.
+def check_bytes(image: Image, limits: ImageLimits) -> str:
+    """The media type of a picture that is neither too large nor of another format than it says; otherwise
+    BadImage. It takes no time, because only the first bytes are looked at.
     """
     data = image.data
     if not data:
@@ -61,6 +61,14 @@ def read_header(image: Image, limits: ImageLimits) -> ImageFile:
         raise BadImage(f"is in none of the formats {', '.join(limits.media_types)}")
     if image.media_type and image.media_type != media_type:
         raise BadImage(f"is {image.media_type!r}, and the data is {media_type}", "media_type")
+    return media_type
+
+
+def read_header(image: Image, limits: ImageLimits) -> ImageFile:
+    """The picture with its size known and no pixel decoded. Raises BadImage as `check_bytes` does, and for
+    what has too many pixels or is not readable.
+    """
+    data, media_type = image.data, check_bytes(image, limits)
     if media_type == "image/webp":
         _check_size(*_webp_size(data), limits)  # Pillow makes two canvases as soon as it opens one
     try:

@@ -35,6 +35,11 @@ class ImageReader:
         self._vision = vision
         self._processor = processor
 
+    @property
+    def image_token_id(self) -> int:
+        """The token that stands for a picture in a prompt."""
+        return self._vision.image_token_id
+
     def place(
         self,
         token_ids: Sequence[int],

@@ -21,9 +21,6 @@ class Vision:
     """A token stands for a square of so many patches on each side."""
     temporal_patch_size: int
     """A patch has its pixels so many times."""
-    num_arrays: int
-    """How many arrays of embeddings encoding makes: one that takes the place of the tokens' embeddings, and
-    one for each layer that gets some besides."""
     inputs: Callable[[Sequence[MediaItem], int], Any]
     """(pictures, patches in all, padding included) -> what the encoder takes, arrays of numpy in a tree. Its
     shapes depend on the number of patches alone."""

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.compilation import compile_all
+from penstock.runtime.execution.media.encoding import Pool, pool_shapes
 from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_programs import KVCache, Weights
@@ -53,6 +54,8 @@ class DeviceState:
         self._kv: KVCache | None = None
         self._make_kv: Callable[[], KVCache] | None = None
         self.rows = self._new_rows()
+        self.pool = self._new_pool()
+        """The embeddings of pictures."""
         backend.use_huge_pages(self.leaves)
 
     # -- weights --
@@ -197,7 +200,7 @@ class DeviceState:
         )
         return ProgramBuilder(
             config=self._config,
-            rebuild=lambda leaves: nnx.merge(self._graphdef, jax.tree.unflatten(self._weights_tree, leaves)),
+            rebuild=self._rebuild,
             weights=self.leaves,
             state=self.rows,
             cache=self._cache,
@@ -205,7 +208,11 @@ class DeviceState:
             kv=kv,
             backend=self._backend,
             sharding=self.sharding,
+            pool=self.pool,
         )
+
+    def _rebuild(self, leaves: Weights) -> Any:
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._weights_tree, leaves))
 
     def peak_temp_bytes(self, num_pages: int) -> int:
         """The memory that the most demanding program needs besides its arguments, in bytes, as XLA reports
@@ -220,15 +227,24 @@ class DeviceState:
             "window": lambda: builder.window(window),
             "choice": lambda: builder.choice(largest.rows),
         }
+        if config.encode_buckets:
+            jobs["encode"] = lambda: builder.encode(config.encode_buckets[-1])
         made = compile_all(jobs, threads=config.threads, show_progress=config.show_progress)
         return max(map(_bytes_beside_arguments, made.values()))
 
     def free(self) -> None:
         """Frees all memory that is held, except weights that other code holds too."""
         self.free_cache()
-        for array in jax.tree.leaves(self.rows):
+        for array in jax.tree.leaves((self.rows, self.pool)):
             array.delete()
         self.leaves = ()
+
+    def _new_pool(self) -> Pool:
+        config = self._config
+        if config.vision is None:
+            return ()
+        shapes = pool_shapes(self._rebuild, self.leaves, config.vision, config.pool_rows)
+        return tuple(array for each in shapes for array in zeros(each.shape, each.dtype, self.sharding))
 
     def _new_rows(self) -> RowState:
         config = self._config

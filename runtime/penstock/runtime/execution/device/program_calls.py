@@ -13,6 +13,7 @@ from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.device.device_state import DeviceState
 from penstock.runtime.execution.device.hidden_rows import sums_buffer
 from penstock.runtime.execution.device.prompt_logprobs import prompt_buffer
+from penstock.runtime.execution.media.encoding import EncodeCall, blank_call, encode_calls
 from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.request_programs import pack_admission, pack_page_copies
 from penstock.runtime.execution.runner_config import RunnerConfig
@@ -21,7 +22,7 @@ from penstock.runtime.execution.step_programs import Chosen
 from penstock.runtime.requests.constraint import mask_words
 from penstock.runtime.requests.request import Request
 from penstock.runtime.requests.token_bias import bias_row
-from penstock.runtime.scheduling.plan import PageCopy
+from penstock.runtime.scheduling.plan import Encode, PageCopy
 
 Ints = NDArray[np.int32]
 
@@ -44,7 +45,7 @@ class ProgramCalls:
     def forward(self, key: ProgramKey, packed: Ints) -> tuple[jax.Array, jax.Array]:
         """Runs the model. Returns logits float32[R, V] and hidden states, see `Forward`."""
         device = self._device
-        forward = self.programs.steps[key](device.leaves, device.kv, device.rows, packed)
+        forward = self.programs.steps[key](device.leaves, device.kv, device.rows, packed, device.pool)
         logits, hidden, device.kv, device.rows = forward
         return logits, hidden
 
@@ -94,9 +95,22 @@ class ProgramCalls:
         pairs = pack_page_copies(copies, self._config.max_num_seqs, device.num_pages)
         device.kv = self.programs.copy_pages(device.kv, pairs)
 
+    def encode(self, encodes: Sequence[Encode]) -> None:
+        """Encodes pictures into the pool."""
+        config, vision = self._config, self._config.vision
+        assert vision is not None, "a plan encodes pictures for a model that reads none"
+        for call in encode_calls(vision, config.encode_buckets, config.pool_rows, encodes):
+            self._encode(call)
+
+    def _encode(self, call: EncodeCall) -> None:
+        device = self._device
+        program = self.programs.encodes[call.bucket]
+        device.pool = program(device.leaves, device.pool, call.inputs, call.packed)
+
     def warm_up(self, slots: Slots) -> None:
         """Runs every program once on padding only, and waits for it. The first call with arguments of one
-        kind is slow, because JAX finds its fast path for each kind.
+        kind is slow, because JAX finds its fast path for each kind. Of the programs that encode pictures only
+        the smallest runs, because a large one takes seconds whatever it encodes.
         """
         for key in self.programs.steps:
             packed = slots.blank(key)
@@ -113,7 +127,10 @@ class ProgramCalls:
         self.write_features(self._config.num_feature_slots, Request("warm-up", (0,)), ())
         self.copy_pages(())
         self.write_tables(slots.table_rows([0]))
-        jax.block_until_ready((self._device.rows, self._device.kv))
+        if self._config.vision is not None:
+            smallest = self._config.encode_buckets[0]
+            self._encode(blank_call(self._config.vision, smallest, self._config.pool_rows))
+        jax.block_until_ready((self._device.rows, self._device.kv, self._device.pool))
 
     def all_allowed(self, rows: int) -> Ints:
         """A mask on the host, int32[R, words], to be narrowed."""

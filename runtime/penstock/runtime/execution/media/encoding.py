@@ -1,0 +1,133 @@
+"""The program that encodes pictures, and how its calls are packed.
+
+One program per bucket of patches takes several pictures and writes their embeddings into the pool: arrays of
+rows, one row for each token of a picture, in the blocks that the scheduler has chosen.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from penstock.runtime.media.vision import Vision
+from penstock.runtime.scheduling.media.pool import BLOCK_TOKENS
+from penstock.runtime.scheduling.plan import Encode
+
+FIRST_BUCKET = 256
+"""Patches that the smallest program encodes, padding included."""
+Pool = tuple[Array, ...]
+"""Embeddings of pictures, [rows, E] each: those that take the place of the tokens', and those of each layer
+that gets some besides. Empty for a model that reads no pictures."""
+
+
+class PictureModel(Protocol):
+    """A `StepModel` that also takes `media=MediaInputs(...)`, and encodes pictures."""
+
+    def encode(self, inputs: Any, num_patches: Array) -> tuple[Array, ...]:
+        """What `Vision.inputs` made, and int32[] how many of its patches count -> embeddings
+        [tokens, E] as in `Pool`, one picture after the other, and then padding.
+        """
+        ...
+
+
+def encode_buckets(vision: Vision, max_tokens: int, growth: int) -> tuple[int, ...]:
+    """Numbers of patches for which there are programs: each `growth` times the one before, up to those of a
+    picture of `max_tokens`.
+    """
+    most = max_tokens * vision.patches_per_token
+    sizes = []
+    size = -(-FIRST_BUCKET // vision.patches_per_token) * vision.patches_per_token
+    while size < most:
+        sizes.append(size)
+        size *= growth
+    return (*sizes, most)
+
+
+def make_encode(
+    rebuild: Callable[[tuple[Array, ...]], Any],
+) -> Callable[[tuple[Array, ...], Pool, Any, Array], Pool]:
+    """A program (weights, pool, inputs, int32[1 + tokens]) -> pool. The numbers are how many patches count,
+    and the row of the pool for each token; past its end: nowhere.
+    """
+
+    def encode(weights: tuple[Array, ...], pool: Pool, inputs: Any, packed: Array) -> Pool:
+        made = rebuild(weights).encode(inputs, packed[0])
+        rows = packed[1:]
+        pairs = zip(pool, made, strict=True)
+        return tuple(array.at[rows].set(new.astype(array.dtype), mode="drop") for array, new in pairs)
+
+    return encode
+
+
+def pool_shapes(rebuild: Callable[[Any], Any], weights: Any, vision: Vision, num_rows: int) -> Any:
+    """The shapes and dtypes of the pool's arrays with so many rows."""
+    count = jax.ShapeDtypeStruct((), np.dtype(np.int32))
+    made = jax.eval_shape(
+        lambda leaves, inputs, num: rebuild(leaves).encode(inputs, num),
+        weights,
+        input_shapes(vision, vision.patches_per_token),
+        count,
+    )
+    return tuple(jax.ShapeDtypeStruct((num_rows, *array.shape[1:]), array.dtype) for array in made)
+
+
+def input_shapes(vision: Vision, bucket: int, sharding: jax.sharding.Sharding | None = None) -> Any:
+    """Shapes and dtypes of what `Vision.inputs` makes for a bucket."""
+    return jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
+        vision.inputs((), bucket),
+    )
+
+
+class EncodeCall(NamedTuple):
+    """The arguments of one call of a program."""
+
+    bucket: int
+    inputs: Any
+    packed: NDArray[np.int32]
+
+
+def encode_calls(
+    vision: Vision, buckets: Sequence[int], num_rows: int, encodes: Sequence[Encode]
+) -> Iterator[EncodeCall]:
+    """The calls that encode these pictures into a pool of so many rows, as many pictures in each as fit."""
+    group: list[Encode] = []
+    patches = 0
+    for encode in encodes:
+        if group and patches + encode.item.num_patches > buckets[-1]:
+            yield _call(vision, buckets, num_rows, group)
+            group, patches = [], 0
+        group.append(encode)
+        patches += encode.item.num_patches
+    if group:
+        yield _call(vision, buckets, num_rows, group)
+
+
+def blank_call(vision: Vision, bucket: int, num_rows: int) -> EncodeCall:
+    """A call that encodes nothing."""
+    return _call(vision, (bucket,), num_rows, ())
+
+
+def _call(vision: Vision, buckets: Sequence[int], num_rows: int, encodes: Sequence[Encode]) -> EncodeCall:
+    items = [encode.item for encode in encodes]
+    patches = sum(item.num_patches for item in items)
+    bucket = buckets[bisect_left(buckets, patches)]
+    packed = np.full(1 + bucket // vision.patches_per_token, num_rows, np.int32)
+    packed[0] = patches
+    at = 1
+    for item, blocks in encodes:
+        packed[at : at + item.num_tokens] = pool_rows(blocks, 0, item.num_tokens)
+        at += item.num_tokens
+    return EncodeCall(bucket, vision.inputs(items, bucket), packed)
+
+
+def pool_rows(blocks: Sequence[int], first: int, count: int) -> NDArray[np.int32]:
+    """The rows of the pool with the embeddings of the tokens [first, first + count) of a picture."""
+    index = np.arange(first, first + count, dtype=np.int32)
+    return np.asarray(blocks, np.int32)[index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS

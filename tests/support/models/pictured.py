@@ -1,0 +1,175 @@
+"""A model that reads pictures and whose every token can be computed by hand.
+
+Each token has a value: its id or, if it is a token of a picture, what the encoder makes of its patches, which
+tells the picture and the place in it. To this is added what its three rotary positions are. After n tokens
+the next one is (7 * sum of the values + 3 * n + 1) mod vocabulary, where the sum comes from the paged cache
+as in `tests.support.models.toy`. So a row of another picture or place, an old one, or a wrong rotary position
+makes a wrong token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from numpy.typing import NDArray
+
+from penstock.runtime.loading.served_model import ServedModel
+from penstock.runtime.media.vision import Vision
+from penstock.runtime.models.layers.media import MediaInputs
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
+from penstock.runtime.ops.recurrent.operations import RecurrentOps
+from penstock.runtime.requests.media import MediaItem, RotaryPositions, digest_of
+from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
+from tests.support.models.toy import OFFSET, VOCAB, plain_rules, toy_model
+
+PAD = 59
+"""The token that stands for a picture."""
+PER_TOKEN = 4
+_TURNS = np.array([1, 2, 3])
+_MOST = 5
+_DIM = 4
+
+
+class Inputs(NamedTuple):
+    patches: NDArray[np.float32]  # [bucket, 2]
+
+
+def vision_inputs(items: Sequence[MediaItem], bucket: int) -> Inputs:
+    patches = np.full((bucket, 2), 1000, np.float32)  # padding that would be noticed
+    at = 0
+    for item in items:
+        patches[at : at + item.num_patches] = item.patches
+        at += item.num_patches
+    return Inputs(patches)
+
+
+def rotary_positions(length: int, items: Sequence[MediaItem]) -> RotaryPositions:
+    """Counts on from token to token, and over a picture as much as it is wide and high."""
+    positions = np.zeros((3, length), np.int32)
+    at = position = 0
+    for item in items:
+        positions[:, at : item.start] = position + np.arange(item.start - at)
+        position += item.start - at
+        index = np.arange(item.num_tokens)
+        positions[:, item.start : item.end] = position + np.stack([0 * index, index // 2, index % 2])
+        position += max(2, -(-item.num_tokens // 2))
+        at = item.end
+    positions[:, at:] = position + np.arange(length - at)
+    return RotaryPositions(positions, position + length - at - length)
+
+
+VISION = Vision(
+    image_token_id=PAD,
+    patch_size=4,
+    merge_size=2,
+    temporal_patch_size=2,
+    inputs=vision_inputs,
+    rotary_positions=rotary_positions,
+)
+
+
+def picture(number: int, num_tokens: int) -> MediaItem:
+    """A picture that stands nowhere yet. Pictures with other numbers have other patches."""
+    rng = np.random.default_rng(number)
+    patches = rng.integers(0, VOCAB, (PER_TOKEN * num_tokens, 2)).astype(np.float32)
+    grid = (1, 2, 2 * num_tokens)
+    return MediaItem(patches, grid, digest_of(patches, grid), 0, num_tokens)
+
+
+def request_of(name: str, parts: Sequence[int | MediaItem], num_tokens: int, **changes: Any) -> Request:
+    """A greedy request for so many tokens after these tokens and pictures."""
+    tokens: list[int] = []
+    media: list[MediaItem] = []
+    for part in parts:
+        if isinstance(part, int):
+            tokens.append(part)
+        else:
+            media.append(dataclasses.replace(part, start=len(tokens)))
+            tokens += [PAD] * part.num_tokens
+    return Request(
+        name,
+        tuple(tokens),
+        ResolvedSampling(temperature=0.0),
+        StoppingParams(max_tokens=num_tokens, ignore_eos=True),
+        media=tuple(media),
+        rotary=rotary_positions(len(tokens), media) if media else None,
+        **changes,
+    )
+
+
+def expected_tokens(request: Request, offset: int = OFFSET) -> list[int]:
+    """The request's tokens, by the formula."""
+    tokens = [float(token) for token in request.prompt_token_ids]
+    for item in request.media:
+        embeddings = item.patches[::PER_TOKEN, 0] + item.patches[1::PER_TOKEN, 1] + offset - OFFSET
+        tokens[item.start : item.end] = embeddings.tolist()
+    made: list[int] = []
+    while len(made) < (request.stopping.max_tokens or 0):
+        count = len(tokens)
+        positions = np.tile(np.arange(count), (3, 1))
+        if request.rotary is not None:
+            num_prompt = len(request.prompt_token_ids)
+            positions[:, :num_prompt] = request.rotary.positions
+            positions[:, num_prompt:] += request.rotary.delta
+        turns = (_TURNS @ positions) % _MOST
+        made.append(int(7 * (sum(tokens) + turns.sum()) + 3 * count + offset) % VOCAB)
+        tokens.append(made[-1])
+    return made
+
+
+class PicturedLM(nnx.Module):
+    """See the module docstring; the only weight is the offset."""
+
+    def __init__(self) -> None:
+        self.offset = nnx.Param(jnp.full((1,), OFFSET, jnp.float32))
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv: tuple[jax.Array, ...],
+        metas: tuple[AttentionMeta, ...],
+        *,
+        attention: AttentionOp,
+        recurrent: RecurrentOps,
+        media: MediaInputs,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        values = media.add(media.replace(token_ids.astype(jnp.float32)[:, None]), 0)
+        turns = (jnp.array(_TURNS, jnp.int32) @ media.positions) % _MOST
+        zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)
+        inputs = zeros.at[:, 0, 0].set(values[:, 0] + turns.astype(jnp.float32))
+        mean, layer = attention(zeros, zeros, inputs, kv[0], metas[0], scale=1.0)
+        count = (positions + 1).astype(jnp.float32)
+        return jnp.stack([jnp.round(mean[:, 0, 0] * count), count], axis=1), (layer,)
+
+    def encode(self, inputs: Inputs, num_patches: jax.Array) -> tuple[jax.Array, ...]:
+        """Two arrays: the second is added to the first. New weights encode a picture otherwise."""
+        patches = jnp.asarray(inputs.patches)
+        return patches[::PER_TOKEN, :1] + self.offset[0] - OFFSET, patches[1::PER_TOKEN, 1:]
+
+    def normalized(self, hidden: jax.Array) -> jax.Array:
+        return hidden
+
+    def logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
+        following = (7 * hidden[:, 0] + 3 * hidden[:, 1] + self.offset[...]) % VOCAB
+        return 10 * jax.nn.one_hot(following.astype(jnp.int32), VOCAB, dtype=jnp.float32)
+
+
+def pictured_model(max_model_len: int = 200) -> ServedModel:
+    """A ServedModel with a PicturedLM, without a tokenizer."""
+    graphdef, weights = nnx.split(PicturedLM())
+    return dataclasses.replace(
+        toy_model(max_model_len=max_model_len),
+        name="pictured",
+        architecture="PicturedForCausalLM",
+        graphdef=graphdef,
+        weights=jax.device_put(weights, jax.devices()[0]),
+        rules=plain_rules(offset=(1,)),
+        vision=VISION,
+    )
