@@ -39,6 +39,7 @@ NAMES = (
     "gpt_oss",
     "llama4",
     "lfm2",
+    "granite_hybrid",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",

@@ -334,6 +334,7 @@ def test_the_registry_has_the_promised_architectures():
         "Gemma4ForCausalLM",
         "Glm4MoeForCausalLM",
         "GraniteForCausalLM",
+        "GraniteMoeHybridForCausalLM",
         "GptOssForCausalLM",
         "Lfm2ForCausalLM",
         "Llama4ForCausalLM",

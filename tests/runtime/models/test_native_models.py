@@ -28,7 +28,7 @@ from penstock.runtime.models.config import (
     QueryScaling,
     RouterConfig,
 )
-from penstock.runtime.models.configs.recurrent import DeltaNetConfig, ShortConvConfig
+from penstock.runtime.models.configs.recurrent import DeltaNetConfig, MambaConfig, ShortConvConfig
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.native import library
@@ -199,6 +199,8 @@ def in_larger_sizes(layer: LayerConfig) -> LayerConfig:
     attention, mlp = layer.attention, layer.mlp
     if isinstance(attention, ShortConvConfig):
         attention = dataclasses.replace(attention, channels=128)
+    elif isinstance(attention, MambaConfig):
+        attention = dataclasses.replace(attention, num_heads=16, state_dim=64)
     elif isinstance(attention, DeltaNetConfig):
         attention = dataclasses.replace(attention, num_key_heads=8, num_value_heads=16)
     elif isinstance(attention, LatentConfig):

@@ -22,7 +22,7 @@ from penstock.runtime.models.config import (
     MLPConfig,
     ModelConfig,
 )
-from penstock.runtime.models.configs.recurrent import DeltaNetConfig
+from penstock.runtime.models.configs.recurrent import DeltaNetConfig, MambaConfig
 from penstock.runtime.models.layers.attention import Attention
 from penstock.runtime.models.layers.experts import Experts
 from penstock.runtime.models.layers.inputs import Angles, LayerInputs, Residual
@@ -32,6 +32,7 @@ from penstock.runtime.models.layers.mlp import MLP
 from penstock.runtime.models.layers.mlp_and_experts import MLPAndExperts
 from penstock.runtime.models.layers.per_layer import PerLayerAddition, PerLayerInputs
 from penstock.runtime.models.layers.recurrent.delta_net import DeltaNet
+from penstock.runtime.models.layers.recurrent.mamba import Mamba
 from penstock.runtime.models.layers.recurrent.short_conv import ShortConv
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, logits
 from penstock.runtime.models.norms import RMSNorm, Vector
@@ -106,7 +107,7 @@ class DecoderLayer(nnx.Module):
 
 def _attention(
     config: ModelConfig, layer: int, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
-) -> Attention | LatentAttention | ShortConv | DeltaNet:
+) -> Attention | LatentAttention | ShortConv | DeltaNet | Mamba:
     """The module of a layer's attention, or of what stands in its place."""
     ours = config.layers[layer].attention
     group = config.cache.group_of[config.cache_entries[layer]]
@@ -116,6 +117,8 @@ def _attention(
         return LatentAttention(config, ours, group, dtype, linear, planners)
     if isinstance(ours, DeltaNetConfig):
         return DeltaNet(config, ours, dtype, linear, planners)
+    if isinstance(ours, MambaConfig):
+        return Mamba(config, ours, dtype, linear, planners)
     return ShortConv(config, ours, dtype, linear, planners)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -79,5 +80,45 @@ class DeltaNetConfig:
         return hidden_size * (self.conv_channels + 2 * self.value_channels + 2 * self.num_value_heads)
 
 
-RecurrentConfig: TypeAlias = ShortConvConfig | DeltaNetConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaConfig:
+    """A Mamba-2 mixer in the place of attention (Granite 4).
+
+    head_dim, state_dim: channels of a head's inputs, and of its keys and queries. num_groups: the heads of a
+    group have one key and one query, and are normalised together. num_taps: how many latest tokens, itself
+    included, a token's convolution reads. conv_bias, bias: whether the convolution has a bias, and the
+    products. step_limit: the least and the largest time step.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    num_taps: int
+    conv_bias: bool = True
+    bias: bool = False
+    step_limit: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def channels(self) -> int:
+        """Inputs of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Inputs, keys and queries, over which the convolution goes."""
+        return self.channels + 2 * self.num_groups * self.state_dim
+
+    @property
+    def kept(self) -> SlotState:
+        """The inputs that the convolution reads of tokens before a step, and the heads' state."""
+        state = _float32(self.num_heads, self.state_dim, self.head_dim)
+        return SlotState((_float32(self.num_taps - 1, self.conv_channels), state))
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Of the products with hidden states."""
+        return hidden_size * (2 * self.channels + self.conv_channels + self.num_heads)
+
+
+RecurrentConfig: TypeAlias = ShortConvConfig | DeltaNetConfig | MambaConfig
 """What stands in the place of attention, and keeps state by slot."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.runtime.models.families.family import ModelFamily
-from penstock.runtime.models.families.hybrids import lfm2, qwen
+from penstock.runtime.models.families.hybrids import granite, lfm2, qwen
 
-FAMILIES: Mapping[str, ModelFamily] = {**lfm2.FAMILIES, **qwen.FAMILIES}
+FAMILIES: Mapping[str, ModelFamily] = {
+    **granite.FAMILIES,
+    **lfm2.FAMILIES,
+    **qwen.FAMILIES,
+}
