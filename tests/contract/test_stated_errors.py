@@ -32,6 +32,7 @@ SERVERS: Mapping[str, Callable[[], Any]] = {
 """Servers on a fake engine that knows a context of 64 tokens."""
 TURN = types_pb2.ChatMessage(role="user", content="x")
 TOOL = types_pb2.ToolDefinition(name="f")
+PICTURE = types_pb2.ContentPart(image=types_pb2.Image(data=b"x"))
 NEW = fake_tensors(1)
 
 
@@ -84,8 +85,8 @@ ROWS = (
     row(f"GenerateRequest.priority {UNSUPPORTED}", generate("x", priority=-1)),
     row(f"GenerateRequest.media {UNSUPPORTED}", generate("x", media=[types_pb2.Image(data=b"x")])),
     row(
-        f"ChatMessage.parts {UNSUPPORTED}",
-        generate(chat={"messages": [types_pb2.ChatMessage(parts=[types_pb2.ContentPart(text="x")])]}),
+        f"ContentPart.image {UNSUPPORTED}",
+        generate(chat={"messages": [types_pb2.ChatMessage(role="user", parts=[PICTURE])]}),
     ),
     row(f"OutputOptions.hidden_states {UNSUPPORTED}", generate("x", output={"hidden_states": True})),
     row(

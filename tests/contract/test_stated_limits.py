@@ -72,6 +72,10 @@ def calls(count: int, **fields: Any) -> types_pb2.ChatMessage:
     return types_pb2.ChatMessage(role="assistant", tool_calls=[call] * count)
 
 
+def turn_of_parts(count: int) -> types_pb2.ChatMessage:
+    return types_pb2.ChatMessage(role="user", parts=[types_pb2.ContentPart(text="x")] * count)
+
+
 def constraint(**fields: Any) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(prompt="x", constraint=types_pb2.Constraint(**fields))
 
@@ -238,6 +242,13 @@ ROWS = (
         "ChatMessage.tool_calls",
         "at most 10,000 calls in all turns together",
         lambda count: chat(messages=[calls(count - 1), calls(1)]),
+        [10_000],
+        [10_001],
+    ),
+    Row(
+        "ChatMessage.parts",
+        "at most 10,000 parts in all turns together",
+        lambda count: chat(messages=[turn_of_parts(count - 1), turn_of_parts(1)]),
         [10_000],
         [10_001],
     ),

@@ -559,7 +559,8 @@ type ContentPart_Text struct {
 }
 
 type ContentPart_Image struct {
-	// A picture, in this place of the turn; only where GetModelInfo lists FEATURE_IMAGES.
+	// A picture, in this place of the turn. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
+	// FEATURE_IMAGES.
 	Image *Image `protobuf:"bytes,2,opt,name=image,proto3,oneof"`
 }
 
@@ -586,10 +587,10 @@ type ChatMessage struct {
 	// "reasoning_content", and decides whether the model is shown it.
 	// Default: nothing. Limits: only in a turn with the role "assistant".
 	Reasoning string `protobuf:"bytes,5,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
-	// What is said, part by part, where it is more than a text. The template writes the text of a part as it is, and the
-	// model's mark for a picture in its place.
-	// Default: none: content is what is said. Limits: not together with content. Errors: UNIMPLEMENTED
-	// UNSUPPORTED_FEATURE where the server does not take parts.
+	// What is said, part by part, where it is more than a text. The template writes the model's mark for a picture in
+	// its place. Parts that are all texts are one text.
+	// Default: none: content is what is said. Limits: not together with content; at most 10,000 parts in all turns
+	// together.
 	Parts         []*ContentPart `protobuf:"bytes,6,rep,name=parts,proto3" json:"parts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1405,8 +1406,9 @@ func (x *OutputOptions) GetHiddenStates() bool {
 // tokens were dropped: nothing is cut silently.
 type ContextOptions struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Which tokens are dropped.
-	// Default: the server's default. Limits: a value of Truncation.
+	// Which tokens are dropped. Of a prompt with images none are, because a part of an image means nothing.
+	// Default: the server's default, and TRUNCATION_REJECT with images. Limits: a value of Truncation; with images only
+	// TRUNCATION_REJECT.
 	Truncation Truncation `protobuf:"varint,1,opt,name=truncation,proto3,enum=penstock.v1.Truncation" json:"truncation,omitempty"`
 	// Room kept for generation when truncating.
 	// Unit: tokens. Default: max_tokens, and 1 without it or with cap_max_tokens. Limits: fewer than the context has,

@@ -289,7 +289,9 @@ class ContentPart(_message.Message):
     """What is said in words. Limits: none but the size of the request."""
     @_builtins.property
     def image(self) -> Global___Image:
-        """A picture, in this place of the turn; only where GetModelInfo lists FEATURE_IMAGES."""
+        """A picture, in this place of the turn. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
+        FEATURE_IMAGES.
+        """
 
     def __init__(
         self,
@@ -344,10 +346,10 @@ class ChatMessage(_message.Message):
 
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
-        """What is said, part by part, where it is more than a text. The template writes the text of a part as it is, and the
-        model's mark for a picture in its place.
-        Default: none: content is what is said. Limits: not together with content. Errors: UNIMPLEMENTED
-        UNSUPPORTED_FEATURE where the server does not take parts.
+        """What is said, part by part, where it is more than a text. The template writes the model's mark for a picture in
+        its place. Parts that are all texts are one text.
+        Default: none: content is what is said. Limits: not together with content; at most 10,000 parts in all turns
+        together.
         """
 
     def __init__(
@@ -875,8 +877,9 @@ class ContextOptions(_message.Message):
     RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     CAP_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     truncation: Global___Truncation.ValueType
-    """Which tokens are dropped.
-    Default: the server's default. Limits: a value of Truncation.
+    """Which tokens are dropped. Of a prompt with images none are, because a part of an image means nothing.
+    Default: the server's default, and TRUNCATION_REJECT with images. Limits: a value of Truncation; with images only
+    TRUNCATION_REJECT.
     """
     reserve_tokens: _builtins.int
     """Room kept for generation when truncating.

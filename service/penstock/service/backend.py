@@ -17,6 +17,7 @@ from penstock.runtime.loop.interface import AbortOutcome, InFlightPolicy, Paused
 from penstock.runtime.loop.journal.journal import Journal
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
+from penstock.runtime.media.image import ImageLimits
 from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.profiling.profile import ProfileOptions, ProfileRun
 from penstock.runtime.requests.fanout import PreparedPrompt
@@ -55,6 +56,8 @@ class Info(Protocol):
     def devices(self) -> tuple[str, ...]: ...
     @property
     def directory(self) -> Path | None: ...
+    @property
+    def images(self) -> ImageLimits | None: ...
 
 
 class Upload(Protocol):

@@ -60,6 +60,8 @@ class ServerOptions:
     """The largest request message. A prompt of a million token ids has about 3 MB, and one of a million words
     6 MB.
     """
+    max_held_image_bytes: int = 4096 * MIB
+    """The most bytes of images, as the model takes them, that all requests that wait or run may hold."""
     weights_roots: tuple[Path, ...] = ()
     """The directories below which files of new weights may lie, for an update by uri; none: no such updates.
     """
@@ -103,6 +105,8 @@ class ServerOptions:
             f"weights_roots: {root} is no directory" for root in self.weights_roots if not root.is_dir()
         )
         bad.extend(self._profile_problems())
+        if self.max_held_image_bytes < 1:
+            bad.append(f"max_held_image_bytes: must be at least 1, not {self.max_held_image_bytes}")
         if not 1 <= self.max_receive_bytes <= MAX_RECEIVE_BYTES:
             bad.append(
                 f"max_receive_bytes: must be from 1 to {MAX_RECEIVE_BYTES}, not {self.max_receive_bytes}"

@@ -32,6 +32,7 @@ from penstock.service.lifecycle.engine_end import EngineEnd
 from penstock.service.lifecycle.underway import Calls
 from penstock.service.lifecycle.watchdog import Watchdog
 from penstock.service.limits.admission import Admission
+from penstock.service.limits.held_images import HeldImages
 from penstock.service.limits.places import Places
 from penstock.service.limits.receiving import Receiving
 from penstock.service.listening.grpc_server import MakeServer
@@ -205,6 +206,7 @@ class PenstockServer:
             stalls=self._stalls,
             stall_limit_s=self._options.stall_limit_s,
             max_request_bytes=self._options.max_receive_bytes,
+            held_images=HeldImages(self._options.max_held_image_bytes),
         )
         updates = WeightUpdates(
             self.serving,

@@ -219,6 +219,7 @@ def test_every_option_of_the_server_arrives() -> None:
         "--max-connection-age-grace": "8",
         "--max-connection-idle": "9.5",
         "--max-receive-bytes": "3M",
+        "--max-held-image-bytes": "5G",
         "--truncation": "middle",
         "--weights-root": str(Path.home()),
     }
@@ -252,6 +253,7 @@ def test_every_option_of_the_server_arrives() -> None:
             max_connection_idle_s=9.5,
         ),
         max_receive_bytes=3 * 2**20,
+        max_held_image_bytes=5 * 2**30,
         truncation=Truncation.MIDDLE,
         weights_roots=(Path.home(),),
         features=Features(constraints=False, request_templates=True),

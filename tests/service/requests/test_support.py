@@ -25,7 +25,7 @@ METHODS = {f"{s.full_name}/{m.name}": m for s in SERVICES for m in s.methods}
 GENERATE, CONTROL, REAL = "test_generate", "test_control", "test_cache_and_priority"
 CHATS, CONSTRAINTS, CONTEXT = "test_chats", "test_constraints", "test_context"
 UPDATE, PAUSE, PROFILE = "test_update_weights", "test_pause", "test_profile"
-WATCH = "test_watch"
+WATCH, IMAGES = "test_watch", "test_images"
 
 EFFECTS = {
     "request_id": f"{GENERATE}::test_request_id_reaches_the_engine",
@@ -48,6 +48,16 @@ EFFECTS = {
         f"{CHATS}::test_calls_and_what_tools_answered_stand_in_the_prompt",
     ),
     "chat.messages.reasoning": f"{CHATS}::test_the_template_decides_what_the_model_sees_of_its_reasoning",
+    **dict.fromkeys(
+        ("chat.messages.parts", "chat.messages.parts.text", "chat.messages.parts.image"),
+        f"{IMAGES}::test_pictures_of_a_turn_stand_in_its_prompt_and_its_usage",
+    ),
+    "chat.messages.parts.image.data": f"{IMAGES}::test_pictures_of_a_turn_stand_in_its_prompt_and_its_usage",
+    "chat.messages.parts.image.media_type": f"{IMAGES}::test_a_media_type_may_be_told",
+    **dict.fromkeys(
+        ("media", "media.data", "media.media_type"),
+        f"{IMAGES}::test_media_belong_to_the_places_of_a_prompt",
+    ),
     "chat.tools": f"{CHATS}::test_tools_stand_in_the_prompt",
     "chat.tools.name": f"{CHATS}::test_tools_stand_in_the_prompt",
     "chat.tools.description": f"{CHATS}::test_a_tools_definition_reaches_the_template",

@@ -162,6 +162,7 @@ class Chat:
         return [
             (f"chat.messages[{i}].parts[{j}].image", part)
             for i, turn in enumerate(self.messages)
+            if not isinstance(turn.content, str)  # a long one has many characters
             for j, part in enumerate(turn.content)
             if isinstance(part, Image)
         ]

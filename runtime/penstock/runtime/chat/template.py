@@ -74,9 +74,10 @@ def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, 
 
 def _content(turn: ChatTurn) -> str | list[dict[str, str]]:
     """Texts alone are one text, because the templates of models that read no pictures know no parts."""
-    if any(isinstance(part, Image) for part in turn.content):
-        return _parts(turn)
-    return "".join(part for part in turn.content if isinstance(part, str))
+    if isinstance(turn.content, str):
+        return turn.content
+    texts = [part for part in turn.content if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(turn.content) else _parts(turn)
 
 
 def _parts(turn: ChatTurn) -> list[dict[str, str]]:

@@ -60,7 +60,7 @@ def check_bytes(image: Image, limits: ImageLimits) -> str:
     if media_type not in limits.media_types:
         raise BadImage(f"is in none of the formats {', '.join(limits.media_types)}")
     if image.media_type and image.media_type != media_type:
-        raise BadImage(f"is {image.media_type!r}, and the data is {media_type}", "media_type")
+        raise BadImage(f"is {image.media_type[:40]!r}, and the data is {media_type}", "media_type")
     return media_type
 
 

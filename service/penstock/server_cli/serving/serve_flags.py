@@ -93,6 +93,13 @@ def add_parser(subparsers: Subparsers) -> None:
         help="largest request message, such as 16M; default: 8M",
     )
     net.add_argument(
+        "--max-held-image-bytes",
+        type=size,
+        default=_OPTIONS.max_held_image_bytes,
+        metavar="BYTES",
+        help="most memory for images of requests that wait or run, as the model takes them; default: 4G",
+    )
+    net.add_argument(
         "--watchdog",
         dest="watchdog_s",
         type=float,

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Sequence
 
 from penstock.runtime.chat.messages import ToolCall
 from penstock.runtime.loop.interface import AbortOutcome, WeightsVersion
+from penstock.runtime.media.image import ImageLimits
+from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.requests.context import Fitted
 from penstock.runtime.requests.request import Finish, FinishReason, RequestTiming, TokenLogprobs
 from penstock.service.replies.pending import Taken
 from penstock.service.replies.wire import enclosed, field, packed, tag
 from penstock.service.requests.convert import ServedJob
-from penstock.v1 import inference_pb2, types_pb2, weights_pb2
+from penstock.v1 import control_pb2, inference_pb2, types_pb2, weights_pb2
 
 CANDIDATES_AT_ONCE = 1000
 """How many candidates are encoded at a time; that takes about a millisecond."""
@@ -179,7 +181,11 @@ async def prompt_info(
 
 
 def usage(
-    num_prompt_tokens: int, num_completion_tokens: int, num_reasoning_tokens: int, times: RequestTiming | None
+    num_prompt_tokens: int,
+    num_completion_tokens: int,
+    num_reasoning_tokens: int,
+    num_image_tokens: int,
+    times: RequestTiming | None,
 ) -> types_pb2.Usage:
     """Convert the counts of tokens. `completion_tokens` counts generated ids, whether or not they
     are sent.
@@ -189,6 +195,7 @@ def usage(
         cached_prompt_tokens=times.cached_prompt_tokens if times else 0,
         completion_tokens=num_completion_tokens,
         reasoning_tokens=num_reasoning_tokens,
+        image_tokens=num_image_tokens,
     )
 
 
@@ -209,6 +216,19 @@ def timing(times: RequestTiming | None) -> types_pb2.Timing:
             duration.FromNanoseconds(max(0, end - times.arrived_ns))
             duration.SetInParent()
     return message
+
+
+def image_limits(limits: ImageLimits | None, reader: ImageReader | None) -> control_pb2.ImageLimits | None:
+    """What the model takes of images; None if it takes none."""
+    if limits is None or reader is None:
+        return None
+    return control_pb2.ImageLimits(
+        max_images=limits.max_images,
+        max_image_bytes=limits.max_bytes,
+        max_image_pixels=limits.max_pixels,
+        media_types=limits.media_types,
+        image_token_id=reader.image_token_id,
+    )
 
 
 def tensor_spec(name: str, dtype: str, shape: Sequence[int]) -> weights_pb2.TensorSpec:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from penstock.runtime.errors import PromptTooLong, UnknownModel, UnsupportedFeature
 from penstock.runtime.generation.jobs import Job
-from penstock.runtime.generation.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from penstock.runtime.requests.context import Truncation, most_cut_tokens
+from penstock.runtime.generation.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt, images_of
+from penstock.runtime.requests.context import ContextParams, Truncation, most_cut_tokens
 from penstock.runtime.requests.fanout import MAX_OUTPUTS, SEPARATOR
 from penstock.runtime.requests.grammar import MAX_CHOICES, Grammar, GrammarKind
 from penstock.runtime.requests.request import (
@@ -24,6 +24,7 @@ from penstock.service.access.callers import Caller
 from penstock.service.access.ownership import engine_id
 from penstock.service.backend import Info
 from penstock.service.requests.convert_chat import chat_prompt
+from penstock.service.requests.convert_media import WHY_NO_IMAGES, media
 from penstock.service.requests.convert_params import (
     Violations,
     context_params,
@@ -96,6 +97,7 @@ class Limits:
             **({} if self.has_priority else {"priority": ()}),
             **({} if self.has_text else _NEED_TEXT),
             **({} if self.has_grammars else _NEED_GRAMMARS),
+            **({} if self.info.images is not None else {"media": ()}),
             **self.lacking_templates,
         }
 
@@ -111,7 +113,8 @@ class Limits:
     @property
     def why_lacking(self) -> Mapping[str, str]:
         """The flags that are responsible for `lacking`."""
-        return _WHY_NO_TEMPLATES if self.features.constraints else _WHY_NO_TEMPLATES | _WHY_NO_GRAMMARS
+        why = _WHY_NO_TEMPLATES | {"media": WHY_NO_IMAGES}
+        return why if self.features.constraints else why | _WHY_NO_GRAMMARS
 
 
 def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, limits: Limits) -> ServedJob:
@@ -141,7 +144,7 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     n = num_outputs(message.sampling, limits.max_outputs, bad)
     stopping = stopping_params(message.stopping, limits.info, bad)
     grammar = _grammar(message, prompt, limits, bad)
-    context = context_params(message.context, limits.truncation, bad)
+    context = _context(message, prompt, limits, bad)
     logprobs = _num_logprobs(message.output, "logprobs", limits, bad)
     prompt_logprobs = _num_logprobs(message.output, "prompt_logprobs", limits, bad)
     if logprobs is not None and not return_token_ids:
@@ -178,6 +181,20 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     )
 
 
+def _context(
+    message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
+    prompt: Prompt | None,
+    limits: Limits,
+    bad: Violations,
+) -> ContextParams:
+    """The context parameters. A prompt with images is never cut, as a part of an image means nothing."""
+    has_images = prompt is not None and bool(images_of(prompt))
+    context = context_params(message.context, Truncation.REJECT if has_images else limits.truncation, bad)
+    if has_images and context.truncation is not Truncation.REJECT:
+        bad.add("context.truncation", "a prompt with images is not cut; leave it out")
+    return context
+
+
 def _num_logprobs(output: types_pb2.OutputOptions, name: str, limits: Limits, bad: Violations) -> int | None:
     """The number of log-probabilities asked for, or None."""
     if not output.HasField(name):  # type: ignore[arg-type]  # one of two literals
@@ -192,12 +209,15 @@ def _prompt(
     message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, limits: Limits, bad: Violations
 ) -> Prompt | None:
     kind = message.WhichOneof("input")
+    images = media(message.media, limits.info.images, bad)
     if kind == "prompt":
         if not message.prompt:
             bad.add("prompt", "must not be empty")
-        return TextPrompt(message.prompt)
+        return TextPrompt(message.prompt, images)
     if kind == "chat":
-        return chat_prompt(message.chat, limits.codec, bad)
+        if message.media:
+            bad.add("media", "not together with chat, whose turns have their own images")
+        return chat_prompt(message.chat, limits.codec, limits.info.images, bad)
     if kind == "prompt_token_ids":
         field, repeated, room = (
             "prompt_token_ids.ids",
@@ -211,7 +231,7 @@ def _prompt(
             return None
         if not repeated:
             bad.add(field, "must not be empty")
-        return TokenPrompt(token_ids(field, repeated, limits.info.vocab_size, bad))
+        return TokenPrompt(token_ids(field, repeated, limits.info.vocab_size, bad), images)
     bad.add("input", "one of prompt, prompt_token_ids and chat is required")
     return None
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.generation.prompts import ChatPrompt
+from penstock.runtime.media.image import ImageLimits
 from penstock.runtime.text.codec import TextCodec
+from penstock.service.requests.convert_media import contents
 from penstock.service.requests.convert_params import Violations
-from penstock.service.threads.lanes import MESSAGE_BYTES
+from penstock.service.threads.lanes import INLINE_BYTES, MESSAGE_BYTES
 from penstock.v1 import types_pb2
 
 MAX_TURNS = 10_000
@@ -17,19 +19,25 @@ MAX_TOOLS = 1_000
 MAX_CALLS = 10_000
 """The most tool calls that all turns of a chat may have together."""
 _PART_COST = 64
-"""The cost of converting one turn or one tool, in bytes, beside the bytes that it has."""
+"""The cost of converting one turn, one part of it or one tool, in bytes, beside the bytes that it has."""
 
 
 def message_cost(chat: types_pb2.ChatPrompt) -> int:
     """The cost of converting the message of this RPC with this chat in it, in bytes, as `Lanes.convert`
     expects it.
     """
-    return MESSAGE_BYTES.get() + _PART_COST * (len(chat.messages) + len(chat.tools))
+    cost = MESSAGE_BYTES.get() + _PART_COST * (len(chat.messages) + len(chat.tools))
+    if cost <= INLINE_BYTES:  # else parts are not worth counting, and there may be many turns
+        cost += _PART_COST * sum(len(turn.parts) for turn in chat.messages)
+    return cost
 
 
-def chat_prompt(message: types_pb2.ChatPrompt, codec: TextCodec | None, bad: Violations) -> ChatPrompt | None:
+def chat_prompt(
+    message: types_pb2.ChatPrompt, codec: TextCodec | None, images: ImageLimits | None, bad: Violations
+) -> ChatPrompt | None:
     """Convert a chat, its tools and its template. Adds what is wrong with them to `bad`, and returns None if
-    anything is. Raises UnsupportedFeature if the model has no tokenizer.
+    anything is. Raises UnsupportedFeature if the model has no tokenizer, and for pictures if `images` is
+    None: the model reads none.
     """
     if codec is None:
         raise UnsupportedFeature(["chat"])
@@ -37,17 +45,20 @@ def chat_prompt(message: types_pb2.ChatPrompt, codec: TextCodec | None, bad: Vio
         bad.add("chat", "the model has no chat template, and the request brings none")
     if not _is_within_bounds(message, bad):
         return None
+    said = contents(message.messages, images, bad)
+    if said is None:
+        return None
     chat = bad.build(
         lambda: Chat.parse(
             [
                 ChatTurn(
                     turn.role,
-                    turn.content,
+                    content,
                     tuple(ToolCall(c.id, c.name, c.arguments_json) for c in turn.tool_calls),
                     turn.tool_call_id,
                     turn.reasoning,
                 )
-                for turn in message.messages
+                for turn, content in zip(message.messages, said, strict=True)
             ],
             [RawTool(t.name, t.description, t.parameters_json, t.strict) for t in message.tools],
             message.tool_choice,

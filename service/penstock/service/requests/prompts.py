@@ -14,7 +14,9 @@ from penstock.runtime.generation.prompts import (
     TokenPrompt,
     check_length,
     encode,
+    images_of,
 )
+from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.text.codec import TextCodec
 from penstock.service.threads.lanes import MESSAGE_BYTES, Lanes
 
@@ -22,6 +24,8 @@ INLINE_CHARS = 2000
 """Shorter texts are tokenized on the event loop, in well under a millisecond; a hop to a thread
 costs more.
 """
+_ID_COST = 1
+"""The cost of looking at one token id, in bytes of a message."""
 _CALL_CHARS = 100
 """The cost of one call of the tokenizer, and of one part of a chat, in characters of a long text."""
 
@@ -34,17 +38,24 @@ async def encode_prompt(
     room: int,
     cuts: bool = False,
     add_special_tokens: bool | None = None,
+    reader: ImageReader | None = None,
 ) -> Encoded:
-    """Token ids of a prompt for a context of `room` tokens. Chats and long texts are encoded in a thread. If
-    `add_special_tokens` is None, they are added to text, and not to chats.
+    """Token ids of a prompt for a context of `room` tokens. Chats, long texts and prompts with images are
+    encoded in a thread. If `add_special_tokens` is None, they are added to text, and not to chats. `reader`
+    reads the images; None: the model reads none.
 
     Megabytes are not tokenized just to learn that they are too long. Raises PromptTooLong for a text that
     leaves no room for one more token, whatever its tokens are. With `cuts` a longer prompt will be cut; then
     InvalidRequest says that it is too long to read just to keep a small part of it.
     """
-    work = partial(encode, codec, prompt, room=room, cuts=cuts, add_special_tokens=add_special_tokens)
+    work = partial(
+        encode, codec, prompt, room=room, cuts=cuts, add_special_tokens=add_special_tokens, reader=reader
+    )
+    if images := images_of(prompt):
+        return await lanes.images(work, len(images), MESSAGE_BYTES.get())
     if isinstance(prompt, TokenPrompt):
-        return work()
+        # With a reader they are searched for the places of images.
+        return work() if reader is None else await lanes.convert(work, _ID_COST * len(prompt.token_ids))
     if isinstance(prompt, ChatPrompt):
         if prompt.chat.template is not None:
             return await lanes.template(work)

@@ -40,6 +40,11 @@ _CHAT_HONOURED = frozenset(
         "chat.messages.tool_calls.arguments_json",
         "chat.messages.tool_call_id",
         "chat.messages.reasoning",
+        "chat.messages.parts",
+        "chat.messages.parts.text",
+        "chat.messages.parts.image",
+        "chat.messages.parts.image.data",
+        "chat.messages.parts.image.media_type",
         "chat.tools",
         "chat.tools.name",
         "chat.tools.description",
@@ -105,9 +110,11 @@ _GENERATE_HONOURED = _CHAT_HONOURED | {
     "min_weights",
     "min_weights.label",
     "min_weights.generation",
+    "media",
+    "media.data",
+    "media.media_type",
 }
-_IMAGES_REFUSED: Refused = {"chat.messages.parts": ()}
-_GENERATE_REFUSED: Refused = {**_IMAGES_REFUSED, "adapter": (), "media": (), "output.hidden_states": ()}
+_GENERATE_REFUSED: Refused = {"adapter": (), "output.hidden_states": ()}
 _ON_ITS_OWN_REFUSED: Refused = dict.fromkeys(("request_id", "model", "cache", "priority", "min_weights"), ())
 _IN_FLIGHT_HONOURED = frozenset(
     {"in_flight", "drain_timeout", "drain_timeout.seconds", "drain_timeout.nanos"}
@@ -177,7 +184,6 @@ REFUSED: Mapping[str, Refused] = {
         **_ON_ITS_OWN_REFUSED,
         **dict.fromkeys(("prompt", "prompt_token_ids", "continuations"), ()),
     },
-    "penstock.v1.TokenizeRequest": _IMAGES_REFUSED,
     "penstock.v1.UpdateWeightsRequest": {"begin.adapter": ()},
 }
 """From a message's name to the paths that are refused, each with the values that are accepted

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.runtime.errors import UnsupportedFeature
-from penstock.runtime.generation.prompts import Prompt, TextPrompt
+from penstock.runtime.generation.prompts import ChatPrompt, Prompt, TextPrompt
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.service.access.roles import check_controls
 from penstock.service.replies import messages
@@ -106,6 +106,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             weights_since=timestamp(self._engine.weights_since),
             staged_update_id=self._engine.updater.staged_update_id,
             template_variables=() if self._engine.text is None else self._engine.text.template_variables,
+            image_limits=messages.image_limits(self._engine.info.images, self._engine.images),
         )
 
     def _features(self) -> list[control_pb2.Feature.ValueType]:
@@ -119,6 +120,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             control_pb2.FEATURE_BATCH_INVARIANT: self._engine.info.batch_invariant,
             control_pb2.FEATURE_TRACING: self._tracing is not None,
             control_pb2.FEATURE_PROFILE: self._profiles.are_on,
+            control_pb2.FEATURE_IMAGES: self._engine.info.images is not None,
         }
         return [feature for feature, there in has.items() if there]
 
@@ -190,7 +192,13 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         async with self._calls.preparing():
             prompt = await self._lanes.convert(partial(self._prompt, request), message_cost(request.chat))
             encoded = await encode_prompt(
-                self._engine.text, prompt, self._lanes, room=max_model_len, add_special_tokens=special
+                self._engine.text,
+                prompt,
+                self._lanes,
+                room=max_model_len,
+                add_special_tokens=special,
+                # a text comes without images, also where it has places for some
+                reader=self._engine.images if isinstance(prompt, ChatPrompt) else None,
             )
         num_ids = len(encoded.token_ids)
         self._budget.check_ids(request.WhichOneof("input") or "input", num_ids)
@@ -207,7 +215,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 raise UnsupportedFeature(["text"])
             prompt = TextPrompt(request.text)
         elif kind == "chat":
-            prompt = chat_prompt(request.chat, self._engine.text, bad)
+            prompt = chat_prompt(request.chat, self._engine.text, self._engine.info.images, bad)
         else:
             bad.add("input", "one of text and chat is required")
         bad.raise_if_any()

@@ -24,6 +24,7 @@ from penstock.runtime.generation.results import merged_timing
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.context import Fitted, fit
 from penstock.runtime.requests.fanout import outputs_of
+from penstock.runtime.requests.media import MediaItem
 from penstock.runtime.requests.request import (
     Finish,
     Request,
@@ -75,7 +76,11 @@ class ServedRequest:
         """Known once the first delta of output 0 was taken."""
         self.num_completion_tokens = 0
         """Tokens of all outputs that were taken so far."""
+        self.num_image_tokens = 0
+        """Tokens of the prompt that stand for images."""
         self.serving = serving
+        self._held_bytes = 0
+        """Bytes of images that this request holds."""
         self._placed = 0
         """How many outputs are in the engine."""
         self._engine = serving.engine
@@ -142,7 +147,10 @@ class ServedRequest:
         """Do what `prepare_job` does, in its order, but each part in a thread where it takes long."""
         job, engine, lanes = self.job, self._engine, self._lanes
         room = engine.info.max_model_len
-        encoded = await encode_prompt(engine.text, job.prompt, lanes, room=room, cuts=job.cuts)
+        encoded = await encode_prompt(
+            engine.text, job.prompt, lanes, room=room, cuts=job.cuts, reader=engine.images
+        )
+        self._hold(encoded.media)
         self._trace.tokenized(len(encoded.token_ids))
         self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
         words = await encode_words(engine.text, job.bad_words, lanes)
@@ -160,6 +168,13 @@ class ServedRequest:
         self._trace.enters("submit")
         shared = await lanes.convert(partial(engine.prepare, requests[0]), cost)
         return PreparedJob(job=job, requests=requests, shared=shared, prompt=self.prompt, text=encoded.text)
+
+    def _hold(self, media: Sequence[MediaItem]) -> None:
+        """Count the images until the request ends. Raises Busy."""
+        num_bytes = sum(item.patches.nbytes for item in media)
+        self.serving.held_images.hold(num_bytes)
+        self._held_bytes = num_bytes
+        self.num_image_tokens = sum(item.num_tokens for item in media)
 
     async def _constraints(self, text: str) -> Sequence[TokenConstraint]:
         """Return one constraint for each output, if there is a grammar. The work is done in a thread."""
@@ -262,6 +277,8 @@ class ServedRequest:
             else:
                 self._reader.forget()
         self.serving.places.left(self._placed)
+        self.serving.held_images.release(self._held_bytes)
+        self._held_bytes = 0
         was_cancelled = isinstance(error, (asyncio.CancelledError, GeneratorExit))
         self._trace.end(self.num_completion_tokens, error, cancelled=was_cancelled)
 

@@ -134,6 +134,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             len(served.prompt.token_ids),
             served.num_completion_tokens,
             served.num_reasoning_tokens,
+            served.num_image_tokens,
             served.timing,
         )
 

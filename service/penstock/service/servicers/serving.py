@@ -8,8 +8,8 @@ from penstock.runtime.requests.context import Truncation
 from penstock.runtime.requests.fanout import MAX_OUTPUTS
 from penstock.service.backend import Backend
 from penstock.service.lifecycle.underway import Calls
+from penstock.service.limits.held_images import HeldImages
 from penstock.service.limits.places import Places
-from penstock.service.options import ServerOptions
 from penstock.service.replies.readers import StallLog
 from penstock.service.replies.reply_budget import ReplyBudget
 from penstock.service.replies.streams import ServerSwitchboard
@@ -63,8 +63,10 @@ class Serving:
     stalls: StallLog
     stall_limit_s: float
     """Seconds after which a stream that is not read, although output waits, is ended."""
-    max_request_bytes: int = ServerOptions().max_receive_bytes
+    max_request_bytes: int
     """The largest message of a request that the server takes."""
+    held_images: HeldImages
+    """Bounds the memory of the images that requests hold."""
     tracing: Tracing | None = None
     """What records traces; None if the server has nowhere to send them to."""
     arrivals: Arrivals = field(default_factory=Arrivals)

@@ -35,6 +35,10 @@ MOST_TOKEN_CHARS = 8
 """Characters that a token has on average in an honest text."""
 MOST_TEMPLATES = 8
 """How many callers' own templates may be rendered, or wait for that, at once."""
+IMAGE_BYTES = MIB
+"""What reading one image counts for, in bytes, beside the message that brought it: its pixels are many more
+than its bytes.
+"""
 MOST_WEIGHTS = 64
 """How many pieces of work on weight updates, of all callers, may run or wait at once."""
 MESSAGE_BYTES: ContextVar[int] = ContextVar("message_bytes", default=0)
@@ -136,10 +140,12 @@ class Lanes:
         self._convert = lane("convert", 4, 64 * MIB)
         self._texts = lane("texts", quick, 64 * MIB)
         self._long_texts = lane("long-texts", 4, 32 * MIB)
+        self._images = lane("images", 4, 256 * MIB)
         self._weights = lane("weights", 4, MOST_WEIGHTS)
         self._long_chars = LONG_CHARS
 
-        lanes = (self._templates, self._heavy, self._convert, self._texts, self._long_texts, self._weights)
+        texts = (self._texts, self._long_texts)
+        lanes = (self._templates, self._heavy, self._convert, *texts, self._images, self._weights)
         self.by_name = {lane.name: lane for lane in lanes}
         """All lanes, by the name that a refusal has as its `limit`."""
         if meters is not None:
@@ -167,6 +173,10 @@ class Lanes:
         """Run work on a text of `num_chars` characters, or work that takes as long."""
         lane = self._texts if num_chars <= self._long_chars else self._long_texts
         return await lane.run(work, num_chars)
+
+    async def images(self, work: Callable[[], T], num_images: int, num_bytes: int) -> T:
+        """Run work on a prompt with images, which came in a message of `num_bytes` bytes."""
+        return await self._images.run(work, num_bytes + IMAGE_BYTES * num_images)
 
     def weights(self, work: Callable[[], T], weight: int = 1) -> asyncio.Future[T]:
         """Begin work on a weight update, such as the decoding and writing of a chunk. A weight of 0 is for
