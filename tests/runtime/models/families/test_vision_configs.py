@@ -15,6 +15,7 @@ from tests.support.models.configs import one_layer, published, rope_of, windows
 
 QWEN2_5 = published("Qwen2.5-VL-3B-Instruct")
 QWEN3 = published("Qwen3-VL-4B-Instruct")
+QWEN3_MOE = published("Qwen3-VL-30B-A3B-Instruct")
 
 
 def test_published_qwen2_5_vl() -> None:
@@ -59,6 +60,20 @@ def test_published_qwen3_vl() -> None:
         position_side=48,
         deepstack=(5, 11, 17),
     )
+
+
+def test_published_qwen3_vl_with_experts() -> None:
+    config = parse_config(QWEN3_MOE)
+    layer = one_layer(config)
+    assert (layer.mlp.num_experts, layer.mlp.per_token, layer.mlp.intermediate_size) == (128, 8, 768)
+    assert layer.mlp.router.normalize
+    assert rope_of(config) == RopeConfig(theta=5e6, sections=(24, 20, 20), interleaved=True)
+    names = {tensor.name: tensor.shape for tensor in load_rules(config).tensors}
+    experts = "model.language_model.layers.0.mlp.experts"
+    assert names[f"{experts}.gate_up_proj"] == (128, 2048, 2 * 768)
+    assert names[f"{experts}.down_proj"] == (128, 768, 2048)
+    assert config.vision is not None
+    assert config.vision.deepstack == (8, 16, 24)
 
 
 @pytest.mark.parametrize(

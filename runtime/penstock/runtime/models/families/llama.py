@@ -50,8 +50,7 @@ TRAITS: Mapping[str, Traits] = {
 }
 
 
-def parse_decoder(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
-    """The decoder that the fields describe. Raises ConfigError with all problems."""
+def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
     fields.only("model_type", traits.model_type)
     fields.only("hidden_act", "silu")
     fields.only("pretraining_tp", 1)
@@ -108,7 +107,9 @@ def _windows(fields: Fields, traits: Traits, num_layers: int) -> tuple[int | Non
     return listed
 
 
-FAMILIES: Mapping[str, ModelFamily] = {
-    name: ModelFamily(parse=functools.partial(parse_decoder, traits=traits), ignored=traits.ignored)
-    for name, traits in TRAITS.items()
-}
+def family(traits: Traits) -> ModelFamily:
+    """The family of an architecture with these traits."""
+    return ModelFamily(parse=functools.partial(_parse, traits=traits), ignored=traits.ignored)
+
+
+FAMILIES: Mapping[str, ModelFamily] = {name: family(traits) for name, traits in TRAITS.items()}

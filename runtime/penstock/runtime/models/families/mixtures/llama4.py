@@ -20,6 +20,7 @@ from penstock.runtime.models.config import (
 )
 from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, tensor_name
 from penstock.runtime.models.families.mixtures.fields import read_experts_and_choices, read_layer_numbers
+from penstock.runtime.models.families.mixtures.stacked import stored_stacked
 from penstock.runtime.models.families.reading import (
     Sizes,
     read_layer_types,
@@ -110,8 +111,6 @@ def _layers_with_rope(fields: Fields, num_layers: int) -> list[bool]:
 
 def _stored(config: ModelConfig) -> StoredAt:
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
-        if "experts" in path:
-            return _expert(config, path, shape)
         order = None
         if path[-2] in ("q_proj", "k_proj"):
             attention = config.layers[int(path[1])].attention
@@ -120,20 +119,7 @@ def _stored(config: ModelConfig) -> StoredAt:
                 order = _halves(shape[0] // attention.head_dim, attention.head_dim)
         return Stored((Source(tensor_name(path, _NAMES), shape, order=order),))
 
-    return stored
-
-
-def _expert(config: ModelConfig, path: ParamPath, shape: tuple[int, ...]) -> Stored:
-    """A weight of one expert: the tensor has the rows of gate and, behind them, those of up."""
-    *above, expert, part, _ = path
-    experts = config.layers[int(path[1])].mlp
-    assert isinstance(experts, ExpertsConfig)
-    assert isinstance(expert, int)
-    tensor = "down_proj" if part == "down_proj" else "gate_up_proj"
-    rows = shape[0] if part == "down_proj" else 2 * shape[0]
-    name = tensor_name((*above, tensor), _NAMES)
-    begin = shape[0] if part == "up_proj" else 0
-    return Stored((Source(name, (experts.num_experts, shape[1], rows), (expert,), begin=begin, axis=1),))
+    return stored_stacked(stored, config, transposed=True)
 
 
 @functools.lru_cache(maxsize=8)

@@ -21,8 +21,9 @@ from penstock.runtime.models.families.mixtures.fields import (
 )
 from penstock.runtime.models.families.reading import read_layer_types, read_model, read_rope, read_sizes
 from penstock.runtime.models.hf_fields import Fields
+from penstock.runtime.models.rope import RopeConfig
 
-_QWEN_NAMES: Mapping[str, str] = {**PRE_NORMS, "router": "gate"}
+QWEN_NAMES: Mapping[str, str] = {**PRE_NORMS, "router": "gate"}
 MIXTRAL_NAMES: Mapping[str, str] = {
     **PRE_NORMS,
     "mlp": "block_sparse_moe",
@@ -40,6 +41,7 @@ class Traits:
     kv_heads, eps, theta: defaults. bias: the field that decides on the biases of q, k and v, and its default;
     o_bias: whether it decides on that of the output, too. dense_layers: whether fields can give layers an MLP
     in the place of experts. ignored: further fields that transformers' own implementation does not look at.
+    mrope: see `read_rope`.
     """
 
     model_type: str
@@ -54,6 +56,7 @@ class Traits:
     theta: float = 10_000.0
     dense_layers: bool = False
     ignored: tuple[str, ...] = ()
+    mrope: RopeConfig | None = None
 
 
 def _mixtral_experts(fields: Fields) -> ExpertsConfig:
@@ -62,19 +65,29 @@ def _mixtral_experts(fields: Fields) -> ExpertsConfig:
     return ExpertsConfig(num_experts=count, per_token=chosen, intermediate_size=inner)
 
 
-def _qwen_experts(
-    fields: Fields, *, count: int, chosen: int, inner: int, shared: int | None
+def qwen_experts(
+    fields: Fields, *, count: int, chosen: int, inner: int, shared: int | None, normalize: bool = False
 ) -> ExpertsConfig:
-    """`shared`: the default of the shared expert's size; None: there is no such expert."""
+    """Qwen's experts. count, chosen, inner: defaults. shared: the default of the shared expert's size; None:
+    there is no such expert. normalize: the weights of a token's experts are always divided by their sum; else
+    a field says so.
+    """
+    if normalize:
+        fields.only("norm_topk_prob", True)
     count, chosen = read_experts_and_choices(fields, ("num_experts", "num_local_experts"), count, chosen)
     return ExpertsConfig(
         num_experts=count,
         per_token=chosen,
         intermediate_size=fields.integer("moe_intermediate_size", inner),
-        router=RouterConfig(normalize=fields.boolean("norm_topk_prob", False)),
+        router=RouterConfig(normalize=normalize or fields.boolean("norm_topk_prob", False)),
         shared_size=None if shared is None else fields.integer("shared_expert_intermediate_size", shared),
         shared_gate=shared is not None,
     )
+
+
+def no_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """All layers attend to everything, and there is no field about it."""
+    return (None,) * num_layers
 
 
 def _one_window(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
@@ -118,18 +131,18 @@ TRAITS: Mapping[str, Traits] = {
     "Qwen2MoeForCausalLM": Traits(
         "qwen2_moe",
         16,
-        functools.partial(_qwen_experts, count=60, chosen=4, inner=1408, shared=5632),
+        functools.partial(qwen_experts, count=60, chosen=4, inner=1408, shared=5632),
         _qwen2_windows,
-        _QWEN_NAMES,
+        QWEN_NAMES,
         bias=("qkv_bias", True),
         dense_layers=True,
     ),
     "Qwen3MoeForCausalLM": Traits(
         "qwen3_moe",
         4,
-        functools.partial(_qwen_experts, count=128, chosen=8, inner=768, shared=None),
+        functools.partial(qwen_experts, count=128, chosen=8, inner=768, shared=None),
         _switched_window,
-        _QWEN_NAMES,
+        QWEN_NAMES,
         bias=("attention_bias", False),
         o_bias=True,
         qk_norm=True,
@@ -148,7 +161,7 @@ def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
     is_dense = _dense_layers(fields, sizes.num_layers) if traits.dense_layers else (False,) * sizes.num_layers
     inner = fields.integer("intermediate_size") if traits.dense_layers else 0
     bias = traits.bias is not None and fields.boolean(*traits.bias)
-    rope = read_rope(fields, sizes.max_positions, theta=traits.theta)
+    rope = read_rope(fields, sizes.max_positions, theta=traits.theta, mrope=traits.mrope)
     layers = [
         LayerConfig(
             attention=AttentionConfig(
@@ -176,11 +189,13 @@ def _dense_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer in listed or (layer + 1) % step != 0 for layer in range(num_layers))
 
 
-FAMILIES: Mapping[str, ModelFamily] = {
-    name: ModelFamily(
+def family(traits: Traits) -> ModelFamily:
+    """The family of an architecture with these traits."""
+    return ModelFamily(
         parse=functools.partial(_parse, traits=traits),
         ignored=traits.ignored,
         stored=stored_plainly(traits.names),
     )
-    for name, traits in TRAITS.items()
-}
+
+
+FAMILIES: Mapping[str, ModelFamily] = {name: family(traits) for name, traits in TRAITS.items()}

@@ -5,6 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.runtime.models.families.family import ModelFamily
-from penstock.runtime.models.families.pictures import qwen
+from penstock.runtime.models.families.pictures import qwen, unread
 
-FAMILIES: Mapping[str, ModelFamily] = {**qwen.FAMILIES}
+FAMILIES: Mapping[str, ModelFamily] = {**qwen.FAMILIES, **unread.FAMILIES}

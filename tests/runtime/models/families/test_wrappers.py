@@ -1,0 +1,135 @@
+"""Checkpoints of models that read pictures, put together of the goldens' decoders: as text models they
+compute what PyTorch computed of the decoder alone.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.loading.checkpoint import load_config, load_weights
+from penstock.runtime.models.registry import parse_config
+
+Tensors = dict[str, NDArray[Any]]
+
+
+def golden(root: Path, name: str) -> tuple[dict[str, Any], Tensors, list[dict[str, Any]]]:
+    """config.json, tensors and cases of a golden."""
+    cases = json.loads((root / name / "expected.json").read_text())["cases"]
+    config: dict[str, Any] = json.loads((root / name / "config.json").read_text())
+    return config, load_file(root / name / "model.safetensors"), cases
+
+
+def wrapped(text: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """The config.json of a wrapper around a decoder's."""
+    inner = {name: value for name, value in text.items() if name not in ("architectures", "dtype")}
+    return {"dtype": text["dtype"], "text_config": inner, **fields}
+
+
+def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(
+        {name: np.ascontiguousarray(values) for name, values in tensors.items()}, folder / "model.safetensors"
+    )
+    return folder
+
+
+def assert_as_pytorch(make_sequence: Callable[..., Any], folder: Path, case: dict[str, Any]) -> None:
+    config = load_config(folder)
+    sequence = make_sequence(config, load_weights(folder, config, progress=False))
+    logits = sequence.feed(case["prompt"])
+    ids, values = zip(*case["last_logits_top"], strict=True)
+    np.testing.assert_allclose(logits[list(ids)], values, rtol=1e-4)
+    for token in case["tokens"][:4]:
+        assert int(logits.argmax()) == token
+        logits = sequence.feed([token])
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "model_type", "text", "head"),
+    [
+        ("gemma3", "Gemma3ForConditionalGeneration", "gemma3", "language_model.model.", ""),
+        ("gemma4", "Gemma4ForConditionalGeneration", "gemma4", "model.language_model.", ""),
+        ("llama4", "Llama4ForConditionalGeneration", "llama4", "language_model.model.", "language_model."),
+        ("ministral3", "Mistral3ForConditionalGeneration", "mistral3", "model.language_model.", ""),
+        (
+            "mistral_swa",
+            "Mistral3ForConditionalGeneration",
+            "mistral3",
+            "language_model.model.",
+            "language_model.",
+        ),
+    ],
+)
+def test_text_models_of_wrappers_whose_pictures_are_not_read(
+    tmp_path: Path,
+    golden_root: Path,
+    make_sequence: Callable[..., Any],
+    name: str,
+    architecture: str,
+    model_type: str,
+    text: str,
+    head: str,
+) -> None:
+    config, tensors, cases = golden(golden_root, name)
+    renamed = {
+        text + key.removeprefix("model.") if key.startswith("model.") else head + key: values
+        for key, values in tensors.items()
+    }
+    renamed["vision_tower.blocks.0.weight"] = np.zeros((3, 3), np.float32)
+    renamed["model.multi_modal_projector.norm.weight"] = np.zeros(3, np.float32)
+    outer = wrapped(
+        config,
+        architectures=[architecture],
+        model_type=model_type,
+        image_token_index=7,
+        vision_config={"depth": 3, "model_type": "some_vision_model"},
+    )
+    folder = write(tmp_path, outer, renamed)
+    assert load_config(folder).vision is None
+    assert_as_pytorch(make_sequence, folder, cases[1])
+
+
+def test_experts_that_are_stacked_and_transposed(
+    tmp_path: Path, golden_root: Path, make_sequence: Callable[..., Any]
+) -> None:
+    """Qwen3-VL with experts: the decoder of qwen3_moe and the encoder of qwen3_vl."""
+    config, tensors, cases = golden(golden_root, "qwen3_moe")
+    outer, others, _ = golden(golden_root, "qwen3_vl")
+    made = {name: values for name, values in others.items() if ".visual." in name}
+    count = config["num_local_experts"]
+    for name, values in tensors.items():
+        renamed = name.replace("model.", "model.language_model.", 1)
+        above, is_expert, _ = renamed.partition(".experts.")
+        if not is_expert:
+            made[renamed] = values
+            continue
+
+        def of(expert: int, part: str, above: str = above) -> NDArray[Any]:
+            usual = above.replace("model.language_model.", "model.", 1)
+            return tensors[f"{usual}.experts.{expert}.{part}.weight"].T
+
+        gate_up = [np.concatenate([of(e, "gate_proj"), of(e, "up_proj")], axis=1) for e in range(count)]
+        made[f"{above}.experts.gate_up_proj"] = np.stack(gate_up)
+        made[f"{above}.experts.down_proj"] = np.stack([of(e, "down_proj") for e in range(count)])
+    text = {name: value for name, value in config.items() if "sliding_window" not in name}
+    text["rope_parameters"] = outer["text_config"]["rope_parameters"]
+    text["model_type"] = "qwen3_vl_moe_text"
+    vision = {**outer["vision_config"], "model_type": "qwen3_vl_moe_vision"}
+    both = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe"}
+    folder = write(tmp_path, wrapped(text, **both, vision_config=vision, image_token_id=5), made)
+    assert_as_pytorch(make_sequence, folder, cases[1])
+
+
+def test_another_text_model_is_refused_by_name() -> None:
+    data = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    with pytest.raises(ConfigError, match=r"text_config\.model_type: 'qwen2' .* mistral, ministral3"):
+        parse_config({**data, "text_config": {"model_type": "qwen2"}})
+    with pytest.raises(ConfigError, match="model_type"):
+        parse_config(data)
