@@ -37,7 +37,6 @@ VISION = Vision(
     patch_size=4,
     merge_size=2,
     temporal_patch_size=1,
-    num_arrays=1,
     inputs=lambda items, bucket: None,
     rotary_positions=lambda length, items: RotaryPositions(np.zeros((3, length), np.int32), 0),
 )
