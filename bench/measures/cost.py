@@ -76,7 +76,8 @@ def _attention_weights(ours: AttentionConfig | LatentConfig | RecurrentConfig, h
     if isinstance(ours, RecurrentConfig):
         return ours.num_weights(hidden_size)
     if isinstance(ours, AttentionConfig):
-        return hidden_size * 2 * (ours.num_heads + ours.num_kv_heads) * ours.head_dim
+        heads_with_weights = (3 if ours.output_gate else 2) * ours.num_heads + 2 * ours.num_kv_heads
+        return hidden_size * heads_with_weights * ours.head_dim
     kept, query = ours.latent_dim + ours.rope_dim, ours.num_heads * (ours.nope_dim + ours.rope_dim)
     rank = ours.query_rank
     queries = hidden_size * query if rank is None else (hidden_size + query) * rank

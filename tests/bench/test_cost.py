@@ -41,6 +41,30 @@ def test_weights():
     assert head_weights(CONFIG) == HEAD
 
 
+def test_weights_of_a_hybrid():
+    hybrid = parse_config(
+        {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "vocab_size": 100,
+            "hidden_size": 8,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 2,
+            "linear_value_head_dim": 3,
+            "max_position_embeddings": 64,
+        }
+    )
+    # Queries, keys and values of 4, 4 and 12 channels, gates and output of 12, and two numbers for each of 4
+    # heads; queries, their gates and the output of 16 channels, keys and values of 8; two MLPs.
+    assert layer_weights(hybrid) == 8 * (20 + 12 + 12 + 8) + 8 * (16 + 16 + 16 + 8 + 8) + 2 * 3 * 128
+
+
 def test_prefill_from_the_start():
     # 3 tokens attend to 1 + 2 + 3 positions, 4 operations for each of 2 heads x 4 dimensions.
     work = one_pass(CONFIG, [(0, 3)])
