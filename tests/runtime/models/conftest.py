@@ -1,5 +1,5 @@
 """Golden checkpoints, and a test double of paged attention that needs neither pages nor the engine. Recurrent
-layers run as they are, with state of one slot.
+layers run as they are, with state of one slot, by the native kernels if the products do.
 
 The double keeps one sequence in one contiguous cache for each layer, float32 [slots, 2, kv heads, head_dim],
 or [slots, 1, 1, head_dim] where values are channels of the keys; a slot is one position here. Its `meta`
@@ -19,6 +19,8 @@ from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.ops.attention import make_meta
 from penstock.runtime.ops.cache_spec import PagedKV, SlotState
+from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
+from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT
 
 SLOTS = 128
 CHUNK = 8
@@ -78,6 +80,7 @@ class Sequence:
         self.leaves = params.state_to_leaves(state)
         self._empty = tuple(map(_empty, config.cache.layers))
         self._decodes = config.cache.has_state
+        recurrent = NATIVE_RECURRENT if linear.packed else XLA_RECURRENT
 
         def step(leaves, token_ids, positions, num_tokens, kv, media, *, decode_only):
             model = params.bind(config, leaves, dtype, linear)
@@ -95,7 +98,15 @@ class Sequence:
             )
             meta = meta._replace(positions=positions, num_tokens=jnp.int32(len(token_ids)))
             metas = (meta,) * (max(config.cache.group_of) + 1)
-            hidden, kv = model(token_ids, positions, kv, metas, attention=contiguous_attention, media=media)
+            hidden, kv = model(
+                token_ids,
+                positions,
+                kv,
+                metas,
+                attention=contiguous_attention,
+                recurrent=recurrent,
+                media=media,
+            )
             return model.logits(hidden, meta.num_tokens), kv
 
         self._step = functools.partial(jax.jit(step, static_argnames="decode_only"), self.leaves)

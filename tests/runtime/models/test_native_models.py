@@ -28,10 +28,17 @@ from penstock.runtime.models.config import (
     QueryScaling,
     RouterConfig,
 )
-from penstock.runtime.models.configs.recurrent import DeltaNetConfig, MambaConfig, ShortConvConfig
+from penstock.runtime.models.configs.recurrent import (
+    DeltaNetConfig,
+    MambaConfig,
+    RecurrentConfig,
+    ShortConvConfig,
+)
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.rope import RopeConfig
+from penstock.runtime.ops.cache_spec import LatentKV, PagedKV, SlotState
 from penstock.runtime.ops.native import library
+from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
 from tests.support.goldens import GOLDEN, NAMES
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
@@ -78,6 +85,19 @@ def with_shared_keys(config: ModelConfig) -> ModelConfig:
     first, second = config.layers
     return dataclasses.replace(config, layers=(first, dataclasses.replace(second, shares_kv_of=0)))
 
+
+def with_recurrent_layer(config: ModelConfig, recurrent: RecurrentConfig) -> ModelConfig:
+    first, second = config.layers
+    return dataclasses.replace(config, layers=(dataclasses.replace(first, attention=recurrent), second))
+
+
+RECURRENT: dict[str, RecurrentConfig] = {
+    "short convolution": ShortConvConfig(channels=64, num_taps=3, bias=True),
+    "delta net": DeltaNetConfig(num_key_heads=8, num_value_heads=16, key_dim=32, value_dim=16, num_taps=4),
+    "mamba": MambaConfig(
+        num_heads=16, head_dim=16, state_dim=32, num_groups=2, num_taps=4, step_limit=(0.001, 2.0)
+    ),
+}
 
 MODELS = {
     "llama": LLAMA,
@@ -156,6 +176,7 @@ MODELS = {
             bias=True,
         ),
     ),
+    **{name: with_recurrent_layer(LLAMA, recurrent) for name, recurrent in RECURRENT.items()},
 }
 
 
@@ -236,10 +257,17 @@ def test_bfloat16_on_the_kernels_agrees_with_float32_on_xla(make_sequence: Any, 
     assert np.abs(tried - exact).max() < 0.05 * np.ptp(exact)
 
 
+def empty(layer: PagedKV | LatentKV | SlotState) -> Any:
+    """A layer's cache with one entry of state, or one that the tests' attention does not read."""
+    if isinstance(layer, SlotState):
+        return tuple(jnp.zeros((1, *value.shape), value.dtype) for value in layer.values)
+    return jnp.zeros(1)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_token_has_the_same_bits_alone_and_beside_others(name: str) -> None:
     """Attention, which has tests of its own, is left out: each token gets its own queries, key and value
-    back.
+    back. In recurrent layers each token is a row, which goes on from zeros.
     """
     config = MODELS[name]
     leaves = params.state_to_leaves(state(config, "bfloat16", PACKED))
@@ -251,11 +279,18 @@ def test_a_token_has_the_same_bits_alone_and_beside_others(name: str) -> None:
 
     def logits(tokens: jax.Array, positions: jax.Array, num_tokens: jax.Array) -> jax.Array:
         model = params.bind(config, leaves, "bfloat16", PACKED)
-        meta: Any = SimpleNamespace(num_tokens=num_tokens)
-        metas = (meta,) * (max(config.cache.group_of) + 1)
-        hidden, _ = model(
-            tokens, positions, (jnp.zeros(1),) * (max(config.cache_entries) + 1), metas, attention=attention
+        past = jnp.ones(len(tokens), jnp.int32)
+        meta: Any = SimpleNamespace(
+            num_tokens=num_tokens,
+            q_lens=(jnp.arange(len(tokens)) < num_tokens).astype(jnp.int32),
+            state_from=past,
+            state_to=past,
+            state_cut=None,
+            state_cut_to=None,
         )
+        metas = (meta,) * (max(config.cache.group_of) + 1)
+        kv = tuple(map(empty, config.cache.layers))
+        hidden, _ = model(tokens, positions, kv, metas, attention=attention, recurrent=NATIVE_RECURRENT)
         return model.logits(hidden, num_tokens)
 
     run: Callable[..., jax.Array] = jax.jit(logits)
@@ -271,3 +306,16 @@ def test_a_token_has_the_same_bits_alone_and_beside_others(name: str) -> None:
     for count, padded in ((37, 48), (16, 16), (5, 16)):
         rows = rng.permutation(37)[:count]
         np.testing.assert_array_equal(some(rows, padded), alone[rows], err_msg=f"{count} rows")
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_model_gives_the_same_bits_in_any_chunks(make_sequence: Any, name: str) -> None:
+    """Chunks of a prompt, its last ones as decode steps, and some other prompt's state before it."""
+    first, _ = MODELS[name].layers
+    config = dataclasses.replace(MODELS[name], layers=(first, first))
+    sequence = make_sequence(config, state(config, "bfloat16", PACKED), "bfloat16", PACKED)
+    expected, states = sequence.feed(PROMPT), sequence.kv
+    for chunk in (1, 3, 7):
+        sequence.length = 0
+        np.testing.assert_array_equal(sequence.feed(PROMPT, chunk), expected, err_msg=f"chunks of {chunk}")
+        jax.tree.map(np.testing.assert_array_equal, sequence.kv, states)

@@ -205,9 +205,11 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_row_has_the_same_bits_in_any_chunks_beside_any_rows(name: str) -> None:
-    """A sequence of 70 tokens, alone in one step, against steps in which it is cut and has neighbours."""
+    """A sequence of 70 tokens, alone in one step, against steps in which it is cut and has neighbours.
+    Float32 shows differences that bfloat16 would round away.
+    """
     most, length = 96, 70
-    case = OPERATIONS[name](BF16, most)
+    case = OPERATIONS[name](FLOAT32, most)
     before = some_state(case, 1)
     order = np.arange(most)
     sequence, others = order[:length], order[length:]
