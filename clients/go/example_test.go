@@ -98,6 +98,35 @@ func ExampleClient_Generate() {
 	// <nil>
 }
 
+func ExampleClient_Generate_image() {
+	client, err := penstock.Dial(demo.addr)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer func() { _ = client.Close() }()
+	run := func(ctx context.Context, picture []byte) error {
+		// ---
+		message := &penstockv1.ChatMessage{Role: "user", Parts: []*penstockv1.ContentPart{
+			{Part: &penstockv1.ContentPart_Image{Image: &penstockv1.Image{Data: picture, MediaType: "image/png"}}},
+			{Part: &penstockv1.ContentPart_Text{Text: "What is this?"}},
+		}}
+		reply, err := client.Generate(ctx, &penstockv1.GenerateRequest{
+			Input: &penstockv1.GenerateRequest_Chat{Chat: &penstockv1.ChatPrompt{Messages: []*penstockv1.ChatMessage{message}}},
+		})
+		if errors.Is(err, penstock.ErrUnsupportedFeature) {
+			return errors.New("this model takes no images")
+		}
+		if err != nil {
+			return err
+		}
+		fmt.Println(reply.Outputs[0].Text, reply.Usage.ImageTokens)
+		// ---
+		return nil
+	}
+	fmt.Println(run(context.Background(), []byte("\x89PNG\r\n\x1a\n")))
+	// Output: this model takes no images
+}
+
 func ExampleError() {
 	client, err := penstock.Dial(demo.addr)
 	if err != nil {

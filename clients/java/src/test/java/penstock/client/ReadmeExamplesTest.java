@@ -3,6 +3,7 @@ package penstock.client;
 import static org.junit.jupiter.api.Assertions.assertEquals;
 import static org.junit.jupiter.api.Assertions.assertThrows;
 
+import com.google.protobuf.ByteString;
 import io.grpc.StatusRuntimeException;
 import java.io.FileNotFoundException;
 import java.io.IOException;
@@ -75,6 +76,27 @@ class ReadmeExamplesTest {
         System.out.println(reply.getOutputs(0).getText());
         // ---
         assertEquals(1, reply.getOutputsCount());
+    }
+
+    @Test
+    void showing() {
+        ByteString picture = ByteString.copyFromUtf8("a picture");
+        // ---
+        ChatMessage question = ChatMessage.newBuilder()
+                .setRole("user")
+                .addParts(ContentPart.newBuilder()
+                        .setImage(Image.newBuilder().setData(picture).setMediaType("image/png")))
+                .addParts(ContentPart.newBuilder().setText("What is this?"))
+                .build();
+        try {
+            GenerateResponse reply = client.generate(GenerateRequest.newBuilder()
+                    .setChat(ChatPrompt.newBuilder().addMessages(question))
+                    .build());
+            System.out.println(reply.getOutputs(0).getText() + reply.getUsage().getImageTokens());
+        } catch (RefusedException.Unsupported error) {
+            System.out.println("this model takes no images: " + error.getMessage());
+        }
+        // ---
     }
 
     @Test
