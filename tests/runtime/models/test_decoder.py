@@ -209,7 +209,9 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("linear", FORMATS)
-@pytest.mark.parametrize("name", ["qwen3", "llama_linear_rope", "qwen2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "llama_linear_rope", "qwen2", pytest.param("qwen3_5", marks=pytest.mark.sweep)]
+)
 def test_bfloat16_and_int8_stay_close_to_pytorch(golden_root, make_sequence, name, linear):
     chosen = FORMATS[linear]
     if chosen.packed and not library.available():

@@ -15,6 +15,7 @@ from penstock.runtime.config import DEFAULT_TARGET_ITL_S
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.loading.hub import DEMO_DIRECTORY
+from penstock.runtime.models.configs.recurrent import DeltaNetConfig
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.params import abstract_model
 from penstock.runtime.ops.native import library
@@ -62,6 +63,13 @@ def test_a_model_of_an_unknown_class_promises_nothing():
     engine.shutdown()
 
 
+def with_delta_net(config, **changes):
+    """The model with a gated delta net in the place of its first layer's attention."""
+    net = DeltaNetConfig(num_key_heads=8, num_value_heads=16, key_dim=32, value_dim=32, num_taps=4)
+    first = dataclasses.replace(config.layers[0], attention=dataclasses.replace(net, **changes))
+    return dataclasses.replace(config, layers=(first, *config.layers[1:]))
+
+
 @pytest.mark.parametrize(
     ("changed", "native"),
     [
@@ -72,6 +80,11 @@ def test_a_model_of_an_unknown_class_promises_nothing():
         # the last product's inputs are not a multiple of 64
         (lambda config: with_mlp(config, intermediate_size=736), False),
         (lambda config: with_attention(config, head_dim=48), False),  # XLA rotates heads of 48
+        (lambda config: with_attention(config, output_gate=True), True),
+        (lambda config: with_delta_net(config), True),
+        # the numbers of 8 heads are not a multiple of 16, and neither are keys of 24 channels
+        (lambda config: with_delta_net(config, num_value_heads=8), False),
+        (lambda config: with_delta_net(config, key_dim=24), False),
     ],
 )
 def test_every_part_of_a_model_must_be_native(changed, native):
