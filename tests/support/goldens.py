@@ -45,7 +45,7 @@ NAMES = (
     "qwen3_next",
 )
 """The folders in GOLDEN. Every test that compares all models with PyTorch takes its names from here."""
-WITH_PICTURES = ("qwen2_5_vl", "qwen3_vl")
+WITH_PICTURES = ("qwen2_5_vl", "qwen3_5_vl", "qwen3_vl")
 """The further folders in GOLDEN, whose prompts have pictures."""
 CONFIG = EngineConfig(
     dtype="float32",

@@ -351,6 +351,8 @@ def test_the_registry_has_the_promised_architectures():
         "Qwen3ForCausalLM",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
         "Qwen3VLMoeForConditionalGeneration",
         "Gemma3ForConditionalGeneration",
         "Gemma4ForConditionalGeneration",

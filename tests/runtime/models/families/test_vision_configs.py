@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.models.config import AttentionConfig
 from penstock.runtime.models.configs.vision import VisionConfig
 from penstock.runtime.models.params import load_rules
 from penstock.runtime.models.registry import parse_config
@@ -60,6 +61,22 @@ def test_published_qwen3_vl() -> None:
         position_side=48,
         deepstack=(5, 11, 17),
     )
+
+
+def test_published_qwen3_5() -> None:
+    config = parse_config(published("Qwen3.5-0.8B"))
+    attention = config.layers[3].attention
+    assert isinstance(attention, AttentionConfig)
+    assert attention.rope == RopeConfig(
+        theta=1e7, partial_rotary_factor=0.25, sections=(11, 11, 10), interleaved=True
+    )
+    assert attention.rotary_dim == 64
+    assert config.tie_word_embeddings
+    assert config.vision is not None
+    assert (config.vision.depth, config.vision.head_dim, config.vision.deepstack) == (12, 64, ())
+    assert (config.vision.image_token_id, config.vision.video_token_id) == (248056, 248057)
+    names = {tensor.name for tensor in load_rules(config).tensors}
+    assert {name.split(".")[1] for name in names} == {"language_model", "visual"}
 
 
 def test_published_qwen3_vl_with_experts() -> None:

@@ -96,34 +96,56 @@ def test_text_models_of_wrappers_whose_pictures_are_not_read(
     assert_as_pytorch(make_sequence, folder, cases[1])
 
 
-def test_experts_that_are_stacked_and_transposed(
-    tmp_path: Path, golden_root: Path, make_sequence: Callable[..., Any]
+QWEN3 = ("qwen3_moe", "qwen3_vl", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe")
+QWEN3_5 = ("qwen3_5_moe", "qwen3_5_vl", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe")
+
+
+@pytest.mark.parametrize(
+    ("text", "pictures", "architecture", "model_type", "layout"),
+    [
+        (*QWEN3, "transposed"),
+        pytest.param(*QWEN3, "each", marks=pytest.mark.sweep),
+        (*QWEN3_5, "stacked"),
+        pytest.param(*QWEN3_5, "each", marks=pytest.mark.sweep),
+    ],
+)
+def test_decoders_with_experts(
+    tmp_path: Path,
+    golden_root: Path,
+    make_sequence: Callable[..., Any],
+    text: str,
+    pictures: str,
+    architecture: str,
+    model_type: str,
+    layout: str,
 ) -> None:
-    """Qwen3-VL with experts: the decoder of qwen3_moe and the encoder of qwen3_vl."""
-    config, tensors, cases = golden(golden_root, "qwen3_moe")
-    outer, others, _ = golden(golden_root, "qwen3_vl")
+    """The decoder of one golden and the encoder of another. Published checkpoints stack the experts of a
+    layer: Qwen3-VL's are transposed too, Qwen3.5's are not.
+    """
+    config, tensors, cases = golden(golden_root, text)
+    outer, others, _ = golden(golden_root, pictures)
     made = {name: values for name, values in others.items() if ".visual." in name}
-    count = config["num_local_experts"]
+    count = config.get("num_local_experts") or config["num_experts"]
     for name, values in tensors.items():
         renamed = name.replace("model.", "model.language_model.", 1)
         above, is_expert, _ = renamed.partition(".experts.")
-        if not is_expert:
+        if layout == "each" or not is_expert:
             made[renamed] = values
             continue
 
-        def of(expert: int, part: str, above: str = above) -> NDArray[Any]:
-            usual = above.replace("model.language_model.", "model.", 1)
-            return tensors[f"{usual}.experts.{expert}.{part}.weight"].T
+        def of(part: str, usual: str = name.partition(".experts.")[0]) -> NDArray[Any]:
+            return np.stack([tensors[f"{usual}.experts.{e}.{part}.weight"] for e in range(count)])
 
-        gate_up = [np.concatenate([of(e, "gate_proj"), of(e, "up_proj")], axis=1) for e in range(count)]
-        made[f"{above}.experts.gate_up_proj"] = np.stack(gate_up)
-        made[f"{above}.experts.down_proj"] = np.stack([of(e, "down_proj") for e in range(count)])
-    text = {name: value for name, value in config.items() if "sliding_window" not in name}
-    text["rope_parameters"] = outer["text_config"]["rope_parameters"]
-    text["model_type"] = "qwen3_vl_moe_text"
-    vision = {**outer["vision_config"], "model_type": "qwen3_vl_moe_vision"}
-    both = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe"}
-    folder = write(tmp_path, wrapped(text, **both, vision_config=vision, image_token_id=5), made)
+        gate_up = np.concatenate([of("gate_proj"), of("up_proj")], axis=1)
+        turn = (0, 2, 1) if layout == "transposed" else (0, 1, 2)
+        made[f"{above}.experts.gate_up_proj"] = gate_up.transpose(turn)
+        made[f"{above}.experts.down_proj"] = of("down_proj").transpose(turn)
+    inner = {name: value for name, value in config.items() if "sliding_window" not in name}
+    inner["rope_parameters"] = outer["text_config"]["rope_parameters"]
+    inner["model_type"] = f"{model_type}_text"
+    both = {"architectures": [architecture], "model_type": model_type, "image_token_id": 5}
+    vision = {**outer["vision_config"], "model_type": f"{model_type}_vision"}
+    folder = write(tmp_path, wrapped(inner, **both, vision_config=vision), made)
     assert_as_pytorch(make_sequence, folder, cases[1])
 
 

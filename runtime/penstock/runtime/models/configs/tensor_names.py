@@ -1,4 +1,6 @@
-"""What the names of a checkpoint's tensors begin with, which differs between checkpoints of one family."""
+"""What the names of a checkpoint's tensors tell: what they begin with, and whether experts are stacked. Both
+differ between checkpoints of one family.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """What names begin with, in the place of the usual beginnings `model.`, `lm_head.` and `visual.`."""
+    """decoder, head, vision: what names begin with, in the place of the usual `model.`, `lm_head.`,
+    `visual.`."""
 
     decoder: str = "model."
     head: str = "lm_head."
     vision: str = "visual."
+    stacked: bool | None = None
+    """Whether the weights of a layer's experts are stacked in one tensor; None: as its family publishes
+    them."""
 
     def spelled(self, name: str) -> str:
         """A usual name as the checkpoint has it."""
@@ -29,6 +35,7 @@ class TensorNames:
             decoder=_beginning(names, "embed_tokens.weight", self.decoder),
             head=_beginning(names, "lm_head.weight", self.head.removesuffix("lm_head.")) + "lm_head.",
             vision=_beginning(names, "patch_embed.proj.weight", self.vision),
+            stacked=_is_stacked(names),
         )
 
 
@@ -38,3 +45,9 @@ USUAL = TensorNames()
 def _beginning(names: Collection[str], tensor: str, otherwise: str) -> str:
     found = [name for name in names if name == tensor or name.endswith(f".{tensor}")]
     return found[0].removesuffix(tensor) if len(found) == 1 else otherwise
+
+
+def _is_stacked(names: Collection[str]) -> bool | None:
+    if any(name.endswith(".experts.gate_up_proj") for name in names):
+        return True
+    return False if any(name.endswith(".experts.0.gate_proj.weight") for name in names) else None

@@ -19,14 +19,19 @@ def attend_spans(
 
     spans: begin and end for each patch, int32 [2, N], at least one patch long and close together for patches
     that are. block: how many patches are computed with how many at a time; only blocks that a span touches
-    are. Values must be finite, also those of padding.
+    are. A patch whose span has a value that is no number gets NaN, and no other patch does.
     """
     num, heads, dim = q.shape
+    # A share of zero does not make a NaN harmless, so values that are no numbers are told apart.
+    is_number = jnp.isfinite(v)
+    spoils = ~is_number.all(axis=(1, 2))
+    v = jnp.where(is_number, v, 0)
     size = min(block, num)
     blocks = -(-num // size)
     extra = blocks * size - num
     q, k, v = (jnp.pad(x, ((0, extra), (0, 0), (0, 0))).transpose(1, 0, 2) for x in (q, k, v))
     spans = jnp.pad(spans, ((0, 0), (0, extra)), mode="edge")
+    spoils = jnp.pad(spoils, (0, extra))
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
     def product(equation: str, one: jax.Array, other: jax.Array) -> jax.Array:
@@ -40,7 +45,7 @@ def attend_spans(
         begin, end = jax.lax.dynamic_slice_in_dim(spans, number * size, size, axis=1)
 
         def take(at: jax.Array, so_far: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            top, total, out = so_far
+            top, total, out, spoiled = so_far
             keys = jax.lax.dynamic_slice_in_dim(k, at * size, size, axis=1)
             values = jax.lax.dynamic_slice_in_dim(v, at * size, size, axis=1)
             where = at * size + jnp.arange(size, dtype=jnp.int32)
@@ -51,16 +56,19 @@ def attend_spans(
             shares = jnp.where(seen[None], jnp.exp(scores - new_top[..., None]), np.float32(0))
             kept = jnp.exp(top - new_top)
             out = out * kept[..., None] + product("hqk,hkd->hqd", shares.astype(v.dtype), values)
-            return new_top, total * kept + shares.sum(axis=2), out
+            spoiled |= (seen & jax.lax.dynamic_slice_in_dim(spoils, at * size, size)[None]).any(axis=1)
+            return new_top, total * kept + shares.sum(axis=2), out, spoiled
 
         start = (
             jnp.full((heads, size), _FAR_BELOW),
             jnp.zeros((heads, size), jnp.float32),
             jnp.zeros((heads, size, dim), jnp.float32),
+            jnp.zeros((size,), jnp.bool_),
         )
         first, last = begin.min() // size, (end.max() + size - 1) // size
-        _, total, out = jax.lax.fori_loop(first, last, take, start)
-        return jnp.asarray(out / total[..., None], q.dtype)
+        _, total, out, spoiled = jax.lax.fori_loop(first, last, take, start)
+        out = jnp.where(spoiled[None, :, None], np.float32(np.nan), out / total[..., None])
+        return jnp.asarray(out, q.dtype)
 
     out: jax.Array = jax.lax.map(of_block, jnp.arange(blocks, dtype=jnp.int32))  # [blocks, heads, size, D]
     return out.transpose(0, 2, 1, 3).reshape(blocks * size, heads, dim)[:num]

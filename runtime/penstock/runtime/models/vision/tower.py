@@ -68,9 +68,6 @@ class VisionAttention(nnx.Module):
         qkv = project(self.qkv, x, num_patches, pools)
         q, k, v = jnp.moveaxis(qkv.reshape(x.shape[0], 3, self.num_heads, self.head_dim), 1, 0)
         q, k = rope.rotate(q, *turns), rope.rotate(k, *turns)
-        # Kernels leave padding undefined, and a share of zero does not make a NaN harmless.
-        is_real = jnp.arange(x.shape[0], dtype=jnp.int32) < num_patches
-        v = jnp.where(is_real[:, None, None], v, 0)
         out = attend_spans(q, k, v, spans, scale=self.head_dim**-0.5, block=block)
         return add_projected(self.proj, out.reshape(x.shape), residual, num_patches, pools)
 

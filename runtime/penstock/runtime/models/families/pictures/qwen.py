@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL: decoders with M-RoPE, and encoders of pictures.
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5: decoders with M-RoPE, and encoders of pictures.
 
 Videos are not served: `video_token_id` is known, so that a prompt with one can be refused.
 """
@@ -12,7 +12,7 @@ from typing import Literal
 
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.tensor_names import USUAL, TensorNames
-from penstock.runtime.models.families import llama
+from penstock.runtime.models.families import hybrids, llama
 from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.families.mixtures import softmax
 from penstock.runtime.models.families.mixtures.stacked import stored_stacked
@@ -116,6 +116,19 @@ KINDS: Mapping[str, Kind] = {
         encoder=_QWEN3,
         experts="transposed",
     ),
+    "Qwen3_5ForConditionalGeneration": Kind(
+        model_type="qwen3_5",
+        text=hybrids.FAMILIES["Qwen3_5ForCausalLM"],
+        encoder=Encoder(),
+        image_token_id=248056,
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Kind(
+        model_type="qwen3_5_moe",
+        text=hybrids.FAMILIES["Qwen3_5MoeForCausalLM"],
+        encoder=Encoder(),
+        image_token_id=248056,
+        experts="stacked",
+    ),
 }
 
 
@@ -139,7 +152,7 @@ def _parse(architecture: str, fields: Fields, kind: Kind) -> ModelConfig:
 def _stored(config: ModelConfig, kind: Kind) -> StoredAt:
     text, vision = kind.text.stored(config), config.vision
     assert vision is not None
-    if kind.experts is not None:
+    if kind.experts is not None and config.names.stacked is not False:
         text = stored_stacked(text, config, transposed=kind.experts == "transposed")
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
