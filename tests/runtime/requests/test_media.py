@@ -50,6 +50,13 @@ def test_misplaced_pictures_are_refused(media: tuple[MediaItem, ...]) -> None:
     assert [bad.field for bad in raised.value.violations] == ["media"]
 
 
+def test_a_grid_counts_the_patches() -> None:
+    whole = item(1, 3)
+    cut = MediaItem(whole.patches[1:], whole.grid, whole.digest, 1, 3)
+    with pytest.raises(InvalidRequest, match="patches"):
+        Request("r", tuple(range(10)), media=(cut,))
+
+
 def test_rotary_positions_are_those_of_the_prompt() -> None:
     with pytest.raises(InvalidRequest, match=r"\(3, 10\)"):
         Request("r", tuple(range(10)), rotary=RotaryPositions(np.zeros((3, 9), np.int32), 0))

@@ -82,6 +82,7 @@ class RunningRequest:
         self._engine = engine
         self._job = prepared.job
         self._prompt = prepared.prompt
+        self._image_tokens = sum(item.num_tokens for item in prepared.requests[0].media)
         self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self._outputs = [OutputSoFar() for _ in prepared.requests]
         self._live: list[LiveOutput] = []
@@ -163,6 +164,7 @@ class RunningRequest:
                 cached_prompt_tokens=timing.cached_prompt_tokens,
                 completion_tokens=sum(len(o.token_ids) for o in self._outputs),
                 reasoning_tokens=sum(o.reasoning_tokens for o in self._outputs),
+                image_tokens=self._image_tokens,
             ),
             timing=Timing.of(timing),
         )

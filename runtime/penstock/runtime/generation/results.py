@@ -32,6 +32,8 @@ class Usage:
     """Of all outputs."""
     reasoning_tokens: int = 0
     """Of these, those of the reasoning, up to the one that completes its closing tag."""
+    image_tokens: int = 0
+    """Of the prompt's tokens, those that stand for its images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

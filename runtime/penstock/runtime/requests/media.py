@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +67,8 @@ def media_problem(media: Sequence[MediaItem], rotary: RotaryPositions | None, nu
     for i, item in enumerate(media):
         if item.num_tokens < 1 or item.start < end or item.end > num_prompt:
             return f"picture {i} has the tokens from {item.start} to {item.end} of a prompt of {num_prompt}"
+        if item.patches.ndim != 2 or item.num_patches != prod(item.grid):
+            return f"picture {i} has patches {item.patches.shape}, and its grid is {item.grid}"
         end = item.end
     if rotary is not None and rotary.positions.shape != (3, num_prompt):
         return f"the rotary positions are {rotary.positions.shape}, not (3, {num_prompt})"
