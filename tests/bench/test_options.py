@@ -46,6 +46,7 @@ OTHERS = {
     "target_itl_s": 0.25,
     "scheduling_policy": "priority",
     "prefix_cache_pages": 7,
+    "state_snapshots": 6,
     "overlap": False,
     "metrics": False,
     "max_decode_steps": 5,

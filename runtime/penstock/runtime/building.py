@@ -67,22 +67,20 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
     threads = options.threads or available_processors()
     cache = model.cache
     config = resolve(options, backend.sizes, defaults=model.defaults)
-    kept_pages = prefix_cache_pages(config, has_state=cache.has_state)
-    config = dataclasses.replace(config, prefix_cache_pages=kept_pages)
     _log_penalties(model, config)
     use_compilation_cache(config.compilation_cache)
     buckets = _buckets(model, config, backend)
     shapes = _runner_config(model, config, buckets, backend, threads=threads)
     groups = cache.groups(config.page_size, np.dtype(model.dtype))
-    state_bytes = cache.slot_bytes * config.max_num_seqs
     kv = plan_kv(
         config,
         model_max_len=model.max_model_len,
         groups=groups,
-        state_bytes=state_bytes,
+        state_bytes=cache.slot_bytes * config.max_num_seqs,
+        snapshot_bytes=cache.snapshot_bytes,
         device_bytes=_free_bytes(model, config, shapes, backend),
     )
-    shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len)
+    shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len, num_snapshots=kv.num_snapshots)
     runner = ModelRunner(model.graphdef, model.weights, model.cache, shapes, backend)
     batch_invariant = model.is_native and runner.device.attends_batch_invariantly
     if config.native == "require" and not batch_invariant:
@@ -96,7 +94,11 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
         config,
         served_model_name=model.name,
         max_model_len=kv.max_model_len,
-        kv_cache_bytes=state_bytes
+        state_snapshots=kv.num_snapshots,
+        prefix_cache_pages=prefix_cache_pages(
+            config, has_state=cache.has_state, num_snapshots=kv.num_snapshots
+        ),
+        kv_cache_bytes=cache.state_bytes(config.max_num_seqs, kv.num_snapshots)
         + sum(pages * group.page_bytes for pages, group in zip(kv.num_pages, groups, strict=True)),
         dtype=np.dtype(model.dtype).name,
         threads=threads,
@@ -196,7 +198,9 @@ def _free_bytes(
 def _runner_config(
     model: ServedModel, config: ResolvedConfig, buckets: Buckets, backend: Backend, *, threads: int
 ) -> RunnerConfig:
-    """The runner's configuration for the longest context that was asked for; the KV cache may hold less."""
+    """The runner's configuration for the longest context and the most snapshots that were asked for; the KV
+    cache may hold less.
+    """
     return RunnerConfig(
         buckets=buckets,
         max_num_seqs=config.max_num_seqs,
@@ -207,6 +211,7 @@ def _runner_config(
         eos_token_ids=model.eos_token_ids,
         feature_slots=config.feature_slots,
         max_logprobs=config.max_logprobs,
+        num_snapshots=_most_snapshots(model, config),
         threads=threads,
         max_decode_steps=config.max_decode_steps,
         show_progress=config.show_progress,
@@ -223,6 +228,12 @@ def _picture_shapes(model: ServedModel, config: ResolvedConfig, backend: Backend
         "pool_rows": blocks_of(config.media_pool_tokens) * BLOCK_TOKENS,
         "encode_buckets": encode_buckets(model.vision, config.max_image_tokens, backend.row_growth),
     }
+
+
+def _most_snapshots(model: ServedModel, config: ResolvedConfig) -> int:
+    if not model.cache.has_state:
+        return 0
+    return config.max_num_seqs if config.state_snapshots is None else config.state_snapshots
 
 
 def _scheduler_config(
@@ -246,6 +257,7 @@ def _scheduler_config(
         sliding_window=window,
         further_groups=tuple(starmap(GroupLimits, further)),
         has_state=model.cache.has_state,
+        num_snapshots=kv.num_snapshots,
         window_steps=() if buckets.window_steps == (0,) else buckets.window_steps,
         picture_blocks=shapes.pool_rows // BLOCK_TOKENS,
         max_encode_patches=config.max_encode_patches or max(shapes.encode_buckets, default=0),

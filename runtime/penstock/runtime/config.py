@@ -16,6 +16,7 @@ from penstock.runtime.requests.sampling_defaults import GenerationDefaults, over
 from penstock.runtime.scheduling.scheduler_config import SCHEDULING_POLICIES
 
 MAX_DECODE_STEPS = 64
+MAX_SNAPSHOTS = 65_536
 DEFAULT_FEATURE_SLOTS = 64
 """These take 78 MB with a vocabulary of 152k."""
 DEFAULT_TARGET_ITL_S = 0.15
@@ -114,13 +115,18 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     """Size of the KV cache, taken in full: pages that running requests do not need keep prefixes. None: on an
     accelerator what `hbm_utilization` leaves; on CPU what max_num_seqs requests of the longest context can
-    fill, at most 1 GiB (logged)."""
+    fill, at most 1 GiB beside recurrent state (logged)."""
     hbm_utilization: float = 0.9
     """Share of the accelerator memory that JAX may take, for weights, programs and KV together. JAX may take
     75 % unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; `penstock serve` makes that 95 %."""
     prefix_cache_pages: int | None = None
     """Most KV pages kept for prefixes that no running request uses, in each group of layers (those without a
     sliding window, and those with one); None: all free pages; 0: no prefix cache."""
+    state_snapshots: int | None = None
+    """Snapshots of recurrent state that are kept, of models that have such state. Requests with a common
+    prefix, and outputs of one prompt, share what is computed up to a snapshot. 0: none, and so no prefix
+    cache for these models. None: max_num_seqs, but no more than half of the memory that is left beside the
+    state itself."""
     overlap: bool = True
     """Whether a step is dispatched before the tokens of the step before it are read."""
     max_decode_steps: int = 8
@@ -194,6 +200,8 @@ class EngineConfig:
             bad.append(f"scheduling_policy: must be one of {policies}, not {self.scheduling_policy!r}")
         if self.prefix_cache_pages is not None and self.prefix_cache_pages < 0:
             bad.append(f"prefix_cache_pages: must be at least 0, not {self.prefix_cache_pages}")
+        if self.state_snapshots is not None and not 0 <= self.state_snapshots <= MAX_SNAPSHOTS:
+            bad.append(f"state_snapshots: must be from 0 to {MAX_SNAPSHOTS}, not {self.state_snapshots}")
         if not 1 <= self.max_decode_steps <= MAX_DECODE_STEPS:
             bad.append(f"max_decode_steps: must be from 1 to {MAX_DECODE_STEPS}, not {self.max_decode_steps}")
         if not 0.0 < self.decode_window_s <= 60.0:

@@ -99,6 +99,8 @@ def test_bytes_that_a_device_has_left() -> None:
         ("target_itl_s", 61.0),
         ("scheduling_policy", "lifo"),
         ("prefix_cache_pages", -1),
+        ("state_snapshots", -1),
+        ("state_snapshots", 65_537),
         ("max_decode_steps", 0),
         ("max_decode_steps", 65),
         ("decode_window_s", 0.0),

@@ -344,6 +344,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         "--target-itl": "0.25",
         "--scheduling-policy": "priority",
         "--prefix-cache-pages": "7",
+        "--state-snapshots": "6",
         "--max-decode-steps": "5",
         "--decode-window": "0.5",
         "--switch-interval": "0.001",
@@ -380,6 +381,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         target_itl_s=0.25,
         scheduling_policy="priority",
         prefix_cache_pages=7,
+        state_snapshots=6,
         max_decode_steps=5,
         decode_window_s=0.5,
         switch_interval_s=0.001,
@@ -431,6 +433,7 @@ def names_of(options: Any) -> set[str]:
             ["FakeForCausalLM, auto with int8, vocabulary", "priority; prefix cache: at most 7 pages"],
         ),
         ({"prefix_cache_pages": 0}, ["prefix cache: off"]),
+        ({"state_snapshots": 6}, ["prefix cache: all free pages, 6 snapshots of state"]),
     ],
 )
 def test_what_was_resolved_is_told(

@@ -11,6 +11,8 @@ layers are in groups (`CacheSpec`), each of which has a number of pages of its o
   nothing that fitted before fits no more.
 - If that is too little for a max_model_len that the operator asked for, the groups with a window get only
   what one request needs there.
+
+Recurrent state is taken off the budget before: that of all slots, and the snapshots of it.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class KVPlan:
 
     num_pages: tuple[int, ...]
     max_model_len: int
+    num_snapshots: int = 0
+    """Snapshots of recurrent state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +81,10 @@ def plan_kv(
     model_max_len: int,
     groups: Sequence[CacheGroup],
     state_bytes: int = 0,
+    snapshot_bytes: int = 0,
     device_bytes: int | None,
 ) -> KVPlan:
-    """Resolves the numbers of pages and the context length.
+    """Resolves the numbers of pages and of snapshots, and the context length.
 
     The budget is kv_cache_bytes, else `device_bytes`, and all of it is taken: pages beyond what the rows can
     fill keep prefixes. Without either the budget is a default, which is logged, and of which only as much is
@@ -88,14 +93,19 @@ def plan_kv(
     request needs no KV, so `num_pages * page_size` positions hold one token more. If all layers have a
     sliding window, pages out of it are given back, so pages for the window hold any context.
 
-    `state_bytes` are the bytes of the state of all slots, in all layers. The state is part of the budget. If
-    no layer has pages, there are as many pages as all rows could fill: they are numbers without memory.
+    `state_bytes` are the bytes of the state of all slots, in all layers, and `snapshot_bytes` those of one
+    snapshot of it; 0 where no layer has state. Both are part of the budget, but the default budget is for
+    pages alone. Unless the operator says how many snapshots there are, there are as many as rows, but they
+    take no more than half of what the state leaves, and nothing that an explicit max_model_len needs. If no
+    layer has pages, there are as many pages as all rows could fill: they are numbers without memory.
     """
+    if config.state_snapshots and not snapshot_bytes:
+        raise ConfigError(
+            f"state_snapshots: must be 0 or left out, not {config.state_snapshots}: the model has no layers "
+            "with a recurrent state"
+        )
     page_size = config.page_size
     asked_for = config.kv_cache_bytes or device_bytes
-    budget = asked_for or DEFAULT_CPU_KV_BYTES
-    if asked_for is None:
-        log.info("kv_cache_bytes is not set: the KV cache takes %.2f GiB at most", budget / 2**30)
     if config.max_model_len is not None and config.max_model_len > model_max_len:
         raise ConfigError(
             f"max_model_len: {config.max_model_len} is more than the model's own {model_max_len}"
@@ -103,15 +113,25 @@ def plan_kv(
     wanted_len = config.max_model_len or model_max_len
     pages_per_row = -(-wanted_len // page_size)
     most_pages = pages_per_row * config.max_num_seqs
+    first, *others = groups
+    least = [min(pages_per_row, _pages_for_one(group, config)) for group in others]
+    one_request = _bytes(groups, (pages_per_row, *least))
+    spare = None
+    if asked_for is not None:
+        spare = asked_for - state_bytes - (one_request if config.max_model_len is not None else 0)
+    num_snapshots = _num_snapshots(config, snapshot_bytes, spare)
+    state_bytes += num_snapshots * snapshot_bytes
+    budget = asked_for or DEFAULT_CPU_KV_BYTES + state_bytes
+    if asked_for is None:
+        log.info("kv_cache_bytes is not set: the KV cache takes %.2f GiB at most", budget / 2**30)
     page_bytes = sum(group.page_bytes for group in groups)
     equal = (budget - state_bytes) // page_bytes if page_bytes else most_pages
     if equal < 1 or budget < state_bytes:
-        beside = f", beside {state_bytes} of state for {config.max_num_seqs} requests" if state_bytes else ""
+        holders = f"{config.max_num_seqs} requests and {num_snapshots} snapshots"
+        beside = f", beside {state_bytes} of state for {holders}" if state_bytes else ""
         raise ConfigError(f"kv_cache_bytes: {budget} is less than one page of {page_bytes} bytes{beside}")
     if asked_for is None:
         equal = min(equal, most_pages)
-    first, *others = groups
-    least = [min(pages_per_row, _pages_for_one(group, config)) for group in others]
     further = [_pages_for_all(group, config, pages_per_row, equal) for group in others]
     num_pages = _rest(budget - state_bytes, first, others, further) if page_bytes else equal
     if config.max_model_len is not None and num_pages < pages_per_row:
@@ -125,7 +145,7 @@ def plan_kv(
         for pages, group in zip(plan, groups, strict=True)
     )
     if fits_len < 2 or (config.max_model_len is not None and wanted_len > fits_len):
-        needed = _bytes(groups, (pages_per_row, *least)) + state_bytes
+        needed = one_request + state_bytes
         raise ConfigError(
             f"max_model_len: {wanted_len} tokens need {needed} bytes of KV cache and the budget is {budget}; "
             f"set kv_cache_bytes to at least {needed}, or max_model_len to at most {fits_len}"
@@ -147,7 +167,21 @@ def plan_kv(
         ),
         (_bytes(groups, plan) + state_bytes) / 2**30,
     )
-    return KVPlan(plan, min(wanted_len, fits_len))
+    if snapshot_bytes:
+        log.info("recurrent state: %.2f GiB of these, with %d snapshots", state_bytes / 2**30, num_snapshots)
+    return KVPlan(plan, min(wanted_len, fits_len), num_snapshots)
+
+
+def _num_snapshots(config: ResolvedConfig, snapshot_bytes: int, spare: int | None) -> int:
+    """How many snapshots of recurrent state there are, if `spare` bytes can be shared between them and pages;
+    None: no such bound.
+    """
+    if not snapshot_bytes:
+        return 0
+    if config.state_snapshots is not None:
+        return config.state_snapshots
+    most = config.max_num_seqs
+    return most if spare is None else min(max(spare, 0) // 2 // snapshot_bytes, most)
 
 
 def _bytes(groups: Sequence[CacheGroup], num_pages: Sequence[int]) -> int:
@@ -179,16 +213,17 @@ def _pages_for_all(group: CacheGroup, config: ResolvedConfig, pages_per_row: int
     return min(equal, used + min(used, max(equal - used, 0) // 2))
 
 
-def prefix_cache_pages(config: EngineConfig, *, has_state: bool) -> int | None:
-    """`EngineConfig.prefix_cache_pages`, or 0 for a model that keeps state by slot, because shared pages
-    alone do not restore a request's state. ConfigError if such a model was given a prefix cache.
+def prefix_cache_pages(config: EngineConfig, *, has_state: bool, num_snapshots: int) -> int | None:
+    """`EngineConfig.prefix_cache_pages`, or 0 for a model with recurrent state of which no snapshots are
+    kept, because shared pages alone do not restore a request's state. ConfigError if such a model was given a
+    prefix cache.
     """
-    if not has_state:
+    if not has_state or num_snapshots:
         return config.prefix_cache_pages
     if config.prefix_cache_pages:
         raise ConfigError(
             f"prefix_cache_pages: must be 0 or left out, not {config.prefix_cache_pages}: this model has "
-            "layers with a recurrent state, which is not kept for prefixes"
+            "layers with a recurrent state, and no snapshots of it are kept (state_snapshots)"
         )
-    log.info("no prefix cache: the model has layers with a recurrent state")
+    log.info("no prefix cache: the model has layers with a recurrent state, and there are no snapshots of it")
     return 0

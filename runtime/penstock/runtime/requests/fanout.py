@@ -89,6 +89,7 @@ def outputs_of(request: Request, n: int, constraints: Sequence[TokenConstraint] 
             prompt_logprobs=request.prompt_logprobs if index == 0 else None,
             constraint=constraints[index] if constraints else None,
             fork_of=request.request_id if index else None,
+            num_outputs=n,
         )
         for index in range(n)
     ]

@@ -215,6 +215,8 @@ class Request:
     """The engine's id of the first output of the same prompt, with the very same tuple of tokens. While an
     output of that request runs, this one shares and copies its KV pages of the prompt, whatever `cache` says.
     """
+    num_outputs: int = field(default=1, compare=False)
+    """How many outputs of this prompt are submitted one after the other, this one included."""
     min_generation: int = 0
     """The oldest generation of weights on which the request may start."""
     received_ns: int = 0

@@ -69,6 +69,7 @@ class Roster:
         self._free_feature_slots = list(range(self._num_feature_slots))
         self._active: dict[str, Sequence] = {}
         self._outputs: dict[str, list[Sequence]] = {}  # active outputs by request, in order of arrival
+        self._num_arrived: dict[str, int] = {}  # outputs so far of the requests that have active ones
 
     def has_outputs(self, request_id: str) -> bool:
         """Whether any output of this request is active."""
@@ -110,8 +111,10 @@ class Roster:
     def add(self, seq: Sequence) -> None:
         """Adds a new sequence to the queue."""
         self._active[seq.request_id] = seq
-        outputs = self._outputs.setdefault(request_id_of(seq.request_id), [])
+        name = request_id_of(seq.request_id)
+        outputs = self._outputs.setdefault(name, [])
         outputs.append(seq)
+        self._num_arrived[name] = self._num_arrived.get(name, 0) + 1
         seq.has_started = outputs[0].has_started
         self.waiting.add(seq)
 
@@ -133,14 +136,16 @@ class Roster:
         return None
 
     def has_forks(self, source: Sequence) -> bool:
-        """Whether forks wait that could begin with the prompt of this running sequence."""
-        prompt = source.request.prompt_token_ids
-        return any(
+        """Whether forks wait, or are still to come, that could begin with the prompt of this running
+        sequence.
+        """
+        name, prompt = request_id_of(source.request_id), source.request.prompt_token_ids
+        return self._num_arrived[name] < source.request.num_outputs or any(
             other.status is Status.WAITING
             and other.request.fork_of is not None
             and not other.preemptions
             and other.request.prompt_token_ids is prompt
-            for other in self.outputs_of(request_id_of(source.request_id))
+            for other in self._outputs[name]
         )
 
     def can_enter(self, seq: Sequence, prefix: Prefix) -> bool:
@@ -206,7 +211,7 @@ class Roster:
         name = request_id_of(seq.request_id)
         self._outputs[name].remove(seq)
         if not self._outputs[name]:
-            del self._outputs[name]
+            del self._outputs[name], self._num_arrived[name]
         seq.status = Status.FINISHED
 
     def _leave(self, seq: Sequence) -> None:

@@ -153,6 +153,7 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
         "kv_bytes_per_token": found.token_bytes,
         "kv_bytes_per_token_in_window": {str(window): n for window, n in found.window_bytes.items()},
         "state_bytes_per_request": found.cache.slot_bytes,
+        "state_bytes_per_snapshot": found.cache.snapshot_bytes,
         "request_bytes": request,
         "requests": num_seqs,
         "total_bytes": found.weight_bytes + num_seqs * request,
@@ -179,6 +180,7 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
     ]
     if found.cache.slot_bytes:
         kv.append(f"{found.cache.slot_bytes:,} bytes of state")
+        kv.append(f"{found.cache.snapshot_bytes:,} for each snapshot of it")
     ends = ", ".join(map(str, found.eos_token_ids)) or "none: outputs end at max_tokens only"
     if not facts["tokenizer"]:
         text = "no tokenizer: prompts and outputs are token ids only"

@@ -298,6 +298,7 @@ def _print_line(text: str) -> None:
 
 def _prefix_cache(config: EngineConfig) -> str:
     most = config.prefix_cache_pages
-    if most is None:
-        return "all free pages"
-    return f"at most {most} pages" if most else "off"
+    if most == 0:
+        return "off"
+    pages = "all free pages" if most is None else f"at most {most} pages"
+    return f"{pages}, {config.state_snapshots} snapshots of state" if config.state_snapshots else pages

@@ -125,6 +125,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "without a sliding window, and those with one); 0: no prefix cache; default: all that are free",
     )
     engine.add_argument(
+        "--state-snapshots",
+        type=int,
+        metavar="N",
+        help="how many snapshots are kept of the state of recurrent layers, in models that have some, so "
+        "that requests can share prefixes; 0: none, and no prefix cache; default: as many as --max-num-seqs, "
+        "in at most half of the memory that the state itself leaves",
+    )
+    engine.add_argument(
         "--overlap",
         action=argparse.BooleanOptionalAction,
         default=_CONFIG.overlap,

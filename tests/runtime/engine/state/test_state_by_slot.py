@@ -18,7 +18,12 @@ from penstock.runtime.config import CPU_SIZES, EngineConfig, resolve
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, single_device_mesh
 from penstock.runtime.execution.buckets import Buckets
-from penstock.runtime.execution.kv_sizing import KVPlan, plan_kv, prefix_cache_pages
+from penstock.runtime.execution.kv_sizing import (
+    DEFAULT_CPU_KV_BYTES,
+    KVPlan,
+    plan_kv,
+    prefix_cache_pages,
+)
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.grammar.masks.step_masks import Filled, StepMasks
 from penstock.runtime.loop.interface import InFlightPolicy
@@ -106,28 +111,34 @@ def test_rows_that_end_in_a_window_leave_the_others_right(engine: Engine) -> Non
     run(engine, requests)
 
 
-def test_every_output_computes_its_whole_prompt(engine: Engine) -> None:
+def test_without_snapshots_every_output_computes_its_whole_prompt() -> None:
     """There is no prefix cache, because pages without the state are of no use, so forks compute their prompt
     too.
     """
-    assert engine.config.prefix_cache_pages == 0
-    request = Request("r", prompt_of(30), GREEDY, long(12))
-    outputs = outputs_of(request, 3)
-    gate, sink = at_gate(engine, tokens=1), Collector()
-    for output in outputs:
-        engine.submit(output, sink)
-    gate.open()
-    for output in outputs:
-        timing = sink.last(output.request_id).timing
-        assert sink.tokens(output.request_id) == expected(engine, request)
-        assert timing is not None
-        assert timing.cached_prompt_tokens == 0
+    engine = toy_engine(hybrid_model(), state_snapshots=0)
+    try:
+        assert engine.config.prefix_cache_pages == 0
+        request = Request("r", prompt_of(30), GREEDY, long(12))
+        outputs = outputs_of(request, 3)
+        gate, sink = at_gate(engine, tokens=1), Collector()
+        for output in outputs:
+            engine.submit(output, sink)
+        gate.open()
+        for output in outputs:
+            timing = sink.last(output.request_id).timing
+            assert sink.tokens(output.request_id) == expected(engine, request)
+            assert timing is not None
+            assert timing.cached_prompt_tokens == 0
+    finally:
+        engine.shutdown()
 
 
 def test_a_preempted_request_computes_its_state_again() -> None:
     """The pool holds about half of the pages that four requests grow to."""
     page_bytes = PAGED.page_bytes(4, np.dtype(np.float32))
-    engine = toy_engine(hybrid_model(), kv_cache_bytes=24 * page_bytes + 4 * 16, decode_window_s=10.0)
+    engine = toy_engine(
+        hybrid_model(), state_snapshots=0, kv_cache_bytes=24 * page_bytes + 4 * 16, decode_window_s=10.0
+    )
     try:
         assert engine.info.num_pages == 24
         requests = [Request(f"r{i}", prompt_of(4 + i), GREEDY, long(40)) for i in range(4)]
@@ -306,12 +317,48 @@ def test_state_is_a_part_of_the_budget() -> None:
             plan_kv(config, groups=(CacheGroup(None, page_bytes),), state_bytes=1001, **sizes)
 
 
-def test_there_is_no_prefix_cache_if_there_is_state() -> None:
-    assert prefix_cache_pages(EngineConfig(), has_state=True) == 0
-    assert prefix_cache_pages(EngineConfig(prefix_cache_pages=7), has_state=False) == 7
+def test_snapshots_are_a_part_of_the_budget() -> None:
+    """Of 1,000 bytes the state takes 350. Snapshots of 100 bytes take half of the rest, which makes 3, but
+    not what a context needs that was asked for.
+    """
+    options = EngineConfig(max_num_seqs=8, page_size=16, kv_cache_bytes=1000)
+    given: dict[str, Any] = {
+        "model_max_len": 64,
+        "device_bytes": None,
+        "groups": (CacheGroup(None, 50),),
+        "state_bytes": 350,
+        "snapshot_bytes": 100,
+    }
+
+    def plan(**changes: Any) -> KVPlan:
+        return plan_kv(resolve(dataclasses.replace(options, **changes), CPU_SIZES), **given)
+
+    assert plan() == KVPlan(((650 - 300) // 50,), 64, 3)
+    assert plan(state_snapshots=6) == KVPlan((1,), 17, 6)
+    assert plan(state_snapshots=0) == KVPlan((13,), 64, 0)
+    assert plan(max_num_seqs=1, max_num_batched_tokens=64) == KVPlan((11,), 64, 1)
+    assert plan(max_model_len=64) == KVPlan(((650 - 200) // 50,), 64, 2)  # (650 - 4 * 50) / 2 / 100
+    with pytest.raises(ConfigError, match=r"max_model_len: 64 tokens need 1150 bytes .* is 1000"):
+        plan(max_model_len=64, state_snapshots=6)
+    with pytest.raises(ConfigError, match=r"1050 of state for 8 requests and 7 snapshots"):
+        plan(state_snapshots=7)
+    # By default the state comes on top of what is for pages.
+    unbounded = plan_kv(
+        resolve(dataclasses.replace(options, kv_cache_bytes=None), CPU_SIZES),
+        **(given | {"state_bytes": 2 * DEFAULT_CPU_KV_BYTES}),
+    )
+    assert unbounded == KVPlan((8 * 4,), 64, 8)
+
+
+def test_there_is_no_prefix_cache_if_there_is_state_without_snapshots() -> None:
+    assert prefix_cache_pages(EngineConfig(), has_state=True, num_snapshots=0) == 0
+    assert prefix_cache_pages(EngineConfig(), has_state=True, num_snapshots=1) is None
+    assert prefix_cache_pages(EngineConfig(prefix_cache_pages=7), has_state=False, num_snapshots=0) == 7
     with pytest.raises(ConfigError, match=r"prefix_cache_pages: must be 0 or left out, not 7"):
-        toy_engine(hybrid_model(), start=False, prefix_cache_pages=7)
-    with pytest.raises(ConfigError, match="prefix_cache_pages must be 0 with has_state"):
+        toy_engine(hybrid_model(), start=False, prefix_cache_pages=7, state_snapshots=0)
+    with pytest.raises(ConfigError, match=r"state_snapshots: must be 0 or left out, not 7"):
+        toy_engine(start=False, state_snapshots=7)
+    with pytest.raises(ConfigError, match="prefix_cache_pages must be 0 with has_state and without num_sna"):
         SchedulerConfig(
             max_num_seqs=1,
             max_num_batched_tokens=1,

@@ -112,12 +112,14 @@ class Admission:
             if source.num_computed < roster.groups.fork_start(source) and not is_kept:
                 roster.waiting.step_aside(seq, source)
                 return None
-            if is_kept or not roster.has_state:
-                prefix = roster.groups.fork(source)
-                if not prefix.partial or source not in draft.chunked:
-                    return prefix
-                roster.waiting.step_aside(seq, NEXT_STEP)  # a copy is made before the step writes
+            prefix = roster.groups.fork(source)
+            # A copy is made, and a snapshot is read, before the step writes.
+            is_early = bool(prefix.partial) or (roster.has_state and not is_kept)
+            if is_early and source in draft.chunked:
+                roster.waiting.step_aside(seq, NEXT_STEP)
                 return None
+            if is_kept or not roster.has_state:
+                return prefix
         prefix = roster.cache.match(seq)
         key = roster.cache.promised(seq, prefix.num_pages)
         if key is None:
