@@ -48,8 +48,12 @@ async def served(name: str, *, page_size: int) -> AsyncIterator[tuple[Rig, Engin
     """A server of a golden in float32. The native kernels take pages of 16 tokens, and XLA those of 8."""
     cache, num_slots = load_config(GOLDEN / name).cache, CONFIG.max_num_seqs or 0
     pages = -(-CACHED_TOKENS // page_size) * cache.page_bytes(page_size, np.dtype(np.float32))
+    snapshots = num_slots if cache.has_state else 0
     config = dataclasses.replace(
-        CONFIG, page_size=page_size, kv_cache_bytes=pages + cache.state_bytes(num_slots, num_slots)
+        CONFIG,
+        page_size=page_size,
+        state_snapshots=snapshots,
+        kv_cache_bytes=pages + cache.state_bytes(num_slots, snapshots),
     )
     engine = Engine.from_pretrained(str(GOLDEN / name), config)
     async with serving(engine) as rig:
@@ -114,16 +118,23 @@ async def check_preempted(rig: Rig, engine: Engine, name: str, cases: Cases) -> 
     assert fits or engine.metrics().totals.preemptions > before
 
 
-async def check_sharing(rig: Rig, engine: Engine, cases: Cases) -> None:
-    """What the prefix cache finds, what it is kept from, and what forks share."""
+async def check_sharing(rig: Rig, engine: Engine, name: str, cases: Cases) -> None:
+    """What the prefix cache finds, what it is kept from, and what forks share. With recurrent state, all that
+    share begin behind a snapshot of it, at the last page of the prompt.
+    """
     set_chunk(engine, None)
     engine.flush_prefix_cache()
     longest = max(cases, key=lambda case: len(case["prompt"]))
     assert (await ask(rig, longest)).usage.cached_prompt_tokens == 0
-    assert (await ask(rig, longest)).usage.cached_prompt_tokens > 0
+    page_size, last = engine.info.page_size, len(longest["prompt"]) - 1
+    assert (await ask(rig, longest)).usage.cached_prompt_tokens == last - last % page_size > 0
     assert (await ask(rig, longest, bypass=True)).usage.cached_prompt_tokens == 0
     for case in cases:
         await ask(rig, case, n=2)
+        before, last = engine.metrics().totals.prefix_hit_tokens, len(case["prompt"]) - 1
+        await ask(rig, case, n=2, bypass=True)
+        shared = last - last % page_size if load_config(GOLDEN / name).cache.has_state else last
+        assert engine.metrics().totals.prefix_hit_tokens == before + shared
 
 
 @pytest.mark.timeout(900)
@@ -137,7 +148,7 @@ async def test_every_schedule_gives_pytorchs_tokens(name: str, page_size: int) -
         for size in (None, 1, 7, page_size):
             await check_chunks(rig, engine, cases, size)
         await check_preempted(rig, engine, name, cases)
-        await check_sharing(rig, engine, cases)
+        await check_sharing(rig, engine, name, cases)
 
 
 @pytest.mark.sweep
