@@ -337,6 +337,7 @@ def test_the_registry_has_the_promised_architectures():
         "GraniteMoeHybridForCausalLM",
         "GptOssForCausalLM",
         "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
         "Llama4ForCausalLM",
         "LlamaForCausalLM",
         "MiniMaxM2ForCausalLM",

@@ -1,18 +1,23 @@
-"""LFM2: gated short convolutions, with attention in some of the layers."""
+"""LFM2: gated short convolutions, with attention in some of the layers, and maybe with experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from penstock.runtime.models.config import (
     AttentionConfig,
+    ExpertsConfig,
     LayerConfig,
     MLPConfig,
     ModelConfig,
+    RouterConfig,
 )
 from penstock.runtime.models.configs.recurrent import ShortConvConfig
 from penstock.runtime.models.families.family import ModelFamily, tensor_name
-from penstock.runtime.models.families.mixtures.fields import read_layer_numbers
+from penstock.runtime.models.families.mixtures.fields import (
+    read_experts_and_choices,
+    read_layer_numbers,
+)
 from penstock.runtime.models.families.reading import (
     Sizes,
     read_layer_types,
@@ -49,13 +54,43 @@ _NAMES: Mapping[str, str] = {
     "gate_proj": "w1",
     "up_proj": "w3",
     "down_proj": "w2",
+    "router": "gate",
 }
 
 
-def _parse(architecture: str, fields: Fields) -> ModelConfig:
+def _parse_dense(architecture: str, fields: Fields) -> ModelConfig:
     fields.only("model_type", "lfm2")
     sizes = read_sizes(fields, kv_heads=8)
     mlp = MLPConfig(intermediate_size=_intermediate_size(fields))
+    return _model(architecture, fields, sizes, [mlp] * sizes.num_layers)
+
+
+def _parse_mixture(architecture: str, fields: Fields) -> ModelConfig:
+    """The first layers have MLPs, and all others have experts."""
+    fields.only("model_type", "lfm2_moe")
+    sizes = read_sizes(fields, kv_heads=8)
+    num_dense = min(fields.integer("num_dense_layers", 2, minimum=0), sizes.num_layers)
+    dense = MLPConfig(intermediate_size=fields.integer("intermediate_size", 7168))
+    count, chosen = read_experts_and_choices(fields, ("num_experts", "num_local_experts"), 32, 4)
+    experts = ExpertsConfig(
+        num_experts=count,
+        per_token=chosen,
+        intermediate_size=fields.integer("moe_intermediate_size", 1792),
+        router=RouterConfig(
+            score="sigmoid",
+            correction=fields.boolean("use_expert_bias", True),
+            normalize=fields.boolean("norm_topk_prob", True),
+            scale=fields.number("routed_scaling_factor", 1.0),
+        ),
+    )
+    mlps = [dense] * num_dense + [experts] * (sizes.num_layers - num_dense)
+    return _model(architecture, fields, sizes, mlps)
+
+
+def _model(
+    architecture: str, fields: Fields, sizes: Sizes, mlps: Sequence[MLPConfig | ExpertsConfig]
+) -> ModelConfig:
+    """The model whose layers have these in the place of the MLP."""
     attention = AttentionConfig(
         num_heads=sizes.num_heads,
         num_kv_heads=sizes.num_kv_heads,
@@ -71,7 +106,7 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
     )
     layers = [
         LayerConfig(attention=attention if kind == "full_attention" else conv, mlp=mlp)
-        for kind in _kinds(fields, sizes)
+        for kind, mlp in zip(_kinds(fields, sizes), mlps, strict=True)
     ]
     tied = fields.boolean("tie_embedding", True)  # the older name
     if "tie_embedding" in fields and fields.boolean("tie_word_embeddings", tied) != tied:
@@ -102,18 +137,23 @@ def _intermediate_size(fields: Fields) -> int:
 
 
 def _stored(config: ModelConfig) -> StoredAt:
-    """Convolutions are called so, and attention is called self_attn."""
+    """Convolutions are called so, and attention is called self_attn. The correction of a router's scores is
+    beside the router and not in it.
+    """
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         if path[2:3] == ("self_attn",):
             attention = config.layers[int(path[1])].attention
             if isinstance(attention, ShortConvConfig):
                 path = (*path[:2], "conv", *path[3:])
+        if path[-1] == "correction":
+            path = (*path[:-2], "expert_bias")
         return Stored((Source(tensor_name(path, _NAMES), shape),))
 
     return stored
 
 
 FAMILIES: Mapping[str, ModelFamily] = {
-    "Lfm2ForCausalLM": ModelFamily(parse=_parse, stored=_stored, ignored=_IGNORED),
+    "Lfm2ForCausalLM": ModelFamily(parse=_parse_dense, stored=_stored, ignored=_IGNORED),
+    "Lfm2MoeForCausalLM": ModelFamily(parse=_parse_mixture, stored=_stored, ignored=_IGNORED),
 }
