@@ -212,6 +212,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
             max_chunk_bytes=self.max_chunk_bytes,
             max_logprobs=5,
             devices=["cpu:0"],
+            max_request_bytes=8 << 20,
         )
 
     def GetLoad(self, request, context):

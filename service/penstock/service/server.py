@@ -24,7 +24,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.service.access.keys import Keys
 from penstock.service.access.rates import Clock
 from penstock.service.addresses import Addresses, Serve
-from penstock.service.backend import Backend
+from penstock.service.backend import Backend, Info
 from penstock.service.counts import show_counts
 from penstock.service.identity import new_instance_id
 from penstock.service.lifecycle import health
@@ -192,6 +192,7 @@ class PenstockServer:
             self._tracer.follow(engine.journal)
         self._access.served_model = engine.info.name
         self._lanes.fit(engine.info.max_model_len)
+        self._compare_sizes(engine.info)
         self.serving = Serving(
             engine=engine,
             limits=limits_of(engine, self._options.truncation, self._options.features),
@@ -215,6 +216,17 @@ class PenstockServer:
         )
         profiles = Profiles(self.serving, self._options.profile_dir, keep=self._options.profile_keep)
         self._services.bind(self.serving, updates, profiles, instance_id=self.instance_id)
+
+    def _compare_sizes(self, info: Info) -> None:
+        """Say how large images can be, where requests are smaller than an image may be."""
+        largest = self._options.max_receive_bytes
+        if info.images is not None and info.images.max_bytes > largest:
+            log.info(
+                "an image may have %d bytes, but a whole request only %d; larger ones need a larger "
+                "--max-receive-bytes",
+                info.images.max_bytes,
+                largest,
+            )
 
     async def start_engine(self) -> None:
         """Compile and start the engine, then report SERVING. Raises what the engine raises."""

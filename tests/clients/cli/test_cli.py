@@ -15,8 +15,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.cli.__main__ import COMMANDS, main
 from penstock.cli.calling.common import plain, write
-from penstock.client import Logprobs
-from penstock.v1 import inference_pb2, types_pb2
+from penstock.client import Client, ImageLimits, Logprobs
+from penstock.v1 import control_pb2, inference_pb2, types_pb2
 
 Code = grpc.StatusCode
 
@@ -173,6 +173,8 @@ def test_info(server, capsys):
         "  devices            cpu:0",
         "  features           chat, feature_42",
         "  template reads     none",
+        "  images             none are taken",
+        "  request            8 MiB at most",
     ):
         assert line in shown.splitlines()
 
@@ -187,6 +189,23 @@ def test_info_shows_defaults_that_have_an_effect(server, capsys):
         "  sampling           temperature 0.7, presence_penalty 0.5, repetition_penalty 1.1, "
         "logit_bias 7=-1.5, bad_words 'no', allowed_token_ids (9 of them)"
     ) in capsys.readouterr().out.splitlines()
+
+
+def test_info_tells_the_limits_of_images(server, capsys):
+    limits = control_pb2.ImageLimits(
+        max_images=4,
+        max_image_bytes=5 << 20,
+        max_image_pixels=2_500_000,
+        media_types=["image/png"],
+        image_token_id=7,
+    )
+    server.model_info = control_pb2.GetModelInfoResponse(image_limits=limits)
+    assert run("info", "--addr", server.addr) == 0
+    told = "  images             4 per request, each of 5 MiB and 2.5 million pixels at most"
+    assert told in capsys.readouterr().out.splitlines()
+    with Client(server.addr) as client:
+        assert client.model_info().image_limits == ImageLimits(4, 5 << 20, 2_500_000, ("image/png",), 7)
+        assert client.server_info().max_request_bytes == 8 << 20
 
 
 @pytest.mark.parametrize(("ready", "state"), [(True, "serving"), (False, "not ready")])

@@ -172,7 +172,7 @@ def test_info(server, client):
         weights=WeightsVersion("step-1", 1),
         features=("chat", "feature_42"),
     )
-    assert client.server_info() == ServerInfo("9.8.7", "i-1", 1, 4, 8, 16, 100, 1024, 5, ("cpu:0",))
+    assert client.server_info() == ServerInfo("9.8.7", "i-1", 1, 4, 8, 16, 100, 1024, 5, ("cpu:0",), 8 << 20)
     assert client.load() == Load(1, 2, 30, 7, 100, True, WeightsVersion("step-1", 1))
     assert server.calls[0] == control_pb2.GetModelInfoRequest(include_tensors=True)
 

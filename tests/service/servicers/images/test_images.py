@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
@@ -108,6 +109,16 @@ async def test_the_model_tells_what_it_takes() -> None:
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
         assert control_pb2.FEATURE_IMAGES not in info.features
         assert not info.HasField("image_limits")
+
+
+async def test_the_log_tells_how_the_limits_of_images_and_requests_fit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with serving(picture_engine(), max_receive_bytes=5000):
+        assert "--max-receive-bytes" not in caplog.text
+    async with serving(picture_engine(), max_receive_bytes=4999):
+        assert "an image may have 5000 bytes, but a whole request only 4999" in caplog.text
 
 
 async def test_the_server_answers_while_a_picture_is_read() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.calling.changes import version
 from penstock.cli.calling.common import add_addr, print_json, visible, with_client
-from penstock.client import Client, Load, ModelInfo, ServerInfo
+from penstock.client import Client, ImageLimits, Load, ModelInfo, ServerInfo
 
 if TYPE_CHECKING:
     from penstock.cli.calling.common import Subparsers
@@ -65,6 +65,15 @@ def _value(value: object) -> str:
     return " ".join(f"{v[0]}={v[1]:g}" if isinstance(v, tuple) else repr(v) for v in value)
 
 
+def _images(limits: ImageLimits | None) -> str:
+    if limits is None:
+        return "none are taken"
+    return (
+        f"{limits.max_images} per request, each of {limits.max_image_bytes / 2**20:.3g} MiB and "
+        f"{limits.max_image_pixels / 1e6:.3g} million pixels at most"
+    )
+
+
 def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
     """Format three groups of names and values."""
     # Values without an effect are left out.
@@ -84,6 +93,7 @@ def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
             "staged update": model.staged_update_id or "none",
             "features": ", ".join(model.features) or "none",
             "template reads": ", ".join(model.template_variables) or "none",
+            "images": _images(model.image_limits),
         },
         "server": {
             "version": server.server_version,
@@ -92,6 +102,7 @@ def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
             "requests": f"{server.max_running_requests} running, {server.max_queued_requests} queued at most",
             "KV cache": f"{server.kv_pages_total} pages of {server.kv_page_tokens} tokens",
             "log-probabilities": f"{server.max_logprobs} at most",
+            "request": f"{server.max_request_bytes / 2**20:.3g} MiB at most",
         },
         "load": {
             "requests": f"{load.running_requests} running, {load.queued_requests} queued",
