@@ -71,3 +71,36 @@ def test_a_beginning_that_no_name_or_several_have_stays_the_usual_one() -> None:
     assert usual.found_in(("embed_tokens.weight", "x.lm_head.weight")) == TensorNames("", "x.lm_head.")
     assert TensorNames("x.").spelled("model.layers.0.weight") == "x.layers.0.weight"
     assert TensorNames("x.").spelled("mtp.model.weight") == "mtp.model.weight"
+
+
+def stack_experts(directory: Path) -> None:
+    """Puts the weights of a layer's experts into two tensors, gate and up side by side."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    layers = {name.split(".experts.")[0] for name in tensors if ".experts." in name}
+    for layer in layers:
+        parts = {
+            part: [
+                tensors.pop(f"{layer}.experts.{expert}.{part}.weight")
+                for expert in range(sum(f"{layer}.experts." in name and part in name for name in tensors))
+            ]
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        gate_up = np.concatenate([np.stack(parts["gate_proj"]), np.stack(parts["up_proj"])], axis=1)
+        tensors[f"{layer}.experts.gate_up_proj"] = gate_up
+        tensors[f"{layer}.experts.down_proj"] = np.stack(parts["down_proj"])
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("golden", ["qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_next"])
+def test_experts_may_be_stacked(copy: Callable[[str], Path], golden: str) -> None:
+    directory = copy(golden)
+    expected = state_to_leaves(load_weights(directory, load_config(directory), progress=False))
+    stack_experts(directory)
+    config = load_config(directory)
+    found = state_to_leaves(load_weights(directory, config, progress=False))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    names = {tensor.name for tensor in load_rules(config).tensors}
+    assert names == set(load_file(directory / "model.safetensors"))
+    assert sum(name.endswith(".experts.gate_up_proj") for name in names) == len(config.layers)

@@ -16,9 +16,8 @@ class TensorNames:
     decoder: str = "model."
     head: str = "lm_head."
     vision: str = "visual."
-    stacked: bool | None = None
-    """Whether the weights of a layer's experts are stacked in one tensor; None: as its family publishes
-    them."""
+    stacked: bool = False
+    """Whether the weights of a layer's experts are stacked in one tensor."""
 
     def spelled(self, name: str) -> str:
         """A usual name as the checkpoint has it."""
@@ -29,13 +28,14 @@ class TensorNames:
 
     def found_in(self, names: Collection[str]) -> TensorNames:
         """The beginnings that the names of a checkpoint's tensors have. Each is told by a tensor that only
-        this part has; where no name or several are that tensor's, the beginning stays.
+        this part has; where no name or several are that tensor's, the beginning stays. So does what is said
+        of experts where no name is one of theirs.
         """
         return TensorNames(
             decoder=_beginning(names, "embed_tokens.weight", self.decoder),
             head=_beginning(names, "lm_head.weight", self.head.removesuffix("lm_head.")) + "lm_head.",
             vision=_beginning(names, "patch_embed.proj.weight", self.vision),
-            stacked=_is_stacked(names),
+            stacked=_is_stacked(names, otherwise=self.stacked),
         )
 
 
@@ -47,7 +47,7 @@ def _beginning(names: Collection[str], tensor: str, otherwise: str) -> str:
     return found[0].removesuffix(tensor) if len(found) == 1 else otherwise
 
 
-def _is_stacked(names: Collection[str]) -> bool | None:
+def _is_stacked(names: Collection[str], *, otherwise: bool) -> bool:
     if any(name.endswith(".experts.gate_up_proj") for name in names):
         return True
-    return False if any(name.endswith(".experts.0.gate_proj.weight") for name in names) else None
+    return otherwise and not any(name.endswith(".experts.0.gate_proj.weight") for name in names)

@@ -22,6 +22,7 @@ from penstock.runtime.models.families.mixtures.fields import (
     read_experts_and_choices,
     read_layer_numbers,
 )
+from penstock.runtime.models.families.mixtures.stacked import where_stacked
 from penstock.runtime.models.families.reading import (
     Sizes,
     read_layer_types,
@@ -223,7 +224,7 @@ _INTERLEAVED: Mapping[str, tuple[str, Callable[[DeltaNetConfig, str], tuple[int,
 FAMILIES: Mapping[str, ModelFamily] = {
     name: ModelFamily(
         parse=functools.partial(parse, traits=traits),
-        stored=functools.partial(stored, interleaved=traits.interleaved),
+        stored=where_stacked(functools.partial(stored, interleaved=traits.interleaved)),
         harmless=HARMLESS,
         ignored=IGNORED,
     )

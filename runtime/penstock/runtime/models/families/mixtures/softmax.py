@@ -19,6 +19,7 @@ from penstock.runtime.models.families.mixtures.fields import (
     read_experts_and_choices,
     read_layer_numbers,
 )
+from penstock.runtime.models.families.mixtures.stacked import where_stacked
 from penstock.runtime.models.families.reading import read_layer_types, read_model, read_rope, read_sizes
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.rope import RopeConfig
@@ -189,12 +190,12 @@ def _dense_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer in listed or (layer + 1) % step != 0 for layer in range(num_layers))
 
 
-def family(traits: Traits) -> ModelFamily:
-    """The family of an architecture with these traits."""
+def family(traits: Traits, *, transposed: bool = False) -> ModelFamily:
+    """The family of an architecture with these traits. transposed: see `where_stacked`."""
     return ModelFamily(
         parse=functools.partial(_parse, traits=traits),
         ignored=traits.ignored,
-        stored=stored_plainly(traits.names),
+        stored=where_stacked(stored_plainly(traits.names), transposed=transposed),
     )
 
 

@@ -4,8 +4,24 @@ and one of down.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.runtime.models.config import ExpertsConfig, ModelConfig
 from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
+
+
+def where_stacked(
+    plain: Callable[[ModelConfig], StoredAt], *, transposed: bool = False
+) -> Callable[[ModelConfig], StoredAt]:
+    """`ModelFamily.stored` of a family of which some checkpoints have their experts stacked
+    (`TensorNames.stacked`), and the others where `plain` says.
+    """
+
+    def stored(config: ModelConfig) -> StoredAt:
+        apart = plain(config)
+        return stored_stacked(apart, config, transposed=transposed) if config.names.stacked else apart
+
+    return stored
 
 
 def stored_stacked(plain: StoredAt, config: ModelConfig, *, transposed: bool) -> StoredAt:

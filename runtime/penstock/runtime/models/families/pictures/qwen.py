@@ -8,14 +8,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.tensor_names import USUAL, TensorNames
 from penstock.runtime.models.families import hybrids, llama
 from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.families.mixtures import softmax
-from penstock.runtime.models.families.mixtures.stacked import stored_stacked
 from penstock.runtime.models.families.pictures.encoder import Encoder, read_encoder, stored_encoder
 from penstock.runtime.models.families.pictures.wrapper import text_fields
 from penstock.runtime.models.hf_fields import Fields
@@ -25,6 +23,7 @@ from penstock.runtime.models.rope import RopeConfig
 _UNUSED = ("vision_start_token_id", "vision_end_token_id", "vision_token_id")
 """Tokens around pictures, which are the template's affair."""
 _NAMES = TensorNames("model.language_model.", vision="model.visual.")
+_STACKED = replace(_NAMES, stacked=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,6 @@ class Kind:
 
     model_type: of config.json; the decoder's ends in _text, the encoder's in _vision. text: the decoder's
     family. image_token_id: the default; that of video_token_id is one more. names: of published tensors.
-    experts: how checkpoints have those of a layer, where they are stacked.
     """
 
     model_type: str
@@ -41,7 +39,6 @@ class Kind:
     encoder: Encoder
     image_token_id: int = 151655
     names: TensorNames = _NAMES
-    experts: Literal["stacked", "transposed"] | None = None
 
 
 _QWEN3 = Encoder(deepstack=(8, 16, 24))
@@ -111,10 +108,11 @@ KINDS: Mapping[str, Kind] = {
                 theta=500_000.0,
                 dense_layers=True,
                 mrope=_MROPE,
-            )
+            ),
+            transposed=True,
         ),
         encoder=_QWEN3,
-        experts="transposed",
+        names=_STACKED,
     ),
     "Qwen3_5ForConditionalGeneration": Kind(
         model_type="qwen3_5",
@@ -127,7 +125,7 @@ KINDS: Mapping[str, Kind] = {
         text=hybrids.FAMILIES["Qwen3_5MoeForCausalLM"],
         encoder=Encoder(),
         image_token_id=248056,
-        experts="stacked",
+        names=_STACKED,
     ),
 }
 
@@ -152,8 +150,6 @@ def _parse(architecture: str, fields: Fields, kind: Kind) -> ModelConfig:
 def _stored(config: ModelConfig, kind: Kind) -> StoredAt:
     text, vision = kind.text.stored(config), config.vision
     assert vision is not None
-    if kind.experts is not None and config.names.stacked is not False:
-        text = stored_stacked(text, config, transposed=kind.experts == "transposed")
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         if path[0] == "visual":
