@@ -88,7 +88,6 @@ ROWS = (
         f"ContentPart.image {UNSUPPORTED}",
         generate(chat={"messages": [types_pb2.ChatMessage(role="user", parts=[PICTURE])]}),
     ),
-    row(f"OutputOptions.hidden_states {UNSUPPORTED}", generate("x", output={"hidden_states": True})),
     row(
         "GenerateRequest.min_weights FAILED_PRECONDITION WEIGHTS_TOO_OLD",
         generate("x", min_weights=types_pb2.WeightsVersion(label="initial", generation=2)),
@@ -201,6 +200,8 @@ ELSEWHERE = {
     "Constraint.regex RESOURCE_EXHAUSTED COSTLY_GRAMMAR": "tests/service/servicers/chats/test_constraints.py",
     "GenerateRequest.request_id ALREADY_EXISTS DUPLICATE_REQUEST_ID":
         "tests/service/servicers/test_abort.py",
+    "OutputOptions.hidden_states UNIMPLEMENTED UNSUPPORTED_FEATURE":
+        "tests/service/servicers/readings/test_hidden_states.py",
     "PauseRequest.drain_timeout DEADLINE_EXCEEDED DRAIN_TIMEOUT": f"{UPDATES}/test_pause.py",
     "TensorChunk.data INVALID_ARGUMENT INVALID_TENSORS": f"{UPDATES}/test_update_weights_refused.py",
     "TensorSpec.sha256 DATA_LOSS CHECKSUM_MISMATCH": "tests/service/weights/test_refused.py",

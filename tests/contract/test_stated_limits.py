@@ -18,9 +18,8 @@ from google.protobuf.message import Message
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.requests.sampling_defaults import FIELDS, GenerationDefaults
 from penstock.service.requests.convert import to_job
-from penstock.service.requests.convert_profile import to_profile
+from penstock.service.requests.convert_telemetry import to_profile, to_watch
 from penstock.service.requests.convert_vocabulary import to_page
-from penstock.service.requests.convert_watch import to_watch
 from penstock.service.requests.convert_weights import check_discard, to_begin, to_commit, to_pause
 from penstock.service.requests.features import Features
 from penstock.service.servicers.abort import to_target

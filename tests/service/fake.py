@@ -73,7 +73,7 @@ from penstock.runtime.scheduling.status import OutputStatus
 from penstock.runtime.text.codec import TextCodec
 from tests.service.codecs import EOS, VOCAB
 from tests.service.fake_changes import FakeChanges, Make
-from tests.service.fake_outputs import Running, Sink
+from tests.service.fake_outputs import HIDDEN_SIZE, Running, Sink
 from tests.service.fake_steps import FakeSteps
 from tests.service.fake_updater import TENSORS, FakeUpdater
 from tests.support.fake_profiler import FakeProfiler
@@ -112,6 +112,7 @@ class FakeEngine:
             num_pages=self.config.max_num_seqs,
             page_size=16,
             devices=("fake:0",),
+            hidden_size=HIDDEN_SIZE,
         )
         self.text: TextCodec | None = codec
         self.changes = FakeChanges()
@@ -531,6 +532,9 @@ class FakeEngine:
 
     def _advance(self, request_id: str) -> None:
         running = self._running[request_id]
+        if running.request.reading is not None:
+            self._end(request_id, Finish(FinishReason.PROMPT_READ))
+            return
         new: list[int] = []
         for _ in range(self._tokens_per_step):
             try:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.requests.constraint import TokenConstraint, mask_words
 from penstock.runtime.requests.fanout import SEPARATOR
+from penstock.runtime.requests.reading.prompt_reading import Pooling
 from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
@@ -22,6 +24,7 @@ from penstock.runtime.requests.request import (
 from penstock.runtime.scheduling.status import OutputStatus, Phase
 from tests.service.codecs import EOS
 
+HIDDEN_SIZE = 4
 Sink = Callable[[Sequence[StepOutput]], None]
 
 
@@ -38,6 +41,20 @@ def prompt_logprobs_of(token_ids: Sequence[int], top: int) -> tuple[TokenLogprob
         TokenLogprobs(-token / 16, tuple((token + i, -(token + i) / 16) for i in range(top)))
         for token in token_ids[1:]
     )
+
+
+def hidden_of(token_ids: Sequence[int]) -> NDArray[np.float32]:
+    """The made-up hidden state after these tokens: their number, their sum, the last one and 1."""
+    return np.array([len(token_ids), sum(token_ids), token_ids[-1], 1], np.float32)
+
+
+def pooled_of(token_ids: Sequence[int], pooling: Pooling) -> NDArray[np.float32]:
+    """The made-up embedding of these tokens."""
+    if pooling is Pooling.LAST_TOKEN:
+        return hidden_of(token_ids)
+    states = np.stack([hidden_of(token_ids[: end + 1]) for end in range(len(token_ids))])
+    mean: NDArray[np.float32] = (states.sum(axis=0, dtype=np.float64) / len(states)).astype(np.float32)
+    return mean
 
 
 @dataclass
@@ -130,7 +147,20 @@ class Running:
             logprobs = tuple(logprobs_of(token, request.logprobs) for token in new)
         if request.prompt_logprobs is not None and new and len(self.made) == len(new):
             prompt = prompt_logprobs_of(request.prompt_token_ids, request.prompt_logprobs)
-        return StepOutput(request.request_id, tuple(new), logprobs, finish, timing, generation, None, prompt)
+        hidden = None
+        if request.hidden_states and new:
+            known = (*request.prompt_token_ids, *self.made)
+            hidden = np.stack([hidden_of(known[: i - len(new)]) for i in range(len(new))])
+        reading = request.reading
+        if reading is not None and finish is not None and finish.reason is FinishReason.PROMPT_READ:
+            tokens = request.prompt_token_ids
+            if reading.pooling is not None:
+                hidden = pooled_of(tokens, reading.pooling)
+            else:
+                prompt = prompt_logprobs_of(tokens, 0)[(reading.scores_from or 1) - 1 :]
+        return StepOutput(
+            request.request_id, tuple(new), logprobs, finish, timing, generation, None, prompt, hidden
+        )
 
     def failed(self, error: Exception) -> StepOutput:
         """The engine's last output where this error ends it."""

@@ -121,6 +121,8 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
             page_size=config.page_size,
             devices=tuple(f"{d.platform}:{d.id} {d.device_kind}" for d in backend.mesh.devices.flat),
             images=None if images is None else images.limits,
+            hidden_size=model.hidden_size,
+            pooling=model.pooling,
             batch_invariant=batch_invariant,
         ),
         backend=backend,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.runtime.media.image import ImageLimits
+from penstock.runtime.requests.reading.prompt_reading import Pooling
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 
 
@@ -33,6 +34,10 @@ class ModelInfo:
     """One entry per device, such as "cpu:0 cpu"."""
     images: ImageLimits | None = None
     """What it takes of the pictures of a request; None: the model reads none."""
+    hidden_size: int = 0
+    """How many numbers a hidden state has; 0: this is not known."""
+    pooling: Pooling = Pooling.LAST_TOKEN
+    """What an embedding is made of where a request does not say it."""
     batch_invariant: bool = False
     """Whether a token's logits depend on its own request alone, bit for bit. They do where native kernels
     compute the whole model (on CPU, in bfloat16, with or without int8). XLA's products do not promise it."""

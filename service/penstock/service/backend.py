@@ -21,6 +21,7 @@ from penstock.runtime.media.image import ImageLimits
 from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.profiling.profile import ProfileOptions, ProfileRun
 from penstock.runtime.requests.fanout import PreparedPrompt
+from penstock.runtime.requests.reading.prompt_reading import Pooling
 from penstock.runtime.requests.request import Finish, Request, StepOutput
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.runtime.scheduling.load import Load
@@ -48,6 +49,10 @@ class Info(Protocol):
     def defaults(self) -> GenerationDefaults: ...
     @property
     def num_pages(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def pooling(self) -> Pooling: ...
     @property
     def batch_invariant(self) -> bool: ...
     @property

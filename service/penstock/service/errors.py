@@ -91,6 +91,16 @@ class StalledSender(errors.RequestError):
         super().__init__(f"the request's next message did not come within {limit_s:g} s")
 
 
+class RequestAborted(errors.RequestError):
+    """A request for embeddings or scores was ended before it had all of them.
+
+    Expected: somebody called Abort, or a weight update or a pause ended what ran.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("the request was aborted" + (f": {message}" if message else ""))
+
+
 class UnknownService(errors.RequestError):
     """A health check names a service that this server does not have.
 
@@ -189,6 +199,7 @@ TABLE: Mapping[type[errors.PenstockError], StatusRow] = {
     ),
     errors.GenerationError: StatusRow(Code.INTERNAL, "GENERATION_FAILED"),
     errors.NonFiniteLogits: StatusRow(Code.INTERNAL, "NON_FINITE_LOGITS"),
+    RequestAborted: StatusRow(Code.ABORTED, "REQUEST_ABORTED"),
     UnknownService: StatusRow(Code.NOT_FOUND, "UNKNOWN_SERVICE", lambda e: {"service": e.service}),
     StalledSender: StatusRow(
         Code.RESOURCE_EXHAUSTED, "STALLED_SENDER", lambda e: {"limit_s": f"{e.limit_s:g}"}

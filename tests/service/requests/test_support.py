@@ -27,6 +27,11 @@ CHATS, CONSTRAINTS, CONTEXT = "test_chats", "test_constraints", "test_context"
 UPDATE, PAUSE, PROFILE = "test_update_weights", "test_pause", "test_profile"
 WATCH, IMAGES = "test_watch", "test_images"
 
+FIELDS_REQUIRED = {
+    "Generate", "Embed", "Score", "Abort", "Tokenize", "CommitWeights", "DiscardWeights",
+}  # fmt: skip
+EMBED, SCORE = "test_embed", "test_score"
+
 EFFECTS = {
     "request_id": f"{GENERATE}::test_request_id_reaches_the_engine",
     "model": f"{GENERATE}::test_model_may_be_named",
@@ -101,6 +106,17 @@ EFFECTS = {
     "output.logprobs": f"{GENERATE}::test_logprobs",
     "output.prompt_logprobs": "test_prompt_logprobs::test_prompt_logprobs",
     "output.skip_special_tokens": f"{GENERATE}::test_special_tokens_are_shown_when_asked",
+    "output.hidden_states": "test_hidden_states::test_one_for_each_token",
+    **dict.fromkeys(
+        ("inputs", "inputs.text", "inputs.token_ids", "inputs.token_ids.ids"),
+        f"{EMBED}::test_one_vector_for_each_input_in_their_order",
+    ),
+    **dict.fromkeys(("pooling", "normalize", "dimensions"), f"{EMBED}::test_pooling_dimensions_and_length"),
+    "truncation": f"{EMBED}::test_inputs_that_are_too_long",
+    **dict.fromkeys(
+        (f"continuations{field}" for field in ("", ".text", ".token_ids", ".token_ids.ids")),
+        f"{SCORE}::test_each_continuation_has_the_log_probabilities_of_its_tokens",
+    ),
     "output.echo_prompt_token_ids": f"{GENERATE}::test_prompt_ids_are_echoed_when_asked",
     "cache": f"{REAL}::test_salts_share_nothing",
     "cache.cache_salt": f"{REAL}::test_salts_share_nothing",
@@ -342,10 +358,6 @@ async def test_no_rpc_is_refused_as_a_whole(name: str) -> None:
         if method.name == "Profile":  # this server has no folder for profiles
             profile: Any = rig.channel.unary_stream(f"/{name}")
             assert (await failure_of(profile(b"").read())).reason == "UNSUPPORTED_FEATURE"
-        elif method.name in ("Embed", "Score"):  # nor does it make embeddings and scores
-            compute: Any = rig.channel.unary_unary(f"/{name}")
-            refused = await failure_of(compute(b""))
-            assert (refused.reason, refused.info.metadata["field"]) == ("UNSUPPORTED_FEATURE", method.name)
         elif method.name == "WatchLoad":
             watch: Any = rig.channel.unary_stream(f"/{name}")
             assert await watch(b"").read()
@@ -358,7 +370,7 @@ async def test_no_rpc_is_refused_as_a_whole(name: str) -> None:
             assert (await failure_of(upload(iter([b""])))).reason == "INVALID_FIELD"
         else:
             call: Any = rig.channel.unary_unary(f"/{name}")
-            if method.name in ("Generate", "Abort", "Tokenize", "CommitWeights", "DiscardWeights"):
+            if method.name in FIELDS_REQUIRED:
                 assert (await failure_of(call(b""))).reason == "INVALID_FIELD"
             else:
                 await call(b"")

@@ -20,6 +20,7 @@ FEATURES = [
     control_pb2.FEATURE_REGEX,
     control_pb2.FEATURE_UPDATE_WEIGHTS,
 ]
+READINGS = [control_pb2.FEATURE_EMBED, control_pb2.FEATURE_SCORE, control_pb2.FEATURE_HIDDEN_STATES]
 """The features of every model with a tokenizer."""
 
 
@@ -53,7 +54,7 @@ async def test_model_info():
     assert (info.weights.label, info.weights.generation) == ("initial", 1)
     assert (info.weights_digest, info.staged_update_id) == (b"", "")
     assert info.weights_since.ToJsonString() == "2026-11-22T06:30:00Z"
-    assert list(info.features) == [control_pb2.FEATURE_CHAT, *FEATURES]
+    assert list(info.features) == [control_pb2.FEATURE_CHAT, *FEATURES, *READINGS]
     assert [(t.name, t.dtype, list(t.shape)) for t in full.tensors] == [
         ("model.embed_tokens.weight", weights_pb2.DATA_TYPE_BF16, [260, 8]),
         ("model.norm.weight", weights_pb2.DATA_TYPE_F32, [8]),
@@ -73,7 +74,7 @@ async def test_the_variables_of_the_models_template_are_told(template, names):
 async def test_chat_is_no_feature_without_a_template():
     async with serving(fake(codec=byte_codec(chat_template=None))) as rig:
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
-        assert list(info.features) == FEATURES
+        assert list(info.features) == [*FEATURES, *READINGS]
         chat = {"messages": [types_pb2.ChatMessage(role="user", content="hi")]}
         failure = await failure_of(rig.inference.Generate(generate(chat=chat)))
         assert failure.violations == {"chat": "the model has no chat template, and the request brings none"}
@@ -87,6 +88,7 @@ async def test_priority_is_a_feature_where_it_has_an_effect():
         *FEATURES[:3],
         control_pb2.FEATURE_PRIORITY,
         *FEATURES[3:],
+        *READINGS,
     ]
 
 
@@ -95,13 +97,18 @@ async def test_batch_invariance_is_a_feature_where_the_engine_promises_it():
     engine.info = dataclasses.replace(engine.info, batch_invariant=True)
     async with serving(engine) as rig:
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
-    assert list(info.features) == [control_pb2.FEATURE_CHAT, *FEATURES, control_pb2.FEATURE_BATCH_INVARIANT]
+    assert list(info.features) == [
+        control_pb2.FEATURE_CHAT,
+        *FEATURES,
+        control_pb2.FEATURE_BATCH_INVARIANT,
+        *READINGS,
+    ]
 
 
 async def test_without_a_tokenizer_there_are_neither_chats_nor_grammars():
     async with serving(fake(codec=None)) as rig:
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
-    assert list(info.features) == [control_pb2.FEATURE_PROMPT_LOGPROBS, control_pb2.FEATURE_UPDATE_WEIGHTS]
+    assert list(info.features) == [FEATURES[0], FEATURES[-1], *READINGS]
     assert not info.template_variables
 
 

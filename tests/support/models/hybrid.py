@@ -125,6 +125,7 @@ def hybrid_model(*, paged: bool = True, max_model_len: int = 128) -> ServedModel
         architecture="HybridForCausalLM",
         graphdef=graphdef,
         weights=weights,
+        hidden_size=4,
         rules=plain_rules(one=(1,)),
         cache=CacheSpec((STATE, PAGED, NEWEST) if paged else (STATE, NEWEST)),
     )

@@ -112,6 +112,7 @@ def toy_model(
         cache=CacheSpec((PagedKV(num_kv_heads=1, head_dim=_DIM),)),
         dtype=np.dtype(np.float32),
         vocab_size=VOCAB,
+        hidden_size=2,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
         defaults=GenerationDefaults(),

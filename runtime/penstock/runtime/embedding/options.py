@@ -37,6 +37,8 @@ class RequestOptions(TypedDict, total=False):
     """Return the log-probability of each token, and of this many likeliest ones (may be 0)."""
     prompt_logprobs: int | None
     """The same for the prompt's tokens, in `Generation.prompt`."""
+    hidden_states: bool | None
+    """Return the hidden state from which each token was chosen, in `Output.hidden_states`."""
     constraint: Constraint | None
     """What each output is held to: JsonSchema, JsonObject, Regex, Ebnf or Choice."""
     priority: int | None
@@ -87,6 +89,7 @@ _KINDS: Mapping[str, type] = {
     "n": int,
     "logprobs": int,
     "prompt_logprobs": int,
+    "hidden_states": bool,
     "priority": int,
     "return_text": bool,
     "skip_special_tokens": bool,
@@ -110,6 +113,7 @@ def job_of(engine: TextEngine, prompt: Prompt, options: RequestOptions) -> Job:
         n=given.get("n", 1),
         logprobs=given.get("logprobs"),
         prompt_logprobs=given.get("prompt_logprobs"),
+        hidden_states=given.get("hidden_states", False),
         grammar=None if constraint is None else grammar_of(constraint),
         context=given.get("context") or ContextParams(),
         cache=given.get("cache") or CacheParams(),

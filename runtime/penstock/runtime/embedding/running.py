@@ -6,6 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.runtime.chat.messages import ToolCall
 from penstock.runtime.embedding.active_ids import EmbeddedEngine
 from penstock.runtime.generation.live_output import LiveOutput
@@ -34,6 +37,7 @@ class OutputSoFar:
     thoughts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    hidden: list[NDArray[np.float32]] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
     reasoning_tokens: int = 0
     weights: list[tuple[int, int]] = field(default_factory=list)
@@ -50,6 +54,8 @@ class OutputSoFar:
             self.thoughts.append(delta.reasoning)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
+        if delta.hidden is not None:
+            self.hidden.append(delta.hidden)
         self.tool_calls += delta.tool_calls
         self.reasoning_tokens += delta.reasoning_tokens
         self.finish, self.timing = delta.finish, delta.timing
@@ -65,6 +71,7 @@ class OutputSoFar:
             finish=self.finish,
             timing=Timing.of(self.timing),
             logprobs=tuple(self.logprobs) if has_logprobs else None,
+            hidden_states=np.concatenate(self.hidden) if self.hidden else None,
             reasoning="".join(self.thoughts),
             tool_calls=tuple(self.tool_calls),
             weights=tuple(self.weights),
@@ -90,9 +97,10 @@ class RunningRequest:
         engine.active_ids.take(self.request_id)
         self._to_leave = deque([None])
         try:
-            for index, request in enumerate(prepared.requests):
+            pairs = zip(prepared.requests, prepared.shared, strict=True)
+            for index, (request, shared) in enumerate(pairs):
                 assembler = assembler_of(self._job, request, index, prepared.text, engine.text, engine.forms)
-                engine.submit(request, sink_of(index), prepared.shared)
+                engine.submit(request, sink_of(index), shared)
                 # Only what was submitted here is listed, and so ended by `leave`.
                 self._live.append(LiveOutput(engine, request.request_id, assembler))
         except BaseException:  # raised on: what was submitted before must not run for nobody

@@ -39,6 +39,8 @@ class Job:
     """The trace in which the request is recorded, in hexadecimal digits; empty: it is not recorded."""
     span_id: str = ""
     """The request's span in that trace; empty where `trace_id` is."""
+    hidden_states: bool = False
+    """Whether the hidden state is wanted from which each token was chosen."""
     return_text: bool = True
     """Whether the outputs become text. Stop strings, reasoning and calls of tools are found in text only."""
     skip_special_tokens: bool = True
@@ -86,6 +88,7 @@ class Job:
             cache=self.cache,
             priority=self.priority,
             prompt_logprobs=self.prompt_logprobs,
+            hidden_states=self.hidden_states,
             min_generation=self.min_generation,
             received_ns=self.received_ns,
             operation=self.operation,

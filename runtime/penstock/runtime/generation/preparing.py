@@ -35,8 +35,8 @@ class PreparedJob:
     job: Job
     requests: Sequence[Request]
     """One for each output, to be submitted in this order."""
-    shared: PreparedPrompt
-    """What `submit` needs of each of them, made once for all."""
+    shared: Sequence[PreparedPrompt]
+    """What `submit` needs of each of them; outputs of one prompt have the same value."""
     prompt: Fitted
     text: str
     """What a conversation was rendered to; else empty."""
@@ -53,9 +53,8 @@ def prepare_job(engine: TextEngine, job: Job) -> PreparedJob:
     sampling = with_bad_words(job.sampling, words, engine.info.vocab_size)
     constraints = constraints_of(job, encoded.text, engine.text, engine.forms, engine.grammars)
     requests = outputs_of(job.request(prompt, sampling, encoded), job.n, constraints)
-    return PreparedJob(
-        job=job, requests=requests, shared=engine.prepare(requests[0]), prompt=prompt, text=encoded.text
-    )
+    shared = [engine.prepare(requests[0])] * job.n
+    return PreparedJob(job=job, requests=requests, shared=shared, prompt=prompt, text=encoded.text)
 
 
 def word_ids(codec: TextCodec | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

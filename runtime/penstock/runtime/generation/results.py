@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.runtime.chat.messages import ChatTurn, ToolCall
 from penstock.runtime.requests.request import Finish, RequestTiming, TokenLogprobs
@@ -74,6 +77,9 @@ class Output:
     timing: Timing
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """One entry for each token id; None where they were not asked for."""
+    hidden_states: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    """The hidden state from which each token was chosen, float32[tokens, hidden size]: that of the last layer
+    after the final norm. None where they were not asked for, or there is no token."""
     reasoning: str = ""
     """What the model marked as thinking; it is not in `text`."""
     tool_calls: tuple[ToolCall, ...] = ()

@@ -19,7 +19,9 @@ from penstock.runtime.errors import ConfigError
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*")
-SKIPPED = ("*/*", "consolidated*")  # other formats of the same weights, in folders or beside
+SKIPPED = ("[!0-9]*/*", "*/*/*", "*/*.safetensors", "consolidated*")
+"""Other formats of the same weights, in folders or beside. Folders such as "1_Pooling" are those of Sentence
+Transformers, whose config.json says how embeddings are made."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.execution.backend import Backend, check_required
 from penstock.runtime.loading.checkpoint import check_tensors, load_config
+from penstock.runtime.loading.pooling import read_pooling
 from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules, model_dtype
 from penstock.runtime.ops.cache_spec import CacheSpec
@@ -88,6 +89,7 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
     config = load_config(directory)
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
+    read_pooling(directory)
     linear = backend.linear_format(dtype, int8=options.quantization == "int8")
     rules = load_rules(config, dtype, linear)
     check_tensors(rules, find_tensors(directory), where=f"checkpoint {directory}", compare=False)

@@ -19,12 +19,14 @@ from penstock.runtime.host import host_memory
 from penstock.runtime.host.processors import available_processors
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.loading.hub import resolve_model
+from penstock.runtime.loading.pooling import read_pooling
 from penstock.runtime.media.vision import Vision
 from penstock.runtime.models.configs.vision import VisionConfig
 from penstock.runtime.models.load_rules import LoadRules
 from penstock.runtime.models.params import abstract_model, load_rules, model_dtype
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
 from penstock.runtime.ops.cache_spec import CacheSpec
+from penstock.runtime.requests.reading.prompt_reading import Pooling
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults, read_generation_defaults
 from penstock.runtime.text.codec import TextCodec
 
@@ -54,6 +56,10 @@ class ServedModel:
     """What the model makes of the tensors of an update; None: it takes no updates."""
     directory: Path | None = None
     """Where its files lie; None: it has none."""
+    hidden_size: int
+    """How many numbers a hidden state has."""
+    pooling: Pooling = Pooling.LAST_TOKEN
+    """What an embedding is made of where a request does not say it."""
     vision: Vision | None = None
     """What it makes of pictures; None: it reads none."""
 
@@ -101,6 +107,8 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         rules=load_rules(model_config, dtype, linear),
         directory=directory,
         vision=None if model_config.vision is None else _vision(model_config.vision),
+        hidden_size=model_config.hidden_size,
+        pooling=read_pooling(directory),
     )
 
 

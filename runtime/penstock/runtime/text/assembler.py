@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.runtime.chat.forms.events import OutputParser
 from penstock.runtime.chat.messages import ToolCall, mint_call_id
 from penstock.runtime.requests.request import (
@@ -54,6 +57,9 @@ class Delta:
     """
     tool_calls: tuple[ToolCall, ...] = ()
     """The calls that became complete; they are not in `delta`."""
+    hidden: NDArray[np.float32] | None = None
+    """The hidden states from which the tokens were chosen, float32[tokens, E], if they were asked for. Of a
+    request that pools, in the last delta, the pooled one, float32[E]."""
 
 
 class Assembler:
@@ -182,6 +188,7 @@ class Assembler:
             finish=finish,
             timing=output.timing,
             prompt_logprobs=output.prompt_logprobs,
+            hidden=None if output.hidden is None else _of_tokens(output.hidden, len(ids)),
         )
 
     def _drops_last(self, output: StepOutput, finish: Finish) -> bool:
@@ -204,6 +211,15 @@ class Assembler:
         )
 
 
+def _of_tokens(hidden: NDArray[np.float32], num_tokens: int) -> NDArray[np.float32]:
+    """The hidden states of the first so many tokens; what was pooled is whole."""
+    return hidden if hidden.ndim == 1 else hidden[:num_tokens]
+
+
+def _joined_states(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32] | None:
+    return np.concatenate(parts) if parts else None
+
+
 def _tokens_of(output: StepOutput) -> Iterator[StepOutput]:
     """The output in parts of one token each, of which the last has what tells its end."""
     last = len(output.token_ids) - 1
@@ -211,6 +227,7 @@ def _tokens_of(output: StepOutput) -> Iterator[StepOutput]:
         yield output._replace(
             token_ids=(token_id,),
             logprobs=output.logprobs[i : i + 1],
+            hidden=None if output.hidden is None else output.hidden[i : i + 1],
             prompt_logprobs=() if i else output.prompt_logprobs,
             finish=output.finish if i == last else None,
             timing=output.timing if i == last else None,
@@ -228,5 +245,6 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         token_ids=tuple(chain.from_iterable(one.token_ids for one in deltas)),
         logprobs=tuple(chain.from_iterable(one.logprobs for one in deltas)),
         tool_calls=tuple(chain.from_iterable(one.tool_calls for one in deltas)),
+        hidden=_joined_states([one.hidden for one in deltas if one.hidden is not None]),
         prompt_logprobs=deltas[0].prompt_logprobs,
     )

@@ -11,7 +11,7 @@ from penstock.v1 import inference_pb2, types_pb2
 
 
 class Collected:
-    """All outputs of one request, delta by delta. Log-probabilities stay bytes until the end."""
+    """All outputs of one request, delta by delta. Log-probabilities and hidden states stay bytes."""
 
     def __init__(self, job: ServedJob, version_of: Callable[[int], types_pb2.WeightsVersion]) -> None:
         """`version_of` tells the version of the weights of a generation."""
@@ -19,6 +19,7 @@ class Collected:
         self._version_of = version_of
         self._outputs = [inference_pb2.Output(index=index) for index in range(job.n)]
         self._logprobs: list[list[bytes]] = [[] for _ in self._outputs]
+        self._hidden: list[list[bytes]] = [[] for _ in self._outputs]
         self._num_tokens = [0] * job.n
 
     def add(self, index: int, taken: Taken) -> None:
@@ -31,9 +32,10 @@ class Collected:
         self._num_tokens[index] += len(taken.token_ids)
         messages.add_delta(output, taken, self._job)
         self._logprobs[index].append(taken.logprobs)
+        self._hidden[index].append(taken.hidden)
         if taken.finish is not None:
             output.finish.CopyFrom(messages.finish(taken.finish))
 
     def response(self, message: inference_pb2.GenerateResponse, encoded_prompt: Sequence[bytes]) -> bytes:
         """Serialize a `GenerateResponse` from its small fields, its `PromptInfo` and all outputs."""
-        return messages.response(message, encoded_prompt, self._outputs, self._logprobs)
+        return messages.response(message, encoded_prompt, self._outputs, self._logprobs, self._hidden)

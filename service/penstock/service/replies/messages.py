@@ -23,6 +23,7 @@ _DELTA = tag(inference_pb2.StreamResponse, "delta")
 _TEXT = tag(inference_pb2.OutputDelta, "text")
 _TOKEN_IDS = tag(inference_pb2.OutputDelta, "token_ids")
 _LOGPROBS = tag(inference_pb2.OutputDelta, "logprobs")
+_HIDDEN_STATES = tag(inference_pb2.OutputDelta, "hidden_states")
 REASONS = {
     FinishReason.EOS: types_pb2.FINISH_REASON_EOS,
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
@@ -103,14 +104,16 @@ def response(
     encoded_prompt: Sequence[bytes],
     outputs: Sequence[inference_pb2.Output],
     encoded_logprobs: Sequence[Sequence[bytes]],
+    hidden: Sequence[Sequence[bytes]],
 ) -> bytes:
-    """Serialize a `GenerateResponse` from its small fields, its `PromptInfo`, its outputs and their
-    log-probabilities.
+    """Serialize a `GenerateResponse` from its small fields, its `PromptInfo`, its outputs, and their
+    log-probabilities and hidden states.
     """
     kind = type(message)
     parts = [message.SerializeToString(), *field(kind, "prompt", encoded_prompt)]
-    for output, encoded in zip(outputs, encoded_logprobs, strict=True):
-        parts += field(kind, "outputs", [output.SerializeToString(), *_logprobs_field(encoded)])
+    for output, encoded, states in zip(outputs, encoded_logprobs, hidden, strict=True):
+        large = [*_logprobs_field(encoded), *_hidden_states_field(states, len(output.token_ids))]
+        parts += field(kind, "outputs", [output.SerializeToString(), *large])
     return b"".join(parts)
 
 
@@ -130,6 +133,8 @@ def stream_delta(
         parts.append(enclosed(_TOKEN_IDS, packed(taken.token_ids)))
         if taken.logprobs:
             parts.append(enclosed(_LOGPROBS, taken.logprobs))
+        if taken.hidden:
+            parts.append(enclosed(_HIDDEN_STATES, hidden_states(taken.hidden, len(taken.token_ids))))
     if weights is not None or taken.reasoning or taken.tool_calls:
         rest = inference_pb2.OutputDelta(weights=weights, reasoning=taken.reasoning)
         add_calls(rest, taken.tool_calls)
@@ -150,6 +155,19 @@ def stream_started(message: inference_pb2.StreamStarted, encoded_prompt: Sequenc
 def _logprobs_field(encoded: Sequence[bytes]) -> list[bytes]:
     """The field of an output's log-probabilities; unset if there are none."""
     return field(inference_pb2.Output, "logprobs", encoded) if any(encoded) else []
+
+
+def hidden_states(values: bytes, num_tokens: int) -> bytes:
+    """Serialize a `HiddenStates` with the states of at least one token."""
+    size = len(values) // (4 * num_tokens)
+    return types_pb2.HiddenStates(size=size, values=values).SerializeToString()
+
+
+def _hidden_states_field(parts: Sequence[bytes], num_tokens: int) -> list[bytes]:
+    """The field of an output's hidden states; unset if there are none."""
+    if not any(parts):
+        return []
+    return field(inference_pb2.Output, "hidden_states", [hidden_states(b"".join(parts), num_tokens)])
 
 
 async def prompt_info(

@@ -13,6 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.runtime.chat.messages import ToolCall
 from penstock.runtime.requests.request import Finish, RequestTiming, TokenLogprobs
 from penstock.runtime.text.assembler import Delta
@@ -48,6 +51,9 @@ class Taken(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...]
     num_bytes: int
     """About the size of the message."""
+    hidden: bytes = b""
+    """The hidden states of the tokens, or the pooled one, float32 with the lowest byte first; empty if the
+    request asked for none."""
     num_merged: int = 0
     """How many further deltas were merged with the first."""
 
@@ -55,11 +61,12 @@ class Taken(NamedTuple):
 class _Joined:
     """The text, ids and log-probabilities of several deltas, packed."""
 
-    __slots__ = ("ids", "logprobs", "reasoning", "text")
+    __slots__ = ("hidden", "ids", "logprobs", "reasoning", "text")
 
     def __init__(self, first: _Merged) -> None:
         self.ids = array("I", first.token_ids)
         self.logprobs = bytearray(first.logprobs)
+        self.hidden = bytearray(first.hidden)
         self.text, self.reasoning = io.StringIO(), io.StringIO()
         self.text.write(first.text)
         self.reasoning.write(first.reasoning)
@@ -71,8 +78,8 @@ class _Merged:
     """
 
     __slots__ = (
-        "_calls", "_finish", "_joined", "_num_merged", "_prompt_logprobs", "_timing", "logprobs", "num_bytes",
-        "num_tokens", "reasoning", "text", "token_ids", "weights_generation",
+        "_calls", "_finish", "_joined", "_num_merged", "_prompt_logprobs", "_timing", "hidden", "logprobs",
+        "num_bytes", "num_tokens", "reasoning", "text", "token_ids", "weights_generation",
     )  # fmt: skip
 
     def __init__(self, delta: Delta, logprobs: bytes, num_bytes: int) -> None:
@@ -82,6 +89,7 @@ class _Merged:
         self.text, self.reasoning, self.token_ids = delta.delta, delta.reasoning, delta.token_ids
         """Those of the first delta."""
         self.logprobs = logprobs
+        self.hidden = b"" if delta.hidden is None else hidden_bytes(delta.hidden)
         self._calls = delta.tool_calls
         self._prompt_logprobs = delta.prompt_logprobs
         self._finish, self._timing = delta.finish, delta.timing
@@ -100,6 +108,8 @@ class _Merged:
         self._num_merged += 1
         joined.ids.extend(delta.token_ids)
         joined.logprobs += logprobs
+        if delta.hidden is not None:
+            joined.hidden += hidden_bytes(delta.hidden)
         joined.text.write(delta.delta)
         joined.reasoning.write(delta.reasoning)
         self._calls += delta.tool_calls
@@ -109,11 +119,11 @@ class _Merged:
         self.num_tokens += len(delta.token_ids)
 
     def taken(self) -> Taken:
-        text, reasoning, logprobs = self.text, self.reasoning, self.logprobs
+        text, reasoning, logprobs, hidden = self.text, self.reasoning, self.logprobs, self.hidden
         ids: Sequence[int] = self.token_ids
         if (joined := self._joined) is not None:
             text, reasoning, ids = joined.text.getvalue(), joined.reasoning.getvalue(), joined.ids
-            logprobs = bytes(joined.logprobs)
+            logprobs, hidden = bytes(joined.logprobs), bytes(joined.hidden)
         return Taken(
             text,
             reasoning,
@@ -125,6 +135,7 @@ class _Merged:
             self._timing,
             self._prompt_logprobs,
             self.num_bytes,
+            hidden,
             self._num_merged,
         )
 
@@ -161,6 +172,8 @@ class Pending:
             return 0
         logprobs = self._encode(delta.logprobs) if self._encode is not None and delta.logprobs else b""
         size = len(logprobs) + _TOKEN_BYTES * len(delta.token_ids)
+        if delta.hidden is not None:
+            size += delta.hidden.nbytes
         for text in (delta.delta, delta.reasoning):
             if text:
                 size += _text_bytes(text)
@@ -186,6 +199,11 @@ class Pending:
     def clear(self) -> None:
         """Drop everything, because nobody wants it any more."""
         self._merged.clear()
+
+
+def hidden_bytes(states: NDArray[np.float32]) -> bytes:
+    """Hidden states as they are sent: each number with its lowest byte first."""
+    return states.astype("<f4", copy=False).tobytes()
 
 
 def prompt_bytes(values: Sequence[TokenLogprobs]) -> int:

@@ -24,6 +24,7 @@ ID_BYTES = 3
 _SAMPLED_BYTES = 8
 """Bytes of a token's own log-probability, and of the list of its candidates."""
 _CANDIDATE_BYTES = 11
+_FLOAT_BYTES = 4
 BUFFERED_BYTES = "max_buffered_response_bytes"
 
 
@@ -42,7 +43,7 @@ class ReplyBudget:
         """How many deltas of streams were merged with one that still waited."""
         self._shares: set[Share] = set()
 
-    def check_job(self, job: Job, max_model_len: int) -> None:
+    def check_job(self, job: Job, max_model_len: int, hidden_size: int = 0) -> None:
         """Raise ResponseTooLarge if a collected reply with as many tokens as the request asks for could not
         be sent.
 
@@ -52,10 +53,14 @@ class ReplyBudget:
             return
         tokens = job.n * min(job.stopping.max_tokens, max_model_len)
         size = tokens * _TOKEN_BYTES + (0 if job.logprobs is None else logprobs_bytes(tokens, job.logprobs))
+        if job.hidden_states:
+            size += tokens * _FLOAT_BYTES * hidden_size
         if size > self.most_of_one:
             fields = ["stopping.max_tokens", *(["sampling.n"] if job.n > 1 else [])]
             if job.logprobs is not None:
                 fields.append("output.logprobs")
+            if job.hidden_states:
+                fields.append("output.hidden_states")
             raise self._too_large(fields, f"the reply could have about {size} bytes")
 
     def check_prompt(self, num_tokens: int, top: int) -> None:
@@ -65,6 +70,12 @@ class ReplyBudget:
         size = logprobs_bytes(num_tokens, top)
         if size > self.most_of_one:
             raise self._too_large(["output.prompt_logprobs"], f"they have about {size} bytes")
+
+    def check_vectors(self, num_vectors: int, dimensions: int) -> None:
+        """Raise ResponseTooLarge if a reply of so many vectors could not be sent."""
+        size = _FLOAT_BYTES * num_vectors * dimensions
+        if size > self.most_of_one:
+            raise self._too_large(["inputs"], f"the reply would have about {size} bytes")
 
     def _too_large(self, fields: list[str], what: str) -> ResponseTooLarge:
         text = f"{what}, and this server sends at most {self.most_of_one}; ask for less"

@@ -8,6 +8,7 @@ import dataclasses
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from penstock.runtime.errors import PromptTooLong, UnknownModel, UnsupportedFeature
 from penstock.runtime.generation.jobs import Job
@@ -18,6 +19,7 @@ from penstock.runtime.requests.grammar import MAX_CHOICES, Grammar, GrammarKind
 from penstock.runtime.requests.request import (
     MAX_REQUEST_ID_CHARS,
     CacheParams,
+    ResolvedSampling,
 )
 from penstock.runtime.text.codec import TextCodec
 from penstock.service.access.callers import Caller
@@ -61,10 +63,16 @@ class ServedJob(Job):
         """The id of the request in the engine."""
         return engine_id(self.owner, self.request_id)
 
-    def of(self, caller: Caller) -> ServedJob:
+    def of(self, caller: Caller) -> Self:
         """The job as this caller's, with its cached prefixes only where those find them who may."""
         cache = dataclasses.replace(self.cache, salt=caller.cache_salt(self.cache.salt))
         return dataclasses.replace(self, owner=caller.id, cache=cache)
+
+    def without_load(self) -> Self:
+        """The job without what is no longer needed once its requests are made."""
+        return dataclasses.replace(
+            self, prompt=TokenPrompt(()), sampling=ResolvedSampling(), grammar=None, bad_words=()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,8 @@ class Limits:
     has_grammars: bool
     has_priority: bool
     max_outputs: int = MAX_OUTPUTS
+    max_outputs_queued: int = MAX_OUTPUTS
+    """The most inputs of Embed, and continuations of Score."""
     truncation: Truncation = Truncation.REJECT
     """What an unset `context.truncation` means."""
     features: Features = DEFAULT_FEATURES
@@ -91,11 +101,17 @@ class Limits:
         return self.codec is not None and self.codec.has_chat_template
 
     @property
+    def has_hidden_states(self) -> bool:
+        """Whether the engine tells hidden states."""
+        return self.info.hidden_size > 0
+
+    @property
     def lacking(self) -> Refused:
         """Fields of the contract that would have no effect on this server, and are therefore refused."""
         return {
             **({} if self.has_priority else {"priority": ()}),
             **({} if self.has_text else _NEED_TEXT),
+            **({} if self.has_hidden_states else {"output.hidden_states": ()}),
             **({} if self.has_grammars else _NEED_GRAMMARS),
             **({} if self.info.images is not None else {"media": ()}),
             **self.lacking_templates,
@@ -125,15 +141,10 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     truncation a long prompt is fine); InvalidRequest with all violations. The values of unsupported fields
     are not checked.
     """
-    if message.model and message.model != limits.info.name:
-        raise UnknownModel(message.model, limits.info.name)
+    check_model(message.model, limits)
     check_supported(message, limits.lacking, limits.why_lacking)
     bad = Violations()
-    request_id = message.request_id or uuid.uuid4().hex
-    if len(request_id) > MAX_REQUEST_ID_CHARS:
-        bad.add("request_id", f"must have at most {MAX_REQUEST_ID_CHARS} characters, not {len(request_id)}")
-    if SEPARATOR in request_id:
-        bad.add("request_id", "must not hold the character U+0000")
+    request_id = request_id_of(message.request_id, bad)
     output = message.output
     return_text = output.text if output.HasField("text") else limits.has_text
     return_token_ids = output.token_ids if output.HasField("token_ids") else True
@@ -149,6 +160,8 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     prompt_logprobs = _num_logprobs(message.output, "prompt_logprobs", limits, bad)
     if logprobs is not None and not return_token_ids:
         bad.add("output.logprobs", "needs output.token_ids: log-probabilities stand beside token ids")
+    if output.hidden_states and not return_token_ids:
+        bad.add("output.hidden_states", "needs output.token_ids: hidden states stand beside token ids")
     cache = bad.build(lambda: CacheParams(message.cache.cache_salt, message.cache.bypass_prefix_cache))
     if message.stopping.stop and not return_text:
         bad.add("stopping.stop", "needs output.text: stop strings are searched in the text")
@@ -168,6 +181,7 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
         n=n,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        hidden_states=output.hidden_states,
         grammar=grammar,
         context=context,
         cache=cache,
@@ -193,6 +207,22 @@ def _context(
     if has_images and context.truncation is not Truncation.REJECT:
         bad.add("context.truncation", "a prompt with images is not cut; leave it out")
     return context
+
+
+def check_model(name: str, limits: Limits) -> None:
+    """Raise UnknownModel where a request is meant for another model than the one that is served."""
+    if name and name != limits.info.name:
+        raise UnknownModel(name, limits.info.name)
+
+
+def request_id_of(given: str, bad: Violations) -> str:
+    """The request's id: the caller's, or a new one."""
+    request_id = given or uuid.uuid4().hex
+    if len(request_id) > MAX_REQUEST_ID_CHARS:
+        bad.add("request_id", f"must have at most {MAX_REQUEST_ID_CHARS} characters, not {len(request_id)}")
+    if SEPARATOR in request_id:
+        bad.add("request_id", "must not hold the character U+0000")
+    return request_id
 
 
 def _num_logprobs(output: types_pb2.OutputOptions, name: str, limits: Limits, bad: Violations) -> int | None:

@@ -30,7 +30,7 @@ MAX_VIOLATIONS = 20
 IDS_AT_ONCE = 16_384
 """How many ids are copied and checked at a time; that takes about half a millisecond."""
 _MAX_DURATION_S = 315_576_000_000  # google.protobuf.Duration: 10,000 years
-_TRUNCATIONS = {
+TRUNCATIONS = {
     types_pb2.TRUNCATION_REJECT: Truncation.REJECT,
     types_pb2.TRUNCATION_LEFT: Truncation.LEFT,
     types_pb2.TRUNCATION_RIGHT: Truncation.RIGHT,
@@ -171,12 +171,12 @@ def num_outputs(message: types_pb2.SamplingParams, most: int, bad: Violations) -
 
 def truncation_of(message: types_pb2.ContextOptions, default: Truncation) -> Truncation:
     """The truncation that the request asks for, or the default where it names none that there is."""
-    return _TRUNCATIONS.get(message.truncation, default)
+    return TRUNCATIONS.get(message.truncation, default)
 
 
 def context_params(message: types_pb2.ContextOptions, default: Truncation, bad: Violations) -> ContextParams:
     """What the request wants done with a prompt that leaves too little room."""
-    if message.truncation not in (types_pb2.TRUNCATION_UNSPECIFIED, *_TRUNCATIONS):
+    if message.truncation not in (types_pb2.TRUNCATION_UNSPECIFIED, *TRUNCATIONS):
         bad.add("context.truncation", f"{message.truncation} is no value of Truncation")
     reserve = message.reserve_tokens if message.HasField("reserve_tokens") else None
     return ContextParams(truncation_of(message, default), reserve, message.cap_max_tokens)

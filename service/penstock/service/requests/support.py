@@ -92,6 +92,7 @@ _GENERATE_HONOURED = _CHAT_HONOURED | {
     "output.prompt_logprobs",
     "output.skip_special_tokens",
     "output.echo_prompt_token_ids",
+    "output.hidden_states",
     "constraint",
     "constraint.json_schema",
     "constraint.json_object",
@@ -114,8 +115,20 @@ _GENERATE_HONOURED = _CHAT_HONOURED | {
     "media.data",
     "media.media_type",
 }
-_GENERATE_REFUSED: Refused = {"adapter": (), "output.hidden_states": ()}
-_ON_ITS_OWN_REFUSED: Refused = dict.fromkeys(("request_id", "model", "cache", "priority", "min_weights"), ())
+_GENERATE_REFUSED: Refused = {"adapter": ()}
+_READING_HONOURED = frozenset(
+    {
+        "request_id",
+        "model",
+        "cache",
+        "cache.cache_salt",
+        "cache.bypass_prefix_cache",
+        "priority",
+        "min_weights",
+        "min_weights.label",
+        "min_weights.generation",
+    }
+)
 _IN_FLIGHT_HONOURED = frozenset(
     {"in_flight", "drain_timeout", "drain_timeout.seconds", "drain_timeout.nanos"}
 )
@@ -141,6 +154,12 @@ _BEGIN_HONOURED = _IN_FLIGHT_HONOURED | {
 HONOURED: Mapping[str, frozenset[str]] = {
     "penstock.v1.GenerateRequest": _GENERATE_HONOURED,
     "penstock.v1.StreamRequest": _GENERATE_HONOURED | {"min_tokens_per_message"},
+    "penstock.v1.EmbedRequest": _READING_HONOURED
+    | {"inputs", "inputs.text", "inputs.token_ids", "inputs.token_ids.ids"}
+    | {"pooling", "normalize", "dimensions", "truncation"},
+    "penstock.v1.ScoreRequest": _READING_HONOURED
+    | {"prompt", "prompt_token_ids", "prompt_token_ids.ids"}
+    | {f"continuations{field}" for field in ("", ".text", ".token_ids", ".token_ids.ids")},
     "penstock.v1.UpdateWeightsRequest": frozenset(
         {
             "begin",
@@ -176,14 +195,6 @@ HONOURED: Mapping[str, frozenset[str]] = {
 REFUSED: Mapping[str, Refused] = {
     "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
     "penstock.v1.StreamRequest": _GENERATE_REFUSED,
-    "penstock.v1.EmbedRequest": {
-        **_ON_ITS_OWN_REFUSED,
-        **dict.fromkeys(("inputs", "pooling", "normalize", "dimensions", "truncation"), ()),
-    },
-    "penstock.v1.ScoreRequest": {
-        **_ON_ITS_OWN_REFUSED,
-        **dict.fromkeys(("prompt", "prompt_token_ids", "continuations"), ()),
-    },
     "penstock.v1.UpdateWeightsRequest": {"begin.adapter": ()},
 }
 """From a message's name to the paths that are refused, each with the values that are accepted

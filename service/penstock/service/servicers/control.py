@@ -20,8 +20,9 @@ from penstock.service.replies.update_messages import pause_response, timestamp
 from penstock.service.replies.vocabulary_page import PAGE_BYTES, vocabulary_page
 from penstock.service.requests.convert_chat import chat_prompt, message_cost
 from penstock.service.requests.convert_params import Violations, token_ids
+from penstock.service.requests.convert_reading import POOLINGS
+from penstock.service.requests.convert_telemetry import to_watch
 from penstock.service.requests.convert_vocabulary import to_page
-from penstock.service.requests.convert_watch import to_watch
 from penstock.service.requests.convert_weights import to_pause
 from penstock.service.requests.prompts import encode_prompt
 from penstock.service.requests.support import check_supported
@@ -105,6 +106,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             weights_digest=self._engine.updater.digest,
             weights_since=timestamp(self._engine.weights_since),
             staged_update_id=self._engine.updater.staged_update_id,
+            hidden_size=info.hidden_size,
+            default_pooling=POOLINGS[info.pooling],
             template_variables=() if self._engine.text is None else self._engine.text.template_variables,
             image_limits=messages.image_limits(self._engine.info.images, self._engine.images),
         )
@@ -121,6 +124,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             control_pb2.FEATURE_TRACING: self._tracing is not None,
             control_pb2.FEATURE_PROFILE: self._profiles.are_on,
             control_pb2.FEATURE_IMAGES: self._engine.info.images is not None,
+            control_pb2.FEATURE_EMBED: self._limits.has_hidden_states,
+            control_pb2.FEATURE_SCORE: True,
+            control_pb2.FEATURE_HIDDEN_STATES: self._limits.has_hidden_states,
         }
         return [feature for feature, there in has.items() if there]
 

@@ -19,7 +19,6 @@ from penstock.runtime.generation.preparing import (
     constraints_of,
     with_bad_words,
 )
-from penstock.runtime.generation.prompts import TokenPrompt
 from penstock.runtime.generation.results import merged_timing
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.context import Fitted, fit
@@ -29,7 +28,6 @@ from penstock.runtime.requests.request import (
     Finish,
     Request,
     RequestTiming,
-    ResolvedSampling,
     StepOutput,
     TokenLogprobs,
 )
@@ -52,7 +50,6 @@ TOKEN_COST, BIAS_COST = 2, 16
 """
 OUTPUTS_AT_ONCE = 16
 """How many outputs of one request are made, or submitted, before other tasks have a turn."""
-_NO_PROMPT, _ANY_SAMPLING = TokenPrompt(()), ResolvedSampling()
 
 
 class ServedRequest:
@@ -74,6 +71,8 @@ class ServedRequest:
         self.prompt = Fitted((), job.stopping)
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         """Known once the first delta of output 0 was taken."""
+        self.num_prompt_tokens = 0
+        """Tokens of the prompt, or of all inputs."""
         self.num_completion_tokens = 0
         """Tokens of all outputs that were taken so far."""
         self.num_image_tokens = 0
@@ -101,11 +100,11 @@ class ServedRequest:
                 self.serving.arrivals.tokenizing(self.job.engine_id) as arrival,
             ):
                 async with self.serving.calls.preparing():
-                    prepared = await self._prepare()
+                    prepared = await self.prepare()
                 await self._submit(prepared, arrival)
             self._placed = self.job.n
-            self._meter.began(len(self.prompt.token_ids))
-            self.job = _without_load(self.job)
+            self._meter.began(self.num_prompt_tokens)
+            self.job = self.job.without_load()
         except DuplicateRequestId as error:
             self._end(error)
             raise DuplicateRequestId(own_id(error.request_id)) from None  # with the id that the caller sent
@@ -130,20 +129,21 @@ class ServedRequest:
             on_stall=self._trace.stalled,
         )
         requests = prepared.requests
-        self._trace.submits(len(self.prompt.token_ids))
+        self._trace.submits(self.num_prompt_tokens)
         buffers = [
             self._buffer(request, index, prepared.text, self._reader)
             async for index, request in _in_turns(list(enumerate(requests)))
         ]
         self._reader.reads(buffers)
-        async for request, buffer in _in_turns(list(zip(requests, buffers, strict=True))):
+        triples = list(zip(requests, buffers, prepared.shared, strict=True))
+        async for request, buffer, shared in _in_turns(triples):
             if arrival.finish is None:
-                buffer.submit(request, prepared.shared)
+                buffer.submit(request, shared)
                 self._trace.queued()
             else:
                 buffer.deliver(self._never_ran(request.request_id, arrival.finish))
 
-    async def _prepare(self) -> PreparedJob:
+    async def prepare(self) -> PreparedJob:
         """Do what `prepare_job` does, in its order, but each part in a thread where it takes long."""
         job, engine, lanes = self.job, self._engine, self._lanes
         room = engine.info.max_model_len
@@ -153,6 +153,7 @@ class ServedRequest:
         self._hold(encoded.media)
         self._trace.tokenized(len(encoded.token_ids))
         self.prompt = fit(encoded.token_ids, job.context, job.stopping, room)
+        self.num_prompt_tokens = len(self.prompt.token_ids)
         words = await encode_words(engine.text, job.bad_words, lanes)
         if job.prompt_logprobs is not None:
             self.serving.budget.check_prompt(len(self.prompt.token_ids), job.prompt_logprobs)
@@ -166,7 +167,7 @@ class ServedRequest:
         )
         cost += TOKEN_COST * len(self.prompt.token_ids)
         self._trace.enters("submit")
-        shared = await lanes.convert(partial(engine.prepare, requests[0]), cost)
+        shared = [await lanes.convert(partial(engine.prepare, requests[0]), cost)] * job.n
         return PreparedJob(job=job, requests=requests, shared=shared, prompt=self.prompt, text=encoded.text)
 
     def _hold(self, media: Sequence[MediaItem]) -> None:
@@ -291,8 +292,3 @@ async def _in_turns(items: Sequence[T]) -> AsyncIterator[T]:
         if index and index % OUTPUTS_AT_ONCE == 0:
             await asyncio.sleep(0)
         yield item
-
-
-def _without_load(job: ServedJob) -> ServedJob:
-    """The job without what is no longer needed once its requests are made."""
-    return dataclasses.replace(job, prompt=_NO_PROMPT, sampling=_ANY_SAMPLING, grammar=None, bad_words=())

@@ -6,22 +6,23 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock.runtime.errors import UnsupportedFeature
 from penstock.service.access.callers import CURRENT_CALLER
 from penstock.service.replies import messages
 from penstock.service.replies.collected import Collected
 from penstock.service.replies.pending import Taken
 from penstock.service.requests.convert import ServedJob, to_job
 from penstock.service.requests.convert_chat import message_cost
+from penstock.service.requests.convert_reading import ReadingJob, to_embed_job, to_score_job
 from penstock.service.requests.support import check_supported
 from penstock.service.rpcs.decoding import Undecoded
 from penstock.service.servicers.abort import to_target
 from penstock.service.servicers.ending import end_requests
 from penstock.service.servicers.generation import ServedRequest
+from penstock.service.servicers.reading import ServedReading, embedding, score
 from penstock.service.servicers.serving import Serving
 from penstock.service.servicers.weights import WeightUpdates
 from penstock.service.threads.lanes import MESSAGE_BYTES
@@ -62,7 +63,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """
         job = (await self._to_job(request)).of(CURRENT_CALLER.get())
         del request  # it would otherwise live as long as this RPC
-        self._serving.budget.check_job(job, self._engine.info.max_model_len)
+        info = self._engine.info
+        self._serving.budget.check_job(job, info.max_model_len, info.hidden_size)
         async with ServedRequest(job, self._serving, min_tokens=sys.maxsize) as served:
             job = served.job
             collected = Collected(job, self._version)
@@ -131,7 +133,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _usage(self, served: ServedRequest) -> types_pb2.Usage:
         return messages.usage(
-            len(served.prompt.token_ids),
+            served.num_prompt_tokens,
             served.num_completion_tokens,
             served.num_reasoning_tokens,
             served.num_image_tokens,
@@ -141,14 +143,52 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Embed(
         self, request: inference_pb2.EmbedRequest, context: Context
     ) -> inference_pb2.EmbedResponse:
-        """Refuse: this server makes no embeddings."""
-        raise UnsupportedFeature(["Embed"])
+        """Make a vector of each input. The first that fails ends all."""
+        work = partial(to_embed_job, request, self._serving.limits)
+        job = await self._reading_job(work, request.ByteSize())
+        del request
+        self._serving.budget.check_vectors(job.n, self._engine.info.hidden_size)
+        async with ServedReading(job, self._serving) as served:
+            outputs = await served.take_all()
+            pairs = zip(served.fitted, outputs, strict=True)
+            return inference_pb2.EmbedResponse(
+                request_id=job.request_id,
+                model=self._engine.info.name,
+                embeddings=[
+                    embedding(job.form, one, taken, self._version(taken.weights_generation))
+                    for one, taken in pairs
+                ],
+                usage=self._usage(served),
+                timing=messages.timing(served.timing),
+            )
 
     async def Score(
         self, request: inference_pb2.ScoreRequest, context: Context
     ) -> inference_pb2.ScoreResponse:
-        """Refuse: this server scores nothing."""
-        raise UnsupportedFeature(["Score"])
+        """Tell how likely each continuation is. The first that fails ends all."""
+        work = partial(to_score_job, request, self._serving.limits)
+        job = await self._reading_job(work, request.ByteSize())
+        del request
+        async with ServedReading(job, self._serving) as served:
+            outputs = await served.take_all()
+            first = len(served.prompt.token_ids)
+            pairs = zip(served.fitted, outputs, strict=True)
+            return inference_pb2.ScoreResponse(
+                request_id=job.request_id,
+                model=self._engine.info.name,
+                prompt=types_pb2.PromptInfo(token_count=first),
+                scores=[
+                    score(one.token_ids[first:], taken, self._version(taken.weights_generation))
+                    for one, taken in pairs
+                ],
+                usage=self._usage(served),
+                timing=messages.timing(served.timing),
+            )
+
+    async def _reading_job(self, work: Callable[[], ReadingJob], cost: int) -> ReadingJob:
+        async with self._serving.calls.preparing():
+            job = await self._serving.lanes.convert(work, cost)
+        return job.of(CURRENT_CALLER.get())
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context

@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.runtime.errors import ProfileFailed, UnsupportedFeature
 from penstock.runtime.profiling.profile import Profile, ProfileRun
-from penstock.service.requests.convert_profile import to_profile
+from penstock.service.requests.convert_telemetry import to_profile
 from penstock.service.servicers.serving import Serving
 from penstock.service.servicers.uploads import Ended
 from penstock.v1 import telemetry_pb2

@@ -34,6 +34,7 @@ def limits_of(
         has_priority=engine.config.scheduling_policy == "priority",
         # more could never be queued together
         max_outputs=min(MAX_OUTPUTS, engine.config.max_queued_requests),
+        max_outputs_queued=engine.config.max_queued_requests,
         truncation=truncation,
         features=features,
     )

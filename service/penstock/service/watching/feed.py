@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from penstock.service.lifecycle.underway import Calls
-from penstock.service.requests.convert_watch import LEAST_INTERVAL_S, Watch
+from penstock.service.requests.convert_telemetry import LEAST_INTERVAL_S, Watch
 from penstock.service.threads.blocking import in_thread
 from penstock.service.watching.snapshot import Snapshot
 

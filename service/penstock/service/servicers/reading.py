@@ -1,0 +1,124 @@
+"""Runs one call of Embed or Score: its prompts become requests of the engine that generate nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from penstock.runtime.generation.preparing import PreparedJob
+from penstock.runtime.generation.prompts import Prompt
+from penstock.runtime.generation.readings import VectorForm, fit_inputs, join
+from penstock.runtime.requests.context import Fitted, Truncation
+from penstock.runtime.requests.fanout import PreparedPrompt, output_id
+from penstock.runtime.requests.reading.prompt_reading import PromptReading
+from penstock.runtime.requests.request import FinishReason, Request
+from penstock.service.errors import RequestAborted
+from penstock.service.replies.pending import Taken
+from penstock.service.requests.convert_reading import ReadingJob
+from penstock.service.requests.prompts import encode_prompt
+from penstock.service.servicers.generation import TOKEN_COST, ServedRequest
+from penstock.service.servicers.serving import Serving
+from penstock.v1 import inference_pb2, types_pb2
+
+
+class ServedReading(ServedRequest):
+    """A request in the engine whose outputs end with their prompts, as an async context."""
+
+    def __init__(self, job: ReadingJob, serving: Serving) -> None:
+        super().__init__(job, serving)
+        self._reading_job = job
+        self.fitted: Sequence[Fitted] = ()
+        """What the engine reads for each output. Of scores, the prompt and the continuation."""
+
+    async def prepare(self) -> PreparedJob:
+        """Tokenize everything, and make a request of each part."""
+        job, room = self._reading_job, self.serving.engine.info.max_model_len
+        special = job.pooling is not None  # a continuation gets no special tokens
+        parts = [await self._tokens_of(part, job.truncation, special=special) for part in job.parts]
+        if job.pooling is not None:
+            fitted = fit_inputs(parts, job.truncation, room)
+            self.num_prompt_tokens = sum(len(one.token_ids) for one in fitted)
+            readings = [PromptReading(pooling=job.pooling)] * len(fitted)
+        else:
+            prompt = await self._tokens_of(job.prompt, Truncation.REJECT, special=True)
+            self.prompt = Fitted(prompt, job.stopping)
+            fitted = [Fitted(joined, job.stopping) for joined in join(prompt, parts, room)]
+            self.num_prompt_tokens = len(prompt) + sum(map(len, parts))
+            readings = [PromptReading(scores_from=len(prompt))] * len(fitted)
+        self._trace.tokenized(self.num_prompt_tokens)
+        self.fitted = fitted
+        requests = [
+            self._request(i, one.token_ids, reading)
+            for i, (one, reading) in enumerate(zip(fitted, readings, strict=True))
+        ]
+        self._trace.enters("submit")
+        shared = [await self._prepared(request) for request in requests]
+        self._reading_job = job.without_load()
+        return PreparedJob(job=self.job, requests=requests, shared=shared, prompt=self.prompt, text="")
+
+    async def _tokens_of(self, prompt: Prompt, truncation: Truncation, *, special: bool) -> tuple[int, ...]:
+        encoded = await encode_prompt(
+            self.serving.engine.text,
+            prompt,
+            self.serving.lanes,
+            room=self.serving.engine.info.max_model_len,
+            cuts=truncation is not Truncation.REJECT,
+            add_special_tokens=special,
+        )
+        return encoded.token_ids
+
+    def _request(self, index: int, token_ids: tuple[int, ...], reading: PromptReading) -> Request:
+        job = self.job
+        return Request(
+            output_id(job.engine_id, index),
+            token_ids,
+            prompt_logprobs=None if reading.scores_from is None else 0,
+            reading=reading,
+            cache=job.cache,
+            priority=job.priority,
+            min_generation=job.min_generation,
+            received_ns=job.received_ns,
+            operation=job.operation,
+            trace_id=job.trace_id,
+            span_id=job.span_id,
+        )
+
+    async def _prepared(self, request: Request) -> PreparedPrompt:
+        work = partial(self.serving.engine.prepare, request)
+        return await self.serving.lanes.convert(work, TOKEN_COST * len(request.prompt_token_ids))
+
+    async def take_all(self) -> list[Taken]:
+        """Wait for all outputs, and return what each has. RequestAborted where one was ended before."""
+        taken: dict[int, Taken] = {}
+        while not self.is_done:
+            index, one = await self.take()
+            if one.finish is not None and one.finish.reason is not FinishReason.PROMPT_READ:
+                raise RequestAborted(one.finish.message)
+            taken[index] = one
+        return [taken[index] for index in range(len(taken))]
+
+
+def embedding(
+    form: VectorForm, fitted: Fitted, taken: Taken, weights: types_pb2.WeightsVersion
+) -> inference_pb2.Embedding:
+    """The vector of one input."""
+    pooled = np.frombuffer(taken.hidden, "<f4").astype(np.float32)
+    return inference_pb2.Embedding(
+        values=form.vector(pooled).astype("<f4", copy=False).tobytes(),
+        token_count=len(fitted.token_ids),
+        truncated_tokens=fitted.num_truncated,
+        weights=weights,
+    )
+
+
+def score(
+    token_ids: Sequence[int], taken: Taken, weights: types_pb2.WeightsVersion
+) -> inference_pb2.ContinuationScore:
+    """The score of one continuation with these tokens."""
+    logprobs = [value.sampled for value in taken.prompt_logprobs]
+    return inference_pb2.ContinuationScore(
+        token_ids=token_ids, logprobs=logprobs, total_logprob=math.fsum(logprobs), weights=weights
+    )
