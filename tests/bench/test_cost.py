@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from safetensors.numpy import load_file
 
 from bench.measures.cost import (
     Machine,
@@ -15,7 +16,9 @@ from bench.measures.cost import (
 )
 from bench.roofline import floors, measured
 from bench.workloads import Group, Job, Workload
+from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.models.registry import parse_config
+from tests.support.goldens import GOLDEN
 
 # 1 layer: q and o of 8 x 8, k and v of 8 x 4, three MLP matrices of 8 x 16; a vocabulary of 100.
 CONFIG = parse_config(
@@ -63,6 +66,14 @@ def test_weights_of_a_hybrid():
     # Queries, keys and values of 4, 4 and 12 channels, gates and output of 12, and two numbers for each of 4
     # heads; queries, their gates and the output of 16 channels, keys and values of 8; two MLPs.
     assert layer_weights(hybrid) == 8 * (20 + 12 + 12 + 8) + 8 * (16 + 16 + 16 + 8 + 8) + 2 * 3 * 128
+
+
+@pytest.mark.parametrize("name", ["lfm2", "granite_hybrid"])
+def test_weights_are_those_of_the_tensors(name):
+    """The matrices of a golden's layers, of which convolutions are none."""
+    tensors = load_file(GOLDEN / name / "model.safetensors")
+    sizes = [tensor.size for key, tensor in tensors.items() if "layers" in key and tensor.ndim == 2]
+    assert layer_weights(load_config(GOLDEN / name)) == sum(sizes)
 
 
 def test_prefill_from_the_start():

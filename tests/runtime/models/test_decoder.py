@@ -210,7 +210,13 @@ FORMATS = {
 
 @pytest.mark.parametrize("linear", FORMATS)
 @pytest.mark.parametrize(
-    "name", ["qwen3", "llama_linear_rope", "qwen2", pytest.param("qwen3_5", marks=pytest.mark.sweep)]
+    "name",
+    [
+        "qwen3",
+        "llama_linear_rope",
+        "qwen2",
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("qwen3_5", "granite_hybrid")),
+    ],
 )
 def test_bfloat16_and_int8_stay_close_to_pytorch(golden_root, make_sequence, name, linear):
     chosen = FORMATS[linear]

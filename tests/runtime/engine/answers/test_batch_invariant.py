@@ -15,7 +15,7 @@ from penstock.runtime.config import DEFAULT_TARGET_ITL_S
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.loading.hub import DEMO_DIRECTORY
-from penstock.runtime.models.configs.recurrent import DeltaNetConfig
+from penstock.runtime.models.configs.recurrent import DeltaNetConfig, MambaConfig, ShortConvConfig
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.params import abstract_model
 from penstock.runtime.ops.native import library
@@ -66,7 +66,17 @@ def test_a_model_of_an_unknown_class_promises_nothing():
 def with_delta_net(config, **changes):
     """The model with a gated delta net in the place of its first layer's attention."""
     net = DeltaNetConfig(num_key_heads=8, num_value_heads=16, key_dim=32, value_dim=32, num_taps=4)
-    first = dataclasses.replace(config.layers[0], attention=dataclasses.replace(net, **changes))
+    return with_first_layer(config, dataclasses.replace(net, **changes))
+
+
+def with_mamba(config, **changes):
+    """The model with Mamba-2 in the place of its first layer's attention."""
+    mamba = MambaConfig(num_heads=16, head_dim=32, state_dim=32, num_groups=1, num_taps=4)
+    return with_first_layer(config, dataclasses.replace(mamba, **changes))
+
+
+def with_first_layer(config, recurrent):
+    first = dataclasses.replace(config.layers[0], attention=recurrent)
     return dataclasses.replace(config, layers=(first, *config.layers[1:]))
 
 
@@ -85,6 +95,12 @@ def with_delta_net(config, **changes):
         # the numbers of 8 heads are not a multiple of 16, and neither are keys of 24 channels
         (lambda config: with_delta_net(config, num_value_heads=8), False),
         (lambda config: with_delta_net(config, key_dim=24), False),
+        (lambda config: with_mamba(config), True),
+        (lambda config: with_mamba(config, num_heads=8, head_dim=64), False),
+        (lambda config: with_mamba(config, state_dim=24), False),
+        (lambda config: with_mamba(config, num_taps=9), False),  # the kernel takes up to 8
+        (lambda config: with_first_layer(config, ShortConvConfig(channels=64, num_taps=3)), True),
+        (lambda config: with_first_layer(config, ShortConvConfig(channels=72, num_taps=3)), False),
     ],
 )
 def test_every_part_of_a_model_must_be_native(changed, native):
