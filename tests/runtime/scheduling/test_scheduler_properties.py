@@ -34,12 +34,13 @@ def random_groups(rng: random.Random, first: int | None) -> tuple[GroupLimits, .
     return tuple(GroupLimits(random_pages(rng), window) for window in windows)
 
 
-def random_config(rng: random.Random) -> SchedulerConfig:
+def random_config(rng: random.Random, *, always_state: bool = False) -> SchedulerConfig:
     max_num_seqs = rng.randint(1, 5)
     num_pages = random_pages(rng)
     window = rng.choice([None, None, rng.randint(1, 12)])
-    has_state = rng.random() < 0.4
+    has_state = always_state or rng.random() < 0.4
     num_snapshots = rng.choice([0, 1, 2, rng.randint(1, 8)]) if has_state else 0
+    num_snapshots = max(num_snapshots, always_state)
     cached = rng.choice([None, None, 0, rng.randint(1, num_pages)])
     return SchedulerConfig(
         max_num_seqs=max_num_seqs,
