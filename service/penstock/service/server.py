@@ -104,7 +104,7 @@ class PenstockServer:
         self._access = access_of(self._keys, usage or self._ledger, logs_calls=options.access_log)
         self.metrics = Metrics(options.metrics, collector)
         """What the server measures, and the ways out of it."""
-        self._lanes = Lanes(self.metrics.meters)
+        self._lanes = Lanes(self.metrics.meters, options.max_receive_bytes)
         self._stalls = StallLog()
         self.sends = Sends(options.stall_limit_s, self._stalls)
         """What follows every message on its way out."""

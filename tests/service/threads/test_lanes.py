@@ -10,8 +10,9 @@ import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ships no hints
 
 from penstock.runtime.requests.fanout import PreparedPrompt
+from penstock.service.errors import Busy
 from penstock.service.requests.features import Features
-from penstock.service.threads.lanes import MOST_TEMPLATES, Lane
+from penstock.service.threads.lanes import MIB, MOST_TEMPLATES, Lane, Lanes
 from penstock.v1 import control_pb2, types_pb2
 from tests.service.codecs import byte_codec
 from tests.service.rig import failure_of, fake, generate, serving, until
@@ -243,3 +244,27 @@ async def test_work_that_raises_stop_iteration_is_not_awaited_for_ever() -> None
             await asyncio.wait_for(lane.run(lambda: next(iter(()))), 30)
     finally:
         lane.close()
+
+
+async def test_there_is_room_for_several_of_the_largest_messages() -> None:
+    """Else one of 64 MiB, with images, would keep all others out."""
+    for max_message_bytes, messages, images in (
+        (8 * MIB, 64 * MIB, 256 * MIB),
+        (64 * MIB, 512 * MIB, 512 * MIB),
+    ):
+        lanes = Lanes(max_message_bytes=max_message_bytes)
+        assert (lanes.by_name["convert"].most, lanes.by_name["images"].most) == (messages, images)
+        lanes.close()
+
+
+async def test_each_image_counts_beside_the_message_that_brought_it() -> None:
+    lanes, gate = Lanes(), threading.Event()
+    held = asyncio.ensure_future(lanes.images(lambda: gate.wait(20), 3, 1000))
+    await asyncio.sleep(0)
+    assert lanes.by_name["images"].held == 3 * MIB + 1000
+    with pytest.raises(Busy) as refused:
+        await lanes.images(lambda: None, 254, 0)
+    assert refused.value.limit == "images"
+    gate.set()
+    assert await held
+    lanes.close()

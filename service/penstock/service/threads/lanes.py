@@ -128,7 +128,9 @@ def _without_stop_iteration(work: Callable[[], T]) -> T:
 class Lanes:
     """The lanes of one server."""
 
-    def __init__(self, meters: LaneMeters | None = None) -> None:
+    def __init__(self, meters: LaneMeters | None = None, max_message_bytes: int = 8 * MIB) -> None:
+        """`max_message_bytes` is the size of the largest message, of which several may wait."""
+
         def lane(name: str, num_threads: int, most: int) -> Lane:
             return Lane(name, num_threads, most, meters)
 
@@ -137,10 +139,10 @@ class Lanes:
         # bound is therefore the longest time that an honest caller waits behind hostile ones.
         self._templates = lane("templates", 4, MOST_TEMPLATES)
         self._heavy = lane("heavy", 64, 1024)  # most of them wait: the compiler of grammars has few threads
-        self._convert = lane("convert", 4, 64 * MIB)
+        self._convert = lane("convert", 4, max(64 * MIB, 8 * max_message_bytes))
         self._texts = lane("texts", quick, 64 * MIB)
         self._long_texts = lane("long-texts", 4, 32 * MIB)
-        self._images = lane("images", 4, 256 * MIB)
+        self._images = lane("images", 4, max(256 * MIB, 8 * max_message_bytes))
         self._weights = lane("weights", 4, MOST_WEIGHTS)
         self._long_chars = LONG_CHARS
 

@@ -1,0 +1,109 @@
+"""PyTorch's tokens after prompts with pictures, from the client to the model and back.
+
+The engine's own tests take every schedule (tests/runtime/engine/media/test_golden_pictures.py). Here the
+pictures come over the wire: beside texts and token ids, in conversations, in calls and in streams, of several
+callers at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.client import AsyncClient, Generation, Image
+from penstock.runtime.engine import Engine
+from penstock.service.requests.features import Features
+from penstock.v1 import control_pb2
+from tests.service.rig import Rig, serving
+from tests.support.goldens import CONFIG, GOLDEN, WITH_PICTURES, few
+
+IMAGE_TOKEN, MARK = 5, "<|image_pad|>"
+TEMPLATE = (
+    f"{{% for c in messages[0].content %}}{{{{ '{MARK}' if c.type == 'image' else c.text }}}}{{% endfor %}}"
+)
+"""Writes a conversation as the golden's text."""
+Case = dict[str, Any]
+
+
+@asynccontextmanager
+async def served(name: str) -> AsyncIterator[tuple[Rig, AsyncClient, list[Case]]]:
+    folder = GOLDEN / name
+    cases: list[Case] = json.loads((folder / "expected.json").read_text())["cases"]
+    config = dataclasses.replace(CONFIG, max_image_tokens=64)
+    engine = Engine.from_pretrained(str(folder), config)
+    async with serving(engine, features=Features(request_templates=True)) as rig:
+        async with AsyncClient(rig.server.address) as client:
+            yield rig, client, cases
+        assert engine.compiles_after_warmup == 0
+        assert engine.load().pages_used == 0
+        assert rig.serving.held_images.num_bytes == 0
+
+
+def images(folder: Path, case: Case) -> list[Image]:
+    return [Image(folder / file) for file in case["images"]]
+
+
+def content(folder: Path, case: Case) -> list[str | Image]:
+    """The text of the case with its pictures in their places."""
+    texts = case["text"].split(MARK)
+    parts: list[str | Image] = [texts[0]]
+    for image, text in zip(images(folder, case), texts[1:], strict=True):
+        parts += [image, text]
+    return parts
+
+
+def options(case: Case) -> Any:
+    return {
+        "temperature": 0,
+        "max_tokens": len(case["tokens"]),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "echo_prompt_token_ids": True,
+    }
+
+
+def check(answer: Generation, case: Case) -> None:
+    assert list(answer.prompt.token_ids) == case["prompt"]
+    assert answer.usage.image_tokens == case["prompt"].count(IMAGE_TOKEN) > 0
+    for output in answer.outputs:
+        assert list(output.token_ids) == case["tokens"]
+        assert output.logprobs is not None
+        np.testing.assert_allclose(output.logprobs.sampled, case["logprobs"], rtol=1e-4)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", few(WITH_PICTURES, ("qwen3_vl",)))
+async def test_pictures_over_the_wire_give_pytorchs_tokens(name: str) -> None:
+    folder = GOLDEN / name
+    async with served(name) as (rig, client, cases):
+        info = await client.model_info()
+        assert info.image_limits is not None
+        assert info.image_limits.image_token_id == IMAGE_TOKEN
+        for case in cases:
+            check(await client.generate(case["text"], media=images(folder, case), **options(case)), case)
+            tokens = await client.tokenize(case["text"])
+            by_ids = await client.generate(
+                token_ids=tokens.token_ids, media=images(folder, case), n=2, **options(case)
+            )
+            check(by_ids, case)
+            chat: Any = {
+                "messages": [{"role": "user", "content": content(folder, case)}],
+                "chat_template": TEMPLATE,
+            }
+            async with client.stream(**chat, **options(case)) as stream:
+                check(await stream.result(), case)
+            assert list((await client.tokenize(**chat)).token_ids) == case["prompt"]
+        await rig.control.FlushCache(control_pb2.FlushCacheRequest())
+        together = [
+            client.generate(case["text"], media=images(folder, case), **options(case)) for case in cases * 2
+        ]
+        for answer, case in zip(await asyncio.gather(*together), cases * 2, strict=True):
+            check(answer, case)
