@@ -19,9 +19,10 @@ from penstock.runtime.media.vision import Vision
 from penstock.runtime.requests.media import RotaryPositions
 from tests.runtime.media.test_decoding import encoded, huge_png, stripes
 
-PAD = 9
+PAD, VIDEO = 9, 8
 VISION = Vision(
     image_token_id=PAD,
+    video_token_id=VIDEO,
     patch_size=4,
     merge_size=2,
     temporal_patch_size=2,
@@ -137,6 +138,12 @@ def test_pictures_and_places_must_be_as_many(reader: ImageReader) -> None:
     assert refused(reader, [PAD])[0][0] == "media"
     assert refused(reader, [PAD] * 3, *[picture] * 3) == [("media", "3 images; at most 2 are taken")]
     assert place(reader, [1, 2]).media == ()
+
+
+def test_a_place_for_a_video_is_refused(reader: ImageReader) -> None:
+    ((field, described),) = refused(reader, [1, VIDEO, PAD], encoded(stripes()))
+    assert field == "media"
+    assert "videos are not taken" in described
 
 
 def test_every_bad_picture_is_named(reader: ImageReader) -> None:

@@ -115,6 +115,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
 def _vision(config: VisionConfig) -> Vision:
     return Vision(
         image_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
         patch_size=config.patch_size,
         merge_size=config.merge_size,
         temporal_patch_size=config.temporal_patch_size,

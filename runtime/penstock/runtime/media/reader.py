@@ -57,6 +57,9 @@ class ImageReader:
         decoded.
         """
         places = [i for i, token in enumerate(token_ids) if token == self._vision.image_token_id]
+        if self._vision.video_token_id in token_ids:
+            described = f"the prompt has a place for a video (token {self._vision.video_token_id})"
+            raise InvalidRequest([Violation(where, f"{described}, and videos are not taken")])
         if len(images) > self.limits.max_images:
             described = f"{len(images)} images; at most {self.limits.max_images} are taken"
             raise InvalidRequest([Violation(where, described)])

@@ -15,6 +15,8 @@ class Vision:
 
     image_token_id: int
     """The token that stands for a picture in a prompt; the engine repeats it for each of its embeddings."""
+    video_token_id: int | None = None
+    """The token that stands for a video, which the engine does not take; None: there is none."""
     patch_size: int
     """Height and width of a patch, in pixels."""
     merge_size: int

@@ -17,7 +17,7 @@ from penstock.runtime import Engine
 from penstock.runtime.config import CPU_SIZES
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.execution.backend import Backend, single_device_mesh
-from penstock.runtime.execution.media.encoding import encode_buckets, encode_calls
+from penstock.runtime.execution.media.encoding import encode_buckets, encode_call
 from penstock.runtime.grammar.masks.step_masks import Filled, StepMasks
 from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
 from penstock.runtime.requests.constraint import Mask
@@ -28,7 +28,6 @@ from penstock.runtime.scheduling.plan import Encode
 from tests.support.chunks import set_chunk
 from tests.support.collector import Collector, at_gate
 from tests.support.models.pictured import (
-    PAD,
     VISION,
     expected_tokens,
     picture,
@@ -240,16 +239,16 @@ def test_a_picture_that_no_program_takes_is_refused() -> None:
         engine.shutdown()
 
 
-def test_calls_take_as_many_pictures_as_fit() -> None:
+def test_a_call_takes_one_picture_and_the_smallest_bucket_that_holds_it() -> None:
     buckets = encode_buckets(VISION, 100, 4)
     assert buckets == (256, 400)
     assert encode_buckets(VISION, 40, 2) == (160,)
-    encodes = [
-        Encode(picture(i, size), (i,)) for i, size in enumerate((30, 30, 32, 25, 5))
-    ]  # 120, 120, 128, 100 and 20 patches
-    calls = list(encode_calls(VISION, buckets, 1000, encodes))
-    assert [call.bucket for call in calls] == [400, 256]
-    assert [int(call.packed[0]) for call in calls] == [368, 120]
-    assert calls[1].packed[1:32].tolist() == [*range(96, 121), 128, 129, 130, 131, 132, 1000]
-    assert np.all(calls[0].packed[93:] == 1000)
-    assert VISION.image_token_id == PAD
+    small, large = (
+        encode_call(VISION, buckets, 1000, Encode(picture(1, size), (3, 7, 2))) for size in (40, 65)
+    )
+    assert (small.bucket, large.bucket) == (256, 400)
+    assert small.packed[0] == 160
+    assert small.packed[1:].tolist() == [*range(96, 128), *range(224, 232), *[1000] * 24]
+    assert large.packed[1:].tolist() == [*range(96, 128), *range(224, 256), 64, *[1000] * 35]
+    nothing = encode_call(VISION, buckets, 1000, None)
+    assert (nothing.bucket, nothing.packed.tolist()) == (256, [0, *[1000] * 64])

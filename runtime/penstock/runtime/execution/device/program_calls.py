@@ -13,7 +13,7 @@ from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.device.device_state import DeviceState
 from penstock.runtime.execution.device.hidden_rows import sums_buffer
 from penstock.runtime.execution.device.prompt_logprobs import prompt_buffer
-from penstock.runtime.execution.media.encoding import EncodeCall, blank_call, encode_calls
+from penstock.runtime.execution.media.encoding import EncodeCall, encode_call
 from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.request_programs import pack_admission, pack_page_copies
 from penstock.runtime.execution.runner_config import RunnerConfig
@@ -99,8 +99,8 @@ class ProgramCalls:
         """Encodes pictures into the pool."""
         config, vision = self._config, self._config.vision
         assert vision is not None, "a plan encodes pictures for a model that reads none"
-        for call in encode_calls(vision, config.encode_buckets, config.pool_rows, encodes):
-            self._encode(call)
+        for encode in encodes:
+            self._encode(encode_call(vision, config.encode_buckets, config.pool_rows, encode))
 
     def _encode(self, call: EncodeCall) -> None:
         device = self._device
@@ -128,8 +128,8 @@ class ProgramCalls:
         self.copy_pages(())
         self.write_tables(slots.table_rows([0]))
         if self._config.vision is not None:
-            smallest = self._config.encode_buckets[0]
-            self._encode(blank_call(self._config.vision, smallest, self._config.pool_rows))
+            config = self._config
+            self._encode(encode_call(self._config.vision, config.encode_buckets, config.pool_rows, None))
         jax.block_until_ready((self._device.rows, self._device.kv, self._device.pool))
 
     def all_allowed(self, rows: int) -> Ints:

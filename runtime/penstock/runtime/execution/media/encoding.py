@@ -1,13 +1,14 @@
 """The program that encodes pictures, and how its calls are packed.
 
-One program per bucket of patches takes several pictures and writes their embeddings into the pool: arrays of
-rows, one row for each token of a picture, in the blocks that the scheduler has chosen.
+One program per bucket of patches takes a picture and writes its embeddings into the pool: arrays of rows, one
+row for each token of a picture, in the blocks that the scheduler has chosen. A call takes one picture only:
+so the bits of its embeddings depend on nothing else, whatever is encoded in the same step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -93,37 +94,16 @@ class EncodeCall(NamedTuple):
     packed: NDArray[np.int32]
 
 
-def encode_calls(
-    vision: Vision, buckets: Sequence[int], num_rows: int, encodes: Sequence[Encode]
-) -> Iterator[EncodeCall]:
-    """The calls that encode these pictures into a pool of so many rows, as many pictures in each as fit."""
-    group: list[Encode] = []
-    patches = 0
-    for encode in encodes:
-        if group and patches + encode.item.num_patches > buckets[-1]:
-            yield _call(vision, buckets, num_rows, group)
-            group, patches = [], 0
-        group.append(encode)
-        patches += encode.item.num_patches
-    if group:
-        yield _call(vision, buckets, num_rows, group)
-
-
-def blank_call(vision: Vision, bucket: int, num_rows: int) -> EncodeCall:
-    """A call that encodes nothing."""
-    return _call(vision, (bucket,), num_rows, ())
-
-
-def _call(vision: Vision, buckets: Sequence[int], num_rows: int, encodes: Sequence[Encode]) -> EncodeCall:
-    items = [encode.item for encode in encodes]
+def encode_call(vision: Vision, buckets: Sequence[int], num_rows: int, encode: Encode | None) -> EncodeCall:
+    """The call that encodes a picture into a pool of so many rows; None: it encodes nothing."""
+    items = [] if encode is None else [encode.item]
     patches = sum(item.num_patches for item in items)
     bucket = buckets[bisect_left(buckets, patches)]
     packed = np.full(1 + bucket // vision.patches_per_token, num_rows, np.int32)
     packed[0] = patches
-    at = 1
-    for item, blocks in encodes:
-        packed[at : at + item.num_tokens] = pool_rows(blocks, 0, item.num_tokens)
-        at += item.num_tokens
+    if encode is not None:
+        count = encode.item.num_tokens
+        packed[1 : 1 + count] = pool_rows(encode.blocks, 0, count)
     return EncodeCall(bucket, vision.inputs(items, bucket), packed)
 
 
