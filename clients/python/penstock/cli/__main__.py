@@ -23,6 +23,7 @@ COMMANDS = {
     "check": "say whether a checkpoint would serve, and how much memory it takes",
     "generate": "continue a prompt, streaming to the terminal",
     "chat": "talk to a model in the terminal",
+    "embed": "make vectors of texts",
     "info": "show a server's model, limits and load",
     "top": "watch a server's load, latencies and requests",
     "health": "say whether a server takes requests, or wait until it does",

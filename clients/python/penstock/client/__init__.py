@@ -57,10 +57,12 @@ from penstock.client.replies.streams import AsyncGenerationStream, GenerationStr
 from penstock.client.requests.constraints import Choice, Constraint, Ebnf, JsonObject, JsonSchema, Regex
 from penstock.client.requests.control_requests import TraceLevel
 from penstock.client.requests.options import ChatOptions, RequestOptions, Truncation
+from penstock.client.requests.reading_requests import EmbedOptions, Pooling, ReadingOptions
 from penstock.client.requests.weights_requests import InFlightPolicy, Progress, Staging, UpdateOptions
 from penstock.client.status import Violation
 from penstock.client.values.chat_values import ChatMessage, Tool, ToolCall, ToolLike, Turn
 from penstock.client.values.image_values import Image
+from penstock.client.values.reading_values import ContinuationScore, Embedding, Embeddings, Scores
 from penstock.client.values.results import (
     Delta,
     Finish,
@@ -134,6 +136,7 @@ __all__ = [
     "CommittedWeights",
     "Conflict",
     "Constraint",
+    "ContinuationScore",
     "CostlyGrammar",
     "DeadlineExceeded",
     "Delta",
@@ -142,6 +145,9 @@ __all__ = [
     "Draining",
     "DuplicateRequestId",
     "Ebnf",
+    "EmbedOptions",
+    "Embedding",
+    "Embeddings",
     "EndedRequests",
     "EngineDead",
     "ExceedsKVCapacity",
@@ -176,6 +182,7 @@ __all__ = [
     "Output",
     "Paused",
     "PenstockClientError",
+    "Pooling",
     "PreconditionFailed",
     "Profile",
     "ProfileUnderWay",
@@ -185,6 +192,7 @@ __all__ = [
     "ProtocolError",
     "QueueFull",
     "RateLimited",
+    "ReadingOptions",
     "RefusedError",
     "Regex",
     "RequestOptions",
@@ -193,6 +201,7 @@ __all__ = [
     "ResponseTooLarge",
     "Retry",
     "SamplingDefaults",
+    "Scores",
     "ServedElsewhere",
     "ServerError",
     "ServerInfo",

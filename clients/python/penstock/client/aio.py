@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Self, Unpack
 
-from penstock.client.async_calls import AsyncCalls
+from penstock.client.async_readings import AsyncReadings
 from penstock.client.connection.channel import Metadata
 from penstock.client.connection.timeouts import TEXT_TIMEOUT
 from penstock.client.replies import messages
@@ -42,7 +42,7 @@ from penstock.client.weights.update import chunk_bytes_of, described, update_of
 from penstock.v1 import control_pb2, inference_pb2
 
 
-class AsyncClient(AsyncCalls):
+class AsyncClient(AsyncReadings):
     """A connection to one server, or to several that serve the same, for one event loop. Make it inside a
     coroutine.
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Self, Unpack
 
-from penstock.client.calls import Calls
 from penstock.client.connection.channel import Metadata
 from penstock.client.connection.timeouts import TEXT_TIMEOUT
+from penstock.client.readings import Readings
 from penstock.client.replies import messages
 from penstock.client.replies.profiles import received
 from penstock.client.replies.server_streams import ServerStream
@@ -39,7 +39,7 @@ from penstock.client.weights.update import chunk_bytes_of, described, update_of
 from penstock.v1 import control_pb2, inference_pb2
 
 
-class Client(Calls):
+class Client(Readings):
     """A connection to one server, or to several that serve the same. It may be shared between threads.
 
     `addr` is host:port or unix:/path; the default is 127.0.0.1:50051. Several servers are given as

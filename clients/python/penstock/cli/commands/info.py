@@ -65,6 +65,10 @@ def _value(value: object) -> str:
     return " ".join(f"{v[0]}={v[1]:g}" if isinstance(v, tuple) else repr(v) for v in value)
 
 
+def _embeddings(model: ModelInfo) -> str:
+    return f"{model.hidden_size} numbers, {model.default_pooling}" if model.hidden_size else "none"
+
+
 def _images(limits: ImageLimits | None) -> str:
     if limits is None:
         return "none are taken"
@@ -94,6 +98,9 @@ def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
             "features": ", ".join(model.features) or "none",
             "template reads": ", ".join(model.template_variables) or "none",
             "images": _images(model.image_limits),
+            "embeddings": f"{model.hidden_size} numbers, {model.default_pooling}"
+            if model.hidden_size
+            else "none",
         },
         "server": {
             "version": server.server_version,

@@ -25,6 +25,7 @@ def _member(kind: type[EnumT], number: int, names: Mapping[Any, str], prefix: st
 
 _FINISH_NAMES = {number: name for name, number in types_pb2.FinishReason.items()}
 _OUTCOME_NAMES = {number: name for name, number in inference_pb2.AbortOutcome.items()}
+_POOLING_NAMES = {number: name for name, number in types_pb2.Pooling.items()}
 _FEATURE_NAMES = {number: name for name, number in control_pb2.Feature.items()}
 _LEVEL_NAMES = {number: name for name, number in telemetry_pb2.TraceLevel.items()}
 _UPDATE_NAMES = {number: name for name, number in weights_pb2.UpdateOutcome.items()}
@@ -177,6 +178,8 @@ def model_info(message: control_pb2.GetModelInfoResponse) -> server_values.Model
         staged_update_id=message.staged_update_id,
         template_variables=tuple(message.template_variables),
         image_limits=_image_limits(message.image_limits) if message.HasField("image_limits") else None,
+        hidden_size=message.hidden_size,
+        default_pooling=spelled(_POOLING_NAMES, message.default_pooling, "POOLING_"),
     )
 
 

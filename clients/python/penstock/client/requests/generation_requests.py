@@ -47,7 +47,7 @@ def fill_request(request: RequestT, prompt: str | None, options: RequestOptions)
     for name, value in given.items():
         if name in FIELDS:
             with violations.of(FIELDS[name]), named(name):
-                _set(request, FIELDS[name], value)
+                assign(request, FIELDS[name], value)
     violations.tell()
     return request
 
@@ -100,7 +100,7 @@ def _set_input(request: RequestT, prompt: str | None, given: Mapping[str, Any]) 
         request.chat.CopyFrom(chat_prompt(cast(ChatOptions, chat)))
 
 
-def _set(request: ProtoMessage, path: str, value: Any) -> None:
+def assign(request: ProtoMessage, path: str, value: Any) -> None:
     """Assign one option. Raises ValueError if the field's type cannot hold the value."""
     *parents, name = path.split(".")
     holder: Any = request

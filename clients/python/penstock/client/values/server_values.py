@@ -116,6 +116,10 @@ class ModelInfo:
     """The names for `template_options` that the model's own chat templates read."""
     image_limits: ImageLimits | None = None
     """What the model takes of images; None if it takes none."""
+    hidden_size: int = 0
+    """How many numbers a hidden state has, and so an embedding; 0 where the server sends neither."""
+    default_pooling: str = "unspecified"
+    """What `embed` makes vectors of where a call does not say it: "last_token" or "mean"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,117 @@
+"""Embed and Score of both clients, on a server that answers what it is told to."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from penstock.client import AsyncClient, Client, InvalidRequest, Pooling, ProtocolError, Truncation
+from penstock.v1 import inference_pb2, types_pb2
+
+
+def vectors(*numbers):
+    return inference_pb2.EmbedResponse(
+        request_id="r",
+        model="m",
+        embeddings=[
+            inference_pb2.Embedding(
+                values=struct.pack("<3f", *each),
+                token_count=2,
+                truncated_tokens=1,
+                weights=types_pb2.WeightsVersion(label="w", generation=4),
+            )
+            for each in numbers
+        ],
+        usage=types_pb2.Usage(prompt_tokens=5, cached_prompt_tokens=3),
+    )
+
+
+async def call(server, is_async, name, *args, **options):
+    if not is_async:
+        with Client(server.addr) as client:
+            return getattr(client, name)(*args, **options)
+    async with AsyncClient(server.addr) as client:
+        return await getattr(client, name)(*args, **options)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_embed(server, is_async):
+    server.embeddings = vectors((1, 2, 3), (0.5, -1, 0))
+    reply = await call(
+        server,
+        is_async,
+        "embed",
+        ["a", (7, 8)],
+        pooling=Pooling.MEAN,
+        normalize=False,
+        dimensions=3,
+        truncation=Truncation.LEFT,
+        request_id="r",
+        model="m",
+        priority=2,
+        min_weights=3,
+        cache_salt="s",
+        bypass_prefix_cache=True,
+    )
+    assert [one.numbers for one in reply.embeddings] == [(1, 2, 3), (0.5, -1, 0)]
+    first = reply.embeddings[0]
+    assert (first.token_count, first.truncated_tokens, first.weights.generation) == (2, 1, 4)
+    assert (reply.request_id, reply.model, reply.usage.cached_prompt_tokens) == ("r", "m", 3)
+    assert server.calls[-1] == inference_pb2.EmbedRequest(
+        request_id="r",
+        model="m",
+        inputs=[
+            inference_pb2.EmbedInput(text="a"),
+            inference_pb2.EmbedInput(token_ids=types_pb2.TokenIds(ids=[7, 8])),
+        ],
+        pooling=types_pb2.POOLING_MEAN,
+        normalize=False,
+        dimensions=3,
+        truncation=types_pb2.TRUNCATION_LEFT,
+        priority=2,
+        min_weights=types_pb2.WeightsVersion(generation=3),
+        cache=types_pb2.CacheOptions(cache_salt="s", bypass_prefix_cache=True),
+    )
+    await call(server, is_async, "embed", ["a", "b"])
+    bare = [inference_pb2.EmbedInput(text=text) for text in "ab"]
+    assert server.calls[-1] == inference_pb2.EmbedRequest(inputs=bare)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_score(server, is_async):
+    server.scores = inference_pb2.ScoreResponse(
+        request_id="r",
+        model="m",
+        prompt=types_pb2.PromptInfo(token_count=2),
+        scores=[inference_pb2.ContinuationScore(token_ids=[5, 6], logprobs=[-1, -2], total_logprob=-3)],
+    )
+    reply = await call(server, is_async, "score", "p", ["x"], priority=1)
+    (score,) = reply.scores
+    assert (score.token_ids, score.logprobs, score.total_logprob) == ((5, 6), (-1, -2), -3)
+    assert reply.prompt.token_count == 2
+    wanted = [inference_pb2.Continuation(text="x")]
+    assert server.calls[-1] == inference_pb2.ScoreRequest(prompt="p", continuations=wanted, priority=1)
+    await call(server, is_async, "score", [1, 2], [[3]])
+    assert server.calls[-1] == inference_pb2.ScoreRequest(
+        prompt_token_ids=types_pb2.TokenIds(ids=[1, 2]),
+        continuations=[inference_pb2.Continuation(token_ids=types_pb2.TokenIds(ids=[3]))],
+    )
+
+
+async def test_an_answer_that_lacks_a_vector_is_no_answer(server):
+    server.embeddings = vectors((1, 2, 3))
+    with pytest.raises(ProtocolError):
+        await call(server, False, "embed", ["a", "b"])
+
+
+async def test_what_cannot_be_sent_is_refused_here(server):
+    with pytest.raises(TypeError, match="inputs"):
+        await call(server, False, "embed", "a")
+    with pytest.raises(TypeError, match="continuations"):
+        await call(server, False, "score", "a", "b")
+    with pytest.raises(TypeError, match="did you mean 'pooling'"):
+        await call(server, False, "embed", ["a"], poolin="mean")
+    with pytest.raises(InvalidRequest) as refusal:
+        await call(server, False, "embed", ["a", [-1]], pooling="max", dimensions=-1)
+    assert {one.field for one in refusal.value.violations} == {"inputs[1]", "pooling", "dimensions"}
