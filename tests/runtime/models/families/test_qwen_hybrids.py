@@ -15,10 +15,9 @@ from penstock.runtime.ops.cache_spec import SlotState
 from tests.support.models.configs import attentions, published
 
 NEXT = published("Qwen3-Next-80B-A3B-Instruct")
-# The text models of what is published as Qwen3_5ForConditionalGeneration and
-# Qwen3_5MoeForConditionalGeneration.
-DENSE = published("Qwen3.5-0.8B-text")
-EXPERTS = published("Qwen3.5-35B-A3B-text")
+# The text models of what is published with an encoder of pictures.
+DENSE = {**published("Qwen3.5-0.8B")["text_config"], "architectures": ["Qwen3_5ForCausalLM"]}
+EXPERTS = {**published("Qwen3.5-35B-A3B")["text_config"], "architectures": ["Qwen3_5MoeForCausalLM"]}
 SHARED = ExpertsConfig(
     num_experts=512, per_token=10, intermediate_size=512, shared_size=512, shared_gate=True
 )
@@ -69,6 +68,15 @@ def test_defaults(data):
     fields |= {"rms_norm_eps", "moe_intermediate_size", "num_experts", "num_experts_per_tok"}
     fields |= {"shared_expert_intermediate_size", "partial_rotary_factor", "norm_topk_prob"}
     assert parse_config(without(data, *fields)) == parse_config({**data, "linear_num_value_heads": 32})
+
+
+@pytest.mark.parametrize(("name", "text"), [("Qwen3.5-0.8B", DENSE), ("Qwen3.5-35B-A3B", EXPERTS)])
+def test_the_text_model_is_the_same_with_an_encoder_of_pictures(name, text):
+    config = parse_config(published(name))
+    assert config.vision is not None
+    assert config.layers == parse_config(text).layers
+    assert config.names.decoder == "model.language_model."
+    assert config.names.stacked == (text is EXPERTS)
 
 
 def test_which_layers_attend():
