@@ -24,17 +24,19 @@ from penstock.openai.front import Front, front_of
 from penstock.openai.requests.tokens import PARAMS
 from penstock.openai.routes.chat import chat
 from penstock.openai.routes.completions import completions
+from penstock.openai.routes.embeddings import embed
 from penstock.openai.routes.health import health
 from penstock.openai.routes.metrics import metrics
 from penstock.openai.routes.models import list_models, show_model
 from penstock.openai.routes.openapi import openapi
 from penstock.openai.routes.page import show_page, show_page_file
 from penstock.openai.routes.responses import create_response
-from penstock.openai.routes.tokens import detokenize, embed, tokenize
+from penstock.openai.routes.tokens import detokenize, tokenize
 from penstock.openai.schemas.chat import ChatBody
 from penstock.openai.schemas.completions import CompletionBody
+from penstock.openai.schemas.embeddings import EmbeddingBody
 from penstock.openai.schemas.responses import ResponsesBody
-from penstock.openai.schemas.tokens import DetokenizeBody, EmbeddingBody, TokenizeBody
+from penstock.openai.schemas.tokens import DetokenizeBody, TokenizeBody
 
 PAGE: Final = (
     Endpoint("GET", "/", show_page, "The web page.", is_api=False),
@@ -47,7 +49,7 @@ ENDPOINTS: Final = (
     Endpoint("POST", "/v1/chat/completions", chat, "Continues a conversation.", ChatBody),
     Endpoint("POST", "/v1/completions", completions, "Continues texts.", CompletionBody),
     Endpoint("POST", "/v1/responses", create_response, "Answers a list of items.", ResponsesBody),
-    Endpoint("POST", "/v1/embeddings", embed, "Refused: no server makes embeddings.", EmbeddingBody),
+    Endpoint("POST", "/v1/embeddings", embed, "Makes vectors of texts.", EmbeddingBody),
     Endpoint("POST", "/tokenize", tokenize, "The tokens of a text or a conversation.", TokenizeBody, PARAMS),
     Endpoint("POST", "/detokenize", detokenize, "The text of tokens.", DetokenizeBody, PARAMS),
     Endpoint("GET", "/v1/models", list_models, "The models that are served."),

@@ -121,6 +121,18 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
         store=_word(False),
     ),
     "ResponseEvent": _always(type=_TEXT, sequence_number=_COUNT),
+    "Embeddings": _always(
+        object=_word("list"),
+        data=_list_of(
+            _always(
+                object=_word("embedding"),
+                index=_COUNT,
+                embedding={"anyOf": [{"type": "array", "items": {"type": "number"}}, _TEXT]},
+            )
+        ),
+        model=_TEXT,
+        usage=_always(prompt_tokens=_COUNT, total_tokens=_COUNT),
+    ),
     "Tokens": _always(count=_COUNT, max_model_len=_COUNT, tokens=_IDS),
     "Text": _always(prompt=_TEXT),
     "Health": _always(status=_word("ok", "draining", "unavailable")),
@@ -133,6 +145,7 @@ ANSWERS: Final[Mapping[str, tuple[str, str | None]]] = {
     "/v1/chat/completions": ("ChatCompletion", "ChatCompletionChunk"),
     "/v1/completions": ("Completion", "CompletionChunk"),
     "/v1/responses": ("Response", "ResponseEvent"),
+    "/v1/embeddings": ("Embeddings", None),
     "/tokenize": ("Tokens", None),
     "/detokenize": ("Text", None),
     "/health": ("Health", None),

@@ -6,7 +6,7 @@ from penstock.client import RequestOptions
 from penstock.openai.backend import ModelFacts
 from penstock.openai.requests.refusing import unsupported_value
 from penstock.openai.requests.sampling import sampling_options, sampling_params
-from penstock.openai.schemas.completions import CompletionBody
+from penstock.openai.schemas.completions import CompletionBody, prompts_of
 
 PromptOptions = tuple[str | None, RequestOptions]
 """A prompt if it is a text, and the keyword arguments, which hold a prompt of token ids."""
@@ -42,10 +42,7 @@ def one_by_one(body: CompletionBody, options: RequestOptions, answer_id: str) ->
     """What the client is given for each prompt. Of several prompts each has an id of its own at the server:
     the answer's with the number of the prompt.
     """
-    prompts: list[str | list[int]]
-    prompts = (
-        [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else body.prompt
-    )
+    prompts = prompts_of(body.prompt)
     made: list[PromptOptions] = []
     for i, prompt in enumerate(prompts):
         own: RequestOptions = {**options}

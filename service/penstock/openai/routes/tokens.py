@@ -1,8 +1,6 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes, and the refusal of /v1/embeddings."""
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
 
 from __future__ import annotations
-
-from typing import NoReturn
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +11,7 @@ from penstock.openai.front import Front, front_of
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, json_response
 from penstock.openai.requests.tokens import chat_of
-from penstock.openai.schemas.tokens import DetokenizeBody, EmbeddingBody, TokenizeBody
+from penstock.openai.schemas.tokens import DetokenizeBody, TokenizeBody
 
 
 async def tokenize(request: Request) -> Response:
@@ -51,13 +49,6 @@ async def detokenize(request: Request) -> Response:
         body.tokens, skip_special_tokens=False, timeout=call.timeout, metadata=call.metadata
     )
     return json_response({"prompt": await answered(request, asked)})
-
-
-async def embed(request: Request) -> NoReturn:
-    """Refuse: no server has an RPC that embeds."""
-    await read_body(request, EmbeddingBody)
-    message = "the models that Penstock serves write text; they make no embeddings"
-    raise ApiError(501, message, code="unsupported_endpoint", may_retry=False)
 
 
 async def _check_model(model: str | None, front: Front, call: Call) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
@@ -13,30 +13,42 @@ from penstock.openai.schemas.sampling import LACKING, SamplingBody
 MAX_PROMPTS = 256
 """The most prompts of one request. Each is a call of its own to the server."""
 
-_SHAPE = "prompt must be a text, a list of texts, a list of token ids, or a list of lists of token ids"
+_SHAPE = "must be a text, a list of texts, a list of token ids, or a list of lists of token ids"
 
 
 def _is_ids(value: list[Any]) -> bool:
     return all(type(item) is int for item in value)
 
 
-def _shaped(value: Any) -> Any:
-    """Look at all items at once, for one error at most. Raises PydanticCustomError for other shapes."""
-    if isinstance(value, str):
+def prompts_in(name: str, most: int) -> Callable[[Any], Any]:
+    """What looks at the prompts in a field of this name, all items at once, for one error at most. It raises
+    PydanticCustomError for what is no `Prompt`, and for more than `most` prompts.
+    """
+
+    def shaped(value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise PydanticCustomError("prompt_type", f"{name} {_SHAPE}")
+        if not value:
+            raise PydanticCustomError("prompt_empty", f"{name} must not be an empty list")
+        if _is_ids(value):
+            return value
+        if not all(isinstance(item, str) for item in value) and not all(
+            isinstance(item, list) and item and _is_ids(item) for item in value
+        ):
+            raise PydanticCustomError("prompt_type", f"{name} {_SHAPE}")
+        if len(value) > most:
+            raise PydanticCustomError("prompt_many", f"{name} must have at most {most} prompts")
         return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("prompt_type", _SHAPE)
-    if not value:
-        raise PydanticCustomError("prompt_empty", "prompt must not be an empty list")
-    if _is_ids(value):
-        return value
-    if not all(isinstance(item, str) for item in value) and not all(
-        isinstance(item, list) and item and _is_ids(item) for item in value
-    ):
-        raise PydanticCustomError("prompt_type", _SHAPE)
-    if len(value) > MAX_PROMPTS:
-        raise PydanticCustomError("prompt_many", f"prompt must have at most {MAX_PROMPTS} prompts")
-    return value
+
+    return shaped
+
+
+def prompts_of(value: Any) -> list[str] | list[list[int]]:
+    """The single prompts of a `Prompt`."""
+    is_one = isinstance(value, str) or isinstance(value[0], int)
+    return [value] if is_one else value
 
 
 Prompt = str | list[str] | list[int] | list[list[int]]
@@ -45,7 +57,7 @@ Prompt = str | list[str] | list[int] | list[list[int]]
 class CompletionBody(SamplingBody):
     """One prompt or several, and what is wanted of their continuations."""
 
-    prompt: Annotated[Any, BeforeValidator(_shaped, json_schema_input_type=Prompt)]
+    prompt: Annotated[Any, BeforeValidator(prompts_in("prompt", MAX_PROMPTS), json_schema_input_type=Prompt)]
     """A `Prompt`, whose shape has been checked."""
     max_tokens: int | None = None
     """Without it 16 tokens, as in OpenAI's API. 0 goes with `echo` only: then the answer is the prompt."""

@@ -39,12 +39,3 @@ class DetokenizeBody(RequestBody):
 
     model: str | None = None
     tokens: list[int]
-
-
-class EmbeddingBody(RequestBody):
-    """Texts that shall become vectors, as OpenAI's clients ask for them."""
-
-    model: str
-    input: str | list[str] | list[int] | list[list[int]]
-    dimensions: int | None = None
-    encoding_format: Literal["float", "base64"] | None = None
