@@ -1,10 +1,9 @@
-"""/tokenize and /detokenize as vLLM's clients use them, and the refusal of /v1/embeddings."""
+"""/tokenize and /detokenize as vLLM's clients use them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import openai
 import pytest
 
 from tests.service.codecs import EOS, THINK, qwen_codec
@@ -59,18 +58,9 @@ async def test_tokens_become_text_again() -> None:
         ("/detokenize", {"tokens": [1, True]}, 400, "tokens[1]"),
         ("/detokenize", {"tokens": [1, 9999]}, 400, "tokens[1]"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
-        ("/v1/embeddings", {"model": "fake"}, 400, "input"),
     ],
 )
 async def test_what_is_wrong_is_named(path: str, body: dict[str, Any], status: int, param: str) -> None:
     async with front_rig() as rig:
         found, told = await post(rig, path, **body)
     assert (found, told["error"]["param"]) == (status, param), told
-
-
-async def test_no_embeddings() -> None:
-    async with front_rig() as rig:
-        with pytest.raises(openai.APIStatusError) as refused:
-            await rig.openai.embeddings.create(model="fake", input="x")
-    assert (refused.value.status_code, refused.value.code) == (501, "unsupported_endpoint")
-    assert refused.value.response.headers["x-should-retry"] == "false"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import struct
-from collections.abc import Sequence
 from typing import Any
 
-from penstock.client import Embeddings
+from penstock.client import Embedding, Embeddings
 from penstock.openai.jsonbytes import json_bytes
 
 
@@ -23,7 +21,7 @@ def _body(made: Embeddings, encoding: str) -> bytes:
         {
             "object": "list",
             "data": [
-                {"object": "embedding", "index": i, "embedding": _written(one.values, encoding)}
+                {"object": "embedding", "index": i, "embedding": _written(one, encoding)}
                 for i, one in enumerate(made.embeddings)
             ],
             "model": made.model,
@@ -32,7 +30,5 @@ def _body(made: Embeddings, encoding: str) -> bytes:
     )
 
 
-def _written(values: Sequence[float], encoding: str) -> Any:
-    if encoding == "float":
-        return list(values)
-    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+def _written(embedding: Embedding, encoding: str) -> Any:
+    return list(embedding.numbers) if encoding == "float" else base64.b64encode(embedding.values).decode()

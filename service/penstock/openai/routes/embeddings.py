@@ -36,9 +36,10 @@ async def embed(request: Request) -> Response:
 
 def _params(body: EmbeddingBody) -> dict[str, str]:
     """From the contract's path of a field to the name of the field of this request that it was made of."""
-    params = {"inputs": "input"}
-    if isinstance(body.input, str) or isinstance(body.input[0], int):
-        return params | {"inputs[0]": "input", "inputs[0].text": "input", "inputs[0].token_ids": "input"}
-    for i in range(len(body.input)):
-        params |= {f"inputs[{i}].text": f"input[{i}]", f"inputs[{i}].token_ids": f"input[{i}]"}
+    params = {"input": "input", "inputs": "input"}
+    is_one = isinstance(body.input, str) or isinstance(body.input[0], int)
+    for i in range(len(prompts_of(body.input))):
+        name = "input" if is_one else f"input[{i}]"
+        at = f"inputs[{i}]"
+        params |= {at: name, f"{at}.text": name, f"{at}.token_ids": name, f"{at}.token_ids.ids": name}
     return params

@@ -45,7 +45,7 @@ def prompts_in(name: str, most: int) -> Callable[[Any], Any]:
     return shaped
 
 
-def prompts_of(value: Any) -> list[str] | list[list[int]]:
+def prompts_of(value: Any) -> list[str | list[int]]:
     """The single prompts of a `Prompt`."""
     is_one = isinstance(value, str) or isinstance(value[0], int)
     return [value] if is_one else value
