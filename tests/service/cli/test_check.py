@@ -116,6 +116,23 @@ def test_windowed_layers_hold_their_window(run: Run) -> None:
     assert facts["request_bytes"] == 3 * 64 * per_token
 
 
+def test_a_model_that_reads_images(run: Run, tmp_path: Path) -> None:
+    """The golden has three embeddings of 48 float32 for a token: two are for layers that get some besides."""
+    code, out, err = run(str(GOLDEN / "qwen3_vl"), "--json")
+    facts = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (facts["images"], facts["image_bytes_per_token"]) == (True, 3 * 48 * 4)
+    assert "576 bytes for each token of an image" in run(str(GOLDEN / "qwen3_vl"))[1]
+    folder = tmp_path / "qwen3_vl"
+    shutil.copytree(GOLDEN / "qwen3_vl", folder)
+    processor = folder / "preprocessor_config.json"
+    processor.write_text(processor.read_text().replace('"patch_size": 8', '"patch_size": 4'))
+    assert "patch_size is 4, and the model's 8" in run(str(folder))[2]
+    processor.unlink()
+    assert "do not say how images are made ready" in run(str(folder))[1]
+    assert "none: the model reads text only" in run(str(GOLDEN / "qwen3"))[1]
+
+
 def test_seventy_billion_parameters_are_checked_without_reading_them(run: Run, tmp_path: Path) -> None:
     count = write_llama_70b(tmp_path / "large")
     code, out, _ = run(str(tmp_path / "large"), "--max-model-len", "8192", "--max-num-seqs", "1")

@@ -15,6 +15,8 @@ from penstock.runtime.execution.backend import Backend, check_required
 from penstock.runtime.loading.checkpoint import check_tensors, load_config
 from penstock.runtime.loading.pooling import read_pooling
 from penstock.runtime.loading.safetensors_files import find_tensors
+from penstock.runtime.loading.served_model import vision_of
+from penstock.runtime.media.processor import ImageProcessor
 from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules, model_dtype
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.scheduling.pages import window_pages
@@ -43,6 +45,10 @@ class Inspection:
     eos_token_ids: tuple[int, ...]
     text: TextCodec | None
     """Its tokenizer and chat template; None if it has none."""
+    image_token_bytes: int = 0
+    """Bytes of the pool of embeddings for each token of an image; 0: it reads no images."""
+    has_image_processor: bool = False
+    """Whether its files say how images are made ready for it; without that no prompt can have one."""
 
     @property
     def token_bytes(self) -> int:
@@ -90,6 +96,10 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
     read_pooling(directory)
+    vision, processor = config.vision, None
+    if vision is not None:
+        tokens = options.max_image_tokens or backend.sizes.image_tokens
+        processor = ImageProcessor.find(directory, vision_of(vision), tokens)
     linear = backend.linear_format(dtype, int8=options.quantization == "int8")
     rules = load_rules(config, dtype, linear)
     check_tensors(rules, find_tensors(directory), where=f"checkpoint {directory}", compare=False)
@@ -108,6 +118,10 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
         page_size=options.page_size,
         eos_token_ids=config.eos_token_ids,
         text=TextCodec.find(directory),
+        image_token_bytes=0
+        if vision is None
+        else vision.out_size * (1 + len(vision.deepstack)) * dtype.itemsize,
+        has_image_processor=processor is not None,
     )
 
 

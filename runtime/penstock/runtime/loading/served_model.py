@@ -106,13 +106,14 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         is_native=nnx.merge(graphdef, shapes).is_native,
         rules=load_rules(model_config, dtype, linear),
         directory=directory,
-        vision=None if model_config.vision is None else _vision(model_config.vision),
+        vision=None if model_config.vision is None else vision_of(model_config.vision),
         hidden_size=model_config.hidden_size,
         pooling=read_pooling(directory),
     )
 
 
-def _vision(config: VisionConfig) -> Vision:
+def vision_of(config: VisionConfig) -> Vision:
+    """What the engine must know of a model with this encoder of pictures."""
     return Vision(
         image_token_id=config.image_token_id,
         video_token_id=config.video_token_id,

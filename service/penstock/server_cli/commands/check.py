@@ -154,6 +154,8 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
         "kv_bytes_per_token_in_window": {str(window): n for window, n in found.window_bytes.items()},
         "state_bytes_per_request": found.cache.slot_bytes,
         "state_bytes_per_snapshot": found.cache.snapshot_bytes,
+        "images": found.has_image_processor,
+        "image_bytes_per_token": found.image_token_bytes,
         "request_bytes": request,
         "requests": num_seqs,
         "total_bytes": found.weight_bytes + num_seqs * request,
@@ -198,9 +200,18 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
         ("memory", f"{_size(facts['total_bytes'])} for the weights and {facts['requests']} such requests"),
         ("end tokens", ends),
         ("text", text),
+        ("images", _images(found)),
     ]
     head = f"{found.architecture} with {found.num_layers} layers would serve."
     return [head, *(f"  {name:<12}{value}" for name, value in rows)]
+
+
+def _images(found: Inspection) -> str:
+    if not found.image_token_bytes:
+        return "none: the model reads text only"
+    if not found.has_image_processor:
+        return "none: the files of the model do not say how images are made ready for it"
+    return f"{found.image_token_bytes:,} bytes for each token of an image whose embeddings are kept"
 
 
 def _size(num_bytes: int) -> str:
