@@ -372,7 +372,8 @@ type ImageLimits struct {
 	// GetServerInfoResponse.max_request_bytes.
 	// Unit: bytes.
 	MaxImageBytes uint64 `protobuf:"varint,2,opt,name=max_image_bytes,json=maxImageBytes,proto3" json:"max_image_bytes,omitempty"`
-	// The most pixels that an image has, its width times its height, as the head of its file tells them.
+	// The most pixels that an image has, its width times its height, as the head of its file tells them. All images of a
+	// request together have at most 4 times as many.
 	// Unit: pixels.
 	MaxImagePixels uint64 `protobuf:"varint,3,opt,name=max_image_pixels,json=maxImagePixels,proto3" json:"max_image_pixels,omitempty"`
 	// The forms of files that the server reads, such as "image/png".

@@ -256,7 +256,8 @@ class ImageLimits(_message.Message):
     Unit: bytes.
     """
     max_image_pixels: _builtins.int
-    """The most pixels that an image has, its width times its height, as the head of its file tells them.
+    """The most pixels that an image has, its width times its height, as the head of its file tells them. All images of a
+    request together have at most 4 times as many.
     Unit: pixels.
     """
     image_token_id: _builtins.int

@@ -149,7 +149,7 @@ class EngineConfig:
     """Most images of a request."""
     max_image_bytes: int = 20 * 2**20
     """Most bytes of an image, as it is sent."""
-    max_image_pixels: int = MOST_IMAGE_PIXELS
+    max_image_pixels: int = 2**25
     """Most pixels of an image, as its header says; it is refused before it is decoded."""
     max_image_tokens: int | None = None
     """Most tokens that an image stands for: larger ones are made smaller. The programs that encode images are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -97,6 +98,17 @@ def test_patches_are_pixels_in_the_order_of_tokens(reader: ImageReader) -> None:
                     expected = np.stack([square, square], axis=1).reshape(-1)
                     np.testing.assert_allclose(item.patches[number], expected, atol=1e-6)
                     number += 1
+
+
+def test_the_pixels_of_all_pictures_together_are_bounded(
+    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them is small enough; the heads of their files tell that together they are not."""
+    monkeypatch.setattr(reader, "limits", dataclasses.replace(LIMITS, max_images=5))
+    pictures = [huge_png(100, 100)] * 4 + [huge_png(1, 8)]
+    assert refused(reader, [PAD] * 5, *pictures) == [
+        ("media", "the images have 40008 pixels together; at most 40000 are taken")
+    ]
 
 
 def test_equal_pictures_have_equal_digests(reader: ImageReader) -> None:

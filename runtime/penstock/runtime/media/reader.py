@@ -15,6 +15,8 @@ from penstock.runtime.media.processor import Grid, ImageProcessor
 from penstock.runtime.media.vision import Vision
 from penstock.runtime.requests.media import MediaItem, RotaryPositions, digest_of
 
+FULL_IMAGES = 4
+"""How many images of the most pixels a request may have. Decoding one takes seconds."""
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -52,9 +54,9 @@ class ImageReader:
         """Puts the pictures, in their order, in the places of the prompt's image tokens. `fields` are the
         contract's paths of the pictures, and `where` is that of all of them.
 
-        Raises InvalidRequest with every picture that cannot be read, or if there are too many, or not as many
-        as places; PromptTooLong if the prompt would have more than `room` - 1 tokens, before any picture is
-        decoded.
+        Raises InvalidRequest with every picture that cannot be read, or if there are too many, of too many
+        pixels together, or not as many as places; PromptTooLong if the prompt would have more than `room` - 1
+        tokens, before any picture is decoded.
         """
         places = [i for i, token in enumerate(token_ids) if token == self._vision.image_token_id]
         if self._vision.video_token_id in token_ids:
@@ -72,6 +74,11 @@ class ImageReader:
         if not images:
             return Placed(tuple(token_ids))
         opened = _each(images, fields, lambda image: read_header(image, self.limits))
+        pixels = sum(each.width * each.height for each in opened)
+        if pixels > FULL_IMAGES * self.limits.max_pixels:
+            most = FULL_IMAGES * self.limits.max_pixels
+            described = f"the images have {pixels} pixels together; at most {most} are taken"
+            raise InvalidRequest([Violation(where, described)])
         counts = _each(opened, fields, lambda image: self._processor.num_tokens(*image.size))
         total = len(token_ids) + sum(counts) - len(counts)
         if total > room - 1:

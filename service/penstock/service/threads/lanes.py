@@ -125,6 +125,13 @@ def _without_stop_iteration(work: Callable[[], T]) -> T:
         raise RuntimeError("work in a lane raised StopIteration") from error
 
 
+def _image_threads() -> int:
+    """Few: each may need a gigabyte for the pixels of one image, and takes a processor from the model on a
+    CPU.
+    """
+    return max(2, min(8, available_processors() // 4))
+
+
 class Lanes:
     """The lanes of one server."""
 
@@ -142,7 +149,7 @@ class Lanes:
         self._convert = lane("convert", 4, max(64 * MIB, 8 * max_message_bytes))
         self._texts = lane("texts", quick, 64 * MIB)
         self._long_texts = lane("long-texts", 4, 32 * MIB)
-        self._images = lane("images", 4, max(256 * MIB, 8 * max_message_bytes))
+        self._images = lane("images", _image_threads(), max(256 * MIB, 8 * max_message_bytes))
         self._weights = lane("weights", 4, MOST_WEIGHTS)
         self._long_chars = LONG_CHARS
 

@@ -81,7 +81,7 @@ class ImageLimits:
     max_image_bytes: int
     """The most bytes of one. All of them must fit into `ServerInfo.max_request_bytes`, too."""
     max_image_pixels: int
-    """The most pixels of one, its width times its height."""
+    """The most pixels of one, its width times its height; all of a request have at most 4 times as many."""
     media_types: tuple[str, ...]
     """The forms that the server reads, such as "image/png"."""
     image_token_id: int
