@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from json.encoder import encode_basestring
 from typing import Any, Final
 
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -26,3 +27,10 @@ def on_one_line(made: str) -> str:
             if character in made:
                 made = made.replace(character, escaped)
     return made
+
+
+def json_string(text: str) -> str:
+    """A text as JSON, with its characters as they are but for those that may end a line: as fast as Python
+    writes it, because a stream has one for each token.
+    """
+    return on_one_line(encode_basestring(text))

@@ -8,9 +8,8 @@ from penstock.client import AsyncGenerationStream, Delta, Finished, Started, Sum
 from penstock.openai.answers.chat import tool_call_dict
 from penstock.openai.answers.finishing import finish_reason, stop_reason
 from penstock.openai.answers.frames import DONE, Frame, UsageWanted, Wanted
-from penstock.openai.answers.jsontext import json_string
 from penstock.openai.answers.logprobs import chat_logprobs
-from penstock.openai.jsonbytes import json_bytes
+from penstock.openai.jsonbytes import json_bytes, json_string
 
 
 async def chat_chunks(

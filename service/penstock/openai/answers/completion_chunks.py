@@ -9,12 +9,11 @@ from penstock.client import AsyncGenerationStream, Delta, Finished, Started, Usa
 from penstock.openai.answers.echo import Echo, Repeated
 from penstock.openai.answers.finishing import finish_reason, stop_reason
 from penstock.openai.answers.frames import DONE, Frame, UsageWanted, Wanted
-from penstock.openai.answers.jsontext import json_string
 from penstock.openai.answers.large import Bound, columns_json
 from penstock.openai.answers.logprobs import completion_logprobs
 from penstock.openai.answers.merging import merged
 from penstock.openai.answers.usage import total_usage
-from penstock.openai.jsonbytes import json_bytes
+from penstock.openai.jsonbytes import json_bytes, json_string
 
 
 async def completion_chunks(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.client import Usage, Vocabulary
-from penstock.openai.answers.jsontext import json_string
 from penstock.openai.answers.usage import usage_dict, usage_so_far
-from penstock.openai.jsonbytes import json_bytes
+from penstock.openai.jsonbytes import json_bytes, json_string
 from penstock.openai.schemas.sampling import StreamOptions
 
 DONE = b"data: [DONE]\n\n"

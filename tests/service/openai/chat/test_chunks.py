@@ -29,9 +29,9 @@ from penstock.openai.answers.chat_chunks import chat_chunks
 from penstock.openai.answers.completion_chunks import completion_chunks
 from penstock.openai.answers.finishing import finish_reason
 from penstock.openai.answers.frames import UsageWanted, Wanted
-from penstock.openai.answers.jsontext import json_string
 from penstock.openai.answers.merging import merged
 from penstock.openai.failures import ApiError
+from penstock.openai.jsonbytes import json_string
 from tests.service.openai.chat import shapes
 
 EOS = Finish(FinishReason.EOS)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.openai.answers.jsontext import json_string
+from penstock.openai.jsonbytes import json_string
 
 json_text = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 """Any value as JSON in ASCII, so that nothing in it ends a line of the stream. Raises ValueError for NaN."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.client import ToolCall
-from penstock.openai.answers.jsontext import json_string
 from penstock.openai.answers.responses.events import EventWriter, delta_prefix, json_text
 from penstock.openai.answers.responses.text_logprobs import Entry
+from penstock.openai.jsonbytes import json_string
 from penstock.openai.schemas.carried_reasoning import carried
 
 
