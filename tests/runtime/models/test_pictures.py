@@ -17,7 +17,7 @@ from penstock.runtime.models import params
 from penstock.runtime.models.layers.media import MediaInputs
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
 from tests.runtime.models.conftest import SLOTS, Sequence
-from tests.support.goldens import GOLDEN, WITH_PICTURES
+from tests.support.goldens import GOLDEN, WITH_PICTURES, few
 from tests.support.models.pictures import cases_of, num_patches, pictures_of
 
 BUCKET = 320
@@ -67,7 +67,7 @@ class Reader:
         return lambda where: MediaInputs(jnp.asarray(turns[:, where]), jnp.asarray(rows[where]), tuple(pool))
 
 
-@pytest.fixture(scope="module", params=WITH_PICTURES)
+@pytest.fixture(scope="module", params=few(WITH_PICTURES, ("qwen2_5_vl", "qwen3_vl")))
 def reader(request: pytest.FixtureRequest) -> Reader:
     return Reader(request.param)
 

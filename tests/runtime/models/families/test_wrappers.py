@@ -55,8 +55,20 @@ def assert_as_pytorch(make_sequence: Callable[..., Any], folder: Path, case: dic
     ("name", "architecture", "model_type", "text", "head"),
     [
         ("gemma3", "Gemma3ForConditionalGeneration", "gemma3", "language_model.model.", ""),
-        ("gemma4", "Gemma4ForConditionalGeneration", "gemma4", "model.language_model.", ""),
-        ("llama4", "Llama4ForConditionalGeneration", "llama4", "language_model.model.", "language_model."),
+        pytest.param(
+            *("gemma4", "Gemma4ForConditionalGeneration", "gemma4", "model.language_model.", ""),
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param(
+            *(
+                "llama4",
+                "Llama4ForConditionalGeneration",
+                "llama4",
+                "language_model.model.",
+                "language_model.",
+            ),
+            marks=pytest.mark.sweep,
+        ),
         ("ministral3", "Mistral3ForConditionalGeneration", "mistral3", "model.language_model.", ""),
         (
             "mistral_swa",
@@ -105,7 +117,7 @@ QWEN3_5 = ("qwen3_5_moe", "qwen3_5_vl", "Qwen3_5MoeForConditionalGeneration", "q
     [
         (*QWEN3, "transposed"),
         pytest.param(*QWEN3, "each", marks=pytest.mark.sweep),
-        (*QWEN3_5, "stacked"),
+        pytest.param(*QWEN3_5, "stacked", marks=pytest.mark.sweep),
         pytest.param(*QWEN3_5, "each", marks=pytest.mark.sweep),
     ],
 )
