@@ -8,10 +8,10 @@ the same tokens. It is written in passing, by a step that computes a prompt acro
 can be read from the next step on. `planning.cuts` decides which are written.
 
 Snapshots are counted like pages, in a `PagePool` of their own: one is held while somebody needs it, then kept
-for its key until the place is needed, the one that was used last for the longest time. A sequence holds the
-snapshot that it began behind until it has gone on from there, because a token that is put off makes it begin
-there again. It also holds the one that its forks will begin behind; that one needs no key, so forks do not
-depend on the prefix cache.
+for its key until its place is needed; the least recently used one goes first. A sequence holds the snapshot
+that it began behind until it has gone on from there, because a token that is put off makes it begin there
+again. It also holds the one that its forks will begin behind; that one needs no key, so forks do not depend
+on the prefix cache.
 """
 
 from __future__ import annotations
