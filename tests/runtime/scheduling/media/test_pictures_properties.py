@@ -29,6 +29,8 @@ MOST_TOKENS = 40
 def random_config(rng: random.Random) -> SchedulerConfig:
     max_num_seqs = rng.randint(1, 5)
     window = rng.choice([None, None, None, rng.randint(1, 12)])
+    has_state = rng.random() < 0.4
+    num_snapshots = rng.choice([0, 1, 4]) if has_state else 0
     return SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.choice([rng.randint(0, 8), 60]),
@@ -39,9 +41,11 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         max_queued_requests=100,
         max_prefill_chunk=rng.choice([None, rng.randint(1, 50)]),
         scheduling_policy=rng.choice(["fcfs", "priority"]),
-        prefix_cache_pages=rng.choice([None, None, 0, 3]),
+        prefix_cache_pages=0 if has_state and not num_snapshots else rng.choice([None, None, 0, 3]),
         sliding_window=window,
         further_groups=rng.choice([(), (GroupLimits(150, min(window or 5, 5)),)]),
+        has_state=has_state,
+        num_snapshots=num_snapshots,
         picture_blocks=rng.randint(blocks_of(MOST_TOKENS), 6),
         max_encode_patches=rng.choice([1, 40, 1000]),
     )
@@ -99,12 +103,18 @@ def test_every_request_makes_the_tokens_that_it_makes_alone(seed: int) -> None:
         if waiting and rng.random() < 0.5:
             for request in waiting.pop():
                 scheduler.add(request, 1)
-                expected[request.request_id] = run_alone(request, limit, windows=runner.windows)[0]
+                expected[request.request_id] = run_alone(
+                    request, limit, windows=runner.windows, has_state=config.has_state
+                )[0]
                 requests[request.request_id], made[request.request_id] = request, list[int]()
         if rng.random() < 0.03:
             scheduler.preempt_all()
         if rng.random() < 0.03:
             scheduler.flush_prefix_cache()
+        if scheduler.has_work and rng.random() < 0.02:
+            name = rng.choice(scheduler.active_ids())
+            assert scheduler.abort(name, "gone", 2) is not None
+            del made[name], expected[name]
         plan = scheduler.schedule(2, max_steps=rng.choice([1, 4]))
         scheduler.check()
         if plan is None:
