@@ -50,7 +50,6 @@ def requests(seed: int) -> list[Request]:
         {"sliding_window": 9},
         {"has_state": True, "prefix_cache_pages": 0},
         {"has_state": True, "num_snapshots": 4},
-        {"has_state": True, "num_snapshots": 2, "prefix_cache_pages": 0},
     ],
 )
 @pytest.mark.parametrize("share", [0.2, 0.8])

@@ -22,6 +22,7 @@ from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import CacheParams, Request
 from tests.runtime.engine.state.test_state_by_slot import Anything, accelerator, prompt_of
 from tests.support.collector import GREEDY, Collector, at_gate, long
+from tests.support.goldens import few
 from tests.support.models.hybrid import NEWEST, PAGED, STATE, hybrid_model, hybrid_tokens
 from tests.support.models.toy import VOCAB, toy_engine
 
@@ -36,7 +37,11 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+ALWAYS = ("windows", "chunks of 7 tokens", "no layer has pages")
+"""What `make test` runs."""
+
+
+@pytest.fixture(scope="module", params=few(tuple(ENGINES), ALWAYS))
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     options = dict(ENGINES[request.param])
     if request.param == "as on an accelerator":
