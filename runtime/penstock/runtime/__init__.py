@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from penstock.runtime.embedding.async_stream import AsyncGenerationStream
     from penstock.runtime.embedding.stream import GenerationStream
     from penstock.runtime.engine import Engine
+    from penstock.runtime.generation.readings import Score
     from penstock.runtime.generation.results import Generation, Output
     from penstock.runtime.media.image import Image
     from penstock.runtime.requests.context import ContextParams, Truncation
     from penstock.runtime.requests.output_constraints import Choice, Ebnf, JsonObject, JsonSchema, Regex
+    from penstock.runtime.requests.reading.prompt_reading import Pooling
     from penstock.runtime.requests.request import (
         CacheParams,
         Finish,
@@ -47,9 +49,11 @@ __all__ = [
     "JsonObject",
     "JsonSchema",
     "Output",
+    "Pooling",
     "Regex",
     "ResolvedSampling",
     "SamplingParams",
+    "Score",
     "StoppingParams",
     "Tool",
     "ToolCall",
@@ -75,9 +79,11 @@ _HOME = {
     "JsonObject": "penstock.runtime.requests.output_constraints",
     "JsonSchema": "penstock.runtime.requests.output_constraints",
     "Output": "penstock.runtime.generation.results",
+    "Pooling": "penstock.runtime.requests.reading.prompt_reading",
     "Regex": "penstock.runtime.requests.output_constraints",
     "ResolvedSampling": "penstock.runtime.requests.request",
     "SamplingParams": "penstock.runtime.requests.sampling_params",
+    "Score": "penstock.runtime.generation.readings",
     "StoppingParams": "penstock.runtime.requests.request",
     "Tool": "penstock.runtime.chat.messages",
     "ToolCall": "penstock.runtime.chat.messages",

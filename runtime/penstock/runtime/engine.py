@@ -13,6 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, Unpack, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.runtime.chat.parser import ChatForms, choose_forms
 from penstock.runtime.embedding.active_ids import ActiveIds
 from penstock.runtime.embedding.batch import generate_all
@@ -26,7 +29,9 @@ from penstock.runtime.embedding.options import (
     jobs_of,
     prompt_job,
 )
+from penstock.runtime.embedding.readings import ReadingOptions, embed, score
 from penstock.runtime.embedding.stream import GenerationStream
+from penstock.runtime.generation.readings import Score, VectorForm
 from penstock.runtime.generation.results import Generation
 from penstock.runtime.profiling.profile import (
     DEFAULT_STEPS,
@@ -34,6 +39,8 @@ from penstock.runtime.profiling.profile import (
     ProfileOptions,
     ProfileRun,
 )
+from penstock.runtime.requests.context import Truncation
+from penstock.runtime.requests.reading.prompt_reading import Pooling
 from penstock.runtime.token_engine import TokenEngine
 
 
@@ -101,6 +108,36 @@ class Engine(TokenEngine):
         that ends the request. What is refused raises here, before the first delta.
         """
         return GenerationStream(self, prompt_job(self, prompt, options))
+
+    def embed(
+        self,
+        inputs: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        pooling: Pooling | str | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncation: Truncation | str = Truncation.REJECT,
+        **options: Unpack[ReadingOptions],
+    ) -> NDArray[np.float32]:
+        """Makes a vector of each text, or of each sequence of token ids: float32[inputs, numbers].
+
+        `pooling` says what a vector is made of: "last_token" or "mean"; None: what the model is made for.
+        Only the first `dimensions` numbers are kept (None: all), and then each vector is divided by its
+        length if `normalize` says so. `truncation` says what is cut of inputs that are too long.
+        """
+        form = VectorForm(normalize=normalize, dimensions=dimensions)
+        return embed(self, inputs, pooling=pooling, form=form, truncation=truncation, options=options)
+
+    def score(
+        self,
+        prompt: str | Sequence[int],
+        continuations: Sequence[str] | Sequence[Sequence[int]],
+        **options: Unpack[ReadingOptions],
+    ) -> list[Score]:
+        """Tells how likely the model finds each continuation of a prompt, token by token. Nothing is
+        generated. A continuation of text is tokenized alone, without special tokens.
+        """
+        return score(self, prompt, continuations, options)
 
     def profile(
         self,
