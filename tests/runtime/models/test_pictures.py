@@ -4,13 +4,16 @@ tests/golden has the pictures, and what transformers 5.23 computed for them.
 """
 
 import functools
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.models import params
@@ -19,6 +22,7 @@ from penstock.runtime.models.vision.inputs import rotary_positions, vision_input
 from tests.runtime.models.conftest import SLOTS, Sequence
 from tests.support.goldens import GOLDEN, WITH_PICTURES, few
 from tests.support.models.pictures import cases_of, num_patches, pictures_of
+from tests.support.models.plain_encoder import PlainEncoder
 
 BUCKET = 320
 """Patches: what the pictures of all cases together have, and more."""
@@ -29,8 +33,8 @@ POOL = 100
 class Reader:
     """A golden model, its encoder, and one sequence."""
 
-    def __init__(self, name: str) -> None:
-        self.directory = GOLDEN / name
+    def __init__(self, name: str, root: Path = GOLDEN) -> None:
+        self.directory = root / name
         config = load_config(self.directory)
         assert config.vision is not None
         self.config, self.vision = config, config.vision
@@ -115,3 +119,27 @@ def test_a_picture_that_is_not_finite_spoils_no_other(reader: Reader) -> None:
     other.patches[...] = np.float32(3e38)
     for found, values in zip(reader.embeddings([one, other]), expected, strict=True):
         np.testing.assert_allclose(found[: one.num_tokens], values, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", few(WITH_PICTURES, ("qwen2_5_vl", "qwen3_vl")))
+def test_encoders_agree_with_a_plain_one_where_attention_matters(name: str, tmp_path: Path) -> None:
+    """The goldens' encoders have such small weights that attention hardly shows in the answers; larger ones
+    compare what each patch attends to.
+    """
+    shutil.copytree(GOLDEN / name, tmp_path / name)
+    tensors = load_file(tmp_path / name / "model.safetensors")
+    beginning = "visual." if "visual.patch_embed.proj.weight" in tensors else "model.visual."
+    for tensor, values in tensors.items():
+        if ".blocks." in f".{tensor}" and values.ndim == 2:
+            tensors[tensor] = values * np.float32(12)
+    save_file(tensors, tmp_path / name / "model.safetensors")
+    reader = Reader(name, tmp_path)
+    visual = {
+        key.removeprefix(beginning): values for key, values in tensors.items() if key.startswith(beginning)
+    }
+    plain = PlainEncoder(reader.vision, visual)
+    pictures = [item for case in reader.cases for item in pictures_of(reader.directory, case, reader.vision)]
+    found = reader.embeddings(pictures)
+    expected = [plain.encode(item.patches, *item.grid[1:]) for item in pictures]
+    for depth, values in enumerate(found):
+        np.testing.assert_allclose(values, np.concatenate([one[depth] for one in expected]), atol=5e-4)
