@@ -21,6 +21,7 @@ UNREACHABLE = {
     "STALLED_SENDER": "a driver sends everything at once",
     "STALLED_READER": "a driver reads everything at once",
     "DRAINING": "a server that shuts down takes no new connections; the tests of the clients show it",
+    "REQUEST_ABORTED": "it needs another caller while the call waits",
     "DRAIN_TIMEOUT": "requests would have to run for as long as a driver takes to start",
     "PAUSE_TAKEN_BACK": "it needs another caller while the call waits",
     "PROFILE_FAILED": "it needs a disk that is full",
