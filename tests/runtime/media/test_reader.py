@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from PIL import Image as Pil
 
 from penstock.runtime.errors import ConfigError, InvalidRequest, PromptTooLong
+from penstock.runtime.media import reader as reading
+from penstock.runtime.media.decoding import decode
 from penstock.runtime.media.image import Image, ImageLimits
 from penstock.runtime.media.processor import ImageProcessor
 from penstock.runtime.media.reader import ImageReader
@@ -109,6 +112,23 @@ def test_the_pixels_of_all_pictures_together_are_bounded(
     assert refused(reader, [PAD] * 5, *pictures) == [
         ("media", "the images have 40008 pixels together; at most 40000 are taken")
     ]
+
+
+def test_only_one_picture_at_a_time_has_pixels_in_memory(
+    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a picture is decoded, those before it are gone."""
+    decoded: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def watched(opened: Any) -> Any:
+        alive.append(sum(each() is not None for each in decoded))
+        decoded.append(weakref.ref(opened))
+        return decode(opened)
+
+    monkeypatch.setattr(reading, "decode", watched)
+    place(reader, [PAD, PAD], encoded(stripes()), encoded(stripes(16, 24), "image/webp"))
+    assert alive == [0, 0]
 
 
 def test_equal_pictures_have_equal_digests(reader: ImageReader) -> None:

@@ -73,18 +73,24 @@ class ImageReader:
             raise InvalidRequest([Violation(where, described)])
         if not images:
             return Placed(tuple(token_ids))
-        opened = _each(images, fields, lambda image: read_header(image, self.limits))
-        pixels = sum(each.width * each.height for each in opened)
+        sizes = _each(images, fields, lambda image: read_header(image, self.limits).size)
+        pixels = sum(width * height for width, height in sizes)
         if pixels > FULL_IMAGES * self.limits.max_pixels:
             most = FULL_IMAGES * self.limits.max_pixels
             described = f"the images have {pixels} pixels together; at most {most} are taken"
             raise InvalidRequest([Violation(where, described)])
-        counts = _each(opened, fields, lambda image: self._processor.num_tokens(*image.size))
+        counts = _each(sizes, fields, lambda size: self._processor.num_tokens(*size))
         total = len(token_ids) + sum(counts) - len(counts)
         if total > room - 1:
             raise PromptTooLong(total, room - 1)
-        made = _each(opened, fields, lambda image: self._processor.process(decode(image)))
+        made = _each(images, fields, self._patches)
         return self._expanded(token_ids, places, made)
+
+    def _patches(self, image: Image) -> tuple[NDArray[np.float32], Grid]:
+        """The patches of one picture. Its header is read again, so that no picture has pixels in memory while
+        others are decoded.
+        """
+        return self._processor.process(decode(read_header(image, self.limits)))
 
     def _expanded(
         self,
