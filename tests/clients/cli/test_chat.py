@@ -59,7 +59,8 @@ def test_quit(chat, word):
 def test_pictures_go_with_the_next_question_and_stay_in_the_conversation(chat, server, tmp_path, capsys):
     for name in ("a", "b c", "d"):
         (tmp_path / name).write_bytes(name.encode())
-    lines = f"one\n/image {tmp_path}/b c\n/image {tmp_path}/none\ntwo\n/image {tmp_path}/d\n/reset\nthree\n"
+    second = f"/image {tmp_path}/b c\n/image {tmp_path}/none\n/image\ntwo\n"
+    lines = f"one\n{second}/image {tmp_path}/d\n/reset\nthree\n"
     assert chat(lines, "--image", str(tmp_path / "a"))[0] == 0
     said = [
         [[p.image.data or p.text for p in m.parts] or m.content for m in call.chat.messages]
@@ -70,7 +71,9 @@ def test_pictures_go_with_the_next_question_and_stay_in_the_conversation(chat, s
         [[b"a", "one"], "Hello", [b"b c", "two"]],
         ["three"],
     ]
-    assert f"cannot read {tmp_path}/none: No such file" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"cannot read {tmp_path}/none: No such file" in told
+    assert "/image needs the name of a file" in told
 
 
 def test_commands_are_no_questions(chat, capsys):

@@ -203,6 +203,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(chat: Chat, name: str) -> None:
+    if not name:
+        print("/image needs the name of a file")
+        return
     try:
         chat.show(image(os.path.expanduser(name)))
     except argparse.ArgumentTypeError as error:
