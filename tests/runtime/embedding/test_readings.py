@@ -54,8 +54,8 @@ def test_what_is_wrong_is_named(engine: Engine) -> None:
     for wrong in ({"pooling": "max"}, {"dimensions": 3}, {"truncation": "down"}):
         with pytest.raises(InvalidRequest, match="must be"):
             engine.embed([(1,)], **wrong)
-    with pytest.raises(InvalidRequest):
-        engine.embed([()])
+    with pytest.raises(InvalidRequest, match=r"inputs\[1\].*inputs\[2\]"):
+        engine.embed([(1,), (), ()])
     with pytest.raises(TypeError, match="inputs"):
         engine.embed((1, 2, 3))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="unknown option"):

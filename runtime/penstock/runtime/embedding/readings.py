@@ -21,7 +21,7 @@ from penstock.runtime.errors import (
     Violation,
 )
 from penstock.runtime.generation.prompts import encode
-from penstock.runtime.generation.readings import Score, VectorForm, fit_inputs, join
+from penstock.runtime.generation.readings import Score, VectorForm, fit_inputs, join, naming
 from penstock.runtime.requests.context import Truncation
 from penstock.runtime.requests.fanout import output_id
 from penstock.runtime.requests.reading.prompt_reading import Pooling, PromptReading
@@ -60,7 +60,7 @@ def embed(
     reading = PromptReading(pooling=_pooling(pooling, info.pooling))
     allowed = _truncation(truncation)
     cuts = allowed is not Truncation.REJECT
-    token_ids = [_token_ids(engine, each, special=True, cuts=cuts) for each in _several("inputs", inputs)]
+    token_ids = _ids_of_all(engine, "inputs", inputs, special=True, cuts=cuts)
     prompts = [one.token_ids for one in fit_inputs(token_ids, allowed, info.max_model_len)]
     outputs = read(engine, prompts, [reading] * len(prompts), options)
     width = form.dimensions or info.hidden_size
@@ -76,7 +76,7 @@ def score(
 ) -> list[Score]:
     """See `Engine.score`."""
     first = _token_ids(engine, prompt, special=True)
-    parts = [_token_ids(engine, each, special=False) for each in _several("continuations", continuations)]
+    parts = _ids_of_all(engine, "continuations", continuations, special=False)
     if not parts:
         return []
     prompts = join(first, parts, engine.info.max_model_len)
@@ -163,6 +163,20 @@ def _several(name: str, values: Sequence[TextOrIds]) -> Sequence[TextOrIds]:
     if isinstance(values, str) or (len(values) > 0 and hasattr(values[0], "__index__")):
         raise TypeError(f"{name}: give a sequence of texts or of sequences of token ids, not one of them")
     return values
+
+
+def _ids_of_all(
+    engine: EmbeddedEngine, name: str, values: Sequence[TextOrIds], *, special: bool, cuts: bool = False
+) -> list[tuple[int, ...]]:
+    """The token ids of each. InvalidRequest names all that are empty or too long."""
+    bad: list[Violation] = []
+    found: list[tuple[int, ...]] = []
+    for i, value in enumerate(_several(name, values)):
+        with naming(f"{name}[{i}]", bad):
+            found.append(_token_ids(engine, value, special=special, cuts=cuts))
+    if bad:
+        raise InvalidRequest(bad)
+    return found
 
 
 def _token_ids(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,20 @@ class Score:
         return math.fsum(self.logprobs)
 
 
+@contextlib.contextmanager
+def naming(field: str, bad: list[Violation]) -> Iterator[None]:
+    """Adds what is wrong with one of several prompts to `bad`, under the name of its field: one prompt alone
+    is refused without that.
+    """
+    try:
+        yield
+    except PromptTooLong as error:
+        described = f"at most {error.max_prompt_tokens} tokens, not {error.num_prompt_tokens}"
+        bad.append(Violation(field, described))
+    except InvalidRequest as error:
+        bad += [Violation(field, violation.description) for violation in error.violations]
+
+
 def fit_inputs(inputs: Sequence[tuple[int, ...]], truncation: Truncation, room: int) -> list[Fitted]:
     """Cuts the inputs of which embeddings are made. InvalidRequest names all that are empty, or too long
     where nothing may be cut.
@@ -61,11 +76,8 @@ def fit_inputs(inputs: Sequence[tuple[int, ...]], truncation: Truncation, room: 
     context, bad = ContextParams(truncation), list[Violation]()
     fitted: list[Fitted] = []
     for i, token_ids in enumerate(inputs):
-        try:
+        with naming(f"inputs[{i}]", bad):
             fitted.append(fit(token_ids, context, _NO_STOPPING, room))
-        except PromptTooLong as error:
-            described = f"at most {error.max_prompt_tokens} tokens, not {error.num_prompt_tokens}"
-            bad.append(Violation(f"inputs[{i}]", described))
         if not token_ids:
             bad.append(Violation(f"inputs[{i}]", "has no tokens"))
     if bad:

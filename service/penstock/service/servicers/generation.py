@@ -132,11 +132,11 @@ class ServedRequest:
         self._trace.submits(self.num_prompt_tokens)
         buffers = [
             self._buffer(request, index, prepared.text, self._reader)
-            async for index, request in _in_turns(list(enumerate(requests)))
+            async for index, request in in_turns(list(enumerate(requests)))
         ]
         self._reader.reads(buffers)
         triples = list(zip(requests, buffers, prepared.shared, strict=True))
-        async for request, buffer, shared in _in_turns(triples):
+        async for request, buffer, shared in in_turns(triples):
             if arrival.finish is None:
                 buffer.submit(request, shared)
                 self._trace.queued()
@@ -284,7 +284,7 @@ class ServedRequest:
         self._trace.end(self.num_completion_tokens, error, cancelled=was_cancelled)
 
 
-async def _in_turns(items: Sequence[T]) -> AsyncIterator[T]:
+async def in_turns(items: Sequence[T]) -> AsyncIterator[T]:
     """Yield all items. Other tasks on the event loop have a turn after each few, so never after
     the last one.
     """

@@ -8,9 +8,10 @@ from functools import partial
 
 import numpy as np
 
+from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.generation.preparing import PreparedJob
 from penstock.runtime.generation.prompts import Prompt
-from penstock.runtime.generation.readings import VectorForm, fit_inputs, join
+from penstock.runtime.generation.readings import VectorForm, fit_inputs, join, naming
 from penstock.runtime.requests.context import Fitted, Truncation
 from penstock.runtime.requests.fanout import PreparedPrompt, output_id
 from penstock.runtime.requests.reading.prompt_reading import PromptReading
@@ -19,7 +20,7 @@ from penstock.service.errors import RequestAborted
 from penstock.service.replies.pending import Taken
 from penstock.service.requests.convert_reading import ReadingJob
 from penstock.service.requests.prompts import encode_prompt
-from penstock.service.servicers.generation import TOKEN_COST, ServedRequest
+from penstock.service.servicers.generation import TOKEN_COST, ServedRequest, in_turns
 from penstock.service.servicers.serving import Serving
 from penstock.v1 import inference_pb2, types_pb2
 
@@ -37,7 +38,7 @@ class ServedReading(ServedRequest):
         """Tokenize everything, and make a request of each part."""
         job, room = self._reading_job, self.serving.engine.info.max_model_len
         special = job.pooling is not None  # a continuation gets no special tokens
-        parts = [await self._tokens_of(part, job.truncation, special=special) for part in job.parts]
+        parts = await self._tokens_of_all(job, special=special)
         if job.pooling is not None:
             fitted = fit_inputs(parts, job.truncation, room)
             self.num_prompt_tokens = sum(len(one.token_ids) for one in fitted)
@@ -55,9 +56,22 @@ class ServedReading(ServedRequest):
             for i, (one, reading) in enumerate(zip(fitted, readings, strict=True))
         ]
         self._trace.enters("submit")
-        shared = [await self._prepared(request) for request in requests]
+        shared = [await self._prepared(request) async for request in in_turns(requests)]
         self._reading_job = job.without_load()
         return PreparedJob(job=self.job, requests=requests, shared=shared, prompt=self.prompt, text="")
+
+    async def _tokens_of_all(self, job: ReadingJob, *, special: bool) -> list[tuple[int, ...]]:
+        """The tokens of each part. Short texts are tokenized on the event loop, so other tasks have a turn
+        between some of them. InvalidRequest names all parts that are too long to be tokenized.
+        """
+        name, bad = "inputs" if job.pooling is not None else "continuations", list[Violation]()
+        parts: list[tuple[int, ...]] = []
+        async for i, part in in_turns(list(enumerate(job.parts))):
+            with naming(f"{name}[{i}]", bad):
+                parts.append(await self._tokens_of(part, job.truncation, special=special))
+        if bad:
+            raise InvalidRequest(bad)
+        return parts
 
     async def _tokens_of(self, prompt: Prompt, truncation: Truncation, *, special: bool) -> tuple[int, ...]:
         encoded = await encode_prompt(

@@ -14,8 +14,11 @@ import pytest
 
 from penstock.runtime.errors import NonFiniteLogits
 from penstock.runtime.loop.interface import InFlightPolicy
+from penstock.runtime.requests.context import most_cut_chars
 from penstock.runtime.requests.reading.prompt_reading import Pooling, PromptReading
 from penstock.service.replies.reply_limits import ReplyLimits
+from penstock.service.requests.prompts import encode_prompt
+from penstock.service.servicers import reading
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.rig import failure_of, fake, generate, ids, serving, until
 
@@ -94,6 +97,36 @@ async def test_inputs_that_are_too_long():
         assert vectors(cut) == [[5, sum(b"cdefg"), ord("g"), 1]]
         assert (cut.embeddings[0].token_count, cut.embeddings[0].truncated_tokens) == (5, 2)
         assert not rig.engine.load().num_running
+
+
+async def test_an_input_that_is_too_long_to_be_cut_is_named():
+    """Its text is not tokenized at all, so it is refused before the others."""
+    async with serving(fake(max_model_len=6)) as rig:
+        most = most_cut_chars(6)
+        request = embed("a", "b" * (most + 1), "c" * (most + 2), truncation=types_pb2.TRUNCATION_LEFT)
+        failure = await failure_of(rig.inference.Embed(request))
+        described = f"at most {most} characters, also of a prompt to be cut, not"
+        assert failure.violations == {
+            "inputs[1]": f"{described} {most + 1}",
+            "inputs[2]": f"{described} {most + 2}",
+        }
+
+
+async def test_other_tasks_have_turns_while_many_inputs_are_tokenized(monkeypatch: pytest.MonkeyPatch):
+    turns, seen = 0, []
+
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(turns)
+        return await encode_prompt(*args, **kwargs)
+
+    monkeypatch.setattr(reading, "encode_prompt", watched)
+    async with serving() as rig:
+        call = asyncio.ensure_future(rig.inference.Embed(embed(*["a"] * 100)))
+        while not call.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert len((await call).embeddings) == len(seen) == 100
+        assert seen[-1] > seen[0]
 
 
 @pytest.mark.parametrize(
