@@ -27,7 +27,7 @@ def engine() -> Iterator[Engine]:
 def test_a_model_that_reads_no_pictures_says_so(engine: Engine) -> None:
     assert engine.info.images is None
     with pytest.raises(UnsupportedFeature, match="reads no images") as raised:
-        engine.generate([1, 2], images=[PICTURE, PICTURE])
+        engine.generate([1, 2], media=[PICTURE, PICTURE])
     assert "media[1]" in str(raised.value)
 
 
@@ -37,22 +37,22 @@ def test_a_prompt_with_pictures_is_not_cut(engine: Engine) -> None:
         encode(None, TokenPrompt((1,), (PICTURE,)), room=10, cuts=True, reader=reader)
     assert [bad.field for bad in raised.value.violations] == ["context.truncation"]
     with pytest.raises(UnsupportedFeature):
-        engine.generate([1], images=[PICTURE], context=ContextParams(Truncation.LEFT))
+        engine.generate([1], media=[PICTURE], context=ContextParams(Truncation.LEFT))
 
 
 def test_prompts_hold_their_pictures(engine: Engine) -> None:
     assert prompt_of("a", [PICTURE]) == TextPrompt("a", (PICTURE,))
-    jobs = jobs_of(engine, [[1], [2]], {"images": [[PICTURE], []]})
+    jobs = jobs_of(engine, [[1], [2]], {"media": [[PICTURE], []]})
     assert [job.prompt for job in jobs] == [TokenPrompt((1,), (PICTURE,)), TokenPrompt((2,))]
 
 
-@pytest.mark.parametrize("images", ["cat.png", [b"bytes"], [[PICTURE]]])
-def test_what_is_no_picture_is_a_type_error(engine: Engine, images: Any) -> None:
-    with pytest.raises(TypeError, match="images: give a sequence of Image"):
-        engine.generate([1], images=images)
+@pytest.mark.parametrize("media", ["cat.png", [b"bytes"], [[PICTURE]]])
+def test_what_is_no_picture_is_a_type_error(engine: Engine, media: Any) -> None:
+    with pytest.raises(TypeError, match="media: give a sequence of Image"):
+        engine.generate([1], media=media)
 
 
-@pytest.mark.parametrize("images", [[PICTURE, PICTURE], [[PICTURE]], [[], [], []]])
-def test_a_list_of_prompts_takes_a_list_of_pictures_for_each(engine: Engine, images: Any) -> None:
-    with pytest.raises(TypeError, match="images: give 2 sequences of images"):
-        engine.generate([[1], [2]], images=images)
+@pytest.mark.parametrize("media", [[PICTURE, PICTURE], [[PICTURE]], [[], [], []]])
+def test_a_list_of_prompts_takes_a_list_of_pictures_for_each(engine: Engine, media: Any) -> None:
+    with pytest.raises(TypeError, match="media: give 2 sequences of images"):
+        engine.generate([[1], [2]], media=media)

@@ -56,7 +56,7 @@ class RequestOptions(TypedDict, total=False):
 class PromptOptions(RequestOptions, total=False):
     """Keyword arguments of `generate` and `stream`."""
 
-    images: Sequence[Image] | Sequence[Sequence[Image]] | None
+    media: Sequence[Image] | Sequence[Sequence[Image]] | None
     """The pictures of the prompt, one for each place that it has for one (such as "<|image_pad|>"). A list of
     prompts takes a list of such sequences."""
 
@@ -186,17 +186,17 @@ def _text_problems(job: Job) -> list[Violation]:
 def prompt_job(engine: TextEngine, prompt: Any, options: PromptOptions) -> Job:
     """The job of one prompt of text or of token ids, see `prompt_of` and `job_of`."""
     rest: dict[str, Any] = dict(options)
-    images = rest.pop("images", None)
-    return job_of(engine, prompt_of(prompt, images or ()), cast(RequestOptions, rest))
+    media = rest.pop("media", None)
+    return job_of(engine, prompt_of(prompt, media or ()), cast(RequestOptions, rest))
 
 
-def prompt_of(prompt: Any, images: Any = ()) -> Prompt:
+def prompt_of(prompt: Any, media: Any = ()) -> Prompt:
     """A prompt of text or of token ids. InvalidRequest where it is empty, TypeError where it is neither, or
-    where `images` are none.
+    where `media` has anything but pictures.
     """
-    pictures = tuple(images)
+    pictures = tuple(media)
     if not all(isinstance(image, Image) for image in pictures):
-        raise TypeError("images: give a sequence of Image, such as [Image(path)]")
+        raise TypeError("media: give a sequence of Image, such as [Image(path)]")
     if isinstance(prompt, str):
         if not prompt:
             raise InvalidRequest([Violation("prompt", "must not be empty")])
@@ -216,19 +216,19 @@ def is_list_of_prompts(prompt: Prompts) -> bool:
 
 
 def jobs_of(engine: TextEngine, prompts: Prompts, options: PromptOptions) -> list[Job]:
-    """A job for each prompt of a list. `request_id` is then a sequence of as many ids, and `images` of as
+    """A job for each prompt of a list. `request_id` is then a sequence of as many ids, and `media` of as
     many sequences of pictures.
     """
     rest: dict[str, Any] = dict(options)
     ids: Sequence[str | None] = rest.pop("request_id", None) or [None] * len(prompts)
     if isinstance(ids, str) or len(ids) != len(prompts):
         raise TypeError(f"request_id: give a sequence of {len(prompts)} ids, one for each prompt")
-    images: Sequence[Any] = rest.pop("images", None) or [()] * len(prompts)
-    if len(images) != len(prompts) or any(isinstance(each, Image) for each in images):
-        raise TypeError(f"images: give {len(prompts)} sequences of images, one for each prompt")
+    media: Sequence[Any] = rest.pop("media", None) or [()] * len(prompts)
+    if len(media) != len(prompts) or any(isinstance(each, Image) for each in media):
+        raise TypeError(f"media: give {len(prompts)} sequences of images, one for each prompt")
     return [
         job_of(engine, prompt_of(prompt, each), cast(RequestOptions, {**rest, "request_id": request_id}))
-        for prompt, request_id, each in zip(prompts, ids, images, strict=True)
+        for prompt, request_id, each in zip(prompts, ids, media, strict=True)
     ]
 
 

@@ -77,7 +77,7 @@ class Served:
     def ask(self, case: Case, n: int = 1, *, bypass: bool = False) -> Generation:
         made = self.engine.generate(
             case["text"],
-            images=self.images(case),
+            media=self.images(case),
             sampling=GREEDY_PARAMS,
             stopping=StoppingParams(max_tokens=len(case["tokens"]), ignore_eos=True),
             logprobs=0,
@@ -90,7 +90,7 @@ class Served:
     def ask_together(self, cases: Sequence[Case], *, bypass: bool = False) -> None:
         made = self.engine.generate(
             [case["text"] for case in cases],
-            images=[self.images(case) for case in cases],
+            media=[self.images(case) for case in cases],
             sampling=GREEDY_PARAMS,
             stopping=StoppingParams(max_tokens=max(len(case["tokens"]) for case in cases), ignore_eos=True),
             logprobs=0,
@@ -103,7 +103,7 @@ class Served:
         """The request loses its pages after its first token, and computes its prompt again."""
         with self.engine.stream(
             case["text"],
-            images=self.images(case),
+            media=self.images(case),
             sampling=GREEDY_PARAMS,
             stopping=StoppingParams(max_tokens=150, ignore_eos=True),
             logprobs=0,
@@ -192,13 +192,13 @@ def test_equal_texts_with_other_pictures_share_nothing(name: str, tmp_path: Path
     mirrored = tmp_path / "mirrored.png"
     Pil.open(served.folder / case["images"][0]).transpose(Pil.Transpose.FLIP_LEFT_RIGHT).save(mirrored)
     asked: dict[str, Any] = {"sampling": GREEDY_PARAMS, "stopping": stopping, "logprobs": 0}
-    other = engine.generate(case["text"], images=[Image(mirrored)], **asked)
+    other = engine.generate(case["text"], media=[Image(mirrored)], **asked)
     assert other.prompt.token_ids == tuple(case["prompt"])
     values = [logprobs.sampled for logprobs in other.outputs[0].logprobs or ()]
     assert not np.allclose(values, case["logprobs"], rtol=1e-4)
     assert served.ask(case).usage.cached_prompt_tokens <= 8  # before the picture
     assert engine.text is not None
-    by_ids = engine.generate(engine.text.encode(case["text"]), images=served.images(case), **asked)
+    by_ids = engine.generate(engine.text.encode(case["text"]), media=served.images(case), **asked)
     check(by_ids, case)
     template = (
         "{% for c in messages[0].content %}{{ '<|image_pad|>' if c.type == 'image' else c.text }}{% endfor %}"
