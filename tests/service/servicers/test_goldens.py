@@ -32,7 +32,7 @@ from tests.support.goldens import CONFIG, GOLDEN, NAMES, few
 Cases = list[dict[str, Any]]
 CACHED_TOKENS = 288
 """What the KV cache holds: four requests when they enter, but not when they have grown."""
-ALWAYS = ("qwen3", "mistral_swa")
+ALWAYS = ("qwen3", "qwen3_5")
 """What `make test` serves."""
 ALL_SIZES = ("qwen3", "llama", "mistral_swa")
 """What is served in chunks of every size."""

@@ -139,7 +139,25 @@ def check(inputs: Inputs, rows: list[Row], **options: Any) -> None:
 def test_a_long_row_in_blocks_follows_the_recurrence() -> None:
     length = 2 * BLOCK_TOKENS + 3
     check(drawn(160), [Row(length, read=1, written=2)])
-    check(drawn(160), [Row(length, written=2)], has_cuts=False)  # from zeros
+    check(drawn(160), [Row(length, written=2)])  # from zeros
+
+
+@pytest.mark.sweep
+def test_a_program_without_snapshots_follows_the_recurrence() -> None:
+    rows = [Row(2 * BLOCK_TOKENS + 3, read=1, written=2), Row(1, 3, 4), Row(20, written=5)]
+    check(drawn(160), rows, has_cuts=False)
+    check(drawn(4), [Row(1, 0, 1), Row(1, written=2)], decode_only=True, has_cuts=False)
+
+
+def test_rows_of_all_kinds_in_one_step_follow_the_recurrence() -> None:
+    kept = BLOCK_TOKENS + 5
+    rows = [
+        Row(kept + 10, 0, 1, cut=kept, cut_to=9),
+        Row(1, 2, 3, cut=1, cut_to=8),
+        Row(30, written=4),
+        Row(1, 5, 6),
+    ]
+    check(drawn(160), rows)
 
 
 def test_rows_of_one_token_follow_the_recurrence() -> None:
@@ -167,6 +185,7 @@ def steps(draw: st.DrawFn) -> list[Row]:
     return rows
 
 
+@pytest.mark.sweep
 @given(rows=steps(), seed=st.integers(0, 3))
 @settings(max_examples=25)
 def test_any_step_follows_the_recurrence(rows: list[Row], seed: int) -> None:
@@ -218,6 +237,7 @@ def test_a_nan_stays_in_its_row(decode_only: bool) -> None:
         assert state[others].tobytes() == sound_state[others].tobytes(), name
 
 
+@pytest.mark.sweep
 def test_bfloat16_is_computed_in_float32_and_rounded_once() -> None:
     inputs = drawn(160)
     narrow = inputs._replace(qkv=inputs.qkv.astype(jnp.bfloat16), z=inputs.z.astype(jnp.bfloat16))
