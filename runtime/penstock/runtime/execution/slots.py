@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import ProgramKey
-from penstock.runtime.execution.media.sections import POSITIONS, fill_rows, fill_tokens
+from penstock.runtime.execution.media.sections import POSITIONS, fill_tokens, shift_of
 from penstock.runtime.execution.request_programs import TABLE_ROWS, pack_table_rows
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_buffer import (
@@ -21,11 +21,13 @@ from penstock.runtime.execution.step_buffer import (
     MAX_SAMPLES,
     NUM_FIELDS,
     NUM_STEPS,
+    NUM_TOKENS,
     PAGE,
     PAGE_INDEX,
     PARAM_FIELDS,
     PARAMS,
     SLOT,
+    START,
     Layout,
     pack_params,
 )
@@ -56,6 +58,7 @@ class Slots:
         """The slots whose requests want the hidden states from which their tokens are chosen."""
         self._params = np.zeros((count, PARAM_FIELDS), np.int32)
         self._stop_ids = np.full((count, MAX_STOP_TOKEN_IDS), config.vocab_size, np.int32)
+        self._shifts = np.zeros(count, np.int32)  # what is added to positions for the rotary ones
         self._tables = np.zeros((num_groups, count, config.pages_per_row), np.int32)
         self._layouts: dict[ProgramKey, Layout] = {}
         self._blanks: dict[ProgramKey, NDArray[np.int32]] = {}
@@ -75,6 +78,7 @@ class Slots:
         (self._constrained.discard if request.constraint is None else self._constrained.add)(slot)
         (self.want_hidden.add if request.hidden_states else self.want_hidden.discard)(slot)
         self._params[slot] = pack_params(request, feature_slot)
+        self._shifts[slot] = shift_of(request)
         ids = list(request.stopping.stop_token_ids)
         if not request.stopping.ignore_eos:
             ids += self._config.eos_token_ids
@@ -198,7 +202,11 @@ class Slots:
         else:
             tokens[:count] = FEEDBACK
         if layout.has_pictures:
-            (fill_rows if key.window else fill_tokens)(layout.pictures_view(buffer), plan, self.request)
+            section, shifts = layout.pictures_view(buffer), self._shifts[slots]
+            if key.window:
+                section[:count] = shifts
+            else:
+                fill_tokens(section, plan, step[START], step[NUM_TOKENS], shifts, self.request)
         if not all(samples):
             silent = [i for i, row_samples in enumerate(samples) if not row_samples]
             fields[silent, MAX_SAMPLES] = 0

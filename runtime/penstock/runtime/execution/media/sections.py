@@ -27,47 +27,41 @@ POSITIONS = 3
 
 
 def needs_sections(plan: Plan, request_of: RequestOf) -> bool:
-    """Whether a row computes tokens of a prompt with pictures, whose positions are no sum."""
+    """Whether a row computes tokens of a prompt with pictures: their embeddings may be those of a picture,
+    and their positions are no sum.
+    """
     return any(
         row.token_ids is not None
-        and (request := request_of(row)).rotary is not None
+        and ((request := request_of(row)).media or request.rotary is not None)
         and row.start < len(request.prompt_token_ids)
         for row in plan.rows
     )
 
 
-def fill_tokens(section: Ints, plan: Plan, request_of: RequestOf) -> None:
+def shift_of(request: Request) -> int:
+    """What is added to a position of a request, behind its prompt, for the rotary position."""
+    return 0 if request.rotary is None else request.rotary.delta
+
+
+def fill_tokens(
+    section: Ints, plan: Plan, starts: Ints, nums: Ints, shifts: Ints, request_of: RequestOf
+) -> None:
     """Fills the section of a step, int32[4, T]: the rotary positions of its tokens, and their rows of the
-    pool, which is past its end before.
+    pool, which is past its end before. Of each row of the plan: the first position and how many there are,
+    and its `shift_of`, int32[rows].
     """
-    at, offsets = 0, []
-    for row in plan.rows:
-        offsets.append(at)
-        section[:POSITIONS, at : at + row.num_tokens] = _positions(row, request_of(row))
-        at += row.num_tokens
+    ends = np.cumsum(nums)
+    firsts = ends - nums
+    section[:POSITIONS, : ends[-1]] = np.arange(ends[-1]) + np.repeat(starts + shifts - firsts, nums)
+    for first, row in zip(firsts, plan.rows, strict=True):
+        if row.token_ids is not None and (rotary := request_of(row).rotary) is not None:
+            known = rotary.positions[:, row.start : row.start + row.num_tokens]
+            section[:POSITIONS, first : first + known.shape[1]] = known
     for part in plan.pictures:
-        begin = offsets[part.row] + part.at
+        begin = firsts[part.row] + part.at
         section[POSITIONS, begin : begin + part.num_tokens] = pool_rows(
             part.blocks, part.first, part.num_tokens
         )
-
-
-def fill_rows(section: Ints, plan: Plan, request_of: RequestOf) -> None:
-    """Fills the section of a window, int32[R]: what is added to the positions of each row."""
-    rotaries = (request_of(row).rotary for row in plan.rows)
-    section[: len(plan.rows)] = [0 if rotary is None else rotary.delta for rotary in rotaries]
-
-
-def _positions(row: PlanRow, request: Request) -> Ints:
-    """The rotary positions of a row's tokens, int32[3 or 1, num_tokens]."""
-    rotary, end = request.rotary, row.start + row.num_tokens
-    positions = np.arange(row.start, end, dtype=np.int32)[None]
-    if rotary is None:
-        return positions
-    known = rotary.positions[:, row.start : end]
-    if known.shape[1] == row.num_tokens:
-        return known
-    return np.concatenate([known, np.tile(positions[:, known.shape[1] :] + rotary.delta, (3, 1))], axis=1)
 
 
 def media_of_tokens(section: Array, pool: Pool) -> MediaInputs:
