@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.grammar.bad_words import BadWords
+from penstock.runtime.media.vision import Vision
 from penstock.runtime.requests.fanout import PreparedPrompt
 from penstock.runtime.requests.request import Request, ResolvedSampling
 from penstock.runtime.requests.word_table import WordTable
@@ -18,16 +20,23 @@ gets any error that it raises."""
 
 
 class RequestRules:
-    """Applies the operator's callback to a request's sampling and the engine's limit to its
-    log-probabilities, and makes a constraint of bad words that have several tokens.
+    """Applies the operator's callback to a request's sampling and the engine's limits to its
+    log-probabilities and pictures, and makes a constraint of bad words that have several tokens.
     """
 
-    def __init__(self, *, vocab_size: int, max_logprobs: int, callback: SamplingCallback | None) -> None:
-        """`max_logprobs`: most likeliest tokens per position that a request may ask for. Without a `callback`
-        the sampling stays as requested.
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        *,
+        vocab_size: int,
+        vision: Vision | None,
+        callback: SamplingCallback | None,
+    ) -> None:
+        """`vision`: what the model makes of pictures; None: it reads none. Without a `callback` the sampling
+        stays as requested.
         """
-        self._vocab_size = vocab_size
-        self._max_logprobs = max_logprobs
+        self._vocab_size, self._vision = vocab_size, vision
+        self._max_logprobs, self._max_image_tokens = config.max_logprobs, config.max_image_tokens
         self.callback = callback
         """May be replaced at any time."""
 
@@ -42,13 +51,15 @@ class RequestRules:
 
     def apply(self, request: Request, prepared: PreparedPrompt | None) -> Request:
         """Returns the request as the loop is to have it. Raises InvalidRequest if it asks for too many
-        log-probabilities, TypeError if the callback does not return ResolvedSampling, and whatever the
-        callback raises.
+        log-probabilities or has a picture that the model cannot take, TypeError if the callback does not
+        return ResolvedSampling, and whatever the callback raises.
         """
         callback = self.callback
         if callback is not None:
             request = dataclasses.replace(request, sampling=_rewritten(request, callback))
         self._check_logprobs(request)
+        if request.media:
+            self._check_media(request)
         words: Sequence[Sequence[int]] | WordTable = _long_words(request.sampling)
         if not words:
             return request
@@ -64,6 +75,15 @@ class RequestRules:
             for name, value in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs))
             if value is not None and value > most
         ]
+        if bad:
+            raise InvalidRequest(bad)
+
+    def _check_media(self, request: Request) -> None:
+        """Refuses what would raise on the engine's thread, and so end the engine for all."""
+        if self._vision is None:
+            raise InvalidRequest([Violation("media", "the model reads no pictures")])
+        found = (self._vision.problem(item, self._max_image_tokens) for item in request.media)
+        bad = [Violation(f"media[{i}]", problem) for i, problem in enumerate(found) if problem is not None]
         if bad:
             raise InvalidRequest(bad)
 

@@ -112,9 +112,7 @@ class TokenEngine:
         """Records what host and device do in the next steps."""
         self.core.on_failure(self.profiler.stop)
         self._rules = RequestRules(
-            vocab_size=model.vocab_size,
-            max_logprobs=parts.config.max_logprobs,
-            callback=sampling_params_callback,
+            parts.config, vocab_size=model.vocab_size, vision=model.vision, callback=sampling_params_callback
         )
         self._grammars = grammar_compiler(model.text, parts.info, parts.config)
         self._switch_interval = SwitchInterval(parts.config.switch_interval_s)

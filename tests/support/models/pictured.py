@@ -69,6 +69,7 @@ VISION = Vision(
     patch_size=4,
     merge_size=2,
     temporal_patch_size=2,
+    patch_values=2,
     inputs=vision_inputs,
     rotary_positions=rotary_positions,
 )

@@ -120,6 +120,7 @@ def vision_of(config: VisionConfig) -> Vision:
         patch_size=config.patch_size,
         merge_size=config.merge_size,
         temporal_patch_size=config.temporal_patch_size,
+        patch_values=config.patch_features,
         inputs=partial(vision_inputs, config),
         rotary_positions=partial(rotary_positions, config),
     )

@@ -23,6 +23,8 @@ class Vision:
     """A token stands for a square of so many patches on each side."""
     temporal_patch_size: int
     """A patch has its pixels so many times."""
+    patch_values: int
+    """How many numbers a patch is."""
     inputs: Callable[[Sequence[MediaItem], int], Any]
     """(pictures, patches in all, padding included) -> what the encoder takes, arrays of numpy in a tree. Its
     shapes depend on the number of patches alone."""
@@ -37,3 +39,17 @@ class Vision:
     def token_pixels(self) -> int:
         """How many pixels one token stands for."""
         return (self.patch_size * self.merge_size) ** 2
+
+    def problem(self, item: MediaItem, max_tokens: int) -> str | None:
+        """Why the encoder cannot take a picture, of which `max_tokens` are the most that it may have; None if
+        it can.
+        """
+        if item.num_tokens > max_tokens:
+            return f"has {item.num_tokens} tokens; at most {max_tokens} are encoded"
+        if item.patches.shape[1] != self.patch_values:
+            return f"has patches of {item.patches.shape[1]} values, not {self.patch_values}"
+        if min(item.grid) < 1 or item.grid[1] % self.merge_size or item.grid[2] % self.merge_size:
+            return f"has the grid {item.grid}; height and width must be multiples of {self.merge_size}"
+        if item.num_patches != item.num_tokens * self.patches_per_token:
+            return f"has {item.num_patches} patches, which are not {item.num_tokens} tokens"
+        return None

@@ -229,14 +229,37 @@ def test_new_weights_encode_pictures_anew() -> None:
         engine.shutdown()
 
 
-def test_a_picture_that_no_program_takes_is_refused() -> None:
+TWENTY = picture(9, 20)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        pytest.param(picture(9, 129), id="larger than the pool"),
+        pytest.param(picture(9, 41), id="larger than the largest program"),
+        pytest.param(dataclasses.replace(TWENTY, num_tokens=5), id="more patches than its tokens"),
+        pytest.param(dataclasses.replace(TWENTY, num_tokens=30), id="fewer patches than its tokens"),
+        pytest.param(dataclasses.replace(TWENTY, patches=np.zeros((80, 3), np.float32)), id="wide patches"),
+        pytest.param(dataclasses.replace(TWENTY, grid=(1, 1, 80)), id="a grid that does not merge"),
+        pytest.param(dataclasses.replace(TWENTY, grid=(1, -8, -10)), id="a negative grid"),
+    ],
+)
+def test_a_picture_that_no_program_takes_is_refused(item: MediaItem) -> None:
     engine = toy_engine(pictured_model(), start=False, **SIZES)
     try:
         with pytest.raises(InvalidRequest) as raised:
-            engine.submit(request_of("r", (1, picture(9, 129)), 1), Collector())
+            engine.submit(request_of("r", (1, item), 1), Collector())
         assert [bad.field for bad in raised.value.violations] == ["media[0]"]
     finally:
         engine.shutdown()
+
+
+def test_pictures_without_rotary_positions_have_those_of_the_prompt(engine: Engine) -> None:
+    """In chunks of one token, too, which otherwise run in the program of decode steps."""
+    engine.flush_prefix_cache()
+    set_chunk(engine, 1)
+    run(engine, [dataclasses.replace(request_of("plain", PROMPTS["two"], 6), rotary=None)])
+    set_chunk(engine, None)
 
 
 def test_a_call_takes_one_picture_and_the_smallest_bucket_that_holds_it() -> None:

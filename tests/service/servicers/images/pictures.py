@@ -37,6 +37,7 @@ VISION = Vision(
     patch_size=4,
     merge_size=2,
     temporal_patch_size=1,
+    patch_values=48,
     inputs=lambda items, bucket: None,
     rotary_positions=lambda length, items: RotaryPositions(np.zeros((3, length), np.int32), 0),
 )
