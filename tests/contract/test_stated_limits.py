@@ -422,6 +422,7 @@ ELSEWHERE = {
     "StreamRequest.priority": "a twin of GenerateRequest's",
     "EmbedRequest.priority": "as GenerateRequest's",
     "ScoreRequest.priority": "as GenerateRequest's",
+    "ScoreRequest.continuations": "tests/service/servicers/readings/test_score.py",
     "UpdateWeightsCommit.total_bytes": "tests/service/servicers/weights/test_update_weights_refused.py",
     "TensorChunk.data": "tests/service/servicers/weights/test_update_weights_refused.py",
 }

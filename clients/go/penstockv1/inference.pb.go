@@ -1591,7 +1591,8 @@ type ScoreRequest struct {
 	//	*ScoreRequest_PromptTokenIds
 	Input isScoreRequest_Input `protobuf_oneof:"input"`
 	// The continuations, each of which follows the prompt by itself.
-	// Default: none. Limits: at least one, and at most GetServerInfoResponse.max_queued_requests.
+	// Default: none. Limits: at least one, and at most GetServerInfoResponse.max_queued_requests; 16,777,216 tokens in all,
+	// with the prompt counted before each.
 	Continuations []*Continuation `protobuf:"bytes,5,rep,name=continuations,proto3" json:"continuations,omitempty"`
 	// How the request uses the cache of prompts.
 	// Default: it shares prefixes with all requests that have no salt.

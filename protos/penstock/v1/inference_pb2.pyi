@@ -898,7 +898,8 @@ class ScoreRequest(_message.Message):
     @_builtins.property
     def continuations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Continuation]:
         """The continuations, each of which follows the prompt by itself.
-        Default: none. Limits: at least one, and at most GetServerInfoResponse.max_queued_requests.
+        Default: none. Limits: at least one, and at most GetServerInfoResponse.max_queued_requests; 16,777,216 tokens in all,
+        with the prompt counted before each.
         """
 
     @_builtins.property

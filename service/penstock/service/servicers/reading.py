@@ -24,6 +24,12 @@ from penstock.service.servicers.generation import TOKEN_COST, ServedRequest, in_
 from penstock.service.servicers.serving import Serving
 from penstock.v1 import inference_pb2, types_pb2
 
+MAX_JOINED_TOKENS = 16 * 1024 * 1024
+"""The most tokens of all continuations of one call of Score, with the prompt before each. A message of half a
+megabyte could otherwise ask for a thousand prompts of a hundred thousand tokens, which take gigabytes before
+the first of them runs.
+"""
+
 
 class ServedReading(ServedRequest):
     """A request in the engine whose outputs end with their prompts, as an async context."""
@@ -46,7 +52,13 @@ class ServedReading(ServedRequest):
         else:
             prompt = await self._tokens_of(job.prompt, Truncation.REJECT, special=True)
             self.prompt = Fitted(prompt, job.stopping)
-            fitted = [Fitted(joined, job.stopping) for joined in join(prompt, parts, room)]
+            num_joined = len(prompt) * len(parts) + sum(map(len, parts))
+            if num_joined > MAX_JOINED_TOKENS:
+                described = f"{num_joined} tokens, with the prompt before each; at most {MAX_JOINED_TOKENS}"
+                raise InvalidRequest([Violation("continuations", described)])
+            work = partial(join, prompt, parts, room)
+            joined = await self.serving.lanes.convert(work, TOKEN_COST * num_joined)
+            fitted = [Fitted(one, job.stopping) for one in joined]
             self.num_prompt_tokens = len(prompt) + sum(map(len, parts))
             readings = [PromptReading(scores_from=len(prompt))] * len(fitted)
         self._trace.tokenized(self.num_prompt_tokens)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.requests.reading.prompt_reading import PromptReading
+from penstock.service.servicers import reading
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import failure_of, fake, ids, serving, until
 
@@ -69,6 +70,16 @@ async def test_prompt_and_continuation_must_fit_together():
         assert len((await rig.inference.Score(score("abc", "de"))).scores) == 1
         failure = await failure_of(rig.inference.Score(score("abc", "d", "def")))
         assert (failure.reason, failure.info.metadata["prompt_tokens"]) == ("PROMPT_TOO_LONG", "6")
+
+
+async def test_the_prompt_counts_before_each_continuation(monkeypatch: pytest.MonkeyPatch):
+    """A short message could otherwise ask for gigabytes of prompts."""
+    monkeypatch.setattr(reading, "MAX_JOINED_TOKENS", 11)
+    async with serving() as rig:
+        failure = await failure_of(rig.inference.Score(score("abc", "d", "e", "f")))
+        assert failure.violations == {"continuations": "12 tokens, with the prompt before each; at most 11"}
+        assert rig.engine.seen == []
+        assert len((await rig.inference.Score(score("abc", "d", "e"))).scores) == 2
 
 
 async def test_an_abort_or_a_client_that_goes_away_ends_all():
