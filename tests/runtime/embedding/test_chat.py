@@ -190,7 +190,7 @@ async def test_chats_of_coroutines(engine: Engine) -> None:
         ("hi", {}, "chat.messages: must be a sequence, not str"),
         ([{"role": "user", "text": "hi"}], {}, "chat.messages[0]: unknown key 'text'"),
         ([{"content": "hi"}], {}, 'chat.messages[0]: needs "role"'),
-        ([{"role": "user", "content": ["hi"]}], {}, 'chat.messages[0]: "content" must be a text, not list'),
+        ([{"role": "user", "content": 7}], {}, 'chat.messages[0]: "content" must be a text or a sequence'),
         ([QUESTION, 7], {}, "chat.messages[1]: must be a mapping, not int"),
         ([{"role": "robot", "content": ""}], {}, "chat.messages[0].role"),
         ([QUESTION], {"tools": [{"description": "x"}]}, 'chat.tools[0]: needs "name"'),

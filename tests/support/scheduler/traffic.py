@@ -391,7 +391,7 @@ class Traffic:
         elif not constrained and decodes and apart_steps:
             self.sitting_out = True
         waits = any(
-            t.decoding and t.request.constraint and not self.is_done(t)
+            t.decoding and t.request.constraint and not self.is_done(t) and self.has_next_page(t)
             for t in self.active.values()
             if t.request.request_id not in plan.preempted
         )
@@ -399,6 +399,13 @@ class Traffic:
         # Earlier plans may have had another limit.
         assert self.plain_steps <= max(apart_steps, self.most_apart)
         self.most_apart = max(self.most_apart, apart_steps)
+
+    def has_next_page(self, tracked: Tracked) -> bool:
+        """Whether a running sequence has a page for its next token, or could get one. One that could not is
+        left out until an earlier plan is committed, because that may free some.
+        """
+        seq = self.scheduler.roster.find(tracked.request.request_id)
+        return seq is not None and self.scheduler.roster.groups.can_grow(seq, seq.num_computed + 1)
 
     def sits_out(self, tracked: Tracked) -> bool:
         """Whether the newest plan leaves this sequence out, so that rows under a constraint, or the others,

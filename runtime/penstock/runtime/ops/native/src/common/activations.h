@@ -31,7 +31,9 @@ inline Lanes Activate(Activation activation, float limit, Lanes gate, Lanes up) 
     return Mul(Gated(gate, Mul(Mul(gate, Fill(1.5957691216057308f)), cubic)), up);
   }
   if (activation == Activation::kSigmoid) {
-    return Gated(up, gate);
+    // Exp takes NaN for a number. The other activations multiply by the gate, which brings it back; this one adds
+    // nothing, or NaN.
+    return Add(Gated(up, gate), Mul(Clip(gate, -1.0f, 1.0f), Fill(0.0f)));
   }
   return Mul(Gated(gate, gate), up);
 }
