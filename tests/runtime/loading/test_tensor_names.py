@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from penstock.runtime.errors import CheckpointError
@@ -48,6 +49,23 @@ def test_names_may_begin_differently(
     # What updates must be called is what the checkpoint's tensors are called.
     names = set(load_file(directory / "model.safetensors"))
     assert {tensor.name for tensor in load_rules(config).tensors} == names
+
+
+def test_a_decoder_that_was_saved_without_its_head_makes_embeddings(
+    copy: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = copy("qwen2")
+    whole = load_weights(directory, load_config(directory), progress=False)
+    rename(directory, {"model.": ""})
+    file = directory / "model.safetensors"
+    save_file({name: values for name, values in load_file(file).items() if name != "lm_head.weight"}, file)
+    config = load_config(directory)
+    assert config.tie_word_embeddings
+    assert "without a head" in caplog.text
+    found = load_weights(directory, config, progress=False)
+    expected = [leaf for path, leaf in nnx.to_flat_state(whole) if path[0] != "lm_head"]
+    for one, other in zip(state_to_leaves(found), expected, strict=True):
+        np.testing.assert_array_equal(one, other[...])
 
 
 def test_a_tensor_that_is_missing_is_named_as_the_checkpoint_would_name_it(

@@ -44,7 +44,8 @@ _COMPARED_AT_ONCE = 1 << 24  # bytes
 
 def load_config(directory: Path) -> ModelConfig:
     """Parses config.json. The eos_token_id of generation_config.json replaces that of config.json, as in
-    transformers. What the names of tensors begin with is read from the files of weights, if there are any.
+    transformers. What the names of tensors begin with is read from the files of weights, if there are any. A
+    decoder saved by itself, without a head (as the larger Qwen3-Embedding), gets its embeddings as the head.
 
     Raises ConfigError or UnknownArchitecture.
     """
@@ -61,7 +62,15 @@ def load_config(directory: Path) -> ModelConfig:
         tensors = find_tensors(directory)
     except ConfigError:  # no weights, or damaged ones, which `load_weights` says
         return config
-    return dataclasses.replace(config, names=config.names.found_in(tensors))
+    names = config.names.found_in(tensors)
+    tied = config.tie_word_embeddings
+    if not (tied or names.decoder or f"{names.head}weight" in tensors):
+        _log.warning(
+            "%s has a model without a head: it makes embeddings, but its texts would mean nothing",
+            directory,
+        )
+        tied = True
+    return dataclasses.replace(config, names=names, tie_word_embeddings=tied)
 
 
 def _read_json(file: Path) -> Mapping[str, object]:
