@@ -383,7 +383,10 @@ type EndedRequests struct {
 	Cancelled uint64 `protobuf:"varint,7,opt,name=cancelled,proto3" json:"cancelled,omitempty"`
 	// An error ended it.
 	// Unit: outputs.
-	Failed        uint64 `protobuf:"varint,8,opt,name=failed,proto3" json:"failed,omitempty"`
+	Failed uint64 `protobuf:"varint,8,opt,name=failed,proto3" json:"failed,omitempty"`
+	// An input of Embed or a continuation of Score was computed; nothing was to be generated.
+	// Unit: outputs.
+	PromptRead    uint64 `protobuf:"varint,9,opt,name=prompt_read,json=promptRead,proto3" json:"prompt_read,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -470,6 +473,13 @@ func (x *EndedRequests) GetCancelled() uint64 {
 func (x *EndedRequests) GetFailed() uint64 {
 	if x != nil {
 		return x.Failed
+	}
+	return 0
+}
+
+func (x *EndedRequests) GetPromptRead() uint64 {
+	if x != nil {
+		return x.PromptRead
 	}
 	return 0
 }
@@ -1525,7 +1535,7 @@ const file_penstock_v1_telemetry_proto_rawDesc = "" +
 	"\x0fcomputed_tokens\x18\n" +
 	" \x01(\x04R\x0ecomputedTokens\x12%\n" +
 	"\x0epadding_tokens\x18\v \x01(\x04R\rpaddingTokens\x122\n" +
-	"\tstep_time\x18\f \x01(\v2\x15.penstock.v1.StepTimeR\bstepTime\"\xe6\x01\n" +
+	"\tstep_time\x18\f \x01(\v2\x15.penstock.v1.StepTimeR\bstepTime\"\x87\x02\n" +
 	"\rEndedRequests\x12\x10\n" +
 	"\x03eos\x18\x01 \x01(\x04R\x03eos\x12\x12\n" +
 	"\x04stop\x18\x02 \x01(\x04R\x04stop\x12\x1d\n" +
@@ -1536,7 +1546,9 @@ const file_penstock_v1_telemetry_proto_rawDesc = "" +
 	"time_limit\x18\x05 \x01(\x04R\ttimeLimit\x12\x18\n" +
 	"\aaborted\x18\x06 \x01(\x04R\aaborted\x12\x1c\n" +
 	"\tcancelled\x18\a \x01(\x04R\tcancelled\x12\x16\n" +
-	"\x06failed\x18\b \x01(\x04R\x06failed\"l\n" +
+	"\x06failed\x18\b \x01(\x04R\x06failed\x12\x1f\n" +
+	"\vprompt_read\x18\t \x01(\x04R\n" +
+	"promptRead\"l\n" +
 	"\n" +
 	"StepCounts\x12\x18\n" +
 	"\aprefill\x18\x01 \x01(\x04R\aprefill\x12\x16\n" +

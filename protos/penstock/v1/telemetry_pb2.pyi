@@ -222,6 +222,7 @@ class EndedRequests(_message.Message):
     ABORTED_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    PROMPT_READ_FIELD_NUMBER: _builtins.int
     eos: _builtins.int
     """FINISH_REASON_EOS.
     Unit: outputs.
@@ -254,6 +255,10 @@ class EndedRequests(_message.Message):
     """An error ended it.
     Unit: outputs.
     """
+    prompt_read: _builtins.int
+    """An input of Embed or a continuation of Score was computed; nothing was to be generated.
+    Unit: outputs.
+    """
     def __init__(
         self,
         *,
@@ -265,10 +270,11 @@ class EndedRequests(_message.Message):
         aborted: _builtins.int = ...,
         cancelled: _builtins.int = ...,
         failed: _builtins.int = ...,
+        prompt_read: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "cancelled", b"cancelled", "context_full", b"context_full", "eos", b"eos", "failed", b"failed", "max_tokens", b"max_tokens", "stop", b"stop", "time_limit", b"time_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "cancelled", b"cancelled", "context_full", b"context_full", "eos", b"eos", "failed", b"failed", "max_tokens", b"max_tokens", "prompt_read", b"prompt_read", "stop", b"stop", "time_limit", b"time_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

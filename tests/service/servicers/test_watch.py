@@ -117,6 +117,14 @@ async def test_other_ends_are_counted_apart() -> None:
     assert ended == telemetry_pb2.EndedRequests(aborted=1, cancelled=1, failed=1, time_limit=1)
 
 
+async def test_inputs_of_embed_are_counted_with_what_ended() -> None:
+    async with serving() as rig:
+        inputs = [inference_pb2.EmbedInput(text=text) for text in ("a", "bc")]
+        await rig.inference.Embed(inference_pb2.EmbedRequest(inputs=inputs))
+        ended = asyncio.wait_for(look_until(rig, lambda told: num_ended(told) == 2), WAIT_S)
+        assert (await ended).totals.ended == telemetry_pb2.EndedRequests(prompt_read=2)
+
+
 async def test_the_load_is_that_of_get_load() -> None:
     async with serving(fake(hold=True, max_num_seqs=2)) as rig:
         calls = [rig.inference.Generate(generate(prompt)) for prompt in ("a", "bb", "ccc")]

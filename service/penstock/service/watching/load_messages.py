@@ -80,6 +80,7 @@ def _totals(metrics: EngineMetrics) -> telemetry_pb2.LoadTotals:
             aborted=ended.get("aborted", 0),
             cancelled=ended.get("cancelled", 0),
             failed=ended.get("error", 0),
+            prompt_read=ended.get("prompt_read", 0),
         ),
         preemptions=totals.preemptions,
         steps=telemetry_pb2.StepCounts(

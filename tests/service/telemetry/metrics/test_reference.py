@@ -12,6 +12,7 @@ from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 from penstock.runtime.measuring import engine_instruments as engine
 from penstock.runtime.measuring.engine_instruments import ENGINE_INSTRUMENTS
 from penstock.runtime.measuring.instruments import Instrument
+from penstock.runtime.measuring.output_meters import END_REASONS
 from penstock.service.telemetry.metrics.names import family_name, prometheus_name
 from penstock.service.telemetry.metrics.service_instruments import SERVICE_INSTRUMENTS
 from penstock.service.telemetry.metrics.vllm_names import CACHE_CONFIG_INFO, FINISHED_REASONS, VIEWS
@@ -45,6 +46,7 @@ def test_vllms_names_are_listed_with_what_they_show():
     rows = dict(re.findall(r"^\| `(vllm:\S+)` \| `(\S+?)` \|$", section("vLLM's names"), re.M))
     assert rows == {view.name: prometheus_name(view.source) for view in VIEWS}
     assert CACHE_CONFIG_INFO in section("vLLM's names")
+    assert set(FINISHED_REASONS) == set(END_REASONS)
     for ours, theirs in FINISHED_REASONS.items():
         assert re.search(rf"^\| `{theirs}` \| .*`{ours}`.* \|$", section("vLLM's names"), re.M), ours
 

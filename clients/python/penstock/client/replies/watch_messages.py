@@ -46,6 +46,7 @@ def _totals(message: telemetry_pb2.LoadTotals) -> values.LoadTotals:
             aborted=ended.aborted,
             cancelled=ended.cancelled,
             failed=ended.failed,
+            prompt_read=ended.prompt_read,
         ),
         preemptions=message.preemptions,
         steps=values.StepCounts(steps.prefill, steps.decode, steps.mixed, steps.window),

@@ -23,6 +23,8 @@ class EndedRequests:
     """The client went away, cancelled, or its deadline passed."""
     failed: int = 0
     """An error ended them."""
+    prompt_read: int = 0
+    """Inputs of `embed` and continuations of `score`, of which nothing is generated."""
 
 
 @dataclass(frozen=True, slots=True)

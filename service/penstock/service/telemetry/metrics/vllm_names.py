@@ -28,6 +28,7 @@ FINISHED_REASON = "finished_reason"
 FINISHED_REASONS = {
     "eos": "stop",
     "stop": "stop",
+    "prompt_read": "stop",
     "max_tokens": "length",
     "context_full": "length",
     "time_limit": "length",
