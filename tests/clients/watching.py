@@ -42,7 +42,8 @@ MESSAGE = text_format.Parse(
       since { seconds: 1767322800 }
       prompt_tokens: 1000 cached_prompt_tokens: 250 generated_tokens: 4000 recomputed_tokens: 30
       ended {
-        eos: 1 stop: 2 max_tokens: 3 context_full: 4 time_limit: 5 aborted: 6 cancelled: 7 failed: 8 prompt_read: 9
+        eos: 1 stop: 2 max_tokens: 3 context_full: 4 time_limit: 5 aborted: 6 cancelled: 7 failed: 8
+        prompt_read: 9
       }
       preemptions: 9
       steps { prefill: 10 decode: 11 mixed: 12 window: 13 }
