@@ -44,6 +44,7 @@ const (
 //	                    be larger than the server sends, or has become so
 //	NOT_FOUND           UNKNOWN_MODEL
 //	ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
+//	ABORTED             REQUEST_ABORTED: of Embed and Score alone, which Abort, a pause or a weight update has ended
 //	UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
 //	PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
 //	FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
@@ -195,6 +196,7 @@ type InferenceService_UpdateWeightsClient = grpc.ClientStreamingClient[UpdateWei
 //	                    be larger than the server sends, or has become so
 //	NOT_FOUND           UNKNOWN_MODEL
 //	ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
+//	ABORTED             REQUEST_ABORTED: of Embed and Score alone, which Abort, a pause or a weight update has ended
 //	UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
 //	PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
 //	FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use

@@ -38,6 +38,7 @@ class InferenceServiceStub:
                           be larger than the server sends, or has become so
       NOT_FOUND           UNKNOWN_MODEL
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
+      ABORTED             REQUEST_ABORTED: of Embed and Score alone, which Abort, a pause or a weight update has ended
       UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
       PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
       FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
@@ -112,6 +113,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
                           be larger than the server sends, or has become so
       NOT_FOUND           UNKNOWN_MODEL
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
+      ABORTED             REQUEST_ABORTED: of Embed and Score alone, which Abort, a pause or a weight update has ended
       UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
       PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
       FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
@@ -182,6 +184,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
                           be larger than the server sends, or has become so
       NOT_FOUND           UNKNOWN_MODEL
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
+      ABORTED             REQUEST_ABORTED: of Embed and Score alone, which Abort, a pause or a weight update has ended
       UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
       PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
       FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use

@@ -69,15 +69,19 @@ def test_parts_that_are_mappings(file: Path, source: Any) -> None:
 
 
 def test_openais_form_of_a_picture() -> None:
-    content = [{"type": "image_url", "image_url": {"url": URL, "detail": "low"}}]
+    content = [{"type": "image_url", "image_url": {"url": URL, "detail": "auto"}}]
     assert turn_of(content) == parts(types_pb2.Image(data=PNG, media_type="image/png"))
-    assert Image.from_data_url("DATA:;base64," + URL.partition(",")[2]) == Image(PNG)
+    data = URL.partition(",")[2]
+    assert Image.from_data_url("DATA:;base64," + data) == Image(PNG)
+    assert Image.from_data_url("data:image/jpg;base64," + data).media_type == "image/jpeg"
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ([{"type": "image_url", "image_url": {"url": "https://x.org/a.png"}}], "addresses are not fetched"),
+        ([{"type": "image_url", "image_url": {"url": URL, "detail": "low"}}], "detail must be"),
+        ([{"type": "image_url", "image_url": {"url": URL, "size": 3}}], "unknown keys: size"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png,x"}}], "must be in base64"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,!"}}], "is not base64"),
         ([{"type": "image_url", "image_url": URL}], "must be a text, an Image"),

@@ -141,7 +141,11 @@ def _part(index: int, part: Any) -> str | Image:
                 return image
             case {"type": "image", "image": source, **rest} if not rest:
                 return Image(source)
-            case {"type": "image_url", "image_url": {"url": str(url)}, **rest} if not rest:
+            case {"type": "image_url", "image_url": {"url": str(url), **more}, **rest} if not rest:
+                if more.pop("detail", "auto") != "auto":
+                    raise ValueError('detail must be "auto": the model decides how closely it looks')
+                if more:
+                    raise ValueError(f"image_url has unknown keys: {', '.join(sorted(map(str, more)))}")
                 return Image.from_data_url(url)
     except (TypeError, ValueError) as error:
         raise TypeError(f"content[{index}]: {error}") from error

@@ -50,6 +50,11 @@ class Image:
         if not parameters or parameters[-1].strip().lower() != "base64":
             raise ValueError("the data of a data: URL must be in base64")
         try:
-            return cls(base64.b64decode(encoded, validate=True), media_type.strip().lower())
+            return cls(base64.b64decode(encoded, validate=True), _registered(media_type.strip().lower()))
         except binascii.Error as error:
             raise ValueError(f"the data of the URL is not base64: {error}") from error
+
+
+def _registered(media_type: str) -> str:
+    """The registered name of a media type: many programs write JPEG's without the "e"."""
+    return "image/jpeg" if media_type == "image/jpg" else media_type
