@@ -5,14 +5,17 @@ The toy model's hidden state after some tokens is (their sum, their number).
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from penstock.runtime import Engine, Pooling, SamplingParams, StoppingParams
+from penstock.runtime import AsyncEngine, Engine, Pooling, SamplingParams, StoppingParams
 from penstock.runtime.errors import DuplicateRequestId, InvalidRequest, PromptTooLong, UnsupportedFeature
+from penstock.runtime.loop.interface import InFlightPolicy
 from tests.support.models.table import random_tables, table_engine
 from tests.support.models.toy import toy_engine
 from tests.support.models.witness import log_softmax
@@ -44,6 +47,37 @@ def test_more_inputs_than_the_queue_takes(engine: Engine) -> None:
     inputs = [tuple(range(1, 2 + i % 30)) for i in range(40)]
     expected = [[sum(each), len(each)] for each in inputs]
     np.testing.assert_array_equal(engine.embed(inputs, normalize=False), expected)
+
+
+async def test_coroutines_get_the_same(engine: Engine) -> None:
+    eager = AsyncEngine(engine)
+    inputs = [(1, 2, 3), (4,)]
+    np.testing.assert_array_equal(await eager.embed(inputs, normalize=False), [[6, 3], [4, 1]])
+    assert await eager.score((1, 2), [(3,), (4, 5)]) == engine.score((1, 2), [(3,), (4, 5)])
+    with pytest.raises(InvalidRequest, match="dimensions"):
+        await eager.embed(inputs, dimensions=3)
+
+
+async def test_a_cancelled_task_ends_what_it_reads(engine: Engine) -> None:
+    eager = AsyncEngine(engine)
+    await asyncio.wrap_future(engine.pause(InFlightPolicy.KEEP))
+    reading = asyncio.create_task(eager.embed([(1, 2)] * 40, request_id="mine"))
+    async with asyncio.timeout(60):
+        while not engine.load().num_waiting:  # noqa: ASYNC110 -- another thread makes it true
+            await asyncio.sleep(0.01)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        while engine.load().num_waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.wrap_future(engine.resume())
+    async with asyncio.timeout(60):
+        while True:  # the id is free once the thread has ended
+            with contextlib.suppress(DuplicateRequestId):
+                np.testing.assert_array_equal(
+                    await eager.embed([(4,)], normalize=False, request_id="mine"), [[4, 1]]
+                )
+                break
 
 
 def test_what_is_wrong_is_named(engine: Engine) -> None:

@@ -5,9 +5,13 @@ errors.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import queue
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Literal, Unpack, overload
+from typing import Literal, TypeVar, Unpack, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.runtime.embedding.active_ids import EmbeddedEngine
 from penstock.runtime.embedding.async_stream import AsyncGenerationStream, Inbox, sinks
@@ -22,11 +26,18 @@ from penstock.runtime.embedding.options import (
     jobs_of,
     prompt_job,
 )
+from penstock.runtime.embedding.readings import Inbox as ReadingInbox
+from penstock.runtime.embedding.readings import ReadingOptions, embed, score
 from penstock.runtime.generation.jobs import Job
+from penstock.runtime.generation.readings import Score, VectorForm
 from penstock.runtime.generation.results import Generation
 from penstock.runtime.generation.switchboard import Switchboard
 from penstock.runtime.loop.interface import InFlightPolicy, Paused
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
+from penstock.runtime.requests.context import Truncation
+from penstock.runtime.requests.reading.prompt_reading import Pooling
+
+ReadT = TypeVar("ReadT")
 
 
 class AsyncEngine:
@@ -88,6 +99,39 @@ class AsyncEngine:
         job = chat_job(self.engine, messages, options)
         return self._stream(job) if stream else self._whole(job)
 
+    async def embed(
+        self,
+        inputs: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        pooling: Pooling | str | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncation: Truncation | str = Truncation.REJECT,
+        **options: Unpack[ReadingOptions],
+    ) -> NDArray[np.float32]:
+        """See `Engine.embed`. Cancelling the task ends what runs."""
+        form = VectorForm(normalize=normalize, dimensions=dimensions)
+        return await _read(
+            lambda inbox: embed(
+                self.engine,
+                inputs,
+                pooling=pooling,
+                form=form,
+                truncation=truncation,
+                options=options,
+                inbox=inbox,
+            )
+        )
+
+    async def score(
+        self,
+        prompt: str | Sequence[int],
+        continuations: Sequence[str] | Sequence[Sequence[int]],
+        **options: Unpack[ReadingOptions],
+    ) -> list[Score]:
+        """See `Engine.score`. Cancelling the task ends what runs."""
+        return await _read(lambda inbox: score(self.engine, prompt, continuations, options, inbox))
+
     async def pause(
         self,
         in_flight: InFlightPolicy = InFlightPolicy.WAIT,
@@ -141,3 +185,15 @@ class AsyncEngine:
         if self._switchboard is None or self._switchboard.loop is not loop:
             self._switchboard = Switchboard(loop)
         return self._switchboard
+
+
+async def _read(work: Callable[[ReadingInbox], ReadT]) -> ReadT:
+    """Runs `work` on another thread, with an inbox through which it is ended if the task is cancelled."""
+    inbox: ReadingInbox = queue.SimpleQueue()
+    reading = asyncio.ensure_future(asyncio.to_thread(work, inbox))
+    try:
+        return await asyncio.shield(reading)
+    except asyncio.CancelledError:
+        reading.add_done_callback(lambda ended: ended.exception())  # what it raises is told to nobody
+        inbox.put(None)
+        raise

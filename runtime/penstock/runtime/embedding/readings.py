@@ -29,6 +29,8 @@ from penstock.runtime.requests.request import CacheParams, FinishReason, Request
 
 TextOrIds = str | Sequence[int]
 """A text, or token ids."""
+Inbox = queue.SimpleQueue[StepOutput | None]
+"""What the engine brings for prompts that are read. None, from any thread, ends the reading."""
 
 
 class ReadingOptions(TypedDict, total=False):
@@ -53,6 +55,7 @@ def embed(
     form: VectorForm,
     truncation: Truncation | str,
     options: ReadingOptions,
+    inbox: Inbox | None = None,
 ) -> NDArray[np.float32]:
     """See `Engine.embed`."""
     info = engine.info
@@ -62,7 +65,7 @@ def embed(
     cuts = allowed is not Truncation.REJECT
     token_ids = _ids_of_all(engine, "inputs", inputs, special=True, cuts=cuts)
     prompts = [one.token_ids for one in fit_inputs(token_ids, allowed, info.max_model_len)]
-    outputs = read(engine, prompts, [reading] * len(prompts), options)
+    outputs = read(engine, prompts, [reading] * len(prompts), options, inbox)
     width = form.dimensions or info.hidden_size
     vectors = np.zeros((len(outputs), width), np.float32)
     for row, output in zip(vectors, outputs, strict=True):
@@ -72,7 +75,11 @@ def embed(
 
 
 def score(
-    engine: EmbeddedEngine, prompt: TextOrIds, continuations: Sequence[TextOrIds], options: ReadingOptions
+    engine: EmbeddedEngine,
+    prompt: TextOrIds,
+    continuations: Sequence[TextOrIds],
+    options: ReadingOptions,
+    inbox: Inbox | None = None,
 ) -> list[Score]:
     """See `Engine.score`."""
     first = _token_ids(engine, prompt, special=True)
@@ -80,7 +87,8 @@ def score(
     if not parts:
         return []
     prompts = join(first, parts, engine.info.max_model_len)
-    outputs = read(engine, prompts, [PromptReading(scores_from=len(first))] * len(parts), options)
+    readings = [PromptReading(scores_from=len(first))] * len(parts)
+    outputs = read(engine, prompts, readings, options, inbox)
     return [
         Score(token_ids=part, logprobs=tuple(value.sampled for value in output.prompt_logprobs))
         for part, output in zip(parts, outputs, strict=True)
@@ -92,15 +100,18 @@ def read(
     prompts: Sequence[tuple[int, ...]],
     readings: Sequence[PromptReading],
     options: ReadingOptions,
+    inbox: Inbox | None = None,
 ) -> list[StepOutput]:
-    """The last output of each prompt. The first error ends them all, and is raised."""
+    """The last output of each prompt. The first error ends them all, and is raised. Raises GenerationError
+    where somebody puts None into `inbox`, by default one of its own.
+    """
     given = _checked(engine, options)
     request_id = cast("str", given.get("request_id")) or uuid.uuid4().hex
-    inbox: queue.SimpleQueue[StepOutput] = queue.SimpleQueue()
+    brought = queue.SimpleQueue() if inbox is None else inbox
 
     def sink(outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
-            inbox.put(output)
+            brought.put(output)
 
     waiting = deque(
         Request(
@@ -129,7 +140,9 @@ def read(
                         raise
                     break
                 running.add(waiting.popleft().request_id)
-            output = inbox.get()
+            output = brought.get()
+            if output is None:
+                raise GenerationError("the reading was ended before its time")
             running.discard(output.request_id)
             if output.error is not None:
                 raise output.error.with_traceback(None)
