@@ -1,6 +1,8 @@
-"""Writes a checkpoint of random weights in the shape of Qwen3-0.6B, to measure speed without a real one.
+"""Writes a checkpoint of random weights in the shape of Qwen3-0.6B, or of another model whose config.json is
+there, to measure speed without a real one.
 
     python -m bench.checkpoint --out DIR
+    python -m bench.checkpoint --config tests/support/models/published/Qwen3.5-0.8B.json --out DIR
 
 Tokens mean nothing, but every product, read and write has the size that it has in the real model. Weights are
 normal with deviation 0.02 (weights of norms around 1), so activations stay finite. One seed always writes the
@@ -14,7 +16,7 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from penstock.runtime.models.params import load_rules
+from penstock.runtime.models.registry import parse_config
 
 DEVIATION = 0.02
 NUM_CONTROL = 3
@@ -141,13 +146,13 @@ def blocks(size: int, mean: float, draw: np.random.Generator) -> Iterator[NDArra
         yield (mean + DEVIATION * values).astype(ml_dtypes.bfloat16)
 
 
-def make_tokenizer(shape: Shape) -> Tokenizer:
+def make_tokenizer(num_words: int) -> Tokenizer:
     """Make a byte-level BPE with 256 bytes, a few merges, filler words that no merge reaches, and the control
     tokens.
     """
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
     words += [first + second for first, second in _MERGES]
-    words += [f"Ġw{number}" for number in range(len(words), shape.num_words)]
+    words += [f"Ġw{number}" for number in range(len(words), num_words)]
     tokenizer = Tokenizer(
         models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=_MERGES)
     )
@@ -159,14 +164,46 @@ def make_tokenizer(shape: Shape) -> Tokenizer:
 
 def write_checkpoint(directory: Path, shape: Shape, seed: int = 0) -> None:
     """Write model.safetensors, config.json, generation_config.json and the tokenizer's files."""
+    _write(directory, config_json(shape), tensor_shapes(shape), shape.num_words, seed)
+
+
+def write_checkpoint_of(directory: Path, published: Mapping[str, Any], seed: int = 0) -> int:
+    """The same for a published config.json, and returns the number of parameters. Of a model that reads
+    pictures only the text model is written.
+    """
+    config = text_model(published)
+    shapes = {tensor.name: tensor.shape for tensor in load_rules(parse_config(config)).tensors}
+    _write(directory, config, shapes, config["vocab_size"] - NUM_CONTROL, seed)
+    return sum(map(math.prod, shapes.values()))
+
+
+def text_model(published: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a model's text model, which is the whole model where it reads nothing else. Its end
+    token is the tokenizer's.
+    """
+    inner = published.get("text_config")
+    if inner is None:
+        config = dict(published)
+    else:
+        (name,) = published["architectures"]
+        config = {**inner, "architectures": [name.replace("ForConditionalGeneration", "ForCausalLM")]}
+    return {**config, "eos_token_id": config["vocab_size"] - 1, "bos_token_id": None}
+
+
+def _write(
+    directory: Path,
+    config: Mapping[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    num_words: int,
+    seed: int,
+) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    config = config_json(shape)
     _write_json(directory / "config.json", config)
     _write_json(
         directory / "generation_config.json",
         {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"], "do_sample": False},
     )
-    make_tokenizer(shape).save(str(directory / "tokenizer.json"))
+    make_tokenizer(num_words).save(str(directory / "tokenizer.json"))
     _write_json(
         directory / "tokenizer_config.json",
         {
@@ -176,11 +213,10 @@ def write_checkpoint(directory: Path, shape: Shape, seed: int = 0) -> None:
             "pad_token": _CONTROL[0],
             "unk_token": None,
             "clean_up_tokenization_spaces": False,
-            "model_max_length": shape.max_position_embeddings,
+            "model_max_length": config["max_position_embeddings"],
         },
     )
     draw = np.random.default_rng(seed)
-    shapes = tensor_shapes(shape)
     part = directory / "model.safetensors.part"
     with part.open("wb") as file:
         file.write(safetensors_header(shapes))
@@ -190,19 +226,25 @@ def write_checkpoint(directory: Path, shape: Shape, seed: int = 0) -> None:
     part.replace(directory / "model.safetensors")  # renamed last, so a file of this name is always complete
 
 
-def _write_json(file: Path, data: dict[str, Any]) -> None:
+def _write_json(file: Path, data: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="default: %(default)s")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="default: %(default)s")
+    which.add_argument("--config", type=Path, metavar="FILE", help="the config.json of another model")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    shape = SHAPES[args.shape]
-    write_checkpoint(args.out, shape, args.seed)
-    parameters = sum(map(math.prod, tensor_shapes(shape).values()))
+    if args.config is None:
+        shape = SHAPES[args.shape]
+        write_checkpoint(args.out, shape, args.seed)
+        parameters = sum(map(math.prod, tensor_shapes(shape).values()))
+    else:
+        published = json.loads(args.config.read_text(encoding="utf-8"))
+        parameters = write_checkpoint_of(args.out, published, args.seed)
     print(f"{args.out}: {parameters / 1e6:.1f} million parameters")
     return 0
 

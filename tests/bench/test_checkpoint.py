@@ -7,9 +7,12 @@ import json
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.flax import load_file
 from tokenizers import Tokenizer
 
-from bench.checkpoint import SHAPES, tensor_shapes, write_checkpoint
+from bench.checkpoint import SHAPES, tensor_shapes, write_checkpoint, write_checkpoint_of
+from penstock.runtime.loading.checkpoint import load_config
+from tests.support.goldens import GOLDEN
 
 TINY = SHAPES["tiny"]
 
@@ -57,3 +60,22 @@ def test_tokenizer_goes_there_and_back(directory):
     assert tokenizer.get_vocab_size() == TINY.num_words + 3
     assert tokenizer.token_to_id("<|im_end|>") == config["eos_token_id"]
     assert set(tokenizer.get_vocab().values()) == set(range(TINY.num_words + 3))
+
+
+@pytest.mark.parametrize(
+    ("golden", "decoder"), [("qwen3_5", "model."), ("qwen3_5_vl", "model.language_model.")]
+)
+def test_the_shape_of_a_config_json(tmp_path, golden, decoder):
+    """The tensors are those that transformers wrote for this config.json, but for what reads pictures."""
+    config = json.loads((GOLDEN / golden / "config.json").read_text())
+    written = write_checkpoint_of(tmp_path, config)
+    ours = load_file(tmp_path / "model.safetensors")
+    theirs = {
+        name.replace(decoder, "model."): values.shape
+        for name, values in load_file(GOLDEN / golden / "model.safetensors").items()
+        if ".visual." not in name
+    }
+    assert {name: values.shape for name, values in ours.items()} == theirs
+    assert written == sum(int(np.prod(shape)) for shape in theirs.values())
+    words = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size()
+    assert words == load_config(tmp_path).vocab_size
