@@ -36,6 +36,8 @@ const (
 	ErrGenerationChanged Reason = "GENERATION_CHANGED"
 	// ErrUpdateUnderWay: another weight update is under way, or one is staged.
 	ErrUpdateUnderWay Reason = "UPDATE_UNDER_WAY"
+	// ErrRequestAborted: Abort, a pause or a weight update ended a request for embeddings or scores.
+	ErrRequestAborted Reason = "REQUEST_ABORTED"
 	// ErrProfileUnderWay: another profile is being recorded or written.
 	ErrProfileUnderWay Reason = "PROFILE_UNDER_WAY"
 	// ErrProfileFailed: the profile could not be recorded or written.

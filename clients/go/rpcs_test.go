@@ -71,14 +71,19 @@ func TestEveryMethodOfTheContract(t *testing.T) {
 		t.Error(split, joined)
 	}
 
-	// The demo model makes neither embeddings nor scores.
-	_, refused := client.Inference.Embed(ctx, &penstockv1.EmbedRequest{})
-	if !errors.Is(refused, penstock.ErrUnsupportedFeature) {
-		t.Error(refused)
+	ids := &penstockv1.TokenIds{Ids: split.TokenIds}
+	made := must[*penstockv1.EmbedResponse](t)(client.Inference.Embed(ctx, &penstockv1.EmbedRequest{
+		Inputs: []*penstockv1.EmbedInput{{Input: &penstockv1.EmbedInput_TokenIds{TokenIds: ids}}},
+	}))
+	if len(made.Embeddings) != 1 || len(made.Embeddings[0].Values) == 0 || len(made.Embeddings[0].Values)%4 != 0 {
+		t.Error(made)
 	}
-	_, refused = client.Inference.Score(ctx, &penstockv1.ScoreRequest{})
-	if !errors.Is(refused, penstock.ErrUnsupportedFeature) {
-		t.Error(refused)
+	scored := must[*penstockv1.ScoreResponse](t)(client.Inference.Score(ctx, &penstockv1.ScoreRequest{
+		Input:         &penstockv1.ScoreRequest_PromptTokenIds{PromptTokenIds: ids},
+		Continuations: []*penstockv1.Continuation{{Continuation: &penstockv1.Continuation_TokenIds{TokenIds: ids}}},
+	}))
+	if len(scored.Scores) != 1 || len(scored.Scores[0].Logprobs) != len(split.TokenIds) {
+		t.Error(scored)
 	}
 
 	page := must[*penstockv1.GetVocabularyResponse](t)(

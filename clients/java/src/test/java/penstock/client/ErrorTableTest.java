@@ -30,6 +30,7 @@ class ErrorTableTest {
             Map.entry("PROFILE_FAILED", ServerException.class),
             Map.entry("PAUSED", RefusedException.PreconditionFailed.class),
             Map.entry("PAUSE_TAKEN_BACK", ConflictException.class),
+            Map.entry("REQUEST_ABORTED", ConflictException.class),
             Map.entry("UNKNOWN_SERVICE", RefusedException.class),
             Map.entry("MESSAGE_TOO_LARGE", LimitExceededException.class),
             Map.entry("STALLED_SENDER", LimitExceededException.class),

@@ -15,8 +15,10 @@ import org.junit.jupiter.api.Test;
 import penstock.v1.AbortOutcome;
 import penstock.v1.AbortRequest;
 import penstock.v1.CommitWeightsRequest;
+import penstock.v1.Continuation;
 import penstock.v1.ControlServiceGrpc;
 import penstock.v1.DetokenizeRequest;
+import penstock.v1.EmbedInput;
 import penstock.v1.EmbedRequest;
 import penstock.v1.GetModelInfoRequest;
 import penstock.v1.GetVocabularyRequest;
@@ -63,11 +65,15 @@ class RpcsTest {
         try (ServerStream<StreamResponse> events = client.stream(Requests.stream(1).build())) {
             assertTrue(events.next().hasStarted());
         }
-        assertThrows(
-                RefusedException.Unsupported.class,
-                () -> client.embed(EmbedRequest.getDefaultInstance()),
-                "the demo model makes no embeddings");
-        assertThrows(RefusedException.Unsupported.class, () -> client.score(ScoreRequest.getDefaultInstance()));
+        EmbedRequest embed = EmbedRequest.newBuilder()
+                .addInputs(EmbedInput.newBuilder().setText("Once upon a time"))
+                .build();
+        assertFalse(client.embed(embed).getEmbeddings(0).getValues().isEmpty());
+        ScoreRequest score = ScoreRequest.newBuilder()
+                .setPrompt("Once upon")
+                .addContinuations(Continuation.newBuilder().setText(" a time"))
+                .build();
+        assertTrue(client.score(score).getScores(0).getTotalLogprob() < 0);
         RequestIds ids = RequestIds.newBuilder().addIds("nobody").build();
         assertEquals(
                 AbortOutcome.ABORT_OUTCOME_NOT_FOUND,
