@@ -39,6 +39,7 @@ OWN = {
     "GENERATION_CHANGED": r"look at the weights in use with `penstock info`, and decide anew",
     "UPDATE_UNDER_WAY": r"words; try again in 7 s",
     "PROFILE_UNDER_WAY": r"words; try again in 7 s",
+    "REQUEST_ABORTED": r"words; ask again, if it is still wanted$",
     "UNKNOWN_UPDATE": r"send it with `penstock push-weights`",
     "DRAIN_TIMEOUT": r"allow more with --drain-timeout, or choose another --policy",
 }

@@ -11,6 +11,7 @@ import re
 from penstock.client import (
     Busy,
     Cancelled,
+    Conflict,
     CostlyGrammar,
     DeadlineExceeded,
     Denied,
@@ -106,6 +107,8 @@ def _meaning(error: PenstockClientError, addr: str) -> str:
             return f"{text}; {_again(error)}"
         case ProfileUnderWay():
             return f"{text}; {_again(error)}"
+        case Conflict() if error.reason == "REQUEST_ABORTED":
+            return f"{text}; ask again, if it is still wanted"
         case UnknownUpdate():
             return f"{text}; send it with `penstock push-weights`"
         case DrainTimeout():
