@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from penstock.runtime import EngineConfig
 from tests.support.models.toy import TEST_CACHE
+from tests.support.models.witness import log_softmax
 
+Logits = NDArray[np.float32]
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = (
     "deepseek_v3",
@@ -62,3 +66,22 @@ CONFIG = EngineConfig(
 def few(names: Sequence[str], always: Sequence[str]) -> list[Any]:
     """The names as parameters of a test, of which `make test` runs only `always`."""
     return [name if name in always else pytest.param(name, marks=pytest.mark.sweep) for name in names]
+
+
+def check_last_logits(logits: Logits, case: Mapping[str, Any]) -> None:
+    """The logits after a golden's prompt [V] are PyTorch's, as far as those are known."""
+    ids, values = zip(*case["last_logits_top"], strict=True)
+    np.testing.assert_allclose(logits[list(ids)], values, rtol=1e-4)
+
+
+def check_greedy(logits: Logits, feed: Callable[[list[int]], Logits], case: Mapping[str, Any]) -> None:
+    """The likeliest tokens after a golden's prompt, and their log-probabilities, are PyTorch's. `feed` gives
+    the logits after further tokens.
+    """
+    tokens, logprobs = [], []
+    for _ in case["tokens"]:
+        tokens.append(int(logits.argmax()))
+        logprobs.append(log_softmax(logits.astype(np.float64))[tokens[-1]])
+        logits = feed(tokens[-1:])
+    assert tokens == case["tokens"]
+    np.testing.assert_allclose(logprobs, case["logprobs"], atol=1e-4)

@@ -5,7 +5,7 @@ transfers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import starmap
 
 import jax
@@ -35,10 +35,10 @@ from penstock.runtime.execution.step_buffer import (
 )
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.ops.sampling_codes import LOGPROBS, PENALTIES, SAMPLING
-from penstock.runtime.requests.constraint import Mask
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
 from tests.support.models.toy import OFFSET, TEST_CACHE, VOCAB, toy_backend, toy_model, toy_tokens
+from tests.support.scheduler.put_off import Anything
 
 GREEDY = ResolvedSampling(temperature=0.0)
 
@@ -93,18 +93,6 @@ def test_feedback_stays_on_the_device(runner: ModelRunner) -> None:
         for plan in (prefill([1, 2, 3], 2, [7, 9]), decode(2, 3), decode(2, 4, step=2))
     ]
     assert [runner.wait(p).token_ids[0] for p in pending] == [[t] for t in toy_tokens([1, 2, 3], 3)]
-
-
-class Anything:
-    """A constraint that allows every token."""
-
-    is_complete = False
-
-    def fill(self, mask: Mask) -> None:
-        mask[:] = -1
-
-    def accept(self, token_ids: Sequence[int]) -> None:
-        pass
 
 
 def test_decodes_under_a_constraint_compute_no_more_rows_than_others(

@@ -28,20 +28,10 @@ from penstock.runtime.ops.sampler import RowState
 from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
 from tests.support.models.toy import VOCAB, toy_model, toy_runner
+from tests.support.scheduler.put_off import Anything
 
 GREEDY = ResolvedSampling(temperature=0.0)
 PENALISED = ResolvedSampling(temperature=0.0, presence_penalty=0.5, logit_bias=((3, 1.0),))
-
-
-class Anything:
-    """A constraint that allows every token."""
-
-    is_complete = False
-
-    def fill(self, mask: np.ndarray) -> None:
-        mask[:] = -1
-
-    def accept(self, token_ids: Any) -> None: ...
 
 
 @contextmanager

@@ -10,18 +10,13 @@ import numpy as np
 import pytest
 
 from penstock.runtime.loading.checkpoint import load_config, load_weights
-from tests.support.goldens import GOLDEN, NAMES, WITH_PICTURES
+from tests.support.goldens import GOLDEN, NAMES, WITH_PICTURES, check_greedy, check_last_logits
 
 
 def test_every_golden_is_compared():
     assert sorted((*NAMES, *WITH_PICTURES)) == sorted(
         folder.parent.name for folder in GOLDEN.glob("*/config.json")
     )
-
-
-def log_softmax(logits):
-    shifted = logits.astype(np.float64) - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -38,14 +33,7 @@ def test_matches_pytorch(golden, case):
     expected = cases[case]
     sequence.reset()
     logits = sequence.feed(expected["prompt"])
-    ids, values = zip(*expected["last_logits_top"], strict=True)
-    np.testing.assert_allclose(logits[list(ids)], values, rtol=1e-4)
-    assert list(np.argsort(-logits)[: len(ids)]) == list(ids)
-    tokens, logprobs = [], []
-    for _ in expected["tokens"]:
-        token = int(logits.argmax())
-        tokens.append(token)
-        logprobs.append(log_softmax(logits)[token])
-        logits = sequence.feed([token])
-    assert tokens == expected["tokens"]
-    np.testing.assert_allclose(logprobs, expected["logprobs"], atol=1e-4)
+    check_last_logits(logits, expected)
+    ids = [token for token, _ in expected["last_logits_top"]]
+    assert list(np.argsort(-logits)[: len(ids)]) == ids
+    check_greedy(logits, sequence.feed, expected)

@@ -20,7 +20,7 @@ from penstock.runtime.models import params
 from penstock.runtime.models.layers.media import MediaInputs
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
 from tests.runtime.models.conftest import SLOTS, Sequence
-from tests.support.goldens import GOLDEN, WITH_PICTURES, few
+from tests.support.goldens import GOLDEN, WITH_PICTURES, check_greedy, check_last_logits, few
 from tests.support.models.pictures import cases_of, num_patches, pictures_of
 from tests.support.models.plain_encoder import PlainEncoder
 
@@ -86,16 +86,8 @@ def test_matches_pytorch(reader: Reader, case: int, chunk: int) -> None:
     media, sequence = reader.media(expected), reader.sequence
     sequence.reset()
     logits = sequence.feed(expected["prompt"], chunk, media)
-    ids, values = zip(*expected["last_logits_top"], strict=True)
-    np.testing.assert_allclose(logits[list(ids)], values, rtol=1e-4)
-    tokens, logprobs = [], []
-    for _ in expected["tokens"]:
-        wide = logits.astype(np.float64) - logits.max()
-        tokens.append(int(logits.argmax()))
-        logprobs.append(float((wide - np.log(np.exp(wide).sum()))[tokens[-1]]))
-        logits = sequence.feed(tokens[-1:], media=media)
-    assert tokens == expected["tokens"]
-    np.testing.assert_allclose(logprobs, expected["logprobs"], atol=1e-4)
+    check_last_logits(logits, expected)
+    check_greedy(logits, lambda tokens: sequence.feed(tokens, media=media), expected)
 
 
 def test_pictures_of_one_call_attend_to_themselves_only(reader: Reader) -> None:

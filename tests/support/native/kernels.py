@@ -111,3 +111,14 @@ def _emulated() -> Iterator[None]:
 
     with mock.patch.object(jax.ffi, "ffi_call", emulated):
         yield
+
+
+def limited_to(isa: Isa) -> Iterator[Isa]:
+    """For fixtures, by `yield from`: runs the kernels of this instruction set, and skips the test where the
+    processor has none.
+    """
+    if library.limit_isa(isa) is not isa:
+        library.limit_isa(Isa.AMX)
+        pytest.skip(f"this processor has no {isa.name}")
+    yield isa
+    library.limit_isa(Isa.AMX)

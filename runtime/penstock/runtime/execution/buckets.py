@@ -112,9 +112,9 @@ class Buckets:
             )
         most_tokens = max(max_num_batched_tokens, MIN_BUCKET)
         return cls(
-            token_buckets=_geometric(FIRST_TOKEN_BUCKET, token_growth, most_tokens),
-            row_buckets=_geometric(MIN_BUCKET, row_growth, max(max_num_seqs, MIN_BUCKET)),
-            window_steps=(0,) if max_window is None else _geometric(1, WINDOW_GROWTH, max_window),
+            token_buckets=geometric(FIRST_TOKEN_BUCKET, token_growth, most_tokens),
+            row_buckets=geometric(MIN_BUCKET, row_growth, max(max_num_seqs, MIN_BUCKET)),
+            window_steps=(0,) if max_window is None else geometric(1, WINDOW_GROWTH, max_window),
         )
 
     def keys(self) -> tuple[ProgramKey, ...]:
@@ -159,7 +159,7 @@ class Buckets:
         return steps[bisect_left(steps, num_steps)]
 
 
-def _geometric(first: int, factor: int, last: int) -> tuple[int, ...]:
+def geometric(first: int, factor: int, last: int) -> tuple[int, ...]:
     """first, first * factor, ... below `last`, then `last`."""
     sizes = []
     size = first

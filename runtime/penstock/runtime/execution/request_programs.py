@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import compress
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,26 +32,21 @@ def make_prompt_logprobs(rebuild: Rebuild, shapes: StepShapes) -> Callable[[Weig
     int32[max_tokens, 1 + 2 * num_top], see `read_logprobs`. packed int32[1 + 2 * max_tokens] holds how many
     tokens there are, for each the index of the token before it, and the tokens themselves.
     """
-    tile = min(_PROMPT_TILE, shapes.max_tokens)
+    size = -(-shapes.max_tokens // _tile(shapes)) * _tile(shapes)
 
     def prompt_logprobs(weights: Weights, hidden: Array, packed: Array) -> Array:
-        model, count = rebuild(weights), packed[0]
-        size = -(-shapes.max_tokens // tile) * tile
-        before, targets = (jnp.pad(part, (0, size - shapes.max_tokens)) for part in packed[1:].reshape(2, -1))
+        model = rebuild(weights)
 
-        def body(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            start, out = carry
-            at = lax.dynamic_slice_in_dim(before, start, tile)
-            tokens = lax.dynamic_slice_in_dim(targets, start, tile)
-            logits = model.logits(hidden[at], jnp.minimum(count - start, tile))
+        def step(tile: _Tile, out: Array) -> Array:
+            tokens = tile.others
+            logits = model.logits(hidden[tile.tokens], jnp.minimum(tile.left, tokens.shape[0]))
             read = report(
                 Sampled(tokens, *token_logprobs(logits, tokens, shapes.num_top)), jnp.int32(LOGPROBS)
             )
-            return start + tile, lax.dynamic_update_slice_in_dim(out, read, start, 0)
+            return lax.dynamic_update_slice_in_dim(out, read, tile.start, 0)
 
         out = jnp.zeros((size, 1 + 2 * shapes.num_top), jnp.int32)
-        _, out = lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), out))
-        return out[: shapes.max_tokens]
+        return _over_tiles(packed, shapes, step, out)[: shapes.max_tokens]
 
     return prompt_logprobs
 
@@ -62,25 +58,49 @@ def make_hidden_sums(
     float32[max_rows, E]. packed int32[1 + 2 * max_tokens] holds how many tokens there are, for each its index
     in the step, and for each the row of the result that it is added to.
     """
-    tile = min(_PROMPT_TILE, shapes.max_tokens)
 
     def hidden_sums(weights: Weights, hidden: Array, packed: Array) -> Array:
-        model, count = rebuild(weights), packed[0]
-        padding = -shapes.max_tokens % tile
-        tokens, places = (jnp.pad(part, (0, padding)) for part in packed[1:].reshape(2, -1))
+        model = rebuild(weights)
 
-        def body(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            start, out = carry
-            at = lax.dynamic_slice_in_dim(tokens, start, tile)
-            to = lax.dynamic_slice_in_dim(places, start, tile)
-            to = jnp.where(start + jnp.arange(tile) < count, to, max_rows)
-            return start + tile, out.at[to].add(model.normalized(hidden[at]), mode="drop")
+        def step(tile: _Tile, out: Array) -> Array:
+            counts = jnp.arange(tile.others.shape[0]) < tile.left
+            rows = jnp.where(counts, tile.others, max_rows)
+            return out.at[rows].add(model.normalized(hidden[tile.tokens]), mode="drop")
 
-        out = jnp.zeros((max_rows, hidden.shape[1]), jnp.float32)
-        _, out = lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), out))
-        return out
+        return _over_tiles(packed, shapes, step, jnp.zeros((max_rows, hidden.shape[1]), jnp.float32))
 
     return hidden_sums
+
+
+class _Tile(NamedTuple):
+    """Some of the tokens that a program is told of, as many in each tile."""
+
+    start: Array  # int32[] how many come before
+    left: Array  # int32[] how many there are from here on; what comes behind them is padding
+    tokens: Array  # int32[tile] the index of each in the step
+    others: Array  # int32[tile] the number that goes with each
+
+
+def _tile(shapes: StepShapes) -> int:
+    return min(_PROMPT_TILE, shapes.max_tokens)
+
+
+def _over_tiles(
+    packed: Array, shapes: StepShapes, step: Callable[[_Tile, Array], Array], out: Array
+) -> Array:
+    """What `step` makes of `out`, tile by tile. packed int32[1 + 2 * max_tokens] holds how many tokens there
+    are, for each its index in the step, and for each another number.
+    """
+    size, count = _tile(shapes), packed[0]
+    padding = -shapes.max_tokens % size
+    tokens, others = (jnp.pad(part, (0, padding)) for part in packed[1:].reshape(2, -1))
+
+    def body(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        start, out = carry
+        here = (lax.dynamic_slice_in_dim(part, start, size) for part in (tokens, others))
+        return start + size, step(_Tile(start, count - start, *here), out)
+
+    return lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), out))[1]
 
 
 def admission_size(max_model_len: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.client import ChatMessage, Image, ToolCall
 from penstock.openai.requests.refusing import invalid_value, unsupported_value
-from penstock.openai.requests.turns import part_params, picture_of
+from penstock.openai.requests.turns import joined, part_params, picture_of
 from penstock.openai.schemas.carried_reasoning import text_of
 from penstock.openai.schemas.response_items import (
     FunctionCallItem,
@@ -155,16 +155,10 @@ def has_pictures(items: str | Sequence[Item]) -> bool:
     )
 
 
-def _content(content: str | Sequence[Part], where: str) -> str | list[str | Image]:
-    """The parts, of which some are pictures; or, where all are texts, one text, with a line break between two
-    of them.
-    """
+def _content(content: str | Sequence[Part], where: str) -> str | Sequence[str | Image]:
     if isinstance(content, str):
         return content
-    parts = [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
-    if any(isinstance(part, Image) for part in parts):
-        return parts
-    return "\n".join(part for part in parts if isinstance(part, str))
+    return joined([_part(part, f"{where}[{i}]") for i, part in enumerate(content)])
 
 
 def _text(content: str | Sequence[Part], where: str) -> str:

@@ -137,16 +137,18 @@ def picture_of(url: str, detail: str | None, where: str, detail_param: str) -> I
         raise invalid_value(where, f"{error}.") from None
 
 
-def _content(content: str | list[schemas.ContentPart] | None, where: str) -> str | list[str | Image]:
-    """The parts, of which some are pictures; or, where all are texts, one text, with a line break between two
-    of them, as vLLM and llama.cpp do it.
+def joined(parts: Sequence[str | Image]) -> str | Sequence[str | Image]:
+    """The content of a turn: its parts, of which some are pictures; or, where all are texts, one text, with a
+    line break between two of them, as vLLM and llama.cpp do it.
     """
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else parts
+
+
+def _content(content: str | list[schemas.ContentPart] | None, where: str) -> str | Sequence[str | Image]:
     if content is None or isinstance(content, str):
         return content or ""
-    parts = [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
-    if any(isinstance(part, Image) for part in parts):
-        return parts
-    return "\n".join(part for part in parts if isinstance(part, str))
+    return joined([_part(part, f"{where}[{i}]") for i, part in enumerate(content)])
 
 
 def _part(part: schemas.ContentPart, where: str) -> str | Image:

@@ -5,8 +5,7 @@ whatever else, and however often their pictures are encoded.
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +17,7 @@ from penstock.runtime.config import CPU_SIZES
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.execution.backend import Backend, single_device_mesh
 from penstock.runtime.execution.media.encoding import encode_buckets, encode_call
-from penstock.runtime.grammar.masks.step_masks import Filled, StepMasks
 from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
-from penstock.runtime.requests.constraint import Mask
 from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.media import MediaItem
 from penstock.runtime.requests.request import CacheParams, Request
@@ -35,6 +32,7 @@ from tests.support.models.pictured import (
     request_of,
 )
 from tests.support.models.toy import toy_engine
+from tests.support.scheduler.put_off import Anything, HalfPutOff
 
 CAT, DOG, FISH = picture(1, 5), picture(2, 32), picture(3, 40)
 PROMPTS: dict[str, tuple[int | MediaItem, ...]] = {
@@ -138,31 +136,13 @@ def test_forks_share_prompts_with_pictures(engine: Engine) -> None:
         assert fork.cached_prompt_tokens == len(asked.prompt_token_ids) - 1
 
 
-class Anything:
-    """A constraint that allows every token."""
-
-    is_complete = False
-
-    def fill(self, mask: Mask) -> None: ...
-
-    def accept(self, token_ids: Sequence[int]) -> None: ...
-
-
 def test_tokens_that_are_put_off(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """About half of the masks are not ready in time. Then a prompt's last token is computed again, which may
     be one of a picture that the pool no longer has.
     """
-    rng, skips = random.Random(5), 0
-
-    def fill(self: StepMasks, constraints: Mapping[int, Any], masks: Mask, *, others: bool) -> Filled:
-        nonlocal skips
-        skipped = frozenset(row for row in constraints if rng.random() < 0.5)
-        skips += len(skipped)
-        return Filled(masks, {}, skipped, frozenset())
-
-    monkeypatch.setattr(StepMasks, "fill", fill)
+    put_off = HalfPutOff(monkeypatch)
     run(engine, [dataclasses.replace(request, constraint=Anything()) for request in requests()])
-    assert skips > 10
+    assert put_off.num_skipped > 10
 
 
 def test_preempted_requests_have_their_pictures_again() -> None:

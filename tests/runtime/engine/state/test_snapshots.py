@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.runtime import Engine
-from penstock.runtime.grammar.masks.step_masks import Filled, StepMasks
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.ops.cache_spec import CacheSpec
-from penstock.runtime.requests.constraint import Mask
 from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import CacheParams, Request
-from tests.runtime.engine.state.test_state_by_slot import Anything, accelerator, prompt_of
+from tests.runtime.engine.state.test_state_by_slot import accelerator, prompt_of
 from tests.support.collector import GREEDY, Collector, at_gate, long
 from tests.support.goldens import few
 from tests.support.models.hybrid import NEWEST, PAGED, STATE, hybrid_model, hybrid_tokens
 from tests.support.models.toy import VOCAB, toy_engine
+from tests.support.scheduler.put_off import Anything, HalfPutOff
 
 PAGE = 4
 ENGINES: dict[str, dict[str, Any]] = {
@@ -205,15 +204,7 @@ def test_tokens_that_are_put_off_begin_behind_their_snapshot_again(monkeypatch: 
     """About half of the masks are not ready in time, for decodes as well as for last chunks of prompts, of
     which many begin behind a snapshot.
     """
-    rng, skips = random.Random(5), 0
-
-    def fill(self: StepMasks, constraints: Mapping[int, Any], masks: Mask, *, others: bool) -> Filled:
-        nonlocal skips
-        skipped = frozenset(row for row in constraints if rng.random() < 0.5)
-        skips += len(skipped)
-        return Filled(masks, {}, skipped, frozenset())
-
-    monkeypatch.setattr(StepMasks, "fill", fill)
+    put_off = HalfPutOff(monkeypatch)
     engine = toy_engine(hybrid_model(), decode_window_s=10.0)
     try:
         for seed in range(2):
@@ -222,7 +213,7 @@ def test_tokens_that_are_put_off_begin_behind_their_snapshot_again(monkeypatch: 
                 for i, request in enumerate(mixed(random.Random(seed), 12))
             ]
             assert sum(run(engine, requests)) > 0
-        assert skips > 10
+        assert put_off.num_skipped > 10
     finally:
         engine.shutdown()
 

@@ -5,8 +5,7 @@ happens to their rows.
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +24,8 @@ from penstock.runtime.execution.kv_sizing import (
     prefix_cache_pages,
 )
 from penstock.runtime.execution.runner import ModelRunner
-from penstock.runtime.grammar.masks.step_masks import Filled, StepMasks
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.ops.cache_spec import CacheGroup, CacheSpec, PagedKV
-from penstock.runtime.requests.constraint import Mask
 from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import Request, StoppingParams
 from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow, StepResult
@@ -36,6 +33,7 @@ from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from tests.support.collector import GREEDY, Collector, at_gate, long
 from tests.support.models.hybrid import NEWEST, PAGED, STATE, hybrid_model, hybrid_tokens
 from tests.support.models.toy import VOCAB, toy_engine, toy_runner
+from tests.support.scheduler.put_off import Anything, HalfPutOff
 from tests.support.scheduler.scheduling import dispatch, make
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 40, 50)
@@ -163,27 +161,9 @@ def test_an_update_may_recompute_all_state() -> None:
         engine.shutdown()
 
 
-class Anything:
-    """A constraint that allows every token."""
-
-    is_complete = False
-
-    def fill(self, mask: Mask) -> None: ...
-
-    def accept(self, token_ids: Sequence[int]) -> None: ...
-
-
 def test_a_token_that_is_put_off_is_still_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     """About half of the masks are not ready in time, for decodes as well as for last chunks of prompts."""
-    rng, skips = random.Random(5), 0
-
-    def fill(self: StepMasks, constraints: Mapping[int, Any], masks: Mask, *, others: bool) -> Filled:
-        nonlocal skips
-        skipped = frozenset(row for row in constraints if rng.random() < 0.5)
-        skips += len(skipped)
-        return Filled(masks, {}, skipped, frozenset())
-
-    monkeypatch.setattr(StepMasks, "fill", fill)
+    put_off = HalfPutOff(monkeypatch)
     engine = toy_engine(hybrid_model(), decode_window_s=10.0)
     try:
         requests = [Request(f"r{n}", prompt_of(n), GREEDY, long(12)) for n in LENGTHS]
@@ -192,7 +172,7 @@ def test_a_token_that_is_put_off_is_still_the_formulas(monkeypatch: pytest.Monke
             for i, request in enumerate(requests)
         ]
         run(engine, constrained)
-        assert skips > 10
+        assert put_off.num_skipped > 10
     finally:
         engine.shutdown()
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.library import Isa
 from penstock.runtime.ops.native.rotate import HeadNorms, can_rotate, rotate, rotate_qkv
+from tests.support.native.kernels import limited_to
 
 BF16 = ml_dtypes.bfloat16
 EPS = 1e-5
@@ -30,12 +31,8 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="no native libra
 @pytest.fixture(
     params=[Isa.AVX2, Isa.AVX512, Isa.AVX512_BF16], ids=lambda isa: isa.name, autouse=True, scope="module"
 )
-def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    if library.limit_isa(request.param) is not request.param:
-        library.limit_isa(Isa.AMX)
-        pytest.skip(f"this processor has no {request.param.name}")
-    yield
-    library.limit_isa(Isa.AMX)
+def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
+    yield from limited_to(request.param)
 
 
 def wide(array: Any) -> np.ndarray:

@@ -16,6 +16,7 @@ import pytest
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.library import Isa
 from penstock.runtime.ops.native.norm import can_normalize, normalize
+from tests.support.native.kernels import limited_to
 
 BF16 = ml_dtypes.bfloat16
 EPS = 1e-5
@@ -24,12 +25,8 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="no native libra
 
 
 @pytest.fixture(params=[Isa.AVX2, Isa.AVX512, Isa.AVX512_BF16], ids=lambda isa: isa.name, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    if library.limit_isa(request.param) is not request.param:
-        library.limit_isa(Isa.AMX)
-        pytest.skip(f"this processor has no {request.param.name}")
-    yield
-    library.limit_isa(Isa.AMX)
+def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
+    yield from limited_to(request.param)
 
 
 def draw(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import pytest
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.library import Isa
 from penstock.runtime.ops.native.rotate import rotate_qkv
+from tests.support.native.kernels import limited_to
 
 BF16 = ml_dtypes.bfloat16
 
@@ -22,11 +23,7 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="no native libra
 
 @pytest.fixture(params=[Isa.AVX2, Isa.AVX512, Isa.AMX], ids=lambda isa: isa.name)
 def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
-    if library.limit_isa(request.param) is not request.param:
-        library.limit_isa(Isa.AMX)
-        pytest.skip(f"this processor has no {request.param.name}")
-    yield request.param
-    library.limit_isa(Isa.AMX)
+    yield from limited_to(request.param)
 
 
 @pytest.mark.parametrize("normed", [True, False], ids=["norms", "plain"])

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.ops import sampler
-from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.library import Isa
 from penstock.runtime.ops.native.sample import can_sample, sample
 from penstock.runtime.ops.sampling_codes import (
@@ -31,6 +30,7 @@ from penstock.runtime.ops.sampling_codes import (
     SAMPLING,
 )
 from penstock.runtime.ops.sampling_rows import SamplingRows
+from tests.support.native.kernels import limited_to
 from tests.support.native.sample_reference import (
     NUM_TOP,
     Row,
@@ -49,11 +49,7 @@ _sample = jax.jit(partial(sample, num_top=NUM_TOP))
 
 @pytest.fixture(scope="module", params=[Isa.AVX2, Isa.AVX512], ids=lambda isa: isa.name, autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
-    if library.limit_isa(request.param) is not request.param:
-        library.limit_isa(Isa.AMX)
-        pytest.skip(f"this processor has no {request.param.name}")
-    yield request.param
-    library.limit_isa(Isa.AMX)
+    yield from limited_to(request.param)
 
 
 def run(rows: list[Row], *, order: Any = None, padding: int = 0) -> list[np.ndarray]:

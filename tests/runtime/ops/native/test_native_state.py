@@ -18,6 +18,7 @@ from penstock.runtime.ops.native import library, state
 from penstock.runtime.ops.native.library import Isa
 from penstock.runtime.ops.native.state import StateRows
 from tests.support.native import recurrent as exact
+from tests.support.native.kernels import limited_to
 from tests.support.native.recurrent import Row
 
 BF16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -27,12 +28,8 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="no native libra
 
 
 @pytest.fixture(params=[Isa.AVX2, Isa.AVX512], ids=lambda isa: isa.name, autouse=True, scope="module")
-def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    if library.limit_isa(request.param) is not request.param:
-        library.limit_isa(Isa.AMX)
-        pytest.skip(f"this processor has no {request.param.name}")
-    yield
-    library.limit_isa(Isa.AMX)
+def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
+    yield from limited_to(request.param)
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,7 @@ def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
             "features": ", ".join(model.features) or "none",
             "template reads": ", ".join(model.template_variables) or "none",
             "images": _images(model.image_limits),
-            "embeddings": f"{model.hidden_size} numbers, {model.default_pooling}"
-            if model.hidden_size
-            else "none",
+            "embeddings": _embeddings(model),
         },
         "server": {
             "version": server.server_version,

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
+from penstock.runtime.execution.buckets import geometric
 from penstock.runtime.media.vision import Vision
 from penstock.runtime.scheduling.media.pool import BLOCK_TOKENS
 from penstock.runtime.scheduling.plan import Encode
@@ -27,27 +28,12 @@ Pool = tuple[Array, ...]
 that gets some besides. Empty for a model that reads no pictures."""
 
 
-class PictureModel(Protocol):
-    """A `StepModel` that also takes `media=MediaInputs(...)`, and encodes pictures."""
-
-    def encode(self, inputs: Any, num_patches: Array) -> tuple[Array, ...]:
-        """What `Vision.inputs` made, and int32[] how many of its patches count -> embeddings
-        [tokens, E] as in `Pool`, one picture after the other, and then padding.
-        """
-        ...
-
-
 def encode_buckets(vision: Vision, max_tokens: int, growth: int) -> tuple[int, ...]:
     """Numbers of patches for which there are programs: each `growth` times the one before, up to those of a
     picture of `max_tokens`.
     """
-    most = max_tokens * vision.patches_per_token
-    sizes = []
-    size = -(-FIRST_BUCKET // vision.patches_per_token) * vision.patches_per_token
-    while size < most:
-        sizes.append(size)
-        size *= growth
-    return (*sizes, most)
+    per_token = vision.patches_per_token
+    return geometric(-(-FIRST_BUCKET // per_token) * per_token, growth, max_tokens * per_token)
 
 
 def make_encode(
@@ -55,6 +41,9 @@ def make_encode(
 ) -> Callable[[tuple[Array, ...], Pool, Any, Array], Pool]:
     """A program (weights, pool, inputs, int32[1 + tokens]) -> pool. The numbers are how many patches count,
     and the row of the pool for each token; past its end: nowhere.
+
+    The model's `encode` is given what `Vision.inputs` made, and how many of its patches count, int32[]. It
+    returns embeddings [tokens, E] for each array of the pool, those of the picture first, and then padding.
     """
 
     def encode(weights: tuple[Array, ...], pool: Pool, inputs: Any, packed: Array) -> Pool:

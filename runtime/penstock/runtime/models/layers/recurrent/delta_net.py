@@ -48,13 +48,13 @@ class DeltaNet(nnx.Module):
         self.out_proj = Linear(values, {"out_proj": hidden}, dtype, planners, linear=linear)
         self.config, self.eps = config, model.rms_norm_eps
         convolves = can_convolve(dtype, config.conv_channels, config.num_taps)
-        self.has_kernels = convolves and can_recur(dtype, config.key_dim, config.value_dim)
+        self.recurs_natively = convolves and can_recur(dtype, config.key_dim, config.value_dim)
 
     @property
     def is_native(self) -> bool:
         """Whether native kernels compute everything, `recurrent` too if it is native."""
         linears = (self.in_proj, self.in_proj_ba, self.out_proj)
-        return self.has_kernels and all(linear.packed for linear in linears)
+        return self.recurs_natively and all(linear.packed for linear in linears)
 
     def __call__(
         self,
