@@ -89,10 +89,7 @@ def score(
     prompts = join(first, parts, engine.info.max_model_len)
     readings = [PromptReading(scores_from=len(first))] * len(parts)
     outputs = read(engine, prompts, readings, options, inbox)
-    return [
-        Score(token_ids=part, logprobs=tuple(value.sampled for value in output.prompt_logprobs))
-        for part, output in zip(parts, outputs, strict=True)
-    ]
+    return [Score.of(part, output.prompt_logprobs) for part, output in zip(parts, outputs, strict=True)]
 
 
 def read(

@@ -49,7 +49,10 @@ class TextEngine(RequestQueue, Protocol):
         ...
 
     @property
-    def images(self) -> ImageReader | None: ...
+    def images(self) -> ImageReader | None:
+        """What reads the pictures of prompts; None for a model that reads none."""
+        ...
+
     @property
     def forms(self) -> ChatForms:
         """How the model writes calls of tools, and what it thinks."""

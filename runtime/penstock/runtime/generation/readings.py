@@ -6,13 +6,14 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.runtime.errors import InvalidRequest, PromptTooLong, Violation
 from penstock.runtime.requests.context import ContextParams, Fitted, Truncation, fit
-from penstock.runtime.requests.request import StoppingParams
+from penstock.runtime.requests.request import StoppingParams, TokenLogprobs
 
 _NO_STOPPING = StoppingParams()
 
@@ -48,6 +49,11 @@ class Score:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """The log-probability of each token, after the prompt and the tokens before it."""
+
+    @classmethod
+    def of(cls, token_ids: tuple[int, ...], values: Sequence[TokenLogprobs]) -> Self:
+        """Of the continuation with these tokens, what the engine says of each."""
+        return cls(token_ids=token_ids, logprobs=tuple(value.sampled for value in values))
 
     @property
     def total(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -11,7 +10,7 @@ import numpy as np
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.generation.preparing import PreparedJob
 from penstock.runtime.generation.prompts import Prompt
-from penstock.runtime.generation.readings import VectorForm, fit_inputs, join, naming
+from penstock.runtime.generation.readings import Score, VectorForm, fit_inputs, join, naming
 from penstock.runtime.requests.context import Fitted, Truncation
 from penstock.runtime.requests.fanout import PreparedPrompt, output_id
 from penstock.runtime.requests.reading.prompt_reading import PromptReading
@@ -141,10 +140,10 @@ def embedding(
 
 
 def score(
-    token_ids: Sequence[int], taken: Taken, weights: types_pb2.WeightsVersion
+    token_ids: tuple[int, ...], taken: Taken, weights: types_pb2.WeightsVersion
 ) -> inference_pb2.ContinuationScore:
     """The score of one continuation with these tokens."""
-    logprobs = [value.sampled for value in taken.prompt_logprobs]
+    made = Score.of(token_ids, taken.prompt_logprobs)
     return inference_pb2.ContinuationScore(
-        token_ids=token_ids, logprobs=logprobs, total_logprob=math.fsum(logprobs), weights=weights
+        token_ids=made.token_ids, logprobs=made.logprobs, total_logprob=made.total, weights=weights
     )

@@ -259,7 +259,7 @@ def test_what_is_found_is_what_was_written_last(seed: int) -> None:
             key = rng.randbytes(1)[:1]
             if key in written.values() or key in [each for _, each in arriving]:
                 continue
-            entry = snapshots.write(sequence("w"), key)
+            entry = snapshots.write(key)
             held = {*running.values(), *(one for one, _ in arriving)}
             assert (entry is None) == (len(held) == num)
             if entry is not None:

@@ -111,9 +111,9 @@ class Snapshots:
 
     # -- writing --
 
-    def write(self, seq: Sequence, key: bytes | None) -> int | None:
-        """Gives a running sequence a snapshot to write in the plan that is being made, and returns it; None
-        if others hold all of them. From the next plan on it can be found by its key, if it has one.
+    def write(self, key: bytes | None) -> int | None:
+        """Takes a snapshot for a row of the plan that is being made to write, and returns it; None if others
+        hold all of them. From the next plan on it can be found by its key, if it has one.
         """
         if not self._pool.can_allocate(1):
             return None
@@ -130,7 +130,7 @@ class Snapshots:
             before, entry = kept.rolling
             if self._pool.lookup(before) == entry and not self._pool.num_holders(entry):
                 self._pool.forget(entry)
-        written = self.write(seq, key)
+        written = self.write(key)
         kept.rolling = None if written is None else (key, written)
         return written
 

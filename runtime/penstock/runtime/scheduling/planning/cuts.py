@@ -50,7 +50,7 @@ class Cuts:
         keys = seq.sharing.keys if roster.cache.serves(seq.request) else []
         for_forks = roster.groups.fork_start(seq) // size
         if before < for_forks <= last and seq.recurrence.for_forks is None and roster.has_forks(seq):
-            entry = snapshots.write(seq, keys[for_forks - 1] if keys else None)
+            entry = snapshots.write(keys[for_forks - 1] if keys else None)
             if entry is not None:
                 snapshots.hold_for_forks(seq, entry)
             return for_forks, entry
@@ -60,7 +60,7 @@ class Cuts:
         branch = seq.recurrence.branch
         for num_pages in (awaited, branch if before < branch <= last else 0):
             if num_pages and snapshots.find(keys[num_pages - 1]) is None:
-                return num_pages, snapshots.write(seq, keys[num_pages - 1])
+                return num_pages, snapshots.write(keys[num_pages - 1])
         num_pages = min(last, (seq.prefill_until - 1) // size)
         if num_pages == before or snapshots.find(keys[num_pages - 1]) is not None:
             return 0, None
