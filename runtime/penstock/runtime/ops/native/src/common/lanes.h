@@ -48,11 +48,9 @@ inline float LargestSize(Lanes sizes) {
   return largest;
 }
 
-// Rounds to the nearest integer, ties away from zero, and stores int8. No lane is larger than 127 in size.
+// Rounds to the nearest integer, ties to even, and stores int8. No lane is larger than 127 in size; NaN becomes 0.
 inline void StoreInt8(int8_t* to, Lanes a) {
-  const __m512 half = _mm512_or_ps(_mm512_and_ps(a.v, _mm512_set1_ps(-0.0f)), _mm512_set1_ps(0.5f));
-  const __m512i whole = _mm512_cvttps_epi32(_mm512_add_ps(a.v, half));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(whole));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
 
 inline Lanes LoadBf16(const uint16_t* from) {
@@ -163,12 +161,13 @@ inline float LargestSize(const Lanes& sizes) {
 }
 
 inline void StoreInt8(int8_t* to, const Lanes& a) {
-  int32_t whole[16];
+  uint32_t bits[16];
   for (int i = 0; i < 16; ++i) {
-    whole[i] = static_cast<int32_t>(a.v[i] + (a.v[i] < 0 ? -0.5f : 0.5f));
+    const float whole = a.v[i] + 12582912.0f;  // 1.5 * 2^23: the integer is in the lowest bits
+    memcpy(&bits[i], &whole, 4);
   }
   for (int i = 0; i < 16; ++i) {
-    to[i] = static_cast<int8_t>(whole[i]);
+    to[i] = static_cast<int8_t>(bits[i]);
   }
 }
 

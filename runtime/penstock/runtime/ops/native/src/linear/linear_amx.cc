@@ -314,7 +314,7 @@ void PutRows(const LinearInput& input, int64_t block, const LinearJob& job, void
   for (int64_t r = 0; r < count; ++r) {
     LoadRow(input, first + r, k, row);
     if (job.int8) {
-      const float peak = RowPeak(row, k), inverse = peak > 0 ? 127.0f / peak : 0.0f;
+      const float peak = RowPeak(row, k), inverse = Int8Inverse(peak);
       x_scale[first + r] = peak / 127.0f;
       for (int64_t s = 0; s < k / 64; ++s) {
         Quantize(row + s * 64, 64, inverse, reinterpret_cast<int8_t*>(out + (s * count + r) * 64));

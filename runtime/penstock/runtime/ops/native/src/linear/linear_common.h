@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "common/common.h"
+#include "common/int8.h"
 #include "common/lanes.h"
 #include "common/vec.h"
 #include "linear/linear.h"
@@ -146,23 +147,6 @@ inline void LoadRow(const LinearInput& input, int64_t row, int64_t k, float* out
   const Lanes offset = Fill(input.offset);
   for (int64_t i = 0; i < k; i += 16) {
     Store(out + i, Mul(Mul(Load(out + i), scale), Add(offset, LoadBf16(input.norm + i))));
-  }
-}
-
-// The largest size in a row of float32, which becomes 127 in symmetric int8. k is a multiple of 16. If any value is
-// NaN, so are the result, the row's scale and all its outputs.
-inline float RowPeak(const float* row, int64_t k) {
-  Lanes peak = Fill(0.0f);
-  for (int64_t i = 0; i < k; i += 16) {
-    peak = LargerSize(peak, Load(row + i));
-  }
-  return LargestSize(peak);
-}
-
-// Quantizes values to int8. `inverse` is 127 / RowPeak, or 0 if that is 0 or NaN; count is a multiple of 16.
-inline void Quantize(const float* from, int64_t count, float inverse, int8_t* out) {
-  for (int64_t i = 0; i < count; i += 16) {
-    StoreInt8(out + i, Mul(Load(from + i), Fill(inverse)));
   }
 }
 

@@ -40,7 +40,7 @@ inline void PutRow(Form form, const float* row, int64_t k, float* scale, uint32_
   }
   const float peak = RowPeak(row, k);
   *scale = peak / 127.0f;
-  Quantize(row, k, peak > 0 ? 127.0f / peak : 0.0f, reinterpret_cast<int8_t*>(words));
+  Quantize(row, k, Int8Inverse(peak), reinterpret_cast<int8_t*>(words));
   if (form != Form::kFourOffset) {
     return;
   }
