@@ -15,7 +15,7 @@ from jax import Array
 from penstock.runtime.ops.native import library
 
 _DTYPES = {np.dtype(jnp.bfloat16): np.dtype(np.uint16), np.dtype(np.float32): np.dtype(np.float32)}
-"""The model's dtype to the cache's."""
+"""The model's dtype to that of a cache which is not int8."""
 _MULTIPLE = 16
 _MAX_DIM = 576
 """Channels of the keys of DeepSeek V3's latent attention, the largest of the models that we know."""
@@ -32,13 +32,16 @@ def supports(
     q: Array | jax.ShapeDtypeStruct, kv: Array | jax.ShapeDtypeStruct, value_dim: int | None = None
 ) -> bool:
     """Whether the kernels can handle queries [T, H, D] against a cache [page, 2, KH, page size, D], or with
-    `value_dim` against one of keys only, [page, 1, KH, page size, D].
+    `value_dim` against one of keys only, [page, 1, KH, page size, D]. The rows of an int8 cache also hold
+    their scales.
     """
+    stored, dim = _DTYPES.get(np.dtype(q.dtype)), q.shape[2]
     return (
-        _DTYPES.get(np.dtype(q.dtype)) == kv.dtype
+        stored is not None
+        and kv.dtype in (stored, np.int8)
         and (value_dim or 0) % _MULTIPLE == 0
-        and kv.shape[4] % _MULTIPLE == 0
-        and kv.shape[4] <= _MAX_DIM
+        and dim % _MULTIPLE == 0
+        and dim <= _MAX_DIM
         and kv.shape[3] % _MULTIPLE == 0
     )
 

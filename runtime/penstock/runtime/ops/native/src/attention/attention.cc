@@ -34,18 +34,26 @@ const AttentionKernel* Kernel() {
 
 // Writes the keys and values of tokens [begin, end), bf16 or float32 [tokens, kv_heads, dim], to the cache. There are
 // no values if the cache holds keys only.
-void WriteTokens(const AttentionJob& job, const PlanView& plan, const char* keys, const char* values, char* kv,
-                 int64_t begin, int64_t end) {
-  const int64_t bytes = job.row_bytes(), plane = job.kv_heads * job.page_size * bytes;
+void WriteTokens(const AttentionKernel& kernel, const AttentionJob& job, const PlanView& plan, const char* keys,
+                 const char* values, char* kv, int64_t begin, int64_t end) {
+  const int64_t input_bytes = job.input_row_bytes(), bytes = job.cache_row_bytes();
+  const int64_t plane = job.kv_heads * job.page_size * bytes;
+  const auto write = [&](char* to, const char* from) {
+    if (job.int8) {
+      kernel.quantize(job, from, to);
+    } else {
+      memcpy(to, from, bytes);
+    }
+  };
   for (int64_t t = begin; t < end; ++t) {
     const int64_t position = plan.positions[t];
     const int64_t page = job.page_table[plan.token_rows[t] * job.table_width + position / job.page_size];
     char* to = kv + page * job.planes() * plane + position % job.page_size * bytes;
     for (int64_t head = 0; head < job.kv_heads; ++head, to += job.page_size * bytes) {
-      const int64_t from = (t * job.kv_heads + head) * bytes;
-      memcpy(to, keys + from, bytes);
+      const int64_t from = (t * job.kv_heads + head) * input_bytes;
+      write(to, keys + from);
       if (!job.keys_only) {
-        memcpy(to + plane, values + from, bytes);
+        write(to + plane, values + from);
       }
     }
   }
@@ -98,6 +106,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
   job.kv = static_cast<const char*>(kv->untyped_data());
   job.out = static_cast<char*>(out->untyped_data());
   job.bf16 = q.element_type() == ffi::BF16;
+  job.int8 = kv->element_type() == ffi::S8;
   job.heads = shape[1], job.dim = shape[2], job.value_dim = out->dimensions()[2];
   job.keys_only = cache[1] == 1;
   job.kv_heads = cache[2], job.page_size = cache[3];
@@ -110,7 +119,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
   const auto* values = static_cast<const char*>(v_new.untyped_data());
   auto* written = static_cast<char*>(kv->untyped_data());
   ParallelFor(pool, (plan.num_tokens + kWriteBlock - 1) / kWriteBlock, [&](int64_t block) {
-    WriteTokens(job, plan, keys, values, written, block * kWriteBlock,
+    WriteTokens(*kernel, job, plan, keys, values, written, block * kWriteBlock,
                 std::min((block + 1) * kWriteBlock, plan.num_tokens));
   });
   const int64_t token_bytes = job.heads * job.value_dim * job.element();

@@ -28,9 +28,10 @@ struct AttentionTask {
 
 struct AttentionJob {
   const char* q;   // [tokens, heads, dim]
-  const char* kv;  // [page, 2, kv_heads, page_size, dim]; if keys_only, [page, 1, ...]
+  const char* kv;  // [page, 2, kv_heads, page_size, a row of dim numbers]; if keys_only, [page, 1, ...]
   char* out;       // [tokens, heads, value_dim]
-  bool bf16;       // q, kv and out are bf16, else float32
+  bool bf16;       // q, out and the new keys and values are bf16, else float32
+  bool int8;       // a row of kv is dim int8 values and their scale, a float32; else kv is like q
   bool keys_only;  // a value is the first value_dim numbers of its key; else value_dim is dim
   int64_t heads, kv_heads, dim, value_dim, page_size;
   const int32_t* page_table;  // [rows, table_width]
@@ -47,7 +48,8 @@ struct AttentionJob {
 
   int64_t group() const { return heads / kv_heads; }
   int64_t element() const { return bf16 ? 2 : 4; }
-  int64_t row_bytes() const { return dim * element(); }  // from a key to the next, and from a value to the next
+  int64_t input_row_bytes() const { return dim * element(); }                   // of a query, and of a new key or value
+  int64_t cache_row_bytes() const { return int8 ? dim + 4 : dim * element(); }  // of a key or value in the cache
   int64_t planes() const { return keys_only ? 1 : 2; }
   int64_t partial_floats() const { return group() * (value_dim + 2); }
   float* partial(int64_t token, int64_t split, int64_t kv_head) const {
@@ -58,7 +60,7 @@ struct AttentionJob {
   const char* tile(const AttentionTask& task, int64_t kv_head, int64_t position, int value) const {
     const int64_t page = page_table[task.row * table_width + position / page_size];
     const int64_t plane = keys_only ? page : page * 2 + value;
-    return kv + (((plane * kv_heads + kv_head) * page_size) + position % page_size) * row_bytes();
+    return kv + (((plane * kv_heads + kv_head) * page_size) + position % page_size) * cache_row_bytes();
   }
 };
 
@@ -71,6 +73,8 @@ struct AttentionUnit {
 struct AttentionKernel {
   void (*enter)();  // called on a thread before its units
   void (*leave)();
+  // Writes a new key or value to its row of an int8 cache.
+  void (*quantize)(const AttentionJob&, const char* from, char* to);
   int64_t (*scratch_bytes)(const AttentionJob&, int64_t tiles);
   // `next` is the unit that this thread computes afterwards: its first keys are prefetched.
   void (*run)(const AttentionJob&, const AttentionUnit& unit, const AttentionUnit& next, char* scratch);

@@ -25,7 +25,7 @@ void Leave() { TileRelease(); }
 }  // namespace
 
 const AttentionKernel& AttentionAmx() {
-  static constexpr AttentionKernel kernel{Enter, Leave, Bytes, Run};
+  static constexpr AttentionKernel kernel{Enter, Leave, QuantizeRow, Bytes, Run};
   return kernel;
 }
 

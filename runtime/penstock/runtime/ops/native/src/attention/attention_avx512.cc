@@ -3,7 +3,8 @@
 namespace penstock {
 
 const AttentionKernel& AttentionAvx512() {
-  static constexpr AttentionKernel kernel{Nothing, Nothing, VectorBytes<Form::kWiden>, VectorRun<Form::kWiden>};
+  static constexpr AttentionKernel kernel{Nothing, Nothing, QuantizeRow, VectorBytes<Form::kWiden>,
+                                          VectorRun<Form::kWiden>};
   return kernel;
 }
 

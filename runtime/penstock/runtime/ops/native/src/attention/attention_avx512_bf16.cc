@@ -3,7 +3,8 @@
 namespace penstock {
 
 const AttentionKernel& AttentionAvx512Bf16() {
-  static constexpr AttentionKernel kernel{Nothing, Nothing, VectorBytes<Form::kPairs>, VectorRun<Form::kPairs>};
+  static constexpr AttentionKernel kernel{Nothing, Nothing, QuantizeRow, VectorBytes<Form::kPairs>,
+                                          VectorRun<Form::kPairs>};
   return kernel;
 }
 

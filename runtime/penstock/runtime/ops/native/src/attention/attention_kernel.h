@@ -6,6 +6,7 @@
 // peaks as in the online softmax (Milakov and Gimelshein 2018).
 #pragma once
 
+#include "attention/attention_rows.h"
 #include "attention/attention_tiles.h"
 #include "common/carver.h"
 #include "common/common.h"
@@ -25,6 +26,15 @@ struct Columns {
   int min_oldest, max_oldest, min_newest, max_newest;
 };
 
+// The part of the split beginning at position `start` that is attended to: its tiles of keys and values; the keys
+// [first, last) that are scored, multiples of kKeyTile; and the keys [from, to), the only ones whose values may be
+// multiplied. key_scales and value_scales [kSplit] are those of an int8 cache, else null.
+struct Part {
+  const char *const *keys, *const *values;
+  int start, first, last, from, to;
+  const float *key_scales, *value_scales;
+};
+
 // Peaks (in powers of two), totals and values [kCols][value_dim] of some keys.
 struct Sums {
   alignas(64) float peak[kCols], total[kCols];
@@ -40,7 +50,8 @@ struct Memory {
   Columns* columns;  // [tiles]
   Sums* sums;        // [tiles], then kWide for the split that is being computed
   float *queries, *scores, *probabilities, *keys, *values;
-  uint32_t* turned;  // probabilities as AMX's A operand
+  float *key_scales, *value_scales;  // [kSplit] of an int8 cache
+  uint32_t* turned;                  // probabilities as AMX's A operand
   int64_t query_words;
 
   Memory(const AttentionJob& job, int64_t tiles, Carver& carver) {
@@ -51,10 +62,11 @@ struct Memory {
     queries = carver.Take<float>(tiles * query_words * kCols);
     scores = carver.Take<float>(kWide<kForm> * kSplit * kCols);
     probabilities = carver.Take<float>(kSplit * kCols);
-    keys = carver.Take<float>(kForm == Form::kWiden ? kSplit * job.dim : 0);
-    values = carver.Take<float>(kForm == Form::kWiden ? kSplit * job.value_dim
-                                : Paired(kForm)       ? kSplit / 2 * job.value_dim
-                                                      : 0);
+    constexpr int kPer = Paired(kForm) ? 2 : 1;  // numbers in a word
+    keys = carver.Take<float>(kForm == Form::kWiden || job.int8 ? kSplit / kPer * job.dim : 0);
+    values = carver.Take<float>(kForm != Form::kFloat || job.int8 ? kSplit / kPer * job.value_dim : 0);
+    key_scales = carver.Take<float>(job.int8 ? kSplit : 0);
+    value_scales = job.keys_only ? key_scales : carver.Take<float>(job.int8 ? kSplit : 0);
     turned = carver.Take<uint32_t>(kForm == Form::kTiles ? kWide<kForm> * kSplit / 2 * kCols : 0);
     sums_values_ = values_of_sums;
   }
@@ -73,6 +85,16 @@ struct Memory {
  private:
   float* sums_values_;
 };
+
+// Reads the scales of the values of keys [begin, end), where the cache is int8; those of a key that is its own value
+// are read with the keys.
+template <Form kForm>
+void ReadValueScales(const AttentionJob& job, const char* const* values, int begin, int end,
+                     const Memory<kForm>& memory) {
+  if (job.int8 && !job.keys_only) {
+    ReadScales(job, values, begin, end, memory.value_scales);
+  }
+}
 
 template <Form kForm>
 void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_head, int first, Columns& c,
@@ -150,11 +172,13 @@ inline void Range(const AttentionJob& job, const AttentionTask& task, int* low, 
   }
 }
 
-// Turns the scores of keys [begin, end) of the split at `start`, multiples of kKeyTile, into probabilities relative
-// to the split's peak, and fills the split's peak and total.
+// Turns the scores of a part's keys into probabilities relative to the split's peak, which are written to `out` times
+// their values' scales, and fills the split's peak and total.
 template <Form kForm>
-void Softmax(const AttentionJob& job, const Columns& c, int start, int begin, int end, float* scores, float* out,
-             Sums& sums, Fetch& fetch) {
+void Softmax(const AttentionJob& job, const Columns& c, const Part& part, float* scores, float* out, Sums& sums,
+             Fetch& fetch) {
+  const int begin = part.first, end = part.last;
+  const float *key_scales = part.key_scales, *value_scales = part.value_scales;
   const bool cap = job.softcap > 0.0f;
   const float factor = cap ? 1.0f : job.scale * kLog2E;
   const int vecs = (c.count + Vec::kWidth - 1) / Vec::kWidth;
@@ -163,18 +187,21 @@ void Softmax(const AttentionJob& job, const Columns& c, int start, int begin, in
     Vec::F peak = Vec::Set(-__builtin_inff());
     for (int tile = begin; tile < end; tile += kKeyTile) {
       fetch.Advance();
-      const int first = start + tile;
+      const int first = part.start + tile;
       const bool masked = first < c.max_oldest || first + kKeyTile - 1 > c.min_newest;
       for (int key = 0; key < kKeyTile; ++key) {
         float* at = scores + (tile + key) * kCols + col;
         Vec::F x = Vec::Load(at);
+        if (key_scales) {
+          x = Vec::Mul(x, Vec::Set(key_scales[tile + key]));
+        }
         if (cap) {
           x = Vec::Mul(Tanh(Vec::Mul(x, Vec::Set(job.scale / job.softcap))), Vec::Set(job.softcap * kLog2E));
         }
         if (masked) {
           x = Vec::Within(x, first + key, c.oldest + col, c.newest + col);
         }
-        if (masked || cap) {
+        if (masked || cap || key_scales) {
           Vec::Store(at, x);
         }
         peak = Vec::Max(peak, x);
@@ -191,6 +218,9 @@ void Softmax(const AttentionJob& job, const Columns& c, int start, int begin, in
       for (int i = 0; i < 2; ++i) {
         p[i] = Exp2(Vec::Fma(Vec::Load(scores + (key + i) * kCols + col), Vec::Set(factor), minus_peak));
         total = Vec::Add(total, p[i]);
+        if (value_scales) {
+          p[i] = Vec::Mul(p[i], Vec::Set(value_scales[key + i]));
+        }
       }
       if constexpr (Paired(kForm)) {
         StorePair(reinterpret_cast<uint32_t*>(out) + key / 2 * kCols + col, p[0], p[1]);

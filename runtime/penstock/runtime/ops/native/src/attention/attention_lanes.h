@@ -16,14 +16,6 @@ template <Form kForm>
 constexpr bool kKeyLanes = kForm == Form::kWiden && Vec::kWidth == 16;
 constexpr int kFewColumns = 8;
 
-// The part of the split beginning at position `start` that is attended to: its tiles of keys and values; the keys
-// [first, last) that are scored, multiples of kKeyTile; and the keys [from, to), the only ones whose values may be
-// multiplied.
-struct Part {
-  const char *const *keys, *const *values;
-  int start, first, last, from, to;
-};
-
 #ifdef __AVX512F__
 
 inline __m512 EvenHalves(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
@@ -31,25 +23,45 @@ inline __m512 OddHalves(__m512i pairs) {
   return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
 
-// Transposes 32 dims, or the last 16, of 16 keys from dim `d` on: words[i] holds dims d + 2 i and d + 2 i + 1 of all
-// keys. Returns the number of words.
-inline int TurnedWords(const char* keys, int64_t dim, int64_t d, __m512i* words) {
-  const bool half = dim - d < 32;  // dims are a multiple of 16
-  for (int key = 0; key < kKeyTile; ++key) {
-    words[key] = _mm512_maskz_loadu_epi32(half ? 0xff : 0xffff, keys + (key * dim + d) * 2);
-  }
-  Transpose16(words);
-  return half ? 8 : 16;
+// How many numbers of the cache, bf16 or int8, are in a word.
+template <typename T>
+constexpr int kPerWord = 4 / sizeof(T);
+
+// Number i of each word, widened.
+template <typename T>
+inline __m512 NumberOf(__m512i words, int i);
+template <>
+inline __m512 NumberOf<uint16_t>(__m512i words, int i) {
+  return i == 0 ? EvenHalves(words) : OddHalves(words);
+}
+template <>
+inline __m512 NumberOf<int8_t>(__m512i words, int i) {
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, static_cast<unsigned>(24 - 8 * i)), 24));
 }
 
-// Transposes a tile of keys to float [dim][kKeyTile].
-inline void TurnKeys(const char* keys, int64_t dim, float* to) {
-  for (int64_t d = 0; d < dim; d += 32) {
+// Transposes the dims from `d` on, as many as 16 words have, of 16 keys, which lie `stride` bytes apart: words[i] holds
+// dims d + kPerWord i and following of all keys. Returns the number of words, a multiple of 4.
+template <typename T>
+int TurnedWords(const char* keys, int64_t stride, int64_t dim, int64_t d, __m512i* words) {
+  const int count = static_cast<int>(Min<int64_t>(16, (dim - d) / kPerWord<T>));  // dims are a multiple of 16
+  const auto kept = static_cast<__mmask16>((1u << count) - 1);
+  for (int key = 0; key < kKeyTile; ++key) {
+    words[key] = _mm512_maskz_loadu_epi32(kept, keys + key * stride + d * static_cast<int64_t>(sizeof(T)));
+  }
+  Transpose16(words);
+  return count;
+}
+
+// Transposes a tile of keys, which lie `stride` bytes apart, to float [dim][kKeyTile].
+template <typename T>
+void TurnKeys(const char* keys, int64_t stride, int64_t dim, float* to) {
+  for (int64_t d = 0; d < dim; d += 16 * kPerWord<T>) {
     __m512i words[16];
-    const int count = TurnedWords(keys, dim, d, words);
-    for (int w = 0; w < count; ++w, to += 2 * kKeyTile) {
-      _mm512_storeu_ps(to, EvenHalves(words[w]));
-      _mm512_storeu_ps(to + kKeyTile, OddHalves(words[w]));
+    const int count = TurnedWords<T>(keys, stride, dim, d, words);
+    for (int w = 0; w < count; ++w) {
+      for (int i = 0; i < kPerWord<T>; ++i, to += kKeyTile) {
+        _mm512_storeu_ps(to, NumberOf<T>(words[w], i));
+      }
     }
   }
 }
@@ -73,33 +85,39 @@ inline void ScoreTurned(const float* keys, int64_t dim, const float* queries, fl
 
 // Computes the scores of kTiles tiles of keys for kC columns, in kC chains of products. For few columns, two tiles side
 // by side keep the FMA units busy.
-template <int kC, int kTiles>
-void ScoreFewTiles(const char* const* keys, int64_t dim, const float* queries, float* scores) {
+template <typename T, int kC, int kTiles>
+void ScoreFewTiles(const char* const* keys, int64_t stride, int64_t dim, const float* queries, float* scores) {
   __m512 sum[kTiles][kC];
   for (auto& tile : sum) {
     for (auto& s : tile) {
       s = _mm512_setzero_ps();
     }
   }
-  for (int64_t d = 0; d < dim; d += 32) {
+  for (int64_t d = 0; d < dim; d += 16 * kPerWord<T>) {
     for (int t = 0; t < kTiles; ++t) {
       __m512i words[16];
-      const bool half = TurnedWords(keys[t], dim, d, words) < 16;
+      const int count = TurnedWords<T>(keys[t], stride, dim, d, words);
       const float* q = queries + d * kCols;
-      const auto add = [&](int begin, int end) {
-        for (int w = begin; w < end; ++w, q += 2 * kCols) {
-          const __m512 even = EvenHalves(words[w]), odd = OddHalves(words[w]);
-          for (int c = 0; c < kC; ++c) {
-            sum[t][c] = _mm512_fmadd_ps(even, _mm512_set1_ps(q[c]), sum[t][c]);
-          }
-          for (int c = 0; c < kC; ++c) {
-            sum[t][c] = _mm512_fmadd_ps(odd, _mm512_set1_ps(q[kCols + c]), sum[t][c]);
+      const auto add = [&](int begin) {
+        for (int w = begin; w < begin + 4; ++w) {
+          for (int i = 0; i < kPerWord<T>; ++i, q += kCols) {
+            const __m512 key = NumberOf<T>(words[w], i);
+            for (int c = 0; c < kC; ++c) {
+              sum[t][c] = _mm512_fmadd_ps(key, _mm512_set1_ps(q[c]), sum[t][c]);
+            }
           }
         }
       };
-      add(0, 8);
-      if (!half) {
-        add(8, 16);
+      // The places of words are known to the compiler, so that they stay in registers.
+      add(0);
+      if (count > 4) {
+        add(4);
+      }
+      if (count > 8) {
+        add(8);
+      }
+      if (count > 12) {
+        add(12);
       }
     }
   }
@@ -111,25 +129,25 @@ void ScoreFewTiles(const char* const* keys, int64_t dim, const float* queries, f
 }
 
 // Computes the scores of tiles [begin, end).
-template <int kC>
-void ScoreFew(const char* const* keys, int64_t dim, const float* queries, int begin, int end, float* scores,
-              Fetch& fetch) {
+template <typename T, int kC>
+void ScoreFew(const char* const* keys, int64_t stride, int64_t dim, const float* queries, int begin, int end,
+              float* scores, Fetch& fetch) {
   constexpr int kAtOnce = kC <= 4 ? 2 : 1;
   int tile = begin;
   for (; tile + kAtOnce <= end; tile += kAtOnce) {
     for (int i = 0; i < kAtOnce; ++i) {
       fetch.Advance();
     }
-    ScoreFewTiles<kC, kAtOnce>(keys + tile, dim, queries, scores + tile * kKeyTile);
+    ScoreFewTiles<T, kC, kAtOnce>(keys + tile, stride, dim, queries, scores + tile * kKeyTile);
   }
   if (tile == end) {
     return;
   }
   fetch.Advance();
-  ScoreFewTiles<kC, 1>(keys + tile, dim, queries, scores + tile * kKeyTile);
+  ScoreFewTiles<T, kC, 1>(keys + tile, stride, dim, queries, scores + tile * kKeyTile);
 }
 
-// Computes the softmax. The terms of a total are added up first by key modulo kKeyTile.
+// Computes the softmax, as Softmax does. The terms of a total are added up first by key modulo kKeyTile.
 inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& part, float* scores, float* out,
                          Sums& sums, Fetch& fetch) {
   const bool cap = job.softcap > 0.0f;
@@ -144,6 +162,9 @@ inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& 
         fetch.Advance();
       }
       Vec::F x = Vec::Load(at + tile);
+      if (part.key_scales) {
+        x = Vec::Mul(x, Vec::Load(part.key_scales + tile));
+      }
       if (cap) {
         x = Vec::Mul(Tanh(Vec::Mul(x, Vec::Set(job.scale / job.softcap))), Vec::Set(job.softcap * kLog2E));
       }
@@ -162,7 +183,7 @@ inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& 
       }
       const Vec::F p = Exp2(Vec::Fma(Vec::Load(at + tile), factor, minus_peak));
       totals = Vec::Add(totals, p);
-      Vec::Store(to + tile, p);
+      Vec::Store(to + tile, part.value_scales ? Vec::Mul(p, Vec::Load(part.value_scales + tile)) : p);
     }
     sums.peak[col] = _mm512_cvtss_f32(peak);
     alignas(64) float parts[kKeyTile];
@@ -179,20 +200,32 @@ inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& 
   }
 }
 
-// A split's values: `dims` numbers of each key, whose rows begin every `stride` numbers.
+// A split's values: `dims` numbers of each key, whose rows begin every `stride` bytes.
 struct ValueTiles {
   const char* const* tiles;
   int64_t stride, dims;
 };
 
+// Thirty-two numbers of the cache as two vectors: of bf16 the even ones and the odd ones, of int8 the first 16 and the
+// others.
+inline void WidenTwo(const uint16_t* from, __m512& a, __m512& b) {
+  const __m512i pairs = _mm512_loadu_si512(from);
+  a = EvenHalves(pairs);
+  b = OddHalves(pairs);
+}
+inline void WidenTwo(const int8_t* from, __m512& a, __m512& b) {
+  a = Vec::Widen(from);
+  b = Vec::Widen(from + 16);
+}
+
 // out[col][dim ..] for kC columns and kV times 32 dims: the sum over keys [from, to) of probability times value.
-template <int kC, int kV>
+template <typename T, int kC, int kV>
 void SumFewDims(const ValueTiles& values, int64_t dim, int from, int to, const float* probabilities, float* out,
                 Fetch* fetch) {
-  __m512 even[kC][kV], odd[kC][kV];
+  __m512 sum_a[kC][kV], sum_b[kC][kV];  // as WidenTwo divides them
   for (int c = 0; c < kC; ++c) {
     for (int v = 0; v < kV; ++v) {
-      even[c][v] = odd[c][v] = _mm512_setzero_ps();
+      sum_a[c][v] = sum_b[c][v] = _mm512_setzero_ps();
     }
   }
   for (int key = from; key < to;) {
@@ -200,21 +233,19 @@ void SumFewDims(const ValueTiles& values, int64_t dim, int from, int to, const f
       fetch->Advance(), fetch->Advance();
     }
     const int tile = key / kKeyTile, stop = Min(to, (tile + 1) * kKeyTile);
-    const char* value = values.tiles[tile] + ((key - tile * kKeyTile) * values.stride + dim) * 2;
-    for (; key < stop; ++key, value += 2 * values.stride) {
-      __m512 low[kV], high[kV];
+    const char* value = values.tiles[tile] + (key - tile * kKeyTile) * values.stride;
+    for (; key < stop; ++key, value += values.stride) {
+      __m512 a[kV], b[kV];
       for (int v = 0; v < kV; ++v) {
-        const __m512i pairs = _mm512_loadu_si512(value + v * 64);
-        low[v] = EvenHalves(pairs);
-        high[v] = OddHalves(pairs);
+        WidenTwo(reinterpret_cast<const T*>(value) + dim + v * 32, a[v], b[v]);
       }
       for (int c = 0; c < kC; ++c) {
         const __m512 p = _mm512_set1_ps(probabilities[c * kSplit + key]);
         for (int v = 0; v < kV; ++v) {
-          even[c][v] = _mm512_fmadd_ps(low[v], p, even[c][v]);
+          sum_a[c][v] = _mm512_fmadd_ps(a[v], p, sum_a[c][v]);
         }
         for (int v = 0; v < kV; ++v) {
-          odd[c][v] = _mm512_fmadd_ps(high[v], p, odd[c][v]);
+          sum_b[c][v] = _mm512_fmadd_ps(b[v], p, sum_b[c][v]);
         }
       }
     }
@@ -224,22 +255,23 @@ void SumFewDims(const ValueTiles& values, int64_t dim, int from, int to, const f
   for (int c = 0; c < kC; ++c) {
     for (int v = 0; v < kV; ++v) {
       float* at = out + c * values.dims + dim + v * 32;
-      _mm512_storeu_ps(at, _mm512_permutex2var_ps(even[c][v], first, odd[c][v]));
-      _mm512_storeu_ps(at + 16, _mm512_permutex2var_ps(even[c][v], second, odd[c][v]));
+      const bool apart = sizeof(T) == 2;
+      _mm512_storeu_ps(at, apart ? _mm512_permutex2var_ps(sum_a[c][v], first, sum_b[c][v]) : sum_a[c][v]);
+      _mm512_storeu_ps(at + 16, apart ? _mm512_permutex2var_ps(sum_a[c][v], second, sum_b[c][v]) : sum_b[c][v]);
     }
   }
 }
 
 // SumFewDims for the last 16 dims, if the number of dims is not a multiple of 32.
-template <int kC>
+template <typename T, int kC>
 void SumFewTail(const ValueTiles& values, int from, int to, const float* probabilities, float* out) {
   __m512 sum[kC];
   for (auto& s : sum) {
     s = _mm512_setzero_ps();
   }
   for (int key = from; key < to; ++key) {
-    const char* value = values.tiles[key / kKeyTile] + (key % kKeyTile * values.stride + values.dims - 16) * 2;
-    const __m512 wide = Vec::Widen(reinterpret_cast<const uint16_t*>(value));
+    const char* value = values.tiles[key / kKeyTile] + key % kKeyTile * values.stride;
+    const __m512 wide = Vec::Widen(reinterpret_cast<const T*>(value) + values.dims - 16);
     for (int c = 0; c < kC; ++c) {
       sum[c] = _mm512_fmadd_ps(wide, _mm512_set1_ps(probabilities[c * kSplit + key]), sum[c]);
     }
@@ -249,41 +281,48 @@ void SumFewTail(const ValueTiles& values, int from, int to, const float* probabi
   }
 }
 
-template <int kC>
+template <typename T, int kC>
 void SumFew(const ValueTiles& values, int from, int to, const float* probabilities, float* out, Fetch& fetch) {
   constexpr int kV = kC <= 2 ? 4 : kC <= 4 ? 2 : 1;  // as many as the registers hold
   int64_t dim = 0;
   for (; dim + 32 * kV <= values.dims; dim += 32 * kV) {
-    SumFewDims<kC, kV>(values, dim, from, to, probabilities, out, dim == 0 ? &fetch : nullptr);
+    SumFewDims<T, kC, kV>(values, dim, from, to, probabilities, out, dim == 0 ? &fetch : nullptr);
   }
   for (; dim + 32 <= values.dims; dim += 32) {
-    SumFewDims<kC, 1>(values, dim, from, to, probabilities, out, dim == 0 ? &fetch : nullptr);
+    SumFewDims<T, kC, 1>(values, dim, from, to, probabilities, out, dim == 0 ? &fetch : nullptr);
   }
   if (dim < values.dims) {
-    SumFewTail<kC>(values, from, to, probabilities, out);
+    SumFewTail<T, kC>(values, from, to, probabilities, out);
   }
 }
 
-// Padding columns up to kC have queries and probabilities of 0.
-template <int kC>
-void AttendSome(const AttentionJob& job, const Columns& c, const Part& part, const float* queries, float* scores,
-                float* probabilities, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
-  ScoreFew<kC>(part.keys, job.dim, queries, part.first / kKeyTile, part.last / kKeyTile, scores, fetch_values);
+// Computes a split's sums for at most kC columns; those beyond c.count have queries and probabilities of 0. T is the
+// cache's kind of number.
+template <typename T, int kC>
+void AttendSome(const AttentionJob& job, const Columns& c, const Part& part, const Memory<Form::kWiden>& memory,
+                Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
+  float *scores = memory.scores, *probabilities = memory.probabilities;
+  const int64_t stride = job.cache_row_bytes();
+  ScoreFew<T, kC>(part.keys, stride, job.dim, memory.queries, part.first / kKeyTile, part.last / kKeyTile, scores,
+                  fetch_values);
+  ReadValueScales(job, part.values, part.from, part.to, memory);
   SoftmaxLanes(job, c, part, scores, probabilities, sums, fetch_values);
   for (int col = c.count; col < kC; ++col) {
     memset(probabilities + col * kSplit, 0, kSplit * sizeof(float));
   }
-  SumFew<kC>({part.values, job.dim, job.value_dim}, part.from, part.to, probabilities, sums.values, fetch_next);
+  SumFew<T, kC>({part.values, stride, job.value_dim}, part.from, part.to, probabilities, sums.values, fetch_next);
 }
 
 // Computes a split's sums for at most kFewColumns columns.
-inline void AttendFewColumns(const AttentionJob& job, const Columns& c, const Part& part, const float* queries,
-                             float* scores, float* probabilities, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
-  auto* attend = c.count > 4 ? AttendSome<8> : c.count > 2 ? AttendSome<4> : AttendSome<2>;
+template <typename T>
+void AttendFewColumns(const AttentionJob& job, const Part& part, const Memory<Form::kWiden>& memory, Sums& sums,
+                      Fetch& fetch_values, Fetch& fetch_next) {
+  const Columns& c = memory.columns[0];
+  auto* attend = c.count > 4 ? AttendSome<T, 8> : c.count > 2 ? AttendSome<T, 4> : AttendSome<T, 2>;
   if (c.count == 1) {
-    attend = AttendSome<1>;
+    attend = AttendSome<T, 1>;
   }
-  attend(job, c, part, queries, scores, probabilities, sums, fetch_values, fetch_next);
+  attend(job, c, part, memory, sums, fetch_values, fetch_next);
 }
 
 #endif

@@ -176,44 +176,6 @@ void SumValues(const ValueRows& rows, const float* probabilities, int cols, int6
   }
 }
 
-// Widens rows of `dims` numbers, which begin every `stride` numbers, to rows that lie side by side.
-inline void WidenRows(const char* from, int64_t rows, int64_t stride, int64_t dims, float* to) {
-  const auto* bits = reinterpret_cast<const uint16_t*>(from);
-  for (int64_t row = 0; row < rows; ++row, bits += stride, to += dims) {
-    for (int64_t i = 0; i < dims; i += Vec::kWidth) {
-      Vec::Store(to + i, Vec::Widen(bits + i));
-    }
-  }
-}
-
-// Converts values [16 keys][dims], whose rows begin every `stride` numbers, to pairs of keys [8][dims][2], in which 16
-// dims begin every `block_words` words and pairs every `pair_words`. Keys outside [begin, end) are not read, because
-// they may be NaN, and become 0.
-inline void PairValues(const char* values, int64_t stride, int64_t dims, int begin, int end, int64_t block_words,
-                       int64_t pair_words, uint32_t* to) {
-  alignas(64) static const uint16_t zeros[16] = {};
-  const auto* bits = reinterpret_cast<const uint16_t*>(values);
-  for (int pair = 0; pair < kKeyTile / 2; ++pair, to += pair_words) {
-    const int even = 2 * pair, odd = even + 1;
-    const bool has_even = begin <= even && even < end, has_odd = begin <= odd && odd < end;
-    const uint16_t* a = has_even ? bits + even * stride : zeros;
-    const uint16_t* b = has_odd ? bits + odd * stride : zeros;
-    const int64_t step_a = has_even ? 16 : 0, step_b = has_odd ? 16 : 0;
-    uint32_t* at = to;
-    for (int64_t d = 0; d < dims; d += 16, a += step_a, b += step_b, at += block_words) {
-#ifdef __AVX512F__
-      const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)));
-      const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
-      _mm512_storeu_si512(at, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-#else
-      for (int i = 0; i < 16; ++i) {
-        at[i] = a[i] | static_cast<uint32_t>(b[i]) << 16;
-      }
-#endif
-    }
-  }
-}
-
 // Rounds two vectors to bf16 and stores them side by side in words.
 inline void StorePair(uint32_t* to, Vec::F even, Vec::F odd) {
 #ifdef __AVX512BF16__

@@ -61,20 +61,29 @@ void ScoreAll(const char* const* keys, const AttentionJob& job, const float* que
 // Converts keys [begin, end) of a split to the form in which they are scored, at `memory.keys`, unless they are used in
 // place.
 template <Form kForm>
-void PrepareKeys(const char** keys, int64_t dim, int begin, int end, Memory<kForm>& memory) {
-  if constexpr (kForm != Form::kWiden) {
+void PrepareKeys(const AttentionJob& job, const char** keys, int begin, int end, Memory<kForm>& memory, Fetch& fetch) {
+  const int64_t dim = job.dim, stride = job.cache_row_bytes();
+  if (kForm != Form::kWiden && !job.int8) {
     return;
   }
   for (int at = begin / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
-    float* to = memory.keys + at * dim;
+    const char* from = keys[at / kKeyTile];
+    float* to = memory.keys + at * dim / (Paired(kForm) ? 2 : 1);
     if constexpr (kKeyLanes<kForm>) {
 #ifdef __AVX512F__
-      TurnKeys(keys[at / kKeyTile], dim, to);
+      job.int8 ? TurnKeys<int8_t>(from, stride, dim, to) : TurnKeys<uint16_t>(from, stride, dim, to);
 #endif
+    } else if constexpr (Paired(kForm)) {
+      Bf16Rows(from, kKeyTile, stride, dim, reinterpret_cast<uint16_t*>(to));
+    } else if (job.int8) {
+      WidenRows<int8_t>(from, kKeyTile, stride, dim, to);
     } else {
-      WidenRows(keys[at / kKeyTile], kKeyTile, dim, dim, to);
+      WidenRows<uint16_t>(from, kKeyTile, stride, dim, to);
     }
     keys[at / kKeyTile] = reinterpret_cast<const char*>(to);
+    if (job.int8) {
+      fetch.Advance();
+    }
   }
 }
 
@@ -86,7 +95,7 @@ void SoftmaxOf(const AttentionJob& job, const Columns& c, const Part& part, floa
     SoftmaxLanes(job, c, part, scores, out, sums, fetch);
 #endif
   } else {
-    Softmax<kForm>(job, c, part.start, part.first, part.last, scores, out, sums, fetch);
+    Softmax<kForm>(job, c, part, scores, out, sums, fetch);
   }
 }
 
@@ -95,8 +104,8 @@ void AttendFew(const AttentionJob& job, const Part& part, const Memory<kForm>& m
                Fetch& fetch_next) {
 #ifdef __AVX512F__
   if constexpr (kKeyLanes<kForm>) {
-    AttendFewColumns(job, memory.columns[0], part, memory.queries, memory.scores, memory.probabilities, sums,
-                     fetch_values, fetch_next);
+    auto* attend = job.int8 ? AttendFewColumns<int8_t> : AttendFewColumns<uint16_t>;
+    attend(job, part, memory, sums, fetch_values, fetch_next);
   }
 #endif
 }
@@ -106,17 +115,18 @@ void AttendFew(const AttentionJob& job, const Part& part, const Memory<kForm>& m
 template <Form kForm>
 void PrepareValues(const AttentionJob& job, const char** values, int begin, int end, Memory<kForm>& memory,
                    Fetch& fetch) {
-  const int64_t dim = job.value_dim;
-  if constexpr (kForm == Form::kFloat) {
+  const int64_t dim = job.value_dim, stride = job.cache_row_bytes();
+  if (kForm == Form::kFloat && !job.int8) {
     return;
   }
   constexpr int kStep = Paired(kForm) ? 2 * kKeyTile : kKeyTile;  // AMX sums 32 keys at once
   for (int at = begin / kStep * kStep; at < (end + kStep - 1) / kStep * kStep; at += kKeyTile) {
     const int tile = at / kKeyTile, low = Max(begin - at, 0), high = Min(end - at, kKeyTile);
     fetch.Advance();
-    if constexpr (kForm == Form::kWiden) {
+    if constexpr (!Paired(kForm)) {
       float* to = memory.values + at * dim;
-      WidenRows(values[tile] + low * job.row_bytes(), high - low, job.dim, dim, to + low * dim);
+      auto* widen = job.int8 ? WidenRows<int8_t> : WidenRows<uint16_t>;
+      widen(values[tile] + low * stride, high - low, stride, dim, to + low * dim);
       values[tile] = reinterpret_cast<const char*>(to);
     } else {
       auto* to = reinterpret_cast<uint32_t*>(memory.values) + at / 2 * dim;
@@ -124,8 +134,8 @@ void PrepareValues(const AttentionJob& job, const char** values, int begin, int 
       if (tiled && at % 32) {
         to = to - 8 * dim + 8 * kCols;  // goes to the lower half of the tiles of 16 pairs
       }
-      PairValues(values[tile], job.dim, dim, held ? low : 0, held ? high : 0, tiled ? 256 : 16, tiled ? kCols : dim,
-                 to);
+      auto* pair = job.int8 ? PairValues<int8_t> : PairValues<uint16_t>;
+      pair(values[tile], stride, dim, held ? low : 0, held ? high : 0, tiled ? 256 : 16, tiled ? kCols : dim, to);
       values[tile] = reinterpret_cast<const char*>(to);
     }
   }
@@ -186,7 +196,8 @@ void SumAll(const char* const* values, const AttentionJob& job, int wide, int co
 #endif
   } else {
     constexpr int kPer = Paired(kForm) ? 2 : 1;
-    const int64_t row_words = kForm == Form::kFloat ? job.dim : job.value_dim;  // float32 is used in place
+    const bool in_place = kForm == Form::kFloat && !job.int8;
+    const int64_t row_words = in_place ? job.dim : job.value_dim;
     const ValueRows rows{values, row_words * 4, kKeyTile / kPer, begin / kPer, (end + kPer - 1) / kPer};
     constexpr Order kOrder = kKeyLanes<kForm> ? Order::kColumns : Order::kRows;
     SumValues<Paired(kForm), kOrder>(rows, memory.probabilities, cols, job.value_dim, sums[0].values);
@@ -232,12 +243,17 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
       memcpy(raw_values, values, sizeof(values));
     }
     const bool few = kKeyLanes<kForm> && columns <= kFewColumns;
-    if (!few) {
-      PrepareKeys<kForm>(keys, dim, begin, end, memory);
+    // While the first columns use the keys, the values of these keys are prefetched; afterwards the next keys are. The
+    // scales of int8 values are needed before the softmax.
+    const int64_t tile_bytes = kKeyTile * job.cache_row_bytes(), steps = (end - begin + kKeyTile - 1) / kKeyTile;
+    const int value_steps = !job.int8 ? 3 : few ? 1 : 2;
+    Fetch fetch_values(raw_values, tile_bytes, value_steps * steps), fetch_next(ahead, tile_bytes, 2 * steps);
+    if (job.int8) {
+      ReadScales(job, keys, begin, end, memory.key_scales);
     }
-    // While the first columns use the keys, the values of these keys are prefetched; afterwards the next keys are.
-    const int64_t tile_bytes = kKeyTile * dim * job.element(), steps = (end - begin + kKeyTile - 1) / kKeyTile;
-    Fetch fetch_values(raw_values, tile_bytes, 3 * steps), fetch_next(ahead, tile_bytes, 2 * steps);
+    if (!few) {
+      PrepareKeys<kForm>(job, keys, begin, end, memory, fetch_values);
+    }
     bool prepared = false;
     for (int64_t t = 0; t < tiles; t += kWide<kForm>) {
       const int wide = Min(kWide<kForm>, static_cast<int>(tiles - t));
@@ -250,12 +266,23 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
       const bool empty = from >= to;
       if (!empty) {
         const int first = from / kKeyTile * kKeyTile, last = (to + kKeyTile - 1) / kKeyTile * kKeyTile;
-        const Part part{keys, values, start, first, last, from, to};
+        const Part part{keys,
+                        values,
+                        start,
+                        first,
+                        last,
+                        from,
+                        to,
+                        job.int8 ? memory.key_scales : nullptr,
+                        job.int8 ? memory.value_scales : nullptr};
         if (few) {
           AttendFew<kForm>(job, part, memory, split_sums[0], fetch_values, fetch_next);
         } else {
           ScoreAll<kForm>(keys, job, memory.queries + t * memory.query_words * kCols, wide, memory.columns[t].count,
                           first / kKeyTile, last / kKeyTile, memory.scores, fetch_values);
+          if (!prepared) {
+            ReadValueScales(job, values, begin, end, memory);
+          }
           for (int w = 0; w < wide; ++w) {
             SoftmaxOf<kForm>(job, memory.columns[t + w], part, memory.scores + w * kSplit * kCols, memory.probabilities,
                              split_sums[w], fetch_values);
