@@ -29,6 +29,7 @@ from penstock.runtime.media.image import ImageLimits
 from penstock.runtime.media.processor import ImageProcessor
 from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.model_info import ModelInfo
+from penstock.runtime.ops.cache_spec import cache_dtype
 from penstock.runtime.scheduling.media.pool import BLOCK_TOKENS, blocks_of
 from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.scheduler import Scheduler
@@ -71,7 +72,7 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
     use_compilation_cache(config.compilation_cache)
     buckets = _buckets(model, config, backend)
     shapes = _runner_config(model, config, buckets, backend, threads=threads)
-    groups = cache.groups(config.page_size, np.dtype(model.dtype))
+    groups = cache.groups(config.page_size, shapes.kv_dtype)
     kv = plan_kv(
         config,
         model_max_len=model.max_model_len,
@@ -209,6 +210,7 @@ def _runner_config(
         max_model_len=config.max_model_len or model.max_model_len,
         page_size=config.page_size,
         dtype=model.dtype,
+        kv_dtype=cache_dtype(config.kv_cache_dtype, np.dtype(model.dtype)),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         feature_slots=config.feature_slots,

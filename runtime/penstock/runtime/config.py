@@ -5,7 +5,7 @@ No jax.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,18 @@ MOST_IMAGE_PIXELS = 2**26
 """Pillow would warn of pictures that are a third larger."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8")
+KV_CACHE_DTYPES = ("auto", "int8")
 NATIVE = ("auto", "require", "off")
+_CHOICES: Mapping[str, Collection[str]] = {
+    "dtype": DTYPES,
+    "quantization": QUANTIZATIONS,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "native": NATIVE,
+    "scheduling_policy": SCHEDULING_POLICIES,
+    "tool_call_parser": TOOL_PARSERS,
+    "reasoning_parser": REASONING_PARSERS,
+}
+"""The options that have one of a few values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +82,9 @@ class EngineConfig:
     quantization: str = "none"
     """"int8" stores the weights of linear layers in int8 with one scale for each output; activations are
     quantized on the way."""
+    kv_cache_dtype: str = "auto"
+    """What keys and values are kept in: "auto" is the dtype of activations; "int8" keeps 8-bit numbers, with
+    a scale for each token and head."""
     native: str = "auto"
     """The native CPU kernels: "auto" uses them where the machine and the model can, "require" refuses to
     start unless they compute all of the model, "off" leaves everything to XLA."""
@@ -173,12 +187,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         bad: list[str] = []
-        if self.dtype not in DTYPES:
-            bad.append(f"dtype: must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if self.quantization not in QUANTIZATIONS:
-            bad.append(f"quantization: must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
-        if self.native not in NATIVE:
-            bad.append(f"native: must be one of {', '.join(NATIVE)}, not {self.native!r}")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                bad.append(f"{name}: must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if self.threads is not None and not 1 <= self.threads <= 4096:
             bad.append(f"threads: must be from 1 to 4096, not {self.threads}")
         if self.max_model_len is not None and self.max_model_len < 2:
@@ -195,9 +206,6 @@ class EngineConfig:
             bad.append(f"max_prefill_chunk: must be at least 1, not {self.max_prefill_chunk}")
         if self.target_itl_s is not None and not 0.0 <= self.target_itl_s <= 60.0:
             bad.append(f"target_itl_s: must be from 0 to 60, not {self.target_itl_s}")
-        if self.scheduling_policy not in SCHEDULING_POLICIES:
-            policies = ", ".join(SCHEDULING_POLICIES)
-            bad.append(f"scheduling_policy: must be one of {policies}, not {self.scheduling_policy!r}")
         if self.prefix_cache_pages is not None and self.prefix_cache_pages < 0:
             bad.append(f"prefix_cache_pages: must be at least 0, not {self.prefix_cache_pages}")
         if self.state_snapshots is not None and not 0 <= self.state_snapshots <= MAX_SNAPSHOTS:
@@ -223,12 +231,6 @@ class EngineConfig:
                 f"grammar_time_limit_s: must be above 0, at most 3600, not {self.grammar_time_limit_s}"
             )
         bad += _image_problems(self)
-        for name, value, known in (
-            ("tool_call_parser", self.tool_call_parser, TOOL_PARSERS),
-            ("reasoning_parser", self.reasoning_parser, REASONING_PARSERS),
-        ):
-            if value not in known:
-                bad.append(f"{name}: must be one of {', '.join(known)}, not {value!r}")
         try:
             override_defaults(GenerationDefaults(), self.generation_config or {})
         except ConfigError as error:

@@ -196,6 +196,7 @@ def test_scratch_memory_is_that_of_the_largest_program(monkeypatch: pytest.Monke
         max_model_len=64,
         page_size=4,
         dtype=np.dtype(np.float32),
+        kv_dtype=np.dtype(np.float32),
         vocab_size=model.vocab_size,
         eos_token_ids=(),
     )

@@ -52,6 +52,7 @@ def make_runner(max_decode_steps: int = 1, window_steps: tuple[int, ...] = (0,))
         max_model_len=64,
         page_size=4,
         dtype=np.dtype(np.float32),
+        kv_dtype=np.dtype(np.float32),
         vocab_size=VOCAB,
         eos_token_ids=(60,),
         max_decode_steps=max_decode_steps,
@@ -387,6 +388,7 @@ def test_too_many_eos_ids_are_refused() -> None:
             max_model_len=64,
             page_size=4,
             dtype=np.dtype(np.float32),
+            kv_dtype=np.dtype(np.float32),
             vocab_size=99,
             eos_token_ids=tuple(range(32)),
         )

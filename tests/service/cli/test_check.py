@@ -104,6 +104,16 @@ def test_a_golden_with_all_figures(run: Run) -> None:
     assert facts["end_token_ids"] == [2]
 
 
+def test_a_kv_cache_of_int8(run: Run) -> None:
+    """A byte for each of the 32 channels, and 4 for the scale."""
+    code, out, _ = run(str(GOLDEN / "qwen3"), "--json", "--kv-cache-dtype", "int8")
+    facts = json.loads(out)
+    assert (code, facts["kv_cache_dtype"], facts["dtype"]) == (0, "int8", "float32")
+    assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * (32 + 4)
+    assert "in int8: 288 bytes for each token" in run(str(GOLDEN / "qwen3"), "--kv-cache-dtype", "int8")[1]
+    assert "in float32: 1,024 bytes for each token" in run(str(GOLDEN / "qwen3"))[1]
+
+
 def test_windowed_layers_hold_their_window(run: Run) -> None:
     code, out, _ = run(str(GOLDEN / "mistral_swa"), "--json")
     facts = json.loads(out)

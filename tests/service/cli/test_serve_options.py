@@ -333,6 +333,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         "--served-model-name": "m",
         "--dtype": "float16",
         "--quantization": "int8",
+        "--kv-cache-dtype": "int8",
         "--native": "require",
         "--native-folder": str(tmp_path / "native"),
         "--threads": "3",
@@ -370,6 +371,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         served_model_name="m",
         dtype="float16",
         quantization="int8",
+        kv_cache_dtype="int8",
         native="require",
         native_folder=tmp_path / "native",
         threads=3,
@@ -433,6 +435,7 @@ def names_of(options: Any) -> set[str]:
             ["FakeForCausalLM, auto with int8, vocabulary", "priority; prefix cache: at most 7 pages"],
         ),
         ({"prefix_cache_pages": 0}, ["prefix cache: off"]),
+        ({"kv_cache_dtype": "int8"}, ["FakeForCausalLM, auto, KV cache in int8, vocabulary"]),
         ({"state_snapshots": 6}, ["prefix cache: all free pages, 6 snapshots of state"]),
     ],
 )

@@ -136,6 +136,7 @@ def toy_runner(model: ServedModel, buckets: Buckets, *, num_snapshots: int = 0) 
         max_model_len=64,
         page_size=4,
         dtype=np.dtype(np.float32),
+        kv_dtype=np.dtype(np.float32),
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
         num_snapshots=num_snapshots,

@@ -2,7 +2,8 @@
 in float64.
 
 Everything that a row must not read is NaN: pages of no row, offsets past a row's end, and positions before
-its window or chunk. Stale entries of page tables point anywhere.
+its window or chunk. Stale entries of page tables point anywhere. In a cache of int8 the reference attends to
+what `quantized` makes of keys and values, and it is the scales of such rows that are NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from penstock.runtime.ops.attention import kv_layer_shape, kv_storage_dtype, make_meta
+from penstock.runtime.ops.attention import make_meta
+from penstock.runtime.ops.kv_rows import kv_layer_shape, kv_storage_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Shape:
     pages: int  # how many the cache has
     dtype: str = "float32"
     value_dim: int | None = None
+    is_int8: bool = False  # the cache; dtype is that of the arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,34 @@ class Batch:
     sinks: np.ndarray | None
     expected: np.ndarray  # [real tokens, H, D or value_dim]
     cache_after: np.ndarray
+
+
+def quantized(x: np.ndarray) -> np.ndarray:
+    """Rows of floats [..., D] as int8 [..., D + 4], as a cache of int8 holds them: numbers and scale."""
+    wide = x.astype(np.float32)
+    peak = np.abs(wide).max(axis=-1, keepdims=True)
+    peak[peak < 1e-30] = 0
+    factor = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
+    numbers = np.rint(wide * factor).astype(np.int8)
+    return np.concatenate([numbers, (peak * np.float32(1 / 127)).view(np.int8)], axis=-1)
+
+
+def dequantized(rows: np.ndarray) -> np.ndarray:
+    """int8 [..., D + 4] as float64 [..., D]."""
+    scale = np.ascontiguousarray(rows[..., -4:]).view(np.float32)
+    return rows[..., :-4].astype(np.float64) * scale.astype(np.float64)
+
+
+def _nothing(shape: Shape, rng: np.random.Generator) -> np.ndarray:
+    """A cache in which every row is NaN."""
+    sizes = (shape.pages, shape.page, shape.kv_heads, shape.dim)
+    keys_only, is_int8 = shape.value_dim is not None, shape.is_int8
+    whole = kv_layer_shape(*sizes, keys_only=keys_only, is_int8=is_int8)
+    if not is_int8:
+        return np.full(whole, np.nan, jnp.dtype(shape.dtype))
+    cache = rng.integers(-128, 128, whole).astype(np.int8)
+    cache[..., -4:] = np.full(1, np.nan, np.float32).view(np.int8)
+    return cache
 
 
 def dense(
@@ -110,8 +141,9 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
     prefix = values(planes, shared, shape.kv_heads, shape.dim)
     sinks = rng.standard_normal(shape.heads).astype(np.float32) if options.sinks else None
     keys_only = shape.value_dim is not None
-    cache_shape = kv_layer_shape(shape.pages, page, shape.kv_heads, shape.dim, keys_only=keys_only)
-    cache = np.full(cache_shape, np.nan, dtype)
+    cache = _nothing(shape, rng)
+    kept = quantized if shape.is_int8 else lambda x: x
+    read = dequantized if shape.is_int8 else lambda x: x
     starts, q_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
     expected, writes, at = [], [], 0
     for row, case in enumerate(cases):
@@ -124,17 +156,18 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
         first = 0 if sharing else options.oldest(case.past)
         table[row, first // page : len(pages)] = pages[first // page :]
         for position in range(first, case.past):
-            cache[pages[position // page], :, :, position % page] = past[:, position]
+            cache[pages[position // page], :, :, position % page] = kept(past[:, position])
         span = slice(at, at + case.new)
         whole = np.concatenate([past, new[:, span]], axis=1)
-        keys, vals = whole[0], whole[-1, ..., : shape.value_dim]
+        seen = read(kept(whole))
+        keys, vals = seen[0], seen[-1, ..., : shape.value_dim]
         expected.append(dense(q[span], keys, vals, case.past, options, sinks))
         writes += [(pages[p // page], p % page, at + p - case.past) for p in range(case.past, len(keys))]
         at += case.new
     after = cache.copy()
     for page_id, offset, token in writes:
-        after[page_id, :, :, offset] = new[:, token]
-    storage = kv_storage_dtype(dtype)
+        after[page_id, :, :, offset] = kept(new[:, token])
+    storage = kv_storage_dtype(cache.dtype)
     return Batch(
         q,
         new[0],

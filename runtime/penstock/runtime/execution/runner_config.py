@@ -29,6 +29,8 @@ class RunnerConfig:
     """Tokens per page."""
     dtype: np.dtype[Any]
     """The model's dtype."""
+    kv_dtype: np.dtype[Any]
+    """The dtype of keys and values in the cache, see `cache_dtype`."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     feature_slots: int | None = None

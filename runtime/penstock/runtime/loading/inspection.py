@@ -18,7 +18,7 @@ from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.loading.served_model import vision_of
 from penstock.runtime.media.processor import ImageProcessor
 from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules, model_dtype
-from penstock.runtime.ops.cache_spec import CacheSpec
+from penstock.runtime.ops.cache_spec import CacheSpec, cache_dtype
 from penstock.runtime.scheduling.pages import window_pages
 from penstock.runtime.text.codec import TextCodec
 
@@ -29,7 +29,9 @@ class Inspection:
 
     architecture: str
     dtype: np.dtype[np.generic]
-    """Of parameters, activations and the KV cache."""
+    """Of parameters and activations."""
+    kv_dtype: np.dtype[np.generic]
+    """Of the KV cache."""
     num_layers: int
     num_parameters: int
     """Numbers in the tensors that are read."""
@@ -55,7 +57,7 @@ class Inspection:
         """Bytes of KV for each token of a request, in the layers that keep all tokens."""
         return (
             sum(
-                layer.page_bytes(self.page_size, self.dtype)
+                layer.page_bytes(self.page_size, self.kv_dtype)
                 for layer in self.cache.paged
                 if layer.window is None
             )
@@ -68,7 +70,7 @@ class Inspection:
         found: dict[int, int] = {}
         for layer in self.cache.paged:
             if layer.window is not None:
-                per_token = layer.page_bytes(self.page_size, self.dtype) // self.page_size
+                per_token = layer.page_bytes(self.page_size, self.kv_dtype) // self.page_size
                 found[layer.window] = found.get(layer.window, 0) + per_token
         return found
 
@@ -81,7 +83,7 @@ class Inspection:
             pages = -(-num_tokens // self.page_size)
             if layer.window is not None:
                 pages = min(pages, window_pages(layer.window, self.page_size))
-            total += pages * layer.page_bytes(self.page_size, self.dtype)
+            total += pages * layer.page_bytes(self.page_size, self.kv_dtype)
         return total
 
 
@@ -108,6 +110,7 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
     return Inspection(
         architecture=config.architecture,
         dtype=dtype,
+        kv_dtype=cache_dtype(options.kv_cache_dtype, dtype),
         num_layers=config.num_layers,
         num_parameters=sum(math.prod(tensor.shape) for tensor in rules.tensors),
         weight_bytes=sum(_num_bytes(leaf) for leaf in leaves),

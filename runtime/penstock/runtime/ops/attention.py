@@ -1,5 +1,5 @@
-"""Paged attention over a ragged batch: the cache's layout, the metadata of a step, and the operation in plain
-XLA, which runs on any backend and is the reference for the native kernels.
+"""Paged attention over a ragged batch: the metadata of a step, and the operation in plain XLA, which runs on
+any backend and is the reference for the native kernels. How the cache lies in memory is in `kv_rows`.
 
 A step's tokens lie flat, row after row: row r holds q_lens[r] consecutive query tokens (a prefill chunk, or
 one decode token), the last of which is at position kv_lens[r] - 1 of its request. Keys and values of earlier
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from penstock.runtime.ops.kv_rows import SCALE_BYTES, read_kv, write_kv
 from penstock.runtime.ops.native import attention as kernels
 
 KV_BLOCK_TOKENS = 64
@@ -73,26 +74,6 @@ class AttentionOp(Protocol):
         chunk: int | None = None,
         value_dim: int | None = None,
     ) -> tuple[Array, Array]: ...
-
-
-def kv_layer_shape(
-    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *, keys_only: bool = False
-) -> tuple[int, ...]:
-    """Shape of one layer's cache: [page, key or value, kv head, offset, dim]. With `keys_only` the second
-    axis has one entry, because the values are channels of the keys.
-
-    What one head reads of a page lies in one piece of memory, which is good for prefetchers and the TLB.
-    """
-    return (num_pages, 1 if keys_only else 2, num_kv_heads, page_size, head_dim)
-
-
-def kv_storage_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which the cache is stored: 16-bit floats as raw uint16.
-
-    A scatter into a bf16 array makes XLA's CPU backend convert the whole cache to float32 and back (40 ms
-    against 9 us for 67 MB).
-    """
-    return np.dtype(np.uint16) if np.dtype(dtype).itemsize == 2 else np.dtype(dtype)
 
 
 def make_meta(
@@ -171,17 +152,6 @@ def with_pages(meta: AttentionMeta, page_table: Array, page_size: int, num_pages
     return meta._replace(page_table=page_table, write_slots=slots)
 
 
-def write_kv(kv: Array, k_new: Array, v_new: Array | None, write_slots: Array) -> Array:
-    """Writes this step's keys and values, each [T, KH, D], into one layer's cache; `v_new` is None for a
-    cache of keys only. A write slot is page * page_size + offset; slots past the end are dropped.
-    """
-    page_size = kv.shape[3]
-    new = k_new[:, None] if v_new is None else jnp.stack([k_new, v_new], axis=1)
-    if kv.dtype == jnp.uint16:
-        new = lax.bitcast_convert_type(new, jnp.uint16)
-    return kv.at[write_slots // page_size, :, :, write_slots % page_size].set(new, mode="drop")
-
-
 def oldest_visible(positions: Array, sliding_window: int | None, chunk: int | None) -> Array:
     """The first position that each of `positions` attends to; same shape and dtype."""
     oldest = jnp.zeros_like(positions)
@@ -209,14 +179,16 @@ def paged_attention(
     """Causal attention of a ragged batch against its paged cache, in XLA. It also writes the cache.
 
     q [T, H, D], k_new and v_new [T, KH, D] in the model's dtype, after RoPE; kv as in `kv_layer_shape` and
-    `kv_storage_dtype`. H is a multiple of KH. With `sliding_window` w a token attends to itself and the w - 1
-    tokens before it; with `chunk` c only to positions of its own chunk, position // c (Llama 4). With
-    `softcap` scores s become softcap * tanh(s / softcap) (Gemma 2). `sinks` float32 [H] joins each softmax as
-    one more score without a value (gpt-oss). With `value_dim` the cache holds keys only, `v_new` is None, and
-    the value of a position is the first `value_dim` channels of its key (latent attention). Returns out [T,
-    H, D], or [T, H, value_dim], in q's dtype (padding tokens hold finite values) and the updated cache.
+    `kv_storage_dtype`. In a cache of int8 a token attends to the quantized keys and values, also to its own,
+    so it does not matter in which step they were written. H is a multiple of KH. With `sliding_window` w a
+    token attends to itself and the w - 1 tokens before it; with `chunk` c only to positions of its own chunk,
+    position // c (Llama 4). With `softcap` scores s become softcap * tanh(s / softcap) (Gemma 2). `sinks`
+    float32 [H] joins each softmax as one more score without a value (gpt-oss). With `value_dim` the cache
+    holds keys only, `v_new` is None, and the value of a position is the first `value_dim` channels of its key
+    (latent attention). Returns out [T, H, D], or [T, H, value_dim], in q's dtype (padding tokens hold finite
+    values) and the updated cache.
     """
-    _check_values(v_new, kv, value_dim)
+    _check_cache(q, v_new, kv, value_dim)
     _, num_heads, dim = q.shape
     _, _, kv_heads, page_size, _ = kv.shape
     out_dim = dim if value_dim is None else value_dim
@@ -239,15 +211,13 @@ def paged_attention(
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, total, acc = carry
         pages = lax.dynamic_slice_in_dim(tables, i * pages_per_iteration, pages_per_iteration, axis=1)
-        block = kv[pages]  # [B, pages, 1 or 2, KH, page_size, D]
-        if block.dtype == jnp.uint16:
-            block = lax.bitcast_convert_type(block, q.dtype)
+        block = read_kv(kv[pages], q.dtype)  # [B, pages, 1 or 2, KH, page_size, D]
         k_pos = i * span + jnp.arange(span, dtype=jnp.int32)
         # Values past a row's end, or before everything that a block attends to, may belong to another
         # request, or be NaN, so they must not even be multiplied by zero.
         held = (k_pos[None, :] < kv_lens[:, None]) & (k_pos[None, :] >= oldest[:, :1])
         held = held.reshape(num_blocks, pages_per_iteration, 1, 1, page_size, 1)
-        block = jnp.where(held, block.astype(jnp.float32), 0.0)
+        block = jnp.where(held, block, 0.0)
         keys, values = block[:, :, 0], block[:, :, -1, ..., :out_dim]
         scores = jnp.einsum("bqhgd,bphkd->bhgqpk", queries, keys, precision=lax.Precision.HIGHEST)
         scores = scores.reshape(*lanes, span)
@@ -285,8 +255,14 @@ def paged_attention(
     return out[meta.token_places].astype(q.dtype), kv
 
 
-def _check_values(v_new: Array | None, kv: Array, value_dim: int | None) -> None:
-    """Raises ValueError unless arguments and cache agree on where the values are."""
+def _check_cache(q: Array, v_new: Array | None, kv: Array, value_dim: int | None) -> None:
+    """Raises ValueError unless arguments and cache agree on how wide rows are, and on where values are."""
+    width = q.shape[2] + (SCALE_BYTES if kv.dtype == jnp.int8 else 0)
+    if kv.shape[4] != width:
+        raise ValueError(
+            f"the rows of a cache of {kv.dtype} must be {width} wide for heads of {q.shape[2]}, "
+            f"not {kv.shape[4]}"
+        )
     keys_only = kv.shape[1] == 1
     if keys_only != (v_new is None) or keys_only != (value_dim is not None):
         raise ValueError(
@@ -311,7 +287,7 @@ def native_paged_attention(
     """`paged_attention` by the native CPU kernels for the shapes that they support, else in XLA. Native
     output of padding tokens is 0.
     """
-    _check_values(v_new, kv, value_dim)
+    _check_cache(q, v_new, kv, value_dim)
     if not kernels.supports(q, kv, value_dim):
         return paged_attention(
             q,

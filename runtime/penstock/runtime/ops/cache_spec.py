@@ -30,10 +30,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from penstock.runtime.ops.attention import kv_layer_shape, kv_storage_dtype
+from penstock.runtime.ops.kv_rows import kv_layer_shape, kv_storage_dtype
 
 STATE_COPIES = 2
 """Copies of each slot's state, see the module's docstring."""
+_INT8 = np.dtype(np.int8)
+
+
+def cache_dtype(kv_cache_dtype: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of the keys and values in the cache of a model in `dtype`, for what
+    `EngineConfig.kv_cache_dtype` says.
+    """
+    return _INT8 if kv_cache_dtype == "int8" else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +59,8 @@ class PagedKV:
         return None
 
     def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
-        """Bytes of one page, for a model in `dtype`."""
-        values = math.prod(kv_layer_shape(1, page_size, self.num_kv_heads, self.head_dim))
-        return values * int(dtype.itemsize)
+        """Bytes of one page of keys and values in `dtype`."""
+        return math.prod(self._shape(1, page_size, dtype)) * int(dtype.itemsize)
 
     @property
     def slot_bytes(self) -> int:
@@ -64,8 +71,11 @@ class PagedKV:
         self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any], num_snapshots: int = 0
     ) -> Any:
         """This layer's entry of the cache, as shapes and dtypes."""
-        shape = kv_layer_shape(num_pages, page_size, self.num_kv_heads, self.head_dim)
-        return jax.ShapeDtypeStruct(shape, kv_storage_dtype(dtype))
+        return jax.ShapeDtypeStruct(self._shape(num_pages, page_size, dtype), kv_storage_dtype(dtype))
+
+    def _shape(self, num_pages: int, page_size: int, dtype: np.dtype[Any]) -> tuple[int, ...]:
+        heads, is_int8 = self.num_kv_heads, dtype == _INT8
+        return kv_layer_shape(num_pages, page_size, heads, self.head_dim, is_int8=is_int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +104,8 @@ class LatentKV:
         return None
 
     def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
-        """Bytes of one page, for a model in `dtype`."""
-        return math.prod(self._shape(1, page_size)) * int(dtype.itemsize)
+        """Bytes of one page of keys in `dtype`."""
+        return math.prod(self._shape(1, page_size, dtype)) * int(dtype.itemsize)
 
     @property
     def slot_bytes(self) -> int:
@@ -106,10 +116,11 @@ class LatentKV:
         self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any], num_snapshots: int = 0
     ) -> Any:
         """This layer's entry of the cache, as shapes and dtypes."""
-        return jax.ShapeDtypeStruct(self._shape(num_pages, page_size), kv_storage_dtype(dtype))
+        return jax.ShapeDtypeStruct(self._shape(num_pages, page_size, dtype), kv_storage_dtype(dtype))
 
-    def _shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
-        return kv_layer_shape(num_pages, page_size, 1, self.head_dim, keys_only=True)
+    def _shape(self, num_pages: int, page_size: int, dtype: np.dtype[Any]) -> tuple[int, ...]:
+        is_int8 = dtype == _INT8
+        return kv_layer_shape(num_pages, page_size, 1, self.head_dim, keys_only=True, is_int8=is_int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +193,7 @@ class CacheSpec:
         )
 
     def groups(self, page_size: int, dtype: np.dtype[Any]) -> tuple[CacheGroup, ...]:
-        """The groups of layers, with the bytes of their pages for a model in `dtype`."""
+        """The groups of layers, with the bytes of their pages of keys and values in `dtype`."""
         sizes = [0] * len(self.windows)
         for layer, group in zip(self.layers, self.group_of, strict=True):
             sizes[group] += layer.page_bytes(page_size, dtype)
@@ -199,7 +210,7 @@ class CacheSpec:
         return len(self.paged) < len(self.layers)
 
     def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
-        """Bytes of one page in all layers, for a model in `dtype`; 0 if no layer has pages."""
+        """Bytes of one page of keys and values in `dtype` in all layers; 0 if no layer has pages."""
         return sum(layer.page_bytes(page_size, dtype) for layer in self.layers)
 
     @property
@@ -224,7 +235,9 @@ class CacheSpec:
         dtype: np.dtype[Any],
         num_snapshots: int = 0,
     ) -> tuple[Any, ...]:
-        """The whole cache, as shapes and dtypes, with so many pages in each group."""
+        """The whole cache, as shapes and dtypes, with so many pages in each group. `dtype` is that of keys
+        and values (`cache_dtype`); state has dtypes of its own.
+        """
         return tuple(
             layer.arrays(num_pages[group], page_size, num_slots, dtype, num_snapshots)
             for layer, group in zip(self.layers, self.group_of, strict=True)

@@ -15,7 +15,7 @@ import jax
 
 from penstock.cli.calling.common import complain
 from penstock.runtime.chat.parser import HARMONY, choose_forms
-from penstock.runtime.config import DTYPES, NATIVE, QUANTIZATIONS, EngineConfig
+from penstock.runtime.config import DTYPES, KV_CACHE_DTYPES, NATIVE, QUANTIZATIONS, EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import choose_backend
 from penstock.runtime.loading.hub import DEMO, resolve_model
@@ -61,6 +61,12 @@ def add_parser(subparsers: Subparsers) -> None:
         default=_DEFAULTS.quantization,
         choices=QUANTIZATIONS,
         help="how weights would be stored; default: %(default)s",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default=_DEFAULTS.kv_cache_dtype,
+        choices=KV_CACHE_DTYPES,
+        help="what the KV cache would be kept in, as with `penstock serve`; default: %(default)s",
     )
     parser.add_argument(
         "--native",
@@ -126,6 +132,7 @@ def _inspect(args: argparse.Namespace) -> Inspection:
     options = EngineConfig(
         dtype=args.dtype,
         quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
         native=args.native,
         max_model_len=args.max_model_len,
     )
@@ -150,6 +157,7 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
         "packed": found.is_packed,
         "native": found.is_native,
         "context_tokens": found.max_model_len,
+        "kv_cache_dtype": found.kv_dtype.name,
         "kv_bytes_per_token": found.token_bytes,
         "kv_bytes_per_token_in_window": {str(window): n for window, n in found.window_bytes.items()},
         "state_bytes_per_request": found.cache.slot_bytes,
@@ -195,7 +203,7 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
         ("weights", f"{_size(found.weight_bytes)}: {found.num_parameters:,} parameters"),
         ("computed", f"in {found.dtype.name}, {computed}"),
         ("context", f"{found.max_model_len:,} tokens"),
-        ("KV cache", "; ".join(kv) or "none"),
+        ("KV cache", f"in {found.kv_dtype.name}: {'; '.join(kv)}" if kv else "none"),
         ("", f"{_size(facts['request_bytes'])} for a request of the whole context"),
         ("memory", f"{_size(facts['total_bytes'])} for the weights and {facts['requests']} such requests"),
         ("end tokens", ends),

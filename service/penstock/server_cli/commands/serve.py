@@ -261,6 +261,8 @@ def _tell(engine: Engine) -> None:
     """Log what was resolved, one line each."""
     info, config = engine.info, engine.config
     dtype = config.dtype if config.quantization == "none" else f"{config.dtype} with {config.quantization}"
+    if config.kv_cache_dtype != "auto":
+        dtype += f", KV cache in {config.kv_cache_dtype}"
     log.info("model %s: %s, %s, vocabulary %d", info.name, info.architecture, dtype, info.vocab_size)
     log.info("device: %s; CPU threads: %s", ", ".join(info.devices), config.threads)
     running, waiting = config.max_num_seqs, config.max_queued_requests

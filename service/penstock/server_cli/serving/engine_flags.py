@@ -10,6 +10,7 @@ from penstock.runtime.config import (
     DEFAULT_FEATURE_SLOTS,
     DEFAULT_TARGET_ITL_S,
     DTYPES,
+    KV_CACHE_DTYPES,
     NATIVE,
     POOLED_IMAGES,
     QUANTIZATIONS,
@@ -39,6 +40,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default=_CONFIG.quantization,
         choices=QUANTIZATIONS,
         help="int8: weights and activations of linear layers have 8 bits; default: %(default)s",
+    )
+    engine.add_argument(
+        "--kv-cache-dtype",
+        default=_CONFIG.kv_cache_dtype,
+        choices=KV_CACHE_DTYPES,
+        help="what the KV cache is kept in; int8: 8 bits, with a scale for each token and head, so that the "
+        "same memory holds nearly twice the tokens of bfloat16; auto: the dtype of activations; default: "
+        "%(default)s",
     )
     engine.add_argument(
         "--native",

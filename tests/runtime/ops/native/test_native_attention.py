@@ -16,11 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.ops.attention import (
-    kv_layer_shape,
-    make_meta,
-    native_paged_attention,
-)
+from penstock.runtime.ops.attention import make_meta, native_paged_attention
+from penstock.runtime.ops.kv_rows import kv_layer_shape
 from penstock.runtime.ops.native import attention as kernels
 from penstock.runtime.ops.native import library
 from tests.support.native.attention import Batch, Case, Options, Shape, check, draw, runner

@@ -175,7 +175,7 @@ class DeviceState:
         return all(
             self._backend.attends_batch_invariantly(
                 jax.ShapeDtypeStruct((1, 1, layer.head_dim), config.dtype),
-                layer.arrays(1, config.page_size, config.max_num_seqs, config.dtype),
+                layer.arrays(1, config.page_size, config.max_num_seqs, config.kv_dtype),
                 layer.value_dim,
             )
             for layer in self._cache.paged
@@ -185,7 +185,7 @@ class DeviceState:
         """Shapes and dtypes of a cache of so many pages in each group of layers."""
         config = self._config
         return self._cache.arrays(
-            num_pages, config.page_size, config.max_num_seqs, config.dtype, config.num_snapshots
+            num_pages, config.page_size, config.max_num_seqs, config.kv_dtype, config.num_snapshots
         )
 
     # -- programs --
