@@ -2,85 +2,29 @@
 
     python -m bench.roofline --checkpoint DIR --results bench/out/penstock.jsonl
 
-Memory is read by one thread per core, in a small C program that is built here (or by numpy if there is no C
-compiler). The peak of bf16 products is that of the processor's matrix unit if it has one that the program can
-use, else what XLA reaches; both are printed.
+Memory is read by one thread per core. The peak of bf16 products is that of the processor's fastest
+instruction for them, out of registers (bench/measures/limits.c), or what XLA reaches where there are no
+native kernels or no C compiler; both are printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from bench.measures import record
+from bench.measures import limits, record
 from bench.measures.cost import Machine, Work, decode_spans, one_pass, prefill_spans
 from bench.workloads import MAIN, TABLE, Workload, waves
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.models.config import ModelConfig
-
-_SOURCE = Path(__file__).with_name("roofline.c")
-_BUFFER_BYTES = 1 << 29
-_ROUNDS = 3
-
-
-def build() -> ctypes.CDLL | None:
-    """Build the C program; None without a C compiler."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "roofline.so"
-        command = ["cc", "-O3", "-march=native", "-shared", "-fPIC", "-o", str(library), str(_SOURCE)]
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        loaded = ctypes.CDLL(str(library))
-    loaded.read_memory.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
-    loaded.matmul_prepare.restype = ctypes.c_int64
-    loaded.matmul.argtypes, loaded.matmul.restype = [ctypes.c_uint64], ctypes.c_double
-    return loaded
-
-
-def in_threads(work: Callable[[int], object], threads: int) -> float:
-    """Seconds for work(0) ... work(threads - 1) at once; the best of some rounds."""
-    times = []
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(_ROUNDS + 1):
-            began = time.perf_counter()
-            list(pool.map(work, range(threads)))
-            times.append(time.perf_counter() - began)
-    return min(times[1:])
-
-
-def read_bytes_per_s(library: ctypes.CDLL | None, threads: int) -> float:
-    """Bytes per second that all threads together read from buffers that no cache holds."""
-    buffers = [np.ones(_BUFFER_BYTES // 8, np.uint64) for _ in range(threads)]
-    if library is None:
-        seconds = in_threads(lambda i: np.bitwise_xor.reduce(buffers[i]), threads)
-    else:
-        seconds = in_threads(lambda i: library.read_memory(buffers[i].ctypes.data, buffers[i].size), threads)
-    return threads * _BUFFER_BYTES / seconds
-
-
-def matrix_unit_operations_per_s(library: ctypes.CDLL | None, threads: int) -> float | None:
-    """The peak of bf16 products from registers; None without a matrix unit."""
-    if library is None or library.matmul_prepare() != 0:
-        return None
-    rounds = 5_000_000
-    seconds = in_threads(lambda _: library.matmul(rounds), threads)
-    return threads * rounds * float(library.matmul(1)) / seconds
 
 
 def xla_operations_per_s(
@@ -96,7 +40,7 @@ def xla_operations_per_s(
     def products(x: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
         return [jnp.einsum("ti,oi->to", x, w, preferred_element_type=jnp.float32) for w in weights]
 
-    seconds = in_threads(lambda _: jax.block_until_ready(products(x, weights)), 1)
+    seconds = limits.in_threads(lambda _: jax.block_until_ready(products(x, weights)), 1)
     return 2.0 * tokens * outputs * inputs * layers / seconds
 
 
@@ -167,15 +111,16 @@ def main() -> int:
 
 
 def _machine(args: argparse.Namespace) -> Machine:
-    library = build()
-    read = args.bytes_per_s or read_bytes_per_s(library, args.threads)
-    unit = args.operations_per_s or matrix_unit_operations_per_s(library, args.threads)
+    found = limits.measure(args.threads)
+    read = args.bytes_per_s or found.bytes_per_s
+    # Every format is compared with the peak of bf16, as int8 weights are not multiplied in int8 everywhere.
+    peaks = {peak: rate for peak, rate in found.operations_per_s.items() if peak.format == "bfloat16"}
     xla = xla_operations_per_s()
-    how = "C" if library is not None else "numpy"
-    print(f"memory: {read / 1e9:.1f} GB/s read by {args.threads} threads ({how})")
-    print(f"bf16 products: {unit / 1e12:.2f} Top/s" if unit else "bf16 products: no matrix unit", end="; ")
-    print(f"XLA reaches {xla / 1e12:.2f}\n")
-    return Machine(unit or xla, read)
+    print(f"memory: {read / 1e9:.1f} GB/s read by {args.threads} threads")
+    for peak, rate in peaks.items():
+        print(f"bf16 products: {rate / 1e12:.2f} Top/s ({peak.instruction})")
+    print(f"bf16 products: XLA reaches {xla / 1e12:.2f} Top/s\n")
+    return Machine(args.operations_per_s or max(peaks.values(), default=xla), read)
 
 
 if __name__ == "__main__":

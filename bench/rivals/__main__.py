@@ -37,7 +37,7 @@ def main() -> int:
     if args.install_only:
         return 0
     # Only those of Penstock's sources that need nothing installed: bench/ itself, and the statistics.
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'service'}", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients' / 'python'}", "HF_HUB_OFFLINE": "1"}
     command = [str(folder / "bin" / "python"), "-m", f"bench.rivals.{rival.module}", *rest]
     return subprocess.run(command, check=False, env=variables(rival, str(folder), environment)).returncode
 

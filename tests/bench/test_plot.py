@@ -7,7 +7,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from bench.plot import HEIGHT, main, round_up, series, svg
+from bench.plot import drawing, main, round_up, series
+from bench.svg import HEIGHT
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -28,7 +29,7 @@ def test_round_up(value, up):
 
 
 def test_points_lie_where_they_should():
-    root = ET.fromstring(svg({"one & two": {1: 0.0, 32: 100.0}}))
+    root = ET.fromstring(drawing({"one & two": {1: 0.0, 32: 100.0}}))
     points = next(root.iter(f"{SVG}polyline")).attrib["points"].split()
     (left, low), (right, high) = (map(float, point.split(",")) for point in points)
     # The line goes from the left edge of the axes to the right one, and from the bottom to the top.

@@ -4,7 +4,7 @@
 
 Layers have the shape of Qwen3-30B-A3B: each row goes to 8 of 128 experts, drawn anew in every round, so that
 the caches hold none of them. What counts is how much longer a layer takes than one reading of the weights of
-the experts that some row goes to, at the rate at which `bench.roofline` reads memory. Both are the best of
+the experts that some row goes to, at the rate at which all threads read memory. Both are the best of
 many rounds and take turns, because the speed of such machines drifts.
 """
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from bench import roofline
+from bench.measures import limits
 from penstock.runtime.ops.native import huge_pages, library
 from penstock.runtime.ops.native.experts import PackedExperts, experts, route
 from penstock.runtime.ops.native.linear import packed_shape
@@ -80,10 +80,10 @@ def measure(rows: Sequence[int], *, int8: bool, layers: int, rounds: int) -> tup
     tiles = [weight[0] for layer in stack for weight in layer]
     huge_pages.advise(tiles)
     expert_bytes = sum(array.nbytes for array in tiles) / layers / EXPERTS
-    reader, threads = roofline.build(), len(os.sched_getaffinity(0))
+    threads = len(os.sched_getaffinity(0))
     rate, found = 0.0, [Measured(count) for count in rows]
     for turn in range(rounds + 1):  # the first one compiles and warms up
-        rate = max(rate, roofline.read_bytes_per_s(reader, threads))
+        rate = max(rate, limits.read_bytes_per_s(threads))
         for figure in found:
             x = jnp.asarray(rng.standard_normal((figure.rows, HIDDEN), np.float32).astype(ml_dtypes.bfloat16))
             logits = rng.standard_normal((layers, figure.rows, EXPERTS), np.float32)

@@ -3,7 +3,7 @@
     python -m bench.probes.kernels.recurrent [--rows 1 4 16 64] [--xla]
 
 Decode steps of several rows are compared with reading and writing the rows' state once, at the rate at which
-`bench.roofline` reads memory: each call has entries of its own, so that no cache holds them. A prefill step
+all threads read memory: each call has entries of its own, so that no cache holds them. A prefill step
 of 512 tokens is compared with the native products of the same layer. Times are the best of many rounds, in
 turns with measuring the memory, because the speed of such machines drifts.
 """
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from bench import roofline
+from bench.measures import limits
 from penstock.runtime.ops.attention import AttentionMeta, make_meta
 from penstock.runtime.ops.native import huge_pages, library
 from penstock.runtime.ops.native.linear import Packed, linear, packed_shape
@@ -181,7 +181,7 @@ def main() -> int:
     if not library.available():
         print("no native kernels on this machine", file=sys.stderr)
         return 1
-    reader, threads = roofline.build(), len(os.sched_getaffinity(0))
+    threads = len(os.sched_getaffinity(0))
     kinds = {"native": NATIVE_RECURRENT} | ({"XLA": XLA_RECURRENT} if args.xla else {})
 
     def best(measure: Callable[[], float]) -> float:
@@ -190,7 +190,7 @@ def main() -> int:
 
     rate, lines = 0.0, []
     for layer in LAYERS:
-        rate = max(rate, roofline.read_bytes_per_s(reader, threads))
+        rate = max(rate, limits.read_bytes_per_s(threads))
         for rows in args.rows:
             for kind, ops in kinds.items():
                 lines.append((layer, rows, kind, best(_program(layer, ops, rows, rows))))

@@ -1,0 +1,1 @@
+"""What the native kernels reach alone, beside the machine's limits."""

@@ -1,0 +1,146 @@
+"""Measures the native kernels alone, beside the limits of this machine.
+
+    python -m bench.kernels
+    python -m bench.kernels --only products --shapes 0.6B --rows 1 16 512 --formats bfloat16
+    python -m bench.kernels --only decode prefill --contexts 2048 --out bench/out/kernels.jsonl
+    python -m bench.kernels --from bench/out/kernels.jsonl --layers --plot bench/kernels.svg
+
+Products are the four of a layer, as a model calls them (with norm, activation and residual), in the shapes of
+Qwen3-0.6B, 4B and 8B; "layer" is all four. Decode attention has rows of one token each; prefill attention one
+row of 512 tokens, which end at the context. Each runs over so many layers that no cache holds their weights
+or keys and values. The instruction sets of the machine take turns in every round, and medians count.
+
+The limit is what the machine could do: all threads read memory at GB/s, or multiply out of registers with the
+best instruction of the set, whichever takes longer. Both are measured in between (bench/measures/limits.c).
+The share of the limit is the time that it allows by the time that was taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.kernels import turns
+from bench.kernels.lines import SHAPES, Result
+from bench.kernels.picture import drawing
+from bench.kernels.results import from_record, record, results, table, with_layers
+from bench.kernels.rival import Rival
+from bench.measures import record as records
+from bench.measures.limits import Limits
+from penstock.runtime.ops.native import library
+
+ROWS, DECODE_ROWS = (1, 4, 16, 64, 128, 512, 2048), (1, 4, 16, 64)
+CONTEXTS, PREFILL_CONTEXTS = (256, 1024, 8192), (512, 2048, 8192)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    args = _parser().parse_args(arguments)
+    if args.read:
+        found = [from_record(line) for file in args.read for line in records.read_lines(file)]
+    elif not library.available():
+        print("no native kernels on this machine", file=sys.stderr)
+        return 1
+    else:
+        found = _measure(args)
+    found = with_layers(found)
+    if args.plot is not None:
+        args.plot.write_text(drawing(found), encoding="utf-8")
+    print(table(result for result in found if not args.layers or result.line.part in ("layer", "attention")))
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> list[Result]:
+    wanted = turns.Wanted(
+        kinds=args.only,
+        shapes=args.shapes,
+        formats=args.formats,
+        rows=args.rows or ROWS,
+        decode_rows=args.rows or DECODE_ROWS,
+        contexts=args.contexts or CONTEXTS,
+        prefill_contexts=args.contexts or PREFILL_CONTEXTS,
+        rounds=args.rounds,
+    )
+    rivals = [Rival(args.rival, dtype) for dtype in ("bfloat16", "float32")] if args.rival else []
+    timed, limits = [], Limits(0.0, {})
+    try:
+        for each in turns.measure(wanted, rivals):
+            if isinstance(each, Limits):
+                limits = each.best(limits)
+            else:
+                timed.append(each)
+    finally:
+        for rival in rivals:
+            rival.close()
+    found = results(timed, limits)
+    if args.out is not None:
+        about = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "commit": records.commit(),
+            "machine": records.machine(),
+            "rival": [rival.about for rival in rivals],
+        }
+        for result in found:
+            records.write_line(args.out, record(result) | about)
+    print(f"memory is read at {limits.bytes_per_s / 1e9:.1f} GB/s; multiplying, in GFLOP/s:")
+    for peak, rate in limits.operations_per_s.items():
+        print(f"- {peak.isa.name}, {peak.format}: {rate / 1e9:.0f} ({peak.instruction})")
+    print()
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kinds = ("products", "decode", "prefill")
+    parser.add_argument("--only", choices=kinds, nargs="+", default=kinds, help="default: all three")
+    parser.add_argument(
+        "--shapes", choices=SHAPES, nargs="+", default=tuple(SHAPES), help="default: all three"
+    )
+    parser.add_argument(
+        "--formats",
+        choices=("bfloat16", "int8"),
+        nargs="+",
+        default=("bfloat16", "int8"),
+        help="of weights, and of caches; default: both",
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help=f"of products and of decode attention; default: {ROWS} and {DECODE_ROWS}",
+    )
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help=f"of decode and prefill attention; default: {CONTEXTS} and {PREFILL_CONTEXTS}",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, metavar="N", help="default: 7; long lines have fewer"
+    )
+    parser.add_argument(
+        "--rival",
+        type=Path,
+        metavar="DIR",
+        help="an environment with PyTorch (of bench.rivals, say), whose products take turns with ours",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append records, as JSON lines")
+    parser.add_argument(
+        "--from", dest="read", type=Path, nargs="+", metavar="FILE", help="read records instead of measuring"
+    )
+    parser.add_argument("--layers", action="store_true", help="leave out single products in the table")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the roofline")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Measures lines: the instruction sets (and rivals) take turns in every round, because the speed of such
+machines drifts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from statistics import median
+
+from bench.kernels import attention
+from bench.kernels.lines import SHAPES, Line, decode_line, prefill_line, product_line, products
+from bench.kernels.products import Layers
+from bench.kernels.rival import Rival
+from bench.kernels.stacks import stack_bytes
+from bench.measures import limits
+from bench.measures.limits import Format
+from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.library import Isa
+
+_LONG_S, _LEAST_ROUNDS = 5.0, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be measured."""
+
+    kinds: Sequence[str]
+    shapes: Sequence[str]
+    formats: Sequence[Format]
+    rows: Sequence[int]
+    decode_rows: Sequence[int]
+    contexts: Sequence[int]
+    """Of decode attention."""
+    prefill_contexts: Sequence[int]
+    rounds: int
+    """A line whose rounds have taken some seconds has fewer, but at least three."""
+
+
+Timed = tuple[Line, Mapping[str, float]]
+"""A line, and the median seconds of one call by instruction set or rival."""
+
+
+def sets() -> list[Isa]:
+    """The instruction sets of this machine."""
+    return [Isa(number) for number in range(Isa.AVX2, library.load().penstock_best_isa() + 1)]
+
+
+def measure(wanted: Wanted, rivals: Sequence[Rival]) -> Iterator[Timed | limits.Limits]:
+    """Yields lines as they are measured, and the machine's limits, anew after each group of them."""
+    yield limits.measure()
+    for timed in chain(_products(wanted, rivals), _attention(wanted)):
+        yield from timed
+        yield limits.measure()
+
+
+def _products(wanted: Wanted, rivals: Sequence[Rival]) -> Iterator[list[Timed]]:
+    if "products" not in wanted.kinds:
+        return
+    for shape in wanted.shapes:
+        for format in wanted.formats:
+            for product in products(SHAPES[shape]):
+                layers = Layers(product, format, stack_bytes())
+                for rival in _of(rivals, format):
+                    rival.prepare(product, stack_bytes())
+                timed = []
+                for rows in wanted.rows:
+                    line = product_line(shape, product, format, rows)
+                    others = {
+                        rival.name: rival.runner(rows, line.work.operations) for rival in _of(rivals, format)
+                    }
+                    timed.append((line, _in_turns(layers.runner(rows, line.work.operations), others, wanted)))
+                yield timed
+
+
+def _of(rivals: Sequence[Rival], format: Format) -> Sequence[Rival]:
+    return rivals if format == "bfloat16" else ()
+
+
+def _attention(wanted: Wanted) -> Iterator[list[Timed]]:
+    for shape in wanted.shapes:
+        for format in wanted.formats:
+            lines: list[Line] = []
+            if "decode" in wanted.kinds:
+                lines += [
+                    decode_line(shape, format, rows, context)
+                    for context in wanted.contexts
+                    for rows in wanted.decode_rows
+                ]
+            if "prefill" in wanted.kinds:
+                lines += [prefill_line(shape, format, context) for context in wanted.prefill_contexts]
+            yield [(line, _in_turns(attention.runner(line, stack_bytes()), {}, wanted)) for line in lines]
+
+
+def _in_turns(
+    ours: Callable[[], float], others: Mapping[str, Callable[[], float]], wanted: Wanted
+) -> Mapping[str, float]:
+    times: dict[str, list[float]] = {}
+    began = time.perf_counter()
+    for turn in range(wanted.rounds):
+        if turn >= _LEAST_ROUNDS and time.perf_counter() - began > _LONG_S:
+            break
+        for isa in sets():
+            library.limit_isa(isa)
+            times.setdefault(isa.name, []).append(ours())
+        for name, other in others.items():
+            times.setdefault(name, []).append(other())
+    library.limit_isa(Isa.AMX)
+    return {name: median(taken) for name, taken in times.items()}

@@ -1,0 +1,151 @@
+"""Measures what this machine can do at most: how fast all threads read memory, and how fast they multiply
+with each instruction set, out of registers.
+
+A small C program does both (limits.c). It is built here, once per process; without a C compiler numpy reads
+the memory, and nothing is known of multiplying.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.library import Isa
+
+_SOURCE = Path(__file__).with_name("limits.c")
+_BUFFER_BYTES = 1 << 29
+_ROUNDS = 3
+_LOOPS = 2_000_000
+
+Format = Literal["bfloat16", "int8"]
+"""What is multiplied: bfloat16 activations by bfloat16 weights (or keys and values), or int8 by int8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """A way to multiply: a function of limits.c, and the first instruction set that has it."""
+
+    function: str
+    isa: Isa
+    format: Format
+    instruction: str
+
+
+PEAKS = (
+    Peak("fma_256", Isa.AVX2, "bfloat16", "float32 FMA, 256 bits"),
+    Peak("madd_256", Isa.AVX2, "int8", "VPMADDWD and VPADDD, 256 bits"),
+    Peak("fma_512", Isa.AVX512, "bfloat16", "float32 FMA, 512 bits"),
+    Peak("dpbusd_512", Isa.AVX512, "int8", "VPDPBUSD, 512 bits"),
+    Peak("dpbf16_512", Isa.AVX512_BF16, "bfloat16", "VDPBF16PS, 512 bits"),
+    Peak("tile_bf16", Isa.AMX, "bfloat16", "TDPBF16PS"),
+    Peak("tile_int8", Isa.AMX, "int8", "TDPBSSD"),
+)
+"""AVX2 has no product of bytes that cannot overflow, so its int8 is int16, and a sum takes a second
+instruction.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What all threads of a machine reach together."""
+
+    bytes_per_s: float
+    """Read from memory."""
+    operations_per_s: Mapping[Peak, float]
+    """Only of what the processor has."""
+
+    def peak(self, isa: Isa, of: Format) -> float:
+        """The most operations per second of kernels for `isa`, which may use lower sets too. Raises
+        ValueError if nothing is known.
+        """
+        found = [
+            rate for peak, rate in self.operations_per_s.items() if peak.isa <= isa and peak.format == of
+        ]
+        return max(found)
+
+    def best(self, other: Limits) -> Limits:
+        """The higher of two measurements of each limit, because other work only lowers them."""
+        rates = {
+            peak: max(rate, other.operations_per_s.get(peak, 0.0))
+            for peak, rate in self.operations_per_s.items()
+        }
+        return Limits(max(self.bytes_per_s, other.bytes_per_s), rates)
+
+
+@functools.cache
+def build() -> ctypes.CDLL | None:
+    """Build the C program; None without a C compiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / "limits.so"
+        command = ["cc", "-O3", "-march=native", "-shared", "-fPIC", "-o", str(built), str(_SOURCE)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        loaded = ctypes.CDLL(str(built))
+    loaded.read_memory.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+    for peak in PEAKS:
+        function = getattr(loaded, peak.function)
+        function.argtypes, function.restype = [ctypes.c_uint64], ctypes.c_double
+    return loaded
+
+
+def in_threads(work: Callable[[int], object], threads: int) -> float:
+    """Seconds for work(0) ... work(threads - 1) at once; the best of some rounds."""
+    times = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(_ROUNDS + 1):
+            began = time.perf_counter()
+            list(pool.map(work, range(threads)))
+            times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+
+def read_bytes_per_s(threads: int, buffer_bytes: int = _BUFFER_BYTES) -> float:
+    """Bytes per second that all threads together read, each from a buffer that no cache holds."""
+    program = build()
+    buffers = [np.ones(buffer_bytes // 8, np.uint64) for _ in range(threads)]
+    if program is None:
+        seconds = in_threads(lambda i: np.bitwise_xor.reduce(buffers[i]), threads)
+    else:
+        seconds = in_threads(lambda i: program.read_memory(buffers[i].ctypes.data, buffers[i].size), threads)
+    return threads * buffer_bytes / seconds
+
+
+def operations_per_s(threads: int, loops: int = _LOOPS) -> dict[Peak, float]:
+    """Operations per second of each way to multiply that this processor has; empty without a C compiler, or
+    where there are no native kernels.
+    """
+    program = build()
+    if program is None or not library.available():
+        return {}
+    best = library.load().penstock_best_isa()
+    found = {}
+    for peak in PEAKS:
+        if peak.isa <= best:
+            multiply = getattr(program, peak.function)
+            seconds = in_threads(functools.partial(_multiply, multiply, loops), threads)
+            found[peak] = threads * float(multiply(1)) * loops / seconds
+    return found
+
+
+def _multiply(multiply: Callable[[int], float], loops: int, _thread: int) -> float:
+    return multiply(loops)
+
+
+def measure(threads: int | None = None) -> Limits:
+    """The limits of all threads that this process may use, or of so many."""
+    threads = threads or len(os.sched_getaffinity(0))
+    return Limits(read_bytes_per_s(threads), operations_per_s(threads))

@@ -1,0 +1,193 @@
+"""What bench.kernels counts, against numbers worked out by hand, and a tiny run of all of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from bench.kernels import __main__ as command
+from bench.kernels import products, stacks
+from bench.kernels.lines import (
+    SHAPES,
+    Line,
+    Product,
+    Result,
+    decode_line,
+    layer,
+    prefill_line,
+    product_line,
+)
+from bench.kernels.lines import products as products_of
+from bench.kernels.picture import drawing, roof
+from bench.kernels.results import from_record, record, results, table, with_layers
+from bench.measures.cost import Machine, Work
+from bench.measures.limits import PEAKS, Limits, operations_per_s, read_bytes_per_s
+from penstock.runtime.models.registry import parse_config
+from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.library import Isa
+from tests.support.models.configs import attentions, one_layer, published
+
+SVG = "{http://www.w3.org/2000/svg}"
+MACHINE = Machine(operations_per_s=100e9, bytes_per_s=10e9)
+
+
+@pytest.mark.parametrize("name", ["4B", "8B"])
+def test_shapes_are_the_published_ones(name):
+    config = parse_config(published(f"Qwen3-{name}"))
+    attention, shape = attentions(config)[0], SHAPES[name]
+    assert (shape.hidden, shape.inner) == (config.hidden_size, one_layer(config).mlp.intermediate_size)
+    assert (shape.heads, shape.kv_heads) == (attention.num_heads, attention.num_kv_heads)
+    assert shape.head_dim == attention.head_dim
+
+
+def test_products_of_a_layer():
+    # Qwen3-4B: 32 and 8 heads of 128, hidden 2560, inner 9728.
+    sizes = {product.name: (product.outputs, product.inputs) for product in products_of(SHAPES["4B"])}
+    assert sizes == {
+        "qkv": (6144, 2560),
+        "o": (2560, 4096),
+        "gate+up": (19456, 2560),
+        "down": (2560, 9728),
+    }
+
+
+def test_work_of_a_product():
+    product = Product("o", outputs=32, inputs=64)
+    assert product_line("0.6B", product, "bfloat16", 3).work == Work(2 * 32 * 64 * 3, 2 * 32 * 64)
+    assert product_line("0.6B", product, "int8", 3).work == Work(2 * 32 * 64 * 3, 32 * 64 + 8 * 32)
+
+
+def test_work_of_attention():
+    # Qwen3-0.6B: 16 heads, 8 of keys and of values, of 128. A position costs 4 * 16 * 128 operations and has
+    # 2 * 8 * 128 numbers.
+    assert decode_line("0.6B", "bfloat16", 4, 100).work == Work(8192 * 400, 2 * 2048 * 400)
+    assert decode_line("0.6B", "int8", 4, 100).work == Work(8192 * 400, (2048 + 2 * 8 * 4) * 400)
+    # 512 tokens after 88 others: token i attends to 88 + i positions, i from 1 to 512.
+    pairs = sum(88 + i for i in range(1, 513))
+    assert prefill_line("0.6B", "bfloat16", 600).work == Work(8192 * pairs, 2 * 2048 * 600)
+    with pytest.raises(ValueError, match="context"):
+        prefill_line("0.6B", "bfloat16", 511)
+
+
+def result(work, seconds, part="o", by="AVX2", kind="product", rows=1):
+    return Result(Line(kind, "0.6B", part, "bfloat16", rows, 0, work), by, seconds, MACHINE)
+
+
+def test_the_limit_that_binds():
+    # 10 ms of reading and 1 ms of multiplying, in 20 ms.
+    reads = result(Work(100e6, 100e6), 0.02)
+    assert (reads.binds, reads.least_s, reads.share) == ("memory", 0.01, 0.5)
+    multiplies = result(Work(2e9, 100e6), 0.025)
+    assert (multiplies.binds, multiplies.least_s, multiplies.share) == (
+        "multiplying",
+        0.02,
+        pytest.approx(0.8),
+    )
+
+
+def test_a_layer_is_its_four_products():
+    parts = [result(Work(1e9, 10e6), 0.02, part) for part in ("qkv", "o", "gate+up", "down")]
+    whole = layer(parts)
+    assert (whole.line.part, whole.line.work, whole.seconds) == ("layer", Work(4e9, 40e6), 0.08)
+    assert with_layers(parts) == [*parts, whole]
+    assert with_layers(parts[:3]) == parts[:3]
+
+
+def test_records_are_read_as_they_were_written():
+    one = result(Work(1e9, 10e6), 0.02)
+    assert from_record(json.loads(json.dumps(record(one) | {"commit": "abc"}))) == one
+
+
+def test_everybody_is_compared_with_the_limits_of_what_multiplies():
+    avx2, int8, avx512 = PEAKS[:3]
+    limits = Limits(10e9, {avx2: 1e9, avx512: 3e9, int8: 2e9})
+    seconds = {"AVX2": 1.0, "AVX512": 0.5, "torch bfloat16": 2.0}
+    line = product_line("0.6B", Product("o", 32, 64), "bfloat16", 1)
+    found = {each.by: each.machine for each in results([(line, seconds)], limits)}
+    assert {by: machine.operations_per_s for by, machine in found.items()} == {
+        "AVX2": 1e9,
+        "AVX512": 3e9,
+        "torch bfloat16": 3e9,
+    }
+    # An int8 cache is widened, so that its attention multiplies bfloat16.
+    (attention,) = results([(decode_line("0.6B", "int8", 1, 64), {"AVX2": 1.0})], limits)
+    assert attention.machine.operations_per_s == 1e9
+    assert limits.best(Limits(20e9, {avx2: 0.5e9, avx512: 4e9, int8: 1e9})) == Limits(
+        20e9, {avx2: 1e9, avx512: 4e9, int8: 2e9}
+    )
+
+
+def test_the_table():
+    rows = table([result(Work(2e9, 100e6), 0.025), result(Work(100e6, 100e6), 0.02, rows=4)]).splitlines()
+    assert rows[2] == "| o | 0.6B | bfloat16 | 1 |  | AVX2 | 25 | 4 | 80 | 80% | multiplying |"
+    assert rows[3] == "| o | 0.6B | bfloat16 | 4 |  | AVX2 | 20 | 5 | 5 | 50% | memory |"
+
+
+def test_a_roof():
+    # 10 GB/s and 100 GFLOP/s meet at 10 operations per byte.
+    assert roof(MACHINE, 1, 100, 1e9) == [(1, 10e9), (10, 100e9), (100, 100e9)]
+    assert roof(MACHINE, 20, 100, 1e9) == [(20, 100e9), (100, 100e9)]
+    assert roof(MACHINE, 0.01, 100, 1e9)[0] == (0.1, 1e9)  # it begins where it comes into the picture
+
+
+def test_the_picture():
+    found = [result(Work(1e9, 1e9), 0.2, "layer"), result(Work(1e9, 1e8), 0.02, "attention", kind="decode")]
+    root = ET.fromstring(drawing(found))
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert {"operations per byte", "GFLOP/s", "AVX2 bfloat16", "0.6B: a layer"} <= set(texts)
+    with pytest.raises(ValueError, match="no layers"):
+        drawing([result(Work(1e9, 1e9), 0.2, "o")])
+
+
+def test_stacks(tmp_path):
+    for index, size in (("index0", "32K\n"), ("index3", "1024M\n")):
+        (tmp_path / index).mkdir()
+        (tmp_path / index / "size").write_text(size)
+    assert stacks.stack_bytes(tmp_path) == 4 << 30
+    assert stacks.stack_bytes(tmp_path / "absent") == 512 << 20
+    assert stacks.layers_kept(100, 250) == 3
+    assert stacks.calls_per_run(3, 1.0) == 3
+    assert stacks.calls_per_run(50, 8e9) == 2
+    assert stacks.calls_per_run(50, 1e12) == 1
+    assert list(itertools.islice(stacks.windows("abcd", 3), 3)) == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
+
+
+@pytest.mark.skipif(not library.available(), reason="it needs the native kernels")
+def test_limits_are_those_of_the_sets_that_the_machine_has():
+    found = operations_per_s(threads=1, loops=1000)
+    assert {peak.isa for peak in found} <= set(range(Isa.AVX2, library.load().penstock_best_isa() + 1))
+    assert all(rate > 0 for rate in found.values())
+    assert read_bytes_per_s(1, buffer_bytes=1 << 16) > 0
+
+
+@pytest.mark.skipif(not library.available(), reason="it needs the native kernels")
+def test_layers_lie_in_memory_of_their_own():
+    layers = products.Layers(Product("o", 64, 64), "int8", least_bytes=3 * 64 * 64)
+    assert len({tiles.unsafe_buffer_pointer() for tiles, _ in layers._layers}) == 3
+
+
+@pytest.mark.skipif(not library.available(), reason="it needs the native kernels")
+def test_a_run(tmp_path, capsys, monkeypatch):
+    """All kernels in all formats, with one layer each, and the same table again from the records."""
+    monkeypatch.setattr("bench.kernels.turns.stack_bytes", lambda: 1 << 16)
+    monkeypatch.setattr("bench.kernels.stacks._MOST_CALLS", 2)
+    limits = Limits(10e9, dict.fromkeys(PEAKS, 100e9))
+    monkeypatch.setattr("bench.measures.limits.measure", lambda: limits)
+    out, plot = tmp_path / "kernels.jsonl", tmp_path / "kernels.svg"
+    shapes = ["--shapes", "0.6B", "--rows", "2", "--contexts", "512", "--rounds", "1"]
+    assert command.main([*shapes, "--out", str(out)]) == 0
+    first = capsys.readouterr().out
+    read = [from_record(json.loads(line)) for line in out.read_text().splitlines()]
+    sets = 1 + library.load().penstock_best_isa() - Isa.AVX2
+    products, decodes, prefills = (2 * 4, 2, 2)
+    assert len(read) == (products + decodes + prefills) * sets
+    assert all(each.seconds > 0 and each.share > 0 for each in read)
+    assert command.main(["--from", str(out), "--layers", "--plot", str(plot)]) == 0
+    again = capsys.readouterr().out
+    assert set(again.splitlines()) <= set(first.splitlines())
+    assert "| layer | 0.6B | int8 | 2 |" in again
+    assert "| qkv |" not in again
+    assert ET.fromstring(plot.read_text()).tag == f"{SVG}svg"
