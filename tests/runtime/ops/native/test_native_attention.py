@@ -28,6 +28,8 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="no native libra
 TOLERANCE = {"bfloat16": 0.015, "float32": 4e-6}
 BASE = Shape(heads=4, kv_heads=2, dim=64, page=16, tokens=160, rows=6, width=64, pages=200)
 PLAIN = Options()
+CACHES = [pytest.param(False, id="plain"), pytest.param(True, id="int8", marks=pytest.mark.sweep)]
+"""Values of is_int8. Tests of random shapes draw it; these have it swept."""
 
 
 @pytest.fixture(params=[name for name in KERNELS if name != "avx512_bf16"])  # it runs AVX512's kernels
@@ -53,7 +55,7 @@ def run(
 
 dtypes = st.sampled_from(["bfloat16", "float32"])
 shapes = st.builds(
-    lambda group, kv_heads, dim, page, dtype: Shape(
+    lambda group, kv_heads, dim, page, dtype, is_int8: Shape(
         heads=group * kv_heads,
         kv_heads=kv_heads,
         dim=dim,
@@ -63,12 +65,14 @@ shapes = st.builds(
         width=1024 // page,
         pages=3200 // page + 8,
         dtype=dtype,
+        is_int8=is_int8,
     ),
     group=st.sampled_from([1, 2, 3, 4, 8, 20]),
     kv_heads=st.sampled_from([1, 2]),
     dim=st.sampled_from([16, 64, 80, 96, 128, 256]),
     page=st.sampled_from([16, 64, 512]),
     dtype=dtypes,
+    is_int8=st.booleans(),
 )
 rows = st.lists(
     st.builds(Case, past=st.integers(0, 700), new=st.sampled_from([0, 1, 1, 1, 5, 33])),
@@ -90,10 +94,22 @@ def test_random_batches(kernel: str, cases: list[Case], shape: Shape, options: O
     run(cases, shape, options, seed, kernel)
 
 
-def latent(heads: int, dim: int, value_dim: int, dtype: str, rows: int = 6) -> Shape:
+def latent(
+    heads: int, dim: int, value_dim: int, dtype: str, rows: int = 6, *, is_int8: bool = False
+) -> Shape:
     """A cache of keys only, which all heads share, and whose first channels are the values."""
     return Shape(
-        heads, 1, dim, page=16, tokens=160, rows=rows, width=64, pages=520, dtype=dtype, value_dim=value_dim
+        heads,
+        1,
+        dim,
+        page=16,
+        tokens=160,
+        rows=rows,
+        width=64,
+        pages=520,
+        dtype=dtype,
+        value_dim=value_dim,
+        is_int8=is_int8,
     )
 
 
@@ -103,6 +119,7 @@ def latent(heads: int, dim: int, value_dim: int, dtype: str, rows: int = 6) -> S
     heads=st.sampled_from([1, 4, 16, 20, 40]),
     dims=st.sampled_from([(32, 16), (48, 32), (80, 64), (112, 96)]),
     dtype=dtypes,
+    is_int8=st.booleans(),
     options=options,
     seed=st.integers(0, 2**31),
 )
@@ -112,33 +129,46 @@ def test_values_that_are_channels_of_the_keys(
     heads: int,
     dims: tuple[int, int],
     dtype: str,
+    is_int8: bool,
     options: Options,
     seed: int,
 ) -> None:
-    run(cases, latent(heads, *dims, dtype), options, seed, kernel)
+    run(cases, latent(heads, *dims, dtype, is_int8=is_int8), options, seed, kernel)
 
 
+@pytest.mark.parametrize("is_int8", CACHES)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("num_rows", [1, 6])
-def test_the_shape_of_deepseek_v3(kernel: str, dtype: str, num_rows: int) -> None:
+def test_the_shape_of_deepseek_v3(kernel: str, dtype: str, num_rows: int, is_int8: bool) -> None:
     """Heads of a lone row are divided among threads; there are more heads than a tile of columns holds."""
     cases = [Case(600, 1), Case(255, 1), Case(256, 1), Case(0, 1), Case(15, 3), Case(0, 0)][:num_rows]
-    run(cases, latent(128, 576, 512, dtype), PLAIN, num_rows, kernel)
+    run(cases, latent(128, 576, 512, dtype, is_int8=is_int8), PLAIN, num_rows, kernel)
 
 
-def test_latent_rows_share_prefixes(kernel: str) -> None:
-    shape = latent(4, 48, 32, "bfloat16", rows=26)
+@pytest.mark.parametrize("is_int8", CACHES)
+def test_latent_rows_share_prefixes(kernel: str, is_int8: bool) -> None:
+    shape = latent(4, 48, 32, "bfloat16", rows=26, is_int8=is_int8)
     run([Case(512 + i, 1) for i in range(12)] + [Case(9, 20)], shape, PLAIN, 5, kernel, shared=512)
 
 
+@pytest.mark.parametrize("is_int8", CACHES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shared", [256, 512, 528])
-def test_shared_prefixes(kernel: str, dtype: str, shared: int) -> None:
+def test_shared_prefixes(kernel: str, dtype: str, shared: int, is_int8: bool) -> None:
     """Decode rows of different lengths that share pages, beside other rows; more rows share them than one
     task holds.
     """
     shape = Shape(
-        heads=16, kv_heads=2, dim=64, page=16, tokens=96, rows=26, width=64, pages=1100, dtype=dtype
+        heads=16,
+        kv_heads=2,
+        dim=64,
+        page=16,
+        tokens=96,
+        rows=26,
+        width=64,
+        pages=1100,
+        dtype=dtype,
+        is_int8=is_int8,
     )
     cases = [Case(shared + i * 7 % 90, 1) for i in range(20)] + [
         Case(255, 1),
@@ -160,16 +190,19 @@ def grouped(dim: int, dtype: str) -> Shape:
         (grouped(64, "bfloat16"), PLAIN),
         (grouped(80, "bfloat16"), Options(window=300, softcap=20.0, sinks=True)),
         (grouped(16, "bfloat16"), PLAIN),  # narrower than a tile
+        (dataclasses.replace(grouped(80, "bfloat16"), is_int8=True), Options(window=300)),
         (grouped(64, "float32"), PLAIN),
         (dataclasses.replace(latent(4, 48, 32, "bfloat16", rows=7), tokens=640), PLAIN),
         (dataclasses.replace(latent(40, 80, 64, "bfloat16", rows=7), tokens=640), PLAIN),
         (dataclasses.replace(latent(40, 80, 64, "float32", rows=7), tokens=640), PLAIN),
     ],
 )
-def test_bits_depend_on_the_row_alone(kernel: str, shape: Shape, options: Options) -> None:
+@pytest.mark.parametrize("is_int8", CACHES)
+def test_bits_depend_on_the_row_alone(kernel: str, shape: Shape, options: Options, is_int8: bool) -> None:
     """A row has the same bits alone, in a batch, beside rows that share its pages, and in chunks of any
     size.
     """
+    shape = dataclasses.replace(shape, is_int8=shape.is_int8 or is_int8)
     cases = [Case(600, 1), Case(570, 1), Case(590, 1), Case(0, 300), Case(530, 40), Case(250, 12)]
     batch = draw(cases, shape, options, 7, shared=512)
     attend = step(shape, options, kernel)

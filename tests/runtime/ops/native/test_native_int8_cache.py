@@ -1,0 +1,76 @@
+"""What the native attention writes to a cache of int8, by the definition, and rows that are not numbers.
+test_native_attention.py tests the result, with that of other caches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from penstock.runtime.ops.attention import native_paged_attention
+from penstock.runtime.ops.native import library
+from tests.support.native.attention import Batch, Case, Options, Shape, draw, runner
+from tests.support.native.kernels import KERNELS, running
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+
+SHAPE = Shape(heads=4, kv_heads=2, dim=48, page=16, tokens=48, rows=2, width=4, pages=12, is_int8=True)
+
+
+@pytest.fixture(params=[name for name in KERNELS if name != "avx512_bf16"])  # it runs AVX512's kernels
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    with running(request.param):
+        yield request.param
+
+
+def attend(batch: Batch, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """The output in float32, and the rows of the cache's token `t` at [t, key or value, kv head]."""
+    out, cache = runner(native_paged_attention, shape, Options())(batch)
+    rows = [cache[batch.table[0, t // shape.page], :, :, t % shape.page] for t in range(batch.q_lens[0])]
+    return out.astype(np.float32), np.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_are_quantized_as_their_definition_says(kernel: str, dtype: str) -> None:
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    batch = draw([Case(0, 40)], shape, Options(), 1)
+    sizes = np.float32(10.0) ** np.arange(-20, 20)[:, None, None]
+    assert batch.v is not None
+    k, v = ((x[:40].astype(np.float32) * sizes).astype(jnp.dtype(dtype)) for x in (batch.k, batch.v))
+    k[3], v[4, 1], v[5] = 0.0, 0.0, 1e-33
+    padding = np.zeros((8, *k.shape[1:]), k.dtype)
+    batch = dataclasses.replace(batch, k=np.concatenate([k, padding]), v=np.concatenate([v, padding]))
+    _, rows = attend(batch, shape)
+    x = np.stack([k, v], axis=1).astype(np.float64)
+    numbers = rows[..., :-4].astype(np.float64)
+    scale = np.ascontiguousarray(rows[..., -4:]).view(np.float32).astype(np.float64)
+    peak = np.abs(x).max(axis=-1)
+    zero = peak < 1e-30
+    assert zero.sum() == 5
+    np.testing.assert_array_equal(scale[..., 0] == 0, zero)
+    np.testing.assert_array_equal(np.abs(numbers).max(axis=-1), np.where(zero, 0, 127))
+    # A number is at most half a step away, but for three roundings to float32.
+    assert (np.abs(numbers * scale - x) <= scale * (0.5 + 127 * 3 * 2.0**-24) + 1e-32).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+@pytest.mark.parametrize("plane", ["k", "v"])
+def test_what_attends_to_a_row_that_is_not_finite_is_nan(
+    kernel: str, dtype: str, bad: float, plane: str
+) -> None:
+    """One key or value of the first of two requests; the other request's bits stay."""
+    shape = dataclasses.replace(SHAPE, dtype=dtype)
+    batch = draw([Case(0, 20), Case(20, 20)], shape, Options(), 2)
+    spoilt = np.array(getattr(batch, plane))
+    spoilt[7, 1, 3] = bad
+    usual, _ = attend(batch, shape)
+    out, _ = attend(dataclasses.replace(batch, **{plane: spoilt}), shape)
+    heads = slice(shape.heads // 2, None)  # those of the head of keys and values that was spoilt
+    assert np.isnan(out[7:20, heads]).all()
+    np.testing.assert_array_equal(out[:20, : heads.start], usual[:20, : heads.start])
+    np.testing.assert_array_equal(out[20:], usual[20:])
