@@ -69,6 +69,9 @@ LEVELS = (1, 2, 4, 8, 16, 32)
 CONCURRENCY = tuple(f"C{count}" for count in LEVELS)
 """The names of the workloads for throughput against concurrency."""
 MAIN = ("W1", "W2", "W3", "W4", "W5", "W6")
+LARGE = ("L1", "L2")
+"""Like W1 and W2 and shorter, for models of which a slow machine reads the weights for a third of a second.
+"""
 
 TABLE: Mapping[str, Workload] = MappingProxyType(
     {
@@ -104,6 +107,13 @@ TABLE: Mapping[str, Workload] = MappingProxyType(
                 ),
                 ("itl_p50_ms", "itl_p99_ms", "itl_max_ms", "late_ttft_s"),
             ),
+            Workload(
+                "L1",
+                "1 request, 64 in, 64 out",
+                _one(1, 64, 64),
+                ("decode_tokens_per_s", "prefill_tokens_per_s"),
+            ),
+            Workload("L2", "16 at once, 32 in, 16 out", _one(16, 32, 16), ("output_tokens_per_s",)),
             *map(_concurrent, LEVELS),
         )
     }
@@ -133,10 +143,10 @@ def waves(workload: Workload, repeat: int, num_words: int) -> tuple[Wave, ...]:
 
 
 def select(names: Sequence[str]) -> tuple[Workload, ...]:
-    """Workloads by name; "main" and "concurrency" stand for their lists. Raises ValueError for an unknown
-    name.
+    """Workloads by name; "main", "concurrency" and "large" stand for their lists. Raises ValueError for an
+    unknown name.
     """
-    lists = {"main": MAIN, "concurrency": CONCURRENCY}
+    lists = {"main": MAIN, "concurrency": CONCURRENCY, "large": LARGE}
     wanted = [name for given in names for name in lists.get(given, (given,))]
     if unknown := sorted(set(wanted) - set(TABLE)):
         raise ValueError(f"no workload {', '.join(unknown)}; there are {', '.join([*TABLE, *lists])}")

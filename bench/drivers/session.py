@@ -116,7 +116,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--workloads",
         default=",".join(MAIN),
         metavar="W1,W2",
-        help='names, or "main" (the default), or "concurrency"',
+        help='names, or "main" (the default), "concurrency" or "large"',
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="append JSON lines, one per repeat")
     parser.add_argument(

@@ -15,12 +15,12 @@ from typing import Literal
 
 from bench.measures.cost import Machine, Work
 from bench.measures.limits import Format
+from penstock.runtime.ops.kv_rows import SCALE_BYTES
 
 CHUNK = 512
 """Tokens of a prefill step."""
-_SCALE_BYTES = 8
+_WEIGHT_SCALE_BYTES = 8
 """Of an output of an int8 weight: two float32 (`Packed.scale`)."""
-_KV_SCALE_BYTES = 4
 
 Kind = Literal["product", "decode", "prefill"]
 
@@ -98,7 +98,7 @@ class Line:
 
 def product_line(shape: str, product: Product, format: Format, rows: int) -> Line:
     weights = product.outputs * product.inputs
-    size = 2.0 * weights if format == "bfloat16" else weights + float(_SCALE_BYTES * product.outputs)
+    size = 2.0 * weights if format == "bfloat16" else weights + float(_WEIGHT_SCALE_BYTES * product.outputs)
     return Line("product", shape, product.name, format, rows, 0, Work(2.0 * weights * rows, size))
 
 
@@ -120,7 +120,7 @@ def _attention(name: str, format: Format, pairs: int, read: int) -> Work:
     shape = SHAPES[name]
     position = 2.0 * shape.cache_values
     if format == "int8":
-        position = shape.cache_values + 2.0 * shape.kv_heads * _KV_SCALE_BYTES
+        position = shape.cache_values + 2.0 * shape.kv_heads * SCALE_BYTES
     return Work(4.0 * shape.heads * shape.head_dim * pairs, position * read)
 
 

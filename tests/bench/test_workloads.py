@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.workloads import CONCURRENCY, MAIN, TABLE, WARMUP, jobs, select, shrunk, waves
+from bench.workloads import CONCURRENCY, LARGE, MAIN, TABLE, WARMUP, jobs, select, shrunk, waves
 
 WORDS = 1000
 
@@ -17,7 +17,14 @@ def sizes(name):
 
 @pytest.mark.parametrize(
     ("name", "count", "prompt", "output"),
-    [("W1", 1, 128, 128), ("W2", 16, 256, 128), ("W3", 1, 2048, 1), ("W4", 16, 1056, 32), ("C8", 8, 128, 64)],
+    [
+        ("W1", 1, 128, 128),
+        ("W2", 16, 256, 128),
+        ("W3", 1, 2048, 1),
+        ("W4", 16, 1056, 32),
+        ("C8", 8, 128, 64),
+        ("L2", 16, 32, 16),
+    ],
 )
 def test_even_sizes(name, count, prompt, output):
     assert sizes(name) == [(prompt, output)] * count
@@ -63,6 +70,7 @@ def test_tokens_do_not_change_between_versions():
 def test_select():
     assert [w.name for w in select(["main"])] == list(MAIN)
     assert [w.name for w in select(["W3", "concurrency", "W3"])] == ["W3", *CONCURRENCY]
+    assert [w.name for w in select(["large"])] == list(LARGE)
     with pytest.raises(ValueError, match="no workload W9; there are W1"):
         select(["W9"])
 
