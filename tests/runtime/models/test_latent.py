@@ -27,6 +27,7 @@ from penstock.runtime.ops.cache_spec import LatentKV
 from penstock.runtime.ops.native import library
 from tests.support.goldens import CONFIG, GOLDEN
 from tests.support.models import deepseek
+from tests.support.native.kernels import kernel_params, running
 
 SMALL: Mapping[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -202,8 +203,13 @@ def test_the_native_kernels_compute_the_same(
 
 
 @pytest.mark.skipif(not library.available(), reason="no native library on this machine")
-@pytest.mark.parametrize("isa", [library.Isa.AVX2, library.Isa.AMX])  # AMX: the best of this machine
-def test_a_token_has_the_same_bits_in_any_chunk_and_beside_any_row(isa: library.Isa) -> None:
+@pytest.mark.parametrize(
+    "kernel",
+    kernel_params(
+        "avx2", "avx512", "avx512_bf16_pairs", "amx", "avx512_emulated", "avx512_bf16_pairs_emulated"
+    ),
+)
+def test_a_token_has_the_same_bits_in_any_chunk_and_beside_any_row(kernel: str) -> None:
     """With all native kernels, those of attention too."""
     packed, page, pages, tokens = LinearFormat(packed=True), 16, 12, 64
     config = parse_config(PACKABLE)
@@ -240,8 +246,7 @@ def test_a_token_has_the_same_bits_in_any_chunk_and_beside_any_row(isa: library.
         return tuple(jnp.zeros(array.shape, array.dtype) for array in arrays)
 
     ours, other = (np.random.default_rng(seed).integers(0, 64, 21).tolist() for seed in (5, 6))
-    try:
-        library.limit_isa(isa)
+    with running(kernel):
         alone, _ = feed(empty(), [(0, ours)])
         together, kv = feed(empty(), [(0, ours[:20]), (0, other), (0, other[:3])])
         np.testing.assert_array_equal(together[:20], alone[:20])
@@ -250,8 +255,6 @@ def test_a_token_has_the_same_bits_in_any_chunk_and_beside_any_row(isa: library.
         first, kv = feed(empty(), [(0, ours[:7])])
         rest, _ = feed(kv, [(7, ours[7:])])
         np.testing.assert_array_equal(np.concatenate([first[:7], rest[:14]]), alone[:21])
-    finally:
-        library.limit_isa(library.Isa.AMX)
 
 
 def test_the_published_config_is_read() -> None:

@@ -1,6 +1,6 @@
 """Selects the native kernels that a test runs: those of each instruction set that this machine has, and on
-every machine the kernels for AMX with emulated tiles (tests/support/native/amx), which differ only in the
-tile instructions.
+every machine the kernels for AMX and for AVX-512 with plain C++ in place of the instructions that it may lack
+(tests/support/native/emulated).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,13 +30,58 @@ NATIVE: dict[str, tuple[Isa, bool | None]] = {
 }
 """For each name the instruction set and the argument of `library.use_pairs`."""
 EMULATED = "amx_emulated"
-KERNELS = (*NATIVE, EMULATED)
+EMULATED_AVX512: dict[str, tuple[Isa, bool]] = {
+    "avx512_emulated": (Isa.AVX512, False),
+    "avx512_bf16_emulated": (Isa.AVX512_BF16, False),
+    "avx512_bf16_pairs_emulated": (Isa.AVX512_BF16, True),
+}
+"""As NATIVE. These take as long to compile as all kernels, and are slow: only sweeps run them, and not on
+machines that have the instruction set.
+"""
+
+ATTENTION_KERNELS = tuple(
+    name
+    for name in (*NATIVE, EMULATED, *EMULATED_AVX512)
+    if name not in ("avx512_bf16", "avx512_bf16_emulated")
+)
+"""Attention in AVX512_BF16 without pairs is that in AVX512."""
 
 TEST_KERNELS = Path(tempfile.gettempdir()) / "penstock-tests-native"
-"""Where the emulated library is compiled, once for the suite and its later runs; no server looks there."""
+"""Where the emulated libraries are compiled, once for the suite and its later runs; no server looks there."""
 
-_TILES = Path(__file__).parent / "amx" / "tiles.h"
-_PARTS = (
+
+def kernel_params(*names: str) -> list[Any]:
+    """Parameters of a fixture that takes the names of kernels: these, or all if there are none. Those of
+    emulated AVX-512 are marked as sweeps.
+    """
+    chosen = names or (*NATIVE, EMULATED, *EMULATED_AVX512)
+    return [
+        pytest.param(name, marks=[pytest.mark.sweep] if name in EMULATED_AVX512 else []) for name in chosen
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Library:
+    """A library with emulated instructions, and what its operations are called in this process."""
+
+    recipe: build.Recipe
+    targets: tuple[str, ...]
+    suffix: str
+
+
+EMULATED_SOURCES = Path(__file__).parent / "emulated"
+_AVX512, _AVX512_BF16 = (
+    (*build.FLAGS["_avx2"], "-Wno-psabi", "-include", str(EMULATED_SOURCES / name))
+    for name in ("avx512.h", "avx512_bf16.h")
+)
+EMULATED_FLAGS = {  # longest suffix first
+    "_avx512_bf16": _AVX512_BF16,
+    "_avx512": _AVX512,
+    "_avx2": build.FLAGS["_avx2"],
+    "_amx": (*_AVX512_BF16, f'-DPENSTOCK_TILES="{EMULATED_SOURCES / "tiles.h"}"'),
+}
+"""As build.FLAGS, with AVX-512 and AMX emulated."""
+_AMX_PARTS = (
     "common/limits",
     "linear/linear",
     "linear/linear_amx",
@@ -47,32 +93,65 @@ _PARTS = (
     "attention/attention_plan",
     "attention/attention_amx",
 )
-_RECIPE = build.Recipe(
-    "emulated-amx",
-    (
-        _TILES.with_name("cpu.cc"),
-        *(build.SOURCES / f"{part}.cc" for part in _PARTS),
+_AMX = _Library(
+    build.Recipe(
+        "emulated-amx",
+        (
+            EMULATED_SOURCES / "cpu.cc",
+            EMULATED_SOURCES / "amx_alone.cc",
+            *(build.SOURCES / f"{part}.cc" for part in _AMX_PARTS),
+        ),
+        EMULATED_FLAGS,
     ),
-    {"_amx": (*build.FLAGS["_avx2"], f'-DPENSTOCK_TILES="{_TILES}"')},
+    (
+        "penstock_linear",
+        "penstock_experts",
+        "penstock_batched",
+        "penstock_attention_plan",
+        "penstock_attention",
+    ),
+    "emulated_amx",
 )
-_TARGETS = (
-    "penstock_linear",
-    "penstock_experts",
-    "penstock_batched",
-    "penstock_attention_plan",
-    "penstock_attention",
+_ALL = _Library(
+    build.Recipe(
+        "emulated",
+        (
+            EMULATED_SOURCES / "cpu.cc",
+            *(file for file in build.KERNELS.sources if file != build.SOURCES / "common" / "cpu.cc"),
+        ),
+        EMULATED_FLAGS,
+    ),
+    library.TARGETS,
+    "emulated",
 )
+"""All kernels. It takes a minute to compile."""
+
+
+def library_of(name: str) -> str:
+    """The library that has the kernels of this name. A program runs those of one library, whichever of them
+    were chosen when it was traced.
+    """
+    if name == EMULATED:
+        return _AMX.recipe.name
+    return _ALL.recipe.name if name in EMULATED_AVX512 else build.KERNELS.name
 
 
 @contextmanager
 def running(name: str) -> Iterator[None]:
-    """Within the block, programs that are traced run the kernels of this name; programs that were traced
-    before run those of its instruction set. The test is skipped if this machine lacks these kernels.
+    """Within the block, programs that are traced run the kernels of this name, and so do those that were
+    traced before for the same library. The test is skipped if this machine lacks these kernels.
     """
     if not library.available():
         pytest.skip("no native library on this machine")
     if name == EMULATED:
-        with _emulated():
+        with _emulated(_AMX, Isa.AMX, pairs=False):
+            yield
+        return
+    if name in EMULATED_AVX512:
+        isa, in_pairs = EMULATED_AVX512[name]
+        if library.load().penstock_best_isa() >= isa:
+            pytest.skip(f"this processor has {isa.name}, and its own kernels are tested")
+        with _emulated(_ALL, isa, pairs=in_pairs):
             yield
         return
     wanted, pairs = NATIVE[name]
@@ -87,38 +166,27 @@ def running(name: str) -> Iterator[None]:
 
 
 @functools.cache
-def _register() -> ctypes.CDLL:
-    emulated = ctypes.CDLL(str(build.build(TEST_KERNELS, _RECIPE)))
-    for target in _TARGETS:
-        handler = jax.ffi.pycapsule(getattr(emulated, target))
-        jax.ffi.register_ffi_target(f"{target}_emulated", handler, platform="cpu")
-    return emulated
+def _register(emulated: _Library) -> ctypes.CDLL:
+    opened = ctypes.CDLL(str(build.build(TEST_KERNELS, emulated.recipe)))
+    for target in emulated.targets:
+        handler = jax.ffi.pycapsule(getattr(opened, target))
+        jax.ffi.register_ffi_target(f"{target}_{emulated.suffix}", handler, platform="cpu")
+    return opened
 
 
 def threads_with_tiles() -> int:
     """How many threads have emulated tiles that they have not released."""
-    count: int = _register().penstock_threads_with_tiles()
+    count: int = _register(_AMX).penstock_threads_with_tiles()
     return count
 
 
 @contextmanager
-def _emulated() -> Iterator[None]:
-    _register()
+def _emulated(emulated: _Library, isa: Isa, *, pairs: bool) -> Iterator[None]:
+    _register(emulated).penstock_emulate(int(isa), int(pairs))
     call = jax.ffi.ffi_call
 
-    def emulated(target: str, *args: Any, **kwargs: Any) -> Any:
-        return call(f"{target}_emulated" if target in _TARGETS else target, *args, **kwargs)
+    def replaced(target: str, *args: Any, **kwargs: Any) -> Any:
+        return call(f"{target}_{emulated.suffix}" if target in emulated.targets else target, *args, **kwargs)
 
-    with mock.patch.object(jax.ffi, "ffi_call", emulated):
+    with mock.patch.object(jax.ffi, "ffi_call", replaced):
         yield
-
-
-def limited_to(isa: Isa) -> Iterator[Isa]:
-    """For fixtures, by `yield from`: runs the kernels of this instruction set, and skips the test where the
-    processor has none.
-    """
-    if library.limit_isa(isa) is not isa:
-        library.limit_isa(Isa.AMX)
-        pytest.skip(f"this processor has no {isa.name}")
-    yield isa
-    library.limit_isa(Isa.AMX)

@@ -2,8 +2,8 @@
 computed: alone or among 24 others, in chunks of any size, in windows or step by step, from the prefix cache,
 or after preemption.
 
-This is tested with every instruction set of this machine and with emulated AMX, with bfloat16 and int8
-weights.
+This is tested with every instruction set of this machine, with emulated AMX and, in sweeps, with emulated
+AVX-512; with bfloat16 and int8 weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.runtime.requests.request import Request, ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.models.toy import TEST_CACHE
-from tests.support.native.kernels import EMULATED, KERNELS, running
+from tests.support.native.kernels import EMULATED, kernel_params, library_of, running
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
@@ -62,7 +62,7 @@ class Served:
     """An engine with its observer, and the folder of its model."""
 
     engine: Engine
-    emulated: bool
+    library: str
     rows: MostRows
     folder: Path
 
@@ -80,10 +80,10 @@ def quantization(request: pytest.FixtureRequest) -> str:
     return chosen
 
 
-@pytest.fixture(scope="module", params=["native", EMULATED])
+@pytest.fixture(scope="module", params=kernel_params("avx2", EMULATED, "avx512_emulated"))
 def served(request: pytest.FixtureRequest, quantization: str, folder: Path) -> Iterator[Served]:
     """Yields one engine for all instruction sets of this machine, which are chosen when a program runs, and
-    one whose programs contain the emulated kernels.
+    one for each library of emulated kernels.
     """
     config = EngineConfig(
         dtype="bfloat16",
@@ -104,12 +104,9 @@ def served(request: pytest.FixtureRequest, quantization: str, folder: Path) -> I
         engine.start()
         return engine
 
-    if request.param == EMULATED:
-        with running(EMULATED):
-            engine = serve()
-    else:
+    with running(request.param):
         engine = serve()
-    yield Served(engine, request.param == EMULATED, rows, folder)
+    yield Served(engine, library_of(request.param), rows, folder)
     assert engine.compiles_after_warmup == 0
     assert engine.load().pages_used == 0
     engine.shutdown()
@@ -145,10 +142,10 @@ def bits(result: Answer) -> object:
     return result.tokens, result.finish, result.logprobs, result.prompt_logprobs
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", kernel_params())
 def test_answers_have_the_same_bits_however_they_are_computed(served: Served, kernel: str) -> None:
     engine = served.engine
-    if (kernel == EMULATED) != served.emulated:
+    if library_of(kernel) != served.library:
         pytest.skip("this engine has the other kernels")
     with running(kernel):
         expected: dict[str, object] = {}

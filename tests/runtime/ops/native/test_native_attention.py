@@ -21,7 +21,13 @@ from penstock.runtime.ops.kv_rows import kv_layer_shape
 from penstock.runtime.ops.native import attention as kernels
 from penstock.runtime.ops.native import library
 from tests.support.native.attention import Batch, Case, Options, Shape, check, draw, runner
-from tests.support.native.kernels import EMULATED, KERNELS, running, threads_with_tiles
+from tests.support.native.kernels import (
+    ATTENTION_KERNELS,
+    EMULATED,
+    kernel_params,
+    running,
+    threads_with_tiles,
+)
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
@@ -32,7 +38,7 @@ CACHES = [pytest.param(False, id="plain"), pytest.param(True, id="int8", marks=p
 """Values of is_int8. Tests of random shapes draw it; these have it swept."""
 
 
-@pytest.fixture(params=[name for name in KERNELS if name != "avx512_bf16"])  # it runs AVX512's kernels
+@pytest.fixture(params=kernel_params(*ATTENTION_KERNELS))
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     with running(request.param):
         yield request.param

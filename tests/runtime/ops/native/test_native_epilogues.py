@@ -18,7 +18,7 @@ import pytest
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.activations import ACTIVATIONS, Activation
 from penstock.runtime.ops.native.linear import Packed, linear, pack, quantize
-from tests.support.native.kernels import KERNELS, running
+from tests.support.native.kernels import kernel_params, running
 
 BF16 = ml_dtypes.bfloat16
 EPS = 1e-5
@@ -31,7 +31,7 @@ SIZES = [(1, 4, 64, 32), (17, 32, 192, 48), (40, 48, 64, 16)]
 """Rows, rows with padding, inputs and outputs: below and beyond a block of rows, odd numbers of blocks."""
 
 
-@pytest.fixture(params=KERNELS, autouse=True)
+@pytest.fixture(params=kernel_params(), autouse=True)
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     with running(request.param):
         yield request.param

@@ -12,9 +12,9 @@ import pytest
 
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.activations import Activation
-from penstock.runtime.ops.native.library import Isa
 from penstock.runtime.ops.native.linear import Packed, linear, pack, quantize
 from penstock.runtime.ops.native.rotate import rotate_qkv
+from tests.support.native.kernels import EMULATED_AVX512, NATIVE, kernel_params, running
 
 BF16 = ml_dtypes.bfloat16
 ROWS, INNER = 37, 192
@@ -23,11 +23,10 @@ SIZES = (96, 48, 48)
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
 
-@pytest.fixture(params=[Isa.AVX2, Isa.AMX], ids=["avx2", "best"], autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    library.limit_isa(request.param)
-    yield
-    library.limit_isa(Isa.AMX)
+@pytest.fixture(params=kernel_params(*NATIVE, *EMULATED_AVX512), autouse=True)
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    with running(request.param):
+        yield request.param
 
 
 def draw(rng: np.random.Generator, *shape: int) -> Any:

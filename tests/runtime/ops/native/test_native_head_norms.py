@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.ops.native import library
-from penstock.runtime.ops.native.library import Isa
 from penstock.runtime.ops.native.rotate import HeadNorms, can_rotate, rotate, rotate_qkv
-from tests.support.native.kernels import limited_to
+from tests.support.native.kernels import kernel_params, running
 
 BF16 = ml_dtypes.bfloat16
 EPS = 1e-5
@@ -29,10 +28,13 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="no native libra
 
 
 @pytest.fixture(
-    params=[Isa.AVX2, Isa.AVX512, Isa.AVX512_BF16], ids=lambda isa: isa.name, autouse=True, scope="module"
+    params=kernel_params("avx2", "avx512", "avx512_bf16", "avx512_emulated", "avx512_bf16_emulated"),
+    autouse=True,
+    scope="module",
 )
-def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
-    yield from limited_to(request.param)
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    with running(request.param):
+        yield request.param
 
 
 def wide(array: Any) -> np.ndarray:

@@ -14,14 +14,14 @@ import pytest
 from penstock.runtime.ops.attention import native_paged_attention
 from penstock.runtime.ops.native import library
 from tests.support.native.attention import Batch, Case, Options, Shape, draw, runner
-from tests.support.native.kernels import KERNELS, running
+from tests.support.native.kernels import ATTENTION_KERNELS, kernel_params, running
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
 SHAPE = Shape(heads=4, kv_heads=2, dim=48, page=16, tokens=48, rows=2, width=4, pages=12, is_int8=True)
 
 
-@pytest.fixture(params=[name for name in KERNELS if name != "avx512_bf16"])  # it runs AVX512's kernels
+@pytest.fixture(params=kernel_params(*ATTENTION_KERNELS))
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     with running(request.param):
         yield request.param

@@ -17,14 +17,14 @@ import pytest
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.linear import Packed, linear, pack, packed_shape, quantize, unpack
 from penstock.runtime.ops.products import matmul_int8
-from tests.support.native.kernels import EMULATED, KERNELS, running, threads_with_tiles
+from tests.support.native.kernels import EMULATED, kernel_params, running, threads_with_tiles
 
 BF16 = ml_dtypes.bfloat16
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
 
-@pytest.fixture(params=KERNELS, autouse=True)
+@pytest.fixture(params=kernel_params(), autouse=True)
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     with running(request.param):
         yield request.param

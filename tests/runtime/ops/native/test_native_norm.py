@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from penstock.runtime.ops.native import library
-from penstock.runtime.ops.native.library import Isa
 from penstock.runtime.ops.native.norm import can_normalize, normalize
-from tests.support.native.kernels import limited_to
+from tests.support.native.kernels import kernel_params, running
 
 BF16 = ml_dtypes.bfloat16
 EPS = 1e-5
@@ -24,9 +23,13 @@ EPS = 1e-5
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
 
-@pytest.fixture(params=[Isa.AVX2, Isa.AVX512, Isa.AVX512_BF16], ids=lambda isa: isa.name, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
-    yield from limited_to(request.param)
+@pytest.fixture(
+    params=kernel_params("avx2", "avx512", "avx512_bf16", "avx512_emulated", "avx512_bf16_emulated"),
+    autouse=True,
+)
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    with running(request.param):
+        yield request.param
 
 
 def draw(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -12,18 +12,20 @@ import numpy as np
 import pytest
 
 from penstock.runtime.ops.native import library
-from penstock.runtime.ops.native.library import Isa
 from penstock.runtime.ops.native.rotate import rotate_qkv
-from tests.support.native.kernels import limited_to
+from tests.support.native.kernels import kernel_params, running
 
 BF16 = ml_dtypes.bfloat16
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
 
-@pytest.fixture(params=[Isa.AVX2, Isa.AVX512, Isa.AMX], ids=lambda isa: isa.name)
-def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
-    yield from limited_to(request.param)
+@pytest.fixture(
+    params=kernel_params("avx2", "avx512", "avx512_bf16", "avx512_emulated", "avx512_bf16_emulated")
+)
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    with running(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("normed", [True, False], ids=["norms", "plain"])
@@ -32,7 +34,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
     [(1, 4, 4, 2, 32), (13, 16, 6, 2, 64), (40, 40, 2, 1, 128)],
 )
 def test_queries_and_keys_are_normed_and_rotated(
-    isa: Isa, normed: bool, rows: int, padded: int, heads: int, kv_heads: int, dim: int
+    kernel: str, normed: bool, rows: int, padded: int, heads: int, kv_heads: int, dim: int
 ) -> None:
     rng = np.random.default_rng(rows + dim)
     qkv = rng.standard_normal((padded, (heads + 2 * kv_heads) * dim)).astype(BF16)

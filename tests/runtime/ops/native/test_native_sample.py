@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.ops import sampler
-from penstock.runtime.ops.native.library import Isa
 from penstock.runtime.ops.native.sample import can_sample, sample
 from penstock.runtime.ops.sampling_codes import (
     BANNED,
@@ -30,7 +29,7 @@ from penstock.runtime.ops.sampling_codes import (
     SAMPLING,
 )
 from penstock.runtime.ops.sampling_rows import SamplingRows
-from tests.support.native.kernels import limited_to
+from tests.support.native.kernels import kernel_params, running
 from tests.support.native.sample_reference import (
     NUM_TOP,
     Row,
@@ -47,9 +46,12 @@ pytestmark = pytest.mark.skipif(not can_sample(), reason="no native library on t
 _sample = jax.jit(partial(sample, num_top=NUM_TOP))
 
 
-@pytest.fixture(scope="module", params=[Isa.AVX2, Isa.AVX512], ids=lambda isa: isa.name, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
-    yield from limited_to(request.param)
+@pytest.fixture(params=kernel_params("avx2", "avx512", "avx512_emulated"), autouse=True, scope="module")
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    jax.clear_caches()  # `_sample` was compiled for the kernels of one library
+    with running(request.param):
+        yield request.param
+    jax.clear_caches()
 
 
 def run(rows: list[Row], *, order: Any = None, padding: int = 0) -> list[np.ndarray]:

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from penstock.runtime.ops.native import library, state
-from penstock.runtime.ops.native.library import Isa
 from penstock.runtime.ops.native.state import StateRows
 from tests.support.native import recurrent as exact
-from tests.support.native.kernels import limited_to
+from tests.support.native.kernels import kernel_params, running
 from tests.support.native.recurrent import Row
 
 BF16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -27,9 +26,10 @@ ENTRIES = 12
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
 
-@pytest.fixture(params=[Isa.AVX2, Isa.AVX512], ids=lambda isa: isa.name, autouse=True, scope="module")
-def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
-    yield from limited_to(request.param)
+@pytest.fixture(params=kernel_params("avx2", "avx512", "avx512_emulated"), autouse=True, scope="module")
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    with running(request.param):
+        yield request.param
 
 
 @dataclass(frozen=True)

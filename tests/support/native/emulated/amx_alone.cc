@@ -1,18 +1,10 @@
-// Takes the place of src/common/cpu.cc: a processor with AMX, and no kernels for any other instruction set.
-#include "common/cpu.h"
-
-#include <atomic>
+// For a library that has the kernels for AMX and no others.
 #include <cstdlib>
 
 #include "attention/attention.h"
 #include "linear/linear.h"
 
 namespace penstock {
-
-std::atomic<int> threads_with_tiles{0};
-
-Isa CurrentIsa() { return Isa::kAmx; }
-bool UsePairs() { return false; }
 
 const LinearKernel& LinearAvx2() { abort(); }
 const LinearKernel& LinearAvx512() { abort(); }
@@ -22,7 +14,3 @@ const AttentionKernel& AttentionAvx512() { abort(); }
 const AttentionKernel& AttentionAvx512Bf16() { abort(); }
 
 }  // namespace penstock
-
-extern "C" __attribute__((visibility("default"))) int penstock_threads_with_tiles() {
-  return penstock::threads_with_tiles;
-}
