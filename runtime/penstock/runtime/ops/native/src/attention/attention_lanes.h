@@ -1,204 +1,19 @@
-// Attention over bf16 keys on AVX-512 without products of pairs: a vector's lanes are 16 keys (scores, probabilities)
-// or 16 dims (values). So the tiles of keys are transposed, and scores and probabilities are [column][kSplit keys].
+// Attention over keys of bf16 or int8 without products of pairs: a vector's lanes are keys (scores, probabilities) or
+// dims (values). So the tiles of keys are transposed, and scores and probabilities are [column][kSplit keys].
 //
 // For many columns, a split's keys and values are widened to float32 once. For few columns, as in decoding, they are
 // widened in registers, and memory bandwidth is the limit. Both ways compute a column by the same operations in the
-// same order, so its bits do not depend on the way.
+// same order, so its bits do not depend on the way. attention_lanes_avx512.h and attention_lanes_avx2.h have the
+// products; this file has what they share.
 #pragma once
 
 #include "attention/attention_kernel.h"
-#include "common/transpose.h"
 
 namespace penstock {
 namespace {
 
 template <Form kForm>
-constexpr bool kKeyLanes = kForm == Form::kWiden && Vec::kWidth == 16;
-constexpr int kFewColumns = 8;
-
-#ifdef __AVX512F__
-
-inline __m512 EvenHalves(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
-inline __m512 OddHalves(__m512i pairs) {
-  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
-}
-
-// How many numbers of the cache, bf16 or int8, are in a word.
-template <typename T>
-constexpr int kPerWord = 4 / sizeof(T);
-
-// Number i of each word, widened.
-template <typename T>
-inline __m512 NumberOf(__m512i words, int i);
-template <>
-inline __m512 NumberOf<uint16_t>(__m512i words, int i) {
-  return i == 0 ? EvenHalves(words) : OddHalves(words);
-}
-template <>
-inline __m512 NumberOf<int8_t>(__m512i words, int i) {
-  return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, static_cast<unsigned>(24 - 8 * i)), 24));
-}
-
-// Transposes the dims from `d` on, as many as 16 words have, of 16 keys, which lie `stride` bytes apart: words[i] holds
-// dims d + kPerWord i and following of all keys. Returns the number of words, a multiple of 4.
-template <typename T>
-int TurnedWords(const char* keys, int64_t stride, int64_t dim, int64_t d, __m512i* words) {
-  const int count = static_cast<int>(Min<int64_t>(16, (dim - d) / kPerWord<T>));  // dims are a multiple of 16
-  const auto kept = static_cast<__mmask16>((1u << count) - 1);
-  for (int key = 0; key < kKeyTile; ++key) {
-    words[key] = _mm512_maskz_loadu_epi32(kept, keys + key * stride + d * static_cast<int64_t>(sizeof(T)));
-  }
-  Transpose16(words);
-  return count;
-}
-
-// Transposes a tile of keys, which lie `stride` bytes apart, to float [dim][kKeyTile].
-template <typename T>
-void TurnKeys(const char* keys, int64_t stride, int64_t dim, float* to) {
-  for (int64_t d = 0; d < dim; d += 16 * kPerWord<T>) {
-    __m512i words[16];
-    const int count = TurnedWords<T>(keys, stride, dim, d, words);
-    for (int w = 0; w < count; ++w) {
-      for (int i = 0; i < kPerWord<T>; ++i, to += kKeyTile) {
-        _mm512_storeu_ps(to, NumberOf<T>(words[w], i));
-      }
-    }
-  }
-}
-
-// Computes the scores of a transposed tile of keys for all columns.
-inline void ScoreTurned(const float* keys, int64_t dim, const float* queries, float* scores) {
-  __m512 sum[kCols];
-  for (auto& s : sum) {
-    s = _mm512_setzero_ps();
-  }
-  for (int64_t d = 0; d < dim; ++d, keys += kKeyTile, queries += kCols) {
-    const __m512 key = _mm512_loadu_ps(keys);
-    for (int c = 0; c < kCols; ++c) {
-      sum[c] = _mm512_fmadd_ps(key, _mm512_set1_ps(queries[c]), sum[c]);
-    }
-  }
-  for (int c = 0; c < kCols; ++c) {
-    _mm512_storeu_ps(scores + c * kSplit, sum[c]);
-  }
-}
-
-// Computes the scores of kTiles tiles of keys for kC columns, in kC chains of products. For few columns, two tiles side
-// by side keep the FMA units busy.
-template <typename T, int kC, int kTiles>
-void ScoreFewTiles(const char* const* keys, int64_t stride, int64_t dim, const float* queries, float* scores) {
-  __m512 sum[kTiles][kC];
-  for (auto& tile : sum) {
-    for (auto& s : tile) {
-      s = _mm512_setzero_ps();
-    }
-  }
-  for (int64_t d = 0; d < dim; d += 16 * kPerWord<T>) {
-    for (int t = 0; t < kTiles; ++t) {
-      __m512i words[16];
-      const int count = TurnedWords<T>(keys[t], stride, dim, d, words);
-      const float* q = queries + d * kCols;
-      const auto add = [&](int begin) {
-        for (int w = begin; w < begin + 4; ++w) {
-          for (int i = 0; i < kPerWord<T>; ++i, q += kCols) {
-            const __m512 key = NumberOf<T>(words[w], i);
-            for (int c = 0; c < kC; ++c) {
-              sum[t][c] = _mm512_fmadd_ps(key, _mm512_set1_ps(q[c]), sum[t][c]);
-            }
-          }
-        }
-      };
-      // The places of words are known to the compiler, so that they stay in registers.
-      add(0);
-      if (count > 4) {
-        add(4);
-      }
-      if (count > 8) {
-        add(8);
-      }
-      if (count > 12) {
-        add(12);
-      }
-    }
-  }
-  for (int t = 0; t < kTiles; ++t) {
-    for (int c = 0; c < kC; ++c) {
-      _mm512_storeu_ps(scores + c * kSplit + t * kKeyTile, sum[t][c]);
-    }
-  }
-}
-
-// Computes the scores of tiles [begin, end).
-template <typename T, int kC>
-void ScoreFew(const char* const* keys, int64_t stride, int64_t dim, const float* queries, int begin, int end,
-              float* scores, Fetch& fetch) {
-  constexpr int kAtOnce = kC <= 4 ? 2 : 1;
-  int tile = begin;
-  for (; tile + kAtOnce <= end; tile += kAtOnce) {
-    for (int i = 0; i < kAtOnce; ++i) {
-      fetch.Advance();
-    }
-    ScoreFewTiles<T, kC, kAtOnce>(keys + tile, stride, dim, queries, scores + tile * kKeyTile);
-  }
-  if (tile == end) {
-    return;
-  }
-  fetch.Advance();
-  ScoreFewTiles<T, kC, 1>(keys + tile, stride, dim, queries, scores + tile * kKeyTile);
-}
-
-// Computes the softmax, as Softmax does. The terms of a total are added up first by key modulo kKeyTile.
-inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& part, float* scores, float* out,
-                         Sums& sums, Fetch& fetch) {
-  const bool cap = job.softcap > 0.0f;
-  const __m512 factor = Vec::Set(cap ? 1.0f : job.scale * kLog2E);
-  const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  for (int col = 0; col < c.count; ++col) {
-    float *at = scores + col * kSplit, *to = out + col * kSplit;
-    const __m512i oldest = _mm512_set1_epi32(c.oldest[col]), newest = _mm512_set1_epi32(c.newest[col]);
-    Vec::F highest = Vec::Set(-__builtin_inff());
-    for (int tile = part.first; tile < part.last; tile += kKeyTile) {
-      if (col == 0) {
-        fetch.Advance();
-      }
-      Vec::F x = Vec::Load(at + tile);
-      if (part.key_scales) {
-        x = Vec::Mul(x, Vec::Load(part.key_scales + tile));
-      }
-      if (cap) {
-        x = Vec::Mul(Tanh(Vec::Mul(x, Vec::Set(job.scale / job.softcap))), Vec::Set(job.softcap * kLog2E));
-      }
-      const __m512i key = _mm512_add_epi32(order, _mm512_set1_epi32(part.start + tile));
-      const __mmask16 seen = _mm512_cmple_epi32_mask(oldest, key) & _mm512_cmple_epi32_mask(key, newest);
-      x = _mm512_mask_blend_ps(seen, Vec::Set(-__builtin_inff()), x);
-      Vec::Store(at + tile, x);
-      highest = Vec::Max(highest, x);
-    }
-    const Vec::F peak = Vec::Max(Vec::Set(kNothing), Vec::Mul(Vec::Set(_mm512_reduce_max_ps(highest)), factor));
-    const Vec::F minus_peak = Vec::Sub(Vec::Set(0.0f), peak);
-    Vec::F totals = Vec::Set(0.0f);
-    for (int tile = part.first; tile < part.last; tile += kKeyTile) {
-      if (col == 0) {
-        fetch.Advance();
-      }
-      const Vec::F p = Exp2(Vec::Fma(Vec::Load(at + tile), factor, minus_peak));
-      totals = Vec::Add(totals, p);
-      Vec::Store(to + tile, part.value_scales ? Vec::Mul(p, Vec::Load(part.value_scales + tile)) : p);
-    }
-    sums.peak[col] = _mm512_cvtss_f32(peak);
-    alignas(64) float parts[kKeyTile];
-    Vec::Store(parts, totals);
-    for (int half = kKeyTile / 2; half > 0; half /= 2) {
-      for (int i = 0; i < half; ++i) {
-        parts[i] += parts[i + half];
-      }
-    }
-    sums.total[col] = parts[0];
-  }
-  for (int col = c.count; col < kCols; ++col) {
-    sums.peak[col] = kNothing, sums.total[col] = 0.0f;
-  }
-}
+constexpr bool kKeyLanes = kForm == Form::kWiden;
 
 // A split's values: `dims` numbers of each key, whose rows begin every `stride` bytes.
 struct ValueTiles {
@@ -206,126 +21,73 @@ struct ValueTiles {
   int64_t stride, dims;
 };
 
-// Thirty-two numbers of the cache as two vectors: of bf16 the even ones and the odd ones, of int8 the first 16 and the
-// others.
-inline void WidenTwo(const uint16_t* from, __m512& a, __m512& b) {
-  const __m512i pairs = _mm512_loadu_si512(from);
-  a = EvenHalves(pairs);
-  b = OddHalves(pairs);
-}
-inline void WidenTwo(const int8_t* from, __m512& a, __m512& b) {
-  a = Vec::Widen(from);
-  b = Vec::Widen(from + 16);
-}
-
-// out[col][dim ..] for kC columns and kV times 32 dims: the sum over keys [from, to) of probability times value.
-template <typename T, int kC, int kV>
-void SumFewDims(const ValueTiles& values, int64_t dim, int from, int to, const float* probabilities, float* out,
-                Fetch* fetch) {
-  __m512 sum_a[kC][kV], sum_b[kC][kV];  // as WidenTwo divides them
-  for (int c = 0; c < kC; ++c) {
-    for (int v = 0; v < kV; ++v) {
-      sum_a[c][v] = sum_b[c][v] = _mm512_setzero_ps();
+// Computes the softmax, as Softmax does. The terms of a total are added up first by key modulo kKeyTile.
+inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& part, float* scores, float* out,
+                         Sums& sums) {
+  constexpr int kVecs = kKeyTile / Vec::kWidth;
+  const bool cap = job.softcap > 0.0f;
+  const Vec::F factor = Vec::Set(cap ? 1.0f : job.scale * kLog2E), nothing = Vec::Set(-__builtin_inff());
+  for (int col = 0; col < c.count; ++col) {
+    float *at = scores + col * kSplit, *to = out + col * kSplit;
+    const int oldest = c.oldest[col] - part.start, newest = c.newest[col] - part.start;
+    Vec::F highest[kVecs];
+    for (auto& h : highest) {
+      h = nothing;
     }
-  }
-  for (int key = from; key < to;) {
-    if (fetch) {
-      fetch->Advance(), fetch->Advance();
-    }
-    const int tile = key / kKeyTile, stop = Min(to, (tile + 1) * kKeyTile);
-    const char* value = values.tiles[tile] + (key - tile * kKeyTile) * values.stride;
-    for (; key < stop; ++key, value += values.stride) {
-      __m512 a[kV], b[kV];
-      for (int v = 0; v < kV; ++v) {
-        WidenTwo(reinterpret_cast<const T*>(value) + dim + v * 32, a[v], b[v]);
-      }
-      for (int c = 0; c < kC; ++c) {
-        const __m512 p = _mm512_set1_ps(probabilities[c * kSplit + key]);
-        for (int v = 0; v < kV; ++v) {
-          sum_a[c][v] = _mm512_fmadd_ps(a[v], p, sum_a[c][v]);
+    for (int tile = part.first; tile < part.last; tile += kKeyTile) {
+      const bool masked = tile < oldest || tile + kKeyTile - 1 > newest;
+      for (int v = 0; v < kVecs; ++v) {
+        const int key = tile + v * Vec::kWidth;
+        Vec::F x = Vec::Load(at + key);
+        if (part.key_scales) {
+          x = Vec::Mul(x, Vec::Load(part.key_scales + key));
         }
-        for (int v = 0; v < kV; ++v) {
-          sum_b[c][v] = _mm512_fmadd_ps(b[v], p, sum_b[c][v]);
+        if (cap) {
+          x = Vec::Mul(Tanh(Vec::Mul(x, Vec::Set(job.scale / job.softcap))), Vec::Set(job.softcap * kLog2E));
         }
+        if (masked) {
+          x = Vec::Between(x, key, oldest, newest);
+        }
+        if (masked || cap || part.key_scales) {
+          Vec::Store(at + key, x);
+        }
+        highest[v] = Vec::Max(highest[v], x);
       }
     }
-  }
-  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-  for (int c = 0; c < kC; ++c) {
-    for (int v = 0; v < kV; ++v) {
-      float* at = out + c * values.dims + dim + v * 32;
-      const bool apart = sizeof(T) == 2;
-      _mm512_storeu_ps(at, apart ? _mm512_permutex2var_ps(sum_a[c][v], first, sum_b[c][v]) : sum_a[c][v]);
-      _mm512_storeu_ps(at + 16, apart ? _mm512_permutex2var_ps(sum_a[c][v], second, sum_b[c][v]) : sum_b[c][v]);
+    for (int v = 1; v < kVecs; ++v) {
+      highest[0] = Vec::Max(highest[0], highest[v]);
     }
-  }
-}
-
-// SumFewDims for the last 16 dims, if the number of dims is not a multiple of 32.
-template <typename T, int kC>
-void SumFewTail(const ValueTiles& values, int from, int to, const float* probabilities, float* out) {
-  __m512 sum[kC];
-  for (auto& s : sum) {
-    s = _mm512_setzero_ps();
-  }
-  for (int key = from; key < to; ++key) {
-    const char* value = values.tiles[key / kKeyTile] + key % kKeyTile * values.stride;
-    const __m512 wide = Vec::Widen(reinterpret_cast<const T*>(value) + values.dims - 16);
-    for (int c = 0; c < kC; ++c) {
-      sum[c] = _mm512_fmadd_ps(wide, _mm512_set1_ps(probabilities[c * kSplit + key]), sum[c]);
+    const Vec::F peak = Vec::Max(Vec::Set(kNothing), Vec::Mul(Vec::Set(Vec::Highest(highest[0])), factor));
+    const Vec::F minus_peak = Vec::Sub(Vec::Set(0.0f), peak);
+    Vec::F totals[kVecs];
+    for (auto& t : totals) {
+      t = Vec::Set(0.0f);
     }
+    for (int tile = part.first; tile < part.last; tile += kKeyTile) {
+      for (int v = 0; v < kVecs; ++v) {
+        const int key = tile + v * Vec::kWidth;
+        const Vec::F p = Exp2(Vec::Fma(Vec::Load(at + key), factor, minus_peak));
+        totals[v] = Vec::Add(totals[v], p);
+        Vec::Store(to + key, part.value_scales ? Vec::Mul(p, Vec::Load(part.value_scales + key)) : p);
+      }
+    }
+    alignas(64) float parts[kKeyTile], peaks[kKeyTile];
+    for (int v = 0; v < kVecs; ++v) {
+      Vec::Store(parts + v * Vec::kWidth, totals[v]);
+    }
+    for (int half = kKeyTile / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) {
+        parts[i] += parts[i + half];
+      }
+    }
+    Vec::Store(peaks, peak);
+    sums.peak[col] = peaks[0];
+    sums.total[col] = parts[0];
   }
-  for (int c = 0; c < kC; ++c) {
-    _mm512_storeu_ps(out + c * values.dims + values.dims - 16, sum[c]);
+  for (int col = c.count; col < kCols; ++col) {
+    sums.peak[col] = kNothing, sums.total[col] = 0.0f;
   }
 }
-
-template <typename T, int kC>
-void SumFew(const ValueTiles& values, int from, int to, const float* probabilities, float* out, Fetch& fetch) {
-  constexpr int kV = kC <= 2 ? 4 : kC <= 4 ? 2 : 1;  // as many as the registers hold
-  int64_t dim = 0;
-  for (; dim + 32 * kV <= values.dims; dim += 32 * kV) {
-    SumFewDims<T, kC, kV>(values, dim, from, to, probabilities, out, dim == 0 ? &fetch : nullptr);
-  }
-  for (; dim + 32 <= values.dims; dim += 32) {
-    SumFewDims<T, kC, 1>(values, dim, from, to, probabilities, out, dim == 0 ? &fetch : nullptr);
-  }
-  if (dim < values.dims) {
-    SumFewTail<T, kC>(values, from, to, probabilities, out);
-  }
-}
-
-// Computes a split's sums for at most kC columns; those beyond c.count have queries and probabilities of 0. T is the
-// cache's kind of number.
-template <typename T, int kC>
-void AttendSome(const AttentionJob& job, const Columns& c, const Part& part, const Memory<Form::kWiden>& memory,
-                Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
-  float *scores = memory.scores, *probabilities = memory.probabilities;
-  const int64_t stride = job.cache_row_bytes();
-  ScoreFew<T, kC>(part.keys, stride, job.dim, memory.queries, part.first / kKeyTile, part.last / kKeyTile, scores,
-                  fetch_values);
-  ReadValueScales(job, part.values, part.from, part.to, memory);
-  SoftmaxLanes(job, c, part, scores, probabilities, sums, fetch_values);
-  for (int col = c.count; col < kC; ++col) {
-    memset(probabilities + col * kSplit, 0, kSplit * sizeof(float));
-  }
-  SumFew<T, kC>({part.values, stride, job.value_dim}, part.from, part.to, probabilities, sums.values, fetch_next);
-}
-
-// Computes a split's sums for at most kFewColumns columns.
-template <typename T>
-void AttendFewColumns(const AttentionJob& job, const Part& part, const Memory<Form::kWiden>& memory, Sums& sums,
-                      Fetch& fetch_values, Fetch& fetch_next) {
-  const Columns& c = memory.columns[0];
-  auto* attend = c.count > 4 ? AttendSome<T, 8> : c.count > 2 ? AttendSome<T, 4> : AttendSome<T, 2>;
-  if (c.count == 1) {
-    attend = AttendSome<T, 1>;
-  }
-  attend(job, c, part, memory, sums, fetch_values, fetch_next);
-}
-
-#endif
 
 }  // namespace
 }  // namespace penstock

@@ -29,8 +29,9 @@ class Fetch {
     }
     step_ = steps > 0 ? (count_ * bytes / steps + 63) & -64 : 0;
   }
-  void Advance() {
-    for (int64_t i = 0; i < step_ && tile_ < count_; i += 64) {
+  void Advance() { Advance(step_); }
+  void Advance(int64_t bytes) {
+    for (int64_t i = 0; i < bytes && tile_ < count_; i += 64) {
       _mm_prefetch(tiles_[tile_] + at_, _MM_HINT_T1);
       at_ += 64;
       if (at_ >= bytes_) {

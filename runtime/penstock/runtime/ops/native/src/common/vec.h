@@ -34,6 +34,15 @@ struct Vec {
         _mm512_cmple_epi32_mask(_mm512_loadu_si512(low), k) & _mm512_cmple_epi32_mask(k, _mm512_loadu_si512(high));
     return _mm512_mask_blend_ps(in, _mm512_set1_ps(-__builtin_inff()), x);
   }
+  // x in the lanes i with low <= first + i <= high, and -infinity elsewhere.
+  static F Between(F x, int first, int low, int high) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i at = _mm512_add_epi32(lane, _mm512_set1_epi32(first));
+    const __mmask16 in =
+        _mm512_cmple_epi32_mask(_mm512_set1_epi32(low), at) & _mm512_cmple_epi32_mask(at, _mm512_set1_epi32(high));
+    return _mm512_mask_blend_ps(in, _mm512_set1_ps(-__builtin_inff()), x);
+  }
+  static float Highest(F x) { return _mm512_reduce_max_ps(x); }
   static F Widen(const uint16_t* p) {
     return _mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
@@ -84,6 +93,18 @@ struct Vec {
                         _mm256_cmpgt_epi32(k, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high))));
     return _mm256_blendv_ps(x, _mm256_set1_ps(-__builtin_inff()), _mm256_castsi256_ps(out));
   }
+  static F Between(F x, int first, int low, int high) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i at = _mm256_add_epi32(lane, _mm256_set1_epi32(first));
+    const __m256i out = _mm256_or_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(low), at),
+                                        _mm256_cmpgt_epi32(at, _mm256_set1_epi32(high)));
+    return _mm256_blendv_ps(x, _mm256_set1_ps(-__builtin_inff()), _mm256_castsi256_ps(out));
+  }
+  static float Highest(F x) {
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+  }
   static F Widen(const uint16_t* p) {
     return _mm256_castsi256_ps(
         _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
@@ -108,13 +129,14 @@ struct Vec {
   }
   // 2^-127 and less count as 0; the order of the operands keeps NaN.
   static F Clamp(F x) { return _mm256_max_ps(_mm256_set1_ps(-127.0f), _mm256_min_ps(_mm256_set1_ps(127.0f), x)); }
-  static F Round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  // Adding this rounds to an integer n, and leaves n + 127, the exponent of 2^n, in the lowest bits.
+  static F Shift() { return _mm256_set1_ps(12582912.0f + 127.0f); }
   static F Fraction(F x) {
     x = Clamp(x);
-    return _mm256_sub_ps(x, Round(x));
+    return _mm256_sub_ps(x, _mm256_sub_ps(_mm256_add_ps(x, Shift()), Shift()));
   }
   static F Scale(F y, F x) {
-    const __m256i n = _mm256_add_epi32(_mm256_cvtps_epi32(Round(Clamp(x))), _mm256_set1_epi32(127));
+    const __m256i n = _mm256_castps_si256(_mm256_add_ps(Clamp(x), Shift()));
     return _mm256_mul_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(n, 23)));
   }
 };

@@ -1,0 +1,209 @@
+// The steps of a split, from its keys to its sums, for one form of multiplication.
+#pragma once
+
+#include "attention/attention_kernel.h"
+#ifdef __AVX512F__
+#include "attention/attention_lanes_avx512.h"
+#else
+#include "attention/attention_lanes_avx2.h"
+#endif
+
+namespace penstock {
+namespace {
+
+// Computes the scores of tiles of keys [begin, end) against `wide` (1 or 2) column tiles.
+template <Form kForm>
+void ScoreAll(const char* const* keys, const AttentionJob& job, const float* queries, int wide, int cols, int begin,
+              int end, float* scores, Fetch& fetch) {
+  const int64_t dim = job.dim, words = Memory<kForm>::Words(dim);
+  if constexpr (kForm == Form::kTiles) {
+#ifdef PENSTOCK_HAS_TILES
+    const auto* q = reinterpret_cast<const uint32_t*>(queries);
+    const int per = wide == 2 ? 2 : 4;
+    for (int tile = begin; tile < end; tile += per) {
+      float* out = scores + tile * kKeyTile * kCols;
+      const int left = end - tile;
+      if (wide == 2) {
+        if (left >= 2) {
+          ScoreTilesTwice<2>(keys + tile, dim, q, words * kCols, out, fetch);
+        } else {
+          ScoreTilesTwice<1>(keys + tile, dim, q, words * kCols, out, fetch);
+        }
+      } else {
+        if (left >= 4) {
+          ScoreTiles<4>(keys + tile, dim, q, out, fetch);
+        } else if (left == 3) {
+          ScoreTiles<3>(keys + tile, dim, q, out, fetch);
+        } else if (left == 2) {
+          ScoreTiles<2>(keys + tile, dim, q, out, fetch);
+        } else {
+          ScoreTiles<1>(keys + tile, dim, q, out, fetch);
+        }
+      }
+    }
+#endif
+  } else if constexpr (kKeyLanes<kForm>) {
+    for (int tile = begin; tile < end; ++tile) {
+      fetch.Advance();
+      ScoreTurned(reinterpret_cast<const float*>(keys[tile]), dim, queries, scores + tile * kKeyTile);
+    }
+  } else {
+    for (int tile = begin; tile < end; ++tile) {
+      fetch.Advance();
+      float* out = scores + tile * kKeyTile * kCols;
+      if (cols > Vec::kWidth) {
+        ScoreKeys<kCols / Vec::kWidth, Paired(kForm)>(keys[tile], words * 4, queries, words, out);
+      } else {
+        ScoreKeys<1, Paired(kForm)>(keys[tile], words * 4, queries, words, out);
+      }
+    }
+  }
+}
+
+// Converts keys [begin, end) of a split to the form in which they are scored, at `memory.keys`, unless they are used in
+// place.
+template <Form kForm>
+void PrepareKeys(const AttentionJob& job, const char** keys, int begin, int end, Memory<kForm>& memory, Fetch& fetch) {
+  const int64_t dim = job.dim, stride = job.cache_row_bytes();
+  if (kForm != Form::kWiden && !job.int8) {
+    return;
+  }
+  for (int at = begin / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
+    const char* from = keys[at / kKeyTile];
+    float* to = memory.keys + at * dim / (Paired(kForm) ? 2 : 1);
+    if constexpr (kKeyLanes<kForm>) {
+      job.int8 ? TurnKeys<int8_t>(from, stride, dim, to) : TurnKeys<uint16_t>(from, stride, dim, to);
+    } else if constexpr (Paired(kForm)) {
+      Bf16Rows(from, kKeyTile, stride, dim, reinterpret_cast<uint16_t*>(to));
+    } else if (job.int8) {
+      WidenRows<int8_t>(from, kKeyTile, stride, dim, to);
+    } else {
+      WidenRows<uint16_t>(from, kKeyTile, stride, dim, to);
+    }
+    keys[at / kKeyTile] = reinterpret_cast<const char*>(to);
+    if (job.int8) {
+      fetch.Advance();
+    }
+  }
+}
+
+template <Form kForm>
+void SoftmaxOf(const AttentionJob& job, const Columns& c, const Part& part, float* scores, float* out, Sums& sums,
+               Fetch& fetch) {
+  if constexpr (kKeyLanes<kForm>) {
+    SoftmaxLanes(job, c, part, scores, out, sums);
+  } else {
+    Softmax<kForm>(job, c, part, scores, out, sums, fetch);
+  }
+}
+
+template <Form kForm>
+void AttendFew(const AttentionJob& job, const Part& part, const Memory<kForm>& memory, Sums& sums, Fetch& fetch_values,
+               Fetch& fetch_next) {
+  if constexpr (kKeyLanes<kForm>) {
+    auto* attend = job.int8 ? AttendFewColumns<int8_t> : AttendFewColumns<uint16_t>;
+    attend(job, part, memory, sums, fetch_values, fetch_next);
+  }
+}
+
+// Converts the values of a split's keys [begin, end) to the form in which they are summed, at `memory.values`, unless
+// they are used in place.
+template <Form kForm>
+void PrepareValues(const AttentionJob& job, const char** values, int begin, int end, Memory<kForm>& memory,
+                   Fetch& fetch) {
+  const int64_t dim = job.value_dim, stride = job.cache_row_bytes();
+  if ((kForm == Form::kFloat && !job.int8) || (kForm == Form::kWiden && !kWidensValues)) {
+    return;
+  }
+  constexpr int kStep = Paired(kForm) ? 2 * kKeyTile : kKeyTile;  // AMX sums 32 keys at once
+  for (int at = begin / kStep * kStep; at < (end + kStep - 1) / kStep * kStep; at += kKeyTile) {
+    const int tile = at / kKeyTile, low = Max(begin - at, 0), high = Min(end - at, kKeyTile);
+    fetch.Advance();
+    if constexpr (!Paired(kForm)) {
+      float* to = memory.values + at * dim;
+      auto* widen = job.int8 ? WidenRows<int8_t> : WidenRows<uint16_t>;
+      widen(values[tile] + low * stride, high - low, stride, dim, to + low * dim);
+      values[tile] = reinterpret_cast<const char*>(to);
+    } else {
+      auto* to = reinterpret_cast<uint32_t*>(memory.values) + at / 2 * dim;
+      const bool held = low < high, tiled = kForm == Form::kTiles;
+      if (tiled && at % 32) {
+        to = to - 8 * dim + 8 * kCols;  // goes to the lower half of the tiles of 16 pairs
+      }
+      auto* pair = job.int8 ? PairValues<int8_t> : PairValues<uint16_t>;
+      pair(values[tile], stride, dim, held ? low : 0, held ? high : 0, tiled ? 256 : 16, tiled ? kCols : dim, to);
+      values[tile] = reinterpret_cast<const char*>(to);
+    }
+  }
+}
+
+#ifdef PENSTOCK_HAS_TILES
+// Transposes the probabilities of keys [begin, end), multiples of kKeyTile, to AMX's A operands: blocks of 32 keys. If
+// half of a block has no scores, it gets 0.
+inline void Turn(uint32_t* pairs, int begin, int end, uint32_t* turned) {
+  if (begin % 32) {
+    memset(pairs + begin / 32 * 256, 0, 512);
+  }
+  if (end % 32) {
+    memset(pairs + end / 2 * kCols, 0, 512);
+  }
+  for (int block = begin / 32; block < (end + 31) / 32; ++block) {
+    const uint32_t* rows[16];
+    for (int i = 0; i < 16; ++i) {
+      rows[i] = pairs + block * 256 + i * kCols;
+    }
+    TransposeTile(rows, turned + block * 256);
+  }
+}
+#endif
+
+// Adds up the weighted values of keys [begin, end), in `wide` (1 or 2) tiles of sums.
+template <Form kForm>
+void SumAll(const char* const* values, const AttentionJob& job, int wide, int cols, int begin, int end,
+            const Memory<kForm>& memory, Sums* sums, Fetch& fetch) {
+  if constexpr (kForm == Form::kTiles) {
+#ifdef PENSTOCK_HAS_TILES
+    const int first = begin / 32, last = (end + 31) / 32;
+    const auto* words = reinterpret_cast<const uint32_t*>(memory.values);
+    const uint32_t* turned = memory.turned;
+    const int64_t dims = job.value_dim;
+    for (int64_t dim = 0; dim < dims; dim += wide == 2 ? 32 : 64) {
+      const int64_t left = dims - dim;
+      if (wide == 2) {
+        float *out = sums[0].values, *out2 = sums[1].values;
+        if (left >= 32) {
+          SumTilesTwice<2>(turned, words, first, last, dims, dim, out, out2, fetch);
+        } else {
+          SumTilesTwice<1>(turned, words, first, last, dims, dim, out, out2, fetch);
+        }
+      } else {
+        float* out = sums[0].values;
+        if (left >= 64) {
+          SumTiles<4>(turned, words, first, last, dims, dim, out, fetch);
+        } else if (left == 48) {
+          SumTiles<3>(turned, words, first, last, dims, dim, out, fetch);
+        } else if (left == 32) {
+          SumTiles<2>(turned, words, first, last, dims, dim, out, fetch);
+        } else {
+          SumTiles<1>(turned, words, first, last, dims, dim, out, fetch);
+        }
+      }
+    }
+#endif
+  } else if constexpr (kForm == Form::kWiden && !kWidensValues) {
+#ifndef __AVX512F__
+    auto* sum = job.int8 ? SumLanes<int8_t> : SumLanes<uint16_t>;
+    sum(job, cols, values, begin, end, memory.probabilities, sums[0].values, fetch);
+#endif
+  } else {
+    constexpr int kPer = Paired(kForm) ? 2 : 1;
+    const bool in_place = kForm == Form::kFloat && !job.int8;
+    const int64_t row_words = in_place ? job.dim : job.value_dim;
+    const ValueRows rows{values, row_words * 4, kKeyTile / kPer, begin / kPer, (end + kPer - 1) / kPer};
+    constexpr Order kOrder = kKeyLanes<kForm> ? Order::kColumns : Order::kRows;
+    SumValues<Paired(kForm), kOrder>(rows, memory.probabilities, cols, job.value_dim, sums[0].values);
+  }
+}
+
+}  // namespace
+}  // namespace penstock
