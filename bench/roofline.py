@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from bench.measures import limits, record
 from bench.measures.cost import Machine, Work, decode_spans, one_pass, prefill_spans
 from bench.workloads import MAIN, TABLE, Workload, waves
+from penstock.runtime.config import KV_CACHE_DTYPES
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.models.config import ModelConfig
 
@@ -45,17 +47,23 @@ def xla_operations_per_s(
 
 
 def floors(
-    config: ModelConfig, workload: Workload, machine: Machine, weight_bytes: float
+    config: ModelConfig,
+    workload: Workload,
+    machine: Machine,
+    *,
+    weight_bytes: float = 2,
+    kv_is_int8: bool = False,
 ) -> dict[str, tuple[Work, float]]:
     """The work and the least seconds of each part of a workload, by the name of the figure that it is
-    compared with.
+    compared with. The sizes are those of `one_pass`.
     """
     found: dict[str, tuple[Work, float]] = {}
     known: list[tuple[int, ...]] = []
+    work_of = partial(one_pass, config, weight_bytes=weight_bytes, kv_is_int8=kv_is_int8)
     planned = waves(workload, 0, config.vocab_size)
     for number, jobs in enumerate(planned, 1):
-        passes = [one_pass(config, prefill_spans(jobs, known), weight_bytes=weight_bytes)]
-        passes += [one_pass(config, spans, weight_bytes=weight_bytes) for spans in decode_spans(jobs)]
+        passes = [work_of(prefill_spans(jobs, known))]
+        passes += [work_of(spans) for spans in decode_spans(jobs)]
         seconds = [machine.seconds(work) for work in passes]
         known += [job.token_ids for job in jobs]
         if len(jobs) == 1:
@@ -86,6 +94,9 @@ def main() -> int:
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--weight-bytes", type=float, default=2, metavar="N", help="1 for int8; default: 2")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="the engine's option; default: auto"
+    )
     parser.add_argument("--bytes-per-s", type=float, metavar="N", help="instead of measuring it")
     parser.add_argument("--operations-per-s", type=float, metavar="N", help="instead of measuring it")
     args = parser.parse_args()
@@ -93,12 +104,13 @@ def main() -> int:
     results = measured(line for file in args.results for line in record.read_lines(file))
     engines = list(dict.fromkeys(engine for engine, _ in results))
     config = load_config(args.checkpoint)
+    find = partial(floors, weight_bytes=args.weight_bytes, kv_is_int8=args.kv_cache_dtype == "int8")
     print("| workload | part | Gop | GB | least s |" + "".join(f" {e}, s | share |" for e in engines))
     print("|---|---|---:|---:|---:|" + "---:|---:|" * len(engines))
     for name in MAIN:
         if any(group.after_tokens for group in TABLE[name].groups):
             continue  # these workloads are about latency, not about work
-        for figure, (work, least) in floors(config, TABLE[name], machine, args.weight_bytes).items():
+        for figure, (work, least) in find(config, TABLE[name], machine).items():
             if not least:
                 continue
             row = f"| {name} | {figure} | {work.operations / 1e9:.0f} | {work.bytes_read / 1e9:.1f} |"

@@ -22,6 +22,10 @@ Weights = tuple[jax.Array, jax.Array | None]
 """Packed tiles, and the scale if they are int8."""
 
 
+_DRAWN = 1 << 20
+"""Weights are so many random numbers again and again: to draw them all would take longer than to measure."""
+
+
 class Layers:
     """The weights of one product of several layers. Their values are alike, because they do not change how
     long a product takes.
@@ -31,10 +35,12 @@ class Layers:
         self._product = product
         shape = packed_shape(product.outputs, product.inputs, int8=format == "int8")
         rng = np.random.default_rng(0)
+        drawn: NDArray[np.generic] = (rng.standard_normal(_DRAWN, np.float32) * 0.02).astype(
+            ml_dtypes.bfloat16
+        )
         if format == "int8":
-            tiles = rng.integers(-127, 128, shape, np.int8)
-        else:
-            tiles = (rng.standard_normal(shape, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+            drawn = rng.integers(-127, 128, _DRAWN, np.int8)
+        tiles = np.resize(drawn, shape)
         kept = layers_kept(tiles.nbytes, least_bytes)
         self._layers: list[Weights] = []
         for _ in range(kept):

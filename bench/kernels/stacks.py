@@ -13,7 +13,7 @@ _CACHES = 4
 """A stack has as many bytes as so many last-level caches."""
 _RUN_OPERATIONS = 16e9
 """A run is long enough to be timed, and not much longer, if one layer is enough."""
-_MOST_CALLS = 64
+_MOST_CALLS = 32
 
 
 def stack_bytes(index: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

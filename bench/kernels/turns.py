@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import product
 from statistics import median
 
 from bench.kernels import attention
@@ -49,49 +49,38 @@ def sets() -> list[Isa]:
 
 
 def measure(wanted: Wanted, rivals: Sequence[Rival]) -> Iterator[Timed | limits.Limits]:
-    """Yields lines as they are measured, and the machine's limits, anew after each group of them."""
-    yield limits.measure()
-    for timed in chain(_products(wanted, rivals), _attention(wanted)):
-        yield from timed
+    """Yields lines as they are measured, and the machine's limits, anew for each format of each shape."""
+    for shape, format in product(wanted.shapes, wanted.formats):
         yield limits.measure()
+        yield from _products(shape, format, wanted, rivals)
+        yield limits.measure()
+        yield from _attention(shape, format, wanted)
 
 
-def _products(wanted: Wanted, rivals: Sequence[Rival]) -> Iterator[list[Timed]]:
+def _products(shape: str, format: Format, wanted: Wanted, rivals: Sequence[Rival]) -> Iterator[Timed]:
     if "products" not in wanted.kinds:
         return
-    for shape in wanted.shapes:
-        for format in wanted.formats:
-            for product in products(SHAPES[shape]):
-                layers = Layers(product, format, stack_bytes())
-                for rival in _of(rivals, format):
-                    rival.prepare(product, stack_bytes())
-                timed = []
-                for rows in wanted.rows:
-                    line = product_line(shape, product, format, rows)
-                    others = {
-                        rival.name: rival.runner(rows, line.work.operations) for rival in _of(rivals, format)
-                    }
-                    timed.append((line, _in_turns(layers.runner(rows, line.work.operations), others, wanted)))
-                yield timed
+    rivals = rivals if format == "bfloat16" else ()
+    for each in products(SHAPES[shape]):
+        layers = Layers(each, format, stack_bytes())
+        for rival in rivals:
+            rival.prepare(each, stack_bytes())
+        for rows in wanted.rows:
+            line = product_line(shape, each, format, rows)
+            operations = line.work.operations
+            others = {rival.name: rival.runner(rows, operations) for rival in rivals}
+            yield line, _in_turns(layers.runner(rows, operations), others, wanted)
 
 
-def _of(rivals: Sequence[Rival], format: Format) -> Sequence[Rival]:
-    return rivals if format == "bfloat16" else ()
-
-
-def _attention(wanted: Wanted) -> Iterator[list[Timed]]:
-    for shape in wanted.shapes:
-        for format in wanted.formats:
-            lines: list[Line] = []
-            if "decode" in wanted.kinds:
-                lines += [
-                    decode_line(shape, format, rows, context)
-                    for context in wanted.contexts
-                    for rows in wanted.decode_rows
-                ]
-            if "prefill" in wanted.kinds:
-                lines += [prefill_line(shape, format, context) for context in wanted.prefill_contexts]
-            yield [(line, _in_turns(attention.runner(line, stack_bytes()), {}, wanted)) for line in lines]
+def _attention(shape: str, format: Format, wanted: Wanted) -> Iterator[Timed]:
+    lines: list[Line] = []
+    if "decode" in wanted.kinds:
+        sizes = product(wanted.contexts, wanted.decode_rows)
+        lines += [decode_line(shape, format, rows, context) for context, rows in sizes]
+    if "prefill" in wanted.kinds:
+        lines += [prefill_line(shape, format, context) for context in wanted.prefill_contexts]
+    for line in lines:
+        yield line, _in_turns(attention.runner(line, stack_bytes()), {}, wanted)
 
 
 def _in_turns(

@@ -24,6 +24,7 @@ from penstock.runtime.models.config import (
     ModelConfig,
 )
 from penstock.runtime.models.configs.recurrent import RecurrentConfig
+from penstock.runtime.ops.kv_rows import SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +95,15 @@ def _pair_products(ours: AttentionConfig | LatentConfig | RecurrentConfig) -> in
     return ours.num_heads * (2 * ours.latent_dim + ours.rope_dim)
 
 
-def _kept_values(ours: AttentionConfig | LatentConfig | RecurrentConfig) -> int:
-    """Numbers of each position in the cache."""
+def _kept_bytes(ours: AttentionConfig | LatentConfig | RecurrentConfig, *, is_int8: bool) -> int:
+    """Bytes of each position in the cache, whose rows hold a key or a value of one head."""
     if isinstance(ours, RecurrentConfig):
         return 0
     if isinstance(ours, AttentionConfig):
-        return 2 * ours.num_kv_heads * ours.head_dim
-    return ours.latent_dim + ours.rope_dim
+        rows, row = 2 * ours.num_kv_heads, ours.head_dim
+    else:
+        rows, row = 1, ours.latent_dim + ours.rope_dim
+    return rows * (row + SCALE_BYTES if is_int8 else 2 * row)
 
 
 def head_weights(config: ModelConfig) -> int:
@@ -109,23 +112,24 @@ def head_weights(config: ModelConfig) -> int:
 
 
 def one_pass(
-    config: ModelConfig, spans: Sequence[Span], *, weight_bytes: float = 2, kv_bytes: float = 2
+    config: ModelConfig, spans: Sequence[Span], *, weight_bytes: float = 2, kv_is_int8: bool = False
 ) -> Work:
     """The work of one pass that computes these spans and samples one token for each.
 
-    `weight_bytes` and `kv_bytes` are the sizes of one value. A position p attends to p + 1 positions: 4
-    operations for each position, head and dimension (a multiply-add for the score, and one for the sum of
-    values); with latent attention the dimensions are those of the latent.
+    `weight_bytes` is the size of one weight. The cache holds numbers of two bytes, or of one with a scale
+    for each row. A position p attends to p + 1 positions: 4 operations for each position, head and dimension
+    (a multiply-add for the score, and one for the sum of values); with latent attention the dimensions are
+    those of the latent.
     """
     tokens = sum(end - start for start, end in spans)
     attended = sum((end * (end + 1) - start * (start + 1)) // 2 for start, end in spans)
     layers, head = layer_weights(config), head_weights(config)
     products = 2 * (layers * tokens + head * len(spans))
     heads = [layer.attention for layer in config.layers]
-    attention = 2 * sum(map(_pair_products, heads)) * attended
-    kv = sum(map(_kept_values, heads)) * kv_bytes
+    pairs = 2 * sum(map(_pair_products, heads)) * attended
+    kv = sum(_kept_bytes(attention, is_int8=kv_is_int8) for attention in heads)
     read = (layers + head) * weight_bytes + kv * sum(end for _, end in spans)
-    return Work(float(products + attention), float(read))
+    return Work(float(products + pairs), float(read))
 
 
 def prefill_spans(jobs: Sequence[Job], known: Sequence[tuple[int, ...]] = ()) -> list[Span]:

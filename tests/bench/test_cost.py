@@ -110,15 +110,23 @@ def test_the_slower_of_computing_and_reading_counts():
     assert machine.seconds(Work(50, 20)) == 10
 
 
+def test_an_int8_cache_has_a_scale_for_each_row():
+    # A position has a key and a value of one head: 4 numbers of a byte and a scale of 4 bytes.
+    plain, int8 = (one_pass(CONFIG, [(4, 5)], kv_is_int8=is_int8) for is_int8 in (False, True))
+    assert plain.bytes_read == 2 * (LAYER + HEAD) + 5 * 2 * 2 * 4
+    assert int8.bytes_read == 2 * (LAYER + HEAD) + 5 * 2 * (4 + 4)
+    assert int8.operations == plain.operations
+
+
 def test_floors_are_named_as_the_figures():
     machine = Machine(operations_per_s=1e9, bytes_per_s=1e3)
     alone = Workload("x", "", (Group(1, (2, 2), (3, 3)),), ())
     reading = 2 * (LAYER + HEAD)
-    found = floors(CONFIG, alone, machine, 2)
+    found = floors(CONFIG, alone, machine)
     assert found["ttft_s"][1] == pytest.approx((reading + 16 * 2) / 1e3)
     assert found["decode_s"][1] == pytest.approx((2 * reading + 16 * (3 + 4)) / 1e3)
     twice = Workload("x", "", (Group(2, (2, 2), (1, 1)),), (), waves=2)
-    assert list(floors(CONFIG, twice, machine, 2)) == ["wave1_s", "wave2_s"]
+    assert list(floors(CONFIG, twice, machine)) == ["wave1_s", "wave2_s"]
 
 
 def test_measured_are_medians():
