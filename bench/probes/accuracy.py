@@ -1,10 +1,11 @@
-"""Measures what bfloat16 and int8 weights change: next-token distributions against float32 on the same text.
+"""Measures what bfloat16, int8 weights and an int8 KV cache change: next-token distributions against float32
+on the same text.
 
-    python -m bench.accuracy --model demo
+    python -m bench.probes.accuracy --model demo
 
 The text is sampled from the float32 model at temperature 1, from short prompts. Each format scores every
 position: how often its likeliest token is float32's, the mean KL(float32 || format) in nats, and the
-perplexity of the text.
+perplexity of the text. It reads the text in one step, in which tokens attend to the cache as in every other.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +29,21 @@ from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.params import bind, state_to_leaves
 from penstock.runtime.ops.attention import make_meta
+from penstock.runtime.ops.cache_spec import cache_dtype
 from penstock.runtime.requests.request import StoppingParams
 from penstock.runtime.requests.sampling_params import SamplingParams
 
 PROMPTS = ("Once upon a time", "The little", "What is 3 + 4?", "Tell me about", "Hello", "In the morning")
 LENGTH = 128
 """Tokens of one text, prompt and sample together."""
+
+
+class Format(NamedTuple):
+    """What a model is computed with: the dtype of activations, and how weights and the KV cache are kept."""
+
+    dtype: str
+    linear: LinearFormat
+    kv_cache_dtype: str = "auto"
 
 
 def sample_texts(model: str, per_prompt: int) -> list[list[int]]:
@@ -56,15 +67,17 @@ def sample_texts(model: str, per_prompt: int) -> list[list[int]]:
 
 
 def scorer(
-    directory: Path, config: ModelConfig, dtype: str, linear: LinearFormat, backend: Backend
+    directory: Path, config: ModelConfig, tried: Format, backend: Backend
 ) -> Callable[[Sequence[int]], NDArray[np.float64]]:
     """Make a function from the tokens of one text to log-probabilities float64 [LENGTH, V] of the token after
     each.
     """
+    dtype, linear = tried.dtype, tried.linear
     leaves = state_to_leaves(load_weights(directory, config, dtype, linear=linear, progress=False))
     page_size = 16
     pages = LENGTH // page_size
-    arrays = config.cache.arrays([pages] * len(config.cache.windows), page_size, 1, np.dtype(dtype))
+    kept = cache_dtype(tried.kv_cache_dtype, np.dtype(dtype))
+    arrays = config.cache.arrays([pages] * len(config.cache.windows), page_size, 1, kept)
 
     @jax.jit
     def run(leaves: tuple[jax.Array, ...], tokens: jax.Array) -> jax.Array:
@@ -89,7 +102,7 @@ def scorer(
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.probes.accuracy", description="Accuracy of weight formats."
+        prog="python -m bench.probes.accuracy", description="Accuracy of the formats of weights and KV cache."
     )
     parser.add_argument("--model", default="demo", help='"demo" or a checkpoint; default: %(default)s')
     parser.add_argument("--texts", type=int, default=4, metavar="N", help="per prompt; default: %(default)s")
@@ -99,21 +112,25 @@ def main() -> int:
     config = load_config(directory)
     backend = choose_backend(EngineConfig(), jax.devices("cpu")[0])
     bfloat16 = np.dtype(jnp.bfloat16)
+    plain, int8 = (backend.linear_format(bfloat16, int8=is_int8) for is_int8 in (False, True))
     formats = {
-        "float32": ("float32", LinearFormat()),
-        "bfloat16": ("bfloat16", backend.linear_format(bfloat16, int8=False)),
-        "int8": ("bfloat16", backend.linear_format(bfloat16, int8=True)),
+        "float32 | float32": Format("float32", LinearFormat()),
+        "float32 | int8": Format("float32", LinearFormat(), "int8"),
+        "bfloat16 | bfloat16": Format("bfloat16", plain),
+        "bfloat16 | int8": Format("bfloat16", plain, "int8"),
+        "int8 | bfloat16": Format("bfloat16", int8),
+        "int8 | int8": Format("bfloat16", int8, "int8"),
     }
     scores = {
         name: np.stack([score(text) for text in texts])
-        for name, (dtype, linear) in formats.items()
-        for score in [scorer(directory, config, dtype, linear, backend)]
+        for name, tried in formats.items()
+        for score in [scorer(directory, config, tried, backend)]
     }
-    exact = scores["float32"][:, :-1]
+    exact = scores["float32 | float32"][:, :-1]
     following = np.array(texts)[:, 1:]
     print(f"{following.size} positions of {len(texts)} texts\n")
-    print("| weights | likeliest token as float32's | KL, nats | perplexity |")
-    print("|---|---:|---:|---:|")
+    print("| weights | KV cache | likeliest token as float32's | KL, nats | perplexity |")
+    print("|---|---|---:|---:|---:|")
     for name, all_scores in scores.items():
         tried = all_scores[:, :-1]
         same = (tried.argmax(axis=2) == exact.argmax(axis=2)).mean()

@@ -14,7 +14,13 @@ from penstock.runtime.measuring.snapshot import HistogramPoint, Labels
 from penstock.runtime.scheduling.load import Load, Totals
 
 BUILD = BuildInfo(
-    version="1.2", jax="0.9", platform="cpu", model="toy", dtype="bfloat16", quantization="none"
+    version="1.2",
+    jax="0.9",
+    platform="cpu",
+    model="toy",
+    dtype="bfloat16",
+    quantization="none",
+    kv_cache_dtype="bfloat16",
 )
 NO_TOTALS = Totals(
     preemptions=0, recomputed_tokens=0, prefix_queried_tokens=0, prefix_hit_tokens=0, put_off_rows=0

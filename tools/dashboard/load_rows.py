@@ -76,6 +76,7 @@ OVERVIEW = Row(
                 "platform": "Platform",
                 "dtype": "Dtype",
                 "quantization": "Quantization",
+                "kv_cache_dtype": "KV cache",
                 "jax": "JAX",
             },
         ),

@@ -38,7 +38,7 @@ def measured(load: Load, *, traced: bool) -> tuple[float, float, EngineMeters]:
         dropped_entries=lambda: 0,
         memory=dict,
     )
-    build = BuildInfo(version="", jax="", platform="", model="", dtype="", quantization="")
+    build = BuildInfo(version="", jax="", platform="", model="", dtype="", quantization="", kv_cache_dtype="")
     meters = EngineMeters(registry, Journal(), sources, build)
     folding_s = sum(spent_s(lambda batch=batch: meters.read(batch)) for batch in batches)  # type: ignore[misc]
     snapshot_s = spent_s(lambda: [registry.snapshot() for _ in range(_SNAPSHOTS)]) / _SNAPSHOTS

@@ -50,13 +50,15 @@ def _load_of(core: EngineCore) -> Callable[[], Load]:
 
 
 def _build_info(parts: EngineParts) -> BuildInfo:
+    config = parts.config
     return BuildInfo(
         version=importlib.metadata.version("penstock"),
         jax=jax.__version__,
         platform=parts.backend.platform_name,
         model=parts.info.name,
-        dtype=parts.config.dtype,
-        quantization=parts.config.quantization,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        kv_cache_dtype=config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
     )
 
 

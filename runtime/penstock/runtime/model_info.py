@@ -40,6 +40,7 @@ class ModelInfo:
     """What an embedding is made of where a request does not say it."""
     batch_invariant: bool = False
     """Whether a token's logits depend on its own request alone, bit for bit. They do where native kernels
-    compute the whole model (on CPU, in bfloat16, with or without int8). XLA's products do not promise it."""
+    compute the whole model (on CPU, in bfloat16, weights and KV cache with or without int8). XLA's products
+    do not promise it."""
     directory: Path | None = None
     """Where the model's files lie; None: it has none."""

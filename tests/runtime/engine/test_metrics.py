@@ -143,6 +143,7 @@ def test_weights_and_build(engine: Engine) -> None:
     assert one == 1
     said = dict(zip(defined.BUILD_INFO.labels, labels, strict=True))
     assert (said["model"], said["dtype"], said["quantization"]) == ("toy", "float32", "none")
+    assert said["kv_cache_dtype"] == "float32"
     assert said["platform"] == engine.info.devices[0].partition(":")[0]
     assert said["version"]
     assert said["jax"]

@@ -226,7 +226,7 @@ BUILD_INFO = _gauge(
     "penstock.build.info",
     "{build}",
     "Always 1; the labels say what runs here.",
-    *("version", "jax", "platform", "model", "dtype", "quantization"),
+    *("version", "jax", "platform", "model", "dtype", "quantization", "kv_cache_dtype"),
 )
 JOURNAL_DROPPED = _counter(
     "penstock.journal.dropped",

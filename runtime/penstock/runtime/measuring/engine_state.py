@@ -24,6 +24,8 @@ class BuildInfo:
     model: str
     dtype: str
     quantization: str
+    kv_cache_dtype: str
+    """The dtype of keys and values in the cache, never "auto"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """How keys and values lie in a layer's cache, and how they are written there.
 
-A row of the cache is the key or the value of one token and head. It holds the model's own numbers, or, in a
-cache of int8, numbers from -127 to 127 and behind them their scale, a float32 in the machine's byte order: a
-number stands for itself times the scale. The scale belongs to the row alone, so what a token keeps does not
+A KV row is the key or the value of one token and head. It holds the model's own numbers, or, in a cache of
+int8, numbers from -127 to 127 and behind them their scale, a float32 in the machine's byte order: a number
+stands for itself times the scale. The scale belongs to the KV row alone, so what a token keeps does not
 depend on its neighbours, and a page is copied, shared and freed as one piece of memory.
 """
 
@@ -13,11 +13,11 @@ import numpy as np
 from jax import Array, lax
 
 SCALE_BYTES = 4
-"""Of a row in int8, behind its numbers."""
+"""Of a KV row in int8, behind its numbers."""
 MOST = 127
-"""The largest number of a row in int8; the least is -127."""
+"""The largest number of a KV row in int8; the least is -127."""
 LEAST_PEAK = 1e-30
-"""A row without a larger value than this becomes zeros: 127 divided by it must be a float32."""
+"""A KV row without a larger value than this becomes zeros: 127 divided by it must be a float32."""
 
 
 def kv_layer_shape(
@@ -49,10 +49,10 @@ def kv_storage_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def quantize_rows(x: Array) -> Array:
-    """Rows of floats [..., D] as int8 [..., D + 4]: the scale is the largest magnitude of a row divided by
-    127, and a number is the value divided by it, rounded to the nearest, ties to even.
+    """KV rows of floats [..., D] as int8 [..., D + 4]: the scale is the largest magnitude of a KV row divided
+    by 127, and a number is the value divided by it, rounded to the nearest, ties to even.
 
-    The scale of a row with a NaN or an infinity is not finite, so the row is read back as NaN. The native
+    The scale of a KV row with a NaN or an infinity is not finite, so the row is read back as NaN. The native
     kernels compute the same bits. So the scale is made by a product, because XLA makes one of a division by a
     constant, but not everywhere.
     """

@@ -1,9 +1,9 @@
 """With native kernels, neither a request's tokens nor the bits of its log-probabilities depend on how it is
 computed: alone or among 24 others, in chunks of any size, in windows or step by step, from the prefix cache,
-or after preemption.
+or after preemption; as one of several outputs, or with a pause or a weight update in between.
 
 This is tested with every instruction set of this machine, with emulated AMX and, in sweeps, with emulated
-AVX-512; with bfloat16 and int8 weights.
+AVX-512; with bfloat16 and int8 weights, and with a KV cache of int8.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +21,13 @@ from safetensors.numpy import load_file
 from bench.checkpoint import Shape, write_checkpoint
 from penstock.runtime import Engine, EngineConfig, StoppingParams
 from penstock.runtime.errors import NonFiniteLogits
-from penstock.runtime.loop.interface import StepRecord
+from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
 from penstock.runtime.ops.native import library
+from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import Request, ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
+from tests.support.collector import Collector, at_gate
 from tests.support.models.toy import TEST_CACHE
 from tests.support.native.kernels import EMULATED, kernel_params, library_of, running
 
@@ -43,7 +46,8 @@ SHAPE = Shape(
 )
 ROWS = 25
 PAGE = 16
-PAGE_BYTES = SHAPE.num_layers * 2 * SHAPE.num_kv_heads * PAGE * SHAPE.head_dim * 2
+PAGE_ROWS = SHAPE.num_layers * 2 * SHAPE.num_kv_heads * PAGE
+"""Keys and values of single heads in a page."""
 
 
 class MostRows:
@@ -74,26 +78,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["none", "int8"], ids=["bf16", "int8"])
-def quantization(request: pytest.FixtureRequest) -> str:
-    chosen: str = request.param
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param({}, id="bf16"),
+        pytest.param({"quantization": "int8"}, id="int8"),
+        pytest.param({"kv_cache_dtype": "int8"}, id="int8 KV", marks=pytest.mark.sweep),
+    ],
+)
+def formats(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Options that say how weights and KV cache are kept."""
+    chosen: dict[str, Any] = request.param
     return chosen
 
 
 @pytest.fixture(scope="module", params=kernel_params("avx2", EMULATED, "avx512_emulated"))
-def served(request: pytest.FixtureRequest, quantization: str, folder: Path) -> Iterator[Served]:
+def served(request: pytest.FixtureRequest, formats: dict[str, Any], folder: Path) -> Iterator[Served]:
     """Yields one engine for all instruction sets of this machine, which are chosen when a program runs, and
     one for each library of emulated kernels.
     """
+    row_bytes = SHAPE.head_dim + 4 if "kv_cache_dtype" in formats else SHAPE.head_dim * 2
     config = EngineConfig(
+        **formats,
         dtype="bfloat16",
-        quantization=quantization,
         max_num_seqs=ROWS,
         max_num_batched_tokens=128,
         max_model_len=512,
         page_size=PAGE,
         target_itl_s=0.0,  # steps must not be sized by their measured speed
-        kv_cache_bytes=72 * PAGE_BYTES,
+        kv_cache_bytes=72 * PAGE_ROWS * row_bytes,
         compilation_cache=TEST_CACHE,
         show_progress=False,
     )
@@ -167,6 +180,41 @@ def test_answers_have_the_same_bits_however_they_are_computed(served: Served, ke
         assert served.rows.decoding > 16
         assert preemptions > 0
         assert cached > 0
+
+
+@pytest.mark.parametrize("kernel", kernel_params("avx2", EMULATED, "avx512_emulated"))
+def test_forks_pauses_and_updates_leave_the_bits(served: Served, kernel: str) -> None:
+    """Three outputs of one prompt, which share its pages and then copy one: each is as it is alone. A pause
+    that frees the KV cache, and an update to the same weights, both have the outputs computed again that run.
+    """
+    engine, name = served.engine, "model.norm.weight"
+    good = load_file(served.folder / "model.safetensors")[name]
+    outputs = outputs_of(requests()[7], 3)
+    if library_of(kernel) != served.library:
+        pytest.skip("this engine has the other kernels")
+    with running(kernel):
+        expected = []
+        for output in outputs:
+            engine.flush_prefix_cache()
+            alone = dataclasses.replace(output, request_id="alone", fork_of=None, num_outputs=1)
+            expected.append(bits(answer(engine, alone)))
+        for change in ("none", "pause", "update"):
+            engine.flush_prefix_cache()
+            gate, sink = at_gate(engine, tokens=1), Collector()
+            for output in outputs:
+                engine.submit(output, sink)
+            gate.open()
+            if change == "pause":
+                engine.pause(InFlightPolicy.RECOMPUTE, free_kv_cache=True).result(60)
+                engine.resume().result(60)
+            elif change == "update":
+                recompute = InFlightPolicy.RECOMPUTE
+                engine.update_weights({name: good}, label="same", in_flight=recompute, partial=True).result(
+                    60
+                )
+            for output in outputs:
+                sink.last(output.request_id)
+            assert [bits(Answer.of(sink.outputs[o.request_id])) for o in outputs] == expected
 
 
 def test_weights_that_are_not_numbers_end_requests(served: Served) -> None:
