@@ -96,6 +96,35 @@ def test_products_norm_residual_and_gate(int8: bool, rows: int, padded: int, inn
     close(mixed[:rows], gate / (1 + np.exp(-gate)) * (real @ wide(second).T), gated)
 
 
+WITNESSED = [1, 2, 5, 16, 37, *(pytest.param(rows, marks=pytest.mark.sweep) for rows in range(3, 71))]
+
+
+@pytest.mark.parametrize("rows", WITNESSED)
+def test_products_are_within_the_bound_of_a_chain_of_sums(rows: int) -> None:
+    """A sum of k products in float32, each rounded once or twice, is off by at most 2 k 2^-24 of the sum of
+    their sizes, to first order.
+    """
+    rng = np.random.default_rng(rows)
+    x, weight = draw(rng, 80, 832), draw(rng, 48, 832, scale=0.05)
+    got = linear(jnp.asarray(x), (packed(weight, False),), num_rows=jnp.int32(rows), out_dtype=np.float32)
+    bound = 2 * 832 * 2.0**-24 * (np.abs(wide(x[:rows])) @ np.abs(wide(weight)).T)
+    assert (np.abs(wide(got[:rows]) - wide(x[:rows]) @ wide(weight).T) <= bound).all()
+
+
+@pytest.mark.parametrize("rows", WITNESSED)
+def test_int8_products_are_whole_numbers_times_the_scales(rows: int) -> None:
+    """The whole numbers are known exactly; what follows rounds a few times to 2^-24."""
+    rng = np.random.default_rng(rows)
+    x, (values, scale) = draw(rng, 80, 832), quantize(draw(rng, 48, 832, scale=0.05))
+    weight = Packed(jnp.asarray(pack(values)), jnp.asarray(scale))
+    got = linear(jnp.asarray(x), (weight,), num_rows=jnp.int32(rows), out_dtype=np.float32)
+    real = x[:rows].astype(np.float32)
+    peak = np.abs(real).max(axis=1, keepdims=True)
+    numbers = np.rint(real * (np.float32(127) / peak)).astype(np.int64)
+    expected = (numbers @ values.T.astype(np.int64)) * (wide(peak) / 127) * wide(scale[0])
+    assert (np.abs(wide(got[:rows]) - expected) <= 4 * 2.0**-24 * np.abs(expected)).all()
+
+
 def test_exact_small_integers() -> None:
     """Products of small integers are exact in bf16, so the result must be exact, and a wrong layout is
     found.
@@ -115,7 +144,8 @@ def test_exact_small_integers() -> None:
 def test_a_row_does_not_depend_on_the_others(int8: bool) -> None:
     """A row has the same bits alone and at any place beside any number of other rows."""
     rng = np.random.default_rng(6)
-    inner, out, most = 192, 48, 500  # odd numbers of steps (in either format) and of blocks
+    # An odd number of blocks, and so many inputs and rows that they are cut in unequal parts.
+    inner, out, most = 832, 48, 500
     first, second = (packed(draw(rng, out, inner, scale=0.05), int8, draw(rng, out)) for _ in range(2))
     third = packed(draw(rng, 16, inner), int8)
     x, residual, norm = draw(rng, most, inner), draw(rng, most, out), jnp.asarray(draw(rng, inner))
@@ -149,7 +179,9 @@ def test_a_row_does_not_depend_on_the_others(int8: bool) -> None:
 
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
 def test_rows_that_take_several_passes_do_not_depend_on_each_other(int8: bool) -> None:
-    """There are so many inputs that the second-level cache cannot hold all rows."""
+    """There are so many inputs that AMX takes the rows in several passes: the second-level cache cannot hold
+    all of them.
+    """
     rng = np.random.default_rng(9)
     inner = 16512
     weight, x = packed(draw(rng, 16, inner, scale=0.05), int8), draw(rng, 100, inner)
@@ -170,7 +202,7 @@ def test_int8_sums_are_exact() -> None:
     rng = np.random.default_rng(8)
     x = rng.integers(-126, 127, (37, 192))
     x[:, 5], x[3] = 127, -127
-    values = rng.integers(-127, 128, (32, 192)).astype(np.int8)
+    values = rng.integers(-128, 128, (32, 192)).astype(np.int8)
     sums = values.astype(np.int64).sum(axis=1) * 128
     scale = np.stack([np.ones(32), sums]).astype(np.float32)
     weight = Packed(jnp.asarray(pack(values)), jnp.asarray(scale))

@@ -180,6 +180,24 @@ inline Lanes LoadBf16(const uint16_t* from) {
   });
 }
 
+#ifdef __AVX2__
+// Compilers find no vectors in the loop below.
+inline void StoreBf16(uint16_t* to, const Lanes& a) {
+  __m256i value[2];
+  for (int half = 0; half < 2; ++half) {
+    const __m256 wide = _mm256_loadu_ps(a.v + 8 * half);
+    const __m256i bits = _mm256_castps_si256(wide);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(wide, wide, _CMP_UNORD_Q));
+    value[half] = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+  }
+  // packus takes 128 bits of each operand in turn; the permutation puts the words in order.
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(value[0], value[1]), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), packed);
+}
+#else
 inline void StoreBf16(uint16_t* to, const Lanes& a) {
   for (int i = 0; i < 16; ++i) {
     uint32_t bits;
@@ -188,6 +206,7 @@ inline void StoreBf16(uint16_t* to, const Lanes& a) {
     to[i] = static_cast<uint16_t>(a.v[i] == a.v[i] ? rounded : (bits >> 16) | 0x40);
   }
 }
+#endif
 
 inline Lanes Exp(const Lanes& a) {
   return Each([&](int i) {

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace penstock {
 namespace {
@@ -80,12 +81,56 @@ inline void TransposeTile(const uint32_t* const* from, uint32_t* to) {
   }
 }
 
+// Transposes 8 x 8 words: a[i] becomes word i of all rows.
+inline void Transpose8(__m256* a) {
+  __m256 b[8];
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+  }
+  // Lane l of c[4 i + j] holds word 4 l + j of rows 4 i .. 4 i + 3.
+  __m256 c[8];
+  for (int i = 0; i < 8; i += 4) {
+    c[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+    c[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+    c[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+    c[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm256_permute2f128_ps(c[i], c[4 + i], 0x20);
+    a[4 + i] = _mm256_permute2f128_ps(c[i], c[4 + i], 0x31);
+  }
+}
+
+// As for AVX-512. There is no quick store of some words of a register, so each row of the result is stored in whole
+// registers, whose last words the next row overwrites; the last rows are put together elsewhere.
 inline void TransposeWords(const uint32_t* from, int64_t stride, int64_t rows, int64_t words, uint32_t* to) {
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t w = 0; w < words; ++w) {
-      to[w * rows + r] = from[r * stride + w];
+  const float* begins[16];
+  for (int64_t r = 0; r < 16; ++r) {
+    begins[r] = reinterpret_cast<const float*>(from + (r < rows ? r : 0) * stride);
+  }
+  alignas(32) uint32_t last[8 * 16 + 8];
+  for (int64_t w = 0; w < words; w += 8) {
+    __m256 a[16];
+    for (int64_t r = 0; r < 8; ++r) {
+      a[r] = _mm256_loadu_ps(begins[r] + w);
+    }
+    Transpose8(a);
+    if (rows > 8) {
+      for (int64_t r = 8; r < 16; ++r) {
+        a[r] = _mm256_loadu_ps(begins[r] + w);
+      }
+      Transpose8(a + 8);
+    }
+    uint32_t* out = w + 8 < words ? to + w * rows : last;
+    for (int64_t i = 0; i < 8; ++i) {
+      _mm256_storeu_ps(reinterpret_cast<float*>(out + i * rows), a[i]);
+      if (rows > 8) {
+        _mm256_storeu_ps(reinterpret_cast<float*>(out + i * rows + 8), a[8 + i]);
+      }
     }
   }
+  memcpy(to + (words - 8) * rows, last, 8 * rows * 4);
 }
 
 #endif

@@ -11,9 +11,10 @@ namespace {
 struct WideBf16 {
   using Sum = __m512;
   using Operand = __m512;
-  static constexpr int kParts = 1, kSteps = 2, kRows = 16;
+  static constexpr int kParts = 1, kSteps = 2, kRows = 16, kWidth = 16;
   static constexpr Form kForm = Form::kFloat;
-  static Sum Zero() { return _mm512_setzero_ps(); }
+  static Sum LoadSum(const float* from) { return _mm512_loadu_ps(from); }
+  static void StoreSum(float* to, Sum sum) { _mm512_storeu_ps(to, sum); }
   template <int kStep>
   static Operand Weights(const char* tile_row, int) {
     const __m512i pairs = _mm512_loadu_si512(tile_row);
@@ -24,22 +25,21 @@ struct WideBf16 {
   }
   static Operand Word(const uint32_t* x) { return _mm512_set1_ps(*reinterpret_cast<const float*>(x)); }
   static Sum Add(Sum sum, Operand weights, Operand word) { return _mm512_fmadd_ps(weights, word, sum); }
-  static void Finish(float* to, const Sum* sum) { _mm512_storeu_ps(to, *sum); }
 };
 
 struct VnniInt8 {
   using Sum = __m512i;
   using Operand = __m512i;
-  static constexpr int kParts = 1, kSteps = 1, kRows = 16;
+  static constexpr int kParts = 1, kSteps = 1, kRows = 16, kWidth = 16;
   static constexpr Form kForm = Form::kFourOffset;
-  static Sum Zero() { return _mm512_setzero_si512(); }
+  static Sum LoadSum(const float* from) { return _mm512_loadu_si512(from); }
+  static void StoreSum(float* to, Sum sum) { _mm512_storeu_si512(to, sum); }
   template <int kStep>
   static Operand Weights(const char* tile_row, int) {
     return _mm512_loadu_si512(tile_row);
   }
   static Operand Word(const uint32_t* x) { return _mm512_set1_epi32(static_cast<int>(*x)); }
   static Sum Add(Sum sum, Operand weights, Operand word) { return _mm512_dpbusd_epi32(sum, word, weights); }
-  static void Finish(float* to, const Sum* sum) { _mm512_storeu_si512(to, *sum); }
 };
 
 }  // namespace

@@ -8,9 +8,10 @@ namespace {
 struct PairBf16 {
   using Sum = __m512;
   using Operand = __m512i;
-  static constexpr int kParts = 1, kSteps = 1, kRows = 16;
+  static constexpr int kParts = 1, kSteps = 1, kRows = 16, kWidth = 16;
   static constexpr Form kForm = Form::kPair;
-  static Sum Zero() { return _mm512_setzero_ps(); }
+  static Sum LoadSum(const float* from) { return _mm512_loadu_ps(from); }
+  static void StoreSum(float* to, Sum sum) { _mm512_storeu_ps(to, sum); }
   template <int kStep>
   static Operand Weights(const char* tile_row, int) {
     return _mm512_loadu_si512(tile_row);
@@ -19,7 +20,6 @@ struct PairBf16 {
   static Sum Add(Sum sum, Operand weights, Operand word) {
     return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)word);
   }
-  static void Finish(float* to, const Sum* sum) { _mm512_storeu_ps(to, *sum); }
 };
 
 struct Avx512Bf16 {

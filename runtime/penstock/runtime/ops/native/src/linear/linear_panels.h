@@ -1,4 +1,4 @@
-// Puts x into the form that linear_vector.h multiplies: panels of rows, words [step][row].
+// Puts x into the form that linear_vector.h multiplies: stretches of panels of rows, words [step][row].
 #pragma once
 
 #include "common/scratch.h"
@@ -8,10 +8,13 @@
 namespace penstock {
 namespace {
 
-// What a word of x holds: a float32, two bf16, or four int8, either as they are or plus 128 as unsigned bytes.
-enum class Form { kFloat, kPair, kFour, kFourOffset };
+// What a word of x holds: a float32; two bf16; four int8, plus 128 as unsigned bytes; or two of four
+// int8 as int16, where a word with the values 0 and 2 precedes the one with 1 and 3.
+enum class Form { kFloat, kPair, kFourOffset, kHalves };
 
-constexpr int64_t Words(Form form, int64_t k) { return form == Form::kFloat ? k : form == Form::kPair ? k / 2 : k / 4; }
+constexpr int64_t Words(Form form, int64_t k) {
+  return form == Form::kFloat ? k : form == Form::kFourOffset ? k / 4 : k / 2;
+}
 
 // The number of rows of the panel that begins at `row`. A row block is divided into panels of at most `most` rows, as
 // evenly as possible; no panel reaches into the next block.
@@ -19,8 +22,17 @@ inline int64_t PanelRows(int64_t most, int64_t m, int64_t row) {
   const int64_t first = row / kRowBlock * kRowBlock;
   const int64_t count = Min(m - first, kRowBlock);
   const int64_t num_panels = CeilDiv(count, most);
-  const int64_t rows_per_panel = CeilDiv(count, num_panels);
-  return Min(first + count - row, rows_per_panel);
+  const int64_t rest = first + count - row;  // the panels before are the larger ones
+  return CeilDiv(rest, CeilDiv(rest * num_panels, count));
+}
+
+// Eight fours of int8 become kHalves' words: of each four, first the values 0 and 2, then 1 and 3.
+inline void WidenFours(const int8_t* fours, uint32_t* words) {
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(fours));
+  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
+  const __m256i low = _mm256_unpacklo_epi32(even, odd), high = _mm256_unpackhi_epi32(even, odd);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), _mm256_permute2x128_si256(low, high, 0x20));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(words) + 1, _mm256_permute2x128_si256(low, high, 0x31));
 }
 
 // Converts a row of float32 to words. Even as kFloat it is rounded to bf16, so that every machine computes the same
@@ -40,31 +52,44 @@ inline void PutRow(Form form, const float* row, int64_t k, float* scale, uint32_
   }
   const float peak = RowPeak(row, k);
   *scale = peak / 127.0f;
-  Quantize(row, k, Int8Inverse(peak), reinterpret_cast<int8_t*>(words));
-  if (form != Form::kFourOffset) {
+  const float inverse = Int8Inverse(peak);
+  if (form == Form::kHalves) {
+    int8_t bytes[32];
+    for (int64_t i = 0; i < k; i += 32) {
+      Quantize(row + i, 32, inverse, bytes);
+      WidenFours(bytes, words + i / 2);
+    }
     return;
   }
+  Quantize(row, k, inverse, reinterpret_cast<int8_t*>(words));
   for (int64_t w = 0; w < k / 4; ++w) {
     words[w] ^= 0x80808080u;
   }
 }
 
-// Puts the rows of a row block into their place in x. `row` is room for k floats.
-inline void PutPanels(Form form, int64_t most, const LinearInput& input, int64_t block, const LinearJob& job,
-                      uint32_t* x, float* x_scale, float* row) {
-  const int64_t words = Words(form, job.k), first = block * kRowBlock;
-  const int64_t last = Min(job.m, first + kRowBlock);
+// Puts the rows of a row block into their place in x, whose form and panels are those of P (see linear_vector.h), and
+// whose stretches have `tile_rows` tile rows. `row` is room for k floats.
+template <class P>
+void PutPanels(const LinearInput& input, int64_t block, const LinearJob& job, int64_t tile_rows, uint32_t* x,
+               float* x_scale, float* row) {
+  const int64_t words = Words(P::kForm, job.k), first = block * kRowBlock;
+  const int64_t last = Min(job.m, first + kRowBlock), stretch = tile_rows * P::kSteps;
   const int64_t stride = words + 16;  // rows a power of two apart would share a set of the first-level cache
   auto* apart = reinterpret_cast<uint32_t*>(Scratch<struct LinearPanel>(kRowBlock * stride * 4));
   for (int64_t from = first; from < last;) {
-    const int64_t rows = PanelRows(most, job.m, from);
-    uint32_t* panel = x + from * words;
+    const int64_t rows = PanelRows(P::kRows, job.m, from);
     for (int64_t r = 0; r < rows; ++r) {
       LoadRow(input, from + r, job.k, row);
-      PutRow(form, row, job.k, job.int8 ? x_scale + from + r : nullptr, rows == 1 ? panel : apart + r * stride);
+      PutRow(P::kForm, row, job.k, job.int8 ? x_scale + from + r : nullptr, apart + r * stride);
     }
-    if (rows > 1) {
-      TransposeWords(apart, stride, rows, words, panel);
+    for (int64_t begin = 0; begin < words; begin += stretch) {
+      const int64_t count = Min(words - begin, stretch);
+      uint32_t* panel = x + begin * job.m + from * count;
+      if (rows == 1) {
+        memcpy(panel, apart + begin, count * 4);
+      } else {
+        TransposeWords(apart + begin, stride, rows, count, panel);
+      }
     }
     from += rows;
   }

@@ -1,22 +1,29 @@
 // Linear layers on vector registers, for any instruction set described by a traits class V whose members Bf16 and
 // Int8 say how words (32 bits) of weights and of x are multiplied:
-//   Sum             a register of float32 or int32 sums
+//   Sum             a register of float32 or int32 sums; kWidth of them
 //   kParts          registers for the 16 outputs of a tile's row
 //   kSteps          products to a tile's row: each takes one word of every row of x
 //   kRows           rows of x at once, what the registers hold
-//   kForm           what x's words are: kFloat one value, kPair two in bf16, kFour, kFourOffset (plus 128) in int8
-//   Zero(), Finish(float*, sum), Weights<step>(tile row, part), Word(const uint32_t*), Add(sum, weights, word)
+//   kForm           what x's words are, see Form
+//   LoadSum(const float*), StoreSum(float*, sum), Weights<step>(tile row, part), Word(const uint32_t*),
+//   Add(sum, weights, word)
 //
-// x is cut in panels of at most kRows rows, words [step over all inputs][row of the panel]: the words that a step
-// multiplies by the same weights lie side by side, and a panel is read in one ascending sweep. (Rows that lie apart
-// by a power of two bytes would share a few sets of the first-level cache.)
+// The inputs are cut in stretches, and the rows of x in panels of at most kRows rows. A block's weights of one stretch
+// are multiplied by all panels in turn, so that they come from the first-level cache from the second panel on; the sums
+// of a panel wait in memory for its next stretch. Meanwhile the next stretch is fetched, a part of it during each
+// panel, so that reading memory and multiplying go on at the same time.
+//
+// x holds stretch by stretch, in each panel by panel, and in a panel words [step][row of the panel]: the words that a
+// step multiplies by the same weights lie side by side, and a stretch is read in one ascending sweep. (Rows that lie
+// apart by a power of two bytes would share a few sets of the first-level cache.)
 //
 // An output is one chain of products in ascending order of inputs, whatever the number of rows: its bits depend on
-// its own row alone.
+// its own row alone. (A sum in memory is the same float32 as in a register.)
 #pragma once
 
 #include <immintrin.h>
 
+#include <cstring>
 #include <type_traits>
 
 #include "linear/linear_common.h"
@@ -25,32 +32,48 @@
 namespace penstock {
 namespace {
 
-constexpr int64_t kUnitBytes = 128 * 1024;   // of weight in a unit: enough to be worth a claim
-constexpr int64_t kPrefetchBytes = 4096;     // how far ahead a weight is prefetched
-constexpr int64_t kRowsBytes = 1024 * 1024;  // of x, which stay in the second-level cache beside some weights
-constexpr int64_t kFewestRows = 64;          // of x at once in any case: with fewer, weights come too slowly
+constexpr int64_t kUnitBytes = 128 * 1024;  // of weight in a unit: enough to be worth a claim
+constexpr int64_t kPrefetchBytes = 4096;    // how far ahead a weight is prefetched if there is one panel
+constexpr int64_t kStretch = 128;           // tile rows: 8 KiB of weights, a quarter of a small first-level cache
+constexpr int64_t kRowsAtOnce = 256;        // of x: a stretch of them stays in the second-level cache
+constexpr int64_t kFewRows = 2;  // so few have too few sums to fill the latency of an addition with one block
 
-// Multiplies one block's tile rows by a panel of R rows, over all inputs. It is not inlined, so that its sums stay in
-// registers whatever its caller keeps there.
-template <class P, int R>
-__attribute__((noinline)) void Block(const char* tiles, const uint32_t* x, int64_t tile_rows, float* sums) {
-  typename P::Sum sum[R][P::kParts];
-  for (int r = 0; r < R; ++r) {
-    for (int p = 0; p < P::kParts; ++p) {
-      sum[r][p] = P::Zero();
+// How far behind the weights in use those lie that are fetched, and how much farther with each tile row, in bytes.
+struct Ahead {
+  int64_t bytes, step;
+};
+
+// Multiplies `tile_rows` tile rows of B blocks by a panel of R rows, and adds the products to the sums [R][16] of each
+// block. It is not inlined, so that its sums stay in registers whatever its caller keeps there.
+template <class P, int R, int B>
+__attribute__((noinline)) void Multiply(const char* const* blocks, const uint32_t* x, int64_t tile_rows, Ahead ahead,
+                                        float* const* sums) {
+  typename P::Sum sum[B][R][P::kParts];
+  const char* tiles[B];
+  for (int b = 0; b < B; ++b) {
+    tiles[b] = blocks[b];
+    for (int r = 0; r < R; ++r) {
+      for (int p = 0; p < P::kParts; ++p) {
+        sum[b][r][p] = P::LoadSum(sums[b] + r * kBlockOut + p * P::kWidth);
+      }
     }
   }
-  for (int64_t g = 0; g < tile_rows; ++g, tiles += 64) {
-    _mm_prefetch(tiles + kPrefetchBytes, _MM_HINT_T0);
+  for (int64_t g = 0; g < tile_rows; ++g) {
+    for (int b = 0; b < B; ++b) {
+      _mm_prefetch(tiles[b] + ahead.bytes, _MM_HINT_T0);
+    }
+    ahead.bytes += ahead.step;
     const auto step = [&](auto number) {
-      typename P::Operand weights[P::kParts];
-      for (int p = 0; p < P::kParts; ++p) {
-        weights[p] = P::template Weights<decltype(number)::value>(tiles, p);
-      }
-      for (int r = 0; r < R; ++r) {
-        const typename P::Operand word = P::Word(x + r);
+      for (int b = 0; b < B; ++b) {
+        typename P::Operand weights[P::kParts];
         for (int p = 0; p < P::kParts; ++p) {
-          sum[r][p] = P::Add(sum[r][p], weights[p], word);
+          weights[p] = P::template Weights<decltype(number)::value>(tiles[b], p);
+        }
+        for (int r = 0; r < R; ++r) {
+          const typename P::Operand word = P::Word(x + r);
+          for (int p = 0; p < P::kParts; ++p) {
+            sum[b][r][p] = P::Add(sum[b][r][p], weights[p], word);
+          }
         }
       }
       x += R;
@@ -59,28 +82,33 @@ __attribute__((noinline)) void Block(const char* tiles, const uint32_t* x, int64
     if constexpr (P::kSteps == 2) {
       step(std::integral_constant<int, 1>());
     }
+    for (int b = 0; b < B; ++b) {
+      tiles[b] += 64;
+    }
   }
-  for (int r = 0; r < R; ++r) {
-    P::Finish(sums + r * kBlockOut, sum[r]);
+  for (int b = 0; b < B; ++b) {
+    for (int r = 0; r < R; ++r) {
+      for (int p = 0; p < P::kParts; ++p) {
+        P::StoreSum(sums[b] + r * kBlockOut + p * P::kWidth, sum[b][r][p]);
+      }
+    }
   }
 }
 
-template <class P, int R = P::kRows>
-void AnyBlock(int64_t rows, const char* tiles, const uint32_t* x, int64_t tile_rows, float* sums) {
+// Multiply for a panel of any size.
+template <class P, int B, int R = B == 1 ? P::kRows : kFewRows>
+void AnyPanel(int64_t rows, const char* const* blocks, const uint32_t* x, int64_t tile_rows, Ahead ahead,
+              float* const* sums) {
   if constexpr (R > 1) {
     if (rows < R) {
-      return AnyBlock<P, R - 1>(rows, tiles, x, tile_rows, sums);
+      return AnyPanel<P, B, R - 1>(rows, blocks, x, tile_rows, ahead, sums);
     }
   }
-  Block<P, R>(tiles, x, tile_rows, sums);
+  Multiply<P, R, B>(blocks, x, tile_rows, ahead, sums);
 }
 
 template <class V>
 struct VectorLinear {
-  static int64_t WordsOf(const LinearJob& job) {
-    return job.int8 ? Words(V::Int8::kForm, job.k) : Words(V::Bf16::kForm, job.k);
-  }
-
   static int64_t PerUnit(const LinearJob& job) {
     const int64_t blocks = kUnitBytes / (job.BlockBytes() * (job.gated() ? 2 : 1));
     return job.m > 64 || blocks < 1 ? 1 : blocks;
@@ -88,8 +116,7 @@ struct VectorLinear {
 
   // Rows are divided evenly, so that all units of a call are alike.
   static int64_t RowsAtOnce(const LinearJob& job) {
-    const int64_t most = Max(kRowsBytes / (WordsOf(job) * 4), kFewestRows);
-    const int64_t parts = CeilDiv(job.m, most);
+    const int64_t parts = CeilDiv(job.m, kRowsAtOnce);
     return RoundUp(CeilDiv(job.m, parts), kRowBlock);
   }
 
@@ -97,29 +124,66 @@ struct VectorLinear {
     return CountUnits(job, PerUnit(job)) * CeilDiv(job.m, RowsAtOnce(job));
   }
 
+  // sums [last - first][16] += the products of these rows with a block.
   template <class P>
-  static void Run(const LinearJob& job, const UnitBlocks& unit_blocks, int64_t first, int64_t last) {
-    const int64_t words = Words(P::kForm, job.k), tile_rows = job.BlockBytes() / 64;
+  static void MultiplyBlock(const LinearJob& job, const char* tiles, int64_t first, int64_t last, float* sums) {
     const uint32_t* x = static_cast<const uint32_t*>(job.x);
-    alignas(64) float sums[2][P::kRows * kBlockOut];
-    for (int64_t b = unit_blocks.block; b < unit_blocks.block + unit_blocks.count; ++b) {
+    const int64_t tile_rows = job.BlockBytes() / 64;
+    if (job.m <= P::kRows) {
+      AnyPanel<P, 1>(job.m, &tiles, x, tile_rows, {kPrefetchBytes, 0}, &sums);
+      return;
+    }
+    const int64_t part = 64 / CeilDiv(last - first, P::kRows);  // of each tile row's bytes a panel fetches
+    for (int64_t begin = 0; begin < tile_rows; begin += kStretch) {
+      const int64_t count = Min(tile_rows - begin, kStretch);
+      const char* stretch = tiles + begin * 64;
+      const uint32_t* panel = x + (begin * job.m + first * count) * P::kSteps;
+      Ahead ahead{count * 64, part - 64};
       for (int64_t row = first; row < last;) {
         const int64_t rows = PanelRows(P::kRows, job.m, row);
-        for (int64_t part = 0; part < (job.gated() ? 2 : 1); ++part) {
-          const int64_t weight = job.gated() ? part : unit_blocks.weight;
-          const char* tiles = job.weights[weight].tiles + b * job.BlockBytes();
-          AnyBlock<P>(rows, tiles, x + row * words, tile_rows, sums[part]);
-          if (job.int8) {
-            Dequantize(job, weight, b, row, rows, sums[part], P::kForm == Form::kFourOffset);
-          }
-        }
-        if (job.gated()) {
-          FinishGate(job, b, row, rows, sums[0], sums[1]);
-        } else {
-          Finish(job, unit_blocks.weight, b, row, rows, sums[0], nullptr);
-        }
+        float* to = sums + (row - first) * kBlockOut;
+        AnyPanel<P, 1>(rows, &stretch, panel, count, ahead, &to);
+        ahead.bytes += part * count;
+        panel += rows * count * P::kSteps;
         row += rows;
       }
+    }
+  }
+
+  template <class P>
+  static void Run(const LinearJob& job, const UnitBlocks& unit_blocks, int64_t first, int64_t last) {
+    alignas(64) float memory[2][kRowsAtOnce * kBlockOut];
+    float* sums[2] = {memory[0], memory[1]};
+    const int64_t rows = last - first, end = unit_blocks.block + unit_blocks.count;
+    const bool few = job.m <= kFewRows;
+    for (int64_t b = unit_blocks.block; b < end;) {
+      // Two blocks go together if they make one output, or if there are few rows.
+      const int64_t count = job.gated() || (few && b + 1 < end) ? 2 : 1;
+      int64_t weight[2], block[2];
+      const char* tiles[2];
+      for (int64_t i = 0; i < count; ++i) {
+        weight[i] = job.gated() ? i : unit_blocks.weight;
+        block[i] = job.gated() ? b : b + i;
+        tiles[i] = job.weights[weight[i]].tiles + block[i] * job.BlockBytes();
+        memset(sums[i], 0, rows * kBlockOut * 4);
+      }
+      if (few && count == 2) {
+        const auto* x = static_cast<const uint32_t*>(job.x);
+        AnyPanel<P, 2>(job.m, tiles, x, job.BlockBytes() / 64, {kPrefetchBytes, 0}, sums);
+      } else {
+        for (int64_t i = 0; i < count; ++i) {
+          MultiplyBlock<P>(job, tiles[i], first, last, sums[i]);
+        }
+      }
+      for (int64_t i = 0; job.int8 && i < count; ++i) {
+        Dequantize(job, weight[i], block[i], first, rows, sums[i], P::kForm == Form::kFourOffset);
+      }
+      if (job.gated()) {
+        FinishGate(job, b, first, rows, sums[0], sums[1]);
+      } else {
+        Finish(job, unit_blocks.weight, b, first, rows, sums[0], count == 2 ? sums[1] : nullptr);
+      }
+      b += job.gated() ? 1 : count;
     }
   }
 
@@ -138,8 +202,8 @@ struct VectorLinear {
 
   static void PutRows(const LinearInput& input, int64_t block, const LinearJob& job, void* x, float* x_scale,
                       float* row) {
-    job.int8 ? PutPanels(V::Int8::kForm, V::Int8::kRows, input, block, job, static_cast<uint32_t*>(x), x_scale, row)
-             : PutPanels(V::Bf16::kForm, V::Bf16::kRows, input, block, job, static_cast<uint32_t*>(x), x_scale, row);
+    job.int8 ? PutPanels<typename V::Int8>(input, block, job, kStretch, static_cast<uint32_t*>(x), x_scale, row)
+             : PutPanels<typename V::Bf16>(input, block, job, kStretch, static_cast<uint32_t*>(x), x_scale, row);
   }
 
   static const LinearKernel& Kernel() {
