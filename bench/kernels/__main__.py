@@ -11,8 +11,12 @@ row of 512 tokens, which end at the context. Each runs over so many layers that 
 or keys and values. The instruction sets of the machine take turns in every round, and medians count.
 
 The limit is what the machine could do: all threads read memory at GB/s, or multiply out of registers with the
-best instruction of the set, whichever takes longer. Both are measured in between (bench/measures/limits.c).
-The share of the limit is the time that it allows by the time that was taken.
+best instruction of the set, whichever takes longer. Both are measured before the lines of each product and of
+each context (bench/measures/limits.c), because some machines change their speed every few minutes. The share
+of the limit is the time that it allows by the time that was taken.
+
+Each line is appended to `--out`, and printed to standard error, as soon as it is measured. The table at the
+end has them in order.
 """
 
 from __future__ import annotations
@@ -24,9 +28,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.kernels import turns
-from bench.kernels.lines import SHAPES, Result
+from bench.kernels.lines import CHUNK, SHAPES, Result
 from bench.kernels.picture import drawing
-from bench.kernels.results import from_record, record, results, table, with_layers
+from bench.kernels.results import HEAD, from_record, latest, record, results, row, table, with_layers
 from bench.kernels.rival import Rival
 from bench.measures import record as records
 from bench.measures.limits import Limits
@@ -38,9 +42,9 @@ CONTEXTS, PREFILL_CONTEXTS = (256, 1024, 8192), (512, 2048, 8192)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
-    args = _parser().parse_args(arguments)
+    args = _arguments(arguments)
     if args.read:
-        found = [from_record(line) for file in args.read for line in records.read_lines(file)]
+        found = latest(from_record(line) for file in args.read for line in records.read_lines(file))
     elif not library.available():
         print("no native kernels on this machine", file=sys.stderr)
         return 1
@@ -65,31 +69,60 @@ def _measure(args: argparse.Namespace) -> list[Result]:
         rounds=args.rounds,
     )
     rivals = [Rival(args.rival, dtype) for dtype in ("bfloat16", "float32")] if args.rival else []
-    timed, limits = [], Limits(0.0, {})
+    about = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": records.commit(),
+        "machine": records.machine(),
+        "rival": [rival.about for rival in rivals],
+    }
+    found: list[Result] = []
+    limits: list[Limits] = []
+    print(HEAD, file=sys.stderr)
     try:
         for each in turns.measure(wanted, rivals):
             if isinstance(each, Limits):
-                limits = each.best(limits)
-            else:
-                timed.append(each)
+                limits.append(each)
+                continue
+            for result in results(each, limits[-1]):
+                found.append(result)
+                print(row(result), file=sys.stderr, flush=True)
+                if args.out is not None:
+                    records.write_line(args.out, record(result) | about)
     finally:
         for rival in rivals:
             rival.close()
-    found = results(timed, limits)
-    if args.out is not None:
-        about = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "commit": records.commit(),
-            "machine": records.machine(),
-            "rival": [rival.about for rival in rivals],
-        }
-        for result in found:
-            records.write_line(args.out, record(result) | about)
-    print(f"memory is read at {limits.bytes_per_s / 1e9:.1f} GB/s; multiplying, in GFLOP/s:")
-    for peak, rate in limits.operations_per_s.items():
-        print(f"- {peak.isa.name}, {peak.format}: {rate / 1e9:.0f} ({peak.instruction})")
+    read = _range([each.bytes_per_s for each in limits])
+    print(f"memory was read at {read} GB/s; multiplying, in GFLOP/s:")
+    for peak in limits[-1].operations_per_s:
+        rates = _range([each.operations_per_s[peak] for each in limits])
+        print(f"- {peak.isa.name}, {peak.format}: {rates} ({peak.instruction})")
     print()
     return found
+
+
+def _range(values: Sequence[float]) -> str:
+    """The least and the largest of values per second, in thousands of millions."""
+    low, high = (f"{value / 1e9:.3g}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.read:
+        measuring = ("only", "shapes", "formats", "rows", "contexts", "rounds", "rival", "out")
+        for name in measuring:
+            if getattr(args, name) != parser.get_default(name):
+                parser.error(f"--{name} is for measuring; --from shows all records as they are")
+    elif "prefill" in args.only and args.contexts and min(args.contexts) < CHUNK:
+        parser.error(f"--contexts: prefill has chunks of {CHUNK} tokens; leave it out with --only")
+    return args
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,20 +145,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--rows",
-        type=int,
+        type=_count,
         nargs="+",
         metavar="N",
         help=f"of products and of decode attention; default: {ROWS} and {DECODE_ROWS}",
     )
     parser.add_argument(
         "--contexts",
-        type=int,
+        type=_count,
         nargs="+",
         metavar="N",
         help=f"of decode and prefill attention; default: {CONTEXTS} and {PREFILL_CONTEXTS}",
     )
     parser.add_argument(
-        "--rounds", type=int, default=7, metavar="N", help="default: 7; long lines have fewer"
+        "--rounds", type=_count, default=7, metavar="N", help="default: 7; long lines have fewer"
     )
     parser.add_argument(
         "--rival",

@@ -156,8 +156,14 @@ class Result:
 
 def layer(results: list[Result]) -> Result:
     """The products of a layer as one line. Its limit is that of all of them together, which is not above the
-    sum of their limits.
+    sum of their limits: each multiplies and reads as fast as the machine could when it was measured.
     """
     work = sum((result.line.work for result in results), Work(0, 0))
-    line = replace(results[0].line, part="layer", work=work)
-    return replace(results[0], line=line, seconds=sum(result.seconds for result in results))
+    multiplying = sum(result.line.work.operations / result.machine.operations_per_s for result in results)
+    reading = sum(result.line.work.bytes_read / result.machine.bytes_per_s for result in results)
+    return Result(
+        replace(results[0].line, part="layer", work=work),
+        results[0].by,
+        sum(result.seconds for result in results),
+        Machine(work.operations / multiplying, work.bytes_read / reading),
+    )

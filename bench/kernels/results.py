@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from bench.kernels.lines import Line, Result, layer
@@ -13,17 +13,17 @@ from bench.measures.limits import Limits
 from penstock.runtime.ops.native.library import Isa
 
 
-def results(timed: Iterable[Timed], limits: Limits) -> list[Result]:
-    """Every line by everybody who was measured. A rival is compared with the limits of the best instruction
-    set.
+def results(timed: Timed, limits: Limits) -> list[Result]:
+    """A line by everybody who was measured. A rival is compared with the limits of the best instruction set.
+    Raises ValueError if nothing is known of what the machine multiplies.
     """
-    found = []
-    for line, seconds in timed:
-        for by, taken in seconds.items():
-            isa = Isa[by] if by in Isa.__members__ else max(peak.isa for peak in limits.operations_per_s)
-            machine = Machine(limits.peak(isa, line.multiplied), limits.bytes_per_s)
-            found.append(Result(line, by, taken, machine))
-    return found
+    line, seconds = timed
+    best = max(Isa)
+    return [
+        Result(line, by, taken, Machine(limits.peak(isa, line.multiplied), limits.bytes_per_s))
+        for by, taken in seconds.items()
+        for isa in [Isa.__members__.get(by, best)]
+    ]
 
 
 def record(result: Result) -> dict[str, Any]:
@@ -39,6 +39,11 @@ def from_record(fields: Mapping[str, Any]) -> Result:
     names = ("kind", "shape", "part", "format", "rows", "context")
     line = Line(**{name: fields[name] for name in names}, work=work)
     return Result(line, fields["by"], fields["seconds"], Machine(**fields["limits"]))
+
+
+def latest(found: Iterable[Result]) -> list[Result]:
+    """The last result of each line by each instruction set or rival, where records have several."""
+    return list({(replace(result.line, work=Work(0, 0)), result.by): result for result in found}.values())
 
 
 def with_layers(found: Sequence[Result]) -> list[Result]:
@@ -59,7 +64,7 @@ HEAD = """\
 
 
 def table(found: Iterable[Result]) -> str:
-    """A table in Markdown."""
+    """A table in Markdown, in the order of kernels and sizes."""
 
     def order(result: Result) -> tuple[Any, ...]:
         line = result.line
@@ -67,10 +72,11 @@ def table(found: Iterable[Result]) -> str:
             _ORDER[line.kind], line.shape, line.format, _PARTS.index(line.part), line.context, line.rows,
         )  # fmt: skip
 
-    return "\n".join([HEAD, *map(_row, sorted(found, key=order))])
+    return "\n".join([HEAD, *map(row, sorted(found, key=order))])
 
 
-def _row(result: Result) -> str:
+def row(result: Result) -> str:
+    """A line of the table."""
     line, work = result.line, result.line.work
     name = line.part if line.kind == "product" else f"{line.kind} attention"
     return (

@@ -49,15 +49,17 @@ def sets() -> list[Isa]:
 
 
 def measure(wanted: Wanted, rivals: Sequence[Rival]) -> Iterator[Timed | limits.Limits]:
-    """Yields lines as they are measured, and the machine's limits, anew for each format of each shape."""
+    """Yields lines as they are measured, and before the lines of each product and of each context the
+    machine's limits at that time.
+    """
     for shape, format in product(wanted.shapes, wanted.formats):
-        yield limits.measure()
         yield from _products(shape, format, wanted, rivals)
-        yield limits.measure()
         yield from _attention(shape, format, wanted)
 
 
-def _products(shape: str, format: Format, wanted: Wanted, rivals: Sequence[Rival]) -> Iterator[Timed]:
+def _products(
+    shape: str, format: Format, wanted: Wanted, rivals: Sequence[Rival]
+) -> Iterator[Timed | limits.Limits]:
     if "products" not in wanted.kinds:
         return
     rivals = rivals if format == "bfloat16" else ()
@@ -65,6 +67,7 @@ def _products(shape: str, format: Format, wanted: Wanted, rivals: Sequence[Rival
         layers = Layers(each, format, stack_bytes())
         for rival in rivals:
             rival.prepare(each, stack_bytes())
+        yield limits.measure()
         for rows in wanted.rows:
             line = product_line(shape, each, format, rows)
             operations = line.work.operations
@@ -72,15 +75,19 @@ def _products(shape: str, format: Format, wanted: Wanted, rivals: Sequence[Rival
             yield line, _in_turns(layers.runner(rows, operations), others, wanted)
 
 
-def _attention(shape: str, format: Format, wanted: Wanted) -> Iterator[Timed]:
-    lines: list[Line] = []
+def _attention(shape: str, format: Format, wanted: Wanted) -> Iterator[Timed | limits.Limits]:
+    groups: list[list[Line]] = []
     if "decode" in wanted.kinds:
-        sizes = product(wanted.contexts, wanted.decode_rows)
-        lines += [decode_line(shape, format, rows, context) for context, rows in sizes]
+        groups += [
+            [decode_line(shape, format, rows, context) for rows in wanted.decode_rows]
+            for context in wanted.contexts
+        ]
     if "prefill" in wanted.kinds:
-        lines += [prefill_line(shape, format, context) for context in wanted.prefill_contexts]
-    for line in lines:
-        yield line, _in_turns(attention.runner(line, stack_bytes()), {}, wanted)
+        groups += [[prefill_line(shape, format, context)] for context in wanted.prefill_contexts]
+    for lines in groups:
+        yield limits.measure()
+        for line in lines:
+            yield line, _in_turns(attention.runner(line, stack_bytes()), {}, wanted)
 
 
 def _in_turns(

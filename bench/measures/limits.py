@@ -73,15 +73,9 @@ class Limits:
         found = [
             rate for peak, rate in self.operations_per_s.items() if peak.isa <= isa and peak.format == of
         ]
+        if not found:
+            raise ValueError(f"nothing is known of multiplying {of} with {isa.name}; is there a C compiler?")
         return max(found)
-
-    def best(self, other: Limits) -> Limits:
-        """The higher of two measurements of each limit, because other work only lowers them."""
-        rates = {
-            peak: max(rate, other.operations_per_s.get(peak, 0.0))
-            for peak, rate in self.operations_per_s.items()
-        }
-        return Limits(max(self.bytes_per_s, other.bytes_per_s), rates)
 
 
 @functools.cache
@@ -97,8 +91,9 @@ def build() -> ctypes.CDLL | None:
         loaded = ctypes.CDLL(str(built))
     loaded.read_memory.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     for peak in PEAKS:
-        function = getattr(loaded, peak.function)
-        function.argtypes, function.restype = [ctypes.c_uint64], ctypes.c_double
+        if hasattr(loaded, peak.function):  # only on x86-64
+            function = getattr(loaded, peak.function)
+            function.argtypes, function.restype = [ctypes.c_uint64], ctypes.c_double
     return loaded
 
 

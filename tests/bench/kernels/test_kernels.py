@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -22,7 +23,7 @@ from bench.kernels.lines import (
 )
 from bench.kernels.lines import products as products_of
 from bench.kernels.picture import drawing, roof
-from bench.kernels.results import from_record, record, results, table, with_layers
+from bench.kernels.results import HEAD, from_record, latest, record, results, table, with_layers
 from bench.measures.cost import Machine, Work
 from bench.measures.limits import PEAKS, Limits, operations_per_s, read_bytes_per_s
 from penstock.runtime.models.registry import parse_config
@@ -94,6 +95,11 @@ def test_a_layer_is_its_four_products():
     assert (whole.line.part, whole.line.work, whole.seconds) == ("layer", Work(4e9, 40e6), 0.08)
     assert with_layers(parts) == [*parts, whole]
     assert with_layers(parts[:3]) == parts[:3]
+    # The machine was half as fast when the second was measured: 10 + 20 ms of multiplying, 1 + 2 of reading.
+    slow = replace(parts[1], machine=Machine(operations_per_s=50e9, bytes_per_s=5e9))
+    whole = layer([parts[0], slow])
+    assert (whole.least_s, whole.share) == (pytest.approx(0.03), pytest.approx(0.75))
+    assert whole.line.work.bytes_read / whole.machine.bytes_per_s == pytest.approx(0.003)
 
 
 def test_records_are_read_as_they_were_written():
@@ -101,23 +107,43 @@ def test_records_are_read_as_they_were_written():
     assert from_record(json.loads(json.dumps(record(one) | {"commit": "abc"}))) == one
 
 
+def test_the_later_record_of_a_line_counts():
+    first, second = (result(Work(1e9, 10e6), seconds) for seconds in (0.02, 0.03))
+    other = result(Work(1e9, 10e6), 0.01, by="AVX512")
+    assert latest([first, other, second]) == [second, other]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--contexts", "256", "512"], "chunks of 512 tokens"),
+        (["--rows", "0"], "must be at least 1"),
+        (["--from", "records.jsonl", "--shapes", "4B"], "--shapes is for measuring"),
+        (["--from", "records.jsonl", "--out", "more.jsonl"], "--out is for measuring"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(arguments, reason, capsys):
+    with pytest.raises(SystemExit):
+        command.main(arguments)
+    assert reason in capsys.readouterr().err
+
+
 def test_everybody_is_compared_with_the_limits_of_what_multiplies():
     avx2, int8, avx512 = PEAKS[:3]
     limits = Limits(10e9, {avx2: 1e9, avx512: 3e9, int8: 2e9})
     seconds = {"AVX2": 1.0, "AVX512": 0.5, "torch bfloat16": 2.0}
     line = product_line("0.6B", Product("o", 32, 64), "bfloat16", 1)
-    found = {each.by: each.machine for each in results([(line, seconds)], limits)}
+    found = {each.by: each.machine for each in results((line, seconds), limits)}
     assert {by: machine.operations_per_s for by, machine in found.items()} == {
         "AVX2": 1e9,
         "AVX512": 3e9,
         "torch bfloat16": 3e9,
     }
     # An int8 cache is widened, so that its attention multiplies bfloat16.
-    (attention,) = results([(decode_line("0.6B", "int8", 1, 64), {"AVX2": 1.0})], limits)
+    (attention,) = results((decode_line("0.6B", "int8", 1, 64), {"AVX2": 1.0}), limits)
     assert attention.machine.operations_per_s == 1e9
-    assert limits.best(Limits(20e9, {avx2: 0.5e9, avx512: 4e9, int8: 1e9})) == Limits(
-        20e9, {avx2: 1e9, avx512: 4e9, int8: 2e9}
-    )
+    with pytest.raises(ValueError, match="nothing is known of multiplying bfloat16"):
+        results((line, {"AVX2": 1.0}), Limits(10e9, {}))
 
 
 def test_the_table():
@@ -174,17 +200,23 @@ def test_a_run(tmp_path, capsys, monkeypatch):
     """All kernels in all formats, with one layer each, and the same table again from the records."""
     monkeypatch.setattr("bench.kernels.turns.stack_bytes", lambda: 1 << 16)
     monkeypatch.setattr("bench.kernels.stacks._MOST_CALLS", 2)
-    limits = Limits(10e9, dict.fromkeys(PEAKS, 100e9))
-    monkeypatch.setattr("bench.measures.limits.measure", lambda: limits)
+    rates = itertools.count(10e9, 1e9)
+    monkeypatch.setattr(
+        "bench.measures.limits.measure", lambda: Limits(next(rates), dict.fromkeys(PEAKS, 100e9))
+    )
     out, plot = tmp_path / "kernels.jsonl", tmp_path / "kernels.svg"
     shapes = ["--shapes", "0.6B", "--rows", "2", "--contexts", "512", "--rounds", "1"]
     assert command.main([*shapes, "--out", str(out)]) == 0
-    first = capsys.readouterr().out
+    first, at_once = capsys.readouterr()
     read = [from_record(json.loads(line)) for line in out.read_text().splitlines()]
     sets = 1 + library.load().penstock_best_isa() - Isa.AVX2
     products, decodes, prefills = (2 * 4, 2, 2)
     assert len(read) == (products + decodes + prefills) * sets
     assert all(each.seconds > 0 and each.share > 0 for each in read)
+    # Four products and two contexts in two formats, each with its own limits.
+    assert sorted({each.machine.bytes_per_s for each in read}) == [(10 + i) * 1e9 for i in range(12)]
+    assert "memory was read at 10 to 21 GB/s" in first
+    assert set(at_once.splitlines()) < set(first.splitlines()) | {*HEAD.splitlines()}
     assert command.main(["--from", str(out), "--layers", "--plot", str(plot)]) == 0
     again = capsys.readouterr().out
     assert set(again.splitlines()) <= set(first.splitlines())
