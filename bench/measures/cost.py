@@ -96,7 +96,7 @@ def _pair_products(ours: AttentionConfig | LatentConfig | RecurrentConfig) -> in
 
 
 def _kept_bytes(ours: AttentionConfig | LatentConfig | RecurrentConfig, *, is_int8: bool) -> int:
-    """Bytes of each position in the cache, whose rows hold a key or a value of one head."""
+    """Bytes of each position in the cache, whose KV rows hold a key or a value of one head."""
     if isinstance(ours, RecurrentConfig):
         return 0
     if isinstance(ours, AttentionConfig):
@@ -117,9 +117,9 @@ def one_pass(
     """The work of one pass that computes these spans and samples one token for each.
 
     `weight_bytes` is the size of one weight. The cache holds numbers of two bytes, or of one with a scale
-    for each row. A position p attends to p + 1 positions: 4 operations for each position, head and dimension
-    (a multiply-add for the score, and one for the sum of values); with latent attention the dimensions are
-    those of the latent.
+    for each KV row. A position p attends to p + 1 positions: 4 operations for each position, head and
+    dimension (a multiply-add for the score, and one for the sum of values); with latent attention the
+    dimensions are those of the latent.
     """
     tokens = sum(end - start for start, end in spans)
     attended = sum((end * (end + 1) - start * (start + 1)) // 2 for start, end in spans)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -39,6 +39,7 @@ floats = st.sampled_from([2.0**20, 2.0**-10]).flatmap(
 )
 
 
+@settings(deadline=None)
 @given(arrays.arrays(np.float32, (3, DIM), elements=floats))
 def test_no_value_is_farther_off_than_half_a_scale(x: np.ndarray) -> None:
     """The little more is float32's own rounding, of numbers up to 127. What is read back is the number times

@@ -256,11 +256,11 @@ def paged_attention(
 
 
 def _check_cache(q: Array, v_new: Array | None, kv: Array, value_dim: int | None) -> None:
-    """Raises ValueError unless arguments and cache agree on how wide rows are, and on where values are."""
+    """Raises ValueError unless arguments and cache agree on how wide KV rows are, and on where values are."""
     width = q.shape[2] + (SCALE_BYTES if kv.dtype == jnp.int8 else 0)
     if kv.shape[4] != width:
         raise ValueError(
-            f"the rows of a cache of {kv.dtype} must be {width} wide for heads of {q.shape[2]}, "
+            f"the KV rows of a cache of {kv.dtype} must be {width} wide for heads of {q.shape[2]}, "
             f"not {kv.shape[4]}"
         )
     keys_only = kv.shape[1] == 1

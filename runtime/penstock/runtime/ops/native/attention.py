@@ -32,8 +32,8 @@ def supports(
     q: Array | jax.ShapeDtypeStruct, kv: Array | jax.ShapeDtypeStruct, value_dim: int | None = None
 ) -> bool:
     """Whether the kernels can handle queries [T, H, D] against a cache [page, 2, KH, page size, D], or with
-    `value_dim` against one of keys only, [page, 1, KH, page size, D]. The rows of an int8 cache also hold
-    their scales.
+    `value_dim` against one of keys only, [page, 1, KH, page size, D]. The KV rows of an int8 cache also
+    hold their scales.
     """
     stored, dim = _DTYPES.get(np.dtype(q.dtype)), q.shape[2]
     return (
