@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         found = _measure(args)
     found = with_layers(found)
+    print(table(result for result in found if not args.layers or result.line.part in ("layer", "attention")))
     if args.plot is not None:
         args.plot.write_text(drawing(found), encoding="utf-8")
-    print(table(result for result in found if not args.layers or result.line.part in ("layer", "attention")))
     return 0
 
 
@@ -116,6 +116,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
                 parser.error(f"--{name} is for measuring; --from shows all records as they are")
     elif "prefill" in args.only and args.contexts and min(args.contexts) < CHUNK:
         parser.error(f"--contexts: prefill has chunks of {CHUNK} tokens; leave it out with --only")
+    elif args.rival and not ("products" in args.only and "bfloat16" in args.formats):
+        parser.error("--rival: it computes products in bfloat16 and float32, which are not asked for")
     return args
 
 

@@ -118,6 +118,7 @@ def test_the_later_record_of_a_line_counts():
     [
         (["--contexts", "256", "512"], "chunks of 512 tokens"),
         (["--rows", "0"], "must be at least 1"),
+        (["--rival", "env", "--formats", "int8"], "--rival: it computes products in bfloat16"),
         (["--from", "records.jsonl", "--shapes", "4B"], "--shapes is for measuring"),
         (["--from", "records.jsonl", "--out", "more.jsonl"], "--out is for measuring"),
     ],
