@@ -66,7 +66,7 @@ FLAGS = {  # longest suffix first
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a library is made of. Tests make one in which AMX is emulated."""
+    """What a library is made of. Tests make some in which AMX and AVX-512 are emulated."""
 
     name: str
     sources: tuple[Path, ...]
