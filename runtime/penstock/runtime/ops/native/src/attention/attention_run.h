@@ -9,7 +9,7 @@ namespace {
 template <Form kForm>
 void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const AttentionUnit& next, char* scratch) {
   const AttentionTask& task = *unit.task;
-  const int64_t dim = job.dim, value_dim = job.value_dim;
+  const int64_t value_dim = job.value_dim;
   const int64_t columns = task.column_end - task.column_begin, tiles = (columns + kCols - 1) / kCols;
   Carver carver(scratch);
   Memory<kForm> memory(job, tiles, carver);
@@ -45,10 +45,11 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
       memcpy(raw_values, values, sizeof(values));
     }
     const bool few = kKeyLanes<kForm> && columns <= kFewColumns;
-    // While the first columns use the keys, the values of these keys are prefetched; afterwards the next keys are. The
-    // scales of int8 values are needed before the softmax.
+    // While the first columns use the keys, the values of these keys are prefetched; afterwards the next keys are. For
+    // each tile of keys Fetch is called where the tile is scored; where it is converted from int8, before that; else
+    // twice by Softmax, but not by SoftmaxLanes. The scales of int8 values are needed before the softmax.
     const int64_t tile_bytes = kKeyTile * job.cache_row_bytes(), steps = (end - begin + kKeyTile - 1) / kKeyTile;
-    const int value_steps = !job.int8 ? 3 : few ? 1 : 2;
+    const int other_steps = job.int8 ? !few : kKeyLanes<kForm> ? 0 : 2, value_steps = 1 + other_steps;
     Fetch fetch_values(raw_values, tile_bytes, value_steps * steps), fetch_next(ahead, tile_bytes, 2 * steps);
     if (job.int8) {
       ReadScales(job, keys, begin, end, memory.key_scales);
