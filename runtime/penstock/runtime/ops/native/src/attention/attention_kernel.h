@@ -103,7 +103,6 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
   c.count = Min(kCols, task.column_end - first);
   c.min_oldest = c.min_newest = INT32_MAX;
   c.max_oldest = c.max_newest = -1;
-  alignas(64) static const uint32_t zeros[16] = {};
   const uint32_t* rows[kCols];
   if (kForm != Form::kTiles) {
     memset(queries, 0, words * kCols * 4);
@@ -139,6 +138,7 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
   }
 #ifdef PENSTOCK_HAS_TILES
   if constexpr (kForm == Form::kTiles) {
+    alignas(64) static const uint32_t zeros[16] = {};
     for (int64_t chunk = 0; chunk * 16 < words; ++chunk) {
       const int64_t at = ChunkOffset(chunk, job.dim) / 4;
       const uint32_t* from[16];
@@ -223,7 +223,9 @@ void Softmax(const AttentionJob& job, const Columns& c, const Part& part, float*
         }
       }
       if constexpr (Paired(kForm)) {
+#ifdef __AVX512BF16__
         StorePair(reinterpret_cast<uint32_t*>(out) + key / 2 * kCols + col, p[0], p[1]);
+#endif
       } else {
         Vec::Store(out + key * kCols + col, p[0]);
         Vec::Store(out + (key + 1) * kCols + col, p[1]);

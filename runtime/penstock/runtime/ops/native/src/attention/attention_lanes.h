@@ -15,11 +15,9 @@ namespace {
 template <Form kForm>
 constexpr bool kKeyLanes = kForm == Form::kWiden;
 
-// A split's values: `dims` numbers of each key, whose rows begin every `stride` bytes.
-struct ValueTiles {
-  const char* const* tiles;
-  int64_t stride, dims;
-};
+// How many numbers of the cache, bf16 or int8, are in a word.
+template <typename T>
+constexpr int kPerWord = 4 / sizeof(T);
 
 // Computes the softmax, as Softmax does. The terms of a total are added up first by key modulo kKeyTile.
 inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& part, float* scores, float* out,

@@ -12,10 +12,6 @@ namespace {
 constexpr int kFewColumns = 16;
 constexpr bool kWidensValues = false;  // values are widened in registers for many columns too
 
-// How many numbers of the cache, bf16 or int8, are in a word.
-template <typename T>
-constexpr int kPerWord = 4 / sizeof(T);
-
 // Number i of each word, widened.
 template <typename T>
 inline Vec::F NumberOf(__m256i words, int i);

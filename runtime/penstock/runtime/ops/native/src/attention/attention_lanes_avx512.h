@@ -10,21 +10,12 @@ namespace {
 constexpr int kFewColumns = 8;
 constexpr bool kWidensValues = true;  // for many columns, before they are multiplied
 
-inline __m512 EvenHalves(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
-inline __m512 OddHalves(__m512i pairs) {
-  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
-}
-
-// How many numbers of the cache, bf16 or int8, are in a word.
-template <typename T>
-constexpr int kPerWord = 4 / sizeof(T);
-
 // Number i of each word, widened.
 template <typename T>
 inline __m512 NumberOf(__m512i words, int i);
 template <>
 inline __m512 NumberOf<uint16_t>(__m512i words, int i) {
-  return i == 0 ? EvenHalves(words) : OddHalves(words);
+  return i == 0 ? Vec::EvenHalves(_mm512_castsi512_ps(words)) : Vec::OddHalves(_mm512_castsi512_ps(words));
 }
 template <>
 inline __m512 NumberOf<int8_t>(__m512i words, int i) {
@@ -142,14 +133,20 @@ void ScoreFew(const char* const* keys, int64_t stride, int64_t dim, const float*
 // Thirty-two numbers of the cache as two vectors: of bf16 the even ones and the odd ones, of int8 the first 16 and the
 // others.
 inline void WidenTwo(const uint16_t* from, __m512& a, __m512& b) {
-  const __m512i pairs = _mm512_loadu_si512(from);
-  a = EvenHalves(pairs);
-  b = OddHalves(pairs);
+  const __m512 pairs = Vec::Load(reinterpret_cast<const float*>(from));
+  a = Vec::EvenHalves(pairs);
+  b = Vec::OddHalves(pairs);
 }
 inline void WidenTwo(const int8_t* from, __m512& a, __m512& b) {
   a = Vec::Widen(from);
   b = Vec::Widen(from + 16);
 }
+
+// A split's values: `dims` numbers of each key, whose rows begin every `stride` bytes.
+struct ValueTiles {
+  const char* const* tiles;
+  int64_t stride, dims;
+};
 
 // out[col][dim ..] for kC columns and kV times 32 dims: the sum over keys [from, to) of probability times value.
 template <typename T, int kC, int kV>

@@ -1,7 +1,8 @@
-// The two products of attention for one split and one tile of query columns: scores = K Q^T and values = P^T V.
+// The two products of attention for one split and one tile of query columns, scores = K Q^T and values = P^T V, where a
+// vector's lanes are columns (scores) or dims (values); attention_lanes.h has those in which they are keys.
 //
 // Operands are rows of 32-bit words, one word for each column: a float, or a pair of bf16 that belong together in a dot
-// product (two dims of a query, or two keys of a probability). So vector code and AMX use the same forms:
+// product (two dims of a query, or two keys of a probability). So vector code and AMX use the same forms.
 #pragma once
 
 #include <cstring>
@@ -48,20 +49,16 @@ class Fetch {
 
 constexpr bool Paired(Form form) { return form == Form::kPairs || form == Form::kTiles; }
 
-// sum + the dot product of pairs of bf16, lane by lane.
-inline Vec::F DotPairs(Vec::F sum, Vec::F a, Vec::F b) {
-#ifdef __AVX512BF16__
-  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-#else
-  return Vec::Fma(Vec::EvenHalves(a), Vec::EvenHalves(b), Vec::Fma(Vec::OddHalves(a), Vec::OddHalves(b), sum));
-#endif
-}
-
+// sum + a * broadcast, or if kPair, sum + the dot product of pairs of bf16, lane by lane.
 template <bool kPair>
 inline Vec::F DotStep(Vec::F sum, Vec::F a, float broadcast) {
+#ifdef __AVX512BF16__
   if constexpr (kPair) {
-    return DotPairs(sum, a, Vec::Set(broadcast));
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)Vec::Set(broadcast));
   }
+#else
+  static_assert(!kPair, "pairs need AVX512_BF16");
+#endif
   return Vec::Fma(a, Vec::Set(broadcast), sum);
 }
 
@@ -103,7 +100,7 @@ void ScoreKeys(const char* keys, int64_t row_bytes, const float* queries, int64_
   }
 }
 
-// The split's values as rows of words; a tile of keys has kRows of them.
+// The split's values as rows of words; a tile of keys has `rows_per_tile` of them.
 struct ValueRows {
   const char* const* tiles;
   int64_t row_bytes;
@@ -177,22 +174,15 @@ void SumValues(const ValueRows& rows, const float* probabilities, int cols, int6
   }
 }
 
+#ifdef __AVX512BF16__
 // Rounds two vectors to bf16 and stores them side by side in words.
 inline void StorePair(uint32_t* to, Vec::F even, Vec::F odd) {
-#ifdef __AVX512BF16__
   alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
   _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
-#else
-  uint16_t low[Vec::kWidth], high[Vec::kWidth];
-  Vec::StoreNarrow(low, even);
-  Vec::StoreNarrow(high, odd);
-  for (int i = 0; i < Vec::kWidth; ++i) {
-    to[i] = low[i] | static_cast<uint32_t>(high[i]) << 16;
-  }
-#endif
 }
+#endif
 
 }  // namespace
 }  // namespace penstock

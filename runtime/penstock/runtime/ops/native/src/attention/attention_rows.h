@@ -53,25 +53,14 @@ void WidenRows(const char* from, int64_t rows, int64_t stride, int64_t dims, flo
   }
 }
 
-// Sixteen numbers as bf16, in the low halves of words.
-#ifdef __AVX512F__
+// What follows converts to bf16, of which only AVX512_BF16 and AMX multiply pairs.
+#ifdef __AVX512BF16__
 
+// Sixteen numbers as bf16, in the low halves of words.
 inline __m512i Bf16Words(const uint16_t* from) {
   return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
 inline __m512i Bf16Words(const int8_t* from) { return _mm512_srli_epi32(_mm512_castps_si512(Vec::Widen(from)), 16); }
-
-#else
-
-inline uint32_t Bf16Word(uint16_t number) { return number; }
-inline uint32_t Bf16Word(int8_t number) {
-  const float wide = number;
-  uint32_t bits;
-  memcpy(&bits, &wide, 4);
-  return bits >> 16;
-}
-
-#endif
 
 // Converts the `dims` int8 values of each row to bf16. Rows begin every `stride` bytes, and afterwards lie side by
 // side.
@@ -79,13 +68,7 @@ inline void Bf16Rows(const char* from, int64_t rows, int64_t stride, int64_t dim
   for (int64_t row = 0; row < rows; ++row, from += stride, to += dims) {
     const int8_t* numbers = reinterpret_cast<const int8_t*>(from);
     for (int64_t d = 0; d < dims; d += 16) {
-#ifdef __AVX512F__
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d), _mm512_cvtepi32_epi16(Bf16Words(numbers + d)));
-#else
-      for (int64_t i = d; i < d + 16; ++i) {
-        to[i] = static_cast<uint16_t>(Bf16Word(numbers[i]));
-      }
-#endif
     }
   }
 }
@@ -105,16 +88,12 @@ void PairValues(const char* values, int64_t stride, int64_t dims, int begin, int
     const int64_t step_a = has_even ? 16 : 0, step_b = has_odd ? 16 : 0;
     uint32_t* at = to;
     for (int64_t d = 0; d < dims; d += 16, a += step_a, b += step_b, at += block_words) {
-#ifdef __AVX512F__
       _mm512_storeu_si512(at, _mm512_or_si512(Bf16Words(a), _mm512_slli_epi32(Bf16Words(b), 16)));
-#else
-      for (int i = 0; i < 16; ++i) {
-        at[i] = Bf16Word(a[i]) | Bf16Word(b[i]) << 16;
-      }
-#endif
     }
   }
 }
+
+#endif
 
 }  // namespace
 }  // namespace penstock

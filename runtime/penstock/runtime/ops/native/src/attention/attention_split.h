@@ -74,11 +74,11 @@ void PrepareKeys(const AttentionJob& job, const char** keys, int begin, int end,
     if constexpr (kKeyLanes<kForm>) {
       job.int8 ? TurnKeys<int8_t>(from, stride, dim, to) : TurnKeys<uint16_t>(from, stride, dim, to);
     } else if constexpr (Paired(kForm)) {
+#ifdef __AVX512BF16__
       Bf16Rows(from, kKeyTile, stride, dim, reinterpret_cast<uint16_t*>(to));
-    } else if (job.int8) {
-      WidenRows<int8_t>(from, kKeyTile, stride, dim, to);
+#endif
     } else {
-      WidenRows<uint16_t>(from, kKeyTile, stride, dim, to);
+      WidenRows<int8_t>(from, kKeyTile, stride, dim, to);
     }
     keys[at / kKeyTile] = reinterpret_cast<const char*>(to);
     if (job.int8) {
@@ -125,6 +125,7 @@ void PrepareValues(const AttentionJob& job, const char** values, int begin, int 
       widen(values[tile] + low * stride, high - low, stride, dim, to + low * dim);
       values[tile] = reinterpret_cast<const char*>(to);
     } else {
+#ifdef __AVX512BF16__
       auto* to = reinterpret_cast<uint32_t*>(memory.values) + at / 2 * dim;
       const bool held = low < high, tiled = kForm == Form::kTiles;
       if (tiled && at % 32) {
@@ -133,6 +134,7 @@ void PrepareValues(const AttentionJob& job, const char** values, int begin, int 
       auto* pair = job.int8 ? PairValues<int8_t> : PairValues<uint16_t>;
       pair(values[tile], stride, dim, held ? low : 0, held ? high : 0, tiled ? 256 : 16, tiled ? kCols : dim, to);
       values[tile] = reinterpret_cast<const char*>(to);
+#endif
     }
   }
 }

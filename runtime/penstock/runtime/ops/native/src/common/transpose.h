@@ -40,6 +40,9 @@ inline void Transpose16(__m512i* a) {
   }
 }
 
+// The most rows of TransposeWords.
+constexpr int64_t kTransposedRows = 16;
+
 // Transposes from [rows][stride] to [words][rows]; there are at most 16 rows, and `words` is a multiple of 16.
 inline void TransposeWords(const uint32_t* from, int64_t stride, int64_t rows, int64_t words, uint32_t* to) {
   const __mmask16 kept = static_cast<__mmask16>((1u << rows) - 1);
@@ -73,14 +76,6 @@ inline void TransposeTile(const uint32_t* const* from, uint32_t* to) {
 
 #else
 
-inline void TransposeTile(const uint32_t* const* from, uint32_t* to) {
-  for (int r = 0; r < 16; ++r) {
-    for (int w = 0; w < 16; ++w) {
-      to[w * 16 + r] = from[r][w];
-    }
-  }
-}
-
 // Transposes 8 x 8 words: a[i] becomes word i of all rows.
 inline void Transpose8(__m256* a) {
   __m256 b[8];
@@ -102,32 +97,26 @@ inline void Transpose8(__m256* a) {
   }
 }
 
-// As for AVX-512. There is no quick store of some words of a register, so each row of the result is stored in whole
-// registers, whose last words the next row overwrites; the last rows are put together elsewhere.
+constexpr int64_t kTransposedRows = 8;
+
+// As for AVX-512, but of at most 8 rows, and `words` is a multiple of 8. There is no quick store of some words of a
+// register, so each row of the result is stored in a whole register, whose last words the next row overwrites; the last
+// rows are put together elsewhere.
 inline void TransposeWords(const uint32_t* from, int64_t stride, int64_t rows, int64_t words, uint32_t* to) {
-  const float* begins[16];
-  for (int64_t r = 0; r < 16; ++r) {
+  const float* begins[8];
+  for (int64_t r = 0; r < 8; ++r) {
     begins[r] = reinterpret_cast<const float*>(from + (r < rows ? r : 0) * stride);
   }
-  alignas(32) uint32_t last[8 * 16 + 8];
+  alignas(32) uint32_t last[8 * 8];
   for (int64_t w = 0; w < words; w += 8) {
-    __m256 a[16];
+    __m256 a[8];
     for (int64_t r = 0; r < 8; ++r) {
       a[r] = _mm256_loadu_ps(begins[r] + w);
     }
     Transpose8(a);
-    if (rows > 8) {
-      for (int64_t r = 8; r < 16; ++r) {
-        a[r] = _mm256_loadu_ps(begins[r] + w);
-      }
-      Transpose8(a + 8);
-    }
     uint32_t* out = w + 8 < words ? to + w * rows : last;
     for (int64_t i = 0; i < 8; ++i) {
       _mm256_storeu_ps(reinterpret_cast<float*>(out + i * rows), a[i]);
-      if (rows > 8) {
-        _mm256_storeu_ps(reinterpret_cast<float*>(out + i * rows + 8), a[8 + i]);
-      }
     }
   }
   memcpy(to + (words - 8) * rows, last, 8 * rows * 4);

@@ -72,6 +72,7 @@ inline void PutRow(Form form, const float* row, int64_t k, float* scale, uint32_
 template <class P>
 void PutPanels(const LinearInput& input, int64_t block, const LinearJob& job, int64_t tile_rows, uint32_t* x,
                float* x_scale, float* row) {
+  static_assert(P::kRows <= kTransposedRows, "TransposeWords takes a whole panel");
   const int64_t words = Words(P::kForm, job.k), first = block * kRowBlock;
   const int64_t last = Min(job.m, first + kRowBlock), stretch = tile_rows * P::kSteps;
   const int64_t stride = words + 16;  // rows a power of two apart would share a set of the first-level cache
