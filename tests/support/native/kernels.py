@@ -29,7 +29,7 @@ NATIVE: dict[str, tuple[Isa, bool | None]] = {
     "amx": (Isa.AMX, None),
 }
 """For each name the instruction set and the argument of `library.use_pairs`."""
-EMULATED = "amx_emulated"
+EMULATED_AMX = "amx_emulated"
 EMULATED_AVX512: dict[str, tuple[Isa, bool]] = {
     "avx512_emulated": (Isa.AVX512, False),
     "avx512_bf16_emulated": (Isa.AVX512_BF16, False),
@@ -41,7 +41,7 @@ machines that have the instruction set.
 
 ATTENTION_KERNELS = tuple(
     name
-    for name in (*NATIVE, EMULATED, *EMULATED_AVX512)
+    for name in (*NATIVE, EMULATED_AMX, *EMULATED_AVX512)
     if name not in ("avx512_bf16", "avx512_bf16_emulated")
 )
 """Attention in AVX512_BF16 without pairs is that in AVX512."""
@@ -54,7 +54,7 @@ def kernel_params(*names: str) -> list[Any]:
     """Parameters of a fixture that takes the names of kernels: these, or all if there are none. Those of
     emulated AVX-512 are marked as sweeps.
     """
-    chosen = names or (*NATIVE, EMULATED, *EMULATED_AVX512)
+    chosen = names or (*NATIVE, EMULATED_AMX, *EMULATED_AVX512)
     return [
         pytest.param(name, marks=[pytest.mark.sweep] if name in EMULATED_AVX512 else []) for name in chosen
     ]
@@ -131,7 +131,7 @@ def library_of(name: str) -> str:
     """The library that has the kernels of this name. A program runs those of one library, whichever of them
     were chosen when it was traced.
     """
-    if name == EMULATED:
+    if name == EMULATED_AMX:
         return _AMX.recipe.name
     return _ALL.recipe.name if name in EMULATED_AVX512 else build.KERNELS.name
 
@@ -143,7 +143,7 @@ def running(name: str) -> Iterator[None]:
     """
     if not library.available():
         pytest.skip("no native library on this machine")
-    if name == EMULATED:
+    if name == EMULATED_AMX:
         with _emulated(_AMX, Isa.AMX, pairs=False):
             yield
         return

@@ -29,7 +29,7 @@ from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.collector import Collector, at_gate
 from tests.support.models.toy import TEST_CACHE
-from tests.support.native.kernels import EMULATED, kernel_params, library_of, running
+from tests.support.native.kernels import EMULATED_AMX, kernel_params, library_of, running
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
@@ -92,7 +92,7 @@ def formats(request: pytest.FixtureRequest) -> dict[str, Any]:
     return chosen
 
 
-@pytest.fixture(scope="module", params=kernel_params("avx2", EMULATED, "avx512_emulated"))
+@pytest.fixture(scope="module", params=kernel_params("avx2", EMULATED_AMX, "avx512_emulated"))
 def served(request: pytest.FixtureRequest, formats: dict[str, Any], folder: Path) -> Iterator[Served]:
     """Yields one engine for all instruction sets of this machine, which are chosen when a program runs, and
     one for each library of emulated kernels.
@@ -182,7 +182,7 @@ def test_answers_have_the_same_bits_however_they_are_computed(served: Served, ke
         assert cached > 0
 
 
-@pytest.mark.parametrize("kernel", kernel_params("avx2", EMULATED, "avx512_emulated"))
+@pytest.mark.parametrize("kernel", kernel_params("avx2", EMULATED_AMX, "avx512_emulated"))
 def test_forks_pauses_and_updates_leave_the_bits(served: Served, kernel: str) -> None:
     """Three outputs of one prompt, which share its pages and then copy one: each is as it is alone. A pause
     that frees the KV cache, and an update to the same weights, both have the outputs computed again that run.

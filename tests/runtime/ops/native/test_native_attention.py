@@ -1,5 +1,5 @@
 """The native paged attention, compared with a dense softmax in float64, on every instruction set of this
-machine and on emulated AMX. A row's bits must depend on the row alone.
+machine and on emulated ones. A row's bits must depend on the row alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.runtime.ops.native import library
 from tests.support.native.attention import Batch, Case, Options, Shape, check, draw, runner
 from tests.support.native.kernels import (
     ATTENTION_KERNELS,
-    EMULATED,
+    EMULATED_AMX,
     kernel_params,
     running,
     threads_with_tiles,
@@ -240,7 +240,7 @@ def test_bits_depend_on_the_row_alone(kernel: str, shape: Shape, options: Option
             out, _ = attend(single)
             np.testing.assert_array_equal(out[:count].view(np.uint8), together[tokens].view(np.uint8))
         at += new
-    assert kernel != EMULATED or threads_with_tiles() == 0
+    assert kernel != EMULATED_AMX or threads_with_tiles() == 0
 
 
 @pytest.mark.parametrize(

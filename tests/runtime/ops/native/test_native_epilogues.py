@@ -1,6 +1,6 @@
 """What the native linear layers do beside multiplying, for families that need more than Llama: norms with
 an offset, other activations, scale and soft cap. It is compared with numpy in float64, on every instruction
-set of this machine and on emulated AMX, and a row's bits must depend on the row alone.
+set of this machine and on emulated ones, and a row's bits must depend on the row alone.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The native mixtures of experts, compared with numpy in float64, on every instruction set of this machine
-and on emulated AMX. A row's bits must depend on the row alone.
+and on emulated ones. A row's bits must depend on the row alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.activations import Activation
 from penstock.runtime.ops.native.experts import PackedExperts, batched, experts
 from penstock.runtime.ops.native.linear import Packed, linear, pack, quantize
-from tests.support.native.kernels import EMULATED, EMULATED_AVX512, kernel_params, running, threads_with_tiles
+from tests.support.native.kernels import (
+    EMULATED_AMX,
+    EMULATED_AVX512,
+    kernel_params,
+    running,
+    threads_with_tiles,
+)
 
 BF16 = ml_dtypes.bfloat16
 HIDDEN, INNER, EXPERTS, CHOSEN = 128, 192, 6, 3
@@ -260,7 +266,7 @@ def test_each_head_has_a_product_of_its_own(int8: bool, rows: int, padded: int) 
 
 def test_rows_that_take_several_passes_are_as_alone(kernel: str) -> None:
     """There are so many rows that what lies between the products would not fit one pass."""
-    if kernel == EMULATED or kernel in EMULATED_AVX512:
+    if kernel == EMULATED_AMX or kernel in EMULATED_AVX512:
         pytest.skip("emulated kernels would take minutes, and passes do not know the instruction set")
     rng = np.random.default_rng(19)
     rows, layer = 40_000, Layer(20, False)
@@ -281,7 +287,7 @@ def test_rows_that_take_several_passes_are_as_alone(kernel: str) -> None:
 
 
 def test_amx_tiles_are_released(kernel: str) -> None:
-    if kernel != EMULATED:
+    if kernel != EMULATED_AMX:
         pytest.skip("only emulated tiles are counted")
     rng = np.random.default_rng(17)
     x, (ids, weights) = draw(rng, 40, HIDDEN), chosen(rng, 40)

@@ -1,5 +1,5 @@
 """The native linear layers, compared with numpy in float64, on every instruction set of this machine and on
-emulated AMX. A row's bits must depend on the row alone.
+emulated ones. A row's bits must depend on the row alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.linear import Packed, linear, pack, packed_shape, quantize, unpack
 from penstock.runtime.ops.products import matmul_int8
-from tests.support.native.kernels import EMULATED, kernel_params, running, threads_with_tiles
+from tests.support.native.kernels import EMULATED_AMX, kernel_params, running, threads_with_tiles
 
 BF16 = ml_dtypes.bfloat16
 
@@ -251,7 +251,7 @@ def test_a_row_with_nan_or_infinity_is_not_finite_and_the_others_keep_their_bits
 @pytest.mark.parametrize("rows", [1, 40])
 def test_amx_tiles_are_released(kernel: str, int8: bool, rows: int) -> None:
     """Otherwise the system saves 8 KiB of tiles whenever it switches threads."""
-    if kernel != EMULATED:
+    if kernel != EMULATED_AMX:
         pytest.skip("only emulated tiles are counted")
     rng = np.random.default_rng(11)
     x = jnp.asarray(draw(rng, rows, 64))
