@@ -38,6 +38,7 @@ OTHERS = {
     "served_model_name": "m",
     "dtype": "float16",
     "quantization": "int8",
+    "kv_cache_dtype": "int8",
     "native": "require",
     "native_folder": "/kernels",
     "threads": 3,
