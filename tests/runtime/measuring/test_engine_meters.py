@@ -307,7 +307,9 @@ def test_what_the_engine_keeps_is_shown_as_it_is_now() -> None:
     assert meters.value(defined.COMPILES_AFTER_WARMUP) == 8
     assert meters.value(defined.JOURNAL_DROPPED) == 9
     assert meters.points(defined.MEMORY) == {("weights",): 1000}
-    assert meters.points(defined.BUILD_INFO) == {("1.2", "0.9", "cpu", "toy", "bfloat16", "none"): 1}
+    assert meters.points(defined.BUILD_INFO) == {
+        ("1.2", "0.9", "cpu", "toy", "bfloat16", "none", "bfloat16"): 1
+    }
     engine.paused = engine.broken = False
     assert meters.value(defined.PAUSED) == meters.value(defined.WEIGHTS_BROKEN) == 0
 

@@ -31,7 +31,7 @@ def sample_registry(exemplar_at_s: float = 1_700_000_000.5) -> Registry:
     first.record(0.03, times=2, labels=TEXT, exemplar=Exemplar(0.03, TRACE_ID, SPAN_ID, exemplar_at_s))
     first.record(99.0, labels=TEXT)
     registry.histogram(engine.REQUEST_DURATION).record(0.5, labels=(*CHAT, ""))
-    info = ("1.0", "0.10", "cpu", 'a "name"\nof\\two lines', "bfloat16", "none")
+    info = ("1.0", "0.10", "cpu", 'a "name"\nof\\two lines', "bfloat16", "none", "bfloat16")
     registry.gauge(engine.BUILD_INFO, lambda: {info: 1})
     return registry
 
