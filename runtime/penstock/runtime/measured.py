@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from penstock.runtime.building import EngineParts
 from penstock.runtime.host.resident import resident_bytes
@@ -14,6 +15,7 @@ from penstock.runtime.loop.journal.journal import Journal
 from penstock.runtime.measuring.engine_meters import EngineMeters
 from penstock.runtime.measuring.engine_state import BuildInfo, Sources
 from penstock.runtime.measuring.registry import Registry
+from penstock.runtime.ops.cache_spec import cache_dtype
 from penstock.runtime.scheduling.load import Load
 
 LOCK_WAIT_S = 0.5
@@ -58,7 +60,7 @@ def _build_info(parts: EngineParts) -> BuildInfo:
         model=parts.info.name,
         dtype=config.dtype,
         quantization=config.quantization,
-        kv_cache_dtype=config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        kv_cache_dtype=cache_dtype(config.kv_cache_dtype, jnp.dtype(config.dtype)).name,
     )
 
 
