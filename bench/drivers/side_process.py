@@ -10,10 +10,11 @@ import json
 import sys
 from pathlib import Path
 
+from bench.child import own_output
 from bench.drivers import options
 from bench.drivers.inprocess import InProcess
 from bench.drivers.over_grpc import OverGrpc
-from bench.drivers.side import own_output, serve
+from bench.drivers.side import serve
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ from bench.kernels import turns
 from bench.kernels.lines import CHUNK, SHAPES, Result
 from bench.kernels.picture import drawing
 from bench.kernels.results import HEAD, from_record, latest, record, results, row, table, with_layers
-from bench.kernels.rival import Rival
+from bench.kernels.rival import OneDNN
 from bench.measures import record as records
 from bench.measures.limits import Limits
 from penstock.runtime.ops.native import library
@@ -68,18 +68,18 @@ def _measure(args: argparse.Namespace) -> list[Result]:
         prefill_contexts=args.contexts or PREFILL_CONTEXTS,
         rounds=args.rounds,
     )
-    rivals = [Rival(args.rival, dtype) for dtype in ("bfloat16", "float32")] if args.rival else []
+    rival = OneDNN(args.rival) if args.rival else None
     about = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": records.commit(),
         "machine": records.machine(),
-        "rival": [rival.about for rival in rivals],
+        "rival": rival.about if rival is not None else None,
     }
     found: list[Result] = []
     limits: list[Limits] = []
     print(HEAD, file=sys.stderr)
     try:
-        for each in turns.measure(wanted, rivals):
+        for each in turns.measure(wanted, rival):
             if isinstance(each, Limits):
                 limits.append(each)
                 continue
@@ -89,7 +89,7 @@ def _measure(args: argparse.Namespace) -> list[Result]:
                 if args.out is not None:
                     records.write_line(args.out, record(result) | about)
     finally:
-        for rival in rivals:
+        if rival is not None:
             rival.close()
     read = _range([each.bytes_per_s for each in limits])
     print(f"memory was read at {read} GB/s; multiplying, in GFLOP/s:")
@@ -117,7 +117,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     elif "prefill" in args.only and args.contexts and min(args.contexts) < CHUNK:
         parser.error(f"--contexts: prefill has chunks of {CHUNK} tokens; leave it out with --only")
     elif args.rival and not ("products" in args.only and "bfloat16" in args.formats):
-        parser.error("--rival: it computes products in bfloat16 and float32, which are not asked for")
+        parser.error("--rival: it computes the products of --formats bfloat16, which are not asked for")
     return args
 
 
@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rival",
         type=Path,
         metavar="DIR",
-        help="an environment with PyTorch (of bench.rivals, say), whose products take turns with ours",
+        help="an environment with PyTorch (of bench.rivals, say), whose oneDNN takes turns with our products",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="append records, as JSON lines")
     parser.add_argument(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TypeVar
+
+from bench.measures.caches import largest_bytes
 
 T = TypeVar("T")
 
@@ -16,18 +17,9 @@ _RUN_OPERATIONS = 16e9
 _MOST_CALLS = 32
 
 
-def stack_bytes(index: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+def stack_bytes() -> int:
     """The least size of all layers together."""
-    sizes = [
-        _bytes((each / "size").read_text()) for each in index.glob("index*") if (each / "size").is_file()
-    ]
-    return max(_AT_LEAST_BYTES, _CACHES * max(sizes, default=0))
-
-
-def _bytes(text: str) -> int:
-    text = text.strip()
-    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
-    return int(text.rstrip("KM")) * unit
+    return max(_AT_LEAST_BYTES, _CACHES * largest_bytes())
 
 
 def layers_kept(layer_bytes: float, least_bytes: int) -> int:

@@ -1,5 +1,9 @@
-"""The process in which `bench.kernels.rival` runs PyTorch: it reads questions from standard input, one a
-line, and answers each. It needs only the standard library, PyTorch and `bench.kernels.stacks`.
+"""The process in which `bench.kernels.rival` runs PyTorch. It answers as `bench.child` says, and needs only
+the standard library, PyTorch and `bench.kernels.stacks`.
+
+oneDNN is called by the operators that PyTorch's compiler uses. `torch.nn.functional.linear` would not call
+it: in float32 that is MKL, and in bfloat16, on processors without instructions for it, loops of PyTorch's own
+that make 3 to 7 GFLOP/s.
 """
 
 from __future__ import annotations
@@ -9,52 +13,56 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
+from bench.child import answer, own_output
 from bench.kernels.stacks import calls_per_run, layers_kept, windows
+
+_ONEDNN = torch.ops.mkldnn
 
 
 def main() -> int:
+    answers = own_output()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    _answer({"version": torch.__version__, "threads": torch.get_num_threads()})
-    weights: list[torch.Tensor] = []
-    turns: dict[tuple[int, int], Iterator[list[int]]] = {}
+    dtypes = ["float32"]
+    if _ONEDNN._is_mkldnn_bf16_supported():
+        dtypes.append("bfloat16")
+    threads = torch.get_num_threads()
+    answer({"version": torch.__version__, "threads": threads, "dtypes": dtypes}, answers)
+    layers: dict[str, Layers] = {}
     with torch.inference_mode():
         for question in map(json.loads, sys.stdin):
             if "outputs" in question:
-                weights = []  # the old ones go first
-                weights, turns = _weights(**question), {}
-                _answer({})
+                layers = {}  # the old ones go first
+                layers = {dtype: Layers(dtype, **question) for dtype in dtypes}
+                answer({}, answers)
             else:
-                _answer({"seconds": _seconds(weights, turns, **question)})
+                dtype = question.pop("dtype")
+                answer({"seconds": layers[dtype].seconds(**question)}, answers)
     return 0
 
 
-def _weights(outputs: int, inputs: int, dtype: str, least_bytes: int) -> list[torch.Tensor]:
-    one = torch.randn(outputs, inputs).mul_(0.02).to(getattr(torch, dtype))
-    return [one.clone() for _ in range(layers_kept(one.nbytes, least_bytes))]
+class Layers:
+    """The packed weights of one product of several layers, in one dtype."""
 
+    def __init__(self, dtype: str, *, outputs: int, inputs: int, least_bytes: int) -> None:
+        one = torch.randn(outputs, inputs).mul_(0.02).to(getattr(torch, dtype))
+        self._inputs, self._dtype = inputs, one.dtype
+        kept = range(layers_kept(one.nbytes, least_bytes))
+        self._layers = [_ONEDNN._reorder_linear_weight(one) for _ in kept]
+        self._turns: dict[tuple[int, int], Iterator[list[int]]] = {}
 
-def _seconds(
-    weights: list[torch.Tensor],
-    turns: dict[tuple[int, int], Iterator[list[int]]],
-    rows: int,
-    operations: float,
-) -> float:
-    """Of one layer."""
-    calls = calls_per_run(len(weights), operations)
-    x = torch.randn(rows, weights[0].shape[1]).to(weights[0].dtype)
-    chosen = next(turns.setdefault((rows, calls), windows(weights, calls)))
-    began = time.perf_counter()
-    for number in chosen:
-        torch.nn.functional.linear(x, weights[number])
-    return (time.perf_counter() - began) / calls
-
-
-def _answer(fields: dict[str, Any]) -> None:
-    print(json.dumps(fields), flush=True)
+    def seconds(self, rows: int, operations: float) -> float:
+        """Of one layer. `operations` are those of one."""
+        calls = calls_per_run(len(self._layers), operations)
+        x = torch.randn(rows, self._inputs).to(self._dtype)
+        turns = self._turns.setdefault((rows, calls), windows(self._layers, calls))
+        chosen = next(turns)
+        began = time.perf_counter()
+        for number in chosen:
+            _ONEDNN._linear_pointwise(x, self._layers[number], None, "none", [], "")
+        return (time.perf_counter() - began) / calls
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from statistics import median
 from bench.kernels import attention
 from bench.kernels.lines import SHAPES, Line, decode_line, prefill_line, product_line, products
 from bench.kernels.products import Layers
-from bench.kernels.rival import Rival
+from bench.kernels.rival import OneDNN
 from bench.kernels.stacks import stack_bytes
 from bench.measures import limits
 from bench.measures.limits import Format
@@ -48,30 +48,30 @@ def sets() -> list[Isa]:
     return [Isa(number) for number in range(Isa.AVX2, library.load().penstock_best_isa() + 1)]
 
 
-def measure(wanted: Wanted, rivals: Sequence[Rival]) -> Iterator[Timed | limits.Limits]:
+def measure(wanted: Wanted, rival: OneDNN | None) -> Iterator[Timed | limits.Limits]:
     """Yields lines as they are measured, and before the lines of each product and of each context the
     machine's limits at that time.
     """
     for shape, format in product(wanted.shapes, wanted.formats):
-        yield from _products(shape, format, wanted, rivals)
+        yield from _products(shape, format, wanted, rival)
         yield from _attention(shape, format, wanted)
 
 
 def _products(
-    shape: str, format: Format, wanted: Wanted, rivals: Sequence[Rival]
+    shape: str, format: Format, wanted: Wanted, rival: OneDNN | None
 ) -> Iterator[Timed | limits.Limits]:
     if "products" not in wanted.kinds:
         return
-    rivals = rivals if format == "bfloat16" else ()
+    rival = rival if format == "bfloat16" else None
     for each in products(SHAPES[shape]):
         layers = Layers(each, format, stack_bytes())
-        for rival in rivals:
+        if rival is not None:
             rival.prepare(each, stack_bytes())
         yield limits.measure()
         for rows in wanted.rows:
             line = product_line(shape, each, format, rows)
             operations = line.work.operations
-            others = {rival.name: rival.runner(rows, operations) for rival in rivals}
+            others = rival.runners(rows, operations) if rival is not None else {}
             yield line, _in_turns(layers.runner(rows, operations), others, wanted)
 
 

@@ -21,11 +21,13 @@ from typing import Literal
 
 import numpy as np
 
+from bench.measures import caches
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.library import Isa
 
 _SOURCE = Path(__file__).with_name("limits.c")
-_BUFFER_BYTES = 1 << 29
+_MOST_BUFFER_BYTES, _CACHES = 1 << 29, 4
+"""A thread reads as many bytes as so many of the largest caches have, but not more."""
 _ROUNDS = 3
 _LOOPS = 2_000_000
 
@@ -108,8 +110,16 @@ def in_threads(work: Callable[[int], object], threads: int) -> float:
     return min(times[1:])
 
 
-def read_bytes_per_s(threads: int, buffer_bytes: int = _BUFFER_BYTES) -> float:
+def buffer_bytes_for(cache_bytes: int) -> int:
+    """The size of each thread's buffer, where the largest cache has so many bytes, or 0 if that is not known.
+    It is no larger than needed, because to fill it takes longer than to read it.
+    """
+    return min(_MOST_BUFFER_BYTES, _CACHES * cache_bytes) or _MOST_BUFFER_BYTES
+
+
+def read_bytes_per_s(threads: int, buffer_bytes: int | None = None) -> float:
     """Bytes per second that all threads together read, each from a buffer that no cache holds."""
+    buffer_bytes = buffer_bytes or buffer_bytes_for(caches.largest_bytes())
     program = build()
     buffers = [np.ones(buffer_bytes // 8, np.uint64) for _ in range(threads)]
     if program is None:

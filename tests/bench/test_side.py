@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 def start(code):
     """Start a side that runs `code` before it serves `driver`."""
-    before = "import sys\nfrom bench.drivers.side import RequestTrace, own_output, serve\n"
+    before = (
+        "import sys\nfrom bench.child import own_output\nfrom bench.drivers.side import RequestTrace, serve\n"
+    )
     after = '\nserve(driver, {"ready_s": 1.5}, sys.stdin, answers)\n'
     path = os.pathsep.join([str(ROOT), *sys.path])
     script = before + textwrap.dedent(code) + after

@@ -24,8 +24,9 @@ from bench.kernels.lines import (
 from bench.kernels.lines import products as products_of
 from bench.kernels.picture import drawing, roof
 from bench.kernels.results import HEAD, from_record, latest, record, results, table, with_layers
+from bench.measures import caches
 from bench.measures.cost import Machine, Work
-from bench.measures.limits import PEAKS, Limits, operations_per_s, read_bytes_per_s
+from bench.measures.limits import PEAKS, Limits, buffer_bytes_for, operations_per_s, read_bytes_per_s
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.library import Isa
@@ -119,7 +120,7 @@ def test_the_later_record_of_a_line_counts():
     [
         (["--contexts", "256", "512"], "chunks of 512 tokens"),
         (["--rows", "0"], "must be at least 1"),
-        (["--rival", "env", "--formats", "int8"], "--rival: it computes products in bfloat16"),
+        (["--rival", "env", "--formats", "int8"], "--rival: it computes the products of"),
         (["--from", "records.jsonl", "--shapes", "4B"], "--shapes is for measuring"),
         (["--from", "records.jsonl", "--out", "more.jsonl"], "--out is for measuring"),
     ],
@@ -133,13 +134,13 @@ def test_what_cannot_be_measured_is_refused_at_once(arguments, reason, capsys):
 def test_everybody_is_compared_with_the_limits_of_what_multiplies():
     avx2, int8, avx512 = PEAKS[:3]
     limits = Limits(10e9, {avx2: 1e9, avx512: 3e9, int8: 2e9})
-    seconds = {"AVX2": 1.0, "AVX512": 0.5, "torch bfloat16": 2.0}
+    seconds = {"AVX2": 1.0, "AVX512": 0.5, "oneDNN float32": 2.0}
     line = product_line("0.6B", Product("o", 32, 64), "bfloat16", 1)
     found = {each.by: each.machine for each in results((line, seconds), limits)}
     assert {by: machine.operations_per_s for by, machine in found.items()} == {
         "AVX2": 1e9,
         "AVX512": 3e9,
-        "torch bfloat16": 3e9,
+        "oneDNN float32": 3e9,
     }
     # An int8 cache is widened, so that its attention multiplies bfloat16.
     (attention,) = results((decode_line("0.6B", "int8", 1, 64), {"AVX2": 1.0}), limits)
@@ -170,12 +171,20 @@ def test_the_picture():
         drawing([result(Work(1e9, 1e9), 0.2, "o")])
 
 
-def test_stacks(tmp_path):
+def test_stacks_and_buffers_do_not_fit_into_the_largest_cache(tmp_path, monkeypatch):
     for index, size in (("index0", "32K\n"), ("index3", "1024M\n")):
         (tmp_path / index).mkdir()
         (tmp_path / index / "size").write_text(size)
-    assert stacks.stack_bytes(tmp_path) == 4 << 30
-    assert stacks.stack_bytes(tmp_path / "absent") == 512 << 20
+    assert caches.largest_bytes(tmp_path) == 1 << 30
+    assert caches.largest_bytes(tmp_path / "absent") == 0
+    for cache, stack, buffer in ((1 << 30, 4 << 30, 512 << 20), (32 << 20, 512 << 20, 128 << 20)):
+        monkeypatch.setattr(stacks, "largest_bytes", lambda cache=cache: cache)
+        assert stacks.stack_bytes() == stack
+        assert buffer_bytes_for(cache) == buffer
+    assert buffer_bytes_for(0) == 512 << 20
+
+
+def test_stacks():
     assert stacks.layers_kept(100, 250) == 3
     assert stacks.calls_per_run(3, 1.0) == 3
     assert stacks.calls_per_run(50, 8e9) == 2
