@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from bench import svg
 from bench.kernels.lines import Result
 from bench.measures.cost import Machine
+from penstock.runtime.ops.native.library import Isa
 
 _SIGNS = {"0.6B": "circle", "4B": "square", "8B": "triangle"}
 
@@ -23,6 +24,7 @@ def drawing(found: Sequence[Result]) -> str:
     low = 2.0 ** math.floor(math.log2(min(densities)))
     high = max(2.0 ** math.ceil(math.log2(max(densities))), 2 * low)
     roofs = _roofs(shown)
+    rivals = {_colour(result) for result in shown if result.by not in Isa.__members__}
     rates = [result.line.work.operations / result.seconds for result in shown]
     highest = max(*rates, *(machine.operations_per_s for machine in roofs.values()))
     top = 10.0 ** math.ceil(math.log10(highest))
@@ -39,15 +41,14 @@ def drawing(found: Sequence[Result]) -> str:
     parts += svg.titles("operations per byte", "GFLOP/s")
     colours = dict(zip(roofs, svg.COLOURS * len(roofs), strict=False))
     for number, (key, machine) in enumerate(roofs.items()):
-        parts.append(
-            svg.polyline(
-                [at(*point) for point in roof(machine, low, high, bottom)], colours[key], dashed=True
-            )
-        )
-        parts += svg.legend(number, " ".join(key), colours[key])
+        parts += svg.legend(number, key, colours[key])
+        if key in rivals:  # it is below the roof of the best instruction set
+            continue
+        corners = [at(*point) for point in roof(machine, low, high, bottom)]
+        parts.append(svg.polyline(corners, colours[key], dashed=True))
     for result, density, rate in zip(shown, densities, rates, strict=True):
         hollow = result.line.part == "attention"
-        parts.append(_sign(_SIGNS[result.line.shape], *at(density, rate), colours[_key(result)], hollow))
+        parts.append(_sign(_SIGNS[result.line.shape], *at(density, rate), colours[_colour(result)], hollow))
     for number, (name, kind) in enumerate(_SIGNS.items(), len(roofs) + 1):
         x, y = svg.WIDTH - svg.RIGHT + 21.0, svg.TOP + 20.0 * number - 5
         parts += [_sign(kind, x, y, "black", False), svg.legend_text(number, f"{name}: a layer")]
@@ -70,20 +71,17 @@ def roof(machine: Machine, low: float, high: float, bottom: float) -> list[tuple
     ]
 
 
-Key = tuple[str, str]
-"""By whom, and what is multiplied: a colour."""
+def _colour(result: Result) -> str:
+    """What has a colour: an instruction set with what it multiplies, or a rival."""
+    return f"{result.by} {result.line.multiplied}" if result.by in Isa.__members__ else result.by
 
 
-def _key(result: Result) -> Key:
-    return result.by, result.line.multiplied
-
-
-def _roofs(shown: Sequence[Result]) -> dict[Key, Machine]:
+def _roofs(shown: Sequence[Result]) -> dict[str, Machine]:
     """The highest limits of each colour, of all the runs that the results are from."""
-    found: dict[Key, Machine] = {}
+    found: dict[str, Machine] = {}
     for result in shown:
-        known = found.setdefault(_key(result), result.machine)
-        found[_key(result)] = Machine(
+        known = found.setdefault(_colour(result), result.machine)
+        found[_colour(result)] = Machine(
             max(known.operations_per_s, result.machine.operations_per_s),
             max(known.bytes_per_s, result.machine.bytes_per_s),
         )

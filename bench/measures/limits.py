@@ -1,6 +1,8 @@
 """Measures what this machine can do at most: how fast all threads read memory, and how fast they multiply
 with each instruction set, out of registers.
 
+    python -m bench.measures.limits
+
 A small C program does both (limits.c). It is built here, once per process; without a C compiler numpy reads
 the memory, and nothing is known of multiplying.
 """
@@ -11,6 +13,7 @@ import ctypes
 import functools
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -154,3 +157,16 @@ def measure(threads: int | None = None) -> Limits:
     """The limits of all threads that this process may use, or of so many."""
     threads = threads or len(os.sched_getaffinity(0))
     return Limits(read_bytes_per_s(threads), operations_per_s(threads))
+
+
+def main() -> int:
+    """Print the limits."""
+    found = measure()
+    print(f"memory is read at {found.bytes_per_s / 1e9:.3g} GB/s; multiplying, in GFLOP/s:")
+    for peak, rate in found.operations_per_s.items():
+        print(f"- {peak.isa.name}, {peak.format}: {rate / 1e9:.3g} ({peak.instruction})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,7 +24,7 @@ from bench.kernels.lines import (
 from bench.kernels.lines import products as products_of
 from bench.kernels.picture import drawing, roof
 from bench.kernels.results import HEAD, from_record, latest, record, results, table, with_layers
-from bench.measures import caches
+from bench.measures import caches, limits
 from bench.measures.cost import Machine, Work
 from bench.measures.limits import PEAKS, Limits, buffer_bytes_for, operations_per_s, read_bytes_per_s
 from penstock.runtime.models.registry import parse_config
@@ -133,17 +133,17 @@ def test_what_cannot_be_measured_is_refused_at_once(arguments, reason, capsys):
 
 def test_everybody_is_compared_with_the_limits_of_what_multiplies():
     avx2, int8, avx512 = PEAKS[:3]
-    limits = Limits(10e9, {avx2: 1e9, avx512: 3e9, int8: 2e9})
+    machine = Limits(10e9, {avx2: 1e9, avx512: 3e9, int8: 2e9})
     seconds = {"AVX2": 1.0, "AVX512": 0.5, "oneDNN float32": 2.0}
     line = product_line("0.6B", Product("o", 32, 64), "bfloat16", 1)
-    found = {each.by: each.machine for each in results((line, seconds), limits)}
+    found = {each.by: each.machine for each in results((line, seconds), machine)}
     assert {by: machine.operations_per_s for by, machine in found.items()} == {
         "AVX2": 1e9,
         "AVX512": 3e9,
         "oneDNN float32": 3e9,
     }
     # An int8 cache is widened, so that its attention multiplies bfloat16.
-    (attention,) = results((decode_line("0.6B", "int8", 1, 64), {"AVX2": 1.0}), limits)
+    (attention,) = results((decode_line("0.6B", "int8", 1, 64), {"AVX2": 1.0}), machine)
     assert attention.machine.operations_per_s == 1e9
     with pytest.raises(ValueError, match="nothing is known of multiplying bfloat16"):
         results((line, {"AVX2": 1.0}), Limits(10e9, {}))
@@ -163,10 +163,16 @@ def test_a_roof():
 
 
 def test_the_picture():
-    found = [result(Work(1e9, 1e9), 0.2, "layer"), result(Work(1e9, 1e8), 0.02, "attention", kind="decode")]
+    found = [
+        result(Work(1e9, 1e9), 0.2, "layer"),
+        result(Work(1e9, 1e8), 0.02, "attention", kind="decode"),
+        result(Work(1e9, 1e9), 0.3, "layer", by="oneDNN float32"),
+    ]
     root = ET.fromstring(drawing(found))
     texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert {"operations per byte", "GFLOP/s", "AVX2 bfloat16", "0.6B: a layer"} <= set(texts)
+    names = {"AVX2 bfloat16", "oneDNN float32", "0.6B: a layer"}
+    assert {"operations per byte", "GFLOP/s", *names} <= set(texts)
+    assert len(list(root.iter(f"{SVG}polyline"))) == 1  # a rival has no roof of its own
     with pytest.raises(ValueError, match="no layers"):
         drawing([result(Work(1e9, 1e9), 0.2, "o")])
 
@@ -198,6 +204,15 @@ def test_limits_are_those_of_the_sets_that_the_machine_has():
     assert {peak.isa for peak in found} <= set(range(Isa.AVX2, library.load().penstock_best_isa() + 1))
     assert all(rate > 0 for rate in found.values())
     assert read_bytes_per_s(1, buffer_bytes=1 << 16) > 0
+
+
+def test_the_limits_are_printed(monkeypatch, capsys):
+    monkeypatch.setattr(limits, "measure", lambda: Limits(29.4e9, {PEAKS[0]: 188e9}))
+    assert limits.main() == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "memory is read at 29.4 GB/s; multiplying, in GFLOP/s:",
+        "- AVX2, bfloat16: 188 (float32 FMA, 256 bits)",
+    ]
 
 
 @pytest.mark.skipif(not library.available(), reason="it needs the native kernels")
