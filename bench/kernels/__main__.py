@@ -11,9 +11,9 @@ row of 512 tokens, which end at the context. Each runs over so many layers that 
 or keys and values. The instruction sets of the machine take turns in every round, and medians count.
 
 The limit is what the machine could do: all threads read memory at GB/s, or multiply out of registers with the
-best instruction of the set, whichever takes longer. Both are measured before the lines of each product and of
-each context (bench/measures/limits.c), because some machines change their speed every few minutes. The share
-of the limit is the time that it allows by the time that was taken.
+best instruction of the set, whichever takes longer. Both are measured before each line
+(bench/measures/limits.c), because some machines change their speed from minute to minute. The share of the
+limit is the time that it allows by the time that was taken.
 
 Each line is appended to `--out`, and printed to standard error, as soon as it is measured. The table at the
 end has them in order.

@@ -49,9 +49,7 @@ def sets() -> list[Isa]:
 
 
 def measure(wanted: Wanted, rival: OneDNN | None) -> Iterator[Timed | limits.Limits]:
-    """Yields lines as they are measured, and before the lines of each product and of each context the
-    machine's limits at that time.
-    """
+    """Yields lines as they are measured, and before each the machine's limits at that time."""
     for shape, format in product(wanted.shapes, wanted.formats):
         yield from _products(shape, format, wanted, rival)
         yield from _attention(shape, format, wanted)
@@ -67,27 +65,28 @@ def _products(
         layers = Layers(each, format, stack_bytes())
         if rival is not None:
             rival.prepare(each, stack_bytes())
-        yield limits.measure()
         for rows in wanted.rows:
             line = product_line(shape, each, format, rows)
             operations = line.work.operations
             others = rival.runners(rows, operations) if rival is not None else {}
-            yield line, _in_turns(layers.runner(rows, operations), others, wanted)
+            ours = layers.runner(rows, operations)
+            yield limits.measure()
+            yield line, _in_turns(ours, others, wanted)
 
 
 def _attention(shape: str, format: Format, wanted: Wanted) -> Iterator[Timed | limits.Limits]:
-    groups: list[list[Line]] = []
+    lines: list[Line] = []
     if "decode" in wanted.kinds:
-        groups += [
-            [decode_line(shape, format, rows, context) for rows in wanted.decode_rows]
-            for context in wanted.contexts
+        lines += [
+            decode_line(shape, format, rows, context)
+            for context, rows in product(wanted.contexts, wanted.decode_rows)
         ]
     if "prefill" in wanted.kinds:
-        groups += [[prefill_line(shape, format, context)] for context in wanted.prefill_contexts]
-    for lines in groups:
+        lines += [prefill_line(shape, format, context) for context in wanted.prefill_contexts]
+    for line in lines:
+        ours = attention.runner(line, stack_bytes())
         yield limits.measure()
-        for line in lines:
-            yield line, _in_turns(attention.runner(line, stack_bytes()), {}, wanted)
+        yield line, _in_turns(ours, {}, wanted)
 
 
 def _in_turns(

@@ -239,7 +239,7 @@ def test_a_run(tmp_path, capsys, monkeypatch):
     products, decodes, prefills = (2 * 4, 2, 2)
     assert len(read) == (products + decodes + prefills) * sets
     assert all(each.seconds > 0 and each.share > 0 for each in read)
-    # Four products and two contexts in two formats, each with its own limits.
+    # Four products and two kinds of attention in two formats, each line with its own limits.
     assert sorted({each.machine.bytes_per_s for each in read}) == [(10 + i) * 1e9 for i in range(12)]
     assert "memory was read at 10 to 21 GB/s" in first
     assert set(at_once.splitlines()) < set(first.splitlines()) | {*HEAD.splitlines()}
