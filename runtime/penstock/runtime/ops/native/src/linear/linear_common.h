@@ -111,21 +111,24 @@ inline void FinishGate(const LinearJob& job, int64_t block, int64_t row, int64_t
   }
 }
 
-// Converts the int32 sums of an int8 product to float32, in place. `offset`: x was stored plus 128.
+// Converts the int32 sums of an int8 product to float32, in place. `offset`: x was stored plus 128; what this added is
+// taken off before the conversion, because sums with it can be larger than the whole numbers that float32 holds.
 inline void Dequantize(const LinearJob& job, int64_t weight, int64_t block, int64_t row, int64_t rows, float* sums,
                        bool offset) {
   const PackedWeight& w = job.weights[weight];
   const Lanes scale = Load(w.scale + block * kBlockOut);
-  const Lanes correction = offset ? Load(w.sums + block * kBlockOut) : Fill(0.0f);
+  int32_t added[kBlockOut] = {};
+  for (int64_t i = 0; offset && i < kBlockOut; ++i) {
+    added[i] = static_cast<int32_t>(w.sums[block * kBlockOut + i]);
+  }
   for (int64_t r = 0; r < rows; ++r) {
     int32_t whole[kBlockOut];
     float value[kBlockOut];
     memcpy(whole, sums + r * kBlockOut, sizeof whole);
     for (int64_t i = 0; i < kBlockOut; ++i) {
-      value[i] = static_cast<float>(whole[i]);
+      value[i] = static_cast<float>(whole[i] - added[i]);
     }
-    const Lanes exact = Add(Load(value), Mul(correction, Fill(-1.0f)));
-    Store(sums + r * kBlockOut, Mul(exact, Mul(Fill(job.x_scale[row + r]), scale)));
+    Store(sums + r * kBlockOut, Mul(Load(value), Mul(Fill(job.x_scale[row + r]), scale)));
   }
 }
 

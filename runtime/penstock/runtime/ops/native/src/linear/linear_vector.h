@@ -133,7 +133,7 @@ struct VectorLinear {
       AnyPanel<P, 1>(job.m, &tiles, x, tile_rows, {kPrefetchBytes, 0}, &sums);
       return;
     }
-    const int64_t part = 64 / CeilDiv(last - first, P::kRows);  // of each tile row's bytes a panel fetches
+    const int64_t part = CeilDiv(64, CeilDiv(last - first, P::kRows));  // of each tile row's bytes a panel fetches
     for (int64_t begin = 0; begin < tile_rows; begin += kStretch) {
       const int64_t count = Min(tile_rows - begin, kStretch);
       const char* stretch = tiles + begin * 64;
