@@ -59,6 +59,8 @@ struct LinearInput {
   const int32_t* rows;   // [m]: where each row stands in x, or null if they stand in order
   const float* factors;  // [m]: each row is multiplied by its factor; or null
   float offset = 0.0f;
+
+  const uint16_t* RowAt(int64_t row) const { return x + (rows ? rows[row] : row) * stride; }
 };
 
 // The kernels of one instruction set. Work is divided into units of some consecutive out blocks of one weight.

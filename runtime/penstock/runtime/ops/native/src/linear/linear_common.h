@@ -1,11 +1,11 @@
 // Parts of the linear kernels that are compiled once per instruction set. In an unnamed namespace, like lanes.h.
 #pragma once
 
-#include <cmath>
-
+#include "common/activate.h"
 #include "common/common.h"
 #include "common/int8.h"
 #include "common/lanes.h"
+#include "common/rms.h"
 #include "common/vec.h"
 #include "linear/linear.h"
 
@@ -132,25 +132,33 @@ inline void Dequantize(const LinearJob& job, int64_t weight, int64_t block, int6
   }
 }
 
-// Reads a row of x as float32, times its factor, and normalised by its root mean square if there is a norm (Zhang and
-// Sennrich 2019).
-inline void LoadRow(const LinearInput& input, int64_t row, int64_t k, float* out) {
-  const uint16_t* x = input.x + (input.rows ? input.rows[row] : row) * input.stride;
+// Calls put(channel, values) for all channels of a row of x in float32, 16 at a time, in order: times the row's factor,
+// and normalised by its root mean square if there is a norm (Zhang and Sennrich 2019).
+template <typename Put>
+inline void EachOfRow(const LinearInput& input, int64_t row, int64_t k, Put&& put) {
+  const uint16_t* x = input.RowAt(row);
   const Lanes factor = Fill(input.factors ? input.factors[row] : 1.0f);
+  if (!input.norm) {
+    for (int64_t i = 0; i < k; i += 16) {
+      put(i, Mul(LoadBf16(x + i), factor));
+    }
+    return;
+  }
   Lanes squares = Fill(0.0f);
   for (int64_t i = 0; i < k; i += 16) {
     const Lanes value = Mul(LoadBf16(x + i), factor);
     squares = Add(squares, Mul(value, value));
-    Store(out + i, value);
   }
-  if (!input.norm) {
-    return;
-  }
-  const Lanes scale = Fill(1.0f / std::sqrt(Total(squares) / static_cast<float>(k) + input.eps));
-  const Lanes offset = Fill(input.offset);
+  const Lanes scale = Fill(InverseRms(squares, k, input.eps)), offset = Fill(input.offset);
   for (int64_t i = 0; i < k; i += 16) {
-    Store(out + i, Mul(Mul(Load(out + i), scale), Add(offset, LoadBf16(input.norm + i))));
+    const Lanes value = Mul(LoadBf16(x + i), factor);
+    put(i, Mul(Mul(value, scale), Add(offset, LoadBf16(input.norm + i))));
   }
+}
+
+// The row as float32 [k].
+inline void LoadRow(const LinearInput& input, int64_t row, int64_t k, float* out) {
+  EachOfRow(input, row, k, [&](int64_t i, Lanes value) { Store(out + i, value); });
 }
 
 }  // namespace

@@ -35,33 +35,46 @@ inline void WidenFours(const int8_t* fours, uint32_t* words) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(words) + 1, _mm256_permute2x128_si256(low, high, 0x31));
 }
 
-// Converts a row of float32 to words. Even as kFloat it is rounded to bf16, so that every machine computes the same
-// model.
-inline void PutRow(Form form, const float* row, int64_t k, float* scale, uint32_t* words) {
+// Puts 16 values into words of the forms for bf16 weights. Even as kFloat they are rounded to bf16, so that every
+// machine computes the same model.
+inline void PutBf16(Form form, Lanes values, uint32_t* words) {
+  if (form == Form::kFloat) {
+    Store(reinterpret_cast<float*>(words), RoundToBf16(values));
+  } else {
+    StoreBf16(reinterpret_cast<uint16_t*>(words), values);
+  }
+}
+
+// Converts a row of x to words; `floats` is room for k floats.
+inline void PutRow(Form form, const LinearInput& input, int64_t row, int64_t k, float* floats, float* scale,
+                   uint32_t* words) {
   if (form == Form::kFloat || form == Form::kPair) {
-    uint16_t rounded[16];
-    for (int64_t i = 0; i < k; i += 16) {
-      StoreBf16(rounded, Load(row + i));
-      if (form == Form::kFloat) {
-        Store(reinterpret_cast<float*>(words) + i, LoadBf16(rounded));
-      } else {
-        memcpy(words + i / 2, rounded, sizeof rounded);
+    const int64_t per_word = form == Form::kFloat ? 1 : 2;
+    if (input.norm || input.factors) {
+      EachOfRow(input, row, k, [&](int64_t i, Lanes values) { PutBf16(form, values, words + i / per_word); });
+    } else if (form == Form::kFloat) {
+      const uint16_t* x = input.RowAt(row);
+      for (int64_t i = 0; i < k; i += 16) {
+        Store(reinterpret_cast<float*>(words) + i, LoadBf16(x + i));
       }
+    } else {
+      memcpy(words, input.RowAt(row), k * sizeof(uint16_t));
     }
     return;
   }
-  const float peak = RowPeak(row, k);
+  LoadRow(input, row, k, floats);
+  const float peak = RowPeak(floats, k);
   *scale = peak / 127.0f;
   const float inverse = Int8Inverse(peak);
   if (form == Form::kHalves) {
     int8_t bytes[32];
     for (int64_t i = 0; i < k; i += 32) {
-      Quantize(row + i, 32, inverse, bytes);
+      Quantize(floats + i, 32, inverse, bytes);
       WidenFours(bytes, words + i / 2);
     }
     return;
   }
-  Quantize(row, k, inverse, reinterpret_cast<int8_t*>(words));
+  Quantize(floats, k, inverse, reinterpret_cast<int8_t*>(words));
   for (int64_t w = 0; w < k / 4; ++w) {
     words[w] ^= 0x80808080u;
   }
@@ -80,8 +93,7 @@ void PutPanels(const LinearInput& input, int64_t block, const LinearJob& job, in
   for (int64_t from = first; from < last;) {
     const int64_t rows = PanelRows(P::kRows, job.m, from);
     for (int64_t r = 0; r < rows; ++r) {
-      LoadRow(input, from + r, job.k, row);
-      PutRow(P::kForm, row, job.k, job.int8 ? x_scale + from + r : nullptr, apart + r * stride);
+      PutRow(P::kForm, input, from + r, job.k, row, job.int8 ? x_scale + from + r : nullptr, apart + r * stride);
     }
     for (int64_t begin = 0; begin < words; begin += stretch) {
       const int64_t count = Min(words - begin, stretch);

@@ -1,6 +1,8 @@
 // The kernel of rotate.h, compiled once per instruction set.
 #pragma once
 
+#include <cstring>
+
 #include "common/lanes.h"
 #include "common/rms.h"
 #include "rotate/rotate.h"
