@@ -19,11 +19,11 @@ constexpr int64_t Words(Form form, int64_t k) {
 // The number of rows of the panel that begins at `row`. A row block is divided into panels of at most `most` rows, as
 // evenly as possible; no panel reaches into the next block.
 inline int64_t PanelRows(int64_t most, int64_t m, int64_t row) {
-  const int64_t first = row / kRowBlock * kRowBlock;
-  const int64_t count = Min(m - first, kRowBlock);
-  const int64_t num_panels = CeilDiv(count, most);
-  const int64_t rest = first + count - row;  // the panels before are the larger ones
-  return CeilDiv(rest, CeilDiv(rest * num_panels, count));
+  const int64_t at = row % kRowBlock;
+  const auto count = static_cast<uint32_t>(Min(m - (row - at), kRowBlock));  // divided for each panel of each stretch
+  const auto num_panels = static_cast<uint32_t>(CeilDiv(count, most));
+  const uint32_t least = count / num_panels, larger = count - least * num_panels;
+  return at < larger * (least + 1) ? least + 1 : least;  // the first `larger` panels have one row more
 }
 
 // Eight fours of int8 become kHalves' words: of each four, first the values 0 and 2, then 1 and 3.
