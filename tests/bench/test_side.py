@@ -1,14 +1,16 @@
-"""A driver in another process, with a made-up engine there."""
+"""A program in another process that answers, and a driver there with a made-up engine."""
 
 from __future__ import annotations
 
 import os
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
+from bench.child import Child
 from bench.drivers.side import Side
 from bench.workloads import Job
 from penstock.cli.measuring.stats import RequestTrace
@@ -78,3 +80,32 @@ def test_an_engine_that_dies_in_a_wave():
                 side.run_wave([Job((5,), 1)])
     finally:
         side.close()
+
+
+def test_what_hangs_is_killed():
+    child = Child(
+        [sys.executable, "-c", "while True: pass"], {**os.environ, "PYTHONPATH": str(ROOT)}, stop_s=0.1
+    )
+    began = time.monotonic()
+    child.close()
+    assert time.monotonic() - began < 10
+    assert child._process.returncode == -9
+
+
+def test_only_answers_come_through():
+    code = """if True:
+        import os, sys
+        from bench.child import answer, own_output
+        answers = own_output()
+        for line in sys.stdin:
+            print("not an answer")
+            os.write(1, b"nor this, which a library of C might print")
+            answer({"asked": line.strip()}, answers)
+    """
+    child = Child([sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        assert child.ask({"number": 1}) == {"asked": '{"number": 1}'}
+        assert child.ask({"number": 2}) == {"asked": '{"number": 2}'}
+    finally:
+        child.close()
+    assert child._process.returncode == 0
