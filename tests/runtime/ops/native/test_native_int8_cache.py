@@ -74,3 +74,17 @@ def test_what_attends_to_a_row_that_is_not_finite_is_nan(
     assert np.isnan(out[7:20, heads]).all()
     np.testing.assert_array_equal(out[:20, : heads.start], usual[:20, : heads.start])
     np.testing.assert_array_equal(out[20:], usual[20:])
+
+
+def test_the_largest_sums_of_products_do_not_overflow(kernel: str) -> None:
+    """All numbers of keys and queries have the same size, so a score is 576 times the largest product."""
+    shape = Shape(4, 1, 576, 16, 48, 2, 4, 12, dtype="bfloat16", value_dim=512, is_int8=True)
+    batch = draw([Case(0, 40)], shape, Options(), 3)
+    signs = np.where(np.random.default_rng(4).random(40) < 0.5, -1.0, 1.0)
+    k, q = np.zeros_like(batch.k), np.full_like(batch.q, 3 * 576**-0.5)
+    k[:40] = signs[:, None, None]
+    out, _ = attend(dataclasses.replace(batch, k=k, q=q), shape)
+    scores = signs * 576 * float(q[0, 0, 0]) * 576**-0.5
+    weights = np.exp(scores)
+    expected = np.cumsum(weights * signs) / np.cumsum(weights)
+    np.testing.assert_allclose(out[:40], np.broadcast_to(expected[:, None, None], (40, 4, 512)), atol=0.01)

@@ -59,6 +59,17 @@ void WriteTokens(const AttentionKernel& kernel, const AttentionJob& job, const P
   }
 }
 
+// How many heads of a task a thread claims at once: a divisor of kv_heads. The heads of a page lie side by side, and
+// who reads one after the other uses what the processor prefetches beyond a head's end; but short loops must be
+// balanced.
+int64_t HeadsAtOnce(int64_t units, int64_t kv_heads, int64_t threads) {
+  int64_t heads = std::clamp<int64_t>(units / (threads * 8), 1, kv_heads);
+  while (kv_heads % heads != 0) {
+    --heads;
+  }
+  return heads;
+}
+
 // Makes the plan of the rows' attention to a cache of num_pages pages, with `kv_heads` heads that have `group` query
 // heads each.
 ffi::Error Plan(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> q_lens,
@@ -140,19 +151,25 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
   }
   const int64_t scratch = kernel->scratch_bytes(job, (plan.most_tokens * job.group() + kCols - 1) / kCols);
 
-  const int64_t units = plan.num_tasks * job.kv_heads;
+  const int64_t units = plan.num_tasks * job.kv_heads, long_units = plan.num_long * job.kv_heads;
+  const int64_t heads = HeadsAtOnce(units - long_units, job.kv_heads, NumThreads(pool));
   const AttentionTask* tasks = plan.tasks;
   std::atomic<int64_t> claimed{0};
   ParallelFor(pool, std::min(NumThreads(pool), units), [&](int64_t) {
     char* memory = Scratch<Work>(scratch);
+    int64_t unit = 0, end = 0;  // what this thread has claimed
     const auto claim = [&] {
-      int64_t unit = claimed.fetch_add(1, std::memory_order_relaxed);
+      if (++unit >= end) {
+        const int64_t turn = claimed.fetch_add(1, std::memory_order_relaxed);
+        unit = turn < long_units ? turn : long_units + (turn - long_units) * heads;
+        end = turn < long_units ? unit + 1 : unit + heads;
+      }
       if (unit >= units) {
         return AttentionUnit{};
       }
       // The blocks of a long row use the keys of one head one after the other, so that these stay in the second-level
       // cache.
-      if (unit < plan.num_long * job.kv_heads) {
+      if (unit < long_units) {
         return AttentionUnit{tasks + unit % plan.num_long, unit / plan.num_long};
       }
       return AttentionUnit{tasks + unit / job.kv_heads, unit % job.kv_heads};

@@ -22,6 +22,7 @@ constexpr float kNothing = -1e30f;
 struct Columns {
   alignas(64) int32_t oldest[kCols], newest[kCols];
   int32_t token[kCols], head[kCols];
+  float query_scales[kCols];  // of queries in int16
   int count;
   int min_oldest, max_oldest, min_newest, max_newest;
 };
@@ -40,6 +41,10 @@ struct Sums {
   alignas(64) float peak[kCols], total[kCols];
   float* values;
 };
+
+// Whether the lanes of scores are dims until they are added up, and queries are [column][dim], which is AVX2's way.
+template <Form kForm>
+constexpr bool kDimLanes = kForm == Form::kWiden && Vec::kWidth == 8;
 
 // How many column tiles are multiplied at once.
 template <Form kForm>
@@ -63,8 +68,9 @@ struct Memory {
     scores = carver.Take<float>(kWide<kForm> * kSplit * kCols);
     probabilities = carver.Take<float>(kSplit * kCols);
     constexpr int kPer = Paired(kForm) ? 2 : 1;  // numbers in a word
-    keys = carver.Take<float>(kForm == Form::kWiden || job.int8 ? kSplit / kPer * job.dim : 0);
-    values = carver.Take<float>(kForm != Form::kFloat || job.int8 ? kSplit / kPer * job.value_dim : 0);
+    constexpr bool kCopies = !kDimLanes<kForm>;
+    keys = carver.Take<float>(kCopies && (kForm == Form::kWiden || job.int8) ? kSplit / kPer * job.dim : 0);
+    values = carver.Take<float>(kCopies && (kForm != Form::kFloat || job.int8) ? kSplit / kPer * job.value_dim : 0);
     key_scales = carver.Take<float>(job.int8 ? kSplit : 0);
     value_scales = job.keys_only ? key_scales : carver.Take<float>(job.int8 ? kSplit : 0);
     turned = carver.Take<uint32_t>(kForm == Form::kTiles ? kWide<kForm> * kSplit / 2 * kCols : 0);
@@ -104,7 +110,7 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
   c.min_oldest = c.min_newest = INT32_MAX;
   c.max_oldest = c.max_newest = -1;
   const uint32_t* rows[kCols];
-  if (kForm != Form::kTiles) {
+  if (kForm != Form::kTiles && !kDimLanes<kForm>) {
     memset(queries, 0, words * kCols * 4);
   }
   for (int i = 0; i < kCols; ++i) {
@@ -126,6 +132,17 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
       rows[i] = reinterpret_cast<const uint32_t*>(q);
       continue;
     }
+#ifndef __AVX512F__
+    if constexpr (kDimLanes<kForm>) {
+      const auto* numbers = reinterpret_cast<const uint16_t*>(q);
+      if (job.int8) {
+        c.query_scales[i] = PrepareQuery(numbers, job.dim, reinterpret_cast<int16_t*>(queries) + i * job.dim);
+      } else {
+        PrepareQuery(numbers, job.dim, queries + i * job.dim);
+      }
+      continue;
+    }
+#endif
     for (int64_t w = 0; w < words; ++w) {
       float& word = queries[w * kCols + i];
       if constexpr (kForm == Form::kWiden) {
@@ -156,8 +173,15 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
 // Finds the tiles of keys (value = 0) or values (value = 1) of positions [begin, end) of a split.
 inline void FindTiles(const AttentionJob& job, const AttentionTask& task, int64_t kv_head, int start, int begin,
                       int end, int value, const char** tiles) {
-  for (int at = begin / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
-    tiles[at / kKeyTile] = job.tile(task, kv_head, start + at, value);
+  const int64_t bytes = kKeyTile * job.cache_row_bytes();
+  const char* tile = nullptr;
+  int64_t left = 0;  // bytes of the page from `tile` on
+  for (int at = begin / kKeyTile * kKeyTile; at < end; at += kKeyTile, tile += bytes, left -= bytes) {
+    if (left == 0) {
+      tile = job.tile(task, kv_head, start + at, value);
+      left = (job.page_size - (start + at) % job.page_size) * job.cache_row_bytes();
+    }
+    tiles[at / kKeyTile] = tile;
   }
 }
 
@@ -233,106 +257,6 @@ void Softmax(const AttentionJob& job, const Columns& c, const Part& part, float*
     }
     Vec::Store(sums.peak + col, peak);
     Vec::Store(sums.total + col, total);
-  }
-}
-
-// Merges b, whose keys come after those of a, into a.
-inline void Merge(Sums& a, const Sums& b, int cols, int64_t dim) {
-  alignas(64) float keep[kCols], add[kCols];
-  for (int col = 0; col < cols; col += Vec::kWidth) {
-    const Vec::F pa = Vec::Load(a.peak + col), pb = Vec::Load(b.peak + col), peak = Vec::Max(pa, pb);
-    const Vec::F ka = Exp2(Vec::Sub(pa, peak)), kb = Exp2(Vec::Sub(pb, peak));
-    Vec::Store(keep + col, ka);
-    Vec::Store(add + col, kb);
-    Vec::Store(a.total + col, Vec::Fma(Vec::Load(b.total + col), kb, Vec::Mul(Vec::Load(a.total + col), ka)));
-    Vec::Store(a.peak + col, peak);
-  }
-  for (int col = 0; col < cols; ++col) {
-    const Vec::F ka = Vec::Set(keep[col]), kb = Vec::Set(add[col]);
-    float* to = a.values + col * dim;
-    const float* from = b.values + col * dim;
-    for (int64_t d = 0; d < dim; d += Vec::kWidth) {
-      Vec::Store(to + d, Vec::Fma(Vec::Load(from + d), kb, Vec::Mul(Vec::Load(to + d), ka)));
-    }
-  }
-}
-
-inline void Clear(Sums& sums, int64_t dim) {
-  for (int i = 0; i < kCols; ++i) {
-    sums.peak[i] = kNothing;
-    sums.total[i] = 0.0f;
-  }
-  memset(sums.values, 0, kCols * dim * 4);
-}
-
-// Writes one column's output. A sink is one more score, without a value. A query that has seen no key gets 0.
-inline void WriteColumn(const AttentionJob& job, const Sums& sums, int col, int64_t token, int64_t head) {
-  float peak = sums.peak[col], total = sums.total[col], factor = 1.0f;
-  if (job.sinks) {
-    const float sink = job.sinks[head] * kLog2E, top = sink > peak ? sink : peak;
-    alignas(64) float e[kCols] = {peak - top, sink - top};
-    Vec::Store(e, Exp2(Vec::Load(e)));
-    factor = e[0];
-    total = total * e[0] + e[1];
-  }
-  const Vec::F scale = Vec::Set(total == 0.0f ? 0.0f : factor / total);
-  char* out = job.out + (token * job.heads + head) * job.value_dim * job.element();
-  const float* values = sums.values + col * job.value_dim;
-  for (int64_t d = 0; d < job.value_dim; d += Vec::kWidth) {
-    const Vec::F x = Vec::Mul(Vec::Load(values + d), scale);
-    if (job.bf16) {
-      Vec::StoreNarrow(reinterpret_cast<uint16_t*>(out) + d, x);
-    } else {
-      Vec::Store(reinterpret_cast<float*>(out) + d, x);
-    }
-  }
-}
-
-// Stores a split's sums in the partials of the tokens that attend to it.
-inline void StorePartials(const AttentionJob& job, const Columns& c, const Sums& sums, bool empty, int64_t split,
-                          int64_t kv_head) {
-  const int64_t group = job.group();
-  for (int col = 0; col < c.count; ++col) {
-    if (split < c.oldest[col] / kSplit || split > c.newest[col] / kSplit) {
-      continue;
-    }
-    float* to = job.partial(c.token[col], split, kv_head);
-    const int64_t g = c.head[col] - kv_head * group;
-    to[g] = empty ? kNothing : sums.peak[col];
-    to[group + g] = empty ? 0.0f : sums.total[col];
-    float* values = to + 2 * group + g * job.value_dim;
-    if (empty) {
-      memset(values, 0, job.value_dim * 4);
-    } else {
-      memcpy(values, sums.values + col * job.value_dim, job.value_dim * 4);
-    }
-  }
-}
-
-// Records that `done` splits of a token are finished. The thread that finishes the last one merges all of them, in
-// ascending order.
-inline void FinishToken(const AttentionJob& job, int32_t token, int64_t kv_head, int done, Sums& a) {
-  if (job.pending[token * job.kv_heads + kv_head].fetch_sub(done, std::memory_order_acq_rel) != done) {
-    return;
-  }
-  const int64_t group = job.group();
-  for (int64_t g = 0; g < group; g += kCols) {
-    const int cols = Min(kCols, static_cast<int>(group - g));
-    Clear(a, job.value_dim);
-    Sums part;
-    for (int64_t s = job.oldest[token] / kSplit; s <= job.positions[token] / kSplit; ++s) {
-      const float* from = job.partial(token, s, kv_head);
-      memcpy(part.peak, from + g, cols * 4);
-      memcpy(part.total, from + group + g, cols * 4);
-      for (int i = cols; i < kCols; ++i) {
-        part.peak[i] = part.total[i] = 0.0f;
-      }
-      part.values = const_cast<float*>(from) + 2 * group + g * job.value_dim;
-      Merge(a, part, cols, job.value_dim);
-    }
-    for (int col = 0; col < cols; ++col) {
-      WriteColumn(job, a, col, token, kv_head * group + g + col);
-    }
   }
 }
 

@@ -1,10 +1,10 @@
-// Attention over keys of bf16 or int8 without products of pairs: a vector's lanes are keys (scores, probabilities) or
-// dims (values). So the tiles of keys are transposed, and scores and probabilities are [column][kSplit keys].
+// Attention over keys of bf16 or int8 without products of pairs of bf16: scores and probabilities are [column][kSplit
+// keys], a vector of them has keys in its lanes, and one of values has dims.
 //
-// For many columns, a split's keys and values are widened to float32 once. For few columns, as in decoding, they are
-// widened in registers, and memory bandwidth is the limit. Both ways compute a column by the same operations in the
-// same order, so its bits do not depend on the way. attention_lanes_avx512.h and attention_lanes_avx2.h have the
-// products; this file has what they share.
+// For few columns, as in decoding, keys and values are multiplied straight from the cache's rows, and memory bandwidth
+// is the limit. For many columns, AVX-512 first widens a split's keys and values to float32. All ways compute a column
+// by the same operations in the same order, so its bits do not depend on the way. attention_lanes_avx512.h and
+// attention_lanes_avx2.h have the products; this file has what they share.
 #pragma once
 
 #include "attention/attention_kernel.h"
@@ -15,14 +15,12 @@ namespace {
 template <Form kForm>
 constexpr bool kKeyLanes = kForm == Form::kWiden;
 
-// How many numbers of the cache, bf16 or int8, are in a word.
-template <typename T>
-constexpr int kPerWord = 4 / sizeof(T);
-
-// Computes the softmax, as Softmax does. The terms of a total are added up first by key modulo kKeyTile.
+// Computes the softmax, as Softmax does, and prefetches what is left. The terms of a total are added up first by key
+// modulo kKeyTile.
 inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& part, float* scores, float* out,
-                         Sums& sums) {
+                         Sums& sums, Fetch& fetch) {
   constexpr int kVecs = kKeyTile / Vec::kWidth;
+  const int64_t fetch_bytes = fetch.Left() / (c.count * (part.last - part.first) / kKeyTile);
   const bool cap = job.softcap > 0.0f;
   const Vec::F factor = Vec::Set(cap ? 1.0f : job.scale * kLog2E), nothing = Vec::Set(-__builtin_inff());
   for (int col = 0; col < c.count; ++col) {
@@ -62,6 +60,7 @@ inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& 
       t = Vec::Set(0.0f);
     }
     for (int tile = part.first; tile < part.last; tile += kKeyTile) {
+      fetch.Advance(fetch_bytes);
       for (int v = 0; v < kVecs; ++v) {
         const int key = tile + v * Vec::kWidth;
         const Vec::F p = Exp2(Vec::Fma(Vec::Load(at + key), factor, minus_peak));

@@ -1,5 +1,9 @@
-// The products of attention_lanes.h on AVX2, where a vector has 8 lanes. A score is the sum of two chains of products,
-// of the even and of the odd dims, so that few columns have enough chains to keep the FMA units busy.
+// The products of attention_lanes.h on AVX2, straight from the cache's rows for any number of columns. A vector's lanes
+// are 8 numbers of bf16 as float32, or 16 of int8 as int16, whose products are added up in int32: so sums over an int8
+// cache are exact.
+//
+// Scores are sums over lanes that are dims, so keys need not be transposed. A tile that is needed later is prefetched
+// line by line while another is used: memory then never waits for the computation, nor the computation for memory.
 #pragma once
 
 #include <type_traits>
@@ -9,193 +13,222 @@
 namespace penstock {
 namespace {
 
-constexpr int kFewColumns = 16;
-constexpr bool kWidensValues = false;  // values are widened in registers for many columns too
+constexpr int kDirectColumns = kMaxTiles * kCols;
+constexpr int kSoftmaxTiles = 2;  // tiles of values that are prefetched during the softmax
 
-// Number i of each word, widened.
+// What the products of numbers T consist of. Add returns sum + the products of a key's 16 numbers and a query's.
 template <typename T>
-inline Vec::F NumberOf(__m256i words, int i);
-template <>
-inline Vec::F NumberOf<uint16_t>(__m256i words, int i) {
-  return i == 0 ? Vec::EvenHalves(_mm256_castsi256_ps(words)) : Vec::OddHalves(_mm256_castsi256_ps(words));
-}
-template <>
-inline Vec::F NumberOf<int8_t>(__m256i words, int i) {
-  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, 24 - 8 * i), 24));
-}
+struct Numbers;
 
-// Transposes 4 words of 8 keys that begin every `stride` bytes.
-inline void TurnWords(const char* keys, int64_t stride, __m256i* words) {
-  __m256i rows[4];
-  for (int i = 0; i < 4; ++i) {
-    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(keys + i * stride));
-    const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(keys + (i + 4) * stride));
-    rows[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+template <>
+struct Numbers<uint16_t> {
+  using Query = float;
+  using Sum = Vec::F;
+  static constexpr int kKeys = 1;  // whose values are multiplied at once
+  struct Key {
+    Vec::F even, odd;
+  };
+  static Sum Zero() { return Vec::Set(0.0f); }
+  static Key Load(const char* from) {
+    const Vec::F pairs = Vec::Load(reinterpret_cast<const float*>(from));
+    return {Vec::EvenHalves(pairs), Vec::OddHalves(pairs)};
   }
-  const __m256i a = _mm256_unpacklo_epi32(rows[0], rows[1]), b = _mm256_unpackhi_epi32(rows[0], rows[1]);
-  const __m256i c = _mm256_unpacklo_epi32(rows[2], rows[3]), d = _mm256_unpackhi_epi32(rows[2], rows[3]);
-  words[0] = _mm256_unpacklo_epi64(a, c);
-  words[1] = _mm256_unpackhi_epi64(a, c);
-  words[2] = _mm256_unpacklo_epi64(b, d);
-  words[3] = _mm256_unpackhi_epi64(b, d);
+  static Sum Add(Sum sum, const Key& key, const float* query) {
+    return Vec::Fma(key.odd, Vec::Load(query + 8), Vec::Fma(key.even, Vec::Load(query), sum));
+  }
+  static Sum AddHalves(Sum a, Sum b) { return Vec::Add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); }
+  static Sum AddPairs(Sum a, Sum b) { return Vec::Add(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee)); }
+  static __m128 AddLanes(Sum a) { return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)); }
+
+  // Sixteen dims of a key's value: the even ones and the odd ones.
+  static void LoadValues(const char* from, int64_t /*stride*/, Sum* two) {
+    const Key key = Load(from);
+    two[0] = key.even;
+    two[1] = key.odd;
+  }
+  static Sum LoadProbability(const float* row, int key) { return Vec::Set(row[key]); }
+  static Sum AddValues(Sum sum, Sum values, Sum probability) { return Vec::Fma(values, probability, sum); }
+  static Sum LoadSums(const float* from) { return Vec::Load(from); }
+  static void StoreSums(float* to, Sum sums) { Vec::Store(to, sums); }
+};
+
+template <>
+struct Numbers<int8_t> {
+  using Query = int16_t;
+  using Sum = __m256i;
+  static constexpr int kKeys = 2;
+  using Key = __m256i;
+  static Sum Zero() { return _mm256_setzero_si256(); }
+  static Key Load(const char* from) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  // Instructions written out: given intrinsics, GCC adds up products in another order, for which it has no registers.
+  static Sum AddProducts(Sum sum, __m256i a, __m256i b) {
+    __m256i product;
+    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
+    return sum;
+  }
+  static Sum Add(Sum sum, Key key, const int16_t* query) {
+    return AddProducts(sum, key, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(query)));
+  }
+  static Sum AddHalves(Sum a, Sum b) {
+    return _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+  }
+  static Sum AddPairs(Sum a, Sum b) {
+    return _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+  }
+  static __m128 AddLanes(Sum a) {
+    return _mm_cvtepi32_ps(_mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)));
+  }
+
+  // Sixteen dims of the values of two keys, which lie `stride` bytes apart: pairs of dims 0 to 3 and 8 to 11, and of
+  // the others.
+  static void LoadValues(const char* from, int64_t stride, Sum* two) {
+    const __m256i even = Load(from), odd = Load(from + stride);
+    two[0] = _mm256_unpacklo_epi16(even, odd);
+    two[1] = _mm256_unpackhi_epi16(even, odd);
+  }
+  // The probabilities of two keys.
+  static Sum LoadProbability(const float* row, int key) {
+    int32_t two;
+    memcpy(&two, reinterpret_cast<const int16_t*>(row) + key, 4);
+    return _mm256_set1_epi32(two);
+  }
+  static Sum AddValues(Sum sum, Sum values, Sum probability) { return AddProducts(sum, values, probability); }
+  static Sum LoadSums(const float* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+  static void StoreSums(float* to, Sum sums) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), sums); }
+};
+
+// The sums of the lanes of four vectors.
+template <typename T>
+inline __m128 SumLanes(const typename Numbers<T>::Sum& a, const typename Numbers<T>::Sum& b,
+                       const typename Numbers<T>::Sum& c, const typename Numbers<T>::Sum& d) {
+  using N = Numbers<T>;
+  return N::AddLanes(N::AddPairs(N::AddHalves(a, b), N::AddHalves(c, d)));
 }
 
-// Transposes a tile of keys, which lie `stride` bytes apart, to float [dim][kKeyTile].
-template <typename T>
-void TurnKeys(const char* keys, int64_t stride, int64_t dim, float* to) {
-  for (int64_t d = 0; d < dim; d += 4 * kPerWord<T>, keys += 16) {
-    for (int group = 0; group < kKeyTile; group += 8) {
-      __m256i words[4];
-      TurnWords(keys + group * stride, stride, words);
-      for (int w = 0; w < 4; ++w) {
-        for (int i = 0; i < kPerWord<T>; ++i) {
-          Vec::Store(to + (d + w * kPerWord<T> + i) * kKeyTile + group, NumberOf<T>(words[w], i));
+inline void PrefetchLine(const char* line) { _mm_prefetch(line, _MM_HINT_T1); }
+
+// Computes the scores of a tile of keys, which lie `stride` bytes apart, for kC columns, whose queries lie `dim`
+// numbers apart, and prefetches the tile `ahead`. `scales` are of the columns' queries.
+template <typename T, int kC>
+[[gnu::noinline]] void ScoreTile(const char* keys, int64_t stride, int64_t dim,
+                                 const typename Numbers<T>::Query* queries, const float* scales, float* scores,
+                                 const char* ahead) {
+  using N = Numbers<T>;
+  constexpr int kKeys = kC == 1 ? 8 : kC == 4 ? 2 : 4;             // as many as the registers hold
+  constexpr int kLines = kKeys * static_cast<int>(sizeof(T)) / 4;  // that are used in a step; 0: half a line
+  const char* const ahead_end = ahead + kKeyTile * stride - 1;
+  for (int first = 0; first < kKeyTile; first += kKeys, keys += kKeys * stride) {
+    typename N::Sum sum[kC][kKeys];
+    for (auto& column : sum) {
+      for (auto& s : column) {
+        s = N::Zero();
+      }
+    }
+    for (int64_t d = 0; d < dim; d += 16) {
+      if (kLines > 0 || d % 32 == 0) {
+        for (int line = 0; line < (kLines > 0 ? kLines : 1); ++line, ahead += kCacheLine) {
+          PrefetchLine(ahead);
+        }
+      }
+      for (int k = 0; k < kKeys; ++k) {
+        const auto key = N::Load(keys + k * stride + d * static_cast<int64_t>(sizeof(T)));
+        for (int c = 0; c < kC; ++c) {
+          sum[c][k] = N::Add(sum[c][k], key, queries + c * dim + d);
         }
       }
     }
-  }
-}
-
-// Computes the scores of a transposed tile of keys for kC columns; if kAdd, they are added to those that are there.
-template <int kC, bool kAdd>
-void ScoreTurnedColumns(const float* keys, int64_t dim, const float* queries, float* scores) {
-  Vec::F sum[kC][2];
-  for (auto& column : sum) {
-    column[0] = column[1] = Vec::Set(0.0f);
-  }
-  for (int64_t d = 0; d < dim; d += 2, keys += 2 * kKeyTile, queries += 2 * kCols) {
-    const Vec::F low = Vec::Load(keys), high = Vec::Load(keys + 8);
-    for (int c = 0; c < kC; ++c) {
-      const Vec::F q = Vec::Set(queries[c]);
-      sum[c][0] = Vec::Fma(low, q, sum[c][0]);
-      sum[c][1] = Vec::Fma(high, q, sum[c][1]);
-    }
-  }
-  for (int c = 0; c < kC; ++c) {
-    for (int v = 0; v < 2; ++v) {
-      float* to = scores + c * kSplit + v * 8;
-      Vec::Store(to, kAdd ? Vec::Add(Vec::Load(to), sum[c][v]) : sum[c][v]);
-    }
-  }
-}
-
-// Computes the scores of a transposed tile of keys for all columns.
-inline void ScoreTurned(const float* keys, int64_t dim, const float* queries, float* scores) {
-  const auto score = [&](auto columns, int first) {
-    constexpr int kC = decltype(columns)::value;
-    ScoreTurnedColumns<kC, false>(keys, dim, queries + first, scores + first * kSplit);
-    ScoreTurnedColumns<kC, true>(keys + kKeyTile, dim, queries + kCols + first, scores + first * kSplit);
-  };
-  score(std::integral_constant<int, 6>{}, 0);
-  score(std::integral_constant<int, 6>{}, 6);
-  score(std::integral_constant<int, 4>{}, 12);
-}
-
-// Transposes a tile of keys, which lie `stride` bytes apart, to words [dim / kPerWord][kKeyTile].
-template <typename T>
-void TurnTile(const char* keys, int64_t stride, int64_t dim, __m256i* to) {
-  for (int64_t d = 0; d < dim; d += 4 * kPerWord<T>, keys += 16, to += 8) {
-    for (int group = 0; group < 2; ++group) {
-      __m256i words[4];
-      TurnWords(keys + group * 8 * stride, stride, words);
-      for (int w = 0; w < 4; ++w) {
-        to[2 * w + group] = words[w];
-      }
-    }
-  }
-}
-
-// Computes kChains of the two chains of the scores of kC columns, from chain kFirst on, with the keys that TurnTile has
-// transposed. The second chain is added to the first.
-template <typename T, int kC, int kFirst, int kChains>
-[[gnu::noinline]] void ScoreWords(const __m256i* words, int64_t dim, const float* queries, float* scores) {
-  Vec::F sum[kChains][kC][2];
-  for (auto& chain : sum) {
-    for (auto& column : chain) {
-      column[0] = column[1] = Vec::Set(0.0f);
-    }
-  }
-  for (int64_t d = 0; d < dim; d += kPerWord<T>, words += 2, queries += kPerWord<T> * kCols) {
-    for (int i = kFirst; i < kPerWord<T>; i += 3 - kChains) {
-      const Vec::F low = NumberOf<T>(words[0], i), high = NumberOf<T>(words[1], i);
-      auto& chain = sum[kChains == 2 ? i % 2 : 0];
+    const auto scaled = [&](__m128 x, int c) { return sizeof(T) == 1 ? _mm_mul_ps(x, _mm_set1_ps(scales[c])) : x; };
+    if constexpr (kKeys >= 4) {
       for (int c = 0; c < kC; ++c) {
-        const Vec::F q = Vec::Set(queries[i * kCols + c]);
-        chain[c][0] = Vec::Fma(low, q, chain[c][0]);
-        chain[c][1] = Vec::Fma(high, q, chain[c][1]);
+        for (int k = 0; k < kKeys; k += 4) {
+          const __m128 four = SumLanes<T>(sum[c][k], sum[c][k + 1], sum[c][k + 2], sum[c][k + 3]);
+          _mm_storeu_ps(scores + c * kSplit + first + k, scaled(four, c));
+        }
+      }
+    } else {
+      for (int c = 0; c < kC; c += 2) {
+        const __m128 four = SumLanes<T>(sum[c][0], sum[c][1], sum[c + 1][0], sum[c + 1][1]);
+        _mm_storel_pi(reinterpret_cast<__m64*>(scores + c * kSplit + first), scaled(four, c));
+        _mm_storeh_pi(reinterpret_cast<__m64*>(scores + (c + 1) * kSplit + first), scaled(four, c + 1));
       }
     }
   }
-  for (int c = 0; c < kC; ++c) {
-    for (int v = 0; v < 2; ++v) {
-      float* to = scores + c * kSplit + v * 8;
-      if (kChains == 2) {
-        Vec::Store(to, Vec::Add(sum[0][c][v], sum[kChains - 1][c][v]));
-      } else {
-        Vec::Store(to, kFirst == 0 ? sum[0][c][v] : Vec::Add(Vec::Load(to), sum[0][c][v]));
-      }
-    }
-  }
-}
-
-// Sixteen numbers of the cache as two vectors: of bf16 the even ones and the odd ones, of int8 the first 8 and the
-// others.
-inline void WidenTwo(const uint16_t* from, Vec::F& a, Vec::F& b) {
-  const Vec::F pairs = Vec::Load(reinterpret_cast<const float*>(from));
-  a = Vec::EvenHalves(pairs);
-  b = Vec::OddHalves(pairs);
-}
-inline void WidenTwo(const int8_t* from, Vec::F& a, Vec::F& b) {
-  a = Vec::Widen(from);
-  b = Vec::Widen(from + 8);
+  PrefetchLine(ahead_end);
 }
 
 // Adds kV times 16 dims of keys [from, to) of a tile, times their probabilities, to the sums of kC columns, which lie
-// `dims` floats apart and in which 16 dims are as WidenTwo divides them.
+// `dims` apart. Prefetches as many lines as it uses; returns where the next ones begin.
 template <typename T, int kC, int kV>
-void SumFewDims(const char* values, int64_t stride, int64_t dims, int from, int to, const float* probabilities,
-                float* sums) {
-  Vec::F sum[kC][2 * kV];
+[[gnu::always_inline]] inline const char* SumDims(const char* values, int64_t stride, int64_t dims, int from, int to,
+                                                  const float* probabilities, float* sums, const char* ahead) {
+  using N = Numbers<T>;
+  typename N::Sum sum[kC][2 * kV];
   for (int c = 0; c < kC; ++c) {
     for (int v = 0; v < 2 * kV; ++v) {
-      sum[c][v] = Vec::Load(sums + c * dims + v * 8);
+      sum[c][v] = N::LoadSums(sums + c * dims + v * 8);
     }
   }
   const char* at = values + from * stride;
-  for (int key = from; key < to; ++key, at += stride) {
-    Vec::F wide[2 * kV];
+  const auto add = [&](int key) {
+    typename N::Sum wide[2 * kV];
     for (int v = 0; v < kV; ++v) {
-      WidenTwo(reinterpret_cast<const T*>(at) + v * 16, wide[2 * v], wide[2 * v + 1]);
+      N::LoadValues(at + v * 16 * static_cast<int64_t>(sizeof(T)), stride, wide + 2 * v);
     }
     for (int c = 0; c < kC; ++c) {
-      const Vec::F p = Vec::Set(probabilities[c * kSplit + key]);
+      const auto probability = N::LoadProbability(probabilities + c * kSplit, key);
       for (int v = 0; v < 2 * kV; ++v) {
-        sum[c][v] = Vec::Fma(wide[v], p, sum[c][v]);
+        sum[c][v] = N::AddValues(sum[c][v], wide[v], probability);
       }
     }
+    at += N::kKeys * stride;
+  };
+  int key = from;
+  for (; key + 2 * N::kKeys <= to; key += 2 * N::kKeys) {
+    for (int line = 0; line < kV; ++line, ahead += kCacheLine) {
+      PrefetchLine(ahead);
+    }
+    add(key);
+    add(key + N::kKeys);
+  }
+  if (key < to) {
+    add(key);
   }
   for (int c = 0; c < kC; ++c) {
     for (int v = 0; v < 2 * kV; ++v) {
-      Vec::Store(sums + c * dims + v * 8, sum[c][v]);
+      N::StoreSums(sums + c * dims + v * 8, sum[c][v]);
     }
   }
+  return ahead;
 }
 
-// Adds all dims of keys [from, to) of a tile, times their probabilities, to the sums of kC columns.
+// Adds all dims of keys [from, to) of a tile, times their probabilities, to the sums of kC columns, and prefetches the
+// tile `ahead`.
 template <typename T, int kC>
-void SumFewColumns(const char* values, int64_t stride, int64_t dims, int from, int to, const float* probabilities,
-                   float* sums, Fetch* fetch) {
-  constexpr int kV = kC == 1 ? 4 : kC == 2 ? 2 : 1;  // as many as the registers hold
+[[gnu::always_inline]] inline void SumKeys(const char* values, int64_t stride, int64_t dims, int from, int to,
+                                           const float* probabilities, float* sums, const char* ahead) {
+  constexpr int kV = kC == 1 && sizeof(T) == 2 ? 4 : kC <= 2 ? 2 : 1;  // as many as the registers hold
   constexpr int64_t kBytes = 16 * sizeof(T);
+  const char* const ahead_end = ahead + kKeyTile * stride - 1;
   int64_t dim = 0;
   for (; dim + 16 * kV <= dims; dim += 16 * kV, values += kV * kBytes) {
-    if (fetch) {
-      fetch->Advance(kKeyTile * kV * kBytes);
-    }
-    SumFewDims<T, kC, kV>(values, stride, dims, from, to, probabilities, sums + dim);
+    ahead = SumDims<T, kC, kV>(values, stride, dims, from, to, probabilities, sums + dim, ahead);
   }
   for (; dim < dims; dim += 16, values += kBytes) {
-    SumFewDims<T, kC, 1>(values, stride, dims, from, to, probabilities, sums + dim);
+    ahead = SumDims<T, kC, 1>(values, stride, dims, from, to, probabilities, sums + dim, ahead);
+  }
+  PrefetchLine(ahead_end);
+}
+
+// As SumKeys; compilers make better code of it where they know the range.
+template <typename T, int kC>
+[[gnu::noinline]] void SumTile(const char* values, int64_t stride, int64_t dims, int from, int to,
+                               const float* probabilities, float* sums, const char* ahead) {
+  if (from == 0 && to == kKeyTile) {
+    SumKeys<T, kC>(values, stride, dims, 0, kKeyTile, probabilities, sums, ahead);
+  } else {
+    SumKeys<T, kC>(values, stride, dims, from, to, probabilities, sums, ahead);
   }
 }
 
@@ -215,55 +248,96 @@ void InColumns(int count, Body&& body) {
   }
 }
 
-// Adds up the values of keys [from, to) times their probabilities, for `count` columns, tile by tile, because the first
-// cache holds a tile.
-template <typename T>
-void SumLanes(const AttentionJob& job, int count, const char* const* values, int from, int to,
-              const float* probabilities, float* sums, Fetch& fetch) {
-  const int64_t stride = job.cache_row_bytes(), dims = job.value_dim;
-  memset(sums, 0, count * dims * 4);
-  for (int tile = from / kKeyTile * kKeyTile; tile < to; tile += kKeyTile) {
-    const int low = Max(from - tile, 0), high = Min(to - tile, kKeyTile);
-    InColumns(count, [&](auto columns, int first) {
-      SumFewColumns<T, decltype(columns)::value>(values[tile / kKeyTile], stride, dims, low, high,
-                                                 probabilities + first * kSplit + tile, sums + first * dims,
-                                                 first == 0 ? &fetch : nullptr);
-    });
+// The largest of `count` numbers that are not negative, or NaN if one is: as integers, bits have the same order as
+// sizes.
+inline float LargestProbability(const float* from, int count) {
+  const __m256i size = _mm256_set1_epi32(INT32_MAX);
+  __m256i most = _mm256_setzero_si256();
+  for (int i = 0; i < count; i += 8) {
+    most = _mm256_max_epi32(most, _mm256_and_si256(size, _mm256_castps_si256(Vec::Load(from + i))));
   }
-  if (sizeof(T) == 1) {
-    return;
+  alignas(32) float lanes[8];
+  Vec::Store(lanes, _mm256_castsi256_ps(most));
+  int32_t largest = 0;
+  for (const float lane : lanes) {
+    int32_t bits;
+    memcpy(&bits, &lane, 4);
+    largest = Max(largest, bits);
   }
-  for (float* at = sums; at < sums + count * dims; at += 16) {
-    const Vec::F even = Vec::Load(at), odd = Vec::Load(at + 8);
-    const Vec::F low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
-    Vec::Store(at, _mm256_permute2f128_ps(low, high, 0x20));
-    Vec::Store(at + 8, _mm256_permute2f128_ps(low, high, 0x31));
+  float number;
+  memcpy(&number, &largest, 4);
+  return number;
+}
+
+// Rounds the probabilities of keys [first, last) to int16, in place, with a scale for each column, which is NaN if one
+// of them is not finite. Products with 256 values of int8 add up to less than 2^31.
+inline void RoundProbabilities(int count, int first, int last, float* probabilities, float* scales) {
+  constexpr float kMost = 32767.0f;
+  for (int c = 0; c < count; ++c) {
+    float* row = probabilities + c * kSplit;
+    const float peak = LargestProbability(row + first, last - first);
+    scales[c] = peak <= __FLT_MAX__ ? peak / kMost : __builtin_nanf("");
+    const float inverse = Inverse(peak, kMost);
+    auto* to = reinterpret_cast<int16_t*>(row);
+    for (int key = first; key < last; key += 16) {
+      StoreInt16(Vec::Load(row + key), Vec::Load(row + key + 8), inverse, to + key);
+    }
   }
 }
 
-// Computes a split's sums for at most kFewColumns columns. T is the cache's kind of number.
+// Turns one column's sums into float32, in the order of dims.
 template <typename T>
-void AttendFewColumns(const AttentionJob& job, const Part& part, const Memory<Form::kWiden>& memory, Sums& sums,
-                      Fetch& fetch_values, Fetch& fetch_next) {
-  const Columns& c = memory.columns[0];
-  const int64_t stride = job.cache_row_bytes();
-  auto* words = reinterpret_cast<__m256i*>(memory.keys);
+void FinishSums(int64_t dims, float scale, float* sums) {
+  for (float* at = sums; at < sums + dims; at += 16) {
+    Vec::F a = Vec::Load(at), b = Vec::Load(at + 8);
+    if (sizeof(T) == 2) {
+      const Vec::F low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+      a = low, b = high;
+    } else {
+      a = Vec::Mul(_mm256_cvtepi32_ps(_mm256_castps_si256(a)), Vec::Set(scale));
+      b = Vec::Mul(_mm256_cvtepi32_ps(_mm256_castps_si256(b)), Vec::Set(scale));
+    }
+    Vec::Store(at, _mm256_permute2f128_ps(a, b, 0x20));
+    Vec::Store(at + 8, _mm256_permute2f128_ps(a, b, 0x31));
+  }
+}
+
+// Computes a split's sums for the columns of a tile. T is the cache's kind of number.
+template <typename T>
+void AttendDirect(const AttentionJob& job, const Columns& c, const float* queries, const Part& part,
+                  const Memory<Form::kWiden>& memory, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
+  const int64_t stride = job.cache_row_bytes(), dims = job.value_dim;
+  const auto* q = reinterpret_cast<const typename Numbers<T>::Query*>(queries);
+  float *scores = memory.scores, *probabilities = memory.probabilities;
   for (int tile = part.first; tile < part.last; tile += kKeyTile) {
-    fetch_values.Advance(kKeyTile * stride);
-    TurnTile<T>(part.keys[tile / kKeyTile], stride, job.dim, words);
+    const char* keys = part.keys[tile / kKeyTile];
+    const char* ahead = part.last - tile > kSoftmaxTiles * kKeyTile ? fetch_values.Tile(keys) : keys;
     InColumns(c.count, [&](auto columns, int first) {
-      constexpr int kC = decltype(columns)::value, kChains = kC < 4 ? 2 : 1;  // as many as the registers hold
-      const float* q = memory.queries + first;
-      float* to = memory.scores + first * kSplit + tile;
-      ScoreWords<T, kC, 0, kChains>(words, job.dim, q, to);
-      if (kChains == 1) {
-        ScoreWords<T, kC, 1, kChains>(words, job.dim, q, to);
-      }
+      ScoreTile<T, decltype(columns)::value>(keys, stride, job.dim, q + first * job.dim, c.query_scales + first,
+                                             scores + first * kSplit + tile, first == 0 ? ahead : keys);
     });
   }
   ReadValueScales(job, part.values, part.from, part.to, memory);
-  SoftmaxLanes(job, c, part, memory.scores, memory.probabilities, sums);
-  SumLanes<T>(job, c.count, part.values, part.from, part.to, memory.probabilities, sums.values, fetch_next);
+  SoftmaxLanes(job, c, part, scores, probabilities, sums, fetch_values);
+  int from = part.from, to = part.to;
+  float scales[kCols];
+  if (sizeof(T) == 1) {
+    RoundProbabilities(c.count, part.first, part.last, probabilities, scales);
+    from = part.first, to = part.last;  // values have no NaN, and those of other keys are multiplied by 0
+  }
+  memset(sums.values, 0, c.count * dims * 4);
+  for (int tile = from / kKeyTile * kKeyTile; tile < to; tile += kKeyTile) {
+    const char *values = part.values[tile / kKeyTile], *ahead = fetch_next.Tile(values);
+    const int low = Max(from - tile, 0), high = Min(to - tile, kKeyTile);
+    InColumns(c.count, [&](auto columns, int first) {
+      const float* p = probabilities + first * kSplit + (sizeof(T) == 2 ? tile : tile / 2);
+      SumTile<T, decltype(columns)::value>(values, stride, dims, low, high, p, sums.values + first * dims,
+                                           first == 0 ? ahead : values);
+    });
+  }
+  for (int col = 0; col < c.count; ++col) {
+    FinishSums<T>(dims, scales[col], sums.values + col * dims);
+  }
 }
 
 }  // namespace

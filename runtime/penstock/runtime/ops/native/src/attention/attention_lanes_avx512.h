@@ -1,4 +1,5 @@
-// The products of attention_lanes.h on AVX-512, where a vector has 16 lanes.
+// The products of attention_lanes.h on AVX-512, where a vector has 16 lanes. A score's lanes are keys, so tiles of keys
+// are transposed.
 #pragma once
 
 #include "attention/attention_lanes.h"
@@ -7,8 +8,11 @@
 namespace penstock {
 namespace {
 
-constexpr int kFewColumns = 8;
-constexpr bool kWidensValues = true;  // for many columns, before they are multiplied
+constexpr int kDirectColumns = 8;
+
+// How many numbers of the cache, bf16 or int8, are in a word.
+template <typename T>
+constexpr int kPerWord = 4 / sizeof(T);
 
 // Number i of each word, widened.
 template <typename T>
@@ -229,30 +233,29 @@ void SumFew(const ValueTiles& values, int from, int to, const float* probabiliti
 // Computes a split's sums for at most kC columns; those beyond c.count have queries and probabilities of 0. T is the
 // cache's kind of number.
 template <typename T, int kC>
-void AttendSome(const AttentionJob& job, const Columns& c, const Part& part, const Memory<Form::kWiden>& memory,
-                Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
+void AttendSome(const AttentionJob& job, const Columns& c, const float* queries, const Part& part,
+                const Memory<Form::kWiden>& memory, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
   float *scores = memory.scores, *probabilities = memory.probabilities;
   const int64_t stride = job.cache_row_bytes();
-  ScoreFew<T, kC>(part.keys, stride, job.dim, memory.queries, part.first / kKeyTile, part.last / kKeyTile, scores,
+  ScoreFew<T, kC>(part.keys, stride, job.dim, queries, part.first / kKeyTile, part.last / kKeyTile, scores,
                   fetch_values);
   ReadValueScales(job, part.values, part.from, part.to, memory);
-  SoftmaxLanes(job, c, part, scores, probabilities, sums);
+  SoftmaxLanes(job, c, part, scores, probabilities, sums, fetch_values);
   for (int col = c.count; col < kC; ++col) {
     memset(probabilities + col * kSplit, 0, kSplit * sizeof(float));
   }
   SumFew<T, kC>({part.values, stride, job.value_dim}, part.from, part.to, probabilities, sums.values, fetch_next);
 }
 
-// Computes a split's sums for at most kFewColumns columns.
+// Computes a split's sums for at most kDirectColumns columns.
 template <typename T>
-void AttendFewColumns(const AttentionJob& job, const Part& part, const Memory<Form::kWiden>& memory, Sums& sums,
-                      Fetch& fetch_values, Fetch& fetch_next) {
-  const Columns& c = memory.columns[0];
+void AttendDirect(const AttentionJob& job, const Columns& c, const float* queries, const Part& part,
+                  const Memory<Form::kWiden>& memory, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
   auto* attend = c.count > 4 ? AttendSome<T, 8> : c.count > 2 ? AttendSome<T, 4> : AttendSome<T, 2>;
   if (c.count == 1) {
     attend = AttendSome<T, 1>;
   }
-  attend(job, c, part, memory, sums, fetch_values, fetch_next);
+  attend(job, c, queries, part, memory, sums, fetch_values, fetch_next);
 }
 
 }  // namespace

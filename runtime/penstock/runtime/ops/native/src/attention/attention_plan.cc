@@ -10,7 +10,7 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
   positions.clear(), oldest.clear(), token_rows.clear(), first_slot.clear();
   members.clear(), tasks.clear(), order.clear();
   shared.assign(rows.num_rows, 0);
-  int64_t decode_splits = 0, wide_rows = 0;
+  int64_t wide_rows = 0;
   for (int64_t r = 0; r < rows.num_rows; ++r) {
     const int64_t start = rows.starts[r], count = rows.q_lens[r];
     if (count == 0) {
@@ -36,9 +36,6 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
       if (small) {
         num_slots += position / kSplit - first / kSplit + 1;
       }
-      if (small) {
-        decode_splits += position / kSplit - first / kSplit + 1;
-      }
     }
     const int64_t seen = oldest[num_tokens];
     for (int64_t page = seen / rows.page_size; page < pages; ++page) {
@@ -54,8 +51,6 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
     return "the rows are too long to be read in one step";
   }
   ShareSplits(rows, group);
-  // Short units balance better, and long ones have less overhead. Results do not depend on the length.
-  const int splits_per_task = static_cast<int>(std::clamp<int64_t>(decode_splits * kv_heads / (threads * 8), 1, 8));
   // A token with several tiles of columns has few, large sums for each split, so where there are not enough such tokens
   // for all threads, its columns are divided rather than its splits.
   const int64_t tiles = (group + kCols - 1) / kCols, wanted = threads * 4;
@@ -63,7 +58,7 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
   const int wide_columns = static_cast<int>((tiles + parts - 1) / parts * kCols);
   for (int64_t t = 0; t < num_tokens;) {
     const int32_t row = token_rows[t];
-    AddRow(rows, row, static_cast<int32_t>(t), shared[row], group, splits_per_task, wide_columns);
+    AddRow(rows, row, static_cast<int32_t>(t), shared[row], group, wide_columns);
     t += rows.q_lens[row];
   }
   // Prefill comes first, then the longest of the rest, so that no thread has much left at the end.
@@ -93,7 +88,7 @@ void AttentionPlan::AddTask(int32_t row, int begin, int end, bool partial, int64
 }
 
 void AttentionPlan::AddRow(const AttentionRows& rows, int32_t row, int32_t first_token, int from_split, int64_t group,
-                           int splits_per_task, int wide_columns) {
+                           int wide_columns) {
   const int32_t count = rows.q_lens[row];
   const bool small = count * group <= kCols;
   const int32_t block = small ? count : static_cast<int32_t>(std::max<int64_t>(1, kMaxTiles * kCols / group));
@@ -105,7 +100,7 @@ void AttentionPlan::AddRow(const AttentionRows& rows, int32_t row, int32_t first
     }
     const int begin = std::max(oldest[first] / kSplit, from_split), end = positions[first + tokens - 1] / kSplit + 1;
     const bool partial = small && (from_split > 0 || end - begin > 1);
-    const int step = partial ? splits_per_task : end - begin;
+    const int step = partial ? 1 : end - begin;  // all heads of a split lie close together, see attention.cc
     const int columns = static_cast<int>(tokens * group), part = count == 1 && !small ? wide_columns : columns;
     for (int split = begin; split < end; split += step) {
       for (int column = 0; column < columns; column += part) {

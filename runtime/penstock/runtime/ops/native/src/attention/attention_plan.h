@@ -42,7 +42,7 @@ struct AttentionPlan {
 
  private:
   void AddRow(const AttentionRows& rows, int32_t row, int32_t first_token, int from_split, int64_t group,
-              int splits_per_task, int wide_columns);
+              int wide_columns);
   void AddTask(int32_t row, int begin, int end, bool partial, int64_t columns);
   void ShareSplits(const AttentionRows& rows, int64_t group);
   void ShareRun(int begin, int end, int split, int64_t group, const std::vector<int32_t>& common);

@@ -30,6 +30,10 @@ class Fetch {
     }
     step_ = steps > 0 ? (count_ * bytes / steps + 63) & -64 : 0;
   }
+  // The next tile, for a caller that prefetches all of it, or `other` if there is none.
+  const char* Tile(const char* other) { return tile_ < count_ ? tiles_[tile_++] : other; }
+  // How many bytes are left.
+  int64_t Left() const { return (count_ - tile_) * bytes_ - at_; }
   void Advance() { Advance(step_); }
   void Advance(int64_t bytes) {
     for (int64_t i = 0; i < bytes && tile_ < count_; i += 64) {

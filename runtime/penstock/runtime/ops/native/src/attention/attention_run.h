@@ -1,6 +1,7 @@
 // Runs a unit of work, from its queries to its output, for one form of multiplication.
 #pragma once
 
+#include "attention/attention_results.h"
 #include "attention/attention_split.h"
 
 namespace penstock {
@@ -44,17 +45,18 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
     if (!job.keys_only) {
       memcpy(raw_values, values, sizeof(values));
     }
-    const bool few = kKeyLanes<kForm> && columns <= kFewColumns;
-    // While the first columns use the keys, the values of these keys are prefetched; afterwards the next keys are. For
-    // each tile of keys Fetch is called where the tile is scored; where it is converted from int8, before that; else
-    // twice by Softmax, but not by SoftmaxLanes. The scales of int8 values are needed before the softmax.
+    const bool direct = kKeyLanes<kForm> && columns <= kDirectColumns;
+    // While the first columns use the keys, the values of these keys are prefetched; afterwards the next keys are. AVX2
+    // asks for whole tiles. Else, for each tile of keys, Fetch is called where the tile is scored; where it is
+    // converted from int8, before that; else twice by Softmax, but not by SoftmaxLanes. The scales of int8 values are
+    // needed before the softmax.
     const int64_t tile_bytes = kKeyTile * job.cache_row_bytes(), steps = (end - begin + kKeyTile - 1) / kKeyTile;
-    const int other_steps = job.int8 ? !few : kKeyLanes<kForm> ? 0 : 2, value_steps = 1 + other_steps;
+    const int other_steps = job.int8 ? !direct : kKeyLanes<kForm> ? 0 : 2, value_steps = 1 + other_steps;
     Fetch fetch_values(raw_values, tile_bytes, value_steps * steps), fetch_next(ahead, tile_bytes, 2 * steps);
     if (job.int8) {
       ReadScales(job, keys, begin, end, memory.key_scales);
     }
-    if (!few) {
+    if (!direct) {
       PrepareKeys<kForm>(job, keys, begin, end, memory, fetch_values);
     }
     bool prepared = false;
@@ -78,11 +80,12 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
                         to,
                         job.int8 ? memory.key_scales : nullptr,
                         job.int8 ? memory.value_scales : nullptr};
-        if (few) {
-          AttendFew<kForm>(job, part, memory, split_sums[0], fetch_values, fetch_next);
+        const float* queries = memory.queries + t * memory.query_words * kCols;
+        if (direct) {
+          Attend<kForm>(job, memory.columns[t], queries, part, memory, split_sums[0], fetch_values, fetch_next);
         } else {
-          ScoreAll<kForm>(keys, job, memory.queries + t * memory.query_words * kCols, wide, memory.columns[t].count,
-                          first / kKeyTile, last / kKeyTile, memory.scores, fetch_values);
+          ScoreAll<kForm>(keys, job, queries, wide, memory.columns[t].count, first / kKeyTile, last / kKeyTile,
+                          memory.scores, fetch_values);
           if (!prepared) {
             ReadValueScales(job, values, begin, end, memory);
           }

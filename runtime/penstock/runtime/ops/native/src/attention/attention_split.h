@@ -43,10 +43,12 @@ void ScoreAll(const char* const* keys, const AttentionJob& job, const float* que
     }
 #endif
   } else if constexpr (kKeyLanes<kForm>) {
+#ifdef __AVX512F__
     for (int tile = begin; tile < end; ++tile) {
       fetch.Advance();
       ScoreTurned(reinterpret_cast<const float*>(keys[tile]), dim, queries, scores + tile * kKeyTile);
     }
+#endif
   } else {
     for (int tile = begin; tile < end; ++tile) {
       fetch.Advance();
@@ -72,7 +74,9 @@ void PrepareKeys(const AttentionJob& job, const char** keys, int begin, int end,
     const char* from = keys[at / kKeyTile];
     float* to = memory.keys + at * dim / (Paired(kForm) ? 2 : 1);
     if constexpr (kKeyLanes<kForm>) {
+#ifdef __AVX512F__
       job.int8 ? TurnKeys<int8_t>(from, stride, dim, to) : TurnKeys<uint16_t>(from, stride, dim, to);
+#endif
     } else if constexpr (Paired(kForm)) {
 #ifdef __AVX512BF16__
       Bf16Rows(from, kKeyTile, stride, dim, reinterpret_cast<uint16_t*>(to));
@@ -91,18 +95,18 @@ template <Form kForm>
 void SoftmaxOf(const AttentionJob& job, const Columns& c, const Part& part, float* scores, float* out, Sums& sums,
                Fetch& fetch) {
   if constexpr (kKeyLanes<kForm>) {
-    SoftmaxLanes(job, c, part, scores, out, sums);
+    SoftmaxLanes(job, c, part, scores, out, sums, fetch);
   } else {
     Softmax<kForm>(job, c, part, scores, out, sums, fetch);
   }
 }
 
 template <Form kForm>
-void AttendFew(const AttentionJob& job, const Part& part, const Memory<kForm>& memory, Sums& sums, Fetch& fetch_values,
-               Fetch& fetch_next) {
+void Attend(const AttentionJob& job, const Columns& c, const float* queries, const Part& part,
+            const Memory<kForm>& memory, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
   if constexpr (kKeyLanes<kForm>) {
-    auto* attend = job.int8 ? AttendFewColumns<int8_t> : AttendFewColumns<uint16_t>;
-    attend(job, part, memory, sums, fetch_values, fetch_next);
+    auto* attend = job.int8 ? AttendDirect<int8_t> : AttendDirect<uint16_t>;
+    attend(job, c, queries, part, memory, sums, fetch_values, fetch_next);
   }
 }
 
@@ -112,7 +116,7 @@ template <Form kForm>
 void PrepareValues(const AttentionJob& job, const char** values, int begin, int end, Memory<kForm>& memory,
                    Fetch& fetch) {
   const int64_t dim = job.value_dim, stride = job.cache_row_bytes();
-  if ((kForm == Form::kFloat && !job.int8) || (kForm == Form::kWiden && !kWidensValues)) {
+  if (kForm == Form::kFloat && !job.int8) {
     return;
   }
   constexpr int kStep = Paired(kForm) ? 2 * kKeyTile : kKeyTile;  // AMX sums 32 keys at once
@@ -191,11 +195,6 @@ void SumAll(const char* const* values, const AttentionJob& job, int wide, int co
         }
       }
     }
-#endif
-  } else if constexpr (kForm == Form::kWiden && !kWidensValues) {
-#ifndef __AVX512F__
-    auto* sum = job.int8 ? SumLanes<int8_t> : SumLanes<uint16_t>;
-    sum(job, cols, values, begin, end, memory.probabilities, sums[0].values, fetch);
 #endif
   } else {
     constexpr int kPer = Paired(kForm) ? 2 : 1;

@@ -24,8 +24,9 @@ inline float RowPeak(const T* row, int64_t k) {
 // A row with a smaller peak counts as zeros: 127 / peak must be finite.
 constexpr float kLeastPeak = 1e-30f;
 
-// What a row's values are multiplied by to become int8. It is 0 if the peak is too small, or not finite.
-inline float Int8Inverse(float peak) { return peak >= kLeastPeak && peak <= __FLT_MAX__ ? 127.0f / peak : 0.0f; }
+// What a row's values are multiplied by so that `most` is the largest. It is 0 if the peak is too small, or not finite.
+inline float Inverse(float peak, float most) { return peak >= kLeastPeak && peak <= __FLT_MAX__ ? most / peak : 0.0f; }
+inline float Int8Inverse(float peak) { return Inverse(peak, 127.0f); }
 
 // Quantizes values to int8, by the Int8Inverse of their row; count is a multiple of 16.
 template <typename T>
