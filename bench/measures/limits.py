@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -32,7 +33,10 @@ _SOURCE = Path(__file__).with_name("limits.c")
 _MOST_BUFFER_BYTES, _CACHES = 1 << 29, 4
 """A thread reads as many bytes as so many of the largest caches have, but not more."""
 _ROUNDS = 3
-_LOOPS = 2_000_000
+_SWEEPS, _LOOPS = 4, 10_000_000
+"""Of a round, which so takes some 20 ms or more: in a tenth of that the system may not have spread the
+threads over the processors yet, and both together are then as fast as one.
+"""
 
 Format = Literal["bfloat16", "int8"]
 """What is multiplied: bfloat16 activations by bfloat16 weights (or keys and values), or int8 by int8."""
@@ -103,9 +107,12 @@ def build() -> ctypes.CDLL | None:
 
 
 def in_threads(work: Callable[[int], object], threads: int) -> float:
-    """Seconds for work(0) ... work(threads - 1) at once; the best of some rounds."""
+    """Seconds for work(0) ... work(threads - 1) at once; the best of some rounds. Each thread has a processor
+    of its own, as far as there are enough: left to itself, the system now and then runs two on one.
+    """
+    processors = itertools.cycle(sorted(os.sched_getaffinity(0)))
     times = []
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads, initializer=lambda: os.sched_setaffinity(0, {next(processors)})) as pool:
         for _ in range(_ROUNDS + 1):
             began = time.perf_counter()
             list(pool.map(work, range(threads)))
@@ -125,11 +132,15 @@ def read_bytes_per_s(threads: int, buffer_bytes: int | None = None) -> float:
     buffer_bytes = buffer_bytes or buffer_bytes_for(caches.largest_bytes())
     program = build()
     buffers = [np.ones(buffer_bytes // 8, np.uint64) for _ in range(threads)]
-    if program is None:
-        seconds = in_threads(lambda i: np.bitwise_xor.reduce(buffers[i]), threads)
-    else:
-        seconds = in_threads(lambda i: program.read_memory(buffers[i].ctypes.data, buffers[i].size), threads)
-    return threads * buffer_bytes / seconds
+
+    def read(thread: int) -> None:
+        for _ in range(_SWEEPS):
+            if program is None:
+                np.bitwise_xor.reduce(buffers[thread])
+            else:
+                program.read_memory(buffers[thread].ctypes.data, buffers[thread].size)
+
+    return threads * _SWEEPS * buffer_bytes / in_threads(read, threads)
 
 
 def operations_per_s(threads: int, loops: int = _LOOPS) -> dict[Peak, float]:
