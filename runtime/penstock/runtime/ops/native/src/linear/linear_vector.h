@@ -32,8 +32,7 @@
 namespace penstock {
 namespace {
 
-constexpr int64_t kUnitBytes = 128 * 1024;  // of weight in a unit of kUnitRows rows: enough to be worth a claim
-constexpr int64_t kUnitRows = 4;            // more rows take more time for as many bytes
+constexpr int64_t kUnitBytes = 128 * 1024;  // of weight in a unit: enough to be worth a claim
 constexpr int64_t kPrefetchBytes = 4096;    // how far ahead a weight is prefetched if there is one panel
 constexpr int64_t kStretch = 128;           // tile rows: 8 KiB of weights, a quarter of a small first-level cache
 constexpr int64_t kRowsAtOnce = 256;        // of x: a stretch of them stays in the second-level cache
@@ -111,8 +110,8 @@ void AnyPanel(int64_t rows, const char* const* blocks, const uint32_t* x, int64_
 template <class V>
 struct VectorLinear {
   static int64_t PerUnit(const LinearJob& job) {
-    const int64_t bytes = job.BlockBytes() * (job.gated() ? 2 : 1) * CeilDiv(job.m, kUnitRows);
-    return Max<int64_t>(1, kUnitBytes / bytes);
+    const int64_t blocks = kUnitBytes / (job.BlockBytes() * (job.gated() ? 2 : 1));
+    return job.m > 64 || blocks < 1 ? 1 : blocks;
   }
 
   // Rows are divided evenly, so that all units of a call are alike.
