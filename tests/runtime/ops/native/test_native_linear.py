@@ -201,7 +201,8 @@ def test_rows_that_take_several_passes_do_not_depend_on_each_other(int8: bool) -
 @pytest.mark.parametrize(("inner", "least"), [(192, -128), (4096, 64)])
 def test_int8_sums_are_exact(inner: int, least: int) -> None:
     """Rows whose peak is 127 are quantized without a change, so the sums are whole numbers that are known
-    exactly. With 4,096 large weights, sums are beyond 2^24 on kernels that store x plus 128, the result is not.
+    exactly. With 4,096 large weights the sums of kernels that store x plus 128 are beyond 2^24, and the
+    results are not.
     """
     rng = np.random.default_rng(8)
     x = rng.integers(-126, 127, (37, inner))
