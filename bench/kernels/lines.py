@@ -16,6 +16,7 @@ from typing import Literal
 from bench.measures.cost import Machine, Work
 from bench.measures.limits import Format
 from penstock.runtime.ops.kv_rows import SCALE_BYTES
+from penstock.runtime.ops.native.library import Isa
 
 CHUNK = 512
 """Tokens of a prefill step."""
@@ -90,10 +91,11 @@ class Line:
     work: Work
     """Of one call."""
 
-    @property
-    def multiplied(self) -> Format:
-        """What the kernel multiplies. An int8 cache is widened."""
-        return self.format if self.kind == "product" else "bfloat16"
+    def multiplied(self, isa: Isa) -> Format:
+        """What the kernel for an instruction set multiplies: AVX2's an int8 cache as it is, the others widen
+        it.
+        """
+        return self.format if self.kind == "product" or isa == Isa.AVX2 else "bfloat16"
 
 
 def product_line(shape: str, product: Product, format: Format, rows: int) -> Line:

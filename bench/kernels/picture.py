@@ -73,7 +73,8 @@ def roof(machine: Machine, low: float, high: float, bottom: float) -> list[tuple
 
 def _colour(result: Result) -> str:
     """What has a colour: an instruction set with what it multiplies, or a rival."""
-    return f"{result.by} {result.line.multiplied}" if result.by in Isa.__members__ else result.by
+    isa = Isa.__members__.get(result.by)
+    return f"{result.by} {result.line.multiplied(isa)}" if isa is not None else result.by
 
 
 def _roofs(shown: Sequence[Result]) -> dict[str, Machine]:

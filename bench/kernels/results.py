@@ -20,7 +20,7 @@ def results(timed: Timed, limits: Limits) -> list[Result]:
     line, seconds = timed
     best = max(Isa)
     return [
-        Result(line, by, taken, Machine(limits.peak(isa, line.multiplied), limits.bytes_per_s))
+        Result(line, by, taken, Machine(limits.peak(isa, line.multiplied(isa)), limits.bytes_per_s))
         for by, taken in seconds.items()
         for isa in [Isa.__members__.get(by, best)]
     ]
