@@ -152,6 +152,11 @@ def test_the_shape_of_deepseek_v3(kernel: str, dtype: str, num_rows: int, is_int
 
 
 @pytest.mark.parametrize("is_int8", CACHES)
+def test_one_token_has_more_columns_than_a_task_of_several(kernel: str, is_int8: bool) -> None:
+    run([Case(20, 3), Case(300, 1)], latent(144, 48, 32, "bfloat16", is_int8=is_int8), PLAIN, 9, kernel)
+
+
+@pytest.mark.parametrize("is_int8", CACHES)
 def test_latent_rows_share_prefixes(kernel: str, is_int8: bool) -> None:
     shape = latent(4, 48, 32, "bfloat16", rows=26, is_int8=is_int8)
     run([Case(512 + i, 1) for i in range(12)] + [Case(9, 20)], shape, PLAIN, 5, kernel, shared=512)
@@ -186,18 +191,19 @@ def test_shared_prefixes(kernel: str, dtype: str, shared: int, is_int8: bool) ->
     run(cases[-6:], shape, Options(softcap=5.0, sinks=True), shared + 1, kernel, shared)
 
 
-def grouped(dim: int, dtype: str) -> Shape:
-    return Shape(heads=8, kv_heads=2, dim=dim, page=16, tokens=640, rows=7, width=64, pages=240, dtype=dtype)
+def grouped(group: int, dim: int, dtype: str) -> Shape:
+    heads = 2 * group
+    return Shape(heads, kv_heads=2, dim=dim, page=16, tokens=640, rows=7, width=64, pages=240, dtype=dtype)
 
 
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        (grouped(64, "bfloat16"), PLAIN),
-        (grouped(80, "bfloat16"), Options(window=300, softcap=20.0, sinks=True)),
-        (grouped(16, "bfloat16"), PLAIN),  # narrower than a tile
-        (dataclasses.replace(grouped(80, "bfloat16"), is_int8=True), Options(window=300)),
-        (grouped(64, "float32"), PLAIN),
+        (grouped(4, 64, "bfloat16"), PLAIN),
+        (grouped(1, 80, "bfloat16"), Options(window=300, softcap=20.0, sinks=True)),
+        (grouped(4, 16, "bfloat16"), PLAIN),  # narrower than a tile
+        (dataclasses.replace(grouped(3, 80, "bfloat16"), is_int8=True), Options(window=300)),
+        (grouped(4, 64, "float32"), PLAIN),
         (dataclasses.replace(latent(4, 48, 32, "bfloat16", rows=7), tokens=640), PLAIN),
         (dataclasses.replace(latent(40, 80, 64, "bfloat16", rows=7), tokens=640), PLAIN),
         (dataclasses.replace(latent(40, 80, 64, "float32", rows=7), tokens=640), PLAIN),

@@ -76,6 +76,20 @@ def test_what_attends_to_a_row_that_is_not_finite_is_nan(
     np.testing.assert_array_equal(out[20:], usual[20:])
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_query_that_is_not_finite_gives_nan(kernel: str, bad: float) -> None:
+    """With these keys infinity makes scores of infinity, not of -infinity, which attends to nothing."""
+    shape = dataclasses.replace(SHAPE, dtype="bfloat16")
+    batch = draw([Case(0, 20), Case(20, 20)], shape, Options(), 2)
+    batch.k[..., 3] = 1.0
+    spoilt = np.array(batch.q)
+    spoilt[7, 1, 3] = bad
+    out, _ = attend(dataclasses.replace(batch, q=spoilt), shape)
+    expected, _ = attend(batch, shape)
+    expected[7, 1] = np.nan
+    np.testing.assert_array_equal(out, expected)
+
+
 def test_the_largest_sums_of_products_do_not_overflow(kernel: str) -> None:
     """All numbers of keys and queries have the same size, so a score is 576 times the largest product."""
     shape = Shape(4, 1, 576, 16, 48, 2, 4, 12, dtype="bfloat16", value_dim=512, is_int8=True)

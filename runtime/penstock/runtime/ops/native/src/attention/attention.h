@@ -15,7 +15,7 @@ constexpr int kCols = 16;     // query columns of a tile: pairs (token, query he
 constexpr int kKeyTile = 16;  // keys that are handled together; page sizes are multiples of it
 constexpr int kSplit = 256;   // key positions per split
 constexpr int kSplitTiles = kSplit / kKeyTile;
-constexpr int kMaxTiles = 8;  // the most column tiles of a task
+constexpr int kMaxTiles = 8;  // the most column tiles of a task with several tokens
 
 // Some query tokens with their page table, and the splits they attend to together.
 struct AttentionTask {

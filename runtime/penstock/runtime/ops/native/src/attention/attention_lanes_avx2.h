@@ -1,6 +1,6 @@
 // The products of attention_lanes.h on AVX2, straight from the cache's rows for any number of columns. A vector's lanes
 // are 8 numbers of bf16 as float32, or 16 of int8 as int16, whose products are added up in int32: so sums over an int8
-// cache are exact.
+// cache are exact, but for the rounding of queries (PrepareQuery) and probabilities (RoundProbabilities) to int16.
 //
 // Scores are sums over lanes that are dims, so keys need not be transposed. A tile that is needed later is prefetched
 // line by line while another is used: memory then never waits for the computation, nor the computation for memory.
@@ -13,8 +13,8 @@
 namespace penstock {
 namespace {
 
-constexpr int kDirectColumns = kMaxTiles * kCols;
-constexpr int kSoftmaxTiles = 2;  // tiles of values that are prefetched during the softmax
+constexpr int64_t kDirectColumns = INT64_MAX;  // Memory has no room for copies of keys and values
+constexpr int kSoftmaxTiles = 2;               // tiles of values that are prefetched during the softmax
 
 // What the products of numbers T consist of. Add returns sum + the products of a key's 16 numbers and a query's.
 template <typename T>
@@ -269,8 +269,10 @@ inline float LargestProbability(const float* from, int count) {
   return number;
 }
 
-// Rounds the probabilities of keys [first, last) to int16, in place, with a scale for each column, which is NaN if one
-// of them is not finite. Products with 256 values of int8 add up to less than 2^31.
+// Rounds the probabilities of keys [first, last), times their values' scales, to int16, in place, with a scale for each
+// column, which is NaN if one of them is not finite. Products with 256 values of int8 add up to less than 2^31. Each is
+// rounded by at most 2^-16 of the largest of the column's split: so all 256 together change the split's sum by no more
+// than the rounding of the largest one's value to int8 may.
 inline void RoundProbabilities(int count, int first, int last, float* probabilities, float* scales) {
   constexpr float kMost = 32767.0f;
   for (int c = 0; c < count; ++c) {
@@ -320,7 +322,7 @@ void AttendDirect(const AttentionJob& job, const Columns& c, const float* querie
   ReadValueScales(job, part.values, part.from, part.to, memory);
   SoftmaxLanes(job, c, part, scores, probabilities, sums, fetch_values);
   int from = part.from, to = part.to;
-  float scales[kCols];
+  float scales[kCols] = {};
   if (sizeof(T) == 1) {
     RoundProbabilities(c.count, part.first, part.last, probabilities, scales);
     from = part.first, to = part.last;  // values have no NaN, and those of other keys are multiplied by 0

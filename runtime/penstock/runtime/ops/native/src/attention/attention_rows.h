@@ -78,15 +78,15 @@ inline void StoreInt16(Vec::F first, Vec::F second, float inverse, int16_t* to) 
 }
 
 // A query of bf16 as the numbers that AVX2 multiplies with an int8 cache: int16, times a scale, which is returned. The
-// largest is such that no sum of products with int8 is 2^31 or more. If a number is not finite, the scale is not
-// either.
+// largest is such that no sum of products with int8 is 2^31 or more. If a number is not finite, the scale is NaN: an
+// infinite one would bring the sign of an integer that means nothing to scores.
 inline float PrepareQuery(const uint16_t* from, int64_t dim, int16_t* to) {
   const auto most = static_cast<float>(Min<int64_t>(32767, INT32_MAX / (127 * dim)));
   const float peak = RowPeak(from, dim), inverse = Inverse(peak, most);
   for (int64_t d = 0; d < dim; d += 16) {
     StoreInt16(Vec::Widen(from + d), Vec::Widen(from + d + 8), inverse, to + d);
   }
-  return peak / most;
+  return peak <= __FLT_MAX__ ? peak / most : __builtin_nanf("");
 }
 
 #endif

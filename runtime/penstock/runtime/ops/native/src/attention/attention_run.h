@@ -48,8 +48,8 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
     const bool direct = kKeyLanes<kForm> && columns <= kDirectColumns;
     // While the first columns use the keys, the values of these keys are prefetched; afterwards the next keys are. AVX2
     // asks for whole tiles. Else, for each tile of keys, Fetch is called where the tile is scored; where it is
-    // converted from int8, before that; else twice by Softmax, but not by SoftmaxLanes. The scales of int8 values are
-    // needed before the softmax.
+    // converted from int8, before that; else twice by Softmax. SoftmaxLanes prefetches what is left then. The scales of
+    // int8 values are needed before the softmax.
     const int64_t tile_bytes = kKeyTile * job.cache_row_bytes(), steps = (end - begin + kKeyTile - 1) / kKeyTile;
     const int other_steps = job.int8 ? !direct : kKeyLanes<kForm> ? 0 : 2, value_steps = 1 + other_steps;
     Fetch fetch_values(raw_values, tile_bytes, value_steps * steps), fetch_next(ahead, tile_bytes, 2 * steps);
