@@ -123,10 +123,10 @@ def main() -> int:
 
 
 def _machine(args: argparse.Namespace) -> Machine:
-    found = limits.measure(args.threads)
-    read = args.bytes_per_s or found.bytes_per_s
+    read = args.bytes_per_s or limits.read_bytes_per_s(args.threads)
+    found = {} if args.operations_per_s else limits.operations_per_s(args.threads)
     # Every format is compared with the peak of bf16, as int8 weights are not multiplied in int8 everywhere.
-    peaks = {peak: rate for peak, rate in found.operations_per_s.items() if peak.format == "bfloat16"}
+    peaks = {peak: rate for peak, rate in found.items() if peak.format == "bfloat16"}
     xla = xla_operations_per_s()
     print(f"memory: {read / 1e9:.1f} GB/s read by {args.threads} threads")
     for peak, rate in peaks.items():

@@ -9,7 +9,10 @@ from html import escape
 WIDTH, HEIGHT = 720, 440
 LEFT, RIGHT, TOP, BOTTOM = 70, 170, 30, 50
 """The margins around the axes. The legend is in the right one."""
-COLOURS = ("#1b6ca8", "#c8553d", "#2a9d5c", "#8e5ea2", "#b8860b", "#555555")
+COLOURS = (
+    *("#1b6ca8", "#c8553d", "#2a9d5c", "#8e5ea2", "#b8860b"),
+    *("#555555", "#17a2b8", "#d63384", "#7a5c3e", "#8fb339"),
+)
 
 
 def picture(parts: Iterable[str]) -> str:

@@ -53,7 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = with_layers(found)
     print(table(result for result in found if not args.layers or result.line.part in ("layer", "attention")))
     if args.plot is not None:
-        args.plot.write_text(drawing(found), encoding="utf-8")
+        try:
+            args.plot.write_text(drawing(found), encoding="utf-8")
+        except (OSError, ValueError) as error:
+            print(f"bench.kernels: {error}", file=sys.stderr)
+            return 1
     return 0
 
 
@@ -116,8 +120,16 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
                 parser.error(f"--{name} is for measuring; --from shows all records as they are")
     elif "prefill" in args.only and args.contexts and min(args.contexts) < CHUNK:
         parser.error(f"--contexts: prefill has chunks of {CHUNK} tokens; leave it out with --only")
+    elif args.contexts and not {"decode", "prefill"} & set(args.only):
+        parser.error("--contexts: only attention has them, which is not asked for")
+    elif args.rows and not {"products", "decode"} & set(args.only):
+        parser.error("--rows: prefill attention has one row, and nothing else is asked for")
     elif args.rival and not ("products" in args.only and "bfloat16" in args.formats):
         parser.error("--rival: it computes the products of --formats bfloat16, which are not asked for")
+    elif args.rival and not (python := args.rival / "bin" / "python").exists():
+        parser.error(
+            f"--rival: {python} is not there; `python -m bench.rivals transformers --install-only` makes one"
+        )
     return args
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -86,9 +85,7 @@ def test_what_hangs_is_killed():
     child = Child(
         [sys.executable, "-c", "while True: pass"], {**os.environ, "PYTHONPATH": str(ROOT)}, stop_s=0.1
     )
-    began = time.monotonic()
     child.close()
-    assert time.monotonic() - began < 10
     assert child._process.returncode == -9
 
 

@@ -67,6 +67,7 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
     check_required(options, backend, np.dtype(model.dtype))
     threads = options.threads or available_processors()
     cache = model.cache
+    cache.check_dtype(options.kv_cache_dtype)
     config = resolve(options, backend.sizes, defaults=model.defaults)
     _log_penalties(model, config)
     use_compilation_cache(config.compilation_cache)

@@ -121,6 +121,9 @@ def test_the_later_record_of_a_line_counts():
         (["--contexts", "256", "512"], "chunks of 512 tokens"),
         (["--rows", "0"], "must be at least 1"),
         (["--rival", "env", "--formats", "int8"], "--rival: it computes the products of"),
+        (["--rival", "nowhere"], "--rival: nowhere/bin/python is not there"),
+        (["--only", "products", "--contexts", "512"], "--contexts: only attention has them"),
+        (["--only", "prefill", "--rows", "4"], "--rows: prefill attention has one row"),
         (["--from", "records.jsonl", "--shapes", "4B"], "--shapes is for measuring"),
         (["--from", "records.jsonl", "--out", "more.jsonl"], "--out is for measuring"),
     ],
@@ -175,6 +178,15 @@ def test_the_picture():
     assert len(list(root.iter(f"{SVG}polyline"))) == 1  # a rival has no roof of its own
     with pytest.raises(ValueError, match="no layers"):
         drawing([result(Work(1e9, 1e9), 0.2, "o")])
+
+
+def test_records_without_layers_make_no_picture(tmp_path, capsys):
+    records = tmp_path / "records.jsonl"
+    records.write_text(json.dumps(record(result(Work(1e9, 1e9), 0.2, "o"))) + "\n")
+    assert command.main(["--from", str(records), "--plot", str(tmp_path / "plot.svg")]) == 1
+    out, err = capsys.readouterr()
+    assert "| o | 0.6B |" in out
+    assert "bench.kernels: no layers and no attention" in err
 
 
 def test_stacks_and_buffers_do_not_fit_into_the_largest_cache(tmp_path, monkeypatch):

@@ -36,6 +36,14 @@ def value(engine: Engine, instrument: Instrument, *labels: str) -> float:
     return found
 
 
+def said_of(engine: Engine) -> dict[str, str]:
+    """The labels of the metric that says what runs."""
+    (metric,) = [m for m in engine.registry.snapshot().metrics if m.instrument is defined.BUILD_INFO]
+    ((labels, one),) = metric.points.items()
+    assert one == 1
+    return dict(zip(defined.BUILD_INFO.labels, labels, strict=True))
+
+
 def test_metrics_are_those_of_the_answers(engine: Engine) -> None:
     before = engine.metrics()
     long = StoppingParams(max_tokens=20, ignore_eos=True)
@@ -138,15 +146,23 @@ def test_a_device_that_reports_its_memory() -> None:
 def test_weights_and_build(engine: Engine) -> None:
     assert value(engine, defined.WEIGHTS_GENERATION) == engine.weights.generation
     assert value(engine, defined.WEIGHTS_BROKEN) == 0
-    (metric,) = [m for m in engine.registry.snapshot().metrics if m.instrument is defined.BUILD_INFO]
-    ((labels, one),) = metric.points.items()
-    assert one == 1
-    said = dict(zip(defined.BUILD_INFO.labels, labels, strict=True))
+    said = said_of(engine)
     assert (said["model"], said["dtype"], said["quantization"]) == ("toy", "float32", "none")
     assert said["kv_cache_dtype"] == "float32"
     assert said["platform"] == engine.info.devices[0].partition(":")[0]
     assert said["version"]
     assert said["jax"]
+
+
+def test_a_kv_cache_of_int8() -> None:
+    """What is counted for it is what the device holds."""
+    engine = toy_engine(start=False, kv_cache_dtype="int8", kv_cache_bytes=64_000)
+    try:
+        assert said_of(engine)["kv_cache_dtype"] == "int8"
+        assert value(engine, defined.MEMORY, "kv_cache") == engine.config.kv_cache_bytes
+        assert 63_000 < engine.config.kv_cache_bytes <= 64_000
+    finally:
+        engine.shutdown()
 
 
 def test_an_engine_without_metrics() -> None:

@@ -97,6 +97,7 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
     config = load_config(directory)
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
+    config.cache.check_dtype(options.kv_cache_dtype)
     read_pooling(directory)
     vision, processor = config.vision, None
     if vision is not None:

@@ -30,6 +30,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from penstock.runtime.errors import ConfigError
 from penstock.runtime.ops.kv_rows import kv_layer_shape, kv_storage_dtype
 
 STATE_COPIES = 2
@@ -60,7 +61,7 @@ class PagedKV:
 
     def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
         """Bytes of one page of keys and values in `dtype`."""
-        return math.prod(self._shape(1, page_size, dtype)) * int(dtype.itemsize)
+        return math.prod(_shape(self, 1, page_size, dtype)) * int(dtype.itemsize)
 
     @property
     def slot_bytes(self) -> int:
@@ -71,11 +72,7 @@ class PagedKV:
         self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any], num_snapshots: int = 0
     ) -> Any:
         """This layer's entry of the cache, as shapes and dtypes."""
-        return jax.ShapeDtypeStruct(self._shape(num_pages, page_size, dtype), kv_storage_dtype(dtype))
-
-    def _shape(self, num_pages: int, page_size: int, dtype: np.dtype[Any]) -> tuple[int, ...]:
-        heads, is_int8 = self.num_kv_heads, dtype == _INT8
-        return kv_layer_shape(num_pages, page_size, heads, self.head_dim, is_int8=is_int8)
+        return jax.ShapeDtypeStruct(_shape(self, num_pages, page_size, dtype), kv_storage_dtype(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +84,11 @@ class LatentKV:
 
     latent_dim: int
     rope_dim: int
+
+    @property
+    def num_kv_heads(self) -> int:
+        """One, because all heads share the key."""
+        return 1
 
     @property
     def head_dim(self) -> int:
@@ -105,7 +107,7 @@ class LatentKV:
 
     def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
         """Bytes of one page of keys in `dtype`."""
-        return math.prod(self._shape(1, page_size, dtype)) * int(dtype.itemsize)
+        return math.prod(_shape(self, 1, page_size, dtype)) * int(dtype.itemsize)
 
     @property
     def slot_bytes(self) -> int:
@@ -116,11 +118,21 @@ class LatentKV:
         self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any], num_snapshots: int = 0
     ) -> Any:
         """This layer's entry of the cache, as shapes and dtypes."""
-        return jax.ShapeDtypeStruct(self._shape(num_pages, page_size, dtype), kv_storage_dtype(dtype))
+        return jax.ShapeDtypeStruct(_shape(self, num_pages, page_size, dtype), kv_storage_dtype(dtype))
 
-    def _shape(self, num_pages: int, page_size: int, dtype: np.dtype[Any]) -> tuple[int, ...]:
-        is_int8 = dtype == _INT8
-        return kv_layer_shape(num_pages, page_size, 1, self.head_dim, keys_only=True, is_int8=is_int8)
+
+def _shape(
+    layer: PagedKV | LatentKV, num_pages: int, page_size: int, dtype: np.dtype[Any]
+) -> tuple[int, ...]:
+    """The shape of a layer's array that holds so many pages in `dtype`."""
+    return kv_layer_shape(
+        num_pages,
+        page_size,
+        layer.num_kv_heads,
+        layer.head_dim,
+        keys_only=layer.value_dim is not None,
+        is_int8=dtype == _INT8,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +215,14 @@ class CacheSpec:
     def paged(self) -> tuple[PagedKV | LatentKV, ...]:
         """The layers with pages."""
         return tuple(layer for layer in self.layers if isinstance(layer, PagedKV | LatentKV))
+
+    def check_dtype(self, kv_cache_dtype: str) -> None:
+        """Raises ConfigError if int8 is asked for and there are no keys and values."""
+        if kv_cache_dtype == "int8" and not self.paged:
+            raise ConfigError(
+                "kv_cache_dtype: must be auto or left out, not int8: the model has no layers that attend, so "
+                "it keeps no keys and values"
+            )
 
     @property
     def has_state(self) -> bool:

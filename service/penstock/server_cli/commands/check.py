@@ -188,6 +188,8 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
         f"{per_token:,} bytes for each of the latest {window:,} tokens"
         for window, per_token in found.window_bytes.items()
     ]
+    if kv:
+        kv[0] = f"in {found.kv_dtype.name}: {kv[0]}"
     if found.cache.slot_bytes:
         kv.append(f"{found.cache.slot_bytes:,} bytes of state")
         kv.append(f"{found.cache.snapshot_bytes:,} for each snapshot of it")
@@ -203,7 +205,7 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
         ("weights", f"{_size(found.weight_bytes)}: {found.num_parameters:,} parameters"),
         ("computed", f"in {found.dtype.name}, {computed}"),
         ("context", f"{found.max_model_len:,} tokens"),
-        ("KV cache", f"in {found.kv_dtype.name}: {'; '.join(kv)}" if kv else "none"),
+        ("KV cache", "; ".join(kv) or "none"),
         ("", f"{_size(facts['request_bytes'])} for a request of the whole context"),
         ("memory", f"{_size(facts['total_bytes'])} for the weights and {facts['requests']} such requests"),
         ("end tokens", ends),

@@ -338,6 +338,8 @@ def test_there_is_no_prefix_cache_if_there_is_state_without_snapshots() -> None:
         toy_engine(hybrid_model(), start=False, prefix_cache_pages=7, state_snapshots=0)
     with pytest.raises(ConfigError, match=r"state_snapshots: must be 0 or left out, not 7"):
         toy_engine(start=False, state_snapshots=7)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype: must be auto or left out, not int8"):
+        toy_engine(hybrid_model(paged=False), start=False, kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match="prefix_cache_pages must be 0 with has_state and without num_sna"):
         SchedulerConfig(
             max_num_seqs=1,
