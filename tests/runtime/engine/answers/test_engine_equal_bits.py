@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import Request, ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
-from tests.support.collector import Collector, at_gate
+from tests.support.collector import Gate, at_gate
 from tests.support.models.toy import TEST_CACHE
 from tests.support.native.kernels import EMULATED_AMX, NATIVE, library_of, running
 
@@ -201,21 +202,26 @@ def test_forks_pauses_and_updates_leave_the_bits(served: Served, kernel: str) ->
             expected.append(bits(answer(engine, alone)))
         for change in ("none", "pause", "update"):
             engine.flush_prefix_cache()
-            gate, sink = at_gate(engine, tokens=1), Collector()
+            before, gate = at_gate(engine, tokens=1), Gate()
             for output in outputs:
-                engine.submit(output, sink)
-            gate.open()
+                engine.submit(output, gate)
+            before.open()
+            assert gate.reached.wait(60)  # so the change comes while the outputs run
+            recompute = InFlightPolicy.RECOMPUTE
+            changed: Future[Any] | None = None
             if change == "pause":
-                engine.pause(InFlightPolicy.RECOMPUTE, free_kv_cache=True).result(60)
-                engine.resume().result(60)
+                changed = engine.pause(recompute, free_kv_cache=True)
             elif change == "update":
-                recompute = InFlightPolicy.RECOMPUTE
-                engine.update_weights({name: good}, label="same", in_flight=recompute, partial=True).result(
-                    60
-                )
+                changed = engine.update_weights({name: good}, label="same", in_flight=recompute, partial=True)
+            gate.open()
+            if changed is not None:
+                assert changed.result(60).in_flight.recomputed > 0
+            if change == "pause":
+                engine.resume().result(60)
             for output in outputs:
-                sink.last(output.request_id)
-            assert [bits(Answer.of(sink.outputs[o.request_id])) for o in outputs] == expected
+                gate.sink.last(output.request_id)
+            found = [Answer.of(gate.sink.outputs[output.request_id]) for output in outputs]
+            assert [bits(each) for each in found] == expected
 
 
 def test_weights_that_are_not_numbers_end_requests(served: Served) -> None:
