@@ -62,7 +62,7 @@ def test_the_checked_in_stubs_are_what_the_protos_generate(tmp_path: Path) -> No
 def test_the_code_is_formatted_and_go_finds_nothing_wrong_with_it() -> None:
     assert ran("gofmt", "-l", ".") == ""
     ran("go", "vet", "./...")
-    assert ran("go", "mod", "tidy", "-diff") == ""
+    ran("go", "mod", "tidy", "-diff")  # exits with 1 if it would change anything
 
 
 @pytest.mark.sweep

@@ -153,6 +153,7 @@ def test_what_grpc_is_told() -> None:
     backlog, hard = (f"grpc.server.max_pending_requests{end}" for end in ("", "_hard_limit"))
     assert 10_000 < options[backlog] < options[hard]
     assert options["grpc.max_concurrent_streams"] > 10_000, "what comes at once is answered"
+    assert options["grpc.server_max_unrequested_time_in_server"] >= 600, "and on a busy machine"
     assert "grpc.max_allowed_incoming_connections" not in options
     options = dict(grpc_options(Bounds(max_rpcs=50_000, max_connections=7), 1))
     assert options[backlog] >= 100_000, "all of them may come at once"

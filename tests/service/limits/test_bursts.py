@@ -1,7 +1,8 @@
 """Thousands of calls at the same moment: each is answered, or told which bound is reached and when to come
 back.
 
-By default gRPC's core refuses some of them with a bare CANCELLED as soon as 1,000 wait to be looked at.
+By default gRPC's core refuses some of them with a bare CANCELLED as soon as 1,000 wait to be looked at, and
+those that have waited for 30 s.
 """
 
 from __future__ import annotations

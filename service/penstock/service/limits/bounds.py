@@ -21,6 +21,10 @@ _BACKLOG = 16_384
 random and without any details, so it is far above any burst of honest clients. A waiting call costs some
 kilobytes.
 """
+_UNSEEN_S = 3600
+"""How long a call may wait until the server looks at it. gRPC refuses it after that without any details, by
+default after 30 s, which a burst takes on a busy machine. Callers that wait no longer give a deadline.
+"""
 UNASKED_BYTES = 65_536
 """How many bytes of each message gRPC receives before the server looks at the call."""
 
@@ -93,8 +97,9 @@ def grpc_options(bounds: Bounds, max_receive_bytes: int, num_addresses: int = 1)
 def call_options(bounds: Bounds, max_receive_bytes: int) -> Sequence[tuple[str, int]]:
     """Those of them that are about calls.
 
-    gRPC refuses calls beyond its backlog with a bare CANCELLED, by default from 1,000 calls on. Bursts of
-    honest clients would be refused at random before `Admission` could answer them.
+    gRPC refuses calls beyond its backlog with a bare CANCELLED, by default from 1,000 calls on, and those
+    that nobody has looked at for 30 s. Bursts of honest clients would be refused at random before
+    `Admission` could answer them.
     """
     backlog = backlog_of(bounds)
     return [
@@ -103,6 +108,7 @@ def call_options(bounds: Bounds, max_receive_bytes: int) -> Sequence[tuple[str, 
         ("grpc.max_receive_message_length", 2 * max_receive_bytes),
         ("grpc.server.max_pending_requests", min(backlog, _MOST)),
         ("grpc.server.max_pending_requests_hard_limit", min(2 * backlog, _MOST)),
+        ("grpc.server_max_unrequested_time_in_server", _UNSEEN_S),
         # These two limit what gRPC receives of a message before it is asked for it. By default it soon
         # receives 4 MiB.
         ("grpc.http2.bdp_probe", 0),

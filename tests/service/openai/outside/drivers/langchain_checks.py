@@ -26,6 +26,7 @@ class Sum(BaseModel):
     sum: Literal[6, 7, 8] = Field(description="The sum.")  # the demo model may never end an integer
 
 
+BRACES = {90: 100, 92: 100}  # of the demo model, which may never end an object that it has not closed at once
 ASK = HumanMessage("what's the weather in Paris?")
 
 
@@ -105,7 +106,7 @@ def check_structured_output_by_function_calling(endpoint):
 
 
 def check_structured_output_by_json_mode(endpoint):
-    able = chat(endpoint, max_tokens=200).with_structured_output(method="json_mode")
+    able = chat(endpoint, max_tokens=200, logit_bias=BRACES).with_structured_output(method="json_mode")
     assert isinstance(able.invoke("Answer with JSON: what is 3 + 4?"), dict)
 
 
