@@ -49,6 +49,23 @@ NAMES = (
     "qwen3_next",
 )
 """The folders in GOLDEN. Every test that compares all models with PyTorch takes its names from here."""
+KINDS = (
+    "qwen3",
+    "mistral_swa",
+    "gemma2",
+    "gemma3",
+    "gemma4_moe",
+    "granite",
+    "gpt_oss",
+    "llama4",
+    "deepseek_v3",
+    "lfm2",
+    "granite_hybrid",
+    "qwen3_5",
+)
+"""One of NAMES for each kind of head, cache and state, for tests of what an engine tells beside tokens: what
+it does then depends on nothing else of a family, and to compile all of them takes a quarter of an hour.
+"""
 WITH_PICTURES = ("qwen2_5_vl", "qwen3_5_vl", "qwen3_vl")
 """The further folders in GOLDEN, whose prompts have pictures."""
 CONFIG = EngineConfig(

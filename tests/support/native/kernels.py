@@ -6,6 +6,7 @@ every machine the kernels for AMX and for AVX-512 with plain C++ in place of the
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import tempfile
 from collections.abc import Iterator
@@ -167,7 +168,10 @@ def running(name: str) -> Iterator[None]:
 
 @functools.cache
 def _register(emulated: _Library) -> ctypes.CDLL:
-    opened = ctypes.CDLL(str(build.build(TEST_KERNELS, emulated.recipe)))
+    TEST_KERNELS.mkdir(exist_ok=True)
+    with (TEST_KERNELS / f"{emulated.recipe.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes of tests one compiles, and the others wait
+        opened = ctypes.CDLL(str(build.build(TEST_KERNELS, emulated.recipe)))
     for target in emulated.targets:
         handler = jax.ffi.pycapsule(getattr(opened, target))
         jax.ffi.register_ffi_target(f"{target}_{emulated.suffix}", handler, platform="cpu")

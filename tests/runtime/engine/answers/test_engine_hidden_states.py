@@ -23,7 +23,7 @@ from penstock.runtime.requests.reading.prompt_reading import Pooling, PromptRead
 from penstock.runtime.requests.request import Finish, FinishReason, Request, ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
-from tests.support.goldens import CONFIG, GOLDEN, NAMES, few
+from tests.support.goldens import CONFIG, GOLDEN, KINDS, few
 from tests.support.models.witness import log_softmax
 
 GREEDY = ResolvedSampling(temperature=0.0)
@@ -50,7 +50,7 @@ class Golden:
         return np.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
 
 
-@pytest.fixture(scope="module", params=few([n for n in NAMES if n != "deepseek_v3"], ("qwen3",)))
+@pytest.fixture(scope="module", params=few([n for n in KINDS if n != "deepseek_v3"], ("qwen3",)))
 def golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
     folder = GOLDEN / request.param
     engine = Engine.from_pretrained(str(folder), CONFIG)
