@@ -29,7 +29,8 @@ struct Columns {
 
 // The part of the split beginning at position `start` that is attended to: its tiles of keys and values; the keys
 // [first, last) that are scored, multiples of kKeyTile; and the keys [from, to), the only ones whose values may be
-// multiplied. key_scales and value_scales [kSplit] are those of an int8 cache, else null.
+// multiplied. key_scales and value_scales [kSplit] are those of an int8 cache, else null; key_scales are also null
+// where scores have them already.
 struct Part {
   const char *const *keys, *const *values;
   int start, first, last, from, to;
@@ -98,7 +99,7 @@ template <Form kForm>
 void ReadValueScales(const AttentionJob& job, const char* const* values, int begin, int end,
                      const Memory<kForm>& memory) {
   if (job.int8 && !job.keys_only) {
-    ReadScales(job, values, begin, end, memory.value_scales);
+    ReadAllScales(job, values, begin, end, memory.value_scales);
   }
 }
 

@@ -2,8 +2,8 @@
 // are 8 numbers of bf16 as float32, or 16 of int8 as int16, whose products are added up in int32: so sums over an int8
 // cache are exact, but for the rounding of queries (PrepareQuery) and probabilities (RoundProbabilities) to int16.
 //
-// Scores are sums over lanes that are dims, so keys need not be transposed. A tile that is needed later is prefetched
-// line by line while another is used: memory then never waits for the computation, nor the computation for memory.
+// Scores are sums over lanes that are dims, so keys need not be transposed. While a tile is used, others are prefetched
+// line by line (Ahead): memory then never waits for the computation, nor the computation for memory.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@ namespace penstock {
 namespace {
 
 constexpr int64_t kDirectColumns = INT64_MAX;  // Memory has no room for copies of keys and values
-constexpr int kSoftmaxTiles = 2;               // tiles of values that are prefetched during the softmax
+constexpr int kScalesBehind = 4;               // tiles by which values are prefetched before their scales are read
 
 // What the products of numbers T consist of. Add returns sum + the products of a key's 16 numbers and a query's.
 template <typename T>
@@ -107,18 +107,32 @@ inline __m128 SumLanes(const typename Numbers<T>::Sum& a, const typename Numbers
   return N::AddLanes(N::AddPairs(N::AddHalves(a, b), N::AddHalves(c, d)));
 }
 
-inline void PrefetchLine(const char* line) { _mm_prefetch(line, _MM_HINT_T1); }
+// What is prefetched while a tile is used: the lines of a tile that is used much later, from memory to the second
+// cache, and those of the one that is used next, from there to the first cache.
+struct Ahead {
+  const char *later, *next;
+
+  void Prefetch(int64_t offset) const {
+    _mm_prefetch(later + offset, _MM_HINT_T1);
+    _mm_prefetch(next + offset, _MM_HINT_T0);
+  }
+  void Advance() {
+    Prefetch(0);
+    later += kCacheLine, next += kCacheLine;
+  }
+};
 
 // Computes the scores of a tile of keys, which lie `stride` bytes apart, for kC columns, whose queries lie `dim`
-// numbers apart, and prefetches the tile `ahead`. `scales` are of the columns' queries.
+// numbers apart, and prefetches what is ahead. `scales` are of the columns' queries; each key of int8 is followed by
+// its own.
 template <typename T, int kC>
 [[gnu::noinline]] void ScoreTile(const char* keys, int64_t stride, int64_t dim,
                                  const typename Numbers<T>::Query* queries, const float* scales, float* scores,
-                                 const char* ahead) {
+                                 Ahead ahead) {
   using N = Numbers<T>;
   constexpr int kKeys = kC == 1 ? 8 : kC == 4 ? 2 : 4;             // as many as the registers hold
-  constexpr int kLines = kKeys * static_cast<int>(sizeof(T)) / 4;  // that are used in a step; 0: half a line
-  const char* const ahead_end = ahead + kKeyTile * stride - 1;
+  constexpr int kLines = kKeys * static_cast<int>(sizeof(T)) / 2;  // that 32 dims of these keys are
+  ahead.Prefetch(kKeyTile * stride - 1);
   for (int first = 0; first < kKeyTile; first += kKeys, keys += kKeys * stride) {
     typename N::Sum sum[kC][kKeys];
     for (auto& column : sum) {
@@ -126,43 +140,62 @@ template <typename T, int kC>
         s = N::Zero();
       }
     }
-    for (int64_t d = 0; d < dim; d += 16) {
-      if (kLines > 0 || d % 32 == 0) {
-        for (int line = 0; line < (kLines > 0 ? kLines : 1); ++line, ahead += kCacheLine) {
-          PrefetchLine(ahead);
-        }
-      }
+    const auto add = [&](int64_t d) __attribute__((always_inline)) {
       for (int k = 0; k < kKeys; ++k) {
         const auto key = N::Load(keys + k * stride + d * static_cast<int64_t>(sizeof(T)));
         for (int c = 0; c < kC; ++c) {
           sum[c][k] = N::Add(sum[c][k], key, queries + c * dim + d);
         }
       }
+    };
+    int64_t d = 0;
+    for (; d + 32 <= dim; d += 32) {
+      for (int line = 0; line < kLines; ++line) {
+        ahead.Advance();
+      }
+      add(d);
+      add(d + 16);
     }
-    const auto scaled = [&](__m128 x, int c) { return sizeof(T) == 1 ? _mm_mul_ps(x, _mm_set1_ps(scales[c])) : x; };
+    if (d < dim) {
+      for (int line = 0; line < kLines; line += 2) {
+        ahead.Advance();
+      }
+      add(d);
+    }
+    const auto scale_of = [&](int k) { return Word(keys + k * stride + dim); };
     if constexpr (kKeys >= 4) {
-      for (int c = 0; c < kC; ++c) {
-        for (int k = 0; k < kKeys; k += 4) {
-          const __m128 four = SumLanes<T>(sum[c][k], sum[c][k + 1], sum[c][k + 2], sum[c][k + 3]);
-          _mm_storeu_ps(scores + c * kSplit + first + k, scaled(four, c));
+      for (int k = 0; k < kKeys; k += 4) {
+        const __m128 key_scales = sizeof(T) == 1
+                                      ? _mm_setr_ps(scale_of(k), scale_of(k + 1), scale_of(k + 2), scale_of(k + 3))
+                                      : _mm_setzero_ps();
+        for (int c = 0; c < kC; ++c) {
+          __m128 four = SumLanes<T>(sum[c][k], sum[c][k + 1], sum[c][k + 2], sum[c][k + 3]);
+          if (sizeof(T) == 1) {
+            four = _mm_mul_ps(_mm_mul_ps(four, _mm_set1_ps(scales[c])), key_scales);
+          }
+          _mm_storeu_ps(scores + c * kSplit + first + k, four);
         }
       }
     } else {
+      const float even = sizeof(T) == 1 ? scale_of(0) : 0.0f, odd = sizeof(T) == 1 ? scale_of(1) : 0.0f;
       for (int c = 0; c < kC; c += 2) {
-        const __m128 four = SumLanes<T>(sum[c][0], sum[c][1], sum[c + 1][0], sum[c + 1][1]);
-        _mm_storel_pi(reinterpret_cast<__m64*>(scores + c * kSplit + first), scaled(four, c));
-        _mm_storeh_pi(reinterpret_cast<__m64*>(scores + (c + 1) * kSplit + first), scaled(four, c + 1));
+        __m128 four = SumLanes<T>(sum[c][0], sum[c][1], sum[c + 1][0], sum[c + 1][1]);
+        if (sizeof(T) == 1) {
+          four = _mm_mul_ps(four, _mm_setr_ps(scales[c], scales[c], scales[c + 1], scales[c + 1]));
+          four = _mm_mul_ps(four, _mm_setr_ps(even, odd, even, odd));
+        }
+        _mm_storel_pi(reinterpret_cast<__m64*>(scores + c * kSplit + first), four);
+        _mm_storeh_pi(reinterpret_cast<__m64*>(scores + (c + 1) * kSplit + first), four);
       }
     }
   }
-  PrefetchLine(ahead_end);
 }
 
 // Adds kV times 16 dims of keys [from, to) of a tile, times their probabilities, to the sums of kC columns, which lie
-// `dims` apart. Prefetches as many lines as it uses; returns where the next ones begin.
+// `dims` apart. Prefetches as many lines as it uses.
 template <typename T, int kC, int kV>
-[[gnu::always_inline]] inline const char* SumDims(const char* values, int64_t stride, int64_t dims, int from, int to,
-                                                  const float* probabilities, float* sums, const char* ahead) {
+[[gnu::always_inline]] inline void SumDims(const char* values, int64_t stride, int64_t dims, int from, int to,
+                                           const float* probabilities, float* sums, Ahead& ahead) {
   using N = Numbers<T>;
   typename N::Sum sum[kC][2 * kV];
   for (int c = 0; c < kC; ++c) {
@@ -171,7 +204,7 @@ template <typename T, int kC, int kV>
     }
   }
   const char* at = values + from * stride;
-  const auto add = [&](int key) {
+  const auto add = [&](int key) __attribute__((always_inline)) {
     typename N::Sum wide[2 * kV];
     for (int v = 0; v < kV; ++v) {
       N::LoadValues(at + v * 16 * static_cast<int64_t>(sizeof(T)), stride, wide + 2 * v);
@@ -186,8 +219,8 @@ template <typename T, int kC, int kV>
   };
   int key = from;
   for (; key + 2 * N::kKeys <= to; key += 2 * N::kKeys) {
-    for (int line = 0; line < kV; ++line, ahead += kCacheLine) {
-      PrefetchLine(ahead);
+    for (int line = 0; line < kV; ++line) {
+      ahead.Advance();
     }
     add(key);
     add(key + N::kKeys);
@@ -200,31 +233,29 @@ template <typename T, int kC, int kV>
       N::StoreSums(sums + c * dims + v * 8, sum[c][v]);
     }
   }
-  return ahead;
 }
 
-// Adds all dims of keys [from, to) of a tile, times their probabilities, to the sums of kC columns, and prefetches the
-// tile `ahead`.
+// Adds all dims of keys [from, to) of a tile, times their probabilities, to the sums of kC columns, and prefetches what
+// is ahead.
 template <typename T, int kC>
 [[gnu::always_inline]] inline void SumKeys(const char* values, int64_t stride, int64_t dims, int from, int to,
-                                           const float* probabilities, float* sums, const char* ahead) {
+                                           const float* probabilities, float* sums, Ahead ahead) {
   constexpr int kV = kC == 1 && sizeof(T) == 2 ? 4 : kC <= 2 ? 2 : 1;  // as many as the registers hold
   constexpr int64_t kBytes = 16 * sizeof(T);
-  const char* const ahead_end = ahead + kKeyTile * stride - 1;
+  ahead.Prefetch(kKeyTile * stride - 1);
   int64_t dim = 0;
   for (; dim + 16 * kV <= dims; dim += 16 * kV, values += kV * kBytes) {
-    ahead = SumDims<T, kC, kV>(values, stride, dims, from, to, probabilities, sums + dim, ahead);
+    SumDims<T, kC, kV>(values, stride, dims, from, to, probabilities, sums + dim, ahead);
   }
   for (; dim < dims; dim += 16, values += kBytes) {
-    ahead = SumDims<T, kC, 1>(values, stride, dims, from, to, probabilities, sums + dim, ahead);
+    SumDims<T, kC, 1>(values, stride, dims, from, to, probabilities, sums + dim, ahead);
   }
-  PrefetchLine(ahead_end);
 }
 
 // As SumKeys; compilers make better code of it where they know the range.
 template <typename T, int kC>
 [[gnu::noinline]] void SumTile(const char* values, int64_t stride, int64_t dims, int from, int to,
-                               const float* probabilities, float* sums, const char* ahead) {
+                               const float* probabilities, float* sums, Ahead ahead) {
   if (from == 0 && to == kKeyTile) {
     SumKeys<T, kC>(values, stride, dims, 0, kKeyTile, probabilities, sums, ahead);
   } else {
@@ -311,15 +342,29 @@ void AttendDirect(const AttentionJob& job, const Columns& c, const float* querie
   const int64_t stride = job.cache_row_bytes(), dims = job.value_dim;
   const auto* q = reinterpret_cast<const typename Numbers<T>::Query*>(queries);
   float *scores = memory.scores, *probabilities = memory.probabilities;
+  // Scales of values are read when they have arrived, tile by tile, so that no loop waits for memory.
+  const auto read_scales = [&](int tile) {
+    if (sizeof(T) == 1 && tile >= part.first) {
+      ReadScales(job, part.values, Max(tile, part.from), Min(tile + kKeyTile, part.to), memory.value_scales);
+    }
+  };
+  if (sizeof(T) == 1) {
+    memset(memory.value_scales + part.first, 0, (part.last - part.first) * sizeof(float));
+  }
   for (int tile = part.first; tile < part.last; tile += kKeyTile) {
-    const char* keys = part.keys[tile / kKeyTile];
-    const char* ahead = part.last - tile > kSoftmaxTiles * kKeyTile ? fetch_values.Tile(keys) : keys;
+    const char *keys = part.keys[tile / kKeyTile], *later = fetch_values.Tile(keys);
+    const bool more = tile + kKeyTile < part.last;
+    const char* next = more ? part.keys[tile / kKeyTile + 1] : part.values[part.from / kKeyTile];
     InColumns(c.count, [&](auto columns, int first) {
       ScoreTile<T, decltype(columns)::value>(keys, stride, job.dim, q + first * job.dim, c.query_scales + first,
-                                             scores + first * kSplit + tile, first == 0 ? ahead : keys);
+                                             scores + first * kSplit + tile,
+                                             first == 0 ? Ahead{later, next} : Ahead{keys, keys});
     });
+    read_scales(tile - kScalesBehind * kKeyTile);
   }
-  ReadValueScales(job, part.values, part.from, part.to, memory);
+  for (int tile = part.last - kScalesBehind * kKeyTile; tile < part.last; tile += kKeyTile) {
+    read_scales(tile);
+  }
   SoftmaxLanes(job, c, part, scores, probabilities, sums, fetch_values);
   int from = part.from, to = part.to;
   float scales[kCols] = {};
@@ -329,12 +374,13 @@ void AttendDirect(const AttentionJob& job, const Columns& c, const float* querie
   }
   memset(sums.values, 0, c.count * dims * 4);
   for (int tile = from / kKeyTile * kKeyTile; tile < to; tile += kKeyTile) {
-    const char *values = part.values[tile / kKeyTile], *ahead = fetch_next.Tile(values);
+    const char *values = part.values[tile / kKeyTile], *later = fetch_next.Tile(values);
+    const char* next = tile + kKeyTile < to ? part.values[tile / kKeyTile + 1] : fetch_next.First(values);
     const int low = Max(from - tile, 0), high = Min(to - tile, kKeyTile);
     InColumns(c.count, [&](auto columns, int first) {
       const float* p = probabilities + first * kSplit + (sizeof(T) == 2 ? tile : tile / 2);
       SumTile<T, decltype(columns)::value>(values, stride, dims, low, high, p, sums.values + first * dims,
-                                           first == 0 ? ahead : values);
+                                           first == 0 ? Ahead{later, next} : Ahead{values, values});
     });
   }
   for (int col = 0; col < c.count; ++col) {

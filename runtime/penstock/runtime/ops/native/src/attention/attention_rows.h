@@ -33,10 +33,8 @@ inline void QuantizeRow(const AttentionJob& job, const char* from, char* to) {
   }
 }
 
-// Reads the scales of keys [begin, end) of a split from its tiles of an int8 cache. Other keys, whose memory may hold
-// anything, get 0; `to` is float[kSplit].
+// Reads the scales of keys [begin, end) of a split from its tiles of an int8 cache; `to` is float[kSplit].
 inline void ReadScales(const AttentionJob& job, const char* const* tiles, int begin, int end, float* to) {
-  memset(to, 0, kSplit * sizeof(float));
   const int64_t stride = job.cache_row_bytes();
   for (int key = begin; key < end;) {
     const int stop = Min(end, (key / kKeyTile + 1) * kKeyTile);
@@ -45,6 +43,12 @@ inline void ReadScales(const AttentionJob& job, const char* const* tiles, int be
       memcpy(to + key, from, sizeof(float));
     }
   }
+}
+
+// As ReadScales. Other keys, whose memory may hold anything, get 0.
+inline void ReadAllScales(const AttentionJob& job, const char* const* tiles, int begin, int end, float* to) {
+  memset(to, 0, kSplit * sizeof(float));
+  ReadScales(job, tiles, begin, end, to);
 }
 
 // Widens `dims` numbers of each row to float32. Rows begin every `stride` bytes, and afterwards lie side by side.

@@ -53,8 +53,9 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
     const int64_t tile_bytes = kKeyTile * job.cache_row_bytes(), steps = (end - begin + kKeyTile - 1) / kKeyTile;
     const int other_steps = job.int8 ? !direct : kKeyLanes<kForm> ? 0 : 2, value_steps = 1 + other_steps;
     Fetch fetch_values(raw_values, tile_bytes, value_steps * steps), fetch_next(ahead, tile_bytes, 2 * steps);
-    if (job.int8) {
-      ReadScales(job, keys, begin, end, memory.key_scales);
+    const bool key_scales = job.int8 && !kDimLanes<kForm>;
+    if (key_scales) {
+      ReadAllScales(job, keys, begin, end, memory.key_scales);
     }
     if (!direct) {
       PrepareKeys<kForm>(job, keys, begin, end, memory, fetch_values);
@@ -78,7 +79,7 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
                         last,
                         from,
                         to,
-                        job.int8 ? memory.key_scales : nullptr,
+                        key_scales ? memory.key_scales : nullptr,
                         job.int8 ? memory.value_scales : nullptr};
         const float* queries = memory.queries + t * memory.query_words * kCols;
         if (direct) {
