@@ -15,6 +15,9 @@ namespace {
 template <Form kForm>
 constexpr bool kKeyLanes = kForm == Form::kWiden;
 
+// For how many columns AVX-512 uses the cache's rows in place. AVX2 does so for any number of them.
+constexpr int64_t kDirectColumns = 8;
+
 // Computes the softmax, as Softmax does, and prefetches what is left. The terms of a total are added up first by key
 // modulo kKeyTile.
 inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& part, float* scores, float* out,

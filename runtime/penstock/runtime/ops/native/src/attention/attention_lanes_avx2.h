@@ -13,8 +13,7 @@
 namespace penstock {
 namespace {
 
-constexpr int64_t kDirectColumns = INT64_MAX;  // Memory has no room for copies of keys and values
-constexpr int kScalesBehind = 4;               // tiles by which values are prefetched before their scales are read
+constexpr int kScalesBehind = 4;  // tiles by which values are prefetched before their scales are read
 
 // What the products of numbers T consist of. Add returns sum + the products of a key's 16 numbers and a query's.
 template <typename T>

@@ -8,8 +8,6 @@
 namespace penstock {
 namespace {
 
-constexpr int kDirectColumns = 8;
-
 // How many numbers of the cache, bf16 or int8, are in a word.
 template <typename T>
 constexpr int kPerWord = 4 / sizeof(T);

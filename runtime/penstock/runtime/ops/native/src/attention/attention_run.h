@@ -7,6 +7,36 @@
 namespace penstock {
 namespace {
 
+// Computes a split's sums for `wide` tiles of columns from `c` on, whose queries are `queries`, by way of copies of
+// keys and values where their form differs from the cache's. The keys' are there; the values' are made for the first
+// columns that need them, which `prepared` records.
+template <Form kForm>
+void AttendCopies(const AttentionJob& job, const Columns* c, const float* queries, const Part& part, int wide,
+                  const char** values, int begin, int end, bool& prepared, Memory<kForm>& memory, Sums* sums,
+                  Fetch& fetch_values, Fetch& fetch_next) {
+  ScoreAll<kForm>(part.keys, job, queries, wide, c->count, part.first / kKeyTile, part.last / kKeyTile, memory.scores,
+                  fetch_values);
+  if (!prepared) {
+    ReadValueScales(job, values, begin, end, memory);
+  }
+  for (int w = 0; w < wide; ++w) {
+    SoftmaxOf<kForm>(job, c[w], part, memory.scores + w * kSplit * kCols, memory.probabilities, sums[w], fetch_values);
+#ifdef PENSTOCK_HAS_TILES
+    if constexpr (kForm == Form::kTiles) {
+      Turn(reinterpret_cast<uint32_t*>(memory.probabilities), part.first, part.last,
+           memory.turned + w * kSplit / 2 * kCols);
+    }
+#endif
+  }
+  if (!prepared) {
+    PrepareValues<kForm>(job, values, begin, end, memory, fetch_next);
+  }
+  prepared = true;
+  // The values of keys outside the range must not be multiplied. In pairs of bf16 they are 0.
+  const int from = Paired(kForm) ? part.first : part.from, to = Paired(kForm) ? part.last : part.to;
+  SumAll<kForm>(values, job, wide, c->count, from, to, memory, sums, fetch_next);
+}
+
 template <Form kForm>
 void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const AttentionUnit& next, char* scratch) {
   const AttentionTask& task = *unit.task;
@@ -45,7 +75,7 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
     if (!job.keys_only) {
       memcpy(raw_values, values, sizeof(values));
     }
-    const bool direct = kKeyLanes<kForm> && columns <= kDirectColumns;
+    const bool direct = kDimLanes<kForm> || (kKeyLanes<kForm> && columns <= kDirectColumns);
     // While the first columns use the keys, the values of these keys are prefetched; afterwards the next keys are. AVX2
     // asks for whole tiles. Else, for each tile of keys, Fetch is called where the tile is scored; where it is
     // converted from int8, before that; else twice by Softmax. SoftmaxLanes prefetches what is left then. The scales of
@@ -57,8 +87,10 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
     if (key_scales) {
       ReadAllScales(job, keys, begin, end, memory.key_scales);
     }
-    if (!direct) {
-      PrepareKeys<kForm>(job, keys, begin, end, memory, fetch_values);
+    if constexpr (!kDimLanes<kForm>) {
+      if (!direct) {
+        PrepareKeys<kForm>(job, keys, begin, end, memory, fetch_values);
+      }
     }
     bool prepared = false;
     for (int64_t t = 0; t < tiles; t += kWide<kForm>) {
@@ -68,7 +100,7 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
         oldest = Min(oldest, memory.columns[t + w].min_oldest);
         newest = Max(newest, memory.columns[t + w].max_newest);
       }
-      int from = Max(oldest - start, begin), to = Min(newest + 1 - start, end);
+      const int from = Max(oldest - start, begin), to = Min(newest + 1 - start, end);
       const bool empty = from >= to;
       if (!empty) {
         const int first = from / kKeyTile * kKeyTile, last = (to + kKeyTile - 1) / kKeyTile * kKeyTile;
@@ -82,33 +114,12 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
                         key_scales ? memory.key_scales : nullptr,
                         job.int8 ? memory.value_scales : nullptr};
         const float* queries = memory.queries + t * memory.query_words * kCols;
+        const Columns* c = memory.columns + t;
         if (direct) {
-          Attend<kForm>(job, memory.columns[t], queries, part, memory, split_sums[0], fetch_values, fetch_next);
-        } else {
-          ScoreAll<kForm>(keys, job, queries, wide, memory.columns[t].count, first / kKeyTile, last / kKeyTile,
-                          memory.scores, fetch_values);
-          if (!prepared) {
-            ReadValueScales(job, values, begin, end, memory);
-          }
-          for (int w = 0; w < wide; ++w) {
-            SoftmaxOf<kForm>(job, memory.columns[t + w], part, memory.scores + w * kSplit * kCols, memory.probabilities,
-                             split_sums[w], fetch_values);
-#ifdef PENSTOCK_HAS_TILES
-            if constexpr (kForm == Form::kTiles) {
-              Turn(reinterpret_cast<uint32_t*>(memory.probabilities), first, last,
-                   memory.turned + w * kSplit / 2 * kCols);
-            }
-#endif
-          }
-          if (!prepared) {
-            PrepareValues<kForm>(job, values, begin, end, memory, fetch_next);
-          }
-          prepared = true;
-          // The values of keys outside the range must not be multiplied. In pairs of bf16 they are 0.
-          if (Paired(kForm)) {
-            from = first, to = last;
-          }
-          SumAll<kForm>(values, job, wide, memory.columns[t].count, from, to, memory, split_sums, fetch_next);
+          Attend<kForm>(job, *c, queries, part, memory, split_sums[0], fetch_values, fetch_next);
+        } else if constexpr (!kDimLanes<kForm>) {
+          AttendCopies<kForm>(job, c, queries, part, wide, values, begin, end, prepared, memory, split_sums,
+                              fetch_values, fetch_next);
         }
       }
       for (int w = 0; w < wide; ++w) {
