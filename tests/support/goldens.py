@@ -53,7 +53,7 @@ KINDS = (
     "qwen3",
     "mistral_swa",
     "gemma2",
-    "gemma3",
+    "gemma4",
     "gemma4_moe",
     "granite",
     "gpt_oss",
@@ -63,8 +63,9 @@ KINDS = (
     "granite_hybrid",
     "qwen3_5",
 )
-"""One of NAMES for each kind of head, cache and state, for tests of what an engine tells beside tokens: what
-it does then depends on nothing else of a family, and to compile all of them takes a quarter of an hour.
+"""One of NAMES for each kind of head, cache and state, for tests of what an engine tells beside tokens. The
+other families differ in products, norms and rotation, which test_golden.py compares; to compile all of them
+takes a quarter of an hour.
 """
 WITH_PICTURES = ("qwen2_5_vl", "qwen3_5_vl", "qwen3_vl")
 """The further folders in GOLDEN, whose prompts have pictures."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
+from penstock.service.limits import bounds
 from penstock.service.limits.bounds import Bounds
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from tests.service.rig import Rig, fake, generate, serving, stream, taken_apart
@@ -112,6 +114,22 @@ async def test_more_than_the_server_takes_on_at_once() -> None:
             engine.release()
             await asyncio.gather(*calls)
     assert found == {"BUSY": 1750, "OK": 250}
+
+
+@pytest.mark.sweep
+async def test_calls_may_wait_as_long_as_grpc_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the server stands still. The option, of which an hour is told, is one that gRPC obeys."""
+    found: dict[int, Counter[str]] = {}
+    for seconds in (1, 60):
+        monkeypatch.setattr(bounds, "_UNSEEN_S", seconds)
+        async with serving(fake()) as rig, connections(rig, 1) as stubs:
+            await rig.health_of()
+            calls = [asyncio.ensure_future(outcome(generating(*stubs[0]))) for _ in range(100)]
+            await asyncio.sleep(0.01)
+            time.sleep(2.5)  # noqa: ASYNC251 -- the loop is the server's, too
+            found[seconds] = Counter(await asyncio.gather(*calls))
+    assert found[1]["bare CANCELLED: CANCELLED"] > 0
+    assert found[60] == {"OK": 100}
 
 
 @pytest.mark.sweep

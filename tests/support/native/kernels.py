@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -169,9 +170,12 @@ def running(name: str) -> Iterator[None]:
 @functools.cache
 def _register(emulated: _Library) -> ctypes.CDLL:
     TEST_KERNELS.mkdir(exist_ok=True)
-    with (TEST_KERNELS / f"{emulated.recipe.name}.lock").open("w") as lock:
+    lock = os.open(TEST_KERNELS, os.O_RDONLY)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes of tests one compiles, and the others wait
         opened = ctypes.CDLL(str(build.build(TEST_KERNELS, emulated.recipe)))
+    finally:
+        os.close(lock)
     for target in emulated.targets:
         handler = jax.ffi.pycapsule(getattr(opened, target))
         jax.ffi.register_ffi_target(f"{target}_{emulated.suffix}", handler, platform="cpu")

@@ -22,8 +22,9 @@ random and without any details, so it is far above any burst of honest clients. 
 kilobytes.
 """
 _UNSEEN_S = 3600
-"""How long a call may wait until the server looks at it. gRPC refuses it after that without any details, by
-default after 30 s, which a burst takes on a busy machine. Callers that wait no longer give a deadline.
+"""How many seconds a call may wait until the server looks at it. When the server looks at one that has waited
+longer, gRPC refuses it without any details, by default after 30 s, which a burst takes on a busy machine.
+Callers that wait no longer give a deadline.
 """
 UNASKED_BYTES = 65_536
 """How many bytes of each message gRPC receives before the server looks at the call."""

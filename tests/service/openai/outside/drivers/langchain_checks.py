@@ -26,7 +26,9 @@ class Sum(BaseModel):
     sum: Literal[6, 7, 8] = Field(description="The sum.")  # the demo model may never end an integer
 
 
-BRACES = {90: 100, 92: 100}  # of the demo model, which may never end an object that it has not closed at once
+# Token ids of the demo model, which closes a JSON object at once with this bias, and may fill one for ever
+# without.
+BRACES = {90: 100, 92: 100}
 ASK = HumanMessage("what's the weather in Paris?")
 
 

@@ -56,8 +56,9 @@ struct Memory {
   Columns* columns;  // [tiles]
   Sums* sums;        // [tiles], then kWide for the split that is being computed
   float *queries, *scores, *probabilities, *keys, *values;
-  float *key_scales, *value_scales;  // [kSplit] of an int8 cache
-  uint32_t* turned;                  // probabilities as AMX's A operand
+  // [kSplit] of an int8 cache. AVX2 reads the scales of keys where it scores them.
+  float *key_scales, *value_scales;
+  uint32_t* turned;  // probabilities as AMX's A operand
   int64_t query_words;
 
   Memory(const AttentionJob& job, int64_t tiles, Carver& carver) {

@@ -13,7 +13,7 @@
 namespace penstock {
 namespace {
 
-constexpr int kScalesBehind = 4;  // tiles by which values are prefetched before their scales are read
+constexpr int kScalesBehind = 4;  // how many tiles after their prefetch the scales of values are read
 
 // What the products of numbers T consist of. Add returns sum + the products of a key's 16 numbers and a query's.
 template <typename T>
@@ -130,7 +130,7 @@ template <typename T, int kC>
                                  Ahead ahead) {
   using N = Numbers<T>;
   constexpr int kKeys = kC == 1 ? 8 : kC == 4 ? 2 : 4;             // as many as the registers hold
-  constexpr int kLines = kKeys * static_cast<int>(sizeof(T)) / 2;  // that 32 dims of these keys are
+  constexpr int kLines = kKeys * static_cast<int>(sizeof(T)) / 2;  // cache lines that 32 dims of these keys take
   ahead.Prefetch(kKeyTile * stride - 1);
   for (int first = 0; first < kKeyTile; first += kKeys, keys += kKeys * stride) {
     typename N::Sum sum[kC][kKeys];
@@ -341,7 +341,8 @@ void AttendDirect(const AttentionJob& job, const Columns& c, const float* querie
   const int64_t stride = job.cache_row_bytes(), dims = job.value_dim;
   const auto* q = reinterpret_cast<const typename Numbers<T>::Query*>(queries);
   float *scores = memory.scores, *probabilities = memory.probabilities;
-  // Scales of values are read when they have arrived, tile by tile, so that no loop waits for memory.
+  // The scales of a tile's values are read some tiles after the values were prefetched, so that few reads wait for
+  // memory; those of the last tiles are read at the end.
   const auto read_scales = [&](int tile) {
     if (sizeof(T) == 1 && tile >= part.first) {
       ReadScales(job, part.values, Max(tile, part.from), Min(tile + kKeyTile, part.to), memory.value_scales);

@@ -32,7 +32,7 @@ class Fetch {
   }
   // The next tile, for a caller that prefetches all of it, or `other` if there is none.
   const char* Tile(const char* other) { return tile_ < count_ ? tiles_[tile_++] : other; }
-  // The first tile, which has been prefetched when a caller has asked for the others; or `other` if there is none.
+  // The first tile, or `other` if there is none. Some time after the first call of Tile it is in the second cache.
   const char* First(const char* other) const { return count_ > 0 ? tiles_[0] : other; }
   // How many bytes are left.
   int64_t Left() const { return (count_ - tile_) * bytes_ - at_; }
