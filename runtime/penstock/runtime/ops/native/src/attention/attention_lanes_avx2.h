@@ -139,6 +139,7 @@ template <typename T, int kC>
         s = N::Zero();
       }
     }
+    // Where GCC does not inline it, the sums lie in memory.
     const auto add = [&](int64_t d) __attribute__((always_inline)) {
       for (int k = 0; k < kKeys; ++k) {
         const auto key = N::Load(keys + k * stride + d * static_cast<int64_t>(sizeof(T)));
@@ -203,6 +204,7 @@ template <typename T, int kC, int kV>
     }
   }
   const char* at = values + from * stride;
+  // Where GCC does not inline it, the sums lie in memory.
   const auto add = [&](int key) __attribute__((always_inline)) {
     typename N::Sum wide[2 * kV];
     for (int v = 0; v < kV; ++v) {
