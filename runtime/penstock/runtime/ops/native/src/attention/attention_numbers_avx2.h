@@ -1,0 +1,104 @@
+// What AVX2 multiplies in attention (attention_lanes_avx2.h): numbers of bf16 as float32, and of int8 as int16.
+#pragma once
+
+#include <cstring>
+
+#include "common/common.h"
+#include "common/vec.h"
+
+namespace penstock {
+namespace {
+
+// What the products of numbers T consist of. Add returns sum + the products of a key's 16 numbers and a query's.
+template <typename T>
+struct Numbers;
+
+template <>
+struct Numbers<uint16_t> {
+  using Query = float;
+  using Sum = Vec::F;
+  static constexpr int kKeys = 1;  // whose values are multiplied at once
+  struct Key {
+    Vec::F even, odd;
+  };
+  static Sum Zero() { return Vec::Set(0.0f); }
+  static Key Load(const char* from) {
+    const Vec::F pairs = Vec::Load(reinterpret_cast<const float*>(from));
+    return {Vec::EvenHalves(pairs), Vec::OddHalves(pairs)};
+  }
+  static Sum Add(Sum sum, const Key& key, const float* query) {
+    return Vec::Fma(key.odd, Vec::Load(query + 8), Vec::Fma(key.even, Vec::Load(query), sum));
+  }
+  static Sum AddHalves(Sum a, Sum b) { return Vec::Add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); }
+  static Sum AddPairs(Sum a, Sum b) { return Vec::Add(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee)); }
+  static __m128 AddLanes(Sum a) { return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)); }
+
+  // Sixteen dims of a key's value: the even ones and the odd ones.
+  static void LoadValues(const char* from, int64_t /*stride*/, Sum* two) {
+    const Key key = Load(from);
+    two[0] = key.even;
+    two[1] = key.odd;
+  }
+  static Sum LoadProbability(const float* row, int key) { return Vec::Set(row[key]); }
+  static Sum AddValues(Sum sum, Sum values, Sum probability) { return Vec::Fma(values, probability, sum); }
+  static Sum LoadSums(const float* from) { return Vec::Load(from); }
+  static void StoreSums(float* to, Sum sums) { Vec::Store(to, sums); }
+};
+
+template <>
+struct Numbers<int8_t> {
+  using Query = int16_t;
+  using Sum = __m256i;
+  static constexpr int kKeys = 2;
+  using Key = __m256i;
+  static Sum Zero() { return _mm256_setzero_si256(); }
+  static Key Load(const char* from) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  // Instructions written out: given intrinsics, GCC adds up products in another order, for which it has no registers.
+  static Sum AddProducts(Sum sum, __m256i a, __m256i b) {
+    __m256i product;
+    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
+    return sum;
+  }
+  static Sum Add(Sum sum, Key key, const int16_t* query) {
+    return AddProducts(sum, key, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(query)));
+  }
+  static Sum AddHalves(Sum a, Sum b) {
+    return _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+  }
+  static Sum AddPairs(Sum a, Sum b) {
+    return _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+  }
+  static __m128 AddLanes(Sum a) {
+    return _mm_cvtepi32_ps(_mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)));
+  }
+
+  // Sixteen dims of the values of two keys, which lie `stride` bytes apart: pairs of dims 0 to 3 and 8 to 11, and of
+  // the others.
+  static void LoadValues(const char* from, int64_t stride, Sum* two) {
+    const __m256i even = Load(from), odd = Load(from + stride);
+    two[0] = _mm256_unpacklo_epi16(even, odd);
+    two[1] = _mm256_unpackhi_epi16(even, odd);
+  }
+  // The probabilities of two keys.
+  static Sum LoadProbability(const float* row, int key) {
+    int32_t two;
+    memcpy(&two, reinterpret_cast<const int16_t*>(row) + key, 4);
+    return _mm256_set1_epi32(two);
+  }
+  static Sum AddValues(Sum sum, Sum values, Sum probability) { return AddProducts(sum, values, probability); }
+  static Sum LoadSums(const float* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+  static void StoreSums(float* to, Sum sums) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), sums); }
+};
+
+// The sums of the lanes of four vectors.
+template <typename T>
+inline __m128 SumLanes(const typename Numbers<T>::Sum& a, const typename Numbers<T>::Sum& b,
+                       const typename Numbers<T>::Sum& c, const typename Numbers<T>::Sum& d) {
+  using N = Numbers<T>;
+  return N::AddLanes(N::AddPairs(N::AddHalves(a, b), N::AddHalves(c, d)));
+}
+
+}  // namespace
+}  // namespace penstock
