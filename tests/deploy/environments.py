@@ -6,7 +6,6 @@ skipped, or fails where toolchains are required (see `tests.support.toolchains`)
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import tempfile
 import venv
 from pathlib import Path
 
-from tests.support.toolchains import refuse
+from tests.support.toolchains import alone_in, refuse
 
 INSTALL_S = 600
 
@@ -26,9 +25,7 @@ def environment(*packages: str) -> Path:
     name = hashlib.sha256(" ".join([sys.version, *packages]).encode()).hexdigest()[:12]
     folder = Path(tempfile.gettempdir()) / f"penstock-tests-env-{name}"
     complete = folder / "complete"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes of tests one makes it, and the others wait
+    with alone_in(folder):
         if not complete.exists():
             venv.create(folder, with_pip=True, clear=False)
             done = subprocess.run(

@@ -12,6 +12,8 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,6 +54,23 @@ def refuse(why: str) -> NoReturn:
     pytest.skip(why, allow_module_level=True)
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Makes a folder, which outlasts a run of the tests, if it is missing. Of all processes of tests that
+    name it one runs the block, and the others wait.
+
+    The lock is on the folder itself, so that a user who may not write to it can use what another has put
+    there.
+    """
+    folder.mkdir(exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
 def go_program(name: str) -> Path:
     """The path of `grpcurl` or `ghz`, in the version that tools/go/go.mod pins.
 
@@ -62,9 +81,7 @@ def go_program(name: str) -> Path:
     require("go")
     folder = Path(tempfile.gettempdir()) / f"penstock-tests-go-{_pins()}"
     program = folder / name
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes of tests one builds, and the others wait
+    with alone_in(folder):
         if not program.exists():
             half = folder / f"{name}.half"
             done = subprocess.run(

@@ -6,9 +6,7 @@ every machine the kernels for AMX and for AVX-512 with plain C++ in place of the
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ import pytest
 
 from penstock.runtime.ops.native import build, library
 from penstock.runtime.ops.native.library import Isa
+from tests.support.toolchains import alone_in
 
 NATIVE: dict[str, tuple[Isa, bool | None]] = {
     "avx2": (Isa.AVX2, None),
@@ -169,13 +168,8 @@ def running(name: str) -> Iterator[None]:
 
 @functools.cache
 def _register(emulated: _Library) -> ctypes.CDLL:
-    TEST_KERNELS.mkdir(exist_ok=True)
-    lock = os.open(TEST_KERNELS, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes of tests one compiles, and the others wait
+    with alone_in(TEST_KERNELS):
         opened = ctypes.CDLL(str(build.build(TEST_KERNELS, emulated.recipe)))
-    finally:
-        os.close(lock)
     for target in emulated.targets:
         handler = jax.ffi.pycapsule(getattr(opened, target))
         jax.ffi.register_ffi_target(f"{target}_{emulated.suffix}", handler, platform="cpu")

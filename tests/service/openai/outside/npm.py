@@ -6,13 +6,12 @@ skipped, or fails where toolchains are required (see `tests.support.toolchains`)
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import subprocess
 import tempfile
 from pathlib import Path
 
-from tests.support.toolchains import refuse, require
+from tests.support.toolchains import alone_in, refuse, require
 
 INSTALL_S = 600
 
@@ -26,9 +25,7 @@ def node_packages(*packages: str) -> Path:
     name = hashlib.sha256(" ".join(packages).encode()).hexdigest()[:12]
     folder = Path(tempfile.gettempdir()) / f"penstock-tests-npm-{name}"
     complete = folder / "complete"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes of tests one installs, and the others wait
+    with alone_in(folder):
         if not complete.exists():
             done = subprocess.run(
                 ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *packages],
