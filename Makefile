@@ -13,6 +13,8 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 OWN_PATH := $(PATH)
 export PATH := $(abspath $(BIN)):$(PATH)
+# The tests start hundreds of processes. Without bytecode on disk each of them compiles all sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The C++ of the native kernels.
 KERNELS = $(wildcard runtime/penstock/runtime/ops/native/src/*/*.cc runtime/penstock/runtime/ops/native/src/*/*.h)

@@ -33,7 +33,7 @@ from bench.kernels.picture import drawing
 from bench.kernels.results import HEAD, from_record, latest, record, results, row, table, with_layers
 from bench.kernels.rival import OneDNN
 from bench.measures import record as records
-from bench.measures.limits import Limits
+from bench.measures.limits import Limits, told
 from penstock.runtime.ops.native import library
 
 ROWS, DECODE_ROWS = (1, 4, 16, 64, 128, 512, 2048), (1, 4, 16, 64)
@@ -95,19 +95,9 @@ def _measure(args: argparse.Namespace) -> list[Result]:
     finally:
         if rival is not None:
             rival.close()
-    read = _range([each.bytes_per_s for each in limits])
-    print(f"memory was read at {read} GB/s; multiplying, in GFLOP/s:")
-    for peak in limits[-1].operations_per_s:
-        rates = _range([each.operations_per_s[peak] for each in limits])
-        print(f"- {peak.isa.name}, {peak.format}: {rates} ({peak.instruction})")
+    print(told(limits))
     print()
     return found
-
-
-def _range(values: Sequence[float]) -> str:
-    """The least and the largest of values per second, in thousands of millions."""
-    low, high = (f"{value / 1e9:.3g}" for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

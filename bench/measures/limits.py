@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,12 +170,25 @@ def measure(threads: int | None = None) -> Limits:
     return Limits(read_bytes_per_s(threads), operations_per_s(threads))
 
 
+def told(measured: Sequence[Limits]) -> str:
+    """The limits in words, of one measurement or from the least to the most of several (at least one)."""
+    read = _range([each.bytes_per_s for each in measured])
+    lines = [f"memory is read at {read} GB/s; multiplying, in GFLOP/s:"]
+    for peak in measured[0].operations_per_s:
+        rates = _range([each.operations_per_s[peak] for each in measured])
+        lines.append(f"- {peak.isa.name}, {peak.format}: {rates} ({peak.instruction})")
+    return "\n".join(lines)
+
+
+def _range(values: Sequence[float]) -> str:
+    """The least and the most of values per second, in thousands of millions."""
+    low, high = (f"{value / 1e9:.3g}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
 def main() -> int:
     """Print the limits."""
-    found = measure()
-    print(f"memory is read at {found.bytes_per_s / 1e9:.3g} GB/s; multiplying, in GFLOP/s:")
-    for peak, rate in found.operations_per_s.items():
-        print(f"- {peak.isa.name}, {peak.format}: {rate / 1e9:.3g} ({peak.instruction})")
+    print(told([measure()]))
     return 0
 
 

@@ -10,6 +10,8 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from tests.docs.pages import ROOT, Block
 
@@ -17,17 +19,25 @@ _FLAG = re.compile(r"(--[a-z][a-z0-9-]*)")
 
 
 def _module_exists(words: Sequence[str]) -> None:
-    """Check `python -m MODULE --flags`: the module exists, and one of its package's files knows each flag."""
+    """Check `python -m MODULE --flags`: the module exists, and a file of its package, or of the
+    one around that, knows each flag.
+    """
     name = words[words.index("-m") + 1]
     path = name.replace(".", "/")
-    roots = ("", "protos/", "service/", "runtime/", "clients/python/")
-    files = [ROOT / f"{root}{path}{end}" for root in roots for end in (".py", "/__main__.py")]
+    roots = [ROOT / root for root in ("", "protos", "service", "runtime", "clients/python")]
+    files = [root / f"{path}{end}" for root in roots for end in (".py", "/__main__.py")]
     found = [file for file in files if file.is_file()]
     assert found, f"no module {name}"
-    nearby = "".join(file.read_text() for file in found[0].parent.parent.rglob("*.py"))
+    package = found[0].parent
+    nearby = _source_of(package if package.parent in roots else package.parent)
     for flag in _flags(words):
         # Some programs write the dashes in one place, before the names in a table.
         assert f'"{flag}"' in nearby or f'"{flag[2:]}"' in nearby, f"{name} has no {flag}"
+
+
+@cache
+def _source_of(folder: Path) -> str:
+    return "".join(file.read_text() for file in folder.rglob("*.py"))
 
 
 def _target_exists(words: Sequence[str]) -> None:

@@ -32,7 +32,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_HTTP = "127.0.0.1:8000"
 IN_THE_ROOT = ("CONTRIBUTING.md", "adding-a-model.md")
 """Pages for those who change Penstock, whose programs run in the repository's root."""
-FIRST_PAGES = ("README.md", "docs/start/quickstart.md", "docs/how-to/other-languages.md")
+FIRST_PAGES = ("README.md", "docs/start/quickstart.md")
 
 
 def blocks_in(*languages: str) -> list[Block]:

@@ -176,6 +176,12 @@ def test_the_picture():
     names = {"AVX2 bfloat16", "oneDNN float32", "0.6B: a layer"}
     assert {"operations per byte", "GFLOP/s", *names} <= set(texts)
     assert len(list(root.iter(f"{SVG}polyline"))) == 1  # a rival has no roof of its own
+    # Axes from 1 to 16 operations per byte and from 1 to 100 GFLOP/s, 480 by 360 large, meet at (70, 390). The
+    # results have 1, 10 and 1 operations per byte, and make 5, 50 and 3.33 GFLOP/s.
+    signs = [(circle.get("cx"), circle.get("cy")) for circle in root.iter(f"{SVG}circle")]
+    assert signs[:3] == [("70.0", "264.2"), ("468.6", "84.2"), ("70.0", "295.9")]
+    # 10 GB/s and 100 GFLOP/s meet at 10 operations per byte.
+    assert root.find(f"{SVG}polyline").get("points") == "70.0,210.0 468.6,30.0 550.0,30.0"
     with pytest.raises(ValueError, match="no layers"):
         drawing([result(Work(1e9, 1e9), 0.2, "o")])
 
@@ -253,7 +259,7 @@ def test_a_run(tmp_path, capsys, monkeypatch):
     assert all(each.seconds > 0 and each.share > 0 for each in read)
     # Four products and two kinds of attention in two formats, each line with its own limits.
     assert sorted({each.machine.bytes_per_s for each in read}) == [(10 + i) * 1e9 for i in range(12)]
-    assert "memory was read at 10 to 21 GB/s" in first
+    assert "memory is read at 10 to 21 GB/s" in first
     assert set(at_once.splitlines()) < set(first.splitlines()) | {*HEAD.splitlines()}
     assert command.main(["--from", str(out), "--layers", "--plot", str(plot)]) == 0
     again = capsys.readouterr().out

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,13 +28,17 @@ from penstock.runtime.ops.native import library
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import Rig, serving, until
 from tests.support.chunks import set_chunk
-from tests.support.goldens import CONFIG, GOLDEN, NAMES, few
+from tests.support.goldens import CONFIG, GOLDEN, NAMES
 
 Cases = list[dict[str, Any]]
 CACHED_TOKENS = 288
 """What the KV cache holds: four requests when they enter, but not when they have grown."""
-ALWAYS = ("qwen3", "qwen3_5")
-"""What `make test` serves."""
+PAGE_SIZES = {8: "xla", 16: "native"}
+"""The native kernels take pages of 16 tokens, and XLA those of 8."""
+ALWAYS = (("qwen3", 16), ("qwen3_5", 8))
+"""What `make test` serves: a family with nothing but pages by the native kernels, and one with recurrent state
+too in XLA.
+"""
 ALL_SIZES = ("qwen3", "llama", "mistral_swa")
 """What is served in chunks of every size."""
 
@@ -45,7 +50,7 @@ def cases_of(name: str) -> Cases:
 
 @asynccontextmanager
 async def served(name: str, *, page_size: int) -> AsyncIterator[tuple[Rig, Engine]]:
-    """A server of a golden in float32. The native kernels take pages of 16 tokens, and XLA those of 8."""
+    """A server of a golden in float32."""
     cache, num_slots = load_config(GOLDEN / name).cache, CONFIG.max_num_seqs or 0
     pages = -(-CACHED_TOKENS // page_size) * cache.page_bytes(page_size, np.dtype(np.float32))
     snapshots = num_slots if cache.has_state else 0
@@ -138,8 +143,17 @@ async def check_sharing(rig: Rig, engine: Engine, name: str, cases: Cases) -> No
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", few(NAMES, ALWAYS))
-@pytest.mark.parametrize("page_size", [pytest.param(8, id="xla"), pytest.param(16, id="native")])
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [
+        pytest.param(
+            *case,
+            id=f"{PAGE_SIZES[case[1]]}-{case[0]}",
+            marks=() if case in ALWAYS else pytest.mark.sweep,
+        )
+        for case in itertools.product(NAMES, PAGE_SIZES)
+    ],
+)
 async def test_every_schedule_gives_pytorchs_tokens(name: str, page_size: int) -> None:
     if page_size == 16 and not library.available():
         pytest.skip("no native library on this machine")

@@ -88,12 +88,13 @@ class ProgramBuilder:
         """Compiles all programs in parallel, with a progress bar; those that take longest come first."""
         keys, row_buckets = self.config.buckets.keys(), self.config.buckets.row_buckets
         patches = self.config.encode_buckets
+        hidden = self._hidden()
         jobs: dict[ProgramKey | int | str, Callable[[], jax.stages.Compiled]] = {
             **{key: partial(self.window if key.window else self.forward, key) for key in keys},
             **{rows: partial(self.choice, rows) for rows in row_buckets},
             **{f"encode {size}": partial(self.encode, size) for size in patches},
-            "prompt_logprobs": self.prompt_logprobs,
-            "hidden_sums": self.hidden_sums,
+            "prompt_logprobs": partial(self.prompt_logprobs, hidden),
+            "hidden_sums": partial(self.hidden_sums, hidden),
             "admission": self.admission,
             "copy_pages": self.copy_pages,
             "table_rows": self.table_rows,
@@ -154,7 +155,8 @@ class ProgramBuilder:
 
     def choice(self, rows: int) -> jax.stages.Compiled:
         key = ProgramKey(rows, rows, decode_only=True)
-        layout, logits = self._layout(key), self._outputs(key).logits
+        layout = self._layout(key)
+        logits = self._placed((rows, self.config.vocab_size), jnp.float32)
         mask = self._ints(rows, mask_words(self.config.vocab_size))
         program = make_choice(layout, self.backend.sampler, self.config.num_top)
         packed = self._ints(layout.rows_size)
@@ -162,20 +164,20 @@ class ProgramBuilder:
             program, self.state, logits, packed, mask, donate=(0,), name=f"choice_rows{rows}"
         )
 
-    def prompt_logprobs(self) -> jax.stages.Compiled:
+    def prompt_logprobs(self, hidden: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
         program = make_prompt_logprobs(self.rebuild, self._shapes)
         packed = self._ints(1 + 2 * self._shapes.max_tokens)
-        return compile_program(program, self.weights, self._outputs(self.largest).hidden, packed)
+        return compile_program(program, self.weights, hidden, packed)
 
-    def hidden_sums(self) -> jax.stages.Compiled:
+    def hidden_sums(self, hidden: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
         program = make_hidden_sums(self.rebuild, self._shapes, self.config.max_num_seqs)
         packed = self._ints(1 + 2 * self._shapes.max_tokens)
-        return compile_program(program, self.weights, self._outputs(self.largest).hidden, packed)
+        return compile_program(program, self.weights, hidden, packed)
 
     def admission(self) -> jax.stages.Compiled:
         vocab = self.config.vocab_size
         packed = self._ints(admission_size(self.config.max_model_len))
-        bias = jax.ShapeDtypeStruct((vocab,), jnp.float32, sharding=self.sharding)
+        bias = self._placed((vocab,), jnp.float32)
         return compile_program(make_admission(vocab), self.state, packed, bias, donate=(0,))
 
     def copy_pages(self) -> jax.stages.Compiled:
@@ -206,20 +208,15 @@ class ProgramBuilder:
             self.rebuild, self._layout(key), self._shapes, backend.attention, backend.recurrent
         )
 
-    def _outputs(self, key: ProgramKey) -> Forward:
-        """The shapes of what a forward returns."""
-        made = jax.eval_shape(
-            self._forward(key),
-            self.weights,
-            self.kv,
-            self.state,
-            self._ints(self._layout(key).size),
-            self.pool,
-        )
-        placed: Any = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding), made
-        )
-        return Forward(*placed)
+    def _hidden(self) -> jax.ShapeDtypeStruct:
+        """The shape of `Forward.hidden`. The model is traced for it, so it is asked for once."""
+        key = self.largest
+        packed = self._ints(self._layout(key).size)
+        made = jax.eval_shape(self._forward(key), self.weights, self.kv, self.state, packed, self.pool).hidden
+        return self._placed(made.shape, made.dtype)
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.sharding)
+        return self._placed(shape, jnp.int32)
+
+    def _placed(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)

@@ -114,11 +114,11 @@ def attend(
     out, kv = call(
         q,
         k_new,
-        jnp.zeros((0,), k_new.dtype) if v_new is None else v_new,
+        np.zeros((0,), k_new.dtype) if v_new is None else v_new,
         kv,
         step_plan,
         page_table,
-        jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        np.zeros((0,), np.float32) if sinks is None else sinks.astype(jnp.float32),
         scale=np.float32(scale),
         softcap=np.float32(softcap or 0.0),
     )
