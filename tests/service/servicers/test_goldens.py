@@ -36,8 +36,8 @@ CACHED_TOKENS = 288
 PAGE_SIZES = {8: "xla", 16: "native"}
 """The native kernels take pages of 16 tokens, and XLA those of 8."""
 ALWAYS = (("qwen3", 16), ("qwen3_5", 8))
-"""What `make test` serves: a family with nothing but pages by the native kernels, and one with recurrent state
-too in XLA.
+"""What `make test` serves: a family that only attends, by the native kernels, and one with recurrent layers
+too, in XLA.
 """
 ALL_SIZES = ("qwen3", "llama", "mistral_swa")
 """What is served in chunks of every size."""

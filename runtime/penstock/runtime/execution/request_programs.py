@@ -158,9 +158,11 @@ def make_page_copies(spec: CacheSpec) -> Callable[[KVCache, Array], KVCache]:
         count = jnp.sum((pairs[:, groups[0], 1] < pages[0].shape[0]).astype(jnp.int32))
 
         def body(i: Array, pages: tuple[Array, ...]) -> tuple[Array, ...]:
+            sources = [pairs[i, group, 0] for group in range(pairs.shape[1])]
+            destinations = [pairs[i, group, 1] for group in range(pairs.shape[1])]
             return tuple(
                 lax.dynamic_update_slice_in_dim(
-                    layer, lax.dynamic_slice_in_dim(layer, pairs[i, group, 0], 1, 0), pairs[i, group, 1], 0
+                    layer, lax.dynamic_slice_in_dim(layer, sources[group], 1, 0), destinations[group], 0
                 )
                 for layer, group in zip(pages, groups, strict=True)
             )

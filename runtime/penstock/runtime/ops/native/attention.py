@@ -114,11 +114,11 @@ def attend(
     out, kv = call(
         q,
         k_new,
-        np.zeros((0,), k_new.dtype) if v_new is None else v_new,
+        library.absent(k_new.dtype) if v_new is None else v_new,
         kv,
         step_plan,
         page_table,
-        np.zeros((0,), np.float32) if sinks is None else sinks.astype(jnp.float32),
+        library.absent(jnp.float32) if sinks is None else sinks.astype(jnp.float32),
         scale=np.float32(scale),
         softcap=np.float32(softcap or 0.0),
     )

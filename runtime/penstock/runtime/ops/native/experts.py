@@ -36,8 +36,8 @@ class PackedExperts(NamedTuple):
     @property
     def operands(self) -> tuple[Array, Array, Array]:
         """Tiles, scale and bias, the latter two empty if there are none."""
-        scale = np.zeros((2, 0), np.float32) if self.scale is None else self.scale
-        return self.tiles, scale, np.zeros((0,), jnp.bfloat16) if self.bias is None else self.bias
+        scale = library.absent(jnp.float32, (2, 0)) if self.scale is None else self.scale
+        return self.tiles, scale, library.absent(jnp.bfloat16) if self.bias is None else self.bias
 
 
 def route(
@@ -82,7 +82,7 @@ def route(
     if not 1 <= per_token <= eligible:
         raise ValueError(f"per_token: {per_token} is not between 1 and the {eligible} eligible experts")
     library.load()
-    none = np.zeros((0,), np.float32)
+    none = library.absent(jnp.float32)
     shape = (logits.shape[0], per_token)
     call = jax.ffi.ffi_call(
         "penstock_route", (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32))

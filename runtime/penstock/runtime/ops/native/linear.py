@@ -161,7 +161,7 @@ def linear(
     if gate is not None and up is None and out_dtype != ml_dtypes.bfloat16:
         raise ValueError("out_dtype: the results of a gated layer are bfloat16")
     library.load()
-    none, no_scale = np.zeros((0,), jnp.bfloat16), np.zeros((2, 0), np.float32)
+    none, no_scale = library.absent(jnp.bfloat16), library.absent(jnp.float32, (2, 0))
     operands: list[Array] = [
         x,
         num_rows,

@@ -58,14 +58,14 @@ def normalize(
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual: its shape is {residual.shape}, and that of x {x.shape}")
     library.load()
-    none = np.zeros((0,), jnp.bfloat16)
+    none = library.absent(jnp.bfloat16)
     call = jax.ffi.ffi_call("penstock_norm", jax.ShapeDtypeStruct(x.shape, jnp.bfloat16))
     out: Array = call(
         x,
         num_rows,
         none if norm is None else norm,
         none if residual is None else residual,
-        np.zeros((0,), np.float32) if factor is None else factor,
+        library.absent(jnp.float32) if factor is None else factor,
         normed=eps is not None,
         eps=np.float32(0.0 if eps is None else eps),
         offset=np.float32(offset),

@@ -76,7 +76,7 @@ def rotate_qkv(
     if norms == "l2_after" and (q_norm is not None or k_norm is not None):
         raise ValueError('norms: "l2_after" has no weights')
     library.load()
-    none, no_angles = np.zeros((0,), jnp.bfloat16), np.zeros((num_tokens, 0), np.float32)
+    none, no_angles = library.absent(jnp.bfloat16), library.absent(jnp.float32, (num_tokens, 0))
     keys = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, dim), jnp.bfloat16)
     call = jax.ffi.ffi_call(
         "penstock_rotate", (jax.ShapeDtypeStruct((num_tokens, num_heads, dim), jnp.bfloat16), keys, keys)
@@ -88,7 +88,7 @@ def rotate_qkv(
         num_rows,
         none if q_norm is None else q_norm,
         none if k_norm is None else k_norm,
-        np.zeros((0,), np.float32) if q_scale is None else q_scale,
+        library.absent(jnp.float32) if q_scale is None else q_scale,
         eps=np.float32(eps),
         offset=np.float32(offset),
         norms=np.int32(_NUMBERS[norms]),

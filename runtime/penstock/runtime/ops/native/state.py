@@ -43,7 +43,7 @@ class StateRows(NamedTuple):
 
     def operands(self) -> tuple[Array, ...]:
         """The operands of the kernels."""
-        none = np.zeros((0,), np.int32)
+        none = library.absent(jnp.int32)
         cuts = (none, none) if self.cut is None or self.cut_to is None else (self.cut, self.cut_to)
         return self.q_lens, self.read, self.written, *cuts
 
@@ -65,7 +65,7 @@ def convolve(
     library.load()
     shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype))
     call = jax.ffi.ffi_call("penstock_conv", shapes, input_output_aliases={3: 1})
-    none = np.zeros((0,), weight.dtype)
+    none = library.absent(weight.dtype)
     y, state = call(
         x,
         weight,
@@ -97,7 +97,7 @@ def gated_delta_net(
         ba,
         state,
         rows,
-        (a_log, dt_bias, np.zeros((0,), np.float32), norm),
+        (a_log, dt_bias, library.absent(jnp.float32), norm),
         delta=True,
         key_heads=num_key_heads,
         run=state.shape[3],
