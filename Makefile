@@ -13,7 +13,8 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 OWN_PATH := $(PATH)
 export PATH := $(abspath $(BIN)):$(PATH)
-# The tests start hundreds of processes. Without bytecode on disk each of them compiles all sources again.
+# Some environments set it. The tests start hundreds of processes, and without bytecode on disk each of them would
+# compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
 # The C++ of the native kernels.

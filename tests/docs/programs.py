@@ -5,8 +5,8 @@ server on a fake engine in the background and returns when it is ready, as if it
 server that the page started before is stopped first. A page that only ever starts servers without options is
 given the address of one that runs already, and then `serve` does nothing. With PAGE_ENGINE=demo the server
 has the demo model. PAGE_FOLDER names the folder that remembers the server of a page that works in several.
-`python -m tests.docs.programs grpcurl ...` does what grpcurl would, for flags of the pages that `make test`
-runs, which must do without Go. The sweep runs all lines of grpcurl with grpcurl itself.
+`python -m tests.docs.programs grpcurl ...` does what grpcurl would for the README's line, because `make test`
+must do without Go. The sweep runs all lines of grpcurl with grpcurl itself.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
-from google.protobuf.descriptor import ServiceDescriptor
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from google.protobuf import json_format
 
 from penstock.cli.__main__ import main
-from penstock.v1 import control_pb2, inference_pb2
+from penstock.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.models.toy import TEST_CACHE
 
 START_S = 280.0
@@ -90,61 +87,25 @@ def _runs(pid: int) -> bool:
 
 
 def grpcurl(arguments: Sequence[str]) -> int:
-    """Call a method. Returns 0, or 1 with the status on stderr, as grpcurl does."""
+    """Call Stream. Returns 0, or 1 with the status on stderr, as grpcurl does."""
     parser = argparse.ArgumentParser(prog="grpcurl")
     parser.add_argument("-plaintext", action="store_true", required=True)
-    parser.add_argument("-d", default="{}")
+    parser.add_argument("-d", required=True)
     parser.add_argument("address")
-    parser.add_argument("what")
-    parser.add_argument("symbol", nargs="?")
+    parser.add_argument("method", choices=["penstock.v1.InferenceService/Stream"])
     asked = parser.parse_args(arguments)
+    request = json_format.Parse(asked.d, inference_pb2.GenerateRequest())
     with grpc.insecure_channel(asked.address) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         try:
-            if asked.what in ("list", "describe"):
-                print(_reflected(channel, asked.symbol))
-            else:
-                _call(channel, asked.what, asked.d)
+            for message in stub.Stream(request, timeout=60):
+                print(json.dumps(json_format.MessageToDict(message), indent=2))
         except grpc.RpcError as failed:
             error: Any = failed
             print(f"ERROR:\n  Code: {error.code().name}\n  Message: {error.details()}", file=sys.stderr)
             return 1
     return 0
 
-
-def _reflected(channel: grpc.Channel, symbol: str | None) -> str:
-    """The names of the services, or where the symbol is defined."""
-    ask = reflection_pb2.ServerReflectionRequest
-    request = ask(file_containing_symbol=symbol) if symbol else ask(list_services="")
-    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-    reply = next(iter(stub.ServerReflectionInfo(iter([request]))))
-    if reply.HasField("error_response"):
-        raise SystemExit(reply.error_response.error_message)
-    if not symbol:
-        return "\n".join(service.name for service in reply.list_services_response.service)
-    file = descriptor_pb2.FileDescriptorProto.FromString(
-        reply.file_descriptor_response.file_descriptor_proto[0]
-    )
-    return f"{symbol} is in {file.name}"
-
-
-def _call(channel: grpc.Channel, path: str, data: str) -> None:
-    service_name, _, method_name = path.partition("/")
-    service: ServiceDescriptor = descriptor_pool.Default().FindServiceByName(service_name)
-    method = service.methods_by_name[method_name]
-    request = json_format.Parse(data, message_factory.GetMessageClass(method.input_type)())
-    kind = channel.unary_stream if method.server_streaming else channel.unary_unary
-    call: Any = kind(
-        f"/{path}",
-        request_serializer=lambda message: message.SerializeToString(),
-        response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
-    )
-    reply = call(request, timeout=60)
-    for message in reply if method.server_streaming else [reply]:
-        print(json.dumps(json_format.MessageToDict(message), indent=2))
-
-
-PACKAGES = (control_pb2, inference_pb2, health_pb2)
-"""Imported so that their services can be found by name."""
 
 if __name__ == "__main__":
     program, *rest = sys.argv[1:]

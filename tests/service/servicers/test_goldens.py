@@ -34,10 +34,10 @@ Cases = list[dict[str, Any]]
 CACHED_TOKENS = 288
 """What the KV cache holds: four requests when they enter, but not when they have grown."""
 PAGE_SIZES = {8: "xla", 16: "native"}
-"""The native kernels take pages of 16 tokens, and XLA those of 8."""
+"""Who computes attention: the native kernels take pages of 16 tokens, and XLA those of 8."""
 ALWAYS = (("qwen3", 16), ("qwen3_5", 8))
-"""What `make test` serves: a family that only attends, by the native kernels, and one with recurrent layers
-too, in XLA.
+"""What `make test` serves: a family that only attends, with native attention, and one with recurrent layers
+too, with XLA's.
 """
 ALL_SIZES = ("qwen3", "llama", "mistral_swa")
 """What is served in chunks of every size."""

@@ -158,6 +158,7 @@ def make_page_copies(spec: CacheSpec) -> Callable[[KVCache, Array], KVCache]:
         count = jnp.sum((pairs[:, groups[0], 1] < pages[0].shape[0]).astype(jnp.int32))
 
         def body(i: Array, pages: tuple[Array, ...]) -> tuple[Array, ...]:
+            # Once for each group, because an index in each layer would double the time of tracing.
             sources = [pairs[i, group, 0] for group in range(pairs.shape[1])]
             destinations = [pairs[i, group, 1] for group in range(pairs.shape[1])]
             return tuple(
