@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from itertools import starmap
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,7 +38,7 @@ from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.ops.sampling_codes import LOGPROBS, PENALTIES, SAMPLING
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
-from tests.support.models.toy import OFFSET, TEST_CACHE, VOCAB, toy_backend, toy_model, toy_tokens
+from tests.support.models.toy import OFFSET, TEST_CACHE, VOCAB, ToyLM, toy_backend, toy_model, toy_tokens
 from tests.support.scheduler.put_off import Anything
 
 GREEDY = ResolvedSampling(temperature=0.0)
@@ -67,6 +68,24 @@ def runner() -> Iterator[ModelRunner]:
     runner.initialize_kv_cache((16,))
     runner.compile()
     yield runner
+    runner.shutdown()
+
+
+def test_a_start_traces_the_model_once_for_each_program_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once for the shape of its hidden states. A real model takes a tenth of a second and more."""
+    sizes: list[int] = []
+    compute = ToyLM.__call__
+
+    def traced(model: ToyLM, token_ids: jax.Array, *others: Any, **options: Any) -> Any:
+        sizes.append(token_ids.shape[0])
+        return compute(model, token_ids, *others, **options)
+
+    monkeypatch.setattr(ToyLM, "__call__", traced)
+    runner = make_runner(max_decode_steps=4)
+    runner.initialize_kv_cache((16,))
+    runner.compile()
+    tokens = [key.tokens for key in runner.config.buckets.keys()]  # noqa: SIM118 # no mapping
+    assert sorted(sizes) == sorted([*tokens, max(tokens)])
     runner.shutdown()
 
 
