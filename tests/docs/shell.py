@@ -19,8 +19,8 @@ _FLAG = re.compile(r"(--[a-z][a-z0-9-]*)")
 
 
 def _module_exists(words: Sequence[str]) -> None:
-    """Check `python -m MODULE --flags`: the module exists, and a file of its package, or of the
-    one around that, knows each flag.
+    """Check `python -m MODULE --flags`: the module exists, and a file of its package, or of
+    the package around that, knows each flag.
     """
     name = words[words.index("-m") + 1]
     path = name.replace(".", "/")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,16 @@ CONFIG = EngineConfig(
 """The options under which tests compare answers with PyTorch, so that they use the same compiled programs."""
 
 
-def few(names: Sequence[str], always: Sequence[str]) -> list[Any]:
-    """The names as parameters of a test, of which `make test` runs only `always`."""
-    return [name if name in always else pytest.param(name, marks=pytest.mark.sweep) for name in names]
+def few(cases: Iterable[Any], always: Sequence[Any]) -> list[Any]:
+    """The cases as parameters of a test, of which `make test` runs only `always`. A case of several
+    parameters is a tuple.
+    """
+    return [
+        case
+        if case in always
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.sweep)
+        for case in cases
+    ]
 
 
 def check_last_logits(logits: Logits, case: Mapping[str, Any]) -> None:
