@@ -24,6 +24,7 @@ from penstock.runtime.execution.kv_sizing import DeviceMemory
 from penstock.runtime.host.processors import available_processors
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.ops.attention import AttentionOp, native_paged_attention, paged_attention
+from penstock.runtime.ops.device_arrays import ZerosOf
 from penstock.runtime.ops.native import attention as attention_kernels
 from penstock.runtime.ops.native import huge_pages, library
 from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
@@ -74,6 +75,8 @@ class Backend:
     host_memory: str | None = "pinned_host"
     """JAX's name of the memory to which weights are moved to free the device's; None: they are on the host
     anyway."""
+    zeros: ZerosOf = jnp.zeros
+    """What the cache's arrays are made with."""
     use_huge_pages: Callable[[Sequence[jax.Array]], object] = _no_huge_pages
     """Called with arrays that stay for long. On CPU, their memory is asked to be of huge pages."""
 
@@ -120,6 +123,7 @@ def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
         recurrent=NATIVE_RECURRENT,
         recurs_batch_invariantly=True,
         sampler=native_sample,
+        zeros=huge_pages.zeros,
         packed_dtype=np.dtype(jnp.bfloat16),
     )
 

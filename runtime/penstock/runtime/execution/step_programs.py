@@ -80,10 +80,10 @@ NO_TOKEN = -1
 class Forward(NamedTuple):
     """What the model computes in one step."""
 
-    logits: Array  # float32[R, V] after each row's last token
-    hidden: Array  # [most tokens of a step, E] of every token
     kv: KVCache
     state: RowState
+    logits: Array  # float32[R, V] after each row's last token
+    hidden: Array  # [most tokens of a step, E] of every token
 
 
 class Chosen(NamedTuple):
@@ -195,25 +195,25 @@ def make_forward(
         )
         state = state._replace(held=held)
         padding = shapes.max_tokens - hidden.shape[0]
-        return Forward(logits, jnp.pad(hidden, ((0, padding), (0, 0))), kv, state)
+        return Forward(kv, state, logits, jnp.pad(hidden, ((0, padding), (0, 0))))
 
     return forward
 
 
 def make_choice(
     layout: Layout, sampler: SamplerOp, num_top: int
-) -> Callable[[RowState, Array, Array, Array], tuple[Chosen, RowState]]:
+) -> Callable[[RowState, Array, Array, Array], tuple[RowState, Chosen]]:
     """A program that samples the tokens after one step's logits: (state, logits float32[R, V], packed buffer
-    without tokens, mask int32[R, W]) -> (what was chosen, state).
+    without tokens, mask int32[R, W]) -> (state, what was chosen).
     """
 
-    def choose(state: RowState, logits: Array, packed: Array, mask: Array) -> tuple[Chosen, RowState]:
+    def choose(state: RowState, logits: Array, packed: Array, mask: Array) -> tuple[RowState, Chosen]:
         batch = layout.unpack_rows(packed)
         with jax.named_scope("sampler"):
             sampled = sampler(logits, state, batch.sampling, batch.flags, mask, num_top=num_top)
         state = _add_history(state, batch, sampled.tokens, batch.max_samples > 0)
         chosen = Chosen(sampled.tokens[None], report(sampled, batch.flags)[None])
-        return chosen, _keep(state, batch, sampled.tokens)
+        return _keep(state, batch, sampled.tokens), chosen
 
     return choose
 
@@ -226,7 +226,7 @@ def make_window(
     recurrent: RecurrentOps,
     sampler: SamplerOp,
     max_steps: int,
-) -> Callable[[Weights, KVCache, RowState, Array], tuple[Chosen, KVCache, RowState]]:
+) -> Callable[[Weights, KVCache, RowState, Array], tuple[KVCache, RowState, Chosen]]:
     """A program that loops over decode steps. A call runs as many steps as its buffer's header says, or fewer
     when every row has ended. No row has a mask.
 
@@ -237,7 +237,7 @@ def make_window(
 
     def window(
         weights: Weights, kv: KVCache, state: RowState, packed: Array
-    ) -> tuple[Chosen, KVCache, RowState]:
+    ) -> tuple[KVCache, RowState, Chosen]:
         model = rebuild(weights)
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
@@ -312,7 +312,7 @@ def make_window(
             end = lax.fori_loop(0, layout.key.num_steps, lambda _, carry: one_step(carry), begin)
         else:
             end = lax.while_loop(more, one_step, begin)
-        return end.chosen, end.kv, _keep(end.state, batch, end.sampled)
+        return end.kv, _keep(end.state, batch, end.sampled), end.chosen
 
     return window
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+ZerosOf: TypeAlias = Callable[[tuple[int, ...], np.dtype], jax.Array]
+"""What an array of zeros is made with, inside a program."""
 
 
 def zeros(
@@ -21,16 +24,20 @@ def zeros(
     return tuple(make() for _ in range(count))
 
 
-def zeros_maker(shapes: Any, sharding: jax.sharding.Sharding) -> Callable[[], Any]:
-    """Makes trees of arrays of zeros, of a tree of shapes and dtypes (`jax.ShapeDtypeStruct`). Each leaf is
-    an array of its own, because slices of a stacked one are off XLA's fast paths on CPU. All is compiled
-    here, and nothing when the result is called.
+def zeros_maker(
+    shapes: Any, sharding: jax.sharding.Sharding, zeros_of: ZerosOf = jnp.zeros
+) -> Callable[[], Any]:
+    """Makes trees of arrays of zeros, of a tree of shapes and dtypes (`jax.ShapeDtypeStruct`), each by a
+    program that calls `zeros_of`. Each leaf is an array of its own, because slices of a stacked one are off
+    XLA's fast paths on CPU. All is compiled here, and nothing when the result is called.
     """
     leaves, tree = jax.tree.flatten(shapes)
     kinds = [(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
-    programs = {kind: _program(*kind, sharding).lower().compile() for kind in dict.fromkeys(kinds)}
+    programs = {kind: _program(*kind, sharding, zeros_of).lower().compile() for kind in dict.fromkeys(kinds)}
     return lambda: jax.tree.unflatten(tree, [programs[kind]() for kind in kinds])
 
 
-def _program(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding) -> Any:
-    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
+def _program(
+    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, zeros_of: ZerosOf = jnp.zeros
+) -> Any:
+    return jax.jit(partial(zeros_of, shape, dtype), out_shardings=sharding)

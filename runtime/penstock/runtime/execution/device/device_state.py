@@ -146,7 +146,7 @@ class DeviceState:
             raise ConfigError(f"the KV cache needs at least one page, not {min(num_pages)}")
         self.free_cache()
         self.num_pages = tuple(num_pages)
-        self._make_kv = zeros_maker(self.cache_shapes(num_pages), self.sharding)
+        self._make_kv = zeros_maker(self.cache_shapes(num_pages), self.sharding, self._backend.zeros)
         self.restore_cache()
 
     def free_cache(self) -> int:

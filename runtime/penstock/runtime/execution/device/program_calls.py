@@ -46,13 +46,13 @@ class ProgramCalls:
         """Runs the model. Returns logits float32[R, V] and hidden states, see `Forward`."""
         device = self._device
         forward = self.programs.steps[key](device.leaves, device.kv, device.rows, packed, device.pool)
-        logits, hidden, device.kv, device.rows = forward
+        device.kv, device.rows, logits, hidden = forward
         return logits, hidden
 
     def window(self, key: ProgramKey, packed: Ints) -> Chosen:
         """Runs a window of decode steps."""
         device = self._device
-        chosen, device.kv, device.rows = self.programs.steps[key](
+        device.kv, device.rows, chosen = self.programs.steps[key](
             device.leaves, device.kv, device.rows, packed
         )
         return cast("Chosen", chosen)
@@ -63,7 +63,7 @@ class ProgramCalls:
         """
         device, rows = self._device, logits.shape[0]
         masks: Any = self._no_masks[rows] if mask is None else mask
-        chosen, device.rows = self.programs.choices[rows](device.rows, logits, packed, masks)
+        device.rows, chosen = self.programs.choices[rows](device.rows, logits, packed, masks)
         return cast("Chosen", chosen)
 
     def prompt_logprobs(self, hidden: jax.Array, packed: Ints) -> jax.Array:

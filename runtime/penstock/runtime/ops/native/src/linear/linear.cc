@@ -7,6 +7,7 @@
 #include "common/common.h"
 #include "common/cpu.h"
 #include "common/guarded.h"
+#include "common/huge_pages.h"
 #include "common/parallel.h"
 #include "common/scratch.h"
 #include "linear/linear.h"
@@ -96,6 +97,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   if (job.m <= 0) {
     return ffi::Error::Success();
   }
+  WantHugePages(y->untyped_data(), y->size_bytes() / most * job.m);
 
   const int64_t x_bytes = RoundUp(kernel->x_bytes(job.m, job.k, job.int8), kCacheLine);
   char* scratch = Scratch<struct LinearRows>(x_bytes + job.m * 4);
