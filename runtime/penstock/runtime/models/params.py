@@ -73,7 +73,7 @@ def load_rules(
 @functools.lru_cache(maxsize=8)
 def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat) -> LoadRules:
     family = family_of(config.architecture)
-    model = nnx.eval_shape(lambda: family.build(config, dtype, linear))
+    model = nnx.merge(*_abstract_model(config, dtype, linear))
     stored = _spelled(family.stored(config), config.names)
     listed = [
         rule

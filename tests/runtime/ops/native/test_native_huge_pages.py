@@ -1,15 +1,19 @@
-"""Huge pages are requested only for whole pages within the arrays' memory, and the request changes no
-value.
+"""Huge pages are asked for before memory is touched, or for memory that is in use; only whole pages within
+the arrays' memory, and no value depends on it.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from penstock.runtime.ops.native import huge_pages
+from penstock.runtime.ops.device_arrays import zeros_maker
+from penstock.runtime.ops.native import huge_pages, library, linear
 
 MIB = 2**20
 
@@ -47,3 +51,64 @@ def test_values_survive() -> None:
     collapsed = huge_pages.advise([array])
     assert 0 <= collapsed <= array.nbytes
     np.testing.assert_array_equal(np.asarray(array), before)
+
+
+def wants_huge_pages(array: jax.Array) -> bool:
+    """Whether Linux has been asked for huge pages in the middle of an array's memory."""
+    middle = array.unsafe_buffer_pointer() + array.nbytes // 2
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            begin, end = (int(number, 16) for number in first.split("-"))
+            is_here = begin <= middle < end
+        elif is_here and first == "VmFlags:":
+            return "hg" in line.split()
+    raise AssertionError("the array lies nowhere")
+
+
+needs_huge_pages = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages"
+)
+
+
+needs_kernels = pytest.mark.skipif(not library.available(), reason="the native kernels cannot be used here")
+
+
+@needs_kernels
+def test_fresh_zeros_on_memory_that_held_something_else() -> None:
+    """Of sizes below, at and above a huge page, and of none."""
+    one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = [(0,), (1,), (2 * MIB,), (3, MIB + 7), (20 * MIB,)]
+    kinds = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes for dtype in (np.int8, np.float32)]
+    make = zeros_maker(kinds, one_device, huge_pages.zeros)
+    for _ in range(3):
+        made = make()
+        for array, kind in zip(made, kinds, strict=True):
+            assert array.shape == kind.shape
+            assert array.dtype == kind.dtype
+            assert not np.asarray(array).any()
+        del made
+        ones = [jnp.ones(kind.shape, kind.dtype).block_until_ready() for kind in kinds]
+        del ones  # their memory is what malloc gives next
+
+
+@needs_kernels
+@needs_huge_pages
+def test_zeros_ask_for_huge_pages() -> None:
+    one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shape = jax.ShapeDtypeStruct((64 * MIB,), np.uint8)
+    assert wants_huge_pages(zeros_maker(shape, one_device, huge_pages.zeros)().block_until_ready())
+    assert not wants_huge_pages(zeros_maker(shape, one_device)().block_until_ready())
+
+
+@needs_kernels
+@needs_huge_pages
+def test_products_ask_for_huge_pages() -> None:
+    """The logits of many rows are memory that the system has to clear in each step."""
+    weight = np.zeros((2**17, 64), jnp.bfloat16)
+    tiles = linear.Packed(jnp.asarray(linear.pack(weight)))
+    x = jnp.zeros((64, 64), jnp.bfloat16)
+    logits = jax.jit(lambda x: linear.linear(x, (tiles,), num_rows=jnp.int32(64), out_dtype=np.float32))(x)
+    assert logits.nbytes == 32 * MIB
+    assert wants_huge_pages(logits.block_until_ready())
