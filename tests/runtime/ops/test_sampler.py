@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.runtime.ops import filters, sampler
+from penstock.runtime.ops.native import library
 from penstock.runtime.ops.sampler import RowState
 from penstock.runtime.ops.sampling_codes import (
     BANNED,
@@ -24,7 +25,17 @@ from penstock.runtime.ops.sampling_rows import SamplingRows
 
 filter_logits = jax.jit(filters.filter_logits)  # without jit every operation would be compiled by itself
 choose = jax.jit(sampler.sample, static_argnames="num_top")
-token_logprobs = jax.jit(sampler.token_logprobs, static_argnums=2)
+LOGPROBS = {
+    name: jax.jit(made, static_argnums=2)
+    for name, made in (("XLA", sampler.token_logprobs), ("native", sampler.native_token_logprobs))
+    if name == "XLA" or library.available()
+}
+
+
+@pytest.fixture(params=list(LOGPROBS))
+def token_logprobs(request: pytest.FixtureRequest) -> sampler.LogprobsOp:
+    return LOGPROBS[request.param]
+
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 
@@ -231,21 +242,39 @@ def test_greedy_rows_take_the_argmax_in_a_mixed_batch_and_alone() -> None:
     assert np.asarray(sample(logits, rows(2, temperature=0.0), jnp.array(False))).tolist() == [4, 0]
 
 
-def test_logprobs_are_those_of_the_raw_logits() -> None:
-    sampled, ids, values = token_logprobs(jnp.asarray(LOGITS + np.float32(3.0))[None], jnp.array([2]), 3)
+def test_logprobs_are_those_of_the_raw_logits(token_logprobs: sampler.LogprobsOp) -> None:
+    logits = jnp.asarray(LOGITS + np.float32(3.0))[None]
+    sampled, ids, values = token_logprobs(logits, jnp.array([2]), 3, jnp.int32(1))
     np.testing.assert_allclose(np.asarray(sampled), [np.log(0.2)], rtol=1e-5)
     assert np.asarray(ids).tolist() == [[0, 1, 2]]
     np.testing.assert_allclose(np.asarray(values)[0], np.log([0.4, 0.3, 0.2]), rtol=1e-5)
 
 
-def test_the_likeliest_tokens_of_a_wide_row_are_in_order_with_ties_by_id() -> None:
+def test_the_likeliest_tokens_of_a_wide_row_are_in_order_with_ties_by_id(
+    token_logprobs: sampler.LogprobsOp,
+) -> None:
     rng = np.random.default_rng(3)
-    logits = np.round(rng.standard_normal((3, 10_000)).astype(np.float32), 2)  # many ties
-    _, ids, values = token_logprobs(jnp.asarray(logits), jnp.zeros(3, jnp.int32), 20)
+    logits = np.round(rng.standard_normal((4, 10_001)).astype(np.float32), 2)  # many ties
+    tokens = np.array([0, 17, 10_000, 0], np.int32)
+    logits[3] = np.nan  # padding may hold anything
+    made = token_logprobs(jnp.asarray(logits), jnp.asarray(tokens), 20, jnp.int32(3))
+    sampled, ids, values = (np.asarray(each)[:3] for each in made)
+    logits = logits[:3]
     order = np.argsort(-logits, axis=1, kind="stable")[:, :20]
-    np.testing.assert_array_equal(np.asarray(ids), order)
+    np.testing.assert_array_equal(ids, order)
     norm = np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(values, np.take_along_axis(logits, order, 1) - norm, rtol=1e-5)
+    np.testing.assert_allclose(sampled, logits[np.arange(3), tokens[:3]] - norm[:, 0], rtol=1e-5)
+
+
+def test_logprobs_without_others_and_of_impossible_tokens(token_logprobs: sampler.LogprobsOp) -> None:
+    """A token with a logit of -inf has no probability; beside NaN or +inf no probability is known."""
+    logits = np.zeros((4, 8), np.float32)
+    logits[1, 3], logits[2, 7], logits[3, 0] = -np.inf, np.nan, np.inf
+    tokens = jnp.array([5, 3, 1, 0])
+    sampled, ids, values = token_logprobs(jnp.asarray(logits), tokens, 0, jnp.int32(4))
+    assert ids.shape == values.shape == (4, 0)
+    np.testing.assert_allclose(sampled, [-np.log(8), -np.inf, np.nan, np.nan], rtol=1e-6)
 
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}

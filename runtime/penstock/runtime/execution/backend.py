@@ -29,7 +29,14 @@ from penstock.runtime.ops.native import attention as attention_kernels
 from penstock.runtime.ops.native import huge_pages, library
 from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT, RecurrentOps
-from penstock.runtime.ops.sampler import SamplerOp, native_sample, sample
+from penstock.runtime.ops.sampler import (
+    LogprobsOp,
+    SamplerOp,
+    native_sample,
+    native_token_logprobs,
+    sample,
+    token_logprobs,
+)
 
 ArrayShape = jax.ShapeDtypeStruct
 
@@ -61,6 +68,8 @@ class Backend:
     """Whether the bits that `recurrent` gives a token depend on its own row alone, in sizes in which the
     layers call themselves native."""
     sampler: SamplerOp = sample
+    logprobs: LogprobsOp = token_logprobs
+    """Has the log-probabilities of tokens of a prompt."""
     packed_dtype: np.dtype[np.generic] | None = None
     """Models in this dtype have their linear weights packed for the native kernels; None: no model has."""
     row_growth: int = ROW_GROWTH
@@ -123,6 +132,7 @@ def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
         recurrent=NATIVE_RECURRENT,
         recurs_batch_invariantly=True,
         sampler=native_sample,
+        logprobs=native_token_logprobs,
         zeros=huge_pages.zeros,
         packed_dtype=np.dtype(jnp.bfloat16),
     )

@@ -164,7 +164,7 @@ class ProgramBuilder:
         )
 
     def prompt_logprobs(self, hidden: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
-        program = make_prompt_logprobs(self.rebuild, self._shapes)
+        program = make_prompt_logprobs(self.rebuild, self._shapes, self.backend.logprobs)
         packed = self._ints(1 + 2 * self._shapes.max_tokens)
         return compile_program(program, self.weights, hidden, packed)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime.execution.step_programs import KVCache, Rebuild, StepShapes, Weights
 from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV
-from penstock.runtime.ops.sampler import RowState, Sampled, token_logprobs
+from penstock.runtime.ops.sampler import LogprobsOp, RowState, Sampled
 from penstock.runtime.ops.sampling_codes import IN_PROMPT, LOGPROBS
 from penstock.runtime.ops.token_reports import report
 from penstock.runtime.requests.request import Request
@@ -27,7 +27,9 @@ TABLE_ROWS = 8
 _PROMPT_TILE = 32
 
 
-def make_prompt_logprobs(rebuild: Rebuild, shapes: StepShapes) -> Callable[[Weights, Array, Array], Array]:
+def make_prompt_logprobs(
+    rebuild: Rebuild, shapes: StepShapes, logprobs_of: LogprobsOp
+) -> Callable[[Weights, Array, Array], Array]:
     """A program for log-probabilities of prompt tokens: (weights, `Forward.hidden`, packed) ->
     int32[max_tokens, 1 + 2 * num_top], see `read_logprobs`. packed int32[1 + 2 * max_tokens] holds how many
     tokens there are, for each the index of the token before it, and the tokens themselves.
@@ -39,10 +41,10 @@ def make_prompt_logprobs(rebuild: Rebuild, shapes: StepShapes) -> Callable[[Weig
 
         def step(tile: _Tile, out: Array) -> Array:
             tokens = tile.others
-            logits = model.logits(hidden[tile.tokens], jnp.minimum(tile.left, tokens.shape[0]))
-            read = report(
-                Sampled(tokens, *token_logprobs(logits, tokens, shapes.num_top)), jnp.int32(LOGPROBS)
-            )
+            num_rows = jnp.minimum(tile.left, tokens.shape[0])
+            logits = model.logits(hidden[tile.tokens], num_rows)
+            made = logprobs_of(logits, tokens, shapes.num_top, num_rows)
+            read = report(Sampled(tokens, *made), jnp.int32(LOGPROBS))
             return lax.dynamic_update_slice_in_dim(out, read, tile.start, 0)
 
         out = jnp.zeros((size, 1 + 2 * shapes.num_top), jnp.int32)

@@ -210,9 +210,20 @@ def _unpack_bits(mask: Array, vocab: int) -> Array:
     return bits.reshape(mask.shape[0], -1)[:, :vocab] != 0
 
 
-def token_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple[Array, Array, Array]:
-    """Log-probabilities under raw logits: of `tokens` float32[R], then the likeliest ids int32[R, num_top]
-    and their log-probabilities float32[R, num_top].
+class LogprobsOp(Protocol):
+    """`token_logprobs`, or an operation with the same meaning."""
+
+    def __call__(
+        self, logits: Array, tokens: Array, num_top: int, num_rows: Array
+    ) -> tuple[Array, Array, Array]: ...
+
+
+def token_logprobs(
+    logits: Array, tokens: Array, num_top: int, num_rows: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """Log-probabilities under raw logits float32[R, V]: of `tokens` float32[R], then the likeliest ids
+    int32[R, num_top] and their log-probabilities float32[R, num_top]. Rows from `num_rows`, int32[], on are
+    padding; their results are undefined.
     """
     norm = jax.nn.logsumexp(logits, axis=1)
     sampled = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - norm
@@ -240,6 +251,43 @@ def top_values(logits: Array, count: int) -> tuple[Array, Array]:
     values, at = lax.top_k(inner, count)
     chunk = jnp.take_along_axis(which, at // _ARGMAX_CHUNK, axis=1)
     return values, chunk * _ARGMAX_CHUNK + at % _ARGMAX_CHUNK
+
+
+def native_token_logprobs(
+    logits: Array, tokens: Array, num_top: int, num_rows: Array
+) -> tuple[Array, Array, Array]:
+    """`token_logprobs` by the native sampler: the log-probability of the token that a greedy row takes, less
+    how far the logit of the row's own token lies below it.
+    """
+    (rows, vocab), slot = logits.shape, 1  # of the history and the biases that no row uses
+    zeros, ints = jnp.zeros((rows,), jnp.float32), jnp.zeros((rows,), jnp.int32)
+    best, logprobs, ids, values = kernel.sample(
+        logits,
+        jnp.zeros((slot, vocab), jnp.int32),
+        jnp.zeros((slot, vocab), jnp.float32),
+        jnp.zeros((rows, mask_words(vocab)), jnp.int32),
+        jnp.zeros((rows, 2), jnp.float32),
+        slots=jnp.where(jnp.arange(rows) < num_rows, 0, slot),
+        features=ints,
+        temperature=zeros,
+        top_k=ints,
+        top_p=zeros + 1,
+        min_p=zeros,
+        presence=zeros,
+        frequency=zeros,
+        repetition=zeros + 1,
+        stop_ids=jnp.full((rows, 1), vocab),
+        banned=ints,
+        num_logprobs=ints + num_top,
+        num_top=num_top,
+    )
+
+    def logit(of: Array) -> Array:
+        return jnp.take_along_axis(logits, jnp.maximum(of, 0)[:, None], axis=1)[:, 0]
+
+    unknown = best == NON_FINITE
+    sampled = jnp.where(unknown, jnp.nan, logprobs - (logit(best) - logit(tokens)))
+    return sampled, ids, jnp.where(unknown[:, None], jnp.nan, values)
 
 
 def native_sample(
