@@ -22,7 +22,7 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     """Like `jnp.zeros`, but Linux is asked for huge pages before any page is touched (src/memory/zeros.cc).
-    That takes 0.1 s for each GiB; `jnp.zeros` on small pages takes 0.4 s, and `advise` after it as long again.
+    That takes 0.1 s for each GiB; `jnp.zeros` takes 0.4 s, and `advise` after it as long again.
     """
     library.load()
     made: jax.Array = jax.ffi.ffi_call("penstock_zeros", jax.ShapeDtypeStruct(shape, dtype))()
