@@ -20,10 +20,10 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, check_required, choose_backend, single_device_mesh
 from penstock.runtime.execution.kv_sizing import DeviceMemory
 from penstock.runtime.ops.attention import native_paged_attention, paged_attention
-from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native import huge_pages, library
 from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT
-from penstock.runtime.ops.sampler import native_sample, sample
+from penstock.runtime.ops.sampler import native_sample, native_token_logprobs, sample, token_logprobs
 from penstock.runtime.requests.request import StoppingParams
 from tests.support.collector import GREEDY_PARAMS
 from tests.support.models.toy import toy_engine, toy_tokens
@@ -59,6 +59,7 @@ def test_cpu_has_the_native_kernels_if_they_can_be_used() -> None:
     backend = choose_backend(EngineConfig(native="require"), CPU)
     assert backend.attention is native_paged_attention
     assert backend.sampler is native_sample
+    assert (backend.logprobs, backend.zeros) == (native_token_logprobs, huge_pages.zeros)
     assert (backend.recurrent, backend.recurs_batch_invariantly) == (NATIVE_RECURRENT, True)
     assert backend.linear_format(BF16, int8=True).packed
     assert not backend.linear_format(F32, int8=True).packed
@@ -74,6 +75,7 @@ def test_cpu_without_kernels_computes_with_xla() -> None:
     backend = choose_backend(EngineConfig(native="off"), CPU)
     assert backend.attention is paged_attention
     assert backend.sampler is sample
+    assert (backend.logprobs, backend.zeros) == (token_logprobs, jnp.zeros)
     assert (backend.recurrent, backend.recurs_batch_invariantly) == (XLA_RECURRENT, False)
     assert not backend.linear_format(BF16, int8=False).packed
     assert (backend.sizes, backend.row_growth, backend.fixed_windows) == (CPU_SIZES, 4, False)
@@ -85,6 +87,7 @@ def test_an_accelerator_computes_with_xla_and_reports_its_memory() -> None:
     backend = chosen({"bytes_limit": 80 * GIB, "bytes_in_use": GIB})
     assert backend.attention is paged_attention
     assert backend.sampler is sample
+    assert (backend.logprobs, backend.zeros) == (token_logprobs, jnp.zeros)
     assert (backend.recurrent, backend.recurs_batch_invariantly) == (XLA_RECURRENT, False)
     assert not backend.linear_format(BF16, int8=False).packed
     assert (backend.sizes, backend.row_growth, backend.fixed_windows) == (ACCELERATOR_SIZES, 2, True)

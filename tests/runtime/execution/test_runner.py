@@ -46,12 +46,12 @@ GREEDY = ResolvedSampling(temperature=0.0)
 
 
 def make_runner(
-    max_decode_steps: int = 1, window_steps: tuple[int, ...] = (0,), rows: tuple[int, ...] = (4, 8)
+    max_decode_steps: int = 1, window_steps: tuple[int, ...] = (0,), row_buckets: tuple[int, ...] = (4, 8)
 ) -> ModelRunner:
     use_compilation_cache(TEST_CACHE)
     model = toy_model()
     config = RunnerConfig(
-        buckets=Buckets((16,), rows, window_steps),
+        buckets=Buckets((16,), row_buckets, window_steps),
         max_num_seqs=4,
         max_model_len=64,
         page_size=4,
@@ -96,13 +96,15 @@ def test_each_donated_array_becomes_its_own_successor() -> None:
     """JAX gives the memory of a donated array to the first result of its shape and dtype. If that is another
     one, both are copied in every step: here the logits of four rows and the biases of four slots are alike.
     """
-    runner = make_runner(max_decode_steps=4, rows=(4,))
+    runner = make_runner(max_decode_steps=4, row_buckets=(4,))
     runner.initialize_kv_cache((16,))
     builder = runner.device.builder((16,))
     keys = runner.config.buckets.keys()
-    donated = len(jax.tree.leaves((builder.kv, builder.state)))
-    programs = [builder.window(key) if key.window else builder.forward(key) for key in keys]
-    for program in programs:
+    states = len(jax.tree.leaves(builder.state))
+    both = len(jax.tree.leaves((builder.kv, builder.state)))
+    steps = [builder.window(key) if key.window else builder.forward(key) for key in keys]
+    assert builder.state.bias.shape == (4, VOCAB), "logits and biases are to be alike"
+    for program, donated in [*((step, both) for step in steps), (builder.choice(4), states)]:
         header = (program.as_text() or "").split("\n", 1)[0]
         pairs = [(int(to), int(of)) for to, of in re.findall(r"\{(\d+)\}: \((\d+), \{\}", header)]
         assert [to for to, _ in pairs] == [*range(donated)]

@@ -69,7 +69,7 @@ class Backend:
     layers call themselves native."""
     sampler: SamplerOp = sample
     logprobs: LogprobsOp = token_logprobs
-    """Has the log-probabilities of tokens of a prompt."""
+    """Computes the log-probabilities of a prompt's tokens."""
     packed_dtype: np.dtype[np.generic] | None = None
     """Models in this dtype have their linear weights packed for the native kernels; None: no model has."""
     row_growth: int = ROW_GROWTH
@@ -85,7 +85,7 @@ class Backend:
     """JAX's name of the memory to which weights are moved to free the device's; None: they are on the host
     anyway."""
     zeros: ZerosOf = jnp.zeros
-    """What the cache's arrays are made with."""
+    """What the cache's arrays are made with. Those of the native kernels begin on huge pages."""
     use_huge_pages: Callable[[Sequence[jax.Array]], object] = _no_huge_pages
     """Called with arrays that stay for long. On CPU, their memory is asked to be of huge pages."""
 

@@ -106,8 +106,9 @@ def compile_program(
     ShapeDtypeStructs). Profiles show it as "jit_" and its `name`; empty: that of the function. Programs of
     the same function need names of their own, because profiles find the operations of a program by it.
 
-    A program returns what replaces its donated arguments first: JAX gives the memory of a donated array to
-    the first result of its shape and dtype, and where that is another one, both are copied.
+    A program returns what replaces its donated arguments before anything else. JAX gives the memory of a
+    donated array to the first result of its shape and dtype. If that result replaces something else, XLA
+    copies both in every call.
     """
     program.__name__ = name or program.__name__
     return jax.jit(program, donate_argnums=donate).lower(*arguments).compile()

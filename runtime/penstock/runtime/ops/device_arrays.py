@@ -20,7 +20,7 @@ def zeros(
     """`count` arrays of zeros, each with memory of its own, made by the devices of `sharding`. The host never
     holds them.
     """
-    make = _program(shape, dtype, sharding)
+    make = _program(shape, dtype, sharding, jnp.zeros)
     return tuple(make() for _ in range(count))
 
 
@@ -38,6 +38,6 @@ def zeros_maker(
 
 
 def _program(
-    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, zeros_of: ZerosOf = jnp.zeros
+    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, zeros_of: ZerosOf
 ) -> Any:
     return jax.jit(partial(zeros_of, shape, dtype), out_shardings=sharding)

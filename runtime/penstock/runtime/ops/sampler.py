@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from penstock.runtime.ops.filters import filter_logits
@@ -222,10 +223,12 @@ def token_logprobs(
     logits: Array, tokens: Array, num_top: int, num_rows: Array | None = None
 ) -> tuple[Array, Array, Array]:
     """Log-probabilities under raw logits float32[R, V]: of `tokens` float32[R], then the likeliest ids
-    int32[R, num_top] and their log-probabilities float32[R, num_top]. Rows from `num_rows`, int32[], on are
-    padding; their results are undefined.
+    int32[R, num_top] and their log-probabilities float32[R, num_top]. Beside a logit of NaN or +inf, or
+    without a finite one, probabilities are NaN and ids undefined. Results of rows from `num_rows`, int32[],
+    on are undefined too; here they are computed all the same.
     """
     norm = jax.nn.logsumexp(logits, axis=1)
+    norm = jnp.where(jnp.isfinite(logits.max(axis=1)), norm, jnp.nan)
     sampled = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - norm
     values, ids = top_values(logits, num_top)
     return sampled, ids, values - norm[:, None]
@@ -256,38 +259,38 @@ def top_values(logits: Array, count: int) -> tuple[Array, Array]:
 def native_token_logprobs(
     logits: Array, tokens: Array, num_top: int, num_rows: Array
 ) -> tuple[Array, Array, Array]:
-    """`token_logprobs` by the native sampler: the log-probability of the token that a greedy row takes, less
-    how far the logit of the row's own token lies below it.
+    """`token_logprobs` by the native sampler. A mask allows each row its own token alone, so the sampler
+    takes that token and reports it.
     """
-    (rows, vocab), slot = logits.shape, 1  # of the history and the biases that no row uses
-    zeros, ints = jnp.zeros((rows,), jnp.float32), jnp.zeros((rows,), jnp.int32)
-    best, logprobs, ids, values = kernel.sample(
+    count, vocab = logits.shape
+    row = jnp.arange(count)
+    mask = jnp.zeros((count, mask_words(vocab)), jnp.int32).at[row, tokens // 32].set(1 << tokens % 32)
+
+    def every(value: int, dtype: type[np.generic] = np.int32) -> Array:
+        return jnp.full((count,), value, dtype)
+
+    taken, sampled, ids, values = kernel.sample(
         logits,
-        jnp.zeros((slot, vocab), jnp.int32),
-        jnp.zeros((slot, vocab), jnp.float32),
-        jnp.zeros((rows, mask_words(vocab)), jnp.int32),
-        jnp.zeros((rows, 2), jnp.float32),
-        slots=jnp.where(jnp.arange(rows) < num_rows, 0, slot),
-        features=ints,
-        temperature=zeros,
-        top_k=ints,
-        top_p=zeros + 1,
-        min_p=zeros,
-        presence=zeros,
-        frequency=zeros,
-        repetition=zeros + 1,
-        stop_ids=jnp.full((rows, 1), vocab),
-        banned=ints,
-        num_logprobs=ints + num_top,
+        jnp.zeros((1, vocab), jnp.int32),  # one slot, of which no row reads the history or the biases
+        jnp.zeros((1, vocab), jnp.float32),
+        mask,
+        jnp.zeros((count, 2), jnp.float32),
+        slots=jnp.where(row < num_rows, 0, 1),  # rows of a slot that is not there are padding
+        features=every(MASK),
+        temperature=every(0, np.float32),
+        top_k=every(0),
+        top_p=every(1, np.float32),
+        min_p=every(0, np.float32),
+        presence=every(0, np.float32),
+        frequency=every(0, np.float32),
+        repetition=every(1, np.float32),
+        stop_ids=jnp.full((count, 1), vocab, jnp.int32),
+        banned=every(0),
+        num_logprobs=every(num_top),
         num_top=num_top,
     )
-
-    def logit(of: Array) -> Array:
-        return jnp.take_along_axis(logits, jnp.maximum(of, 0)[:, None], axis=1)[:, 0]
-
-    unknown = best == NON_FINITE
-    sampled = jnp.where(unknown, jnp.nan, logprobs - (logit(best) - logit(tokens)))
-    return sampled, ids, jnp.where(unknown[:, None], jnp.nan, values)
+    unknown = taken == NON_FINITE
+    return jnp.where(unknown, jnp.nan, sampled), ids, jnp.where(unknown[:, None], jnp.nan, values)
 
 
 def native_sample(

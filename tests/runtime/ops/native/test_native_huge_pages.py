@@ -70,24 +70,20 @@ def wants_huge_pages(array: jax.Array) -> bool:
 needs_huge_pages = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages"
 )
-
-
-needs_kernels = pytest.mark.skipif(not library.available(), reason="the native kernels cannot be used here")
+needs_kernels = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
 
 @needs_kernels
 def test_fresh_zeros_on_memory_that_held_something_else() -> None:
-    """Of sizes below, at and above a huge page, and of none."""
+    """Arrays of no bytes, of less than a huge page, of one and of several are all zero."""
     one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = [(0,), (1,), (2 * MIB,), (3, MIB + 7), (20 * MIB,)]
     kinds = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes for dtype in (np.int8, np.float32)]
     make = zeros_maker(kinds, one_device, huge_pages.zeros)
     for _ in range(3):
         made = make()
-        for array, kind in zip(made, kinds, strict=True):
-            assert array.shape == kind.shape
-            assert array.dtype == kind.dtype
-            assert not np.asarray(array).any()
+        assert [(array.shape, array.dtype) for array in made] == [(kind.shape, kind.dtype) for kind in kinds]
+        assert not any(np.asarray(array).any() for array in made)
         del made
         ones = [jnp.ones(kind.shape, kind.dtype).block_until_ready() for kind in kinds]
         del ones  # their memory is what malloc gives next
@@ -105,10 +101,12 @@ def test_zeros_ask_for_huge_pages() -> None:
 @needs_kernels
 @needs_huge_pages
 def test_products_ask_for_huge_pages() -> None:
-    """The logits of many rows are memory that the system has to clear in each step."""
-    weight = np.zeros((2**17, 64), jnp.bfloat16)
+    """Those of 32 MiB and more, whose memory the system has to clear in each step: such as the logits of many
+    rows.
+    """
+    weight = np.zeros((2**18, 64), jnp.bfloat16)
     tiles = linear.Packed(jnp.asarray(linear.pack(weight)))
     x = jnp.zeros((64, 64), jnp.bfloat16)
     logits = jax.jit(lambda x: linear.linear(x, (tiles,), num_rows=jnp.int32(64), out_dtype=np.float32))(x)
-    assert logits.nbytes == 32 * MIB
+    assert logits.nbytes == 64 * MIB
     assert wants_huge_pages(logits.block_until_ready())

@@ -10,11 +10,12 @@ namespace penstock {
 
 constexpr uintptr_t kHugePage = 2 << 20;
 
-// Asks Linux to back the whole huge pages of this memory with huge pages, should it not be backed yet.
-//
-// XLA takes large results from malloc, which takes them from the system anew for every step. The first write to each
-// page then waits until the system has found and cleared it: the logits of 64 rows and 152,000 tokens have 9,500 pages
-// of 4 KiB, or 19 huge ones.
+// From this size on, malloc takes a block from the system anew each time, and gives it back when it is freed. Smaller
+// blocks it may keep (this is the most that its threshold grows to).
+constexpr size_t kAlwaysFresh = 32 << 20;
+
+// Asks Linux for huge pages for the whole huge pages of this memory. Where nothing is written yet, the first write gets
+// one at once. The request outlives the array, until the memory goes back to the system.
 inline void WantHugePages(void* data, size_t num_bytes) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(data);
   const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
