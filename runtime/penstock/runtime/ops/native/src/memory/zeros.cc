@@ -16,9 +16,8 @@ ffi::Error Zeros(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> result) {
   char* data = static_cast<char*>(result->untyped_data());
   const int64_t size = static_cast<int64_t>(result->size_bytes());
   WantHugePages(data, size);
-  constexpr int64_t kPiece = kHugePage;
-  ParallelFor(pool, CeilDiv(size, kPiece),
-              [&](int64_t i) { std::memset(data + i * kPiece, 0, Min(kPiece, size - i * kPiece)); });
+  ParallelFor(pool, CeilDiv(size, kHugePage),
+              [&](int64_t i) { std::memset(data + i * kHugePage, 0, Min(kHugePage, size - i * kHugePage)); });
   return ffi::Error::Success();
 }
 
