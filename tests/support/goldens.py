@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.runtime import EngineConfig
+from penstock.runtime.loading.checkpoint import load_config
 from tests.support.models.toy import TEST_CACHE
 from tests.support.models.witness import log_softmax
 
@@ -78,7 +80,24 @@ CONFIG = EngineConfig(
     compilation_cache=TEST_CACHE,
     show_progress=False,
 )
-"""The options under which tests compare answers with PyTorch, so that they use the same compiled programs."""
+"""The options under which tests compare answers with PyTorch."""
+CACHED_TOKENS = 288
+"""What the KV cache of `small_config` holds: four requests when they enter, but not when they have grown."""
+
+
+def small_config(name: str, *, page_size: int = CONFIG.page_size) -> EngineConfig:
+    """CONFIG with a KV cache of CACHED_TOKENS. XLA compiles for the size of the cache, and to compile all
+    goldens takes minutes, so tests that ask for the same pages of a golden share its compiled programs.
+    """
+    cache, num_slots = load_config(GOLDEN / name).cache, CONFIG.max_num_seqs or 0
+    pages = -(-CACHED_TOKENS // page_size) * cache.page_bytes(page_size, np.dtype(np.float32))
+    snapshots = num_slots if cache.has_state else 0
+    return dataclasses.replace(
+        CONFIG,
+        page_size=page_size,
+        state_snapshots=snapshots,
+        kv_cache_bytes=pages + cache.state_bytes(num_slots, snapshots),
+    )
 
 
 def few(cases: Iterable[Any], always: Sequence[Any]) -> list[Any]:

@@ -2,8 +2,8 @@
 
 For each family and prompt: the whole prefill at once, and in chunks of some sizes; alone, and packed with
 the other prompts at other chunk boundaries, over a KV cache that is too small for all, so that some are
-preempted and resumed; with the prefix cache, and without it; as several outputs that fork; with attention in
-XLA, and by the native kernels. A sweep takes chunks of every size, from 1 to the prompt's length.
+preempted and resumed; with the prefix cache, and without it; as several outputs that fork; with attention by
+the native kernels, and in XLA. A sweep takes chunks of every size, from 1 to the prompt's length.
 
 Tokens equal PyTorch's; logits agree to 1e-4 relative, seen as log-probabilities (the contract's form): those
 of the sampled tokens, and the differences within the top 8 after the prompt, which are logit differences.
@@ -12,11 +12,10 @@ of the sampled tokens, and the differences within the top 8 after the prompt, wh
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import itertools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -28,17 +27,17 @@ from penstock.runtime.ops.native import library
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import Rig, serving, until
 from tests.support.chunks import set_chunk
-from tests.support.goldens import CONFIG, GOLDEN, NAMES, few
+from tests.support.goldens import GOLDEN, KINDS, NAMES, few, small_config
 
 Cases = list[dict[str, Any]]
-CACHED_TOKENS = 288
-"""What the KV cache holds: four requests when they enter, but not when they have grown."""
 PAGE_SIZES = {"xla": 8, "native": 16}
 """Who computes attention, by the size of pages: the native kernels do not take pages of 8 tokens."""
 ALWAYS = (("native", "qwen3"), ("xla", "qwen3_5"))
 """What `make test` serves: a family that only attends, with native attention, and one with recurrent layers
 too, with XLA's.
 """
+SERVED = (*product(["native"], NAMES), *product(["xla"], KINDS))
+"""The native kernels serve all families, and XLA's attention one for each kind of attention and cache."""
 ALL_SIZES = ("qwen3", "llama", "mistral_swa")
 """What is served in chunks of every size."""
 
@@ -51,16 +50,7 @@ def cases_of(name: str) -> Cases:
 @asynccontextmanager
 async def served(name: str, *, page_size: int) -> AsyncIterator[tuple[Rig, Engine]]:
     """A server of a golden in float32."""
-    cache, num_slots = load_config(GOLDEN / name).cache, CONFIG.max_num_seqs or 0
-    pages = -(-CACHED_TOKENS // page_size) * cache.page_bytes(page_size, np.dtype(np.float32))
-    snapshots = num_slots if cache.has_state else 0
-    config = dataclasses.replace(
-        CONFIG,
-        page_size=page_size,
-        state_snapshots=snapshots,
-        kv_cache_bytes=pages + cache.state_bytes(num_slots, snapshots),
-    )
-    engine = Engine.from_pretrained(str(GOLDEN / name), config)
+    engine = Engine.from_pretrained(str(GOLDEN / name), small_config(name, page_size=page_size))
     async with serving(engine) as rig:
         yield rig, engine
         assert engine.compiles_after_warmup == 0
@@ -143,7 +133,7 @@ async def check_sharing(rig: Rig, engine: Engine, name: str, cases: Cases) -> No
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("attention", "name"), few(itertools.product(PAGE_SIZES, NAMES), ALWAYS))
+@pytest.mark.parametrize(("attention", "name"), few(SERVED, ALWAYS))
 async def test_every_schedule_gives_pytorchs_tokens(attention: str, name: str) -> None:
     if attention == "native" and not library.available():
         pytest.skip("no native library on this machine")

@@ -16,7 +16,7 @@ import pytest
 
 from penstock.runtime.engine import Engine
 from penstock.v1 import control_pb2, inference_pb2_grpc, weights_pb2
-from tests.service.rig import WAIT_S, Kept, Rig, serving, until
+from tests.service.rig import WAIT_S, Kept, Rig, serving
 from tests.service.weights.answers import answers, asks
 from tests.service.weights.brake import Brake
 from tests.service.weights.fleet import Version, loaded
@@ -254,10 +254,10 @@ async def test_a_pusher_that_is_gone_while_its_update_waits_for_running_requests
             (question,) = asks(1, vocab=VOCAB, num_tokens=60)
             ((before,),) = await answers(rig, [question])
             messages = whole(NEW.tensors(), size=4000, update_id="one", in_flight=WAIT)
-            brake.hold()
+            brake.hold(tokens_of=1)  # not after the last step of the answer before
             running = asyncio.create_task(answers(rig, [question]))
-            await until(lambda: made.load().num_running == 1)
             await brake.holding()
+            assert made.load().num_running == 1
             await ENDS["reset"](rig.server.address, messages, brake.queued("update"))
             brake.release()
             ((after,),) = await running

@@ -234,7 +234,7 @@ async def test_a_commit_that_is_asked_for_again_while_requests_are_waited_for(
     """The second is told that the update is under way, not that there is none: it may ask again."""
     brake, tables = Brake(rig.engine, monkeypatch), random_tables(1)
     await push(rig, tables.tensors(), update_id="s", version_label="new", stage_only=True)
-    brake.hold()
+    brake.hold(tokens_of=1)  # not after the last step of what was asked before
     running = asyncio.ensure_future(answers(rig, [QUESTION]))
     await brake.holding()
     first = asyncio.ensure_future(commit_staged(rig, "s"))

@@ -23,7 +23,7 @@ from penstock.runtime.requests.reading.prompt_reading import Pooling, PromptRead
 from penstock.runtime.requests.request import Finish, FinishReason, Request, ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
-from tests.support.goldens import CONFIG, GOLDEN, KINDS, few
+from tests.support.goldens import CONFIG, GOLDEN, KINDS, few, small_config
 from tests.support.models.witness import log_softmax
 
 GREEDY = ResolvedSampling(temperature=0.0)
@@ -53,7 +53,7 @@ class Golden:
 @pytest.fixture(scope="module", params=few([n for n in KINDS if n != "deepseek_v3"], ("qwen3",)))
 def golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
     folder = GOLDEN / request.param
-    engine = Engine.from_pretrained(str(folder), CONFIG)
+    engine = Engine.from_pretrained(str(folder), small_config(request.param))
     engine.start()
     yield Golden(engine, folder)
     assert engine.compiles_after_warmup == 0

@@ -21,7 +21,7 @@ from penstock.runtime.updating.interface import UpdateReport
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.collector import Collector, at_gate
-from tests.support.goldens import CONFIG, GOLDEN, KINDS, few
+from tests.support.goldens import CONFIG, GOLDEN, KINDS, few, small_config
 from tests.support.mix import Mixer
 from tests.support.models.table import random_tables, table_engine
 from tests.support.models.witness import log_softmax
@@ -38,7 +38,7 @@ def cases(name: str) -> list[Case]:
 
 @pytest.fixture(scope="module", params=few(KINDS, ("qwen3", "mistral_swa")))
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, list[Case]]]:
-    engine = Engine.from_pretrained(str(GOLDEN / request.param), CONFIG)
+    engine = Engine.from_pretrained(str(GOLDEN / request.param), small_config(request.param))
     engine.start()
     yield engine, cases(request.param)
     assert engine.compiles_after_warmup == 0
