@@ -82,15 +82,17 @@ CONFIG = EngineConfig(
 )
 """The options under which tests compare answers with PyTorch."""
 CACHED_TOKENS = 288
-"""What the KV cache of `small_config` holds: four requests when they enter, but not when they have grown."""
+"""Four requests fit when they enter, but not when they have grown."""
 
 
-def small_config(name: str, *, page_size: int = CONFIG.page_size) -> EngineConfig:
-    """CONFIG with a KV cache of CACHED_TOKENS. XLA compiles for the size of the cache, and to compile all
+def small_config(
+    name: str, *, page_size: int = CONFIG.page_size, cached_tokens: int = CACHED_TOKENS
+) -> EngineConfig:
+    """CONFIG with a KV cache of so many tokens. XLA compiles for the size of the cache, and to compile all
     goldens takes minutes, so tests that ask for the same pages of a golden share its compiled programs.
     """
     cache, num_slots = load_config(GOLDEN / name).cache, CONFIG.max_num_seqs or 0
-    pages = -(-CACHED_TOKENS // page_size) * cache.page_bytes(page_size, np.dtype(np.float32))
+    pages = -(-cached_tokens // page_size) * cache.page_bytes(page_size, np.dtype(np.float32))
     snapshots = num_slots if cache.has_state else 0
     return dataclasses.replace(
         CONFIG,

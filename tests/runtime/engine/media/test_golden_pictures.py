@@ -22,13 +22,12 @@ from PIL import Image as Pil
 from penstock.runtime import Engine, Image, StoppingParams
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.generation.results import Generation
-from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
 from penstock.runtime.ops.native import library
 from penstock.runtime.requests.request import CacheParams
 from tests.support.chunks import set_chunk
 from tests.support.collector import GREEDY_PARAMS
-from tests.support.goldens import CONFIG, GOLDEN, WITH_PICTURES
+from tests.support.goldens import GOLDEN, WITH_PICTURES, small_config
 
 Case = dict[str, Any]
 IMAGE_TOKEN = 5
@@ -55,14 +54,8 @@ class Served:
         self.folder = GOLDEN / name
         self.cases: list[Case] = json.loads((self.folder / "expected.json").read_text())["cases"]
         self.encodes = Encodes()
-        cache = load_config(self.folder).cache
-        page_bytes = cache.page_bytes(page_size, np.dtype(np.float32))
-        num_slots = CONFIG.max_num_seqs or 0
-        state_bytes = cache.state_bytes(num_slots, num_slots)
         config = dataclasses.replace(
-            CONFIG,
-            page_size=page_size,
-            kv_cache_bytes=-(-CACHED_TOKENS // page_size) * page_bytes + state_bytes,
+            small_config(name, page_size=page_size, cached_tokens=CACHED_TOKENS),
             max_image_tokens=64,
             media_pool_tokens=256,
         )
