@@ -23,12 +23,12 @@
 
 // Compilers may have these as macros.
 #undef _mm512_cmp_ps_mask
+#undef _mm512_extracti64x4_epi64
 #undef _mm512_permutex2var_ps
 #undef _mm512_reduce_ps
 #undef _mm512_roundscale_ps
 #undef _mm512_shuffle_i32x4
 #undef _mm512_slli_epi32
-#undef _mm512_srai_epi32
 #undef _mm512_srli_epi32
 
 namespace penstock {
@@ -42,6 +42,7 @@ using I64x8 = int64_t __attribute__((vector_size(64), may_alias));
 using U16x32 = uint16_t __attribute__((vector_size(64), may_alias));
 using U16x16 = uint16_t __attribute__((vector_size(32), may_alias));
 using U8x16 = uint8_t __attribute__((vector_size(16), may_alias));
+using U8x32 = uint8_t __attribute__((vector_size(32), may_alias));
 
 constexpr int kFloatLanes = 16;
 
@@ -104,7 +105,6 @@ inline void _mm512_mask_storeu_epi32(void* to, __mmask16 mask, __m512i a) {
 // Constants and casts.
 
 inline __m512 _mm512_setzero_ps() { return __m512{}; }
-inline __m512i _mm512_setzero_si512() { return __m512i{}; }
 inline __m512 _mm512_set1_ps(float a) {
   return ByLane<__m512>([&](int) { return a; });
 }
@@ -118,6 +118,11 @@ inline __m512i _mm512_setr_epi32(int32_t a, int32_t b, int32_t c, int32_t d, int
 }
 inline __m512i _mm512_castps_si512(__m512 a) { return (__m512i)a; }
 inline __m512 _mm512_castsi512_ps(__m512i a) { return (__m512)a; }
+inline __m256i _mm512_castsi512_si256(__m512i a) {
+  __m256i half;
+  memcpy(&half, &a, sizeof half);
+  return half;
+}
 inline float _mm512_cvtss_f32(__m512 a) { return a[0]; }
 
 // Arithmetic on float32. Where an operand of max or min is NaN, or both are zeros, the result is the second.
@@ -213,8 +218,6 @@ inline __m512i _mm512_slli_epi32(__m512i a, unsigned bits) {
 inline __m512i _mm512_srli_epi32(__m512i a, unsigned bits) {
   return bits > 31 ? __m512i{} : (__m512i)((U32x16)a >> bits);
 }
-// It shifts the sign in.
-inline __m512i _mm512_srai_epi32(__m512i a, unsigned bits) { return (__m512i)((I32x16)a >> (bits > 31 ? 31 : bits)); }
 // Adds to each word the four products of bytes of a, without sign, and bytes of b, with sign.
 inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
   return (__m512i)ByLane<I32x16>([&](int i) {
@@ -227,8 +230,21 @@ inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
   });
 }
 
+// Adds to each word the two products of halves of a and of b, with sign.
+inline __m512i _mm512_dpwssd_epi32(__m512i sum, __m512i a, __m512i b) {
+  return (__m512i)ByLane<I32x16>([&](int i) {
+    const int32_t x = ((I32x16)a)[i], y = ((I32x16)b)[i];
+    const int64_t low = static_cast<int64_t>(static_cast<int16_t>(x)) * static_cast<int16_t>(y);
+    const int64_t high = static_cast<int64_t>(x >> 16) * (y >> 16);
+    return static_cast<int32_t>(((U32x16)sum)[i] + static_cast<uint32_t>(low + high));
+  });
+}
+
 // Conversions.
 
+inline __m512i _mm512_cvtepi8_epi16(__m256i a) {
+  return (__m512i)ByLane<U16x32>([&](int i) { return static_cast<uint16_t>(static_cast<int8_t>(((U8x32)a)[i])); });
+}
 inline __m512i _mm512_cvtepu16_epi32(__m256i a) {
   return (__m512i)ByLane<I32x16>([&](int i) { return static_cast<int32_t>(((U16x16)a)[i]); });
 }
@@ -302,6 +318,12 @@ inline __m512 _mm512_maskz_compress_ps(__mmask16 mask, __m512 a) {
 
 // Permutations.
 
+// The lower half of a register, or the upper one.
+inline __m256i _mm512_extracti64x4_epi64(__m512i a, int half) {
+  __m256i out;
+  memcpy(&out, reinterpret_cast<const char*>(&a) + (half & 1) * sizeof out, sizeof out);
+  return out;
+}
 // Lanes of a and b in turns, from the lower or the upper half of each 16 bytes.
 template <typename Lanes>
 inline Lanes Unpacked(Lanes a, Lanes b, bool upper) {
@@ -313,6 +335,8 @@ inline Lanes Unpacked(Lanes a, Lanes b, bool upper) {
 }
 inline __m512i _mm512_unpacklo_epi32(__m512i a, __m512i b) { return (__m512i)Unpacked((I32x16)a, (I32x16)b, false); }
 inline __m512i _mm512_unpackhi_epi32(__m512i a, __m512i b) { return (__m512i)Unpacked((I32x16)a, (I32x16)b, true); }
+inline __m512i _mm512_unpacklo_epi16(__m512i a, __m512i b) { return (__m512i)Unpacked((U16x32)a, (U16x32)b, false); }
+inline __m512i _mm512_unpackhi_epi16(__m512i a, __m512i b) { return (__m512i)Unpacked((U16x32)a, (U16x32)b, true); }
 inline __m512i _mm512_unpacklo_epi64(__m512i a, __m512i b) { return (__m512i)Unpacked((I64x8)a, (I64x8)b, false); }
 inline __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) { return (__m512i)Unpacked((I64x8)a, (I64x8)b, true); }
 // Blocks of 16 bytes: two of a, then two of b; two bits of `which` for each.

@@ -42,8 +42,13 @@ bool Call(const char* name, const Operands& r) {
   if (is("max_epi32")) return Put(r, _mm512_max_epi32(I(r.a), I(r.b))), true;
   if (is("slli_epi32")) return Put(r, _mm512_slli_epi32(I(r.a), 31)), true;
   if (is("srli_epi32")) return Put(r, _mm512_srli_epi32(I(r.a), 31)), true;
-  if (is("srai_epi32")) return Put(r, _mm512_srai_epi32(I(r.a), 31)), true;
   if (is("dpbusd_epi32")) return Put(r, _mm512_dpbusd_epi32(I(r.c), I(r.a), I(r.b))), true;
+  if (is("dpwssd_epi32")) return Put(r, _mm512_dpwssd_epi32(I(r.c), I(r.a), I(r.b))), true;
+  if (is("cvtepi8_epi16")) return Put(r, _mm512_cvtepi8_epi16(LowHalf(r.a))), true;
+  if (is("castsi512_si256")) return Put(r, _mm512_castsi512_si256(I(r.a))), true;
+  if (is("extracti64x4_epi64")) return Put(r, _mm512_extracti64x4_epi64(I(r.a), 1)), true;
+  if (is("unpacklo_epi16")) return Put(r, _mm512_unpacklo_epi16(I(r.a), I(r.b))), true;
+  if (is("unpackhi_epi16")) return Put(r, _mm512_unpackhi_epi16(I(r.a), I(r.b))), true;
   if (is("cvtepu16_epi32")) return Put(r, _mm512_cvtepu16_epi32(LowHalf(r.a))), true;
   if (is("cvtepi8_epi32")) return Put(r, _mm512_cvtepi8_epi32(LowQuarter(r.a))), true;
   if (is("cvtepi32_epi16")) return Put(r, _mm512_cvtepi32_epi16(I(r.a))), true;

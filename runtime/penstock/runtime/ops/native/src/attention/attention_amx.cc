@@ -7,14 +7,14 @@ namespace {
 bool Tiles(const AttentionJob& job) { return job.bf16 && job.dim >= 32; }
 
 int64_t Bytes(const AttentionJob& job, int64_t tiles) {
-  return Tiles(job) ? ScratchBytes<Form::kTiles>(job, tiles) : VectorBytes<Form::kPairs>(job, tiles);
+  return Tiles(job) ? ScratchBytes<Form::kTiles>(job, tiles) : VectorBytes(job, tiles);
 }
 
 void Run(const AttentionJob& job, const AttentionUnit& unit, const AttentionUnit& next, char* scratch) {
   if (Tiles(job)) {
     RunUnit<Form::kTiles>(job, unit, next, scratch);
   } else {
-    VectorRun<Form::kPairs>(job, unit, next, scratch);
+    VectorRun(job, unit, next, scratch);
   }
 }
 

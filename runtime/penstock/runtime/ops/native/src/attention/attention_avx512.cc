@@ -3,8 +3,7 @@
 namespace penstock {
 
 const AttentionKernel& AttentionAvx512() {
-  static constexpr AttentionKernel kernel{Nothing, Nothing, QuantizeRow, VectorBytes<Form::kWiden>,
-                                          VectorRun<Form::kWiden>};
+  static constexpr AttentionKernel kernel{DoNothing, DoNothing, QuantizeRow, VectorBytes, VectorRun};
   return kernel;
 }
 

@@ -3,8 +3,7 @@
 namespace penstock {
 
 const AttentionKernel& AttentionAvx512Bf16() {
-  static constexpr AttentionKernel kernel{Nothing, Nothing, QuantizeRow, VectorBytes<Form::kPairs>,
-                                          VectorRun<Form::kPairs>};
+  static constexpr AttentionKernel kernel{DoNothing, DoNothing, QuantizeRow, VectorBytes, VectorRun};
   return kernel;
 }
 

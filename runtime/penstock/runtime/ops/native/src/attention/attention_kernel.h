@@ -6,6 +6,11 @@
 // peaks as in the online softmax (Milakov and Gimelshein 2018).
 #pragma once
 
+#ifdef __AVX512F__
+#include "attention/attention_numbers_avx512.h"
+#else
+#include "attention/attention_numbers_avx2.h"
+#endif
 #include "attention/attention_rows.h"
 #include "attention/attention_tiles.h"
 #include "common/carver.h"
@@ -43,9 +48,8 @@ struct Sums {
   float* values;
 };
 
-// Whether the lanes of scores are dims until they are added up, and queries are [column][dim], which is AVX2's way.
-template <Form kForm>
-constexpr bool kDimLanes = kForm == Form::kWiden && Vec::kWidth == 8;
+// The room that attention_lanes.h has for a query's dims: what two vectors hold, once or several times.
+constexpr int64_t PaddedDims(int64_t dim) { return RoundUp(dim, 2 * Vec::kWidth); }
 
 // How many column tiles are multiplied at once.
 template <Form kForm>
@@ -56,8 +60,9 @@ struct Memory {
   Columns* columns;  // [tiles]
   Sums* sums;        // [tiles], then kWide for the split that is being computed
   float *queries, *scores, *probabilities, *keys, *values;
-  // [kSplit] of an int8 cache. AVX2 reads the scales of keys where it scores them.
+  // [kSplit] of an int8 cache. attention_lanes.h reads the scales of keys where it scores them.
   float *key_scales, *value_scales;
+  char* tile;        // a copy of a tile of values, for attention_lanes.h
   uint32_t* turned;  // probabilities as AMX's A operand
   int64_t query_words;
 
@@ -69,12 +74,14 @@ struct Memory {
     queries = carver.Take<float>(tiles * query_words * kCols);
     scores = carver.Take<float>(kWide<kForm> * kSplit * kCols);
     probabilities = carver.Take<float>(kSplit * kCols);
-    constexpr int kPer = Paired(kForm) ? 2 : 1;  // numbers in a word
-    constexpr bool kCopies = !kDimLanes<kForm>;
-    keys = carver.Take<float>(kCopies && (kForm == Form::kWiden || job.int8) ? kSplit / kPer * job.dim : 0);
-    values = carver.Take<float>(kCopies && (kForm != Form::kFloat || job.int8) ? kSplit / kPer * job.value_dim : 0);
-    key_scales = carver.Take<float>(job.int8 ? kSplit : 0);
-    value_scales = job.keys_only ? key_scales : carver.Take<float>(job.int8 ? kSplit : 0);
+    constexpr bool kInPlace = kForm == Form::kLanes;
+    constexpr int kPer = kForm == Form::kTiles ? 2 : 1;  // numbers in a word
+    keys = carver.Take<float>(job.int8 && !kInPlace ? kSplit / kPer * job.dim : 0);
+    const bool copies = kForm == Form::kTiles || (job.int8 && !kInPlace);
+    values = carver.Take<float>(copies ? kSplit / kPer * job.value_dim : 0);
+    key_scales = carver.Take<float>(job.int8 && !kInPlace ? kSplit : 0);
+    value_scales = job.keys_only && !kInPlace ? key_scales : carver.Take<float>(job.int8 ? kSplit : 0);
+    tile = carver.Take<char>(kInPlace && !job.int8 ? kKeyTile * job.cache_row_bytes() : 0);
     turned = carver.Take<uint32_t>(kForm == Form::kTiles ? kWide<kForm> * kSplit / 2 * kCols : 0);
     sums_values_ = values_of_sums;
   }
@@ -87,21 +94,18 @@ struct Memory {
     if (kForm == Form::kTiles) {
       return (dim + 31) / 32 * 16;
     }
-    return Paired(kForm) ? dim / 2 : dim;
+    return kForm == Form::kLanes ? PaddedDims(dim) : dim;
   }
 
  private:
   float* sums_values_;
 };
 
-// Reads the scales of the values of keys [begin, end), where the cache is int8; those of a key that is its own value
-// are read with the keys.
-template <Form kForm>
-void ReadValueScales(const AttentionJob& job, const char* const* values, int begin, int end,
-                     const Memory<kForm>& memory) {
-  if (job.int8 && !job.keys_only) {
-    ReadAllScales(job, values, begin, end, memory.value_scales);
-  }
+// Writes a query of bf16 as numbers for a cache of T, behind those of `column` others, and returns their scale.
+template <typename T>
+float PrepareQuery(const char* query, int column, int64_t dim, float* queries) {
+  auto* to = reinterpret_cast<typename Numbers<T>::Query*>(queries) + column * PaddedDims(dim);
+  return Numbers<T>::PrepareQuery(reinterpret_cast<const uint16_t*>(query), dim, to);
 }
 
 template <Form kForm>
@@ -112,7 +116,7 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
   c.min_oldest = c.min_newest = INT32_MAX;
   c.max_oldest = c.max_newest = -1;
   const uint32_t* rows[kCols];
-  if (kForm != Form::kTiles && !kDimLanes<kForm>) {
+  if (kForm == Form::kFloat || words > job.dim) {
     memset(queries, 0, words * kCols * 4);
   }
   for (int i = 0; i < kCols; ++i) {
@@ -134,25 +138,13 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
       rows[i] = reinterpret_cast<const uint32_t*>(q);
       continue;
     }
-#ifndef __AVX512F__
-    if constexpr (kDimLanes<kForm>) {
-      const auto* numbers = reinterpret_cast<const uint16_t*>(q);
-      if (job.int8) {
-        c.query_scales[i] = PrepareQuery(numbers, job.dim, reinterpret_cast<int16_t*>(queries) + i * job.dim);
-      } else {
-        PrepareQuery(numbers, job.dim, queries + i * job.dim);
-      }
+    if constexpr (kForm == Form::kLanes) {
+      auto* prepare = job.int8 ? PrepareQuery<int8_t> : PrepareQuery<uint16_t>;
+      c.query_scales[i] = prepare(q, i, job.dim, queries);
       continue;
     }
-#endif
     for (int64_t w = 0; w < words; ++w) {
-      float& word = queries[w * kCols + i];
-      if constexpr (kForm == Form::kWiden) {
-        const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(q)[w]) << 16;
-        memcpy(&word, &bits, 4);
-      } else {
-        word = Word(q + 4 * w);
-      }
+      queries[w * kCols + i] = Word(q + 4 * w);
     }
   }
 #ifdef PENSTOCK_HAS_TILES
@@ -248,8 +240,8 @@ void Softmax(const AttentionJob& job, const Columns& c, const Part& part, float*
           p[i] = Vec::Mul(p[i], Vec::Set(value_scales[key + i]));
         }
       }
-      if constexpr (Paired(kForm)) {
-#ifdef __AVX512BF16__
+      if constexpr (kForm == Form::kTiles) {
+#ifdef PENSTOCK_HAS_TILES
         StorePair(reinterpret_cast<uint32_t*>(out) + key / 2 * kCols + col, p[0], p[1]);
 #endif
       } else {

@@ -1,23 +1,29 @@
-// What AVX2 multiplies in attention (attention_lanes_avx2.h): numbers of bf16 as float32, and of int8 as int16.
+// What AVX2 multiplies in attention (attention_lanes.h): numbers of bf16 as float32, and of int8 as int16. Sums have
+// the dims of every 16 in two vectors, which Finish puts in order.
 #pragma once
 
 #include <cstring>
 
+#include "attention/attention_rounding.h"
 #include "common/common.h"
 #include "common/vec.h"
 
 namespace penstock {
 namespace {
 
-// What the products of numbers T consist of. Add returns sum + the products of a key's 16 numbers and a query's.
-template <typename T>
-struct Numbers;
+// Stores the lower halves of a and b, then the upper ones.
+inline void StoreHalves(float* to, Vec::F a, Vec::F b) {
+  Vec::Store(to, _mm256_permute2f128_ps(a, b, 0x20));
+  Vec::Store(to + 8, _mm256_permute2f128_ps(a, b, 0x31));
+}
 
 template <>
 struct Numbers<uint16_t> {
   using Query = float;
   using Sum = Vec::F;
-  static constexpr int kKeys = 1;  // whose values are multiplied at once
+  using Values = Vec::F;
+  static constexpr int kDims = 16;
+  static constexpr int kKeys = 1;
   struct Key {
     Vec::F even, odd;
   };
@@ -25,6 +31,16 @@ struct Numbers<uint16_t> {
   static Key Load(const char* from) {
     const Vec::F pairs = Vec::Load(reinterpret_cast<const float*>(from));
     return {Vec::EvenHalves(pairs), Vec::OddHalves(pairs)};
+  }
+  static Key LoadSixteen(const char* from) { return Load(from); }
+  // Of each 16 dims the even ones first.
+  static float PrepareQuery(const uint16_t* from, int64_t dim, float* to) {
+    for (int64_t d = 0; d < dim; d += 16) {
+      const Key sixteen = Load(reinterpret_cast<const char*>(from + d));
+      Vec::Store(to + d, sixteen.even);
+      Vec::Store(to + d + 8, sixteen.odd);
+    }
+    return 1.0f;
   }
   static Sum Add(Sum sum, const Key& key, const float* query) {
     return Vec::Fma(key.odd, Vec::Load(query + 8), Vec::Fma(key.even, Vec::Load(query), sum));
@@ -43,18 +59,25 @@ struct Numbers<uint16_t> {
   static Sum AddValues(Sum sum, Sum values, Sum probability) { return Vec::Fma(values, probability, sum); }
   static Sum LoadSums(const float* from) { return Vec::Load(from); }
   static void StoreSums(float* to, Sum sums) { Vec::Store(to, sums); }
+  static void RoundProbabilities(int, int, int, float*, float*) {}
+  static void Finish(float, float* sums) {
+    const Vec::F even = Vec::Load(sums), odd = Vec::Load(sums + 8);
+    StoreHalves(sums, _mm256_unpacklo_ps(even, odd), _mm256_unpackhi_ps(even, odd));
+  }
 };
 
 template <>
-struct Numbers<int8_t> {
-  using Query = int16_t;
+struct Numbers<int8_t> : Rounded {
   using Sum = __m256i;
+  using Values = __m256i;
+  static constexpr int kDims = 16;
   static constexpr int kKeys = 2;
   using Key = __m256i;
   static Sum Zero() { return _mm256_setzero_si256(); }
   static Key Load(const char* from) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
+  static Key LoadSixteen(const char* from) { return Load(from); }
   // Instructions written out: given intrinsics, GCC adds up products in another order, for which it has no registers.
   static Sum AddProducts(Sum sum, __m256i a, __m256i b) {
     __m256i product;
@@ -81,24 +104,15 @@ struct Numbers<int8_t> {
     two[0] = _mm256_unpacklo_epi16(even, odd);
     two[1] = _mm256_unpackhi_epi16(even, odd);
   }
-  // The probabilities of two keys.
-  static Sum LoadProbability(const float* row, int key) {
-    int32_t two;
-    memcpy(&two, reinterpret_cast<const int16_t*>(row) + key, 4);
-    return _mm256_set1_epi32(two);
-  }
+  static Sum LoadProbability(const float* row, int key) { return _mm256_set1_epi32(TwoProbabilities(row, key)); }
   static Sum AddValues(Sum sum, Sum values, Sum probability) { return AddProducts(sum, values, probability); }
   static Sum LoadSums(const float* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
   static void StoreSums(float* to, Sum sums) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), sums); }
+  static void Finish(float scale, float* sums) {
+    const auto number = [&](int at) { return Vec::Mul(_mm256_cvtepi32_ps(LoadSums(sums + at)), Vec::Set(scale)); };
+    StoreHalves(sums, number(0), number(8));
+  }
 };
-
-// The sums of the lanes of four vectors.
-template <typename T>
-inline __m128 SumLanes(const typename Numbers<T>::Sum& a, const typename Numbers<T>::Sum& b,
-                       const typename Numbers<T>::Sum& c, const typename Numbers<T>::Sum& d) {
-  using N = Numbers<T>;
-  return N::AddLanes(N::AddPairs(N::AddHalves(a, b), N::AddHalves(c, d)));
-}
 
 }  // namespace
 }  // namespace penstock

@@ -1,21 +1,20 @@
-// The two products of attention for one split and one tile of query columns, scores = K Q^T and values = P^T V, where a
-// vector's lanes are columns (scores) or dims (values); attention_lanes.h has those in which they are keys.
-//
-// Operands are rows of 32-bit words, one word for each column: a float, or a pair of bf16 that belong together in a dot
-// product (two dims of a query, or two keys of a probability). So vector code and AMX use the same forms.
+// The two products of attention in float32 for one split and one tile of query columns, scores = K Q^T and
+// values = P^T V, where a vector's lanes are columns (scores) or dims (values); and what all forms of multiplication
+// share.
 #pragma once
 
 #include <cstring>
 
 #include "attention/attention.h"
+#include "common/common.h"
 #include "common/vec.h"
 
 namespace penstock {
 namespace {
 
-// How numbers are multiplied: as float32; as bf16 that is widened to float32 first; as pairs of bf16 by vector
-// instructions; or by AMX tiles.
-enum class Form { kFloat, kWiden, kPairs, kTiles };
+// How numbers are multiplied: as float32 by the functions of this file; as bf16 or int8 in place, by those of
+// attention_lanes.h; or as bf16 by AMX tiles.
+enum class Form { kFloat, kLanes, kTiles };
 
 // Prefetches tiles of keys or values little by little while other tiles are used. Memory bandwidth limits decoding, so
 // prefetches must neither stop nor come all at once.
@@ -53,21 +52,6 @@ class Fetch {
   int64_t bytes_, at_ = 0, step_;
 };
 
-constexpr bool Paired(Form form) { return form == Form::kPairs || form == Form::kTiles; }
-
-// sum + a * broadcast, or if kPair, sum + the dot product of pairs of bf16, lane by lane.
-template <bool kPair>
-inline Vec::F DotStep(Vec::F sum, Vec::F a, float broadcast) {
-#ifdef __AVX512BF16__
-  if constexpr (kPair) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)Vec::Set(broadcast));
-  }
-#else
-  static_assert(!kPair, "pairs need AVX512_BF16");
-#endif
-  return Vec::Fma(a, Vec::Set(broadcast), sum);
-}
-
 inline float Word(const char* p) {
   float word;
   memcpy(&word, p, 4);
@@ -76,7 +60,7 @@ inline float Word(const char* p) {
 
 // Computes the scores of kKeyTile keys, rows of `words` words that lie `row_bytes` apart, against kVecs vectors of
 // columns.
-template <int kVecs, bool kPair>
+template <int kVecs>
 void ScoreKeys(const char* keys, int64_t row_bytes, const float* queries, int64_t words, float* scores) {
   constexpr int kKeys = kVecs == 1 ? 8 : 4;
   for (int first = 0; first < kKeyTile; first += kKeys, keys += kKeys * row_bytes) {
@@ -94,7 +78,7 @@ void ScoreKeys(const char* keys, int64_t row_bytes, const float* queries, int64_
       for (int k = 0; k < kKeys; ++k) {
         const float word = Word(keys + k * row_bytes + w * 4);
         for (int v = 0; v < kVecs; ++v) {
-          sum[k][v] = DotStep<kPair>(sum[k][v], q[v], word);
+          sum[k][v] = Vec::Fma(q[v], Vec::Set(word), sum[k][v]);
         }
       }
     }
@@ -106,19 +90,15 @@ void ScoreKeys(const char* keys, int64_t row_bytes, const float* queries, int64_
   }
 }
 
-// The split's values as rows of words; a tile of keys has `rows_per_tile` of them.
+// The split's values as rows of float32, `row_bytes` apart; only those of keys [begin, end) are read.
 struct ValueRows {
   const char* const* tiles;
   int64_t row_bytes;
-  int rows_per_tile;
-  int begin, end;  // only these rows are read
+  int begin, end;
 };
 
-// The layout of probabilities: [row][kCols], or [column][kSplit].
-enum class Order { kRows, kColumns };
-
-// out[col][dim..] = sum over rows of probability[row][col] * value[row][dim..], for kC columns and kV vectors.
-template <int kC, int kV, bool kPair, Order kOrder>
+// out[col][dim..] = sum over keys of probability[key][col] * value[key][dim..], for kC columns and kV vectors.
+template <int kC, int kV>
 void SumBlock(const ValueRows& rows, const float* probabilities, int64_t dim, int64_t out_stride, float* out) {
   Vec::F sum[kC][kV];
   for (auto& col : sum) {
@@ -126,19 +106,18 @@ void SumBlock(const ValueRows& rows, const float* probabilities, int64_t dim, in
       s = Vec::Set(0.0f);
     }
   }
-  for (int row = rows.begin; row < rows.end;) {
-    const int tile = row / rows.rows_per_tile;
-    const int stop = rows.end < (tile + 1) * rows.rows_per_tile ? rows.end : (tile + 1) * rows.rows_per_tile;
-    const char* value = rows.tiles[tile] + (row - tile * rows.rows_per_tile) * rows.row_bytes + dim * 4;
-    for (; row < stop; ++row, value += rows.row_bytes) {
+  for (int key = rows.begin; key < rows.end;) {
+    const int tile = key / kKeyTile, stop = Min(rows.end, (tile + 1) * kKeyTile);
+    const char* value = rows.tiles[tile] + (key - tile * kKeyTile) * rows.row_bytes + dim * 4;
+    for (; key < stop; ++key, value += rows.row_bytes) {
       Vec::F v[kV];
       for (int i = 0; i < kV; ++i) {
         v[i] = Vec::Load(reinterpret_cast<const float*>(value) + i * Vec::kWidth);
       }
       for (int c = 0; c < kC; ++c) {
-        const float p = probabilities[kOrder == Order::kRows ? row * kCols + c : c * kSplit + row];
+        const Vec::F p = Vec::Set(probabilities[key * kCols + c]);
         for (int i = 0; i < kV; ++i) {
-          sum[c][i] = DotStep<kPair>(sum[c][i], v[i], p);
+          sum[c][i] = Vec::Fma(v[i], p, sum[c][i]);
         }
       }
     }
@@ -150,33 +129,30 @@ void SumBlock(const ValueRows& rows, const float* probabilities, int64_t dim, in
   }
 }
 
-template <int kC, bool kPair, Order kOrder>
+template <int kC>
 void SumColumns(const ValueRows& rows, const float* probabilities, int64_t dims, float* out) {
   int64_t dim = 0;
   for (; dim + 4 * Vec::kWidth <= dims; dim += 4 * Vec::kWidth) {
-    SumBlock<kC, 4, kPair, kOrder>(rows, probabilities, dim, dims, out);
+    SumBlock<kC, 4>(rows, probabilities, dim, dims, out);
   }
   for (; dim < dims; dim += Vec::kWidth) {
-    SumBlock<kC, 1, kPair, kOrder>(rows, probabilities, dim, dims, out);
+    SumBlock<kC, 1>(rows, probabilities, dim, dims, out);
   }
 }
 
 // out float[kCols][dims], of which `cols` are filled.
-template <bool kPair, Order kOrder>
-void SumValues(const ValueRows& rows, const float* probabilities, int cols, int64_t dims, float* out) {
+inline void SumValues(const ValueRows& rows, const float* probabilities, int cols, int64_t dims, float* out) {
   constexpr int kBlock = Vec::kWidth == 16 ? 4 : 2;  // as many as the registers hold
-  constexpr int kColumn = kOrder == Order::kRows ? 1 : kSplit;
-  const float* p = probabilities;
   int c = 0;
   for (; c + kBlock <= cols; c += kBlock) {
-    SumColumns<kBlock, kPair, kOrder>(rows, p + c * kColumn, dims, out + c * dims);
+    SumColumns<kBlock>(rows, probabilities + c, dims, out + c * dims);
   }
   if (kBlock > 2 && c + 2 <= cols) {
-    SumColumns<2, kPair, kOrder>(rows, p + c * kColumn, dims, out + c * dims);
+    SumColumns<2>(rows, probabilities + c, dims, out + c * dims);
     c += 2;
   }
   for (; c < cols; ++c) {
-    SumColumns<1, kPair, kOrder>(rows, p + c * kColumn, dims, out + c * dims);
+    SumColumns<1>(rows, probabilities + c, dims, out + c * dims);
   }
 }
 

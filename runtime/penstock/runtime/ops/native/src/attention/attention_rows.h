@@ -51,49 +51,15 @@ inline void ReadAllScales(const AttentionJob& job, const char* const* tiles, int
   ReadScales(job, tiles, begin, end, to);
 }
 
-// Widens `dims` numbers of each row to float32. Rows begin every `stride` bytes, and afterwards lie side by side.
-template <typename T>
-void WidenRows(const char* from, int64_t rows, int64_t stride, int64_t dims, float* to) {
+// Widens `dims` int8 values of each row to float32. Rows begin every `stride` bytes, and afterwards lie side by side.
+inline void WidenRows(const char* from, int64_t rows, int64_t stride, int64_t dims, float* to) {
   for (int64_t row = 0; row < rows; ++row, from += stride, to += dims) {
-    const T* numbers = reinterpret_cast<const T*>(from);
+    const int8_t* numbers = reinterpret_cast<const int8_t*>(from);
     for (int64_t i = 0; i < dims; i += Vec::kWidth) {
       Vec::Store(to + i, Vec::Widen(numbers + i));
     }
   }
 }
-
-#ifndef __AVX512F__
-
-// A query of bf16 as the numbers that AVX2 multiplies with a cache of bf16: float32, of each 16 dims the even ones
-// first.
-inline void PrepareQuery(const uint16_t* from, int64_t dim, float* to) {
-  for (int64_t d = 0; d < dim; d += 16) {
-    const Vec::F pairs = Vec::Load(reinterpret_cast<const float*>(from + d));
-    Vec::Store(to + d, Vec::EvenHalves(pairs));
-    Vec::Store(to + d + 8, Vec::OddHalves(pairs));
-  }
-}
-
-// Multiplies numbers by `inverse` and rounds them to int16.
-inline void StoreInt16(Vec::F first, Vec::F second, float inverse, int16_t* to) {
-  const __m256i low = _mm256_cvtps_epi32(Vec::Mul(first, Vec::Set(inverse)));
-  const __m256i high = _mm256_cvtps_epi32(Vec::Mul(second, Vec::Set(inverse)));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8));
-}
-
-// A query of bf16 as the numbers that AVX2 multiplies with an int8 cache: int16, times a scale, which is returned. The
-// largest is such that no sum of products with int8 is 2^31 or more. If a number is not finite, the scale is NaN: an
-// infinite one would bring the sign of an integer that means nothing to scores.
-inline float PrepareQuery(const uint16_t* from, int64_t dim, int16_t* to) {
-  const auto most = static_cast<float>(Min<int64_t>(32767, INT32_MAX / (127 * dim)));
-  const float peak = RowPeak(from, dim), inverse = Inverse(peak, most);
-  for (int64_t d = 0; d < dim; d += 16) {
-    StoreInt16(Vec::Widen(from + d), Vec::Widen(from + d + 8), inverse, to + d);
-  }
-  return peak <= __FLT_MAX__ ? peak / most : __builtin_nanf("");
-}
-
-#endif
 
 // What follows converts to bf16, of which only AVX512_BF16 and AMX multiply pairs.
 #ifdef __AVX512BF16__

@@ -1,6 +1,7 @@
 // Runs a unit of work, from its queries to its output, for one form of multiplication.
 #pragma once
 
+#include "attention/attention_lanes.h"
 #include "attention/attention_results.h"
 #include "attention/attention_split.h"
 
@@ -20,7 +21,7 @@ void AttendCopies(const AttentionJob& job, const Columns* c, const float* querie
     ReadValueScales(job, values, begin, end, memory);
   }
   for (int w = 0; w < wide; ++w) {
-    SoftmaxOf<kForm>(job, c[w], part, memory.scores + w * kSplit * kCols, memory.probabilities, sums[w], fetch_values);
+    Softmax<kForm>(job, c[w], part, memory.scores + w * kSplit * kCols, memory.probabilities, sums[w], fetch_values);
 #ifdef PENSTOCK_HAS_TILES
     if constexpr (kForm == Form::kTiles) {
       Turn(reinterpret_cast<uint32_t*>(memory.probabilities), part.first, part.last,
@@ -33,7 +34,8 @@ void AttendCopies(const AttentionJob& job, const Columns* c, const float* querie
   }
   prepared = true;
   // The values of keys outside the range must not be multiplied. In pairs of bf16 they are 0.
-  const int from = Paired(kForm) ? part.first : part.from, to = Paired(kForm) ? part.last : part.to;
+  constexpr bool kTiles = kForm == Form::kTiles;
+  const int from = kTiles ? part.first : part.from, to = kTiles ? part.last : part.to;
   SumAll<kForm>(values, job, wide, c->count, from, to, memory, sums, fetch_next);
 }
 
@@ -75,22 +77,19 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
     if (!job.keys_only) {
       memcpy(raw_values, values, sizeof(values));
     }
-    const bool direct = kDimLanes<kForm> || (kKeyLanes<kForm> && columns <= kDirectColumns);
-    // While the first columns use the keys, the values of these keys are prefetched; afterwards the next keys are. AVX2
-    // asks for whole tiles. Else, for each tile of keys, Fetch is called where the tile is scored; where it is
-    // converted from int8, before that; else twice by Softmax. SoftmaxLanes prefetches what is left then. The scales of
-    // int8 values are needed before the softmax.
+    constexpr bool kInPlace = kForm == Form::kLanes;
+    // While the first columns use the keys, the values of these keys are prefetched; afterwards the next keys are.
+    // attention_lanes.h asks for whole tiles. Else, for each tile of keys, Fetch is called where the tile is scored;
+    // where it is converted from int8, before that; else twice by Softmax.
     const int64_t tile_bytes = kKeyTile * job.cache_row_bytes(), steps = (end - begin + kKeyTile - 1) / kKeyTile;
-    const int other_steps = job.int8 ? !direct : kKeyLanes<kForm> ? 0 : 2, value_steps = 1 + other_steps;
+    const int value_steps = job.int8 ? 2 : 3;
     Fetch fetch_values(raw_values, tile_bytes, value_steps * steps), fetch_next(ahead, tile_bytes, 2 * steps);
-    const bool key_scales = job.int8 && !kDimLanes<kForm>;
+    const bool key_scales = job.int8 && !kInPlace;
     if (key_scales) {
       ReadAllScales(job, keys, begin, end, memory.key_scales);
     }
-    if constexpr (!kDimLanes<kForm>) {
-      if (!direct) {
-        PrepareKeys<kForm>(job, keys, begin, end, memory, fetch_values);
-      }
+    if constexpr (!kInPlace) {
+      PrepareKeys<kForm>(job, keys, begin, end, memory, fetch_values);
     }
     bool prepared = false;
     for (int64_t t = 0; t < tiles; t += kWide<kForm>) {
@@ -115,9 +114,10 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
                         job.int8 ? memory.value_scales : nullptr};
         const float* queries = memory.queries + t * memory.query_words * kCols;
         const Columns* c = memory.columns + t;
-        if (direct) {
-          Attend<kForm>(job, *c, queries, part, memory, split_sums[0], fetch_values, fetch_next);
-        } else if constexpr (!kDimLanes<kForm>) {
+        if constexpr (kInPlace) {
+          auto* attend = job.int8 ? AttendInPlace<int8_t> : AttendInPlace<uint16_t>;
+          attend(job, *c, queries, part, memory, split_sums[0], fetch_values, fetch_next);
+        } else {
           AttendCopies<kForm>(job, c, queries, part, wide, values, begin, end, prepared, memory, split_sums,
                               fetch_values, fetch_next);
         }
@@ -158,18 +158,16 @@ int64_t ScratchBytes(const AttentionJob& job, int64_t tiles) {
   return carver.used();
 }
 
-inline void Nothing() {}
+inline void DoNothing() {}
 
-// scratch_bytes and run of a kernel without tiles, in which kBf16 is the form of bf16 numbers.
-template <Form kBf16>
-int64_t VectorBytes(const AttentionJob& job, int64_t tiles) {
-  return job.bf16 ? ScratchBytes<kBf16>(job, tiles) : ScratchBytes<Form::kFloat>(job, tiles);
+// scratch_bytes and run of a kernel without tiles.
+inline int64_t VectorBytes(const AttentionJob& job, int64_t tiles) {
+  return job.bf16 ? ScratchBytes<Form::kLanes>(job, tiles) : ScratchBytes<Form::kFloat>(job, tiles);
 }
 
-template <Form kBf16>
-void VectorRun(const AttentionJob& job, const AttentionUnit& unit, const AttentionUnit& next, char* scratch) {
+inline void VectorRun(const AttentionJob& job, const AttentionUnit& unit, const AttentionUnit& next, char* scratch) {
   if (job.bf16) {
-    RunUnit<kBf16>(job, unit, next, scratch);
+    RunUnit<Form::kLanes>(job, unit, next, scratch);
   } else {
     RunUnit<Form::kFloat>(job, unit, next, scratch);
   }

@@ -1,12 +1,8 @@
-// The steps of a split, from its keys to its sums, for one form of multiplication.
+// The steps of a split, from its keys to its sums, for float32 and for tiles, which use copies of keys and values where
+// their form differs from the cache's.
 #pragma once
 
 #include "attention/attention_kernel.h"
-#ifdef __AVX512F__
-#include "attention/attention_lanes_avx512.h"
-#else
-#include "attention/attention_lanes_avx2.h"
-#endif
 
 namespace penstock {
 namespace {
@@ -42,21 +38,14 @@ void ScoreAll(const char* const* keys, const AttentionJob& job, const float* que
       }
     }
 #endif
-  } else if constexpr (kKeyLanes<kForm>) {
-#ifdef __AVX512F__
-    for (int tile = begin; tile < end; ++tile) {
-      fetch.Advance();
-      ScoreTurned(reinterpret_cast<const float*>(keys[tile]), dim, queries, scores + tile * kKeyTile);
-    }
-#endif
   } else {
     for (int tile = begin; tile < end; ++tile) {
       fetch.Advance();
       float* out = scores + tile * kKeyTile * kCols;
       if (cols > Vec::kWidth) {
-        ScoreKeys<kCols / Vec::kWidth, Paired(kForm)>(keys[tile], words * 4, queries, words, out);
+        ScoreKeys<kCols / Vec::kWidth>(keys[tile], words * 4, queries, words, out);
       } else {
-        ScoreKeys<1, Paired(kForm)>(keys[tile], words * 4, queries, words, out);
+        ScoreKeys<1>(keys[tile], words * 4, queries, words, out);
       }
     }
   }
@@ -67,46 +56,31 @@ void ScoreAll(const char* const* keys, const AttentionJob& job, const float* que
 template <Form kForm>
 void PrepareKeys(const AttentionJob& job, const char** keys, int begin, int end, Memory<kForm>& memory, Fetch& fetch) {
   const int64_t dim = job.dim, stride = job.cache_row_bytes();
-  if (kForm != Form::kWiden && !job.int8) {
+  if (!job.int8) {
     return;
   }
   for (int at = begin / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
     const char* from = keys[at / kKeyTile];
-    float* to = memory.keys + at * dim / (Paired(kForm) ? 2 : 1);
-    if constexpr (kKeyLanes<kForm>) {
-#ifdef __AVX512F__
-      job.int8 ? TurnKeys<int8_t>(from, stride, dim, to) : TurnKeys<uint16_t>(from, stride, dim, to);
-#endif
-    } else if constexpr (Paired(kForm)) {
+    float* to = memory.keys + at * dim / (kForm == Form::kTiles ? 2 : 1);
+    if constexpr (kForm == Form::kTiles) {
 #ifdef __AVX512BF16__
       Bf16Rows(from, kKeyTile, stride, dim, reinterpret_cast<uint16_t*>(to));
 #endif
     } else {
-      WidenRows<int8_t>(from, kKeyTile, stride, dim, to);
+      WidenRows(from, kKeyTile, stride, dim, to);
     }
     keys[at / kKeyTile] = reinterpret_cast<const char*>(to);
-    if (job.int8) {
-      fetch.Advance();
-    }
+    fetch.Advance();
   }
 }
 
+// Reads the scales of the values of keys [begin, end), where the cache is int8; those of a key that is its own value
+// are read with the keys.
 template <Form kForm>
-void SoftmaxOf(const AttentionJob& job, const Columns& c, const Part& part, float* scores, float* out, Sums& sums,
-               Fetch& fetch) {
-  if constexpr (kKeyLanes<kForm>) {
-    SoftmaxLanes(job, c, part, scores, out, sums, fetch);
-  } else {
-    Softmax<kForm>(job, c, part, scores, out, sums, fetch);
-  }
-}
-
-template <Form kForm>
-void Attend(const AttentionJob& job, const Columns& c, const float* queries, const Part& part,
-            const Memory<kForm>& memory, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
-  if constexpr (kKeyLanes<kForm>) {
-    auto* attend = job.int8 ? AttendDirect<int8_t> : AttendDirect<uint16_t>;
-    attend(job, c, queries, part, memory, sums, fetch_values, fetch_next);
+void ReadValueScales(const AttentionJob& job, const char* const* values, int begin, int end,
+                     const Memory<kForm>& memory) {
+  if (job.int8 && !job.keys_only) {
+    ReadAllScales(job, values, begin, end, memory.value_scales);
   }
 }
 
@@ -119,24 +93,23 @@ void PrepareValues(const AttentionJob& job, const char** values, int begin, int 
   if (kForm == Form::kFloat && !job.int8) {
     return;
   }
-  constexpr int kStep = Paired(kForm) ? 2 * kKeyTile : kKeyTile;  // AMX sums 32 keys at once
+  constexpr int kStep = kForm == Form::kTiles ? 2 * kKeyTile : kKeyTile;  // AMX sums 32 keys at once
   for (int at = begin / kStep * kStep; at < (end + kStep - 1) / kStep * kStep; at += kKeyTile) {
     const int tile = at / kKeyTile, low = Max(begin - at, 0), high = Min(end - at, kKeyTile);
     fetch.Advance();
-    if constexpr (!Paired(kForm)) {
+    if constexpr (kForm == Form::kFloat) {
       float* to = memory.values + at * dim;
-      auto* widen = job.int8 ? WidenRows<int8_t> : WidenRows<uint16_t>;
-      widen(values[tile] + low * stride, high - low, stride, dim, to + low * dim);
+      WidenRows(values[tile] + low * stride, high - low, stride, dim, to + low * dim);
       values[tile] = reinterpret_cast<const char*>(to);
     } else {
 #ifdef __AVX512BF16__
       auto* to = reinterpret_cast<uint32_t*>(memory.values) + at / 2 * dim;
-      const bool held = low < high, tiled = kForm == Form::kTiles;
-      if (tiled && at % 32) {
+      const bool held = low < high;
+      if (at % 32) {
         to = to - 8 * dim + 8 * kCols;  // goes to the lower half of the tiles of 16 pairs
       }
       auto* pair = job.int8 ? PairValues<int8_t> : PairValues<uint16_t>;
-      pair(values[tile], stride, dim, held ? low : 0, held ? high : 0, tiled ? 256 : 16, tiled ? kCols : dim, to);
+      pair(values[tile], stride, dim, held ? low : 0, held ? high : 0, 256, kCols, to);
       values[tile] = reinterpret_cast<const char*>(to);
 #endif
     }
@@ -197,12 +170,9 @@ void SumAll(const char* const* values, const AttentionJob& job, int wide, int co
     }
 #endif
   } else {
-    constexpr int kPer = Paired(kForm) ? 2 : 1;
-    const bool in_place = kForm == Form::kFloat && !job.int8;
-    const int64_t row_words = in_place ? job.dim : job.value_dim;
-    const ValueRows rows{values, row_words * 4, kKeyTile / kPer, begin / kPer, (end + kPer - 1) / kPer};
-    constexpr Order kOrder = kKeyLanes<kForm> ? Order::kColumns : Order::kRows;
-    SumValues<Paired(kForm), kOrder>(rows, memory.probabilities, cols, job.value_dim, sums[0].values);
+    const int64_t row_words = job.int8 ? job.value_dim : job.dim;
+    const ValueRows rows{values, row_words * 4, begin, end};
+    SumValues(rows, memory.probabilities, cols, job.value_dim, sums[0].values);
   }
 }
 

@@ -67,6 +67,11 @@ inline void StoreInt8(int8_t* to, Lanes a) {
                    _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
 
+inline void StoreInt16(int16_t* to, Lanes a) {
+  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a.low), _mm256_cvtps_epi32(a.high));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(words, 0xd8));
+}
+
 inline __m256 WidenBf16(__m128i narrow) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
 }

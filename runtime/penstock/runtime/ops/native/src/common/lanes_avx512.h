@@ -44,6 +44,10 @@ inline void StoreInt8(int8_t* to, Lanes a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
 
+inline void StoreInt16(int16_t* to, Lanes a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a.v)));
+}
+
 inline Lanes LoadBf16(const uint16_t* from) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
