@@ -8,7 +8,7 @@ namespace {
 struct WideBf16 {
   using Sum = __m256;
   using Operand = __m256;
-  static constexpr int kParts = 2, kSteps = 2, kRows = 6, kWidth = 8;
+  static constexpr int kParts = 2, kSteps = 2, kRows = 6, kPairedRows = 0, kWidth = 8;
   static constexpr Form kForm = Form::kFloat;
   static Sum LoadSum(const float* from) { return _mm256_loadu_ps(from); }
   static void StoreSum(float* to, Sum sum) { _mm256_storeu_ps(to, sum); }
@@ -34,7 +34,7 @@ struct WideBf16 {
 struct WideInt8 {
   using Sum = __m256i;
   using Operand = __m256i;
-  static constexpr int kParts = 2, kSteps = 2, kRows = 6, kWidth = 8;
+  static constexpr int kParts = 2, kSteps = 2, kRows = 6, kPairedRows = 0, kWidth = 8;
   static constexpr Form kForm = Form::kHalves;
   static Sum LoadSum(const float* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
   static void StoreSum(float* to, Sum sum) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), sum); }

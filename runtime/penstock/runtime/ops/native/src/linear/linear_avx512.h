@@ -11,7 +11,7 @@ namespace {
 struct WideBf16 {
   using Sum = __m512;
   using Operand = __m512;
-  static constexpr int kParts = 1, kSteps = 2, kRows = 16, kWidth = 16;
+  static constexpr int kParts = 1, kSteps = 2, kRows = 16, kPairedRows = 8, kWidth = 16;
   static constexpr Form kForm = Form::kFloat;
   static Sum LoadSum(const float* from) { return _mm512_loadu_ps(from); }
   static void StoreSum(float* to, Sum sum) { _mm512_storeu_ps(to, sum); }
@@ -28,18 +28,19 @@ struct WideBf16 {
 };
 
 struct VnniInt8 {
-  using Sum = __m512i;
+  // GCC copies sums between registers, product by product, where their type is not what the instruction adds.
+  using Sum = int32_t __attribute__((vector_size(64)));
   using Operand = __m512i;
-  static constexpr int kParts = 1, kSteps = 1, kRows = 16, kWidth = 16;
+  static constexpr int kParts = 1, kSteps = 1, kRows = 16, kPairedRows = 8, kWidth = 16;
   static constexpr Form kForm = Form::kFourOffset;
-  static Sum LoadSum(const float* from) { return _mm512_loadu_si512(from); }
-  static void StoreSum(float* to, Sum sum) { _mm512_storeu_si512(to, sum); }
+  static Sum LoadSum(const float* from) { return (Sum)_mm512_loadu_si512(from); }
+  static void StoreSum(float* to, Sum sum) { _mm512_storeu_si512(to, (__m512i)sum); }
   template <int kStep>
   static Operand Weights(const char* tile_row, int) {
     return _mm512_loadu_si512(tile_row);
   }
   static Operand Word(const uint32_t* x) { return _mm512_set1_epi32(static_cast<int>(*x)); }
-  static Sum Add(Sum sum, Operand weights, Operand word) { return _mm512_dpbusd_epi32(sum, word, weights); }
+  static Sum Add(Sum sum, Operand weights, Operand word) { return (Sum)_mm512_dpbusd_epi32((__m512i)sum, word, weights); }
 };
 
 }  // namespace

@@ -8,7 +8,7 @@ namespace {
 struct PairBf16 {
   using Sum = __m512;
   using Operand = __m512i;
-  static constexpr int kParts = 1, kSteps = 1, kRows = 16, kWidth = 16;
+  static constexpr int kParts = 1, kSteps = 1, kRows = 16, kPairedRows = 8, kWidth = 16;
   static constexpr Form kForm = Form::kPair;
   static Sum LoadSum(const float* from) { return _mm512_loadu_ps(from); }
   static void StoreSum(float* to, Sum sum) { _mm512_storeu_ps(to, sum); }

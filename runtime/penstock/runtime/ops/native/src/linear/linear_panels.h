@@ -16,6 +16,12 @@ constexpr int64_t Words(Form form, int64_t k) {
   return form == Form::kFloat ? k : form == Form::kFourOffset ? k / 4 : k / 2;
 }
 
+// How many rows a panel of m rows has at most.
+template <class P>
+constexpr int64_t PanelMost(int64_t m) {
+  return m > P::kRows && P::kPairedRows > 0 ? P::kPairedRows : P::kRows;
+}
+
 // The number of rows of the panel that begins at `row`. A row block is divided into panels of at most `most` rows, as
 // evenly as possible; no panel reaches into the next block.
 inline int64_t PanelRows(int64_t most, int64_t m, int64_t row) {
@@ -91,7 +97,7 @@ void PutPanels(const LinearInput& input, int64_t block, const LinearJob& job, in
   const int64_t stride = words + 16;  // rows a power of two apart would share a set of the first-level cache
   auto* apart = reinterpret_cast<uint32_t*>(Scratch<struct LinearPanel>(kRowBlock * stride * 4));
   for (int64_t from = first; from < last;) {
-    const int64_t rows = PanelRows(P::kRows, job.m, from);
+    const int64_t rows = PanelRows(PanelMost<P>(job.m), job.m, from);
     for (int64_t r = 0; r < rows; ++r) {
       PutRow(P::kForm, input, from + r, job.k, row, job.int8 ? x_scale + from + r : nullptr, apart + r * stride);
     }

@@ -4,6 +4,7 @@
 //   kParts          registers for the 16 outputs of a tile's row
 //   kSteps          products to a tile's row: each takes one word of every row of x
 //   kRows           rows of x at once, what the registers hold
+//   kPairedRows     the same with two blocks at once, which more than kRows rows have; 0: they have one block, too
 //   kForm           what x's words are, see Form
 //   LoadSum(const float*), StoreSum(float*, sum), Weights<step>(tile row, part), Word(const uint32_t*),
 //   Add(sum, weights, word)
@@ -11,7 +12,8 @@
 // The inputs are cut in stretches, and the rows of x in panels of at most kRows rows. A block's weights of one stretch
 // are multiplied by all panels in turn, so that they come from the first-level cache from the second panel on; the sums
 // of a panel wait in memory for its next stretch. Meanwhile the next stretch is fetched, a part of it during each
-// panel, so that reading memory and multiplying go on at the same time.
+// panel, so that reading memory and multiplying go on at the same time. Where panels have kPairedRows rows, two blocks
+// are multiplied together.
 //
 // x holds stretch by stretch, in each panel by panel, and in a panel words [step][row of the panel]: the words that a
 // step multiplies by the same weights lie side by side, and a stretch is read in one ascending sweep. (Rows that lie
@@ -96,7 +98,7 @@ __attribute__((noinline)) void Multiply(const char* const* blocks, const uint32_
 }
 
 // Multiply for a panel of any size.
-template <class P, int B, int R = B == 1 ? P::kRows : kFewRows>
+template <class P, int B, int R = B == 1 ? P::kRows : Max<int>(P::kPairedRows, kFewRows)>
 void AnyPanel(int64_t rows, const char* const* blocks, const uint32_t* x, int64_t tile_rows, Ahead ahead,
               float* const* sums) {
   if constexpr (R > 1) {
@@ -109,9 +111,18 @@ void AnyPanel(int64_t rows, const char* const* blocks, const uint32_t* x, int64_
 
 template <class V>
 struct VectorLinear {
+  // Whether many rows are multiplied by two blocks at once. A word of x is then loaded once for two products: with one
+  // block each product has a word of its own to load, and a processor that loads no more often than it multiplies
+  // waits.
+  static bool Paired(const LinearJob& job) {
+    return job.int8 ? PanelMost<typename V::Int8>(job.m) == V::Int8::kPairedRows
+                    : PanelMost<typename V::Bf16>(job.m) == V::Bf16::kPairedRows;
+  }
+
   static int64_t PerUnit(const LinearJob& job) {
     const int64_t blocks = kUnitBytes / (job.BlockBytes() * (job.gated() ? 2 : 1));
-    return job.m > 64 || blocks < 1 ? 1 : blocks;
+    const int64_t least = !job.gated() && Paired(job) ? 2 : 1;
+    return job.m > 64 || blocks < least ? least : blocks;
   }
 
   // Rows are divided evenly, so that all units of a call are alike.
@@ -124,25 +135,30 @@ struct VectorLinear {
     return CountUnits(job, PerUnit(job)) * CeilDiv(job.m, RowsAtOnce(job));
   }
 
-  // sums [last - first][16] += the products of these rows with a block.
-  template <class P>
-  static void MultiplyBlock(const LinearJob& job, const char* tiles, int64_t first, int64_t last, float* sums) {
+  // sums [last - first][16] of each of B blocks += the products of these rows with it.
+  template <class P, int B>
+  static void MultiplyBlocks(const LinearJob& job, const char* const* tiles, int64_t first, int64_t last,
+                             float* const* sums) {
     const uint32_t* x = static_cast<const uint32_t*>(job.x);
-    const int64_t tile_rows = job.BlockBytes() / 64;
-    if (job.m <= P::kRows) {
-      AnyPanel<P, 1>(job.m, &tiles, x, tile_rows, {kPrefetchBytes, 0}, &sums);
+    const int64_t tile_rows = job.BlockBytes() / 64, most = PanelMost<P>(job.m);
+    if (job.m <= most) {
+      AnyPanel<P, B>(job.m, tiles, x, tile_rows, {kPrefetchBytes, 0}, sums);
       return;
     }
-    const int64_t part = CeilDiv(64, CeilDiv(last - first, P::kRows));  // of each tile row's bytes a panel fetches
+    const int64_t part = CeilDiv(64, CeilDiv(last - first, most));  // of each tile row's bytes a panel fetches
     for (int64_t begin = 0; begin < tile_rows; begin += kStretch) {
       const int64_t count = Min(tile_rows - begin, kStretch);
-      const char* stretch = tiles + begin * 64;
       const uint32_t* panel = x + (begin * job.m + first * count) * P::kSteps;
       Ahead ahead{count * 64, part - 64};
       for (int64_t row = first; row < last;) {
-        const int64_t rows = PanelRows(P::kRows, job.m, row);
-        float* to = sums + (row - first) * kBlockOut;
-        AnyPanel<P, 1>(rows, &stretch, panel, count, ahead, &to);
+        const int64_t rows = PanelRows(most, job.m, row);
+        const char* stretches[B];
+        float* to[B];
+        for (int b = 0; b < B; ++b) {
+          stretches[b] = tiles[b] + begin * 64;
+          to[b] = sums[b] + (row - first) * kBlockOut;
+        }
+        AnyPanel<P, B>(rows, stretches, panel, count, ahead, to);
         ahead.bytes += part * count;
         panel += rows * count * P::kSteps;
         row += rows;
@@ -155,10 +171,10 @@ struct VectorLinear {
     alignas(64) float memory[2][kRowsAtOnce * kBlockOut];
     float* sums[2] = {memory[0], memory[1]};
     const int64_t rows = last - first, end = unit_blocks.block + unit_blocks.count;
-    const bool few = job.m <= kFewRows;
+    const bool together = job.m <= kFewRows || Paired(job);
     for (int64_t b = unit_blocks.block; b < end;) {
-      // Two blocks go together if they make one output, or if there are few rows.
-      const int64_t count = job.gated() || (few && b + 1 < end) ? 2 : 1;
+      // Two blocks make one output, or are multiplied together.
+      const int64_t count = job.gated() || (together && b + 1 < end) ? 2 : 1;
       int64_t weight[2], block[2];
       const char* tiles[2];
       for (int64_t i = 0; i < count; ++i) {
@@ -167,12 +183,11 @@ struct VectorLinear {
         tiles[i] = job.weights[weight[i]].tiles + block[i] * job.BlockBytes();
         memset(sums[i], 0, rows * kBlockOut * 4);
       }
-      if (few && count == 2) {
-        const auto* x = static_cast<const uint32_t*>(job.x);
-        AnyPanel<P, 2>(job.m, tiles, x, job.BlockBytes() / 64, {kPrefetchBytes, 0}, sums);
+      if (together && count == 2) {
+        MultiplyBlocks<P, 2>(job, tiles, first, last, sums);
       } else {
         for (int64_t i = 0; i < count; ++i) {
-          MultiplyBlock<P>(job, tiles[i], first, last, sums[i]);
+          MultiplyBlocks<P, 1>(job, tiles + i, first, last, sums + i);
         }
       }
       for (int64_t i = 0; job.int8 && i < count; ++i) {
