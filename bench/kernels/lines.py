@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from bench.measures.cost import Machine, Work
-from bench.measures.limits import Format
+from bench.measures.limits import Format, Multiplied
 from penstock.runtime.ops.kv_rows import SCALE_BYTES
 from penstock.runtime.ops.native.library import Isa
 
@@ -91,11 +91,13 @@ class Line:
     work: Work
     """Of one call."""
 
-    def multiplied(self, isa: Isa) -> Format:
-        """What the kernel for an instruction set multiplies: AVX2's an int8 cache as it is, the others widen
-        it.
+    def multiplied(self, isa: Isa) -> Multiplied:
+        """What the kernel for an instruction set multiplies. Attention widens an int8 cache: AMX's to
+        bfloat16, the others to int16.
         """
-        return self.format if self.kind == "product" or isa == Isa.AVX2 else "bfloat16"
+        if self.kind == "product" or self.format == "bfloat16":
+            return self.format
+        return "bfloat16" if isa == Isa.AMX else "int16"
 
 
 def product_line(shape: str, product: Product, format: Format, rows: int) -> Line:

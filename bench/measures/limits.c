@@ -36,12 +36,14 @@ uint64_t read_memory(const uint64_t *from, uint64_t words) {
 #define FMA_256(I) "vfmadd231ps %%ymm14, %%ymm15, %%ymm" #I "\n"
 #define FMA_512(I) "vfmadd231ps %%zmm14, %%zmm15, %%zmm" #I "\n"
 #define MADD_256(I) "vpmaddwd %%ymm14, %%ymm15, %%ymm13\nvpaddd %%ymm13, %%ymm" #I ", %%ymm" #I "\n"
+#define DPWSSD_512(I) "vpdpwssd %%zmm14, %%zmm15, %%zmm" #I "\n"
 #define DPBUSD_512(I) "vpdpbusd %%zmm14, %%zmm15, %%zmm" #I "\n"
 #define DPBF16_512(I) "vdpbf16ps %%zmm14, %%zmm15, %%zmm" #I "\n"
 
 PEAK(fma_256, FMA_256, 2 * 8)
 PEAK(fma_512, FMA_512, 2 * 16)
 PEAK(madd_256, MADD_256, 2 * 16)
+PEAK(dpwssd_512, DPWSSD_512, 2 * 32)
 PEAK(dpbusd_512, DPBUSD_512, 2 * 64)
 PEAK(dpbf16_512, DPBF16_512, 2 * 32)
 

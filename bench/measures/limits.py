@@ -39,7 +39,9 @@ threads over the processors yet, and both together are then as fast as one.
 """
 
 Format = Literal["bfloat16", "int8"]
-"""What is multiplied: bfloat16 activations by bfloat16 weights (or keys and values), or int8 by int8."""
+"""Of weights, or of keys and values."""
+Multiplied = Literal["bfloat16", "int8", "int16"]
+"""What is multiplied by its like. Numbers of int8 may be widened to int16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +50,21 @@ class Peak:
 
     function: str
     isa: Isa
-    format: Format
+    format: Multiplied
     instruction: str
 
 
 PEAKS = (
     Peak("fma_256", Isa.AVX2, "bfloat16", "float32 FMA, 256 bits"),
-    Peak("madd_256", Isa.AVX2, "int8", "VPMADDWD and VPADDD, 256 bits"),
+    Peak("madd_256", Isa.AVX2, "int16", "VPMADDWD and VPADDD, 256 bits"),
     Peak("fma_512", Isa.AVX512, "bfloat16", "float32 FMA, 512 bits"),
+    Peak("dpwssd_512", Isa.AVX512, "int16", "VPDPWSSD, 512 bits"),
     Peak("dpbusd_512", Isa.AVX512, "int8", "VPDPBUSD, 512 bits"),
     Peak("dpbf16_512", Isa.AVX512_BF16, "bfloat16", "VDPBF16PS, 512 bits"),
     Peak("tile_bf16", Isa.AMX, "bfloat16", "TDPBF16PS"),
     Peak("tile_int8", Isa.AMX, "int8", "TDPBSSD"),
 )
-"""AVX2 has no product of bytes that cannot overflow, so its int8 is int16, and a sum takes a second
-instruction.
-"""
+"""AVX2 has no product of bytes that cannot overflow, and a sum of products takes a second instruction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +76,13 @@ class Limits:
     operations_per_s: Mapping[Peak, float]
     """Only of what the processor has."""
 
-    def peak(self, isa: Isa, of: Format) -> float:
+    def peak(self, isa: Isa, of: Multiplied) -> float:
         """The most operations per second of kernels for `isa`, which may use lower sets too. Raises
         ValueError if nothing is known.
         """
+        formats = (of, "int16") if of == "int8" else (of,)
         found = [
-            rate for peak, rate in self.operations_per_s.items() if peak.isa <= isa and peak.format == of
+            rate for peak, rate in self.operations_per_s.items() if peak.isa <= isa and peak.format in formats
         ]
         if not found:
             raise ValueError(f"nothing is known of multiplying {of} with {isa.name}; is there a C compiler?")
