@@ -102,3 +102,11 @@ def test_the_largest_sums_of_products_do_not_overflow(kernel: str) -> None:
     weights = np.exp(scores)
     expected = np.cumsum(weights * signs) / np.cumsum(weights)
     np.testing.assert_allclose(out[:40], np.broadcast_to(expected[:, None, None], (40, 4, 512)), atol=0.01)
+
+
+def test_the_largest_sums_of_values_do_not_overflow(kernel: str) -> None:
+    """All keys are equal, so a part has 256 equal probabilities; values have the largest size."""
+    shape = Shape(4, 1, 64, 16, 300, 1, 19, 19, dtype="bfloat16", is_int8=True)
+    batch = draw([Case(0, 300)], shape, Options(), 3)
+    out, _ = attend(dataclasses.replace(batch, k=np.ones_like(batch.k), v=np.full_like(batch.v, -2.0)), shape)
+    np.testing.assert_allclose(out, np.full_like(out, -2.0), rtol=0.01)

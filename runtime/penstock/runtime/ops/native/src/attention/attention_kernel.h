@@ -48,9 +48,6 @@ struct Sums {
   float* values;
 };
 
-// The room that attention_lanes.h has for a query's dims: what two vectors hold, once or several times.
-constexpr int64_t PaddedDims(int64_t dim) { return RoundUp(dim, 2 * Vec::kWidth); }
-
 // How many column tiles are multiplied at once.
 template <Form kForm>
 constexpr int kWide = kForm == Form::kTiles ? 2 : 1;
@@ -74,14 +71,13 @@ struct Memory {
     queries = carver.Take<float>(tiles * query_words * kCols);
     scores = carver.Take<float>(kWide<kForm> * kSplit * kCols);
     probabilities = carver.Take<float>(kSplit * kCols);
-    constexpr bool kInPlace = kForm == Form::kLanes;
     constexpr int kPer = kForm == Form::kTiles ? 2 : 1;  // numbers in a word
-    keys = carver.Take<float>(job.int8 && !kInPlace ? kSplit / kPer * job.dim : 0);
-    const bool copies = kForm == Form::kTiles || (job.int8 && !kInPlace);
+    keys = carver.Take<float>(job.int8 && kForm != Form::kInPlace ? kSplit / kPer * job.dim : 0);
+    const bool copies = kForm == Form::kTiles || (job.int8 && kForm != Form::kInPlace);
     values = carver.Take<float>(copies ? kSplit / kPer * job.value_dim : 0);
-    key_scales = carver.Take<float>(job.int8 && !kInPlace ? kSplit : 0);
-    value_scales = job.keys_only && !kInPlace ? key_scales : carver.Take<float>(job.int8 ? kSplit : 0);
-    tile = carver.Take<char>(kInPlace && !job.int8 ? kKeyTile * job.cache_row_bytes() : 0);
+    key_scales = carver.Take<float>(job.int8 && kForm != Form::kInPlace ? kSplit : 0);
+    value_scales = job.keys_only && kForm != Form::kInPlace ? key_scales : carver.Take<float>(job.int8 ? kSplit : 0);
+    tile = carver.Take<char>(kForm == Form::kInPlace && !job.int8 ? kKeyTile * job.cache_row_bytes() : 0);
     turned = carver.Take<uint32_t>(kForm == Form::kTiles ? kWide<kForm> * kSplit / 2 * kCols : 0);
     sums_values_ = values_of_sums;
   }
@@ -94,7 +90,7 @@ struct Memory {
     if (kForm == Form::kTiles) {
       return (dim + 31) / 32 * 16;
     }
-    return kForm == Form::kLanes ? PaddedDims(dim) : dim;
+    return kForm == Form::kInPlace ? PaddedDims(dim) : dim;
   }
 
  private:
@@ -116,7 +112,7 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
   c.min_oldest = c.min_newest = INT32_MAX;
   c.max_oldest = c.max_newest = -1;
   const uint32_t* rows[kCols];
-  if (kForm == Form::kFloat || words > job.dim) {
+  if (kForm == Form::kFloat) {
     memset(queries, 0, words * kCols * 4);
   }
   for (int i = 0; i < kCols; ++i) {
@@ -138,7 +134,7 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
       rows[i] = reinterpret_cast<const uint32_t*>(q);
       continue;
     }
-    if constexpr (kForm == Form::kLanes) {
+    if constexpr (kForm == Form::kInPlace) {
       auto* prepare = job.int8 ? PrepareQuery<int8_t> : PrepareQuery<uint16_t>;
       c.query_scales[i] = prepare(q, i, job.dim, queries);
       continue;

@@ -46,7 +46,10 @@ inline __m128 SumLanes(const typename Numbers<T>::Sum& a, const typename Numbers
 
 // How many keys are scored at once for `columns` columns: as many as the registers hold.
 constexpr int KeysAtOnce(int columns) {
-  return Vec::kWidth == 16 ? (columns <= 2 ? 8 : 4) : (columns == 1 ? 8 : columns == 4 ? 2 : 4);
+  if (Vec::kWidth == 16) {
+    return columns <= 2 ? 8 : 4;
+  }
+  return columns == 1 ? 8 : columns == 4 ? 2 : 4;
 }
 
 // Computes the scores of a tile of keys, which lie `stride` bytes apart, for kC columns, whose queries lie
@@ -171,7 +174,10 @@ template <typename T, int kC, int kV, typename Ahead>
 // How many pairs of vectors of a key's value are added up at once for `columns` columns, if values take `bytes` bytes:
 // as many as the registers hold.
 constexpr int PairsAtOnce(int columns, int bytes) {
-  return Vec::kWidth == 16 ? (columns <= 2 ? 4 : 2) : (columns == 1 && bytes == 2 ? 4 : columns <= 2 ? 2 : 1);
+  if (Vec::kWidth == 16) {
+    return columns <= 2 ? 4 : 2;
+  }
+  return columns == 1 && bytes == 2 ? 4 : columns <= 2 ? 2 : 1;
 }
 
 // Adds the values of a tile's keys, times their probabilities, to the sums of kC columns, and prefetches what is ahead.
@@ -246,7 +252,7 @@ inline void CopyTile(const char* values, int64_t stride, int64_t bytes, int from
 // Computes a split's sums for the columns of a tile. T is the cache's kind of number.
 template <typename T>
 void AttendInPlace(const AttentionJob& job, const Columns& c, const float* queries, const Part& part,
-                   const Memory<Form::kLanes>& memory, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
+                   const Memory<Form::kInPlace>& memory, Sums& sums, Fetch& fetch_values, Fetch& fetch_next) {
   const int64_t stride = job.cache_row_bytes(), dims = job.value_dim, query_stride = PaddedDims(job.dim);
   const auto* q = reinterpret_cast<const typename Numbers<T>::Query*>(queries);
   float *scores = memory.scores, *probabilities = memory.probabilities;

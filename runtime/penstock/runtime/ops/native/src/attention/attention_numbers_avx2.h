@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "attention/attention_rounding.h"
+#include "attention/attention_numbers.h"
 #include "common/common.h"
 #include "common/vec.h"
 
@@ -18,48 +18,11 @@ inline void StoreHalves(float* to, Vec::F a, Vec::F b) {
 }
 
 template <>
-struct Numbers<uint16_t> {
-  using Query = float;
-  using Sum = Vec::F;
-  using Values = Vec::F;
-  static constexpr int kDims = 16;
-  static constexpr int kKeys = 1;
-  struct Key {
-    Vec::F even, odd;
-  };
+struct Numbers<uint16_t> : Widened {
   static Sum Zero() { return Vec::Set(0.0f); }
-  static Key Load(const char* from) {
-    const Vec::F pairs = Vec::Load(reinterpret_cast<const float*>(from));
-    return {Vec::EvenHalves(pairs), Vec::OddHalves(pairs)};
-  }
-  static Key LoadSixteen(const char* from) { return Load(from); }
-  // Of each 16 dims the even ones first.
-  static float PrepareQuery(const uint16_t* from, int64_t dim, float* to) {
-    for (int64_t d = 0; d < dim; d += 16) {
-      const Key sixteen = Load(reinterpret_cast<const char*>(from + d));
-      Vec::Store(to + d, sixteen.even);
-      Vec::Store(to + d + 8, sixteen.odd);
-    }
-    return 1.0f;
-  }
-  static Sum Add(Sum sum, const Key& key, const float* query) {
-    return Vec::Fma(key.odd, Vec::Load(query + 8), Vec::Fma(key.even, Vec::Load(query), sum));
-  }
   static Sum AddHalves(Sum a, Sum b) { return Vec::Add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); }
   static Sum AddPairs(Sum a, Sum b) { return Vec::Add(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee)); }
   static __m128 AddLanes(Sum a) { return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)); }
-
-  // Sixteen dims of a key's value: the even ones and the odd ones.
-  static void LoadValues(const char* from, int64_t /*stride*/, Sum* two) {
-    const Key key = Load(from);
-    two[0] = key.even;
-    two[1] = key.odd;
-  }
-  static Sum LoadProbability(const float* row, int key) { return Vec::Set(row[key]); }
-  static Sum AddValues(Sum sum, Sum values, Sum probability) { return Vec::Fma(values, probability, sum); }
-  static Sum LoadSums(const float* from) { return Vec::Load(from); }
-  static void StoreSums(float* to, Sum sums) { Vec::Store(to, sums); }
-  static void RoundProbabilities(int, int, int, float*, float*) {}
   static void Finish(float, float* sums) {
     const Vec::F even = Vec::Load(sums), odd = Vec::Load(sums + 8);
     StoreHalves(sums, _mm256_unpacklo_ps(even, odd), _mm256_unpackhi_ps(even, odd));
@@ -99,13 +62,13 @@ struct Numbers<int8_t> : Rounded {
 
   // Sixteen dims of the values of two keys, which lie `stride` bytes apart: pairs of dims 0 to 3 and 8 to 11, and of
   // the others.
-  static void LoadValues(const char* from, int64_t stride, Sum* two) {
+  static void LoadValues(const char* from, int64_t stride, Values* two) {
     const __m256i even = Load(from), odd = Load(from + stride);
     two[0] = _mm256_unpacklo_epi16(even, odd);
     two[1] = _mm256_unpackhi_epi16(even, odd);
   }
-  static Sum LoadProbability(const float* row, int key) { return _mm256_set1_epi32(TwoProbabilities(row, key)); }
-  static Sum AddValues(Sum sum, Sum values, Sum probability) { return AddProducts(sum, values, probability); }
+  static Values LoadProbability(const float* row, int key) { return _mm256_set1_epi32(TwoProbabilities(row, key)); }
+  static Sum AddValues(Sum sum, Values values, Values probability) { return AddProducts(sum, values, probability); }
   static Sum LoadSums(const float* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
   static void StoreSums(float* to, Sum sums) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), sums); }
   static void Finish(float scale, float* sums) {

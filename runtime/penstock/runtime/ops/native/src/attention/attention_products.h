@@ -14,7 +14,7 @@ namespace {
 
 // How numbers are multiplied: as float32 by the functions of this file; as bf16 or int8 in place, by those of
 // attention_lanes.h; or as bf16 by AMX tiles.
-enum class Form { kFloat, kLanes, kTiles };
+enum class Form { kFloat, kInPlace, kTiles };
 
 // Prefetches tiles of keys or values little by little while other tiles are used. Memory bandwidth limits decoding, so
 // prefetches must neither stop nor come all at once.
@@ -155,16 +155,6 @@ inline void SumValues(const ValueRows& rows, const float* probabilities, int col
     SumColumns<1>(rows, probabilities + c, dims, out + c * dims);
   }
 }
-
-#ifdef __AVX512BF16__
-// Rounds two vectors to bf16 and stores them side by side in words.
-inline void StorePair(uint32_t* to, Vec::F even, Vec::F odd) {
-  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
-  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
-}
-#endif
 
 }  // namespace
 }  // namespace penstock

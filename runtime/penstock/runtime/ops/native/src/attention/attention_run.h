@@ -77,18 +77,18 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
     if (!job.keys_only) {
       memcpy(raw_values, values, sizeof(values));
     }
-    constexpr bool kInPlace = kForm == Form::kLanes;
     // While the first columns use the keys, the values of these keys are prefetched; afterwards the next keys are.
-    // attention_lanes.h asks for whole tiles. Else, for each tile of keys, Fetch is called where the tile is scored;
-    // where it is converted from int8, before that; else twice by Softmax.
+    // attention_lanes.h asks for whole tiles. The other forms call Fetch for each tile of keys: where it is scored, and
+    // twice in Softmax. From an int8 cache they read the values' scales before that, so all is prefetched earlier:
+    // where a tile is converted, and where it is scored.
     const int64_t tile_bytes = kKeyTile * job.cache_row_bytes(), steps = (end - begin + kKeyTile - 1) / kKeyTile;
     const int value_steps = job.int8 ? 2 : 3;
     Fetch fetch_values(raw_values, tile_bytes, value_steps * steps), fetch_next(ahead, tile_bytes, 2 * steps);
-    const bool key_scales = job.int8 && !kInPlace;
+    const bool key_scales = job.int8 && kForm != Form::kInPlace;
     if (key_scales) {
       ReadAllScales(job, keys, begin, end, memory.key_scales);
     }
-    if constexpr (!kInPlace) {
+    if constexpr (kForm != Form::kInPlace) {
       PrepareKeys<kForm>(job, keys, begin, end, memory, fetch_values);
     }
     bool prepared = false;
@@ -114,7 +114,7 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
                         job.int8 ? memory.value_scales : nullptr};
         const float* queries = memory.queries + t * memory.query_words * kCols;
         const Columns* c = memory.columns + t;
-        if constexpr (kInPlace) {
+        if constexpr (kForm == Form::kInPlace) {
           auto* attend = job.int8 ? AttendInPlace<int8_t> : AttendInPlace<uint16_t>;
           attend(job, *c, queries, part, memory, split_sums[0], fetch_values, fetch_next);
         } else {
@@ -162,12 +162,12 @@ inline void DoNothing() {}
 
 // scratch_bytes and run of a kernel without tiles.
 inline int64_t VectorBytes(const AttentionJob& job, int64_t tiles) {
-  return job.bf16 ? ScratchBytes<Form::kLanes>(job, tiles) : ScratchBytes<Form::kFloat>(job, tiles);
+  return job.bf16 ? ScratchBytes<Form::kInPlace>(job, tiles) : ScratchBytes<Form::kFloat>(job, tiles);
 }
 
 inline void VectorRun(const AttentionJob& job, const AttentionUnit& unit, const AttentionUnit& next, char* scratch) {
   if (job.bf16) {
-    RunUnit<Form::kLanes>(job, unit, next, scratch);
+    RunUnit<Form::kInPlace>(job, unit, next, scratch);
   } else {
     RunUnit<Form::kFloat>(job, unit, next, scratch);
   }

@@ -63,7 +63,7 @@ void PrepareKeys(const AttentionJob& job, const char** keys, int begin, int end,
     const char* from = keys[at / kKeyTile];
     float* to = memory.keys + at * dim / (kForm == Form::kTiles ? 2 : 1);
     if constexpr (kForm == Form::kTiles) {
-#ifdef __AVX512BF16__
+#ifdef PENSTOCK_HAS_TILES
       Bf16Rows(from, kKeyTile, stride, dim, reinterpret_cast<uint16_t*>(to));
 #endif
     } else {
@@ -102,7 +102,7 @@ void PrepareValues(const AttentionJob& job, const char** values, int begin, int 
       WidenRows(values[tile] + low * stride, high - low, stride, dim, to + low * dim);
       values[tile] = reinterpret_cast<const char*>(to);
     } else {
-#ifdef __AVX512BF16__
+#ifdef PENSTOCK_HAS_TILES
       auto* to = reinterpret_cast<uint32_t*>(memory.values) + at / 2 * dim;
       const bool held = low < high;
       if (at % 32) {

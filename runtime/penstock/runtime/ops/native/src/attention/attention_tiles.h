@@ -5,10 +5,55 @@
 
 #include "attention/attention_products.h"
 #include "common/tiles.h"
+#include "common/vec.h"
 
 #ifdef PENSTOCK_HAS_TILES
+#include "attention/attention_numbers_avx512.h"
+
 namespace penstock {
 namespace {
+
+// Sixteen int8 as bf16, in the low halves of words.
+inline __m512i Bf16Words(const int8_t* from) { return _mm512_srli_epi32(_mm512_castps_si512(Vec::Widen(from)), 16); }
+
+// Converts the `dims` int8 values of each row to bf16. Rows begin every `stride` bytes, and afterwards lie side by
+// side.
+inline void Bf16Rows(const char* from, int64_t rows, int64_t stride, int64_t dims, uint16_t* to) {
+  for (int64_t row = 0; row < rows; ++row, from += stride, to += dims) {
+    const int8_t* numbers = reinterpret_cast<const int8_t*>(from);
+    for (int64_t d = 0; d < dims; d += 16) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d), _mm512_cvtepi32_epi16(Bf16Words(numbers + d)));
+    }
+  }
+}
+
+// Converts values [16 keys][dims], whose rows begin every `stride` bytes, to pairs of bf16 of two keys [8][dims][2], in
+// which 16 dims begin every `block_words` words and pairs every `pair_words`. Keys outside [begin, end) are not read,
+// because they may be NaN, and become 0.
+template <typename T>
+void PairValues(const char* values, int64_t stride, int64_t dims, int begin, int end, int64_t block_words,
+                int64_t pair_words, uint32_t* to) {
+  alignas(64) static const T zeros[16] = {};
+  for (int pair = 0; pair < kKeyTile / 2; ++pair, to += pair_words) {
+    const int even = 2 * pair, odd = even + 1;
+    const bool has_even = begin <= even && even < end, has_odd = begin <= odd && odd < end;
+    const T* a = has_even ? reinterpret_cast<const T*>(values + even * stride) : zeros;
+    const T* b = has_odd ? reinterpret_cast<const T*>(values + odd * stride) : zeros;
+    const int64_t step_a = has_even ? 16 : 0, step_b = has_odd ? 16 : 0;
+    uint32_t* at = to;
+    for (int64_t d = 0; d < dims; d += 16, a += step_a, b += step_b, at += block_words) {
+      _mm512_storeu_si512(at, _mm512_or_si512(Bf16Words(a), _mm512_slli_epi32(Bf16Words(b), 16)));
+    }
+  }
+}
+
+// Rounds two vectors to bf16 and stores them side by side in words.
+inline void StorePair(uint32_t* to, Vec::F even, Vec::F odd) {
+  alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
+}
 
 // The tile registers of the functions below. Sums are numbered by tiles of keys or dims. If there are two tiles of
 // columns, kSum0 and kSum1 belong to the first tile of keys or dims, and kSum2 and kSum3 to the second.

@@ -14,6 +14,9 @@ struct Lanes {
   __m512 v;
 };
 
+// Sums of int32 to which instructions add products. GCC copies sums of type __m512i from register to register for each.
+using Int32Sums = int32_t __attribute__((vector_size(64)));
+
 inline Lanes Load(const float* from) { return {_mm512_loadu_ps(from)}; }
 inline void Store(float* to, Lanes a) { _mm512_storeu_ps(to, a.v); }
 inline Lanes Fill(float value) { return {_mm512_set1_ps(value)}; }

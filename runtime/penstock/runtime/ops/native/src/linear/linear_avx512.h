@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "common/lanes.h"
 #include "linear/linear_panels.h"
 
 namespace penstock {
@@ -28,8 +29,7 @@ struct WideBf16 {
 };
 
 struct VnniInt8 {
-  // GCC copies sums between registers, product by product, where their type is not what the instruction adds.
-  using Sum = int32_t __attribute__((vector_size(64)));
+  using Sum = Int32Sums;
   using Operand = __m512i;
   static constexpr int kParts = 1, kSteps = 1, kRows = 16, kPairedRows = 8, kWidth = 16;
   static constexpr Form kForm = Form::kFourOffset;
@@ -40,7 +40,9 @@ struct VnniInt8 {
     return _mm512_loadu_si512(tile_row);
   }
   static Operand Word(const uint32_t* x) { return _mm512_set1_epi32(static_cast<int>(*x)); }
-  static Sum Add(Sum sum, Operand weights, Operand word) { return (Sum)_mm512_dpbusd_epi32((__m512i)sum, word, weights); }
+  static Sum Add(Sum sum, Operand weights, Operand word) {
+    return (Sum)_mm512_dpbusd_epi32((__m512i)sum, word, weights);
+  }
 };
 
 }  // namespace

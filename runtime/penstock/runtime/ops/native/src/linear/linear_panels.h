@@ -16,10 +16,16 @@ constexpr int64_t Words(Form form, int64_t k) {
   return form == Form::kFloat ? k : form == Form::kFourOffset ? k / 4 : k / 2;
 }
 
-// How many rows a panel of m rows has at most.
+// Whether m rows are multiplied by two blocks at once.
+template <class P>
+constexpr bool TwoBlocks(int64_t m) {
+  return m > P::kRows && P::kPairedRows > 0;
+}
+
+// How many of m rows a panel has at most.
 template <class P>
 constexpr int64_t PanelMost(int64_t m) {
-  return m > P::kRows && P::kPairedRows > 0 ? P::kPairedRows : P::kRows;
+  return TwoBlocks<P>(m) ? P::kPairedRows : P::kRows;
 }
 
 // The number of rows of the panel that begins at `row`. A row block is divided into panels of at most `most` rows, as

@@ -4,7 +4,7 @@
 //   kParts          registers for the 16 outputs of a tile's row
 //   kSteps          products to a tile's row: each takes one word of every row of x
 //   kRows           rows of x at once, what the registers hold
-//   kPairedRows     the same with two blocks at once, which more than kRows rows have; 0: they have one block, too
+//   kPairedRows     rows of x at once with two blocks, for more than kRows rows; 0: never two blocks for those
 //   kForm           what x's words are, see Form
 //   LoadSum(const float*), StoreSum(float*, sum), Weights<step>(tile row, part), Word(const uint32_t*),
 //   Add(sum, weights, word)
@@ -115,8 +115,7 @@ struct VectorLinear {
   // block each product has a word of its own to load, and a processor that loads no more often than it multiplies
   // waits.
   static bool Paired(const LinearJob& job) {
-    return job.int8 ? PanelMost<typename V::Int8>(job.m) == V::Int8::kPairedRows
-                    : PanelMost<typename V::Bf16>(job.m) == V::Bf16::kPairedRows;
+    return job.int8 ? TwoBlocks<typename V::Int8>(job.m) : TwoBlocks<typename V::Bf16>(job.m);
   }
 
   static int64_t PerUnit(const LinearJob& job) {
