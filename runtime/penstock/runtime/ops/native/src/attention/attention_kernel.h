@@ -72,11 +72,11 @@ struct Memory {
     scores = carver.Take<float>(kWide<kForm> * kSplit * kCols);
     probabilities = carver.Take<float>(kSplit * kCols);
     constexpr int kPer = kForm == Form::kTiles ? 2 : 1;  // numbers in a word
-    keys = carver.Take<float>(job.int8 && kForm != Form::kInPlace ? kSplit / kPer * job.dim : 0);
-    const bool copies = kForm == Form::kTiles || (job.int8 && kForm != Form::kInPlace);
-    values = carver.Take<float>(copies ? kSplit / kPer * job.value_dim : 0);
-    key_scales = carver.Take<float>(job.int8 && kForm != Form::kInPlace ? kSplit : 0);
-    value_scales = job.keys_only && kForm != Form::kInPlace ? key_scales : carver.Take<float>(job.int8 ? kSplit : 0);
+    const bool converts = job.int8 && kForm != Form::kInPlace;
+    keys = carver.Take<float>(converts ? kSplit / kPer * job.dim : 0);
+    values = carver.Take<float>(converts || kForm == Form::kTiles ? kSplit / kPer * job.value_dim : 0);
+    key_scales = carver.Take<float>(converts ? kSplit : 0);
+    value_scales = converts && job.keys_only ? key_scales : carver.Take<float>(job.int8 ? kSplit : 0);
     tile = carver.Take<char>(kForm == Form::kInPlace && !job.int8 ? kKeyTile * job.cache_row_bytes() : 0);
     turned = carver.Take<uint32_t>(kForm == Form::kTiles ? kWide<kForm> * kSplit / 2 * kCols : 0);
     sums_values_ = values_of_sums;

@@ -35,7 +35,7 @@ template <typename T>
 struct Numbers;
 
 // Numbers<uint16_t> where bf16 is multiplied as float32.
-struct Widened {
+struct AsFloat32 {
   using Query = float;
   using Sum = Vec::F;
   using Values = Vec::F;
@@ -83,7 +83,7 @@ inline float ScaleOf(float peak, float most) { return peak <= __FLT_MAX__ ? peak
 
 // The parts of Numbers<int8_t> that all sets of instructions share: queries and probabilities become int16, so that
 // sums are exact integers.
-struct Rounded {
+struct AsInt16 {
   using Query = int16_t;
 
   // The largest is such that no sum of products with int8 is 2^31 or more. If a number is not finite, the scale is NaN:

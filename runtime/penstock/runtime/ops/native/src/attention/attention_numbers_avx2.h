@@ -18,7 +18,7 @@ inline void StoreHalves(float* to, Vec::F a, Vec::F b) {
 }
 
 template <>
-struct Numbers<uint16_t> : Widened {
+struct Numbers<uint16_t> : AsFloat32 {
   static Sum Zero() { return Vec::Set(0.0f); }
   static Sum AddHalves(Sum a, Sum b) { return Vec::Add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); }
   static Sum AddPairs(Sum a, Sum b) { return Vec::Add(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee)); }
@@ -30,7 +30,7 @@ struct Numbers<uint16_t> : Widened {
 };
 
 template <>
-struct Numbers<int8_t> : Rounded {
+struct Numbers<int8_t> : AsInt16 {
   using Sum = __m256i;
   using Values = __m256i;
   static constexpr int kDims = 16;

@@ -35,8 +35,8 @@ inline __m512i Bf16Words(const uint16_t* from) {
   return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
 
-// Numbers<uint16_t> as pairs.
-struct Bf16 {
+// Numbers<uint16_t> as pairs of bf16.
+struct Bf16Products {
   using Query = uint16_t;
   using Sum = __m512;
   using Values = __m512i;
@@ -79,7 +79,8 @@ struct Bf16 {
 
 #else
 
-struct Bf16 : Widened {
+// Numbers<uint16_t> without instructions for pairs.
+struct Bf16Products : AsFloat32 {
   static Values LoadSixteenValues(const char* from, int64_t /*stride*/) {
     return Vec::Widen(reinterpret_cast<const uint16_t*>(from));
   }
@@ -89,7 +90,7 @@ struct Bf16 : Widened {
 #endif
 
 template <>
-struct Numbers<uint16_t> : Bf16 {
+struct Numbers<uint16_t> : Bf16Products {
   static Sum Zero() { return _mm512_setzero_ps(); }
   static Sum AddHalves(Sum a, Sum b) {
     const __m512i x = _mm512_castps_si512(a), y = _mm512_castps_si512(b);
@@ -110,7 +111,7 @@ struct Numbers<uint16_t> : Bf16 {
 };
 
 template <>
-struct Numbers<int8_t> : Rounded {
+struct Numbers<int8_t> : AsInt16 {
   using Sum = Int32Sums;
   using Values = __m512i;
   using Key = __m512i;
