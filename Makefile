@@ -7,6 +7,10 @@ MARK ?=
 # A file's tests share one worker, so what a module sets up once (a compiled engine) is set up once.
 PYTEST_ARGS ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 AGAINST ?= HEAD~1
+# What of the sweep `make test-ci` runs: the third that a number draws, here the commit's, and what changes since a
+# commit touch.
+DRAW ?= $(shell git rev-list --count HEAD)
+TOUCHED ?= $(AGAINST)
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -24,7 +28,7 @@ BENCH_OUT ?= bench/out
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install wheel run test test-all test-clients bench bench-compare docs check format-check lint types imports protos-check proto proto-go breaking format lock clean
+.PHONY: help install wheel run test test-ci test-all test-clients bench bench-compare docs check format-check lint types imports protos-check proto proto-go breaking format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -55,11 +59,14 @@ run: install ## serve the demo model on 127.0.0.1 and print a sample
 	@# With the caller's own PATH, so that the lines it prints work in the caller's other terminal.
 	PATH="$(OWN_PATH)" $(BIN)/python -m penstock.cli demo
 
-test: install ## run the tests, but for the long sweeps (MARK='not gpu' or PYTEST_ARGS=tests/service narrow it)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not sweep$(if $(MARK), and ($(MARK)))'
+test: install ## run the tests that take minutes together (MARK='not gpu' or PYTEST_ARGS=tests/service narrow it)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not (ci or sweep)$(if $(MARK), and ($(MARK)))'
 
-test-all: install ## run every test, with the long sweeps
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(MARK),-m '$(MARK)')
+test-ci: install ## run what CI runs: also the costly tests, and of the sweep a third (DRAW=980 TOUCHED=HEAD~1 repeat a run)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --draw '$(DRAW)' --touched '$(TOUCHED)' $(if $(MARK),-m '$(MARK)')
+
+test-all: install ## run every test, with programs compiled as users compile them
+	PENSTOCK_TEST_XLA=users $(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(MARK),-m '$(MARK)')
 
 # It also takes the commands of the pages, because their lines of grpcurl need Go.
 test-clients: install ## run the tests of the clients for Go and Java, and of what all languages must agree on

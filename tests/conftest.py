@@ -1,20 +1,36 @@
-"""Settings of the whole suite.
+"""Settings of the whole suite, and which of its tests run.
 
-JAX reads them from the environment when it is first imported, so tests that need no JAX load none.
-PENSTOCK_TEST_PLATFORM=cuda runs the suite, and the tests marked `gpu`, on a GPU; the default is the CPU.
+JAX reads its settings from the environment when it is first imported, so tests that need no JAX load none.
+
+- PENSTOCK_TEST_PLATFORM=cuda runs the suite, and the tests marked `gpu`, on a GPU; the default is the CPU.
+- PENSTOCK_TEST_XLA=users compiles all programs as users compile them. The default, `quick`, leaves out most
+  of XLA's optimizations, except in files that are marked `users_xla` or drawn.
+- `--draw NUMBER` and `--touched REVISION` choose tests of the sweep: see tests/support/suite/drawing.py.
 """
 
+import functools
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.support.suite import drawing
+from tests.support.suite.costs import Costs
+
 PLATFORM = os.environ.get("PENSTOCK_TEST_PLATFORM", "cpu")
+USERS_XLA = os.environ.get("PENSTOCK_TEST_XLA", "quick") == "users"
+ROOT = Path(__file__).parents[1]
+GOLDENS = frozenset(path.parent.name for path in (ROOT / "tests" / "golden").glob("*/config.json"))
 
 os.environ["JAX_PLATFORMS"] = PLATFORM
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if USERS_XLA else "1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded: a test that tried would fail at once
 
 # An example may take any time, because the machine may be busy; hypothesis allows 200 ms otherwise.
@@ -31,13 +47,123 @@ SWEEP_S = 1200
 """A test of the sweep may take so long, unless it says otherwise: some build with Go or Maven, which download
 what they need first.
 """
+LONGEST = tuple((ROOT / "tests" / "support" / "suite" / "longest.txt").read_text().split())
+"""The files that take longest, which start first. `pytest --durations=0` finds them."""
+APART = ("tests/service/fronts/test_all_tests.py",)
+"""Files whose tests share nothing, and take minutes each: workers take them one by one."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("penstock", "which tests of Penstock's sweep run")
+    group.addoption(
+        "--draw",
+        type=int,
+        metavar="NUMBER",
+        help="of the tests of the sweep, run the third that this number draws, for example a commit's; and "
+        "compile the fifth of the files that it draws as users compile (default: the whole sweep)",
+    )
+    group.addoption(
+        "--touched",
+        metavar="REVISION",
+        help="with --draw: run also every test of the sweep that the changes since this commit touch",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Costs())
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Says what was drawn, so that it can be repeated."""
+    number, revision = config.getoption("draw"), config.getoption("touched")
+    if number is None:
+        return [f"programs: compiled {'as users compile' if USERS_XLA else 'quickly'}"]
+    part, fifth = number % drawing.SWEEP_PARTS, number % drawing.OPTIMIZED_PARTS
+    lines = [
+        f"drawn by {number}: part {part} of {drawing.SWEEP_PARTS} of the sweep",
+        f"compiled as users compile: part {fifth} of {drawing.OPTIMIZED_PARTS} of the files",
+        f"to repeat it: make test-ci DRAW={number} TOUCHED={revision or ''}",
+    ]
+    if revision:
+        changes = changes_since(revision)
+        names = sorted(changes.places | changes.families | changes.pages)
+        lines.insert(2, f"touched since {revision}, whose sweeps run whole: {', '.join(names) or 'nothing'}")
+    return lines
+
+
+@functools.cache
+def changes_since(revision: str | None) -> drawing.Touched:
+    if not revision:
+        return drawing.Touched()
+    command = ["git", "diff", "--name-only", revision]
+    changed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return drawing.touched(changed.splitlines(), ROOT)
+
+
+def sweep_key(item: pytest.Item) -> drawing.SweepKey:
+    """What the test is drawn by."""
+    callspec = getattr(item, "callspec", None)
+    values = [value for value in callspec.params.values() if isinstance(value, str)] if callspec else []
+    family = next((value for value in values if value in GOLDENS), "")
+    marked_file = any(
+        mark.name == "sweep" for mark in getattr(item.getparent(pytest.Module), "own_markers", ())
+    )
+    return drawing.SweepKey(item.nodeid, family, is_alone=not marked_file)
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    number = config.getoption("draw")
+    if number is not None:
+        changes = changes_since(config.getoption("touched"))
+        kept: list[pytest.Item] = []
+        left_out: list[pytest.Item] = []
+        for item in items:
+            key = sweep_key(item)
+            drawn = key.part(GOLDENS) == number % drawing.SWEEP_PARTS
+            runs = drawn or key in changes or not item.get_closest_marker("sweep")
+            (kept if runs else left_out).append(item)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
     for item in items:
         if item.get_closest_marker("sweep") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SWEEP_S))
-    if PLATFORM == "cpu":
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU: PENSTOCK_TEST_PLATFORM=cuda"))
+        if PLATFORM == "cpu" and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: PENSTOCK_TEST_PLATFORM=cuda"))
+    places = {file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """By now the files of tests have imported JAX, if any of them needs it."""
+    if "jax" in sys.modules:
+        from tests.support.suite import compiling  # noqa: PLC0415  # imports JAX
+
+        compiling.compile_less()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "tests.support.suite.compiling" in sys.modules:
+        file, number = item.nodeid.split("::")[0], item.config.getoption("draw")
+        sys.modules["tests.support.suite.compiling"].optimize(
+            USERS_XLA
+            or item.get_closest_marker("users_xla") is not None
+            or (number is not None and drawing.is_optimized(file, number))
+        )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The tests of a file share a worker, and what they set up; those of APART do not."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415  # only where xdist is
+
+    class Files(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return nodeid if file in APART else file
+
+    config.option.loadscopereorder = False  # the order of LONGEST stays
+    return Files(config, log)

@@ -41,27 +41,30 @@ def ends_well(*arguments: str) -> None:
     assert ended.returncode == 0, ended.stdout[-5000:]
 
 
-@pytest.mark.sweep
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     "folder",
     [
-        "access",
-        "lifecycle",
-        "limits",
-        "listening",
-        "replies",
-        "requests",
-        "rpcs",
-        "servicers",
-        "watching",
-        "weights",
+        *(pytest.param(folder, marks=pytest.mark.ci) for folder in ("rpcs", "servicers")),
+        *(
+            pytest.param(folder, marks=pytest.mark.sweep)
+            for folder in (
+                "access",
+                "lifecycle",
+                "limits",
+                "listening",
+                "replies",
+                "requests",
+                "watching",
+                "weights",
+            )
+        ),
     ],
 )
 def test_the_service_through_a_front_process(folder: str) -> None:
     others = " and ".join(f"not {name}" for name in INSIDE)
     left_out = [f"--ignore={TESTS / 'service' / file}" for file in OF_THE_ENGINE]
-    ends_well(str(TESTS / "service" / folder), "-m", "not sweep", "-k", others, *left_out)
+    ends_well(str(TESTS / "service" / folder), "-m", "not (ci or sweep)", "-k", others, *left_out)
 
 
 def test_what_is_left_out_exists() -> None:

@@ -1,0 +1,122 @@
+"""The suite's own rules: which tests of the sweep a run has, and what `make test` may cost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import APART, GOLDENS, LONGEST
+from tests.support.suite.drawing import (
+    MIRRORED,
+    OPTIMIZED_PARTS,
+    SWEEP_PARTS,
+    SweepKey,
+    is_optimized,
+    touched,
+)
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
+
+
+def key(test: str, **told: object) -> SweepKey:
+    return SweepKey(test, **told)  # type: ignore[arg-type]
+
+
+def test_one_run_in_three_has_a_test_and_one_in_five_compiles_a_file_as_users_do() -> None:
+    tests = [f"tests/a/test_b.py::test_c[{number}]" for number in range(300)]
+    by_part = Counter(key(test).part(GOLDENS) for test in tests)
+    assert sorted(by_part) == list(range(SWEEP_PARTS))
+    assert min(by_part.values()) > 60
+    for file in FILES:
+        assert sum(is_optimized(file, number) for number in range(OPTIMIZED_PARTS)) == 1
+    drawn = Counter(
+        number for file in FILES for number in range(OPTIMIZED_PARTS) if is_optimized(file, number)
+    )
+    assert min(drawn.values()) > len(FILES) / OPTIMIZED_PARTS / 2
+
+
+def test_a_family_is_drawn_in_all_files_at_once_and_a_file_that_is_marked_as_a_whole() -> None:
+    parts = {
+        key(f"tests/{file}::test[{name}]", family=name).part(GOLDENS)
+        for file in ("a.py", "b.py", "c.py")
+        for name in ["qwen3"]
+    }
+    assert len(parts) == 1
+    by_part = Counter(key("a::b", family=name).part(GOLDENS) for name in GOLDENS)
+    assert max(by_part.values()) - min(by_part.values()) <= 1
+    of_a_file = {key(f"a.py::test_{n}", is_alone=False).part(GOLDENS) for n in range(20)}
+    assert len(of_a_file) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "test", "runs"),
+    [
+        (
+            "runtime/penstock/runtime/ops/native/src/linear/linear.cc",
+            "tests/runtime/ops/native/test_x.py",
+            True,
+        ),
+        ("runtime/penstock/runtime/ops/native/src/linear/linear.cc", "tests/runtime/ops/test_x.py", False),
+        ("runtime/penstock/runtime/config.py", "tests/runtime/ops/test_x.py", False),
+        ("service/penstock/openai/page/page.js", "tests/service/openai/page/test_x.py", True),
+        ("service/penstock/server_cli/commands/serve.py", "tests/service/cli/test_serve.py", True),
+        ("clients/go/client.go", "tests/clients/go/test_go.py", True),
+        ("protos/penstock/v1/types.proto", "tests/conformance/test_conformance.py", True),
+        ("pyproject.toml", "tests/packages/test_wheels.py", True),
+        ("tests/storm/test_storm.py", "tests/storm/test_storm.py", True),
+        ("tests/storm/test_storm.py", "tests/storm/test_other.py", False),
+        ("docs/quickstart.md", "tests/docs/test_blocks.py::test_x[docs/quickstart.md-grpcurl]", True),
+        ("docs/quickstart.md", "tests/docs/test_blocks.py::test_x[docs/index.md]", False),
+        ("a/file/that/is/gone.py", "tests/docs/test_blocks.py::test_x[docs/index.md]", False),
+    ],
+)
+def test_a_change_runs_the_sweep_of_what_mirrors_it(changed: str, test: str, runs: bool) -> None:
+    assert (key(test) in touched([changed], ROOT)) is runs
+
+
+@pytest.mark.parametrize(
+    ("changed", "families"),
+    [
+        ("runtime/penstock/runtime/models/families/olmo.py", {"olmo2", "olmo3"}),
+        ("tests/golden/qwen3/config.json", {"qwen3"}),
+        ("runtime/penstock/runtime/models/decoder.py", set()),
+    ],
+)
+def test_a_change_of_a_family_runs_its_goldens_everywhere(changed: str, families: set[str]) -> None:
+    assert touched([changed], ROOT).families == families
+
+
+def test_every_folder_and_file_that_the_rules_name_exists() -> None:
+    named = [*MIRRORED, *MIRRORED.values(), *LONGEST, *APART]
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_a_run_that_costs_more_than_the_budget_fails_and_names_the_file(tmp_path: Path) -> None:
+    """A suite of one process, whose budget is none."""
+    (tmp_path / "test_costly.py").write_text(
+        "import subprocess, sys\ndef test_it():\n    subprocess.run([sys.executable, '-c', ''], check=True)\n"
+    )
+    (tmp_path / "conftest.py").write_text(
+        "from tests.support.suite import costs\n"
+        "costs.BUDGET = {'processes': 0}\n"
+        "def pytest_configure(config): config.pluginmanager.register(costs.Costs())\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), str(tmp_path)]
+    for workers in ([], ["--numprocesses", "1"]):
+        ended = subprocess.run(
+            [*command, *workers],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == pytest.ExitCode.TESTS_FAILED, ended.stdout + ended.stderr
+        assert "1 passed" in ended.stdout
+        assert "test_costly.py" in ended.stdout

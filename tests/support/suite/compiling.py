@@ -1,0 +1,78 @@
+"""How the suite's own processes compile: fewer programs for an engine, and each program once for all workers.
+
+JAX looks for a program in its cache on disk, and writes it there when it is compiled. Two workers often start
+the same engine at the same time. Both would find nothing, and each would compile everything.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+from jax._src.lru_cache import LRUCache
+
+from penstock.runtime import building
+from penstock.runtime.execution.buckets import NATIVE_TOKEN_GROWTH
+
+LOCKS = Path(tempfile.gettempdir()) / "penstock-tests-locks"
+MOST_WAIT_S = 120.0
+"""A worker that has waited so long compiles the program itself."""
+
+
+def compile_less() -> None:
+    """From now on the engines of this process have few programs, and wait for those that others compile."""
+    mock.patch.object(building, "TOKEN_GROWTH", NATIVE_TOKEN_GROWTH).start()
+    LOCKS.mkdir(exist_ok=True)
+    held: dict[str, int] = {}
+    get = LRUCache.get
+
+    def locked_get(self: Any, key: str) -> bytes | None:
+        """As `get`. After None, this process holds the lock of the key until `put`."""
+        found = get(self, key)
+        if found is None and key not in held:
+            lock = held[key] = _wait(LOCKS / key)
+            found = get(self, key)
+            if found is not None:
+                del held[key]
+                os.close(lock)
+        return found
+
+    def unlocking_put(self: Any, key: str, value: bytes) -> None:
+        half = self.path / f"{key}.{os.getpid()}"
+        half.write_bytes(value)
+        half.rename(self.path / f"{key}-cache")  # at once, because who reads does not hold the lock
+        if key in held:
+            os.close(held.pop(key))
+
+    mock.patch.multiple(LRUCache, get=locked_get, put=unlocking_put).start()
+
+
+def _wait(path: Path) -> int:
+    """A file descriptor that holds the lock, unless nobody gave it up in MOST_WAIT_S."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT)
+    until = time.monotonic() + MOST_WAIT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < until:
+                time.sleep(0.02)
+                continue
+        return lock
+
+
+def optimize(wanted: bool) -> None:
+    """Whether XLA optimizes as it does for users, in this process and in those that it starts.
+
+    Without, XLA compiles in two thirds of the time. What was compiled otherwise is forgotten.
+    """
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if wanted else "1"
+    if jax.config.read("jax_disable_most_optimizations") == wanted:
+        jax.config.update("jax_disable_most_optimizations", not wanted)
+        jax.clear_caches()

@@ -1,0 +1,129 @@
+"""Which tests of the sweep a commit runs: a third of them, which its number draws, and those that its own
+changes touch.
+
+Of any three commits in a row each test of the sweep runs in one. What several files ask of a model family is
+drawn together, because the tests of one family share its compiled programs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from zlib import crc32
+
+SWEEP_PARTS = 3
+OPTIMIZED_PARTS = 5
+"""In one file of tests in five, programs are compiled as users compile. This has no factor in common with
+SWEEP_PARTS, so each file of the sweep has its turn within 15 commits.
+"""
+
+MIRRORED = {
+    "runtime/penstock/runtime": "tests/runtime",
+    "service/penstock/service": "tests/service",
+    "service/penstock/openai": "tests/service/openai",
+    "service/penstock/server_cli": "tests/service/cli",
+    "clients/python/penstock/client": "tests/clients/client",
+    "clients/python/penstock/cli": "tests/clients/cli",
+    "clients/go": "tests/clients/go",
+    "clients/java": "tests/clients/java",
+    "protos": "tests/conformance",
+    "deploy": "tests/deploy",
+    "examples": "tests/examples",
+    "tools": "tests/tools",
+    "tests": "tests",
+    "pyproject.toml": "tests/packages",
+    "constraints.txt": "tests/packages",
+    "hatch_build.py": "tests/packages",
+    "Dockerfile": "tests/deploy",
+}
+"""The folder of tests for each folder of sources. Folders below these mirror each other."""
+WHOLE_PARTS = ("tests", "tests/runtime", "tests/service", "tests/clients")
+"""A source directly in one of these touches every test there is, so the drawn third has to do."""
+FAMILIES = "runtime/penstock/runtime/models/families"
+GOLDENS = "tests/golden"
+PAGES = "tests/docs"
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """What a change touches."""
+
+    places: frozenset[str] = frozenset()
+    """Folders and files of tests."""
+    families: frozenset[str] = frozenset()
+    """Golden checkpoints of the model families that it changes."""
+    pages: frozenset[str] = frozenset()
+    """Pages of the documentation."""
+
+    def __contains__(self, key: SweepKey) -> bool:
+        path = PurePosixPath(key.file)
+        return (
+            any(str(place) in self.places for place in (path, *path.parents))
+            or key.family in self.families
+            or (key.file.startswith(PAGES) and any(f"[{page}" in key.test for page in self.pages))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SweepKey:
+    """What a test of the sweep is drawn by."""
+
+    test: str
+    """Its node id."""
+    family: str = ""
+    """The golden checkpoint among its parameters."""
+    is_alone: bool = True
+    """False if the whole file is marked: then its tests share what they set up, and are drawn together."""
+
+    @property
+    def file(self) -> str:
+        return self.test.split("::")[0]
+
+    def part(self, families: Collection[str]) -> int:
+        """Which of the parts the test is in. Families take turns, as each costs about the same."""
+        if self.family:
+            return sorted(families).index(self.family) % SWEEP_PARTS
+        return crc32((self.test if self.is_alone else self.file).encode()) % SWEEP_PARTS
+
+
+def is_optimized(file: str, number: int) -> bool:
+    """Whether the number draws this file of tests to be compiled as users compile."""
+    return crc32(file.encode()) % OPTIMIZED_PARTS == number % OPTIMIZED_PARTS
+
+
+def touched(changed: Iterable[str], root: Path) -> Touched:
+    """What changed files touch. `changed`: paths below the repository's root, some of which may be gone."""
+    places, families, pages = set(), set(), set()
+    for name in changed:
+        path = PurePosixPath(name)
+        if path.suffix == ".md":
+            pages.add(name)
+        if name.startswith(f"{GOLDENS}/"):
+            families.add(path.parts[2])
+        if name.startswith(f"{FAMILIES}/") and (root / name).is_file():
+            families |= _goldens_of((root / name).read_text(), root)
+        place = _mirror(path, root)
+        if place not in (None, *WHOLE_PARTS):
+            places.add(place)
+    return Touched(frozenset(places), frozenset(families), frozenset(pages))
+
+
+def _mirror(path: PurePosixPath, root: Path) -> str | None:
+    """The deepest place of tests that mirrors a file's; None if no tests mirror it."""
+    for source in (path, *path.parents):
+        if str(source) in MIRRORED:
+            tests = PurePosixPath(MIRRORED[str(source)]) / path.relative_to(source)
+            return next(str(place) for place in (tests, *tests.parents) if (root / place).exists())
+    return None
+
+
+def _goldens_of(source: str, root: Path) -> set[str]:
+    """The golden checkpoints whose architecture a source names."""
+    configs = (root / GOLDENS).glob("*/config.json")
+    return {
+        config.parent.name
+        for config in configs
+        if any(f'"{name}"' in source for name in json.loads(config.read_text())["architectures"])
+    }
