@@ -92,11 +92,16 @@ async def serving(
     rates_clock: Clock = time.monotonic,
     **options: Any,
 ) -> AsyncIterator[Rig]:
-    """A server on `engine` (by default a free-running fake one)."""
+    """A server on `engine` (by default a free-running fake one).
+
+    At its stop, requests that still run are aborted at once. One that is traced waits for them, because the
+    last spans have what is left of the grace: without any they would be lost on a busy machine.
+    """
     engine = engine or FakeEngine(codec=CODEC)
     fronts = FRONT_PROCESSES if options.get("port", 0) is not None else 0
+    grace_s = 0.0 if tracing is None else WAIT_S
     server = PenstockServer(
-        ServerOptions(**({"port": 0, "grace_s": 0.0, "front_processes": fronts} | options)),
+        ServerOptions(**({"port": 0, "grace_s": grace_s, "front_processes": fronts} | options)),
         tracing,
         collector=collector,
         usage=usage,
