@@ -17,7 +17,7 @@ from penstock.service.telemetry.metrics.exports import INTERVAL, open_collector
 from penstock.service.telemetry.metrics.options import MetricsOptions
 from penstock.service.telemetry.metrics.push import Collector
 from penstock.service.telemetry.options import TracingOptions
-from tests.service.rig import generate, serving
+from tests.service.rig import generate, serving, until
 from tests.support.otlp import WAIT_S, Hang, OtlpReceiver, attributes_of
 
 NAMED = {"version": "1.2.3", "instance_id": "i-1"}
@@ -133,11 +133,11 @@ async def test_a_server_pushes_its_metrics_at_the_latest_when_it_stops(protocol)
         assert counted["penstock.v1.InferenceService/Generate"] == 1
 
 
-async def test_a_collector_that_hangs_does_not_hold_up_the_stop():
+async def test_a_collector_that_hangs_does_not_hold_up_the_stop(monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600000")
     with OtlpReceiver() as receiver:
         receiver.always = Hang()
-        collector = collector_to(receiver)
-        async with asyncio.timeout(WAIT_S):
+        collector = collector_to(receiver, otlp_metrics_interval_s=1.0)
+        async with asyncio.timeout(2 * WAIT_S):
             async with serving(collector=collector, grace_s=0.0):
-                pass
-        assert receiver.attempts == 1
+                await until(lambda: receiver.attempts == 1)

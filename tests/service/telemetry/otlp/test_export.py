@@ -117,10 +117,15 @@ def sent(receiver: OtlpReceiver, tracing: Tracing, count: int) -> tuple[int, int
     return tracing.exported - exported, tracing.failed - failed
 
 
+def sent_at_last(receiver: OtlpReceiver, tracing: Tracing, count: int) -> None:
+    """Send spans until some were taken, where a batch has so little time that a busy machine may lose it."""
+    receiver.always = Fine()
+    receiver.wait_until(lambda: sent(receiver, tracing, count) == (count, 0))
+
+
 @pytest.fixture
-def tracing(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracing]:
-    """Gives up a batch after half a second."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "500")
+def tracing(receiver: OtlpReceiver) -> Iterator[Tracing]:
+    """Gives up a batch after ten seconds."""
     tracing = tracing_to(receiver)
     yield tracing
     tracing.shutdown(0.0)
@@ -197,11 +202,14 @@ def test_a_huge_answer_is_not_read(receiver: OtlpReceiver, tracing: Tracing) -> 
     assert sent(receiver, tracing, 3) == (3, 0)
 
 
-def test_an_answer_that_does_not_come(receiver: OtlpReceiver, tracing: Tracing) -> None:
-    receiver.behaviours.append(Hang())
+def test_an_answer_that_does_not_come(receiver: OtlpReceiver, monkeypatch: Any) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "300")
+    tracing = tracing_to(receiver)
+    receiver.always = Hang()
     assert sent(receiver, tracing, 5) == (0, 5)
-    assert sent(receiver, tracing, 3) == (3, 0)
-    assert (tracing.exported, tracing.failed, tracing.dropped) == (3, 5, 0)
+    sent_at_last(receiver, tracing, 3)
+    assert (tracing.exported, tracing.dropped) == (3, 0)
+    tracing.shutdown(WAIT_S)
 
 
 def test_a_shutdown_while_an_answer_does_not_come(receiver: OtlpReceiver, monkeypatch: Any) -> None:
@@ -292,9 +300,9 @@ def test_over_http_an_answer_that_comes_byte_by_byte_is_ended(monkeypatch: Any) 
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "300")
     with OtlpReceiver("http/protobuf") as receiver:
         tracing = tracing_to(receiver)
-        receiver.behaviours.append(Drip())
+        receiver.always = Drip()
         assert sent(receiver, tracing, 5) == (0, 5)
-        assert sent(receiver, tracing, 3) == (3, 0)
+        sent_at_last(receiver, tracing, 3)
         tracing.shutdown(WAIT_S)
 
 
@@ -472,16 +480,22 @@ def metrics(value: int) -> MetricsData:
 
 
 def test_metrics_reach_the_collector(receiver: OtlpReceiver, monkeypatch: Any) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "300")
     options = TracingOptions(otlp_endpoint=receiver.endpoint, otlp_protocol=receiver.protocol)
     exporter = metric_exporter(options)
     assert exporter is not None
     assert exporter.export(metrics(7))
     assert receiver.metrics["penstock.things"].sum.data_points[0].as_int == 7
     assert not receiver.spans
-    for behaviour in (Partial(1), Refuse(StatusCode.INVALID_ARGUMENT, 400), Hang()):
+    for behaviour in (Partial(1), Refuse(StatusCode.INVALID_ARGUMENT, 400)):
         receiver.behaviours.append(behaviour)
         assert not exporter.export(metrics(8)), behaviour
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "300")
+    hurried = metric_exporter(options)
+    assert hurried is not None
+    receiver.always = Hang()
+    assert not hurried.export(metrics(8))
+    receiver.always = Fine()
+    hurried.close()
     assert exporter.export(metrics(9))
     exporter.hurry(0.0)
     assert not exporter.export(metrics(10)), "no time is left"
