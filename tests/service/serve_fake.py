@@ -13,6 +13,7 @@ import threading
 import time
 from typing import Any
 
+from penstock import runtime
 from penstock.runtime.config import EngineConfig
 from penstock.server_cli.commands import serve
 from penstock.service.server import PenstockServer
@@ -72,7 +73,7 @@ class DeafServer(PenstockServer):
 
 
 if __name__ == "__main__":
-    vars(serve)["Engine"] = Loader
+    vars(runtime)["Engine"] = Loader
     parser = argparse.ArgumentParser()
     serve.add_parser(parser.add_subparsers())
     arguments = parser.parse_args(["serve", "fake", *sys.argv[1:]])

@@ -13,7 +13,8 @@ import pytest
 from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.requests.request import Finish, FinishReason
-from tests.support.models.toy import TEST_CACHE, toy_engine
+from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.toy import toy_engine
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3"
 CASE = json.loads((GOLDEN / "expected.json").read_text())["cases"][1]

@@ -39,7 +39,8 @@ from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.ops.sampling_codes import LOGPROBS, PENALTIES, SAMPLING
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
-from tests.support.models.toy import OFFSET, TEST_CACHE, VOCAB, ToyLM, toy_backend, toy_model, toy_tokens
+from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.toy import OFFSET, VOCAB, ToyLM, toy_backend, toy_model, toy_tokens
 from tests.support.scheduler.put_off import Anything
 
 GREEDY = ResolvedSampling(temperature=0.0)

@@ -11,8 +11,8 @@ from typing import Any
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from tests.service.rig import Kept, Rig, serving
+from tests.support.compilation_cache import TEST_CACHE
 from tests.support.models.tiny import Tensors
-from tests.support.models.toy import TEST_CACHE
 
 ROWS = 16
 CONFIG = EngineConfig(

@@ -9,9 +9,7 @@ values. So a wrong page, position or length makes a wrong token.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,15 +32,12 @@ from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+from tests.support.compilation_cache import TEST_CACHE
 
 VOCAB = 61
 EOS = 60
 OFFSET = 1
 _DIM = 4
-TEST_CACHE = Path(tempfile.gettempdir()) / "penstock-tests-xla"
-"""Where programs are kept, so that they are compiled once for all worker processes of the suite and for later
-runs.
-"""
 
 
 def toy_tokens(prompt: Sequence[int], num: int, offset: int = OFFSET) -> list[int]:

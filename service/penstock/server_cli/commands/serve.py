@@ -11,11 +11,11 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from penstock import runtime
 from penstock.openai.settings import Settings
 from penstock.runtime.config import EngineConfig
-from penstock.runtime.engine import Engine
 from penstock.runtime.errors import ConfigError, PenstockError
 from penstock.server_cli.processes.openai_front import OpenAIFront
 from penstock.server_cli.serving.engine_flags import engine_config
@@ -32,6 +32,9 @@ from penstock.service.telemetry.metrics.exports import open_collector
 from penstock.service.telemetry.metrics.push import Collector
 from penstock.service.telemetry.otlp.tracing import Tracing, open_tracing
 from penstock.service.threads.blocking import in_thread
+
+if TYPE_CHECKING:
+    from penstock.runtime.engine import Engine
 
 __all__ = ["add_parser", "run"]
 
@@ -172,7 +175,11 @@ async def _serve_with(
     options = wanted.options
     failing = asyncio.ensure_future(_wait_for_failure(server, front))
     ends = (stopping, failing)
-    loading = asyncio.ensure_future(in_thread(lambda: Engine.from_pretrained(wanted.model, wanted.config)))
+    # `runtime.Engine` loads JAX, which takes a second: until then health is answered, and a mistake in the
+    # options or a port in use was told.
+    loading = asyncio.ensure_future(
+        in_thread(lambda: runtime.Engine.from_pretrained(wanted.model, wanted.config))
+    )
     if not await _first(loading, *ends):
         return _End(int(failing.done()), by_force=True)
     engine = loading.result()

@@ -105,9 +105,12 @@ async def test_a_call_whose_client_has_gone(caplog: pytest.LogCaptureFixture, st
 
 async def test_a_call_whose_deadline_has_passed(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(fake(hold=True)) as rig:
-        with pytest.raises(grpc.aio.AioRpcError) as late:
-            await rig.inference.Generate(generate("abc"), timeout=0.3)
-        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        for timeout_s in (0.3, 3.0, 15.0):  # a busy machine may need longer until the engine has it
+            with pytest.raises(grpc.aio.AioRpcError) as late:
+                await rig.inference.Generate(generate("abc"), timeout=timeout_s)
+            assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if rig.engine.seen:
+                break
         await until(lambda: bool(lines(caplog)))
     assert lines(caplog)[0].startswith(f"vanished '{GENERATE}': DEADLINE_EXCEEDED after S, request")
 
