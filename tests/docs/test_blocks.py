@@ -117,15 +117,15 @@ def test_the_loop_of_tools_ends_with_an_answer_that_has_the_result(
 
 
 def shell_pages() -> Iterator[object]:
-    """The pages with commands, and whether the real grpcurl runs. Only those that a newcomer runs first are
-    run at every change; the sweep has the others, and with the real grpcurl all pages that call it. The
-    READMEs of clients in other languages need toolchains: tests/clients runs them.
+    """The pages with commands, and whether the real grpcurl runs. CI always has those that a newcomer runs
+    first; the sweep has the others, and with the real grpcurl all pages that call it. The READMEs of clients
+    in other languages need toolchains: tests/clients runs them.
     """
     here = [block for block in blocks_in("sh") if block.page.parent not in READMES]
     for page, group in groupby(here, lambda block: block.page):
         name, found = str(page.relative_to(ROOT)), list(group)
         if name in FIRST_PAGES:
-            yield pytest.param(found, False, id=name)
+            yield pytest.param(found, False, id=name, marks=pytest.mark.ci)
         elif not calls_grpcurl(found):
             yield pytest.param(found, False, id=name, marks=pytest.mark.sweep)
         if calls_grpcurl(found):
@@ -246,6 +246,7 @@ def test_grammars_are_taken(demo: str, block: Block) -> None:
         assert client.generate("A list: ", constraint=Ebnf(block.source), max_tokens=100).text
 
 
+@pytest.mark.ci
 def test_the_schema_of_the_reference_is_taken(demo: str) -> None:
     (block,) = [b for b in blocks_in("json") if b.page.name == "grammars.md"]
     with Client(demo) as client:

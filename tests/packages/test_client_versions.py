@@ -86,7 +86,17 @@ def test_the_client_passes_its_tests(
     files = of_the_client_alone()
     assert len(files) > 20
     done = subprocess.run(
-        [programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not (ci or sweep)", *files],
+        [
+            programs / "python",
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not (ci or sweep)",
+            *files,
+        ],
         cwd=ROOT,
         env=variables(),
         capture_output=True,

@@ -102,14 +102,17 @@ def small_config(
     )
 
 
-def few(cases: Iterable[Any], always: Sequence[Any]) -> list[Any]:
-    """The cases as parameters of a test, of which `make test` runs only `always`. A case of several
-    parameters is a tuple.
+def few(cases: Iterable[Any], always: Sequence[Any], ci: Sequence[Any] = ()) -> list[Any]:
+    """The cases as parameters of a test. `make test` runs `always`, CI also those of `ci`, and the sweep has
+    the others. A case of several parameters is a tuple.
     """
     return [
         case
         if case in always
-        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.sweep)
+        else pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=pytest.mark.ci if case in ci else pytest.mark.sweep,
+        )
         for case in cases
     ]
 

@@ -29,6 +29,8 @@ from penstock.runtime.chat.parser import choose_forms
 from penstock.runtime.errors import ConfigError, InvalidRequest
 from tests.support.models.demo import demo_engine
 
+pytestmark = pytest.mark.ci
+
 GREEDY = SamplingParams(temperature=0.0)
 LENGTH = StoppingParams(max_tokens=80)
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -27,6 +27,8 @@ from tests.support.compilation_cache import TEST_CACHE
 from tests.support.models.random_model import write_random_model
 from tests.support.schemas import allowed_ids, corpus, violations
 
+pytestmark = pytest.mark.ci
+
 MAX_TOKENS = 400
 
 

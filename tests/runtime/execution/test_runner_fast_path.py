@@ -30,6 +30,8 @@ from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
 from tests.support.models.toy import VOCAB, toy_model, toy_runner
 from tests.support.scheduler.put_off import Anything
 
+pytestmark = pytest.mark.ci
+
 GREEDY = ResolvedSampling(temperature=0.0)
 PENALISED = ResolvedSampling(temperature=0.0, presence_penalty=0.5, logit_bias=((3, 1.0),))
 

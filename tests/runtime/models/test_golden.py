@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from penstock.runtime.loading.checkpoint import load_config, load_weights
-from tests.support.goldens import GOLDEN, NAMES, WITH_PICTURES, check_greedy, check_last_logits
+from tests.support.goldens import GOLDEN, NAMES, WITH_PICTURES, check_greedy, check_last_logits, few
+
+ALWAYS = ("qwen3", "gemma3", "gpt_oss", "deepseek_v3", "gemma4_moe", "lfm2")
+"""What `make test` compares: dense models, mixtures, latent attention, windows and a recurrent state."""
 
 
 def test_every_golden_is_compared():
@@ -19,7 +22,7 @@ def test_every_golden_is_compared():
     )
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=few(NAMES, ALWAYS, ci=NAMES))
 def golden(request, golden_root, make_sequence):
     directory = golden_root / request.param
     config = load_config(directory)

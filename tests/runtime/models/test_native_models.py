@@ -39,7 +39,7 @@ from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.cache_spec import LatentKV, PagedKV, SlotState
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
-from tests.support.goldens import GOLDEN, NAMES
+from tests.support.goldens import GOLDEN, NAMES, few
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
@@ -179,6 +179,9 @@ MODELS = {
     **{name: with_recurrent_layer(LLAMA, recurrent) for name, recurrent in RECURRENT.items()},
 }
 
+ALWAYS = ("gpt-oss", "gemma4", "short convolution")
+"""What `make test` computes; CI computes all MODELS."""
+
 
 def state(config: ModelConfig, dtype: str, linear: LinearFormat) -> params.ModelState:
     """Random weights, the same in all formats, with norms and biases that differ from channel to channel."""
@@ -248,7 +251,7 @@ def test_every_family_is_native_in_sizes_that_can_be_packed(name: str) -> None:
     assert is_native(larger, PACKED)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, ALWAYS, ci=tuple(MODELS)))
 def test_bfloat16_on_the_kernels_agrees_with_float32_on_xla(make_sequence: Any, name: str) -> None:
     config = MODELS[name]
     exact = make_sequence(config, state(config, "float32", LinearFormat()), "float32").feed(PROMPT)
@@ -264,7 +267,7 @@ def empty(layer: PagedKV | LatentKV | SlotState) -> Any:
     return jnp.zeros(1)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, ALWAYS, ci=tuple(MODELS)))
 def test_a_token_has_the_same_bits_alone_and_beside_others(name: str) -> None:
     """Attention, which has tests of its own, is left out: each token gets its own queries, key and value
     back. In recurrent layers each token is a row, which goes on from zeros.
@@ -308,6 +311,7 @@ def test_a_token_has_the_same_bits_alone_and_beside_others(name: str) -> None:
         np.testing.assert_array_equal(some(rows, padded), alone[rows], err_msg=f"{count} rows")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_recurrent_model_gives_the_same_bits_in_any_chunks(make_sequence: Any, name: str) -> None:
     """Chunks of a prompt, its last ones as decode steps, and some other prompt's state before it."""

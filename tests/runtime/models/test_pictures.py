@@ -24,6 +24,8 @@ from tests.support.goldens import GOLDEN, WITH_PICTURES, check_greedy, check_las
 from tests.support.models.pictures import cases_of, num_patches, pictures_of
 from tests.support.models.plain_encoder import PlainEncoder
 
+pytestmark = pytest.mark.ci
+
 BUCKET = 320
 """Patches: what the pictures of all cases together have, and more."""
 POOL = 100

@@ -18,6 +18,8 @@ from penstock.runtime.updating.digest import digest_of
 from tests.runtime.updating.conftest import GOLDEN
 from tests.support.updating import Arrays, bits, changed, described, small_engine, tensors_of
 
+pytestmark = pytest.mark.ci
+
 UP = "model.layers.1.mlp.up_proj.weight"
 
 

@@ -24,6 +24,8 @@ from penstock.runtime.updating.upload import FileUpload
 from tests.runtime.loading.conftest import shard
 from tests.support.updating import Arrays, bits, changed, options
 
+pytestmark = pytest.mark.ci
+
 IDS = itertools.count()
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -29,6 +29,8 @@ from penstock.runtime.updating.upload import Upload
 from tests.support.collector import Collector, at_gate, submit
 from tests.support.updating import Arrays, begun, bits, changed, described, options, send, tokens
 
+pytestmark = pytest.mark.ci
+
 IN_PLACE = Staging.IN_PLACE
 UP = "model.layers.1.mlp.up_proj.weight"
 

@@ -21,6 +21,8 @@ from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.rig import Kept, Rig, collect, failure_of, fake, generate, joined, serving, stream, until
 from tests.support.models.toy import VOCAB, toy_engine, toy_tokens
 
+pytestmark = pytest.mark.ci
+
 
 class Brake:
     """An observer that holds the engine's thread after a step, from `pull` to `release`."""

@@ -22,6 +22,8 @@ from tests.service.weights.pushing import ABORT, KEEP, RECOMPUTE, WAIT, push
 from tests.support.models.table import Tables, table_model
 from tests.support.models.toy import toy_engine
 
+pytestmark = pytest.mark.ci
+
 PROMPT = (5, 17, 300, 41, 8)
 NUM_TOKENS = 48
 

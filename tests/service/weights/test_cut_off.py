@@ -36,6 +36,8 @@ from tests.service.weights.pushing import (
 from tests.support.models.table import VOCAB, random_tables, table_engine
 from tests.support.models.tiny import VOCAB as TINY_VOCAB
 
+pytestmark = pytest.mark.ci
+
 OLD, NEW = random_tables(1), random_tables(2)
 REPOSITORY = Path(__file__).parents[3]
 QUESTIONS = asks(4, vocab=VOCAB, num_tokens=20)

@@ -34,6 +34,8 @@ from tests.service.weights.pushing import (
 )
 from tests.support.models.tiny import VOCAB
 
+pytestmark = pytest.mark.ci
+
 QUESTIONS = asks(3, vocab=VOCAB, num_tokens=12)
 NORM = "model.norm.weight"
 Q = "model.layers.1.self_attn.q_proj.weight"

@@ -52,13 +52,42 @@ TEST_KERNELS = Path(tempfile.gettempdir()) / "penstock-tests-native"
 
 
 def kernel_params(*names: str) -> list[Any]:
-    """Parameters of a fixture that takes the names of kernels: these, or all if there are none. Those of
-    emulated AVX-512 are marked as sweeps.
+    """Parameters of a fixture that takes the names of kernels: these, or all if there are none. `make test`
+    runs those of this machine's best instruction set, CI also the other real ones and emulated AMX, and the
+    sweep has emulated AVX-512.
     """
     chosen = names or (*NATIVE, EMULATED_AMX, *EMULATED_AVX512)
-    return [
-        pytest.param(name, marks=[pytest.mark.sweep] if name in EMULATED_AVX512 else []) for name in chosen
+    best = max((name for name in chosen if is_here(name)), key=list(NATIVE).index, default="")
+    levels = [
+        [] if name == best else [pytest.mark.sweep] if name in EMULATED_AVX512 else [pytest.mark.ci]
+        for name in chosen
     ]
+    return [pytest.param(name, marks=marks) for name, marks in zip(chosen, levels, strict=True)]
+
+
+def is_here(name: str) -> bool:
+    """Whether the system says that the processor has the kernels' instruction set. Nothing is compiled for
+    the answer, so it can be asked when the files of tests are read.
+    """
+    return name in NATIVE and _CPU_FLAGS[NATIVE[name][0]] in _cpu_flags()
+
+
+_CPU_FLAGS = {
+    Isa.AVX2: "avx2",
+    Isa.AVX512: "avx512_vnni",
+    Isa.AVX512_BF16: "avx512_bf16",
+    Isa.AMX: "amx_bf16",
+}
+"""The newest of the instructions that a set needs, as /proc/cpuinfo calls them."""
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +101,7 @@ class _Library:
 
 EMULATED_SOURCES = Path(__file__).parent / "emulated"
 _AVX512, _AVX512_BF16 = (
-    (*build.FLAGS["_avx2"], "-Wno-psabi", "-include", str(EMULATED_SOURCES / name))
+    (*build.FLAGS["_avx2"], "-O1", "-Wno-psabi", "-include", str(EMULATED_SOURCES / name))
     for name in ("avx512.h", "avx512_bf16.h")
 )
 EMULATED_FLAGS = {  # longest suffix first
@@ -81,7 +110,7 @@ EMULATED_FLAGS = {  # longest suffix first
     "_avx2": build.FLAGS["_avx2"],
     "_amx": (*_AVX512_BF16, f'-DPENSTOCK_TILES="{EMULATED_SOURCES / "tiles.h"}"'),
 }
-"""As build.FLAGS, with AVX-512 and AMX emulated."""
+"""As build.FLAGS, with AVX-512 and AMX emulated. With -O1 they compile in two thirds of the time."""
 _AMX_PARTS = (
     "common/limits",
     "linear/linear",

@@ -23,6 +23,8 @@ from tests.support.compilation_cache import TEST_CACHE
 from tests.support.models.configs import with_attention, with_mlp
 from tests.support.models.toy import toy_engine
 
+pytestmark = pytest.mark.users_xla
+
 PACKED = LinearFormat(packed=True, int8=False)
 
 

@@ -19,6 +19,8 @@ from tests.support.mix import Turns
 from tests.support.models.table import VOCAB, Tables, table_engine
 from tests.support.models.witness import probabilities, shaped_logits
 
+pytestmark = pytest.mark.ci
+
 WEIGHTS = (0.4, 0.3, 0.2, 0.06, 0.04)
 FLAT = Tables.constant(np.log(WEIGHTS).tolist())
 """The tokens of WEIGHTS have these probabilities, and the other 56 of VOCAB's 61 tokens have the logit -50.

@@ -33,7 +33,11 @@ from tests.support.collector import Gate, at_gate
 from tests.support.compilation_cache import TEST_CACHE
 from tests.support.native.kernels import EMULATED_AMX, NATIVE, library_of, running
 
-pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.users_xla,
+    pytest.mark.skipif(not library.available(), reason="no native library on this machine"),
+]
 
 SHAPE = Shape(
     hidden_size=192,  # 3 steps of 64 bytes in int8, 6 in bfloat16; sums of fewer have only one order

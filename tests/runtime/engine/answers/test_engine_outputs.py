@@ -22,6 +22,8 @@ from tests.support.collector import Collector
 from tests.support.mix import Turns
 from tests.support.models.table import VOCAB, random_tables, table_engine
 
+pytestmark = pytest.mark.ci
+
 TABLES = random_tables(31)
 PAGE = 4
 PAGE_BYTES = PAGE * 2 * 4 * 4

@@ -26,7 +26,7 @@ FAMILIES = ("qwen3", "mistral_swa", "deepseek_v3", "qwen3_next")
 """Plain attention, a window, latent attention, and recurrent layers beside attention."""
 
 
-@pytest.fixture(scope="module", params=few(FAMILIES, ("qwen3",)))
+@pytest.fixture(scope="module", params=few(FAMILIES, (), ci=("qwen3",)))
 def name(request: pytest.FixtureRequest) -> str:
     chosen: str = request.param
     return chosen

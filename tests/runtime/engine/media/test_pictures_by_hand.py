@@ -24,6 +24,7 @@ from penstock.runtime.requests.request import CacheParams, Request
 from penstock.runtime.scheduling.plan import Encode
 from tests.support.chunks import set_chunk
 from tests.support.collector import Collector, at_gate
+from tests.support.goldens import few
 from tests.support.models.pictured import (
     VISION,
     expected_tokens,
@@ -66,12 +67,13 @@ ENGINES: dict[str, dict[str, Any]] = {
     "small": {"media_pool_tokens": 64, "max_encode_patches": 1, "prefix_cache_pages": 0},
     "as on an accelerator": {"kv_cache_bytes": 1 << 16},
 }
-ALWAYS = ("windows", "small")
+ALWAYS = ("small",)
+CI = ("windows",)
 
 
 @pytest.fixture(
     scope="module",
-    params=[name if name in ALWAYS else pytest.param(name, marks=pytest.mark.sweep) for name in ENGINES],
+    params=few(ENGINES, ALWAYS, CI),
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     backend = accelerator() if request.param == "as on an accelerator" else None

@@ -31,6 +31,7 @@ from penstock.runtime.requests.request import Request, StoppingParams
 from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from tests.support.collector import GREEDY, Collector, at_gate, long
+from tests.support.goldens import few
 from tests.support.models.hybrid import NEWEST, PAGED, STATE, hybrid_model, hybrid_tokens
 from tests.support.models.toy import VOCAB, toy_engine, toy_runner
 from tests.support.scheduler.put_off import Anything, HalfPutOff
@@ -51,7 +52,11 @@ def accelerator() -> Backend:
 
 @pytest.fixture(
     scope="module",
-    params=["windows", "no overlap", "single steps", "as on an accelerator", "no layer has pages"],
+    params=few(
+        ("windows", "no overlap", "single steps", "as on an accelerator", "no layer has pages"),
+        ("single steps",),
+        ci=("windows", "no overlap", "as on an accelerator", "no layer has pages"),
+    ),
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     made = {

@@ -26,6 +26,8 @@ from tests.service.rig import Kept, Rig, failure_of, generate, read_all, serving
 from tests.service.weights_rig import Step, begin, commit, push, steps
 from tests.support.goldens import CONFIG, GOLDEN
 
+pytestmark = pytest.mark.ci
+
 Tensors = dict[str, tuple[SentTensor, bytes]]
 CHECKPOINT = GOLDEN / "qwen3"
 PROMPT = "def decode(self, text):"
