@@ -111,17 +111,23 @@ def dense(
     """Attention of len(q) tokens after `past`, in float64: q [n, H, D], k and v [past + n, KH, ...]."""
     out = np.zeros((*q.shape[:2], v.shape[2]))
     group = q.shape[1] // k.shape[1]
-    for i in range(len(q)):
-        seen = slice(options.oldest(past + i), past + i + 1)
-        keys, values = (np.repeat(x[seen], group, axis=1).astype(np.float64) for x in (k, v))
-        scores = np.einsum("khd,hd->hk", keys, q[i].astype(np.float64)) * q.shape[2] ** -0.5
+    queries, keys, values = (x.astype(np.float64) for x in (q, k, v))
+    positions, at = range(past, past + len(q)), np.arange(len(k))
+    seen = np.zeros((len(q), 1, len(k)), bool)
+    for i, position in enumerate(positions):
+        seen[i, 0] = (at >= options.oldest(position)) & (at <= position)
+    for head in range(k.shape[1]):
+        mine = slice(head * group, (head + 1) * group)  # the heads of queries that read this head of keys
+        scores = queries[:, mine] @ keys[:, head].T * q.shape[2] ** -0.5  # [n, group, past + n]
         if options.softcap is not None:
             scores = options.softcap * np.tanh(scores / options.softcap)
+        scores = np.where(seen, scores, -np.inf)
         if sinks is not None:
-            scores = np.concatenate([scores, sinks[:, None].astype(np.float64)], axis=1)
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
-        out[i] = np.einsum("hk,khd->hd", weights[:, : keys.shape[0]], values)
+            sink = np.broadcast_to(sinks[mine, None].astype(np.float64), (len(q), group, 1))
+            scores = np.concatenate([scores, sink], axis=2)
+        weights = np.exp(scores - scores.max(axis=2, keepdims=True, initial=-np.inf))
+        weights /= weights.sum(axis=2, keepdims=True)
+        out[:, mine] = weights[..., : len(k)] @ values[:, head]
     return out
 
 
@@ -238,4 +244,4 @@ def check(batch: Batch, result: tuple[np.ndarray, np.ndarray], tolerance: float)
     (out, cache), real = result, len(batch.expected)
     np.testing.assert_allclose(out[:real].astype(np.float64), batch.expected, rtol=tolerance, atol=tolerance)
     assert np.isfinite(out[real:].astype(np.float64)).all()
-    np.testing.assert_array_equal(cache.view(np.uint8), batch.cache_after.view(np.uint8))
+    assert np.array_equal(cache.view(np.uint8), batch.cache_after.view(np.uint8))  # quicker than numpy.testing

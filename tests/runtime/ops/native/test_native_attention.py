@@ -49,10 +49,18 @@ def step(shape: Shape, options: Options = PLAIN, kernel: str = "avx2") -> Callab
     return runner(native_paged_attention, shape, options)
 
 
+@functools.lru_cache(maxsize=32)
+def drawn(cases: tuple[Case, ...], shape: Shape, options: Options, seed: int, shared: int) -> Batch:
+    """A batch that all kernels get, because its result in float64 takes longer than theirs. No test may
+    change it.
+    """
+    return draw(cases, shape, options, seed, shared=shared)
+
+
 def run(
     cases: list[Case], shape: Shape, options: Options, seed: int, kernel: str, shared: int = 0
 ) -> tuple[Batch, np.ndarray]:
-    batch = draw(cases, shape, options, seed, shared=shared)
+    batch = drawn(tuple(cases), shape, options, seed, shared)
     out, cache = step(shape, options, kernel)(batch)
     check(batch, (out, cache), TOLERANCE[shape.dtype])
     assert not out[len(batch.expected) :].any()
@@ -217,7 +225,7 @@ def test_bits_depend_on_the_row_alone(kernel: str, shape: Shape, options: Option
     """
     shape = dataclasses.replace(shape, is_int8=shape.is_int8 or is_int8)
     cases = [Case(600, 1), Case(570, 1), Case(590, 1), Case(0, 300), Case(530, 40), Case(250, 12)]
-    batch = draw(cases, shape, options, 7, shared=512)
+    batch = drawn(tuple(cases), shape, options, 7, 512)
     attend = step(shape, options, kernel)
     together, cache = attend(batch)
     sizes = {300: (100, 33, 300), 40: (1, 7, 16), 12: (2, 12), 1: (1,)}  # chunks by new tokens
@@ -245,7 +253,7 @@ def test_bits_depend_on_the_row_alone(kernel: str, shape: Shape, options: Option
                 table=np.roll(batch.table, -row, 0),
             )
             out, _ = attend(single)
-            np.testing.assert_array_equal(out[:count].view(np.uint8), together[tokens].view(np.uint8))
+            assert np.array_equal(out[:count].view(np.uint8), together[tokens].view(np.uint8)), (row, first)
         at += new
     assert kernel != EMULATED_AMX or threads_with_tiles() == 0
 
