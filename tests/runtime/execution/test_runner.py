@@ -41,6 +41,7 @@ from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, Resol
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
 from tests.support.compilation_cache import TEST_CACHE
 from tests.support.models.toy import OFFSET, VOCAB, ToyLM, toy_backend, toy_model, toy_tokens
+from tests.support.programs import forget_programs
 from tests.support.scheduler.put_off import Anything
 
 GREEDY = ResolvedSampling(temperature=0.0)
@@ -85,12 +86,22 @@ def test_a_start_traces_the_model_once_for_each_program_with_it(monkeypatch: pyt
         return compute(model, token_ids, *others, **options)
 
     monkeypatch.setattr(ToyLM, "__call__", traced)
+    forget_programs()
     runner = make_runner(max_decode_steps=4)
     runner.initialize_kv_cache((16,))
     runner.compile()
     tokens = [key.tokens for key in runner.config.buckets.keys()]  # noqa: SIM118 # no mapping
     assert sorted(sizes) == sorted([*tokens, max(tokens)])
     runner.shutdown()
+    # The suite's own sharing: a second start traces nothing, except for another cache.
+    for num_pages, num_traced in ((16, 0), (12, len(sizes))):
+        sizes.clear()
+        runner = make_runner(max_decode_steps=4)
+        runner.initialize_kv_cache((num_pages,))
+        runner.compile()
+        assert len(sizes) == num_traced
+        runner.shutdown()
+    forget_programs()
 
 
 def test_each_donated_array_becomes_its_own_successor() -> None:

@@ -244,4 +244,6 @@ def check(batch: Batch, result: tuple[np.ndarray, np.ndarray], tolerance: float)
     (out, cache), real = result, len(batch.expected)
     np.testing.assert_allclose(out[:real].astype(np.float64), batch.expected, rtol=tolerance, atol=tolerance)
     assert np.isfinite(out[real:].astype(np.float64)).all()
-    assert np.array_equal(cache.view(np.uint8), batch.cache_after.view(np.uint8))  # quicker than numpy.testing
+    assert np.array_equal(
+        cache.view(np.uint8), batch.cache_after.view(np.uint8)
+    )  # quicker than numpy.testing

@@ -1,0 +1,74 @@
+"""Compiled programs that engines of the suite share.
+
+An engine compiles every program when it starts. Even if all of them are in the cache on disk, JAX traces and
+lowers the model for each one, which takes most of a small engine's start. Many tests start an engine that
+another test of the process has started before with the same sizes, so its programs are kept here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.ffi
+
+from penstock.runtime.execution.program_set import ProgramBuilder, Programs
+
+MOST_KEPT = 24
+"""Sets of programs that are kept. Those that were used longest ago go first."""
+
+_kept: dict[Hashable, Programs] = {}
+"""What a set was compiled for, and the set; the one that was used last is at the end."""
+
+
+def _shapes(tree: Any) -> Hashable:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding) for leaf in leaves)
+
+
+def _compiled_for(builder: ProgramBuilder) -> Hashable:
+    """Everything that decides which programs the builder makes. Weights count by their shapes, because
+    programs get them as arguments.
+    """
+    device: Any = builder.rebuild.__self__  # type: ignore[attr-defined] # a method of DeviceState
+    return (
+        dataclasses.replace(builder.config, show_progress=False),
+        device._graphdef,
+        device._weights_tree,
+        _shapes((builder.weights, builder.state, builder.kv, builder.pool)),
+        builder.cache,
+        builder.num_pages,
+        builder.backend,
+        builder.sharding,
+        jax.ffi.ffi_call,  # tests put another in its place to call emulated kernels
+    )
+
+
+def forget_programs() -> None:
+    """Has the next engine of every kind compile its own programs."""
+    _kept.clear()
+
+
+@contextmanager
+def shared_programs() -> Iterator[None]:
+    """Within the block, an engine whose programs are those of an earlier one gets them from it. Its weights,
+    cache and state are its own, and it runs every program once before it serves, as always.
+
+    A test that changes what a model or an operation computes while it is traced calls `forget_programs`.
+    """
+    compile_all = ProgramBuilder.compile_all
+
+    def shared(builder: ProgramBuilder) -> Programs:
+        key = _compiled_for(builder)
+        programs = _kept.pop(key, None) or compile_all(builder)
+        _kept[key] = programs
+        while len(_kept) > MOST_KEPT:
+            del _kept[next(iter(_kept))]
+        return programs
+
+    with mock.patch.object(ProgramBuilder, "compile_all", shared):
+        yield
