@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from penstock.runtime.execution.compilation import use_compilation_cache
 from penstock.runtime.models import params
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import PLAIN, LinearFormat
@@ -21,6 +22,7 @@ from penstock.runtime.ops.attention import make_meta
 from penstock.runtime.ops.cache_spec import PagedKV, SlotState
 from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT
+from tests.support.models.toy import TEST_CACHE
 
 SLOTS = 128
 CHUNK = 8
@@ -77,6 +79,7 @@ class Sequence:
         dtype: str | None = None,
         linear: LinearFormat = PLAIN,
     ) -> None:
+        use_compilation_cache(TEST_CACHE)
         self.leaves = params.state_to_leaves(state)
         self._empty = tuple(map(_empty, config.cache.layers))
         self._decodes = config.cache.has_state
