@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,40 +36,71 @@ def step(shape: Shape, options: Options, decode: bool) -> Callable[..., Any]:
 
 
 rows = st.lists(st.builds(Case, past=st.integers(0, 30), new=st.integers(1, 20)), min_size=1, max_size=ROWS)
-kinds = st.sampled_from([*((each, False) for each in OPTIONS), *((each, True) for each in OPTIONS[3:])])
-"""Options, and whether the cache is of int8."""
 seeds = st.integers(0, 2**31)
+PLAIN, NEWEST, NEAR, CHUNKS, SINKS, ALL = OPTIONS
+KINDS = [*((each, False) for each in OPTIONS), *((each, True) for each in OPTIONS[3:])]
+"""Options, and whether the cache is of int8."""
 
 
+def programs(some: Sequence[tuple[Any, ...]], every: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Half a second goes into each program, so a test draws from some of them, and only sweeps from all."""
+    return pytest.mark.parametrize(
+        "drawn_from",
+        [pytest.param(some, id="some"), pytest.param([*every], id="all", marks=pytest.mark.sweep)],
+    )
+
+
+@programs(
+    [
+        ((4, 2), (PLAIN, False)),
+        ((3, 1), (NEWEST, False)),
+        ((4, 2), (CHUNKS, True)),
+        ((4, 2), (SINKS, True)),
+        ((3, 1), (ALL, False)),
+    ],
+    product([(4, 2), (3, 1)], KINDS),
+)
 @settings(max_examples=40, deadline=None)
-@given(rows, st.sampled_from([(4, 2), (3, 1)]), kinds, seeds)
+@given(cases=rows, data=st.data(), seed=seeds)
 def test_mixed_batches(
-    cases: list[Case], heads: tuple[int, int], kind: tuple[Options, bool], seed: int
+    drawn_from: Sequence[tuple[Any, ...]], cases: list[Case], data: st.DataObject, seed: int
 ) -> None:
     """Prefill chunks and decode rows of different lengths in one step."""
-    options, is_int8 = kind
+    heads, (options, is_int8) = data.draw(st.sampled_from(drawn_from))
     shape = Shape(*heads, dim=DIM, page=PAGE, tokens=96, rows=ROWS, width=24, pages=70, is_int8=is_int8)
     batch = draw(cases, shape, options, seed)
     check(batch, step(shape, options, False)(batch), 2e-5)
 
 
+@programs([(NEAR, False), (SINKS, False), (ALL, True)], KINDS)
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=ROWS), kinds, seeds)
-def test_decode_batches(pasts: list[int], kind: tuple[Options, bool], seed: int) -> None:
+@given(pasts=st.lists(st.integers(0, 60), min_size=1, max_size=ROWS), data=st.data(), seed=seeds)
+def test_decode_batches(
+    drawn_from: Sequence[tuple[Any, ...]], pasts: list[int], data: st.DataObject, seed: int
+) -> None:
     """One token for each row, as in decode programs, with fewer rows than the bucket holds."""
-    options, is_int8 = kind
+    options, is_int8 = data.draw(st.sampled_from(drawn_from))
     shape = Shape(4, 2, dim=DIM, page=PAGE, tokens=ROWS, rows=ROWS, width=24, pages=70, is_int8=is_int8)
     batch = draw([Case(past, 1) for past in pasts], shape, options, seed)
     check(batch, step(shape, options, True)(batch), 2e-5)
 
 
+@programs(
+    [
+        ((4, 1), False, (PLAIN, False)),
+        ((4, 2), False, (ALL, True)),
+        ((4, 1), True, (CHUNKS, True)),
+        ((4, 2), True, (NEAR, False)),
+    ],
+    product([(4, 1), (4, 2)], [False, True], KINDS),
+)
 @settings(max_examples=20, deadline=None)
-@given(rows, st.sampled_from([(4, 1), (4, 2)]), st.booleans(), kinds, seeds)
+@given(cases=rows, data=st.data(), seed=seeds)
 def test_values_that_are_channels_of_the_keys(
-    cases: list[Case], heads: tuple[int, int], decode: bool, kind: tuple[Options, bool], seed: int
+    drawn_from: Sequence[tuple[Any, ...]], cases: list[Case], data: st.DataObject, seed: int
 ) -> None:
     """Latent attention: the cache holds keys only, whose first channels are the values."""
-    options, is_int8 = kind
+    heads, decode, (options, is_int8) = data.draw(st.sampled_from(drawn_from))
     if decode:
         cases = [Case(case.past, 1) for case in cases]
     tokens = ROWS if decode else 96
@@ -82,20 +115,27 @@ def test_sixteen_bit_cache_keeps_exact_values(dtype: jnp.dtype) -> None:
     """A 16-bit cache is stored as raw uint16 and must be read back unchanged. The row has one position, so
     its output is its own value.
     """
-    kv = jnp.zeros(kv_layer_shape(2, PAGE, 1, DIM), kv_storage_dtype(np.dtype(dtype)))
+    kv = jnp.asarray(np.zeros(kv_layer_shape(2, PAGE, 1, DIM), kv_storage_dtype(np.dtype(dtype))))
     assert kv.dtype == kv_storage_dtype(np.dtype(dtype)) == np.uint16
-    value = jnp.arange(1, 1 + DIM, dtype=dtype).reshape(1, 1, DIM) / jnp.asarray(3, dtype)
-    value = jnp.concatenate([value] + [jnp.zeros_like(value)] * 3)
-    meta = make_meta(
-        starts=jnp.zeros(4, jnp.int32),
-        q_lens=jnp.array([1, 0, 0, 0], jnp.int32),
-        page_table=jnp.ones((4, 2), jnp.int32),
-        num_tokens=4,
-        decode_only=True,
-        page_size=PAGE,
-        num_pages=2,
-    )
-    out, _ = paged_attention(value, value, value, kv, meta, scale=1.0)
+    thirds = np.zeros((4, 1, DIM), np.float32)
+    thirds[0] = np.arange(1, 1 + DIM, dtype=np.float32) / 3
+    value = jnp.asarray(thirds.astype(dtype))
+
+    @jax.jit
+    def attend(value: jax.Array, kv: jax.Array) -> jax.Array:
+        meta = make_meta(
+            starts=jnp.zeros(4, jnp.int32),
+            q_lens=jnp.array([1, 0, 0, 0], jnp.int32),
+            page_table=jnp.ones((4, 2), jnp.int32),
+            num_tokens=4,
+            decode_only=True,
+            page_size=PAGE,
+            num_pages=2,
+        )
+        out, _ = paged_attention(value, value, value, kv, meta, scale=1.0)
+        return out
+
+    out = attend(value, kv)
     assert out.dtype == dtype
     np.testing.assert_array_equal(np.asarray(out[0]), np.asarray(value[0]))
 

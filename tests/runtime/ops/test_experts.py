@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.runtime.ops.experts import StackedExperts, experts, route
+from penstock.runtime.ops import experts as ops
+from penstock.runtime.ops.experts import StackedExperts
 from tests.support.native.routers import witness
+
+# Without jit every operation would be compiled by itself.
+route = jax.jit(
+    ops.route, static_argnames=("per_token", "score", "normalize", "scale", "num_groups", "top_groups")
+)
+experts = jax.jit(ops.experts, static_argnames=("activation", "limit", "weigh_input"))
 
 HIDDEN, INNER, EXPERTS, CHOSEN, ROWS = 12, 20, 5, 3, 17
 

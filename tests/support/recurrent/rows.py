@@ -7,11 +7,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from hypothesis import strategies as st
 
 from penstock.runtime.ops.attention import AttentionMeta, make_meta
+
+_made = jax.jit(make_meta, static_argnames=("num_tokens", "decode_only", "page_size", "num_pages"))
+"""Without jit, each of its fifty operations would be compiled by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +80,16 @@ class Step:
     def meta(self) -> AttentionMeta:
         """As a step's program makes it. Padding rows read and write nothing."""
 
-        def padded(values: Sequence[int], padding: int) -> jnp.ndarray:
+        def padded(values: Sequence[int], padding: int) -> np.ndarray:
             rest = [padding] * (self.num_rows - len(values))
-            return jnp.asarray([*values, *rest], jnp.int32)
+            return np.array([*values, *rest], np.int32)
 
         past = self.entries
         reads = [past if entry is None else entry for entry in self.reads]
-        return make_meta(
+        meta: AttentionMeta = _made(
             starts=padded([0 if row.fresh else 7 for row in self.rows], 0),
             q_lens=padded([row.new for row in self.rows], 0),
-            page_table=jnp.zeros((self.num_rows, 64), jnp.int32),
+            page_table=np.zeros((self.num_rows, 64), np.int32),
             num_tokens=self.tokens,
             decode_only=self.decode,
             page_size=8,
@@ -96,3 +99,4 @@ class Step:
             state_cut=padded([row.cut for row in self.rows], 0) if self.cuts else None,
             state_cut_to=padded(self.keeps, past) if self.cuts else None,
         )
+        return meta
