@@ -30,7 +30,7 @@ def _shapes(tree: Any) -> Hashable:
     return structure, tuple((leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding) for leaf in leaves)
 
 
-def _compiled_for(builder: ProgramBuilder) -> Hashable:
+def compiled_for(builder: ProgramBuilder) -> Hashable:
     """Everything that decides which programs the builder makes. Weights count by their shapes, because
     programs get them as arguments.
     """
@@ -63,7 +63,7 @@ def shared_programs() -> Iterator[None]:
     compile_all = ProgramBuilder.compile_all
 
     def shared(builder: ProgramBuilder) -> Programs:
-        key = _compiled_for(builder)
+        key = compiled_for(builder)
         programs = _kept.pop(key, None) or compile_all(builder)
         _kept[key] = programs
         while len(_kept) > MOST_KEPT:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import Buckets, ProgramKey
 from penstock.runtime.execution.compilation import CompileCounter, compile_program, use_compilation_cache
@@ -39,16 +40,16 @@ from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.ops.sampling_codes import LOGPROBS, PENALTIES, SAMPLING
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
+from tests.support import programs
 from tests.support.compilation_cache import TEST_CACHE
 from tests.support.models.toy import OFFSET, VOCAB, ToyLM, toy_backend, toy_model, toy_tokens
-from tests.support.programs import forget_programs
 from tests.support.scheduler.put_off import Anything
 
 GREEDY = ResolvedSampling(temperature=0.0)
 
 
 def make_runner(
-    max_decode_steps: int = 1, window_steps: tuple[int, ...] = (0,), row_buckets: tuple[int, ...] = (4, 8)
+    max_decode_steps: int = 8, window_steps: tuple[int, ...] = (0,), row_buckets: tuple[int, ...] = (4, 8)
 ) -> ModelRunner:
     use_compilation_cache(TEST_CACHE)
     model = toy_model()
@@ -86,22 +87,35 @@ def test_a_start_traces_the_model_once_for_each_program_with_it(monkeypatch: pyt
         return compute(model, token_ids, *others, **options)
 
     monkeypatch.setattr(ToyLM, "__call__", traced)
-    forget_programs()
-    runner = make_runner(max_decode_steps=4)
+    programs.forget_programs()
+    runner = make_runner()
     runner.initialize_kv_cache((16,))
     runner.compile()
     tokens = [key.tokens for key in runner.config.buckets.keys()]  # noqa: SIM118 # no mapping
     assert sorted(sizes) == sorted([*tokens, max(tokens)])
     runner.shutdown()
-    # The suite's own sharing: a second start traces nothing, except for another cache.
-    for num_pages, num_traced in ((16, 0), (12, len(sizes))):
-        sizes.clear()
-        runner = make_runner(max_decode_steps=4)
-        runner.initialize_kv_cache((num_pages,))
-        runner.compile()
-        assert len(sizes) == num_traced
-        runner.shutdown()
-    forget_programs()
+
+
+def test_the_suites_runners_share_programs_only_if_they_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make_runner()
+    first.initialize_kv_cache((16,))
+    first.compile()
+    compiled_for = programs.compiled_for(first.device.builder((16,)))
+    programs_of_first = first.calls.programs
+    first.shutdown()
+    second = make_runner()
+    second.initialize_kv_cache((16,))
+    second.compile()
+    assert second.calls.programs is programs_of_first
+    for other in (
+        second.device.builder((12,)),
+        make_runner(max_decode_steps=4).device.builder((16,)),
+        dataclasses.replace(second.device.builder((16,)), backend=toy_backend(EngineConfig(native="off"))),
+    ):
+        assert programs.compiled_for(other) != compiled_for
+    monkeypatch.setattr(jax.ffi, "ffi_call", print)
+    assert programs.compiled_for(second.device.builder((16,))) != compiled_for
+    second.shutdown()
 
 
 def test_each_donated_array_becomes_its_own_successor() -> None:
@@ -176,7 +190,7 @@ def test_decodes_under_a_constraint_compute_no_more_rows_than_others(
 )
 def looping(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     """Runners with both kinds of windows."""
-    runner = make_runner(max_decode_steps=8, window_steps=request.param)
+    runner = make_runner(window_steps=request.param)
     runner.initialize_kv_cache((16,))
     runner.compile()
     yield runner
