@@ -295,7 +295,7 @@ def test_refusals_come_at_once_and_name_everything(engine: Engine) -> None:
 
 
 def test_the_queue_has_a_limit() -> None:
-    engine = toy_engine(max_queued_requests=2, max_num_seqs=1)
+    engine = toy_engine(max_queued_requests=2)
     try:
         gate, sink = at_gate(engine, "runs"), Collector()
         submit(engine, sink, "waits-1")

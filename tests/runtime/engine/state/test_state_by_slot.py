@@ -114,14 +114,22 @@ def test_rows_that_end_in_a_window_leave_the_others_right(engine: Engine) -> Non
     run(engine, requests)
 
 
+def without_snapshots() -> Engine:
+    """An engine with 24 pages: three requests of 32 tokens fill them."""
+    page_bytes = PAGED.page_bytes(4, np.dtype(np.float32))
+    return toy_engine(
+        hybrid_model(), state_snapshots=0, kv_cache_bytes=24 * page_bytes + 4 * 16, decode_window_s=10.0
+    )
+
+
 def test_without_snapshots_every_output_computes_its_whole_prompt() -> None:
     """There is no prefix cache, because pages without the state are of no use, so forks compute their prompt
     too.
     """
-    engine = toy_engine(hybrid_model(), state_snapshots=0)
+    engine = without_snapshots()
     try:
         assert engine.config.prefix_cache_pages == 0
-        request = Request("r", prompt_of(30), GREEDY, long(12))
+        request = Request("r", prompt_of(20), GREEDY, long(12))
         outputs = outputs_of(request, 3)
         gate, sink = at_gate(engine, tokens=1), Collector()
         for output in outputs:
@@ -138,10 +146,7 @@ def test_without_snapshots_every_output_computes_its_whole_prompt() -> None:
 
 def test_a_preempted_request_computes_its_state_again() -> None:
     """The pool holds about half of the pages that four requests grow to."""
-    page_bytes = PAGED.page_bytes(4, np.dtype(np.float32))
-    engine = toy_engine(
-        hybrid_model(), state_snapshots=0, kv_cache_bytes=24 * page_bytes + 4 * 16, decode_window_s=10.0
-    )
+    engine = without_snapshots()
     try:
         assert engine.info.num_pages == 24
         requests = [Request(f"r{i}", prompt_of(4 + i), GREEDY, long(40)) for i in range(4)]
