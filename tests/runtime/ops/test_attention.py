@@ -66,6 +66,7 @@ def test_mixed_batches(
     drawn_from: Sequence[tuple[Any, ...]], cases: list[Case], data: st.DataObject, seed: int
 ) -> None:
     """Prefill chunks and decode rows of different lengths in one step."""
+    heads: tuple[int, int]
     heads, (options, is_int8) = data.draw(st.sampled_from(drawn_from))
     shape = Shape(*heads, dim=DIM, page=PAGE, tokens=96, rows=ROWS, width=24, pages=70, is_int8=is_int8)
     batch = draw(cases, shape, options, seed)
@@ -100,6 +101,7 @@ def test_values_that_are_channels_of_the_keys(
     drawn_from: Sequence[tuple[Any, ...]], cases: list[Case], data: st.DataObject, seed: int
 ) -> None:
     """Latent attention: the cache holds keys only, whose first channels are the values."""
+    heads: tuple[int, int]
     heads, decode, (options, is_int8) = data.draw(st.sampled_from(drawn_from))
     if decode:
         cases = [Case(case.past, 1) for case in cases]
