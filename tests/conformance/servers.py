@@ -18,8 +18,8 @@ import grpc
 from tests.conformance.calling import call, outcome
 from tests.conformance.table import Group, Step, for_run
 from tests.front_processes import FLAGS
-from tests.support.compilation_cache import TEST_CACHE
 from tests.support.demo_server import running
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.toolchains import ROOT
 
 WAIT_S = 120.0

@@ -46,7 +46,7 @@ def loaded_by(name: str) -> set[str]:
     [
         *SOURCES["client"],
         *SOURCES["jax-free"],
-        *SOURCES["fronts-without-jax"],
+        *SOURCES["service-without-jax"],
         *SOURCES["openai-front"],
     ],
 )

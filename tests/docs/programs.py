@@ -27,7 +27,7 @@ from google.protobuf import json_format
 
 from penstock.cli.__main__ import main
 from penstock.v1 import inference_pb2, inference_pb2_grpc
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 
 START_S = 280.0
 

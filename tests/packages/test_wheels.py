@@ -16,7 +16,7 @@ from zipfile import ZipFile
 import pytest
 
 from tests.packages.environments import environment, output_of, variables, versions
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tools.wheels import ROOT, build_client, build_engine
 
 pytestmark = [pytest.mark.sweep, pytest.mark.timeout(900)]

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+import pytest
 from transformers import PreTrainedTokenizerFast
 
 from penstock.runtime.text.codec import TextCodec
-from penstock.runtime.text.decoder import byte_level_piece
 from penstock.service.requests import prompts
-
-if TYPE_CHECKING:
-    import pytest  # which servers with the fake engine need not load
-
-EOS = 256
-VOCAB = 260
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
-    "{{ raise_exception('system comes first') }}{% endif %}"
-    "{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}"
-)
-"""Renders a user's "hi" as "u:hi|"."""
+from tests.support.models.byte_text import CHAT_TEMPLATE, END, EOS, byte_tokenizer
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Tokens 257 to 260 of `qwen_codec`."""
@@ -71,16 +58,12 @@ def slow_codec(monkeypatch: pytest.MonkeyPatch) -> tuple[TextCodec, threading.Ev
 
 
 def byte_codec(
-    chat_template: str | None = CHAT_TEMPLATE, markers: tuple[str, ...] = (), end: str = "<|end|>"
+    chat_template: str | None = CHAT_TEMPLATE, markers: tuple[str, ...] = (), end: str = END
 ) -> TextCodec:
     """A codec in which token b is the byte b, 256 is the special end token, and then come `markers`, which
     are special, too.
     """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: byte_level_piece(c)[0])
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([end, *markers])
+    tokenizer = byte_tokenizer(end, markers)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
     fast.chat_template = chat_template
     return TextCodec(fast)

@@ -70,14 +70,14 @@ from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.status import OutputStatus
-from penstock.runtime.text.codec import TextCodec
-from tests.service.codecs import EOS, VOCAB
+from penstock.runtime.text.interface import Text
 from tests.service.fake_changes import FakeChanges, Make
 from tests.service.fake_outputs import HIDDEN_SIZE, Running, Sink
 from tests.service.fake_steps import FakeSteps
 from tests.service.fake_updater import TENSORS, FakeUpdater
 from tests.support.fake_profiler import FakeProfiler
 from tests.support.meters import BUILD, NO_TOTALS
+from tests.support.models.byte_text import EOS, VOCAB
 
 
 class FakeEngine:
@@ -90,7 +90,7 @@ class FakeEngine:
         tokens_per_step: int = 1,
         scripts: Mapping[str | tuple[str, int], Sequence[int]] | None = None,
         vocab_size: int = VOCAB,
-        codec: TextCodec | None = None,
+        codec: Text | None = None,
         max_model_len: int = 64,
         kv_tokens: int = 1 << 30,
         defaults: GenerationDefaults | None = None,
@@ -114,7 +114,7 @@ class FakeEngine:
             devices=("fake:0",),
             hidden_size=HIDDEN_SIZE,
         )
-        self.text: TextCodec | None = codec
+        self.text: Text | None = codec
         self.changes = FakeChanges()
         self.updater = FakeUpdater(self)
         self.registry = Registry()

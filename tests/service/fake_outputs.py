@@ -22,7 +22,7 @@ from penstock.runtime.requests.request import (
     TokenLogprobs,
 )
 from penstock.runtime.scheduling.status import OutputStatus, Phase
-from tests.service.codecs import EOS
+from tests.support.models.byte_text import EOS
 
 HIDDEN_SIZE = 4
 Sink = Callable[[Sequence[StepOutput]], None]

@@ -30,8 +30,8 @@ from penstock.runtime.errors import (
 from penstock.runtime.loop.interface import InFlightPolicy, InFlightReport, WeightsVersion
 from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReason
 from penstock.runtime.updating.interface import Staging, UpdateOptions, UpdateOutcome, UpdateReport
-from tests.service.codecs import VOCAB
 from tests.service.fake_changes import Make
+from tests.support.models.byte_text import VOCAB
 
 TENSORS = {
     "model.embed_tokens.weight": SentTensor("model.embed_tokens.weight", "BF16", (VOCAB, 8)),

@@ -17,8 +17,8 @@ from penstock import runtime
 from penstock.runtime.config import EngineConfig
 from penstock.server_cli.commands import serve
 from penstock.service.server import PenstockServer
-from tests.service.codecs import byte_codec
 from tests.service.fake import FakeEngine
+from tests.support.models.byte_text import ByteText
 
 
 class SlowEngine(FakeEngine):
@@ -50,7 +50,7 @@ class Loader:
         if config.served_model_name in ("never-loads", "deaf-early"):
             forever.wait()
         start = forever.wait if config.served_model_name == "never-ready" else lambda: None
-        engine = SlowEngine(codec=byte_codec(), max_model_len=10_000, start=start)  # type: ignore[arg-type]
+        engine = SlowEngine(codec=ByteText(), max_model_len=10_000, start=start)  # type: ignore[arg-type]
         engine.dies = config.served_model_name == "dies"
         engine.hangs = config.served_model_name == "hangs"
         engine.profiler.ends_at_once = True

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime import EngineConfig
 from penstock.runtime.loading.checkpoint import load_config
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.witness import log_softmax
 
 Logits = NDArray[np.float32]

@@ -45,6 +45,7 @@ def compiled_for(builder: ProgramBuilder) -> Hashable:
         builder.backend,
         builder.sharding,
         jax.ffi.ffi_call,  # tests put another in its place to call emulated kernels
+        jax.config.read("jax_disable_most_optimizations"),
     )
 
 

@@ -23,7 +23,7 @@ from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.updating.interface import UpdateOptions
 from penstock.runtime.updating.upload import Upload
 from tests.support.collector import GREEDY_PARAMS
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.toy import toy_backend
 
 Arrays = Mapping[str, NDArray[Any]]

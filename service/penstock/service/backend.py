@@ -28,7 +28,7 @@ from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.status import OutputStatus
 from penstock.runtime.sent_tensors import SentTensor
-from penstock.runtime.text.codec import TextCodec
+from penstock.runtime.text.interface import Text
 from penstock.runtime.updating.interface import UpdateOptions, UpdateReport
 
 
@@ -167,7 +167,7 @@ class Backend(Protocol):
     @property
     def info(self) -> Info: ...
     @property
-    def text(self) -> TextCodec | None: ...
+    def text(self) -> Text | None: ...
     @property
     def images(self) -> ImageReader | None:
         """Reads the pictures of prompts; None for a model that takes none."""

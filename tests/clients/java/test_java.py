@@ -14,7 +14,7 @@ import pytest
 
 from tests.docs.pages import blocks
 from tests.docs.readmes import run_readme
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.toolchains import require
 
 ROOT = Path(__file__).parents[3]

@@ -15,7 +15,8 @@ from penstock.runtime.chat.parser import ChatForms, choose_forms, detect
 from penstock.runtime.chat.reasoning import REASONING_FORMS
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.hub import DEMO_DIRECTORY
-from penstock.runtime.text.codec import TextCodec, TextStream
+from penstock.runtime.text.codec import TextCodec
+from penstock.runtime.text.stream import TextStream
 from tests.support.chat import LLAMA3, MISTRAL, QWEN, R1, bytes_tokenizer, pieces_of
 
 USER = (ChatTurn("user", "hi"),)

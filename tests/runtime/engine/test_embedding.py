@@ -13,7 +13,7 @@ import pytest
 from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.requests.request import Finish, FinishReason
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.toy import toy_engine
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3"

@@ -23,7 +23,7 @@ from penstock.runtime.requests.grammar import Grammar
 from penstock.runtime.requests.request import FinishReason, Request, ResolvedSampling
 from tests.support.batch import Answer, answers
 from tests.support.collector import Collector, at_gate
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.random_model import write_random_model
 from tests.support.schemas import allowed_ids, corpus, violations
 

@@ -16,7 +16,7 @@ from penstock.runtime.execution.kv_sizing import plan_kv
 from penstock.runtime.ops.cache_spec import CacheGroup
 from penstock.runtime.requests.request import Request
 from penstock.runtime.scheduling.scheduler_config import capacity_tokens
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.scheduler.scheduling import commit, dispatch, make
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "mistral_swa"

@@ -24,7 +24,7 @@ from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.linear import unpack
 from tests.runtime.engine.update_memory import UPDATES
 from tests.support.collector import at_gate
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.toy import toy_backend
 from tests.support.updating import small_engine
 

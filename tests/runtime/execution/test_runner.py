@@ -41,7 +41,7 @@ from penstock.runtime.ops.sampling_codes import LOGPROBS, PENALTIES, SAMPLING
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
 from tests.support import programs
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.toy import OFFSET, VOCAB, ToyLM, toy_backend, toy_model, toy_tokens
 from tests.support.scheduler.put_off import Anything
 

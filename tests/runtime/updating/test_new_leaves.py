@@ -19,7 +19,7 @@ from penstock.runtime.execution.device.device_state import DeviceState
 from penstock.runtime.loading.served_model import load_model
 from penstock.runtime.updating.interface import Staging, UpdateOutcome
 from tests.support.collector import at_gate
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.toy import toy_backend
 from tests.support.updating import Arrays, begun, bits, changed, send, tokens
 

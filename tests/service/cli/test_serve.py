@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc, types_pb2
 from tests.service.h2peer import Peer
 from tests.service.rig import generate, stream
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3"
 REPOSITORY = Path(__file__).parents[3]

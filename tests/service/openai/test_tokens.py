@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.service.codecs import EOS, THINK, qwen_codec
+from tests.service.codecs import THINK, qwen_codec
 from tests.service.openai.rig import FrontRig, front_rig
 from tests.service.rig import fake, ids
+from tests.support.models.byte_text import EOS
 
 
 async def post(rig: FrontRig, path: str, **body: Any) -> tuple[int, Any]:

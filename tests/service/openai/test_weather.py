@@ -17,7 +17,7 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from tests.service.openai.rig import front_rig
 from tests.service.rig import Kept
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 
 pytestmark = pytest.mark.sweep
 

@@ -18,7 +18,6 @@ from penstock.service.replies.reply_budget import ReplyBudget
 from penstock.service.replies.reply_limits import ReplyLimits
 from penstock.service.replies.streams import Buffer, ServerSwitchboard
 from penstock.v1 import control_pb2
-from tests.service.codecs import EOS
 from tests.service.h2peer import Peer
 from tests.service.rig import (
     CODEC,
@@ -32,6 +31,7 @@ from tests.service.rig import (
     stream,
     until,
 )
+from tests.support.models.byte_text import EOS
 
 KIB = 1024
 

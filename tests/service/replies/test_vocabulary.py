@@ -9,8 +9,9 @@ import pytest
 from penstock.runtime.text.token_bytes import TokenBytes
 from penstock.service.replies.vocabulary_page import PAGE_BYTES, vocabulary_page
 from penstock.v1 import control_pb2
-from tests.service.codecs import EOS, QWEN_VOCAB, qwen_codec
+from tests.service.codecs import QWEN_VOCAB, qwen_codec
 from tests.service.rig import Rig, failure_of, fake, serving, until
+from tests.support.models.byte_text import EOS
 
 QWEN = [bytes([b]) for b in range(256)] + [
     b"<|end|>",

@@ -28,8 +28,9 @@ from penstock.service.servicers.abort import MAX_ABORT_IDS, to_target
 from penstock.service.servicers.serving import limits_of
 from penstock.service.threads.lanes import INLINE_BYTES, Lane
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
-from tests.service.codecs import VOCAB, byte_codec
+from tests.service.codecs import byte_codec
 from tests.service.rig import failure_of, fake, generate, serving, until
+from tests.support.models.byte_text import VOCAB
 
 LEFT = {"truncation": types_pb2.TRUNCATION_LEFT}
 ROOM = 64

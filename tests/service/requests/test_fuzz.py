@@ -24,7 +24,7 @@ from penstock.runtime.engine import Engine
 from penstock.service.requests.features import Features
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.rig import Rig, serving, taken_apart, until
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 
 SEED = int(os.environ.get("PENSTOCK_FUZZ_SEED", "20261121"))
 AT_ONCE = 12

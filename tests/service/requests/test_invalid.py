@@ -13,8 +13,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS
 from penstock.v1 import types_pb2
-from tests.service.codecs import VOCAB
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream
+from tests.support.models.byte_text import VOCAB
 
 INF, NAN = math.inf, math.nan
 PENALTIES = ("presence_penalty", "frequency_penalty")

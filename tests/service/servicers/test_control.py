@@ -11,8 +11,9 @@ from penstock.runtime.errors import EngineFailure
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.service.identity import version
 from penstock.v1 import control_pb2, types_pb2, weights_pb2
-from tests.service.codecs import CHAT_TEMPLATE, EOS, byte_codec
+from tests.service.codecs import byte_codec
 from tests.service.rig import failure_of, fake, generate, ids, serving, until
+from tests.support.models.byte_text import CHAT_TEMPLATE, EOS
 
 FEATURES = [
     control_pb2.FEATURE_PROMPT_LOGPROBS,

@@ -23,7 +23,7 @@ from penstock.runtime import (
 from penstock.runtime.errors import PenstockError
 from penstock.service.replies.messages import REASONS
 from tests.service.rig import Kept, failure_of, generate, serving
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = Tool("get_weather", "Get the weather in a city.", PARAMETERS)

@@ -16,8 +16,8 @@ from google.protobuf.duration_pb2 import Duration
 from penstock.runtime.requests.request import ResolvedSampling
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.v1 import inference_pb2, types_pb2
-from tests.service.codecs import EOS
 from tests.service.rig import collect, failure_of, fake, generate, ids, joined, serving, stream, until
+from tests.support.models.byte_text import EOS
 
 A_TO_Z = "abcdefghijklmnopqrstuvwxyz"
 

@@ -14,7 +14,6 @@ from penstock.runtime.generation.results import merged_timing
 from penstock.runtime.requests.fanout import output_seed
 from penstock.runtime.requests.request import RequestTiming
 from penstock.v1 import inference_pb2, types_pb2
-from tests.service.codecs import EOS
 from tests.service.rig import (
     collect,
     failure_of,
@@ -27,6 +26,7 @@ from tests.service.rig import (
     stream,
     until,
 )
+from tests.support.models.byte_text import EOS
 
 A_TO_Z = "abcdefghijklmnopqrstuvwxyz"
 ABORTED = types_pb2.FINISH_REASON_ABORTED

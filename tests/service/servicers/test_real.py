@@ -24,7 +24,7 @@ from penstock.runtime.loop.delivery import Delivery
 from penstock.runtime.requests.fanout import output_seed
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import Kept, Rig, collect, failure_of, generate, joined, serving, stream, until
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.otlp import Recorder
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3"

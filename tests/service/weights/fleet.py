@@ -11,7 +11,7 @@ from typing import Any
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from tests.service.rig import Kept, Rig, serving
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.tiny import Tensors
 
 ROWS = 16

@@ -31,7 +31,7 @@ from tests.service.weights.pushing import (
     Tensors,
     whole,
 )
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 
 SHAPE = Shape(256, 512, 4, 4, 2, 64, 2048, 300, 4096)
 TOLERANCE = 16 << 20

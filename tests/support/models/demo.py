@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from penstock.runtime import Engine, EngineConfig
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 
 
 @contextlib.contextmanager

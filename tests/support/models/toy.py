@@ -32,7 +32,7 @@ from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 
 VOCAB = 61
 EOS = 60

@@ -12,7 +12,7 @@ from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.requests.fanout import PreparedPrompt
 from penstock.runtime.requests.request import Finish, Request, StepOutput
-from penstock.runtime.text.codec import TextCodec
+from penstock.runtime.text.interface import Text
 
 
 class RequestQueue(Protocol):
@@ -44,7 +44,7 @@ class TextEngine(RequestQueue, Protocol):
     @property
     def info(self) -> ModelInfo: ...
     @property
-    def text(self) -> TextCodec | None:
+    def text(self) -> Text | None:
         """The model's tokenizer; None for a model without one."""
         ...
 

@@ -25,7 +25,7 @@ from penstock.runtime.requests.fanout import PreparedPrompt, outputs_of
 from penstock.runtime.requests.grammar import Grammar, GrammarKind
 from penstock.runtime.requests.request import Request, ResolvedSampling
 from penstock.runtime.text.assembler import Assembler
-from penstock.runtime.text.codec import TextCodec
+from penstock.runtime.text.interface import Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def prepare_job(engine: TextEngine, job: Job) -> PreparedJob:
     return PreparedJob(job=job, requests=requests, shared=shared, prompt=prompt, text=encoded.text)
 
 
-def word_ids(codec: TextCodec | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def word_ids(codec: Text | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """The token ids of bad words, in all their spellings. InvalidRequest where a word is empty or too long,
     or there are too many.
     """
@@ -87,7 +87,7 @@ def with_bad_words(
 
 
 def constraints_of(
-    job: Job, text: str, codec: TextCodec | None, forms: ChatForms, compiler: GrammarCompiler | None
+    job: Job, text: str, codec: Text | None, forms: ChatForms, compiler: GrammarCompiler | None
 ) -> Sequence[TokenConstraint]:
     """A constraint for each output, or none where the job asks for none. `text` is what a conversation was
     rendered to. It may take seconds. InvalidRequest where the grammar means nothing, or the model has no form
@@ -134,7 +134,7 @@ def _field_of_calls(chat: Chat) -> str:
 
 
 def assembler_of(
-    job: Job, request: Request, index: int, text: str, codec: TextCodec | None, forms: ChatForms
+    job: Job, request: Request, index: int, text: str, codec: Text | None, forms: ChatForms
 ) -> Assembler:
     """What makes text, reasoning and calls of tools of output `index`, which `request` asks for. `text` is
     what a conversation was rendered to.

@@ -11,7 +11,7 @@ from penstock.runtime.media.image import Image
 from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.requests.context import most_cut_chars
 from penstock.runtime.requests.media import MediaItem, RotaryPositions
-from penstock.runtime.text.codec import TextCodec
+from penstock.runtime.text.interface import Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Encoded(NamedTuple):
 
 
 def encode(
-    codec: TextCodec | None,
+    codec: Text | None,
     prompt: Prompt,
     *,
     room: int,
@@ -96,7 +96,7 @@ def images_of(prompt: Prompt) -> list[tuple[str, Image]]:
 
 
 def _encode(
-    codec: TextCodec | None, prompt: Prompt, *, room: int, cuts: bool, add_special_tokens: bool | None
+    codec: Text | None, prompt: Prompt, *, room: int, cuts: bool, add_special_tokens: bool | None
 ) -> Encoded:
     """The prompt with one token for each picture."""
     if isinstance(prompt, TokenPrompt):

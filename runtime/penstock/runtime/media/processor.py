@@ -13,12 +13,11 @@ from PIL.Image import Image as PilImage
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.media.decoding import BadImage
-from penstock.runtime.media.vision import Vision
+from penstock.runtime.media.vision import Grid, Vision
 
 log = logging.getLogger(__name__)
 
 FILES = ("preprocessor_config.json", "processor_config.json")
-Grid = tuple[int, int, int]
 
 
 class ImageProcessor:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL.Image import Image as PilImage
 
 from penstock.runtime.errors import InvalidRequest, PromptTooLong, Violation
 from penstock.runtime.media.decoding import BadImage, decode, read_header
 from penstock.runtime.media.image import Image, ImageLimits
-from penstock.runtime.media.processor import Grid, ImageProcessor
-from penstock.runtime.media.vision import Vision
+from penstock.runtime.media.vision import Grid, Vision
 from penstock.runtime.requests.media import MediaItem, RotaryPositions, digest_of
 
 FULL_IMAGES = 4
 """How many images of the most pixels a request may have. Decoding one takes seconds."""
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+class Processor(Protocol):
+    """Makes patches of pictures; `processor.ImageProcessor`, which says more, does so by transformers."""
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """How many tokens a picture of so many pixels has. Raises BadImage."""
+        ...
+
+    def process(self, image: PilImage) -> tuple[NDArray[np.float32], Grid]:
+        """The patches of a picture, float32[N, P], and its grid. Raises BadImage."""
+        ...
 
 
 class Placed(NamedTuple):
@@ -32,7 +44,7 @@ class Placed(NamedTuple):
 class ImageReader:
     """Reads pictures for one model. Any thread may use it; a large picture takes a tenth of a second."""
 
-    def __init__(self, vision: Vision, processor: ImageProcessor, limits: ImageLimits) -> None:
+    def __init__(self, vision: Vision, processor: Processor, limits: ImageLimits) -> None:
         self.limits = limits
         self._vision = vision
         self._processor = processor

@@ -8,6 +8,9 @@ from typing import Any
 
 from penstock.runtime.requests.media import MediaItem, RotaryPositions
 
+Grid = tuple[int, int, int]
+"""How many patches a picture has in time, height and width."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vision:

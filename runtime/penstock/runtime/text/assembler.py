@@ -23,7 +23,8 @@ from penstock.runtime.requests.request import (
     StoppingParams,
     TokenLogprobs,
 )
-from penstock.runtime.text.codec import TextCodec, TextStream
+from penstock.runtime.text.interface import Text
+from penstock.runtime.text.stream import TextStream
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Assembler:
     def __init__(
         self,
         stopping: StoppingParams,
-        codec: TextCodec | None,
+        codec: Text | None,
         *,
         index: int = 0,
         skip_special_tokens: bool = True,

@@ -21,7 +21,7 @@ from penstock.runtime.requests.request import (
     CacheParams,
     ResolvedSampling,
 )
-from penstock.runtime.text.codec import TextCodec
+from penstock.runtime.text.interface import Text
 from penstock.service.access.callers import Caller
 from penstock.service.access.ownership import engine_id
 from penstock.service.backend import Info
@@ -81,7 +81,7 @@ class Limits:
 
     info: Info
     max_logprobs: int
-    codec: TextCodec | None
+    codec: Text | None
     has_grammars: bool
     has_priority: bool
     max_outputs: int = MAX_OUTPUTS

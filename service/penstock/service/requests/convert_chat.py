@@ -8,7 +8,7 @@ from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.generation.prompts import ChatPrompt
 from penstock.runtime.media.image import ImageLimits
-from penstock.runtime.text.codec import TextCodec
+from penstock.runtime.text.interface import Text
 from penstock.service.requests.convert_media import contents
 from penstock.service.requests.convert_params import Violations
 from penstock.service.threads.lanes import INLINE_BYTES, MESSAGE_BYTES
@@ -33,7 +33,7 @@ def message_cost(chat: types_pb2.ChatPrompt) -> int:
 
 
 def chat_prompt(
-    message: types_pb2.ChatPrompt, codec: TextCodec | None, images: ImageLimits | None, bad: Violations
+    message: types_pb2.ChatPrompt, codec: Text | None, images: ImageLimits | None, bad: Violations
 ) -> ChatPrompt | None:
     """Convert a chat, its tools and its template. Adds what is wrong with them to `bad`, and returns None if
     anything is. Raises UnsupportedFeature if the model has no tokenizer, and for pictures if `images` is

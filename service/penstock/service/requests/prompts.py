@@ -17,7 +17,7 @@ from penstock.runtime.generation.prompts import (
     images_of,
 )
 from penstock.runtime.media.reader import ImageReader
-from penstock.runtime.text.codec import TextCodec
+from penstock.runtime.text.interface import Text
 from penstock.service.threads.lanes import MESSAGE_BYTES, Lanes
 
 INLINE_CHARS = 2000
@@ -31,7 +31,7 @@ _CALL_CHARS = 100
 
 
 async def encode_prompt(
-    codec: TextCodec | None,
+    codec: Text | None,
     prompt: Prompt,
     lanes: Lanes,
     *,
@@ -79,9 +79,7 @@ def chat_weight(chat: Chat) -> int:
     return MESSAGE_BYTES.get() + _CALL_CHARS * (1 + len(chat.messages) + len(chat.tools) + num_calls)
 
 
-async def encode_words(
-    codec: TextCodec | None, words: Sequence[str], lanes: Lanes
-) -> tuple[tuple[int, ...], ...]:
+async def encode_words(codec: Text | None, words: Sequence[str], lanes: Lanes) -> tuple[tuple[int, ...], ...]:
     """Token ids of bad words, in all their spellings. Many of them are encoded in a thread."""
     work = partial(word_ids, codec, words)
     num_chars = sum(len(word) + _CALL_CHARS for word in words)

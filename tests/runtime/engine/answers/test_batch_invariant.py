@@ -19,7 +19,7 @@ from penstock.runtime.models.configs.recurrent import DeltaNetConfig, MambaConfi
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.params import abstract_model
 from penstock.runtime.ops.native import library
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.configs import with_attention, with_mlp
 from tests.support.models.toy import toy_engine
 

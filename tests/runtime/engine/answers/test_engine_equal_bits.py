@@ -30,7 +30,7 @@ from penstock.runtime.requests.request import Request, ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.collector import Gate, at_gate
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.native.kernels import EMULATED_AMX, NATIVE, library_of, running
 
 pytestmark = [

@@ -24,7 +24,7 @@ from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import Request, ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.collector import long
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.tiny import SHAPE, tiny_tensors, write_tiny
 
 WINDOW, PAGE = 40, 16

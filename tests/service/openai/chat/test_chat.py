@@ -11,10 +11,11 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
-from tests.service.codecs import CALL, END_CALL, END_THINK, EOS, QWEN_VOCAB, THINK, qwen_codec
+from tests.service.codecs import CALL, END_CALL, END_THINK, QWEN_VOCAB, THINK, qwen_codec
 from tests.service.openai.chat import shapes
 from tests.service.openai.rig import FrontRig, front_rig
 from tests.service.rig import fake, until
+from tests.support.models.byte_text import EOS
 
 HI: Any = [{"role": "user", "content": "hi"}]
 PROMPT = "u:hi|"

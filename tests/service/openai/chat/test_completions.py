@@ -9,10 +9,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.service.codecs import EOS
 from tests.service.openai.chat import shapes
 from tests.service.openai.rig import FrontRig, front_rig
 from tests.service.rig import fake, until
+from tests.support.models.byte_text import EOS
 
 SCRIPTS: dict[Any, Any] = {"hi": [*b"hello", EOS], "ho": [*b"w\xc3\xb6rld", EOS]}
 

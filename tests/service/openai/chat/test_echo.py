@@ -16,10 +16,10 @@ from penstock.openai.answers import echo, large
 from penstock.openai.answers.completion_chunks import CompletionChunks
 from penstock.openai.answers.frames import Frame, UsageWanted, Wanted
 from penstock.openai.answers.logprobs import completion_logprobs
-from tests.service.codecs import EOS
 from tests.service.openai.chat import shapes
 from tests.service.openai.rig import FrontRig, front_rig
 from tests.service.rig import fake
+from tests.support.models.byte_text import EOS
 
 SCRIPTS: Any = {"hi": [*b"hello", EOS], "ho": [*b"w\xc3\xb6rld", EOS], ("n", 0): [*b"a"], ("n", 1): [*b"b"]}
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

@@ -13,10 +13,10 @@ from openai.types.completion_choice import Logprobs as CompletionLogprobs
 from penstock.client import Logprobs, Vocabulary
 from penstock.openai.answers import large
 from penstock.openai.answers.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from tests.service.codecs import EOS
 from tests.service.openai.chat import shapes
 from tests.service.openai.rig import front_rig
 from tests.service.rig import fake
+from tests.support.models.byte_text import EOS
 
 EURO = "€".encode()
 WORDS = Vocabulary((b"a", b" b", EURO[:2], EURO[2:], b"<|end|>"), frozenset({4}), True, 0)

@@ -11,9 +11,10 @@ import openai
 import pytest
 
 from penstock.runtime.errors import EngineFailure
-from tests.service.codecs import EOS, QWEN_VOCAB, qwen_codec
+from tests.service.codecs import QWEN_VOCAB, qwen_codec
 from tests.service.openai.rig import front_rig
 from tests.service.rig import fake, until
+from tests.support.models.byte_text import EOS
 
 HI: Any = [{"role": "user", "content": "hi"}]
 

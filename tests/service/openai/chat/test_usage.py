@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.service.usage.ledger import Counts, read_usage
-from tests.service.codecs import END_THINK, EOS, QWEN_VOCAB, THINK, qwen_codec
+from tests.service.codecs import END_THINK, QWEN_VOCAB, THINK, qwen_codec
 from tests.service.openai.rig import front_rig
 from tests.service.rig import fake, ids
+from tests.support.models.byte_text import EOS
 
 WRITTEN = [THINK, *ids("Hm."), END_THINK, *ids("Hi"), EOS]
 

@@ -15,8 +15,8 @@ from penstock.runtime.errors import InvalidRequest, UnavailableError, Violation
 from penstock.runtime.grammar import budget
 from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
 from penstock.v1 import control_pb2, types_pb2
-from tests.service.codecs import EOS, VOCAB
 from tests.service.rig import CODEC, collect, failure_of, fake, generate, ids, joined, serving, stream
+from tests.support.models.byte_text import EOS, VOCAB
 
 SCHEMA = json.dumps(
     {

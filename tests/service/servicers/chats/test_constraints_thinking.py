@@ -14,9 +14,10 @@ import pytest
 
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.v1 import types_pb2
-from tests.service.codecs import END_THINK, EOS, QWEN_VOCAB, THINK, qwen_codec
+from tests.service.codecs import END_THINK, QWEN_VOCAB, THINK, qwen_codec
 from tests.service.rig import collect, fake, generate, ids, joined, serving, stream
 from tests.service.servicers.chats.test_constraints import KINDS
+from tests.support.models.byte_text import EOS
 
 CODEC = qwen_codec()
 OPENED, SILENT = "u:hi|a:<think>", "u:hi|a:"

@@ -17,7 +17,7 @@ from penstock.runtime.engine import Engine
 from penstock.service.requests.features import Features
 from penstock.v1 import types_pb2
 from tests.service.rig import Kept, collect, generate, joined, serving, stream
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 
 SCHEMA = {
     "type": "object",

@@ -9,8 +9,9 @@ import pytest
 
 from penstock.service.usage.ledger import Counts, read_usage
 from penstock.v1 import inference_pb2
-from tests.service.codecs import END_THINK, EOS, QWEN_VOCAB, THINK, qwen_codec
+from tests.service.codecs import END_THINK, QWEN_VOCAB, THINK, qwen_codec
 from tests.service.rig import collect, fake, generate, ids, serving, stream
+from tests.support.models.byte_text import EOS
 
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 PROMPT = "u:hi|a:"

@@ -13,10 +13,11 @@ import pytest
 
 from penstock.service.requests.features import Features
 from penstock.v1 import types_pb2
-from tests.service.codecs import EOS, byte_codec
+from tests.service.codecs import byte_codec
 from tests.service.rig import failure_of, fake, generate, serving
 from tests.service.servicers.chats.test_tool_calls import CALLS, ON, THOUGHT, both, chat, qwen, said
 from tests.support.chat import LLAMA3
+from tests.support.models.byte_text import EOS
 
 TOOLS = [
     types_pb2.ToolDefinition(name="put"),

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from penstock.v1 import types_pb2
-from tests.service.codecs import CALL, END_CALL, END_THINK, EOS, QWEN_VOCAB, THINK, byte_codec, qwen_codec
+from tests.service.codecs import CALL, END_CALL, END_THINK, QWEN_VOCAB, THINK, byte_codec, qwen_codec
 from tests.service.rig import collect, failure_of, fake, generate, ids, joined, read_all, serving, stream
+from tests.support.models.byte_text import EOS
 
 CODEC = qwen_codec()
 PROMPT = "T:get:put|u:hi|a:"

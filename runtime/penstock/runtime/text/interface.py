@@ -1,0 +1,76 @@
+"""What callers of the engine need of a model's tokenizer and chat template. It loads no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+from penstock.runtime.chat.messages import Chat
+from penstock.runtime.text.decoder import IncrementalDecoder
+from penstock.runtime.text.token_bytes import TokenBytes
+
+
+class Text(Protocol):
+    """A tokenizer with its chat template; `codec.TextCodec`, which says more of each part, is that of a
+    checkpoint. Any thread may use it.
+    """
+
+    @property
+    def max_token_chars(self) -> int | None:
+        """No token stands for more characters than this; None if that is not known."""
+        ...
+
+    @property
+    def backend(self) -> Tokenizer | None:
+        """Hugging Face's fast tokenizer; None if it is not one of those."""
+        ...
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of single tokens."""
+        ...
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether there is a chat template."""
+        ...
+
+    @property
+    def template_names(self) -> tuple[str, ...]:
+        """The names of the templates, if there are several; else empty."""
+        ...
+
+    @property
+    def chat_template(self) -> str:
+        """The template, or all of them joined; empty if there is none."""
+        ...
+
+    @property
+    def template_variables(self) -> tuple[str, ...]:
+        """The variables of the templates that a request may set."""
+        ...
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Text to id, for the tokens besides the vocabulary."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`."""
+        ...
+
+    def render_chat(self, chat: Chat | Sequence[Mapping[str, str]]) -> str:
+        """The prompt that asks for the assistant's next turn. Raises InvalidRequest."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the tokens."""
+        ...
+
+    def decoder(
+        self, *, skip_special_tokens: bool = True, visible: Set[str] = frozenset()
+    ) -> IncrementalDecoder:
+        """A decoder for one sequence of tokens. `visible` are special tokens that have text all the same."""
+        ...
