@@ -22,7 +22,7 @@ from penstock.runtime.ops.attention import make_meta
 from penstock.runtime.ops.cache_spec import PagedKV, SlotState
 from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 
 SLOTS = 128
 CHUNK = 8

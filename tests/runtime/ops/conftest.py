@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.runtime.execution.compilation import use_compilation_cache
-from tests.support.compilation_cache import TEST_CACHE
+from tests.support.models.compilation_cache import TEST_CACHE
 
 
 @pytest.fixture(scope="session", autouse=True)
