@@ -20,7 +20,7 @@ import pytest
 
 from tools.on_device import plan, running, wheels
 from tools.on_device.__main__ import Files
-from tools.on_device.operations import device_events, of_decode_steps, shares
+from tools.on_device.operations import Share, by_scope, device_events, of_decode_steps, shares
 from tools.on_device.report import report, why
 from tools.on_device.requirements import Requirement, Wheel, choose, fits, lacking, requirement
 from tools.on_device.running import Outcome, Runner, Stage, Step, ask_where
@@ -214,6 +214,13 @@ Current thread 0x2 (most recent call first):
 """
     assert why(dump, root) == ("", "runtime/inner.py:3, in wait_for")
     assert why("", root) == ("", "")
+    own = trace.replace(
+        "jaxlib.xla_client.XlaRuntimeError: INTERNAL: no kernel", "ours.MalformedTrace: no JSON"
+    )
+    assert why(f"{own}\nlast words\n", root)[0] == "ours.MalformedTrace: no JSON"
+    assert (
+        why("E   AssertionError: assert 1 == 2\n1 failed\n", root)[0] == "E   AssertionError: assert 1 == 2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -397,6 +404,15 @@ def test_operations_of_a_gpus_streams_are_added_up() -> None:
         ("loop_add_fusion", "", 1, 20.0),
         ("gemm_fusion_dot", "model/mlp", 2, 12.0),
     ]
+
+
+def test_operations_are_added_up_by_pieces_of_the_model() -> None:
+    lines = [
+        Share("dot", "model/mlp", 2, 5.0),
+        Share("add", "", 1, 6.0),
+        Share("dot", "model/mlp/gate", 1, 4.0),
+    ]
+    assert by_scope(lines) == [Share("all", "model/mlp", 3, 9.0), Share("all", "", 1, 6.0)]
 
 
 def test_kernels_that_name_no_program_all_count() -> None:

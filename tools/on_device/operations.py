@@ -11,7 +11,7 @@ from typing import Any
 Event = dict[str, Any]
 _DECODE = re.compile(r"jit_(window|decode|choice)")
 """The programs of decode steps: see `ProgramKey.name`."""
-_CONTAINERS = frozenset({"while", "conditional", "call"})
+_CONTAINERS = frozenset({"while", "conditional", "cond", "call"})
 """Operations that last as long as those within them, which are in the trace too."""
 _NUMBER = re.compile(r"([._]\d+)+$")
 
@@ -67,6 +67,18 @@ def shares(events: Iterable[Event]) -> list[Share]:
         found[_plain(event["name"]), scope].append(float(event.get("dur", 0.0)))
     lines = [Share(name, scope, len(times), sum(times)) for (name, scope), times in found.items()]
     return sorted(lines, key=lambda line: -line.us)
+
+
+def by_scope(lines: Iterable[Share]) -> list[Share]:
+    """The same, added up by the first two parts of the scope: a piece of the model, or the sampler."""
+    found: defaultdict[str, list[Share]] = defaultdict(list)
+    for line in lines:
+        found["/".join(line.scope.split("/")[:2])].append(line)
+    sums = [
+        Share("all", scope, sum(each.calls for each in those), sum(each.us for each in those))
+        for scope, those in found.items()
+    ]
+    return sorted(sums, key=lambda line: -line.us)
 
 
 def _plain(name: str) -> str:

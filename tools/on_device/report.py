@@ -130,7 +130,7 @@ def why(output: str, root: Path) -> tuple[str, str]:
     """The last line of an output that names an exception, and the last place in files below `root` that a
     traceback shows; each is empty if there is none.
     """
-    raised = [line for line in output.splitlines() if _RAISED.match(line)]
+    raised = _raised(output)
     is_dump = _DUMP in output  # the innermost function comes first there, as no exception is raised
     shown = output.rpartition("Current thread")[2] if is_dump else output
     ours = [found for found in _FRAME.finditer(shown) if _is_ours(Path(found["file"]), root)]
@@ -140,6 +140,19 @@ def why(output: str, root: Path) -> tuple[str, str]:
     file = Path(last["file"])
     place = file.relative_to(root) if file.is_absolute() else file
     return raised[-1].strip() if raised else "", f"{place}:{last['line']}, in {last['function']}"
+
+
+def _raised(output: str) -> list[str]:
+    """The lines that name an exception: by their form, or because they follow a traceback's frames."""
+    found = []
+    is_within = False
+    for line in output.splitlines():
+        begins = line.startswith("Traceback (most recent call last)")
+        ends = is_within and bool(line.strip()) and not line.startswith((" ", "Traceback"))
+        if ends or _RAISED.match(line):
+            found.append(line)
+        is_within = begins or (is_within and not ends)
+    return found
 
 
 def _is_ours(file: Path, root: Path) -> bool:

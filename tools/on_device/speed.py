@@ -11,6 +11,7 @@ import gzip
 import json
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,16 @@ from bench.measures.figures import figures, medians
 from bench.workloads import TABLE, Group, Workload, jobs, shrunk
 from penstock.runtime import Engine
 from penstock.runtime.loading.checkpoint import load_config
-from penstock.runtime.profiling.perfetto import events_of
 from tools.on_device.facts import COPY
-from tools.on_device.operations import device_events, of_decode_steps, shares
+from tools.on_device.operations import Share, by_scope, device_events, of_decode_steps, shares
 from tools.on_device.running import Result
 
 ENGINE = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 2304, "show_progress": False}
 """Options of the engine: rows for W2 and no more, because each bucket of rows is compiled for."""
 MOST_OPERATIONS = 20
+BESIDE = ("itl_p99_ms", "ttft_s", "wall_s")
+"""Figures that are shown for each workload beside its own."""
+SPREAD = ("median", "least", "most")
 PROFILED_ROWS = (1, 16)
 _PROMPT, _OUTPUT = 16, 96
 
@@ -86,9 +89,8 @@ def workload(result: Result, args: argparse.Namespace) -> None:
     if not all_ran(found, session):
         raise SystemExit(f"RuntimeError: {args.name} has failed")
     rows = medians(found[args.name])
-    result.add(
-        figures=[{"figure": name, "median": v[0], "least": v[1], "most": v[2]} for name, v in rows.items()]
-    )
+    shown = [name for name in (*chosen.figures, *BESIDE) if name in rows]
+    result.add(figures=[{"figure": name, **dict(zip(SPREAD, rows[name], strict=True))} for name in shown])
     result.say(", ".join(f"{name} {rows[name][0]:.4g}" for name in chosen.figures if name in rows))
     *_, last = record.read_lines(lines)
     result.add(compiles_after_warmup=last["compiles_after_warmup"])
@@ -123,26 +125,31 @@ def profile(result: Result, args: argparse.Namespace) -> None:
         steps = sum(each.num_steps for each in driver.take_steps() if each.decode_only)
         shutil.copy(trace, args.out / f"trace_{rows}_rows.json.gz")
         with gzip.open(trace, "rt", encoding="utf-8") as file:
-            events = of_decode_steps(device_events(events_of(file.read())))
+            events = of_decode_steps(device_events(json.load(file)["traceEvents"]))
         found = shares(events)
         busy_us = sum(each.us for each in found)
         if not found:
             raise SystemExit("RuntimeError: the trace has no operations of the device")
         summaries[-1] += f", of which operations take {busy_us / steps / 1e3:.3g} ms"
-        table = [
-            {
-                "operation": each.operation,
-                "scope": each.scope,
-                "calls a step": each.calls / steps,
-                "us a step": each.us / steps,
-                "share": f"{each.us / busy_us:.1%}",
-            }
-            for each in found[:MOST_OPERATIONS]
-        ]
-        result.add(**{f"{rows} rows, {steps} steps, {len(events)} calls of operations": table})
+        title = f"{rows} rows, {steps} steps, {len(events)} calls of operations"
+        result.add(**{f"{title}, by scope": _table(by_scope(found), steps, busy_us)})
+        result.add(**{f"{title}, the longest": _table(found[:MOST_OPERATIONS], steps, busy_us)})
         result.say(f"{'; '.join(summaries)}; the floor is {floor_ms or 0:.3g} ms")
     result.add(memory=_memory())
     driver.close()
+
+
+def _table(lines: Sequence[Share], steps: int, busy_us: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "operation": each.operation,
+            "scope": each.scope or "none",
+            "calls a step": each.calls / steps,
+            "us a step": each.us / steps,
+            "share": f"{each.us / busy_us:.1%}",
+        }
+        for each in lines
+    ]
 
 
 def memory(result: Result, args: argparse.Namespace) -> None:
@@ -151,11 +158,9 @@ def memory(result: Result, args: argparse.Namespace) -> None:
     given = _options(args) | {"kv_cache_bytes": None, "max_decode_steps": 1}
     result.add(**{"before loading": _memory()})
     engine = Engine.from_pretrained(str(args.checkpoint), options.engine_config(given))
-    size = engine.config.kv_cache_bytes or 0
+    cache = engine.config.kv_cache_bytes or 0
     result.add(pages=engine.info.num_pages, page_size=engine.info.page_size, **{"with KV cache": _memory()})
-    result.say(
-        f"weights of {_weight_bytes(args) / 1e9:.2f} GB and a KV cache of {size / 1e9:.2f} GB, {_memory()}"
-    )
+    result.say(f"weights of {_weight_bytes(args) / 1e9:.2f} GB and a KV cache of {cache / 1e9:.2f} GB")
     engine.shutdown()
 
 
