@@ -78,6 +78,7 @@ class Runner:
         self._tell = tell
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
+        self._is_over = False
 
     def run(self, stages: Sequence[Stage], cwd: Path) -> None:
         """Run all stages. If the caller's thread is interrupted, all processes are killed first."""
@@ -100,8 +101,11 @@ class Runner:
         if left_s < min(LEAST_S, step.limit_s):
             return Outcome(name=step.name, state="not reached", how="there was no time left")
         log, result = self._work / f"{step.name}.log", self._work / f"{step.name}.json"
-        with log.open("wb") as output:
-            try:
+        result.unlink(missing_ok=True)  # that of an earlier run
+        try:
+            with self._lock, log.open("wb") as output:
+                if self._is_over:
+                    return Outcome(name=step.name, state="not reached", how="the run was interrupted")
                 process = subprocess.Popen(
                     step.command,
                     cwd=cwd,
@@ -111,10 +115,9 @@ class Runner:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            except OSError as error:
-                return Outcome(name=step.name, state="failed", how=f"it could not be started: {error}")
-        with self._lock:
-            self._running.add(process)
+                self._running.add(process)
+        except OSError as error:
+            return Outcome(name=step.name, state="failed", how=f"it could not be started: {error}")
         limit_s = min(step.limit_s, left_s)
         try:
             how = _how(process.wait(limit_s))
@@ -138,8 +141,8 @@ class Runner:
 
     def _end(self) -> None:
         """Kill what runs, and let nothing begin."""
-        self._until_s = 0.0
         with self._lock:
+            self._is_over = True
             for process in self._running:
                 _kill_group(process)
 
@@ -150,7 +153,7 @@ def _how(code: int) -> str:
     return f"it ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with {code}"
 
 
-def ask_where(process: subprocess.Popen[bytes]) -> None:
+def ask_where(process: subprocess.Popen[Any]) -> None:
     """Abort the process. With PYTHONFAULTHANDLER, Python then writes where each of its threads is."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGABRT)

@@ -54,11 +54,10 @@ def wanted_lines() -> list[str]:
         tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         for folder in (".", "clients/python")
     ]
-    lines = [line for project in projects for line in project["dependencies"]]
-    lines += projects[0]["optional-dependencies"]["dev"]
     ours = {canonical(project["name"]) for project in projects}
-    only_dev = {_name(line) for line in projects[0]["optional-dependencies"]["dev"]} - set(TESTERS)
-    return [line for line in lines if _name(line) not in ours | only_dev] + list(BESIDE_JAX)
+    lines = [line for project in projects for line in project["dependencies"] if _name(line) not in ours]
+    tests = [line for line in projects[0]["optional-dependencies"]["dev"] if _name(line) in TESTERS]
+    return [*lines, *tests, *BESIDE_JAX]
 
 
 def _name(line: str) -> str:
