@@ -327,6 +327,9 @@ def test_a_wheel_is_installed_where_it_is_missing(tmp_path: Path) -> None:
     assert done.stdout.split() == ["42", metadata.version("penstock")]
     with pytest.raises(metadata.PackageNotFoundError):
         metadata.version("penstock-nonesuch")
+    (tmp_path / name).write_text("no wheel")
+    with pytest.raises(wheels.InstallFailed, match=r"pip ended with 1: .*invalid"):
+        wheels.install([found], site, wanted=wanted, timeout_s=LONG_S)
 
 
 def test_what_is_wanted_is_what_the_projects_and_their_tests_want() -> None:

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 from tools.on_device import plan, wheels
@@ -75,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     platform = args.platform if args.platform != "auto" else found_platform()
     stages = plan.stages(platform, python=sys.executable, work=work.absolute(), out=out, only=args.only)
+    if not stages:
+        raise SystemExit(f"no step has a name that begins with {' or '.join(args.only)}")
     site = work / "site"
     head = [
         f"{dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC, platform {platform}, Python {sys.version.split()[0]}",
@@ -111,7 +114,13 @@ def _installed(site: Path) -> str:
     """What was installed, or why that failed; the steps are tried all the same."""
     try:
         return wheels.install(wheels.carried(), site, wanted=wheels.wanted(), timeout_s=_INSTALL_S)
-    except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
+    except (
+        wheels.InstallFailed,
+        zipfile.BadZipFile,
+        OSError,
+        ValueError,
+        subprocess.TimeoutExpired,
+    ) as error:
         return f"INSTALLING FAILED: {type(error).__name__}: {error}"
 
 

@@ -48,6 +48,10 @@ _PLATFORMS = (
 _MIB = 1 << 20
 
 
+class InstallFailed(Exception):
+    """pip could not install the wheels."""
+
+
 def wanted_lines() -> list[str]:
     """The requirements of both distributions, of what tests import, and BESIDE_JAX, as text."""
     projects = [
@@ -155,7 +159,10 @@ def install(wheels: Iterable[Wheel], site: Path, *, wanted: Sequence[Requirement
             "--no-compile",
         ]
         command += ["--no-cache-dir", "--disable-pip-version-check", "--upgrade", "--target", str(site)]
-        subprocess.run([*command, *(wheel.file for wheel in chosen)], check=True, timeout=timeout_s)
+        command += [wheel.file for wheel in chosen]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
+        if done.returncode:
+            raise InstallFailed(f"pip ended with {done.returncode}: {done.stderr.strip()}")
     now = have | {wheel.name: wheel.version for wheel in chosen}
     added = ", ".join(f"{each.name} {each.version} (was {have.get(each.name, 'missing')})" for each in chosen)
     still = "; ".join(lacking(wanted, now))
