@@ -357,6 +357,10 @@ def test_the_plan_begins_with_what_is_worth_most(tmp_path: Path) -> None:
         "memory",
     ]
     assert names[: len(firsts)] == firsts
+    limits = [stage.limit_s for stage in stages]
+    assert 60 * plan.MINUTES - sum(limits[:2]) > 180, "whatever hangs before, W1 has time"
+    longer = plan.stages("cuda", python="python3", work=tmp_path, out=tmp_path, minutes=2 * plan.MINUTES)
+    assert [stage.limit_s for stage in longer] == [2 * limit_s for limit_s in limits]
     few = plan.stages("cpu", python="python3", work=tmp_path, out=tmp_path, only=["W1", "golden-qwen3"])
     assert [step.name for stage in few for step in stage.steps] == ["golden-qwen3", "golden-qwen3_5", "W1"]
     files = [wheels.ROOT / "tests/runtime/ops" / name for name in plan.OPERATION_TESTS]

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from tools.on_device import plan, wheels
 from tools.on_device.report import report
-from tools.on_device.running import Outcome, Runner, Stage
+from tools.on_device.running import PLATFORM, Outcome, Runner, Stage
 
 _INSTALL_S = 90.0
 
@@ -75,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
     for folder in (out, work):
         folder.mkdir(parents=True, exist_ok=True)
     platform = args.platform if args.platform != "auto" else found_platform()
-    stages = plan.stages(platform, python=sys.executable, work=work.absolute(), out=out, only=args.only)
+    stages = plan.stages(
+        platform, python=sys.executable, work=work.absolute(), out=out, only=args.only, minutes=args.minutes
+    )
     if not stages:
         raise SystemExit(f"no step has a name that begins with {' or '.join(args.only)}")
     site = work / "site"
@@ -85,12 +87,10 @@ def run(args: argparse.Namespace) -> int:
         f"tests marked gpu: {', '.join(plan.marked()) or 'there are none'}",
     ]
     files = Files(out, head, stages)
-    # A list of platforms: JAX then fails where there is no GPU, and does not compute on the CPU unnoticed.
-    jax_platforms = "cpu" if platform == "cpu" else f"{platform},cpu"
     environment = wheels.environment(site.absolute(), os.environ) | {
         "HF_HUB_OFFLINE": "1",
-        "JAX_PLATFORMS": jax_platforms,
-        "PENSTOCK_TEST_PLATFORM": platform,
+        "JAX_PLATFORMS": "cpu" if platform == "cpu" else f"{platform},cpu",
+        PLATFORM: platform,
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -149,7 +149,9 @@ def main() -> int:
     )
     running = verbs.add_parser("run", help="install what is missing, run all steps, and write the report")
     running.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="gets the report")
-    running.add_argument("--minutes", type=float, default=8, help="of the whole run; default: %(default)s")
+    running.add_argument(
+        "--minutes", type=float, default=plan.MINUTES, help="of the whole run; default: %(default)s"
+    )
     running.add_argument(
         "--platform", choices=("auto", *plan.SIZES), default="auto", help="default: %(default)s"
     )

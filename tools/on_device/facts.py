@@ -6,6 +6,7 @@ it can even where that cannot be imported.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.measures import record
-from tools.on_device.running import Result
+from tools.on_device.running import PLATFORM, Result
 
 PACKAGES = (
     "jax",
@@ -42,7 +43,7 @@ def main() -> None:
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
         result.add(driver=(done.stdout + done.stderr).strip().replace("\n", "; "))
     result.add(machine=record.machine(), versions=record.versions(PACKAGES), commit=record.commit())
-    device = jax.devices()[0]
+    device = wanted_device()
     is_cpu = device.platform == "cpu"
     what = f"{device.platform}, {device.device_kind}"
     result.add(devices=[str(each) for each in jax.devices()], memory=device.memory_stats())
@@ -63,6 +64,19 @@ def main() -> None:
     rate = 2 * side**3 / seconds(jax.jit(jnp.matmul), left, right) / 1e12
     result.add(**{"bf16 products, TFLOP/s": rate})
     result.say(f"{what}: copies {copied:.0f} GB/s, multiplies {rate:.3g} TFLOP/s in bf16")
+
+
+def wanted_device() -> jax.Device:
+    """The device of the platform for which the run was planned. RuntimeError for another: JAX computes on the
+    CPU, and says nothing, where its part for CUDA is missing.
+    """
+    device: jax.Device = jax.devices()[0]
+    planned = os.environ.get(PLATFORM, device.platform)
+    if device.platform != {"cuda": "gpu"}.get(planned, planned):
+        raise RuntimeError(
+            f"the run is for {planned}, and JAX's first device is {device}, of {device.platform}"
+        )
+    return device
 
 
 def seconds(program: Callable[..., jax.Array], *arguments: jax.Array) -> float:

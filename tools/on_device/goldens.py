@@ -18,6 +18,7 @@ import jax
 
 from penstock.runtime import Engine, SamplingParams, StoppingParams
 from tests.support.goldens import GOLDEN, small_config
+from tools.on_device.facts import wanted_device
 from tools.on_device.running import Result
 
 
@@ -29,6 +30,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
+    wanted_device()
     result = Result()
     result.say("it was loading or compiling")
     # Windows of one and of two steps: each further length is a program more, which takes seconds to compile.

@@ -60,7 +60,7 @@ def _says(outcome: Outcome, root: Path) -> str:
     lines = [line for line in outcome.output.splitlines() if line.strip()] or [""]
     said = str(outcome.result.get(SAID, "" if outcome.result else lines[-1]))
     raised = why(outcome.output, root)[0] if outcome.state == "failed" else ""
-    return ". ".join(text[:_LONGEST] for text in (said, outcome.how, raised) if text)
+    return ". ".join(text[:_LONGEST] for text in dict.fromkeys((said, outcome.how, raised)) if text)
 
 
 def _details(outcomes: Sequence[Outcome]) -> list[str]:

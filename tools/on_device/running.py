@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 RESULT = "PENSTOCK_ON_DEVICE_RESULT"
 """The variable with the path of the file into which a step writes its result, a JSON object."""
+PLATFORM = "PENSTOCK_TEST_PLATFORM"
+"""The variable with the platform for which the run was planned; tests/conftest.py reads it, too."""
 SAID = "said"
 """The key of a result with the sentence that sums it up."""
 LEAST_S = 5.0

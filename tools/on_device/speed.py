@@ -25,7 +25,7 @@ from bench.measures.figures import figures, medians
 from bench.workloads import TABLE, Group, Workload, jobs, shrunk
 from penstock.runtime import Engine
 from penstock.runtime.loading.checkpoint import load_config
-from tools.on_device.facts import COPY
+from tools.on_device.facts import COPY, wanted_device
 from tools.on_device.operations import Share, by_scope, device_events, of_decode_steps, shares
 from tools.on_device.running import Result
 
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
+    wanted_device()
     result = Result()
     result.say("it was loading or compiling")
     {"workload": workload, "profile": profile, "memory": memory}[args.what](result, args)
@@ -169,7 +170,7 @@ def _floor_ms(args: argparse.Namespace) -> float | None:
     not measured.
     """
     try:
-        rate = json.loads(args.facts.read_text(encoding="utf-8"))[COPY]
+        rate = float(json.loads(args.facts.read_text(encoding="utf-8"))[COPY])
     except (OSError, ValueError, KeyError):
         return None
     return 1e3 * _weight_bytes(args) / (rate * 1e9)
