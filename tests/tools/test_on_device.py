@@ -18,14 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from tools.on_device import plan, running, wheels
+from tools.on_device import plan, steps, wheels
 from tools.on_device.__main__ import Files
 from tools.on_device.operations import Share, by_scope, device_events, of_decode_steps, shares
 from tools.on_device.report import report, why
 from tools.on_device.requirements import Requirement, Wheel, choose, fits, lacking, requirement
-from tools.on_device.running import Outcome, Runner, Stage, Step, ask_where
+from tools.on_device.steps import Outcome, Runner, Stage, Step, ask_where
 
-SAYS = "from tools.on_device.running import Result; r = Result(); r.add(figure=2.5); r.say('{}');"
+SAYS = "from tools.on_device.steps import Result; r = Result(); r.add(figure=2.5); r.say('{}');"
 HANGS = "print('begun', flush=True); import time; time.sleep(600)"
 LONG_S = 60.0
 
@@ -73,7 +73,7 @@ def test_a_crash_and_a_program_that_is_not_there_are_told(tmp_path: Path) -> Non
 def test_a_step_that_hangs_is_killed_with_all_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(steps, "LAST_WORDS_S", 0.5)
     shell = "trap '' ABRT; sleep 600 & echo $! > pid; echo begun; wait"
     hangs = Step(name="hangs", command=("sh", "-c", shell), limit_s=4)
     outcomes = run([stage(hangs, step("after", "pass"))], tmp_path)
@@ -110,7 +110,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_the_total_limit_cuts_the_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "LEAST_S", 0.5)
+    monkeypatch.setattr(steps, "LEAST_S", 0.5)
     stages = [stage(step("hangs", HANGS), step("last", "pass")), stage(step("next", "pass"))]
     outcomes = run(stages, tmp_path, limit_s=1.5)
     assert {name: each.state for name, each in outcomes.items()} == {
@@ -125,7 +125,7 @@ def test_the_total_limit_cuts_the_last_steps(tmp_path: Path, monkeypatch: pytest
 def test_a_stage_that_takes_too_long_leaves_time_for_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "LEAST_S", 0.5)
+    monkeypatch.setattr(steps, "LEAST_S", 0.5)
     outcomes = run([stage(step("hangs", HANGS), limit_s=1), stage(step("next", "pass"))], tmp_path)
     assert [outcomes["hangs"].state, outcomes["next"].state] == ["killed", "done"]
 
@@ -134,8 +134,8 @@ def test_steps_of_a_stage_run_at_once_if_it_says_so(tmp_path: Path) -> None:
     """Each of two steps waits for the other's file."""
     program = "import pathlib, time; pathlib.Path('{0}').touch()\n"
     program += "while not pathlib.Path('{1}').exists(): time.sleep(0.01)"
-    steps = (step("one", program.format("one", "two")), step("two", program.format("two", "one")))
-    outcomes = run([stage(*steps, at_once=2)], tmp_path)
+    both = (step("one", program.format("one", "two")), step("two", program.format("two", "one")))
+    outcomes = run([stage(*both, at_once=2)], tmp_path)
     assert [outcomes[name].state for name in ("one", "two")] == ["done", "done"]
 
 

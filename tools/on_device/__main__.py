@@ -28,7 +28,7 @@ from pathlib import Path
 
 from tools.on_device import plan, wheels
 from tools.on_device.report import report
-from tools.on_device.running import PLATFORM, Outcome, Runner, Stage
+from tools.on_device.steps import PLATFORM, Outcome, Runner, Stage
 
 _INSTALL_S = 90.0
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.measures import record
-from tools.on_device.running import PLATFORM, Result
+from tools.on_device.steps import PLATFORM, Result
 
 PACKAGES = (
     "jax",

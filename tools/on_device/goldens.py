@@ -19,7 +19,7 @@ import jax
 from penstock.runtime import Engine, SamplingParams, StoppingParams
 from tests.support.goldens import GOLDEN, small_config
 from tools.on_device.facts import wanted_device
-from tools.on_device.running import Result
+from tools.on_device.steps import Result
 
 
 def main() -> None:

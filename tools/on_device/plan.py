@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.on_device.running import Stage, Step
+from tools.on_device.steps import Stage, Step
 
 ROOT = Path(__file__).resolve().parents[2]
 MINUTES = 8.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.on_device.running import SAID, Outcome, Stage
+from tools.on_device.steps import SAID, Outcome, Stage
 
 _LAST_LINES = 12
 _LONGEST = 300

@@ -27,7 +27,7 @@ from penstock.runtime import Engine
 from penstock.runtime.loading.checkpoint import load_config
 from tools.on_device.facts import COPY, wanted_device
 from tools.on_device.operations import Share, by_scope, device_events, of_decode_steps, shares
-from tools.on_device.running import Result
+from tools.on_device.steps import Result
 
 ENGINE = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 2304, "show_progress": False}
 """Options of the engine: rows for W2 and no more, because each bucket of rows is compiled for."""
