@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.comparing import agrees_with_table, compact, normal
-from tests.conformance.drivers import DRIVERS, GO, PYTHON, Driver
+from tests.conformance.drivers import DRIVERS, PYTHON, Driver
 from tests.conformance.servers import prepared, server_of
 from tests.conformance.table import Group, for_run, for_table, groups
 
@@ -61,13 +61,13 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def every_group() -> list[Any]:
     """Each group with each driver. The drivers of a group follow one another, and share its server."""
-    quick = [(QUICK, PYTHON), (QUICK, GO)]
+    ci, sweep = pytest.mark.ci, pytest.mark.sweep
     return [
         pytest.param(
             group,
             driver,
             id=f"{group.name}-{driver.name}",
-            marks=[] if (group.name, driver) in quick else [pytest.mark.sweep],
+            marks=[] if (group.name, driver) == (QUICK, PYTHON) else [ci if group.name == QUICK else sweep],
         )
         for group in groups()
         for driver in DRIVERS

@@ -49,6 +49,7 @@ def assert_they_agree(lines: Sequence[dict[str, str]], dtype: str) -> None:
         assert float(line["max_difference"]) < most_max
 
 
+@pytest.mark.ci
 def test_a_short_run(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step draws from the weights that the step before pushed, and both sides agree about them."""
     with Client(address) as client:

@@ -51,7 +51,7 @@ def rows_of(rules: LoadRules, leaves: Any, name: str) -> Any:
     return unpack(held) if target.rows_per_entry > 1 else held
 
 
-@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("native", [pytest.param("auto", marks=pytest.mark.ci), "off"])
 def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native: Any) -> None:
     """Each is staged beside weights that the others have not changed yet; q, k and v are one leaf."""
     engine = small_engine(tiny, native=native)
@@ -100,6 +100,7 @@ def test_loading_takes_the_threads_it_is_given_and_an_update_half(
         engine.shutdown()
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not CLEAR_REFS.exists(), reason="needs Linux's /proc")
 def test_an_update_takes_one_checkpoint_of_memory_and_gives_it_back(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, WIDE)

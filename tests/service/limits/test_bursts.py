@@ -85,7 +85,9 @@ def tokenizing(inference: Any, control: Any) -> Any:
     return control.Tokenize(control_pb2.TokenizeRequest(text="a b c"))
 
 
-@pytest.mark.parametrize("channels", [pytest.param(1, marks=pytest.mark.sweep), 4])
+@pytest.mark.parametrize(
+    "channels", [pytest.param(1, marks=pytest.mark.sweep), pytest.param(4, marks=pytest.mark.ci)]
+)
 @pytest.mark.parametrize("call", [generating, tokenizing])
 async def test_three_thousand_calls_at_once(call: Call, channels: int) -> None:
     found = await burst(3000, channels, call)

@@ -61,7 +61,7 @@ def read(directory: Path) -> dict[str, NDArray[Any]]:
     return {name: np.asarray(entry.map()) for name, entry in find_tensors(directory).items()}
 
 
-@pytest.mark.parametrize("name", few(NAMES, ["qwen3"]))
+@pytest.mark.parametrize("name", few(NAMES, [], ci=["qwen3"]))
 async def test_a_golden_that_is_pushed_answers_as_pytorch(name: str, tmp_path: Path) -> None:
     """Of every architecture: the server starts with other weights, and is given those of the golden. Each
     way of staging takes its turn, with the other weights in between. Its leaves are then those of an engine
@@ -94,6 +94,7 @@ async def test_a_golden_that_is_pushed_answers_as_pytorch(name: str, tmp_path: P
         assert pushed.compiles_after_warmup == 0
 
 
+@pytest.mark.ci
 @STAGINGS
 async def test_every_answer_is_a_fresh_servers(
     subject: Any, references: Mapping[str, Any], versions: Mapping[str, Version], staging: int
@@ -126,6 +127,7 @@ async def tell(rig: Rig, questions: Sequence[Ask]) -> list[Any]:
     return [[cut[2:] for cut in answer] for answer in await answers(rig, questions)]
 
 
+@pytest.mark.ci
 async def test_parts_may_be_pushed_and_the_rest_stays(
     subject: Any, references: Mapping[str, Any], versions: Mapping[str, Version]
 ) -> None:
@@ -143,6 +145,7 @@ async def test_parts_may_be_pushed_and_the_rest_stays(
         assert await tell(all_of.rig, question) == expected
 
 
+@pytest.mark.ci
 async def test_another_dtype_without_loss_is_the_same(
     subject: Any, references: Mapping[str, Any], versions: Mapping[str, Version]
 ) -> None:

@@ -23,6 +23,8 @@ from tests.support.chunks import set_chunk
 from tests.support.models.stamped import START, Stamp, fresh_tokens, kept_tokens, stamp_of, stamped_engine
 from tests.support.models.toy import VOCAB
 
+pytestmark = pytest.mark.ci
+
 ROWS = 16
 NUM_TOKENS = 60
 STAMPS = (START, Stamp(2, 17), Stamp(5, 40), Stamp(3, 29), Stamp(4, 8))

@@ -31,6 +31,8 @@ from tests.service.weights.pushing import (
 )
 from tests.support.models.tiny import VOCAB
 
+pytestmark = pytest.mark.ci
+
 Policy: TypeAlias = weights_pb2.InFlightPolicy.ValueType
 NUM_TOKENS = 60
 FEW_STEPS = 5

@@ -25,6 +25,8 @@ from penstock.runtime.engine import Engine
 from tests.service.rig import Kept, serving
 from tests.support.goldens import CONFIG, GOLDEN
 
+pytestmark = pytest.mark.ci
+
 Arrays = dict[str, NDArray[Any]]
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 

@@ -110,9 +110,9 @@ def test_the_reference_uses_every_feature(expected: dict[str, Answer]) -> None:
         pytest.param({"scheduling_policy": "priority"}, marks=pytest.mark.sweep),
         pytest.param({"kv_cache_bytes": 24 * PAGE_BYTES, "max_model_len": 96}, marks=pytest.mark.sweep),
         {"kv_cache_bytes": 24 * PAGE_BYTES, "max_model_len": 96, "scheduling_policy": "priority"},
-        {"max_num_seqs": 16, "max_num_batched_tokens": 64},
+        pytest.param({"max_num_seqs": 16, "max_num_batched_tokens": 64}, marks=pytest.mark.ci),
         pytest.param({"max_num_seqs": 1}, marks=pytest.mark.sweep),
-        {"native": "off"},
+        pytest.param({"native": "off"}, marks=pytest.mark.ci),
     ],
     ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()) or "default",
 )

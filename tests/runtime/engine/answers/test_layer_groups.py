@@ -24,6 +24,7 @@ from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import Request, ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.collector import long
+from tests.support.goldens import few
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.tiny import SHAPE, tiny_tensors, write_tiny
 
@@ -56,9 +57,7 @@ def asked(prompts: Sequence[tuple[int, ...]], n: int = 1) -> list[Request]:
     ]
 
 
-@pytest.fixture(
-    scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.sweep)], autouse=True
-)
+@pytest.fixture(scope="module", params=few(["bfloat16", "float32"], [], ci=["bfloat16"]), autouse=True)
 def dtype(request: pytest.FixtureRequest) -> str:
     """Native kernels compute the model in bfloat16, and XLA computes it in float32."""
     if request.param == "bfloat16" and not library.available():

@@ -72,9 +72,12 @@ async def value(rig: Rig, name: str, **labels: str) -> float:
     return found[0] if found else 0
 
 
-async def calls(rig: Rig, method: str, code: str) -> float:
+async def counts(rig: Rig, method: str, code: str, number: int) -> None:
+    """Waits until the server has counted so many calls: it counts one when its answer has gone."""
     labels = {"rpc_system_name": "grpc", "rpc_method": method, "rpc_response_status_code": code}
-    return await value(rig, CALLS, **labels)
+    async with asyncio.timeout(WAIT_S):
+        while await value(rig, CALLS, **labels) != number:  # noqa: ASYNC110 -- what is watched has no event
+            await asyncio.sleep(0.005)
 
 
 async def test_calls_are_counted_by_method_and_status():
@@ -83,9 +86,9 @@ async def test_calls_are_counted_by_method_and_status():
         await rig.inference.Generate(generate("y"))
         await failure_of(rig.inference.Generate(generate("y", stopping={"max_tokens": 0})))
         await collect(rig.inference.Stream(stream("y")))
-        assert await calls(rig, GENERATE, "OK") == 2
-        assert await calls(rig, GENERATE, "INVALID_ARGUMENT") == 1
-        assert await calls(rig, "penstock.v1.InferenceService/Stream", "OK") == 1
+        await counts(rig, GENERATE, "OK", 2)
+        await counts(rig, GENERATE, "INVALID_ARGUMENT", 1)
+        await counts(rig, "penstock.v1.InferenceService/Stream", "OK", 1)
 
 
 async def test_methods_that_the_server_does_not_have_are_one():
@@ -93,7 +96,7 @@ async def test_methods_that_the_server_does_not_have_are_one():
         for name in ("a", "b", "c"):
             call: Any = rig.channel.unary_unary(f"/some.Service/{name}")
             await failure_of(call(b""))
-        assert await calls(rig, UNKNOWN_METHOD, "UNIMPLEMENTED") == 3
+        await counts(rig, UNKNOWN_METHOD, "UNIMPLEMENTED", 3)
         assert "some.Service" not in await page_of(rig.server)
 
 
@@ -104,7 +107,7 @@ async def test_cancelled_calls_are_counted():
         assert await value(rig, "penstock_calls_active", kind="work") == 1
         call.cancel()
         await until(lambda: rig.server.admission.active_work == 0)
-        assert await calls(rig, "penstock.v1.InferenceService/Stream", "CANCELLED") == 1
+        await counts(rig, "penstock.v1.InferenceService/Stream", "CANCELLED", 1)
         assert await value(rig, "penstock_calls_active", kind="work") == 0
 
 
