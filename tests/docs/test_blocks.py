@@ -28,6 +28,8 @@ from tests.docs.shell import NOT_RUN, commands, rule_of, script_of, words_of
 from tests.support.demo_server import served_demo
 from tests.support.toolchains import go_program
 
+pytestmark = pytest.mark.ci
+
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_HTTP = "127.0.0.1:8000"
 IN_THE_ROOT = ("CONTRIBUTING.md", "adding-a-model.md")
@@ -125,7 +127,7 @@ def shell_pages() -> Iterator[object]:
     for page, group in groupby(here, lambda block: block.page):
         name, found = str(page.relative_to(ROOT)), list(group)
         if name in FIRST_PAGES:
-            yield pytest.param(found, False, id=name, marks=pytest.mark.ci)
+            yield pytest.param(found, False, id=name)
         elif not calls_grpcurl(found):
             yield pytest.param(found, False, id=name, marks=pytest.mark.sweep)
         if calls_grpcurl(found):
@@ -246,7 +248,6 @@ def test_grammars_are_taken(demo: str, block: Block) -> None:
         assert client.generate("A list: ", constraint=Ebnf(block.source), max_tokens=100).text
 
 
-@pytest.mark.ci
 def test_the_schema_of_the_reference_is_taken(demo: str) -> None:
     (block,) = [b for b in blocks_in("json") if b.page.name == "grammars.md"]
     with Client(demo) as client:

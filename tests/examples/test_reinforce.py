@@ -20,6 +20,8 @@ from examples.reinforce.trainer import Options, Trainer
 from penstock.client import Client
 from tests.support.demo_server import served_demo
 
+pytestmark = pytest.mark.ci
+
 MOST_DIFFERENCES = {"bfloat16": (2e-3, 0.5), "float32": (5e-6, 5e-4)}
 """The most that the trainer's and the server's log-probabilities may differ, in nats, by the server's dtype:
 on average over the tokens of a step, and of any token. docs/how-to/reinforce.md promises these.
@@ -49,7 +51,6 @@ def assert_they_agree(lines: Sequence[dict[str, str]], dtype: str) -> None:
         assert float(line["max_difference"]) < most_max
 
 
-@pytest.mark.ci
 def test_a_short_run(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step draws from the weights that the step before pushed, and both sides agree about them."""
     with Client(address) as client:

@@ -16,7 +16,7 @@ def programs() -> Iterator[None]:
     if "penstock.runtime.execution.program_set" not in sys.modules:
         yield
         return
-    from tests.support.programs import shared_programs  # noqa: PLC0415 # it imports JAX
+    from tests.support.suite.programs import shared_programs  # noqa: PLC0415 # it imports JAX
 
     with shared_programs():
         yield

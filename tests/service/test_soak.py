@@ -16,6 +16,8 @@ from penstock.v1 import inference_pb2
 from tests.service.rig import Rig, generate, serving, stream, until
 from tests.support.models.toy import VOCAB, toy_engine, toy_model, toy_tokens
 
+pytestmark = pytest.mark.ci
+
 NUM_STREAMS = 200
 CONTEXT = 1024
 SMALL_WINDOWS = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]

@@ -19,6 +19,8 @@ from penstock.runtime.scheduling.scheduler_config import capacity_tokens
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.scheduler.scheduling import commit, dispatch, make
 
+pytestmark = pytest.mark.ci
+
 GOLDEN = Path(__file__).parents[2] / "golden" / "mistral_swa"
 WINDOW = 32
 PAGE_BYTES = 8 * 2 * 2 * 2 * 16 * 4  # positions * layers * key and value * heads * channels * bytes

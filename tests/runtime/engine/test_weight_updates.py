@@ -51,7 +51,8 @@ def rows_of(rules: LoadRules, leaves: Any, name: str) -> Any:
     return unpack(held) if target.rows_per_entry > 1 else held
 
 
-@pytest.mark.parametrize("native", [pytest.param("auto", marks=pytest.mark.ci), "off"])
+@pytest.mark.ci
+@pytest.mark.parametrize("native", ["auto", "off"])
 def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native: Any) -> None:
     """Each is staged beside weights that the others have not changed yet; q, k and v are one leaf."""
     engine = small_engine(tiny, native=native)

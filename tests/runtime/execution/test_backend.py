@@ -110,6 +110,7 @@ def test_required_kernels_take_cpu_and_bfloat16() -> None:
         chosen(None, native="require")
 
 
+@pytest.mark.ci
 def test_an_engine_computes_with_the_backend_that_it_is_given() -> None:
     """The backend is made by hand: programs as on an accelerator, an attention of this test, and little
     memory.

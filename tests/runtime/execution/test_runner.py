@@ -40,10 +40,10 @@ from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.ops.sampling_codes import LOGPROBS, PENALTIES, SAMPLING
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
-from tests.support import programs
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.toy import OFFSET, VOCAB, ToyLM, toy_backend, toy_model, toy_tokens
 from tests.support.scheduler.put_off import Anything
+from tests.support.suite import programs
 
 GREEDY = ResolvedSampling(temperature=0.0)
 
@@ -77,6 +77,7 @@ def runner() -> Iterator[ModelRunner]:
     runner.shutdown()
 
 
+@pytest.mark.ci
 def test_a_start_traces_the_model_once_for_each_program_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """And once for the shape of its hidden states. A real model takes a tenth of a second and more."""
     sizes: list[int] = []

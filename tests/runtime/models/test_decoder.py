@@ -208,6 +208,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("linear", FORMATS)
 @pytest.mark.parametrize(
     "name",

@@ -20,6 +20,8 @@ from penstock.runtime.profiling import trace_writing
 from penstock.runtime.profiling.profile import Profile, ProfileOptions
 from penstock.runtime.profiling.profiler import Profiler
 
+pytestmark = pytest.mark.ci
+
 WAIT_S = 60.0
 LONG = ProfileOptions(steps=1000, timeout_s=300.0)
 

@@ -26,6 +26,8 @@ from tests.support.updating import (
     tokens,
 )
 
+pytestmark = pytest.mark.ci
+
 
 @dataclass
 class Served:

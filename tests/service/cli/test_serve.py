@@ -24,6 +24,8 @@ from tests.service.h2peer import Peer
 from tests.service.rig import generate, stream
 from tests.support.models.compilation_cache import TEST_CACHE
 
+pytestmark = pytest.mark.ci
+
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3"
 REPOSITORY = Path(__file__).parents[3]
 ENGINE = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--kv-cache-bytes", "4M"]

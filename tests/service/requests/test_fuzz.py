@@ -265,6 +265,7 @@ async def rig() -> AsyncIterator[Rig]:
         yield rig
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("num_requests", [120, pytest.param(1000, marks=pytest.mark.sweep)])
 async def test_random_requests_are_answered_or_refused_and_leave_nothing_behind(

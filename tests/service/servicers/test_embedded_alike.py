@@ -25,6 +25,8 @@ from penstock.service.replies.messages import REASONS
 from tests.service.rig import Kept, failure_of, generate, serving
 from tests.support.models.compilation_cache import TEST_CACHE
 
+pytestmark = pytest.mark.ci
+
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = Tool("get_weather", "Get the weather in a city.", PARAMETERS)
 TOOL_MESSAGE = {

@@ -31,6 +31,8 @@ from tests.service.weights.pushing import (
 )
 from tests.support.models.table import Tables, random_tables, table_engine
 
+pytestmark = pytest.mark.ci
+
 QUESTION = Ask((3, 1, 4, 1, 5), 30)
 
 

@@ -26,6 +26,8 @@ from tests.support.chunks import set_chunk
 from tests.support.goldens import CONFIG, GOLDEN, KINDS, few, small_config
 from tests.support.models.witness import log_softmax
 
+pytestmark = pytest.mark.ci
+
 GREEDY = ResolvedSampling(temperature=0.0)
 Case = dict[str, Any]
 READ = Finish(FinishReason.PROMPT_READ)

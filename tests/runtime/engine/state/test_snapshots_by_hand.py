@@ -73,6 +73,7 @@ def after(end: int, num: int = 1) -> list[int]:
     return hybrid_tokens(TOKENS[:end], num)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cut", [1, 2, 7, 8])
 def test_a_row_goes_on_from_what_another_row_kept(runner: ModelRunner, cut: int) -> None:
     """The row that keeps its state goes on as if nothing had happened, and the snapshot stays as it is when

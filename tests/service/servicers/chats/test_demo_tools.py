@@ -19,6 +19,8 @@ from penstock.v1 import types_pb2
 from tests.service.rig import Kept, collect, generate, joined, serving, stream
 from tests.support.models.compilation_cache import TEST_CACHE
 
+pytestmark = pytest.mark.ci
+
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
