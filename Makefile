@@ -6,6 +6,9 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python; do \
 MARK ?=
 # A file's tests share one worker, so what a module sets up once (a compiled engine) is set up once.
 PYTEST_ARGS ?= --numprocesses auto --maxprocesses 4 --dist loadfile
+# What depends most on JAX's version: PyTorch's results, the kernels as JAX calls them, and one server.
+NEWEST_TESTS = tests/runtime/models/test_golden.py tests/service/servicers/test_goldens.py tests/runtime/ops/native \
+	tests/service/cli/test_serve.py::test_a_checkpoint_is_served_until_sigterm -k 'not emulated'
 AGAINST ?= HEAD~1
 # What of the sweep `make test-ci` runs: the third that a number draws, here the commit's, and what changes since a
 # commit touch.
@@ -28,14 +31,15 @@ BENCH_OUT ?= bench/out
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install wheel run test test-ci test-all test-clients bench bench-compare docs check format-check lint types imports protos-check proto proto-go breaking format lock clean
+.PHONY: help install wheel run test test-ci test-all test-newest test-clients bench bench-compare docs check format-check lint types imports protos-check proto proto-go breaking format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP) ## create .venv and install the project with its tools
 
-# The pins hold on the Pythons they were tried on; another one gets the newest that pyproject.toml allows.
+# The pins hold on the Pythons they were tried on: JAX 0.10 on 3.11, and 0.11 on 3.12 and 3.13. Another Python gets the
+# newest that pyproject.toml allows.
 CONSTRAINTS = $$($(BIN)/python -c 'import sys; print("--constraint constraints.txt" * (sys.version_info < (3, 14)))')
 
 # Without hatchling's hooks, because an editable install needs no native library inside, nor JAX to compile it.
@@ -67,6 +71,21 @@ test-ci: install ## run what CI runs: also the costly tests, and of the sweep a 
 
 test-all: install ## run every test, with programs compiled as users compile them
 	PENSTOCK_TEST_XLA=users $(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(MARK),-m '$(MARK)')
+
+# Of the Pythons that constraints.txt was tried on. pyenv's programs start only if PYENV_VERSION names a version that
+# pyenv has, and other programs do not read it.
+test-newest: install ## run the goldens, the kernels and a server on the newest Python that the machine has
+	@own=$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	for newest in 3.13 3.12 "$$own"; do \
+		found=$$(PYENV_VERSION=$$newest "python$$newest" -c 'import ensurepip, sys, venv; print(sys.executable)' \
+			2>/dev/null) && break; \
+	done; \
+	if [ "$$newest" = "$$own" ]; then \
+		echo "the newest Python here is $$own, as in $(VENV), so there is nothing more to test"; \
+	else \
+		$(MAKE) --no-print-directory install VENV=".venv-$$newest" PYTHON="$$found" && \
+			".venv-$$newest/bin/python" -m pytest $(PYTEST_ARGS) $(NEWEST_TESTS) -m 'not sweep'; \
+	fi
 
 # It also takes the commands of the pages, because their lines of grpcurl need Go.
 test-clients: install ## run the tests of the clients for Go and Java, and of what all languages must agree on
@@ -141,5 +160,5 @@ lock: install ## pin the newest versions that pyproject.toml allows in constrain
 		--output-file constraints.txt pyproject.toml
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build site
+	rm -rf $(VENV) .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build site
 	find . -name __pycache__ -type d -not -path './node_modules/*' -prune -exec rm -rf {} +
