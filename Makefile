@@ -4,8 +4,9 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python; do \
 	$$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 MARK ?=
-# A file's tests share one worker, so what a module sets up once (a compiled engine) is set up once.
-PYTEST_ARGS ?= --numprocesses auto --maxprocesses 4 --dist loadfile
+# A file's tests share one worker, so what a module sets up once (a compiled engine) is set up once. There is a worker
+# more than processors, up to 4, because tests of servers wait a quarter of their time.
+PYTEST_ARGS ?= --numprocesses $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4))) --dist loadfile
 # What depends most on JAX's version: PyTorch's results, the kernels as JAX calls them, and one server.
 NEWEST_TESTS = tests/runtime/models/test_golden.py tests/service/servicers/test_goldens.py tests/runtime/ops/native \
 	tests/service/cli/test_serve.py::test_a_checkpoint_is_served_until_sigterm -k 'not emulated'

@@ -9,6 +9,7 @@ JAX reads its settings from the environment when it is first imported, so tests 
 """
 
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -36,6 +37,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded: a test that tried w
 # An example may take any time, because the machine may be busy; hypothesis allows 200 ms otherwise.
 settings.register_profile("penstock", deadline=None)
 settings.load_profile("penstock")
+
+gc.disable()  # until all tests are collected: that makes a million objects, which all stay
 
 # If a shell starts the suite in the background, the suite ignores Ctrl-C, and so would every program that it
 # starts.
@@ -136,6 +139,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """By now the files of tests have imported JAX, if any of them needs it."""
+    gc.freeze()
+    gc.enable()
     if "jax" in sys.modules:
         from tests.support.suite import compiling  # noqa: PLC0415  # imports JAX
 

@@ -17,6 +17,8 @@ from penstock.runtime.loading.hub import resolve_model
 from tests.support.models.demo import demo_engine
 from tools.demo_model.sample import Model
 
+pytestmark = pytest.mark.ci
+
 GREEDY = SamplingParams(temperature=0.0)
 
 

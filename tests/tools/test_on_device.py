@@ -250,7 +250,8 @@ def test_bounds(version: str, bounds: str, is_within: bool) -> None:
 
 def test_requirements_are_read_as_packages_write_them() -> None:
     assert requirement("Google_CRC32C >=1.7, <2") == Requirement("google-crc32c", ">=1.7, <2")
-    assert requirement("jax[cuda13] (>=0.10) ; python_version < '3.13'") == Requirement("jax", ">=0.10")
+    assert requirement("jax[cuda13] (>=0.10) ; python_version < '4.0'") == Requirement("jax", ">=0.10")
+    assert requirement("jax>=0.10 ; python_version >= '4.0'") is None
     assert requirement("pytest; extra == 'testing'") is None
     assert requirement("typing_extensions") == Requirement("typing-extensions", "")
     with pytest.raises(ValueError, match="no requirement"):

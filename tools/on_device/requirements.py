@@ -7,11 +7,13 @@ a release candidate counts as the release.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^]]*\])?\s*([^;]*)(?:;(.*))?", re.DOTALL)
+_PYTHON = re.compile(r"\s*python_version\s*(>=|<)\s*['\"]([\d.]+)['\"]\s*")
 _BOUND = re.compile(r"\s*(===|==|~=|!=|>=|<=|>|<)\s*([^\s,]+)\s*")
 
 
@@ -40,14 +42,18 @@ def canonical(name: str) -> str:
 
 
 def requirement(text: str) -> Requirement | None:
-    """Reads a line such as "jax[cuda13]>=0.10,<0.12 ; python_version < '3.13'"; None if only an extra wants
-    it. Other conditions count as met, which costs no more than a look at a package that is not needed.
+    """Reads a line such as "jax[cuda13]>=0.10,<0.11 ; python_version < '3.12'"; None if only an extra or
+    another Python wants it. Other conditions count as met, which costs no more than a look at a package that
+    is not needed.
     """
     found = _REQUIREMENT.fullmatch(text)
     if found is None:
         raise ValueError(f"this is no requirement: {text}")
     name, bounds, condition = found.groups()
     if condition and re.search(r"\bextra\b", condition):
+        return None
+    python = _PYTHON.fullmatch(condition or "")
+    if python is not None and not _is_within("{}.{}".format(*sys.version_info), *python.groups()):
         return None
     return Requirement(canonical(name), bounds.strip().strip("()").strip())
 

@@ -22,6 +22,8 @@ from penstock.runtime.profiling.profile import Profile
 from tests.support.models.demo import demo_engine
 from tests.support.models.toy import toy_engine
 
+pytestmark = [pytest.mark.ci, pytest.mark.users_xla]
+
 WAIT_S = 120.0
 PARTS = ("schedule", "pack", "dispatch", "wait", "emit")
 Event = dict[str, Any]

@@ -25,9 +25,10 @@ engine = Engine.from_pretrained("demo", config)
 print(pool_size(), engine.config.threads)
 """
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/task").exists(), reason="threads are counted by Linux's /proc"
-)
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted by Linux's /proc"),
+]
 
 
 def run(code: str, **environment: str) -> tuple[list[str], str]:

@@ -27,6 +27,8 @@ from tests.service.rig import Kept, Rig, collect, failure_of, generate, joined, 
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.otlp import Recorder
 
+pytestmark = pytest.mark.ci
+
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3"
 PROMPT = "def decode(self, text):"
 

@@ -16,7 +16,9 @@ from tests.support.chat import MARKED, TOOLS, calls, events_of, meant, merged, p
 
 FORMS = sorted(TOOL_FORMS)
 CUTS = st.lists(st.integers(0, 200), max_size=12)
-SCALARS = st.none() | st.booleans() | st.integers(-99, 99) | st.text(max_size=6) | st.sampled_from(
+# No text holds Gemma 4's quote, which that form cannot write. Hypothesis tries constants of the code, too.
+WORDS = st.text(max_size=6).filter(lambda text: '<|"|>' not in text)
+SCALARS = st.none() | st.booleans() | st.integers(-99, 99) | WORDS | st.sampled_from(
     ["</tool_call>", "<tool_call>", "[TOOL_CALLS]", '"}}', "}]", ")]", "; {", "\\", "\U0001f600\u2028é"]
 )  # fmt: skip
 VALUES = st.recursive(

@@ -26,6 +26,8 @@ from tests.support.mix import Mixer
 from tests.support.models.table import random_tables, table_engine
 from tests.support.models.witness import log_softmax
 
+pytestmark = pytest.mark.ci
+
 GREEDY = ResolvedSampling(temperature=0.0)
 NUM_TOP = 8
 Case = dict[str, Any]
@@ -36,7 +38,7 @@ def cases(name: str) -> list[Case]:
     return loaded
 
 
-@pytest.fixture(scope="module", params=few(KINDS, (), ci=("qwen3", "mistral_swa")))
+@pytest.fixture(scope="module", params=few(KINDS, ("qwen3", "mistral_swa")))
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, list[Case]]]:
     engine = Engine.from_pretrained(str(GOLDEN / request.param), small_config(request.param))
     engine.start()

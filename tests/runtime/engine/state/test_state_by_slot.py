@@ -31,11 +31,12 @@ from penstock.runtime.requests.request import Request, StoppingParams
 from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from tests.support.collector import GREEDY, Collector, at_gate, long
-from tests.support.goldens import few
 from tests.support.models.hybrid import NEWEST, PAGED, STATE, hybrid_model, hybrid_tokens
 from tests.support.models.toy import VOCAB, toy_engine, toy_runner
 from tests.support.scheduler.put_off import Anything, HalfPutOff
 from tests.support.scheduler.scheduling import dispatch, make
+
+pytestmark = pytest.mark.ci
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 40, 50)
 """Lengths of prompts; a step takes 16 tokens."""
@@ -52,11 +53,7 @@ def accelerator() -> Backend:
 
 @pytest.fixture(
     scope="module",
-    params=few(
-        ("windows", "no overlap", "single steps", "as on an accelerator", "no layer has pages"),
-        ("single steps",),
-        ci=("windows", "no overlap", "as on an accelerator", "no layer has pages"),
-    ),
+    params=["windows", "no overlap", "single steps", "as on an accelerator", "no layer has pages"],
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     made = {
