@@ -52,7 +52,7 @@ class Golden:
         return np.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
 
 
-@pytest.fixture(scope="module", params=few([n for n in KINDS if n != "deepseek_v3"], (), ci=("qwen3",)))
+@pytest.fixture(scope="module", params=few([n for n in KINDS if n != "deepseek_v3"], ("qwen3",)))
 def golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
     folder = GOLDEN / request.param
     engine = Engine.from_pretrained(str(folder), small_config(request.param))
