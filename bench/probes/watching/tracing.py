@@ -14,6 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,7 +212,8 @@ def event_loop(num_requests: int) -> tuple[float, list[ReadableSpan]]:
             request.end(1)
             rpc.end(ok)
 
-    return spent_s(serve), ended
+    # In a context of its own, or what the caller logs afterwards would belong to the last call.
+    return copy_context().run(spent_s, serve), ended
 
 
 def measured(load: Load, level: TraceLevel) -> tuple[Cost, int]:

@@ -92,7 +92,8 @@ def tokenizing(inference: Any, control: Any) -> Any:
 async def test_three_thousand_calls_at_once(call: Call, channels: int) -> None:
     found = await burst(3000, channels, call)
     assert set(found) <= {"OK", "QUEUE_FULL", "BUSY"}, found
-    assert found["OK"] >= 200
+    # However busy the machine is: so many calls of one address may wait for their message.
+    assert found["OK"] >= Bounds().max_receiving_rpcs // 2
 
 
 async def test_more_than_the_server_takes_on_at_once() -> None:
@@ -140,4 +141,5 @@ async def test_calls_may_wait_as_long_as_grpc_is_told(monkeypatch: pytest.Monkey
 async def test_ten_thousand_calls_at_once(call: Call, channels: int) -> None:
     found = await burst(10_000, channels, call)
     assert set(found) <= {"OK", "QUEUE_FULL", "BUSY"}, found
-    assert found["OK"] >= 200
+    # However busy the machine is: so many calls of one address may wait for their message.
+    assert found["OK"] >= Bounds().max_receiving_rpcs // 2
