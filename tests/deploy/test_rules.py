@@ -35,6 +35,7 @@ def test_alerts_fire_on_the_series_of_their_tests_and_on_no_others() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.ci
 @needs_promtool
 def test_a_rule_that_is_wrong_fails_its_test(tmp_path: Path) -> None:
     """So the tests of the rules do test something."""

@@ -70,6 +70,7 @@ def test_a_crash_and_a_program_that_is_not_there_are_told(tmp_path: Path) -> Non
     assert {each.state for each in outcomes.values()} == {"failed"}
 
 
+@pytest.mark.ci
 def test_a_step_that_hangs_is_killed_with_all_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

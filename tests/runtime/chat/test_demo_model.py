@@ -43,6 +43,7 @@ def answer(engine: Engine, chat: Chat) -> Parsed:
     return Parsed("".join(p.text for p in parts), "", tuple(call for p in parts for call in p.calls))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("city", ["Paris", "Tokyo"])
 def test_the_weather(engine: Engine, city: str) -> None:
     question = ChatTurn("user", f"What's the weather in {city}?")

@@ -266,6 +266,7 @@ def test_output_is_bounded(sandbox: TemplateSandbox) -> None:
     ],
     ids=["loop", "power", "memory"],
 )
+@pytest.mark.ci
 def test_a_template_that_would_never_end(template: str) -> None:
     """It is stopped, and the same process renders the next template, so that nobody waits for a process to
     start.

@@ -52,6 +52,7 @@ def engine() -> Iterator[Engine]:
 # -- one prompt --
 
 
+@pytest.mark.ci
 def test_unset_sampling_fields_have_the_models_defaults() -> None:
     """The model's defaults are greedy, so a request that sets only top_p is greedy too."""
     model = dataclasses.replace(toy_model(), defaults=GenerationDefaults(temperature=0.0, min_p=0.5))
@@ -121,6 +122,7 @@ def test_times_and_speed(engine: Engine) -> None:
     assert output.time_to_first_token == timing.time_to_first_token
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("truncation", "kept"),
     [
@@ -255,6 +257,7 @@ def test_a_list_may_be_longer_than_the_queue() -> None:
         ]
 
 
+@pytest.mark.ci
 def test_a_list_waits_for_a_queue_that_others_fill() -> None:
     with toy_engine(max_num_seqs=1, max_queued_requests=1, start=False) as engine:
         gate, others = at_gate(engine), Collector()
@@ -267,6 +270,7 @@ def test_a_list_waits_for_a_queue_that_others_fill() -> None:
         assert [list(g.token_ids) for g in made] == [toy_tokens([i], 3) for i in (1, 2, 3)]
 
 
+@pytest.mark.ci
 def test_a_list_leaves_room_in_the_queue_for_others() -> None:
     with toy_engine(max_num_seqs=2, max_queued_requests=100, start=False) as engine:
         gate, made = at_gate(engine), []

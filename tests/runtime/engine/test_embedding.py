@@ -46,6 +46,7 @@ def expected_text(engine: Engine) -> str:
     return engine.text.decode(CASE["tokens"])
 
 
+@pytest.mark.ci
 def test_tokens_and_text_are_pytorchs(engine: Engine) -> None:
     result = engine.generate(CASE["prompt"], sampling=GREEDY, stopping=STOPPING)
     assert list(result.token_ids) == CASE["tokens"]

@@ -63,6 +63,7 @@ def test_requests_in_one_batch_get_the_tokens_they_get_alone(engine: Engine) -> 
         assert list(result.token_ids) == toy_tokens(prompt, 20)
 
 
+@pytest.mark.ci
 def test_preempted_and_resumed_equals_undisturbed() -> None:
     """Four rows that each grow to 40 tokens share 12 pages of 4 tokens, so most of them are preempted several
     times.
@@ -154,6 +155,7 @@ def test_logprobs_are_those_of_the_toy(engine: Engine) -> None:
     assert engine.generate([1, 2], sampling=GREEDY_PARAMS, stopping=long(3)).logprobs is None
 
 
+@pytest.mark.ci
 def test_more_logprobs_than_tokens_in_the_vocabulary() -> None:
     """A request may ask for up to max_logprobs. If the vocabulary has fewer tokens, all of them come back."""
     engine = toy_engine(max_logprobs=VOCAB + 9)

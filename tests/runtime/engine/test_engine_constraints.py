@@ -30,7 +30,10 @@ GREEDY = ResolvedSampling(temperature=0.0)
 @pytest.fixture(
     scope="module",
     # Every step is short compared with such a window, so rows under constraints have steps of their own.
-    params=[{"decode_window_s": 10.0}, {"overlap": False}, {"native": "off"}],
+    params=[
+        {"decode_window_s": 10.0},
+        *(pytest.param(o, marks=pytest.mark.ci) for o in ({"overlap": False}, {"native": "off"})),
+    ],
     ids=["apart", "no overlap", "XLA"],
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:

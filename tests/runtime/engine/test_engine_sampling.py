@@ -23,7 +23,9 @@ from tests.support.models.witness import greedy_tokens, log_softmax, probabiliti
 TABLES = random_tables()
 
 
-@pytest.fixture(scope="module", params=["auto", "off"], ids=["native", "XLA"])
+@pytest.fixture(
+    scope="module", params=["auto", pytest.param("off", marks=pytest.mark.ci)], ids=["native", "XLA"]
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """An engine with the native sampler, and one with XLA's. Requests with penalties or a bias share two
     feature slots.

@@ -97,6 +97,7 @@ def test_a_start_traces_the_model_once_for_each_program_with_it(monkeypatch: pyt
     runner.shutdown()
 
 
+@pytest.mark.ci
 def test_the_suites_runners_share_programs_only_if_they_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     first = make_runner()
     first.initialize_kv_cache((16,))
@@ -119,6 +120,7 @@ def test_the_suites_runners_share_programs_only_if_they_are_alike(monkeypatch: p
     second.shutdown()
 
 
+@pytest.mark.ci
 def test_each_donated_array_becomes_its_own_successor() -> None:
     """JAX gives the memory of a donated array to the first result of its shape and dtype. If that is another
     one, both are copied in every step: here the logits of four rows and the biases of four slots are alike.

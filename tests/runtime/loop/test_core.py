@@ -123,6 +123,7 @@ def test_an_update_that_is_refused_after_staging_holds_no_weights(
     assert refused.value.__traceback__ is not None
 
 
+@pytest.mark.ci
 def test_waiting_for_the_running_includes_the_preempted() -> None:
     """Two requests of 20 tokens cannot both stay in 7 pages of 4, and both must end on the old weights."""
     engine = toy_engine(toy_model(max_model_len=28), kv_cache_bytes=7 * 4 * 2 * 4 * 4)
@@ -273,6 +274,7 @@ def test_a_drain_ends_with_a_cancel(engine: Engine) -> None:
     assert engine.drain(60)
 
 
+@pytest.mark.ci
 def test_an_aborting_update_spares_those_that_have_not_started() -> None:
     engine = toy_engine(max_num_seqs=1)
     try:

@@ -166,6 +166,7 @@ def test_pairs_of_channels_turn_by_time_row_and_column() -> None:
         np.testing.assert_array_equal(same, alone[0])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("vision", [QWEN3, pytest.param(QWEN2_5, marks=pytest.mark.sweep)])
 def test_packed_weights_agree_with_float32(vision: VisionConfig) -> None:
     """The kernels leave padding undefined; pictures do not notice. Encoders are not stored in int8."""

@@ -86,6 +86,7 @@ def test_decode_batches(
     check(batch, step(shape, options, True)(batch), 2e-5)
 
 
+@pytest.mark.ci
 @programs(
     [
         ((4, 1), False, (PLAIN, False)),

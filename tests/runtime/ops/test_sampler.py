@@ -187,6 +187,7 @@ def test_the_draw_has_the_right_distribution(params: dict[str, Any], probs: list
     assert chi_square(counts[expected > 0], expected[expected > 0]) < 28.5
 
 
+@pytest.mark.ci
 def test_a_wide_vocabulary_is_drawn_evenly_over_its_chunks() -> None:
     """1,300 equally likely tokens span three chunks of the two-stage draw, the last of which is partly
     filled.
@@ -199,6 +200,7 @@ def test_a_wide_vocabulary_is_drawn_evenly_over_its_chunks() -> None:
     assert 993 < chi_square(counts, np.full(vocab, 1 / vocab)) < 1605
 
 
+@pytest.mark.ci
 def test_a_row_does_not_depend_on_its_place_or_its_neighbours() -> None:
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((8, 700)).astype(np.float32)

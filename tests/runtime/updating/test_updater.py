@@ -221,6 +221,7 @@ def test_a_time_for_a_policy_that_does_not_wait_is_refused(engine: Engine, tenso
     engine.updater.commit_staged("hurried", in_flight=InFlightPolicy.WAIT, drain_timeout_s=60.0).result(60)
 
 
+@pytest.mark.ci
 def test_who_would_not_wait_so_long_is_told_and_the_update_stays_staged() -> None:
     engine = toy_engine(toy_model(max_model_len=120_000), kv_cache_bytes=2**24)
     try:

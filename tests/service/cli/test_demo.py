@@ -152,7 +152,7 @@ def test_it_shows_an_answer_and_stays_up_until_it_is_told(port, number):
     assert program.returncode == 7
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.ci)])
 def test_a_signal_that_does_not_wake_the_main_thread_is_not_lost(port, number):
     """A signal may come just before the main thread begins to wait, and Python's handlers run only there."""
     with start(port, SERVER, ELSEWHERE + DRIVER) as program:
@@ -163,6 +163,7 @@ def test_a_signal_that_does_not_wake_the_main_thread_is_not_lost(port, number):
     assert (out, err, program.returncode) == (f"GOT {number.value}\n", "", 7)
 
 
+@pytest.mark.ci
 def test_it_gives_up_on_a_server_that_is_never_ready(port):
     never = SERVER.replace("SERVING)", "NOT_SERVING)  # never ready")
     assert never != SERVER
@@ -173,6 +174,7 @@ def test_it_gives_up_on_a_server_that_is_never_ready(port):
     assert err.count("\n") == 1
 
 
+@pytest.mark.ci
 def test_a_failure_is_no_success_though_the_server_ended_well(port):
     never = SERVER.replace("SERVING)", "NOT_SERVING)  # never ready").replace("sys.exit(7 ", "sys.exit(0 ")
     with start(port, never) as program:

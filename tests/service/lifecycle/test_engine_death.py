@@ -27,7 +27,14 @@ class PanicException(BaseException):
     """A panic of an extension in Rust, as pyo3 raises it."""
 
 
-@pytest.mark.parametrize("error", [RuntimeError("lost"), PanicException("lost"), SystemExit(1)])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("lost"),
+        pytest.param(PanicException("lost"), marks=pytest.mark.ci),
+        pytest.param(SystemExit(1), marks=pytest.mark.ci),
+    ],
+)
 @pytest.mark.parametrize("method", ["schedule", "commit"])
 async def test_everybody_hears_of_it_at_once(monkeypatch, method, error):
     """Health is NOT_SERVING before the first caller gets its error, so that a retry goes to

@@ -56,6 +56,7 @@ async def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(monkeypatc
     assert "the engine's thread moves again" in caplog.text
 
 
+@pytest.mark.ci
 async def test_an_engine_that_hangs_does_not_hold_up_the_stop(monkeypatch, caplog):
     monkeypatch.setattr(engine_end, "LIMIT_S", 0.3)
     engine = toy_engine(start=False)

@@ -96,6 +96,7 @@ async def test_three_thousand_calls_at_once(call: Call, channels: int) -> None:
     assert found["OK"] >= Bounds().max_receiving_rpcs // 2
 
 
+@pytest.mark.ci
 async def test_more_than_the_server_takes_on_at_once() -> None:
     """While the engine does nothing, exactly as many calls have a place as there are places; all others are
     refused at once.

@@ -142,6 +142,7 @@ async def test_protobuf_is_not_asked_to_parse_them(monkeypatch):
     assert failure.violations == {"chat": "the request has more than 1000 fields in all"}
 
 
+@pytest.mark.ci
 async def test_a_bias_for_every_token_of_a_large_vocabulary():
     vocab = 262_144
     biases = dict.fromkeys(range(vocab), 1.0)

@@ -90,6 +90,7 @@ async def nothing_left(rig: Rig) -> None:
     assert served_requests(rig.serving) == 0
 
 
+@pytest.mark.ci
 async def test_replies_that_nobody_takes_end(no_collector: None) -> None:
     """50 streams, 50 unary RPCs, and one RPC of each other kind. The peer learns of their end, which needs no
     window, and other clients are served.
@@ -157,6 +158,7 @@ async def test_a_stream_that_is_read_slowly_goes_on(monkeypatch: pytest.MonkeyPa
         assert last.HasField("summary")
 
 
+@pytest.mark.ci
 async def test_a_large_message_that_is_read_steadily_goes_on() -> None:
     """Meanwhile the reader takes nothing of what else is generated, and yet it is there."""
     request = stream(
@@ -220,6 +222,7 @@ class Upload:
         return size + sum(int.from_bytes(update.payload, "big") for update in updates)
 
 
+@pytest.mark.ci
 async def test_memory_of_stalled_readers_is_given_back(no_collector: None) -> None:
     """Of 8 unread streams with prompts of 500 KB: their bytes, messages, ids and jobs."""
     request = stream(

@@ -17,7 +17,7 @@ import pytest
 
 from tests.front_processes import VARIABLE
 
-BUDGET: Mapping[str, int] = {"engines": 64, "programs": 4000, "processes": 400}
+BUDGET: Mapping[str, int] = {"engines": 40, "programs": 3300, "processes": 380}
 """Most that the tests of `make test` may cost together.
 
 An engine that starts takes about 1 s of processor time beside its programs, a program 0.1 to 3 s, a process
@@ -37,8 +37,8 @@ class Costs:
         sys.addaudithook(self._on_audit)
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """There is no budget where more is counted than in `make test`: with --draw, because JAX forgets programs
-        between files that are compiled in two ways; and with front processes, because these are processes.
+        """There is no budget where more is counted than in `make test`: with --draw, because JAX forgets
+        programs between files that are compiled in two ways; and with front processes.
         """
         self._has_budget = config.getoption("draw", None) is None and VARIABLE not in os.environ
 

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from penstock.runtime.chat.forms.events import Event, Text
 from penstock.runtime.chat.forms.tools import TOOL_FORMS, CallParser
 from tests.support.chat import MARKED, TOOLS, calls, events_of, meant, merged, pieces_of, spelled, texts
+from tests.support.goldens import few
 
 FORMS = sorted(TOOL_FORMS)
+SOME_FORMS = few(FORMS, ("hermes", "olmo3", "qwen3_coder"), ci=FORMS)
+"""`make test` takes a form of JSON, one of Python's calls, and one of XML."""
 CUTS = st.lists(st.integers(0, 200), max_size=12)
 # No text holds Gemma 4's quote, which that form cannot write. Hypothesis tries constants of the code, too.
 WORDS = st.text(max_size=6).filter(lambda text: '<|"|>' not in text)
@@ -43,7 +46,7 @@ def parsed_calls(events: list[Event]) -> list[tuple[str, object]]:
     return [(name, json.loads(arguments)) for name, arguments in calls(events)]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SOME_FORMS)
 @settings(max_examples=40, deadline=None)
 @given(
     made=CALLS,
@@ -62,7 +65,7 @@ def test_what_is_written_is_found(form, made, before, cuts, ascii_only) -> None:
     assert events == events_of(form, [text])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SOME_FORMS)
 @settings(max_examples=30, deadline=None)
 @given(parts=st.lists(st.one_of(SCRAPS, CALLS), max_size=8), cuts=CUTS)
 def test_pieces_do_not_matter(form, parts, cuts) -> None:
@@ -72,7 +75,7 @@ def test_pieces_do_not_matter(form, parts, cuts) -> None:
     assert events_of(form, list(text)) == whole
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SOME_FORMS)
 @settings(max_examples=30, deadline=None)
 @given(parts=st.lists(st.one_of(SCRAPS, CALLS), max_size=8))
 def test_text_without_calls_is_unchanged(form, parts) -> None:
@@ -83,7 +86,7 @@ def test_text_without_calls_is_unchanged(form, parts) -> None:
         assert texts(events) == text
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SOME_FORMS)
 @settings(max_examples=30, deadline=None)
 @given(words=st.lists(st.text(alphabet="ab\n ;}])'\"é", max_size=8), max_size=6))
 def test_text_without_markers_comes_at_once(form, words) -> None:
@@ -123,7 +126,7 @@ def test_after_a_call_all_begins_anew(form, parts, made, then) -> None:
     assert events_of(form, [first + text[1]]) == merged([*events_of(form, [first]), *rest])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SOME_FORMS)
 @settings(max_examples=30, deadline=None)
 @given(made=CALLS)
 def test_unknown_names_are_calls_only_where_the_form_is_explicit(form, made) -> None:

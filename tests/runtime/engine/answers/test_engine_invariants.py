@@ -20,6 +20,8 @@ from tests.support.chunks import set_chunk
 from tests.support.mix import Mixer, Turns
 from tests.support.models.table import random_tables, table_engine
 
+pytestmark = pytest.mark.ci
+
 TABLES = random_tables(21)
 PAGE_BYTES = 4 * 2 * 4 * 4  # 4 tokens, key and value, 4 channels, float32
 
@@ -110,9 +112,9 @@ def test_the_reference_uses_every_feature(expected: dict[str, Answer]) -> None:
         pytest.param({"scheduling_policy": "priority"}, marks=pytest.mark.sweep),
         pytest.param({"kv_cache_bytes": 24 * PAGE_BYTES, "max_model_len": 96}, marks=pytest.mark.sweep),
         {"kv_cache_bytes": 24 * PAGE_BYTES, "max_model_len": 96, "scheduling_policy": "priority"},
-        pytest.param({"max_num_seqs": 16, "max_num_batched_tokens": 64}, marks=pytest.mark.ci),
+        pytest.param({"max_num_seqs": 16, "max_num_batched_tokens": 64}),
         pytest.param({"max_num_seqs": 1}, marks=pytest.mark.sweep),
-        pytest.param({"native": "off"}, marks=pytest.mark.ci),
+        pytest.param({"native": "off"}),
     ],
     ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()) or "default",
 )

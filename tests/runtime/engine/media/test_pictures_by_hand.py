@@ -147,6 +147,7 @@ def test_tokens_that_are_put_off(engine: Engine, monkeypatch: pytest.MonkeyPatch
     assert put_off.num_skipped > 10
 
 
+@pytest.mark.ci
 def test_preempted_requests_have_their_pictures_again() -> None:
     """The cache holds them when they enter, and not when they have grown; the pool holds two pictures."""
     page_bytes = 2 * 4 * 4 * 4
@@ -178,6 +179,7 @@ class Plans:
             self.encoded.append(len(record.plan.encodes))
 
 
+@pytest.mark.ci
 def test_pictures_are_encoded_once_and_one_a_step() -> None:
     plans = Plans()
     engine = toy_engine(

@@ -21,6 +21,8 @@ from tests.support.collector import GREEDY
 from tests.support.models.hybrid import NEWEST, PAGED, STATE, hybrid_model, hybrid_tokens
 from tests.support.models.toy import VOCAB, toy_runner
 
+pytestmark = pytest.mark.ci
+
 TOKENS = tuple((11 * i + 3) % VOCAB for i in range(16))
 
 

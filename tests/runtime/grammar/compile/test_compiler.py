@@ -103,6 +103,7 @@ HOSTILE = "start: A\nA: " + " & ".join(f"/(?s:.*){i * 7919:x}(?s:.*)/" for i in 
 """A grammar whose compile takes minutes and gigabytes."""
 
 
+@pytest.mark.ci
 def test_a_compile_that_takes_too_long_is_refused_and_the_next_one_is_not(make, built):
     compiler = make(time_limit_s=2.0)
     with pytest.raises(InvalidRequest) as caught:
@@ -142,6 +143,7 @@ def chain(link: str, last: str) -> str:
     return "".join([*lines, f"r{i}: {last}\n"])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("link", ["{0}", '"x" {0} "y"'])
 def test_the_longest_chain_of_rules_compiles(link, make):
     """It needs a deep stack: on a thread's usual 8 MiB, some 3,000 links end the process."""
@@ -149,6 +151,7 @@ def test_the_longest_chain_of_rules_compiles(link, make):
     assert not constraint.is_complete
 
 
+@pytest.mark.ci
 def test_other_grammars_compile_while_a_hostile_one_does(make):
     compiler = make(time_limit_s=4.0)
     compiler.warm_up()

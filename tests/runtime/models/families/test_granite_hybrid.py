@@ -130,6 +130,7 @@ def test_head_size_of_old_files():
     assert mamba(mamba_d_head="auto").head_dim == 64
 
 
+@pytest.mark.ci
 def test_experts_beside_the_shared_mlp(tmp_path, make_sequence):
     """A gated MLP is the sum of two that have a part of its channels each. So the golden, whose layers have
     one MLP, must answer the same when experts that are all alike have a part of it. Each has its channels in

@@ -79,6 +79,7 @@ def test_published_qwen3_5() -> None:
     assert {name.split(".")[1] for name in names} == {"language_model", "visual"}
 
 
+@pytest.mark.ci
 def test_published_qwen3_vl_with_experts() -> None:
     config = parse_config(QWEN3_MOE)
     layer = one_layer(config)

@@ -258,6 +258,7 @@ def test_bits_depend_on_the_row_alone(kernel: str, shape: Shape, options: Option
     assert kernel != EMULATED_AMX or threads_with_tiles() == 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("shape", "dtype", "value_dim"),
     [

@@ -97,6 +97,7 @@ def test_a_real_vocabulary(seed: int) -> None:
     check(rows, run(rows))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("shift", [-2.0, 0.0, 2.0])
 def test_filters_that_cut_among_very_many(shift: float) -> None:
     """The sampler guesses a threshold from the first tokens of each chunk. Here these are shifted against the
