@@ -46,7 +46,11 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine,
         run = engine.profile(tmp_path_factory.mktemp("profiles"), steps=1000, timeout_s=300.0)
         engine.generate(["Once upon a time", "The"], stopping=stopping, show_progress=False)
         engine.generate("A", sampling=SamplingParams(temperature=0.5, top_k=5), stopping=stopping)
+        engine.pause().result(
+            WAIT_S
+        )  # a step may have been dispatched ahead, and the profile would end within it
         run.stop()
+        engine.resume().result(WAIT_S)
         yield engine, run.result(WAIT_S)
 
 
