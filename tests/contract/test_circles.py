@@ -1,9 +1,8 @@
-"""Where modules live: few in a folder, no circles of imports, and a map that names every module."""
+"""Modules, and the packages below them, import each other in no circle."""
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -20,12 +19,6 @@ PARTS = (
     "clients/python/penstock/client",
     "bench",
 )
-MOST_MODULES = 12
-MOST_TEST_FILES = 16
-"""A package may need more files of tests than it has modules."""
-MOST_LINES = 350
-"""Of a source file; tests may be longer."""
-MAPPED = {REPOSITORY / part for part in PARTS}
 
 
 def module_name(path: Path) -> str:
@@ -97,55 +90,3 @@ def test_parts_of_a_package_do_not_import_each_other_in_a_circle() -> None:
     # Tree after tree: all of them together cost the garbage collector more time than the parser.
     imports = {name: list(imported(ast.parse(path.read_text()), MODULES)) for name, path in MODULES.items()}
     assert circles(imports) == {}
-
-
-def files_by_folder() -> dict[Path, list[str]]:
-    """The names of the modules in each folder, without `__init__.py`."""
-    found: dict[Path, list[str]] = {}
-    for path in MODULES.values():
-        if path.name != "__init__.py":
-            found.setdefault(path.parent, []).append(path.name)
-    return found
-
-
-def test_no_folder_holds_more_than_a_dozen_modules() -> None:
-    many = {
-        str(folder.relative_to(REPOSITORY)): len(names)
-        for folder, names in files_by_folder().items()
-        if len(names)
-        > (MOST_TEST_FILES if REPOSITORY / "tests" in (folder, *folder.parents) else MOST_MODULES)
-    }
-    assert many == {}
-
-
-def test_no_source_file_is_too_long() -> None:
-    kernels = (REPOSITORY / "runtime").rglob("src/**/*.[ch]*")
-    sources = [path for name, path in MODULES.items() if not name.startswith("tests")]
-    lengths = {path: len(path.read_text().splitlines()) for path in (*sources, *kernels)}
-    assert any(path.suffix == ".cc" for path in lengths)
-    assert {str(path): lines for path, lines in lengths.items() if lines > MOST_LINES} == {}
-
-
-def folders_on_the_map() -> dict[Path, list[str]]:
-    """The files that each table of ARCHITECTURE.md names."""
-    found: dict[Path, list[str]] = {}
-    part = folder = REPOSITORY
-    for line in (REPOSITORY / "ARCHITECTURE.md").read_text().splitlines():
-        if heading := re.fullmatch(r"### .*: `(\S+)/`", line):
-            part = folder = REPOSITORY / heading[1]
-        elif heading := re.match(r"#### `(\S+)/`: ", line):
-            folder = part / heading[1]
-        elif line.startswith("#"):
-            folder = REPOSITORY
-        elif (row := re.match(r"\| `(\w+\.py)` \| ", line)) and folder != REPOSITORY:
-            found.setdefault(folder, []).append(row[1])
-    return found
-
-
-def test_the_map_names_every_module_once() -> None:
-    mapped = {
-        folder: sorted(names)
-        for folder, names in files_by_folder().items()
-        if not MAPPED.isdisjoint((folder, *folder.parents))
-    }
-    assert {folder: sorted(names) for folder, names in folders_on_the_map().items()} == mapped
