@@ -59,6 +59,7 @@ def test_text_loads_no_jax(name: str) -> None:
     assert loaded_by(name).isdisjoint({"jax", "jaxlib", "flax"})
 
 
+@pytest.mark.ci
 def test_the_engine_loads_no_transport() -> None:
     assert loaded_by("penstock.runtime").isdisjoint({"grpc", "google", "opentelemetry"})
 

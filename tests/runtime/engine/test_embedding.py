@@ -16,6 +16,8 @@ from penstock.runtime.requests.request import Finish, FinishReason
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.toy import toy_engine
 
+pytestmark = pytest.mark.ci
+
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3"
 CASE = json.loads((GOLDEN / "expected.json").read_text())["cases"][1]
 GREEDY = SamplingParams(temperature=0.0)
@@ -46,7 +48,6 @@ def expected_text(engine: Engine) -> str:
     return engine.text.decode(CASE["tokens"])
 
 
-@pytest.mark.ci
 def test_tokens_and_text_are_pytorchs(engine: Engine) -> None:
     result = engine.generate(CASE["prompt"], sampling=GREEDY, stopping=STOPPING)
     assert list(result.token_ids) == CASE["tokens"]

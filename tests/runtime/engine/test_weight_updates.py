@@ -81,6 +81,7 @@ def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native:
         engine.shutdown()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("threads", "expected"), [(1, [1, 1]), (6, [6, 3])])
 def test_loading_takes_the_threads_it_is_given_and_an_update_half(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, threads: int, expected: list[int]

@@ -251,6 +251,7 @@ def test_every_family_is_native_in_sizes_that_can_be_packed(name: str) -> None:
     assert is_native(larger, PACKED)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", few(MODELS, ALWAYS, ci=tuple(MODELS)))
 def test_bfloat16_on_the_kernels_agrees_with_float32_on_xla(make_sequence: Any, name: str) -> None:
     config = MODELS[name]

@@ -50,6 +50,7 @@ def programs(some: Sequence[tuple[Any, ...]], every: Iterable[tuple[Any, ...]]) 
     )
 
 
+@pytest.mark.ci
 @programs(
     [
         ((4, 2), (PLAIN, False)),

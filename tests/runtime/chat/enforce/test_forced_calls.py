@@ -200,6 +200,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "deepseek", "deepseek, older"])
 @pytest.mark.parametrize("tokenizer", ["demo", "marked"])
 @settings(max_examples=40, deadline=None)

@@ -257,6 +257,7 @@ def test_a_row_depends_on_itself_alone() -> None:
             assert many[r].tobytes() == one[0].tobytes() == other[23 - r].tobytes()
 
 
+@pytest.mark.ci
 def test_it_agrees_with_the_sampler_in_xla() -> None:
     """Rows with any features give the same results in both implementations of `SamplerOp`."""
     rng = np.random.default_rng(2)

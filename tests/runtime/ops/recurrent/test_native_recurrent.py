@@ -66,6 +66,7 @@ PREFILL = Step(
 )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("make", "size"), [(convolution, 48), (delta, 16), (ssd, 16)])
 def test_native_operations_agree_with_xla(make: Any, size: int) -> None:
     run = jax.jit(make(size, PREFILL), static_argnums=0)
