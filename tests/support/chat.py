@@ -14,8 +14,11 @@ from penstock.runtime.chat.forms import gemma4
 from penstock.runtime.chat.forms.events import Call, Event, Text
 from penstock.runtime.chat.forms.reader import Reader, Stream, Wait
 from penstock.runtime.chat.forms.tools import TOOL_FORMS, CallParser
+from tests.support.suite.drawing import few
 
 TOOLS = ("get_weather", "f", "g", "ns.tool-2")
+SOME_FORMS = few(sorted(TOOL_FORMS), ("hermes", "olmo3", "qwen3_coder"), ci=sorted(TOOL_FORMS))
+"""`make test` takes a form of JSON, one of Python's calls, and one of XML."""
 
 
 def pieces_of(text: str, cuts: Iterable[int]) -> list[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from penstock.runtime import EngineConfig
@@ -100,21 +99,6 @@ def small_config(
         state_snapshots=snapshots,
         kv_cache_bytes=pages + cache.state_bytes(num_slots, snapshots),
     )
-
-
-def few(cases: Iterable[Any], always: Sequence[Any], ci: Sequence[Any] = ()) -> list[Any]:
-    """The cases as parameters of a test. `make test` runs `always`, CI also those of `ci`, and the sweep has
-    the others. A case of several parameters is a tuple.
-    """
-    return [
-        case
-        if case in always
-        else pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=pytest.mark.ci if case in ci else pytest.mark.sweep,
-        )
-        for case in cases
-    ]
 
 
 def check_last_logits(logits: Logits, case: Mapping[str, Any]) -> None:

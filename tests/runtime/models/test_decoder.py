@@ -22,8 +22,8 @@ from penstock.runtime.models.registry import parse_config
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.sampler import RowState
-from tests.support.goldens import few
 from tests.support.models.configs import windows, with_attention, with_mlp
+from tests.support.suite.drawing import few
 
 _ATTENTION = AttentionConfig(
     num_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5, rope=RopeConfig(), qkv_bias=True

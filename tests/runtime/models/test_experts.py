@@ -23,7 +23,7 @@ from penstock.runtime.models.config import (
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.native import library
-from tests.support.goldens import few
+from tests.support.suite.drawing import few
 
 EXPERTS = ExpertsConfig(num_experts=12, per_token=4, intermediate_size=64)
 KINDS = {

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from penstock.runtime.loading.checkpoint import load_config, load_weights
-from tests.support.goldens import GOLDEN, NAMES, WITH_PICTURES, check_greedy, check_last_logits, few
+from tests.support.goldens import GOLDEN, NAMES, WITH_PICTURES, check_greedy, check_last_logits
+from tests.support.suite.drawing import few
 
 ALWAYS = ("qwen3", "gpt_oss", "deepseek_v3", "lfm2")
 """What `make test` compares: a dense model, windows and experts, latent attention, and a recurrent state."""

@@ -39,7 +39,8 @@ from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.cache_spec import LatentKV, PagedKV, SlotState
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
-from tests.support.goldens import GOLDEN, NAMES, few
+from tests.support.goldens import GOLDEN, NAMES
+from tests.support.suite.drawing import few
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 

@@ -20,9 +20,10 @@ from penstock.runtime.models import params
 from penstock.runtime.models.layers.media import MediaInputs
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
 from tests.runtime.models.conftest import SLOTS, Sequence
-from tests.support.goldens import GOLDEN, WITH_PICTURES, check_greedy, check_last_logits, few
+from tests.support.goldens import GOLDEN, WITH_PICTURES, check_greedy, check_last_logits
 from tests.support.models.pictures import cases_of, num_patches, pictures_of
 from tests.support.models.plain_encoder import PlainEncoder
+from tests.support.suite.drawing import few
 
 pytestmark = pytest.mark.ci
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from bench.checkpoint import SHAPES, write_checkpoint
 from penstock.runtime import Engine
 from penstock.runtime.updating.interface import UpdateOutcome
-from tests.support.goldens import GOLDEN, few
+from tests.support.goldens import GOLDEN
+from tests.support.suite.drawing import few
 from tests.support.updating import (
     Arrays,
     begun,

@@ -27,7 +27,8 @@ from penstock.runtime.ops.native import library
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import Rig, serving, until
 from tests.support.chunks import set_chunk
-from tests.support.goldens import GOLDEN, KINDS, NAMES, few, small_config
+from tests.support.goldens import GOLDEN, KINDS, NAMES, small_config
+from tests.support.suite.drawing import few
 
 Cases = list[dict[str, Any]]
 PAGE_SIZES = {"xla": 8, "native": 16}

@@ -19,8 +19,9 @@ from tests.service.rig import Rig, serving
 from tests.service.weights.answers import Ask, answers, asks
 from tests.service.weights.fleet import Version, fleet
 from tests.service.weights.pushing import COMMITTED, digest, num_bytes, push
-from tests.support.goldens import GOLDEN, NAMES, few, small_config
+from tests.support.goldens import GOLDEN, NAMES, small_config
 from tests.support.models.tiny import VOCAB
+from tests.support.suite.drawing import few
 from tests.support.updating import bits
 
 HOST = weights_pb2.STAGING_MODE_HOST

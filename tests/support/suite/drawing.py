@@ -8,10 +8,13 @@ drawn together, because the tests of one family share its compiled programs.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 from zlib import crc32
+
+import pytest
 
 SWEEP_PARTS = 3
 OPTIMIZED_PARTS = 5
@@ -127,3 +130,18 @@ def _goldens_of(source: str, root: Path) -> set[str]:
         for config in configs
         if any(f'"{name}"' in source for name in json.loads(config.read_text())["architectures"])
     }
+
+
+def few(cases: Iterable[Any], always: Sequence[Any], ci: Sequence[Any] = ()) -> list[Any]:
+    """The cases as parameters of a test. `make test` runs `always`, CI also those of `ci`, and the sweep has
+    the others. A case of several parameters is a tuple.
+    """
+    return [
+        case
+        if case in always
+        else pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=pytest.mark.ci if case in ci else pytest.mark.sweep,
+        )
+        for case in cases
+    ]

@@ -29,13 +29,10 @@ from penstock.runtime.chat.reasoning import REASONING_FORMS
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.loading.hub import DEMO_DIRECTORY
 from penstock.runtime.text.codec import TextCodec
-from tests.support.chat import bytes_tokenizer, spelled
-from tests.support.goldens import few
+from tests.support.chat import SOME_FORMS, bytes_tokenizer, spelled
 
 USER = (ChatTurn("user", "hi"),)
 FORMS = sorted(TOOL_FORMS)
-SOME_FORMS = few(FORMS, ("hermes", "olmo3", "qwen3_coder"), ci=FORMS)
-"""`make test` takes a form of JSON, one of Python's calls, and one of XML."""
 TOOLS = (
     Tool(
         "get_weather",

@@ -27,7 +27,6 @@ from penstock.runtime.chat.reasoning import REASONING_FORMS
 from penstock.runtime.errors import InvalidRequest
 from tests.runtime.chat.enforce.test_forced_calls import (
     FORMS,
-    SOME_FORMS,
     TOOLS,
     USER,
     Model,
@@ -35,7 +34,7 @@ from tests.runtime.chat.enforce.test_forced_calls import (
     model_of,
     parsed,
 )
-from tests.support.chat import bytes_tokenizer, spelled
+from tests.support.chat import SOME_FORMS, bytes_tokenizer, spelled
 
 STRICT = tuple(dataclasses.replace(tool, strict=tool.name != "now") for tool in TOOLS)
 """Two strict tools, and "now", which is not."""

@@ -12,12 +12,19 @@ from hypothesis import strategies as st
 
 from penstock.runtime.chat.forms.events import Event, Text
 from penstock.runtime.chat.forms.tools import TOOL_FORMS, CallParser
-from tests.support.chat import MARKED, TOOLS, calls, events_of, meant, merged, pieces_of, spelled, texts
-from tests.support.goldens import few
+from tests.support.chat import (
+    MARKED,
+    SOME_FORMS,
+    TOOLS,
+    calls,
+    events_of,
+    meant,
+    merged,
+    pieces_of,
+    spelled,
+    texts,
+)
 
-FORMS = sorted(TOOL_FORMS)
-SOME_FORMS = few(FORMS, ("hermes", "olmo3", "qwen3_coder"), ci=FORMS)
-"""`make test` takes a form of JSON, one of Python's calls, and one of XML."""
 CUTS = st.lists(st.integers(0, 200), max_size=12)
 # No text holds Gemma 4's quote, which that form cannot write. Hypothesis tries constants of the code, too.
 WORDS = st.text(max_size=6).filter(lambda text: '<|"|>' not in text)

@@ -23,8 +23,9 @@ from penstock.runtime.requests.reading.prompt_reading import Pooling, PromptRead
 from penstock.runtime.requests.request import Finish, FinishReason, Request, ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
-from tests.support.goldens import CONFIG, GOLDEN, KINDS, few, small_config
+from tests.support.goldens import CONFIG, GOLDEN, KINDS, small_config
 from tests.support.models.witness import log_softmax
+from tests.support.suite.drawing import few
 
 pytestmark = pytest.mark.ci
 

@@ -21,10 +21,11 @@ from penstock.runtime.updating.interface import UpdateReport
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.collector import Collector, at_gate
-from tests.support.goldens import CONFIG, GOLDEN, KINDS, few, small_config
+from tests.support.goldens import CONFIG, GOLDEN, KINDS, small_config
 from tests.support.mix import Mixer
 from tests.support.models.table import random_tables, table_engine
 from tests.support.models.witness import log_softmax
+from tests.support.suite.drawing import few
 
 pytestmark = pytest.mark.ci
 

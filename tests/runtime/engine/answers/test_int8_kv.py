@@ -15,7 +15,8 @@ import pytest
 from penstock.runtime import Engine
 from tests.runtime.engine.answers.test_engine_prompt_logprobs import ask, cases
 from tests.support.batch import answer
-from tests.support.goldens import CONFIG, GOLDEN, few
+from tests.support.goldens import CONFIG, GOLDEN
+from tests.support.suite.drawing import few
 
 MOST = 0.1
 """Nats."""

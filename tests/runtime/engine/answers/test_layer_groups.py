@@ -24,9 +24,9 @@ from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import Request, ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.collector import long
-from tests.support.goldens import few
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.tiny import SHAPE, tiny_tensors, write_tiny
+from tests.support.suite.drawing import few
 
 WINDOW, PAGE = 40, 16
 VALUES = PAGE * 2 * SHAPE.num_kv_heads * SHAPE.head_dim

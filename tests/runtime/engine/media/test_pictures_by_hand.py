@@ -24,7 +24,6 @@ from penstock.runtime.requests.request import CacheParams, Request
 from penstock.runtime.scheduling.plan import Encode
 from tests.support.chunks import set_chunk
 from tests.support.collector import Collector, at_gate
-from tests.support.goldens import few
 from tests.support.models.pictured import (
     VISION,
     expected_tokens,
@@ -34,6 +33,7 @@ from tests.support.models.pictured import (
 )
 from tests.support.models.toy import toy_engine
 from tests.support.scheduler.put_off import Anything, HalfPutOff
+from tests.support.suite.drawing import few
 
 CAT, DOG, FISH = picture(1, 5), picture(2, 32), picture(3, 40)
 PROMPTS: dict[str, tuple[int | MediaItem, ...]] = {

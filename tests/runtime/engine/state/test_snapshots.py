@@ -20,10 +20,10 @@ from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import CacheParams, Request
 from tests.runtime.engine.state.test_state_by_slot import accelerator, prompt_of
 from tests.support.collector import GREEDY, Collector, at_gate, long
-from tests.support.goldens import few
 from tests.support.models.hybrid import NEWEST, PAGED, STATE, hybrid_model, hybrid_tokens
 from tests.support.models.toy import VOCAB, toy_engine
 from tests.support.scheduler.put_off import Anything, HalfPutOff
+from tests.support.suite.drawing import few
 
 PAGE = 4
 ENGINES: dict[str, dict[str, Any]] = {

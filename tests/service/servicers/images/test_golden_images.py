@@ -23,7 +23,8 @@ from penstock.runtime.engine import Engine
 from penstock.service.requests.features import Features
 from penstock.v1 import control_pb2
 from tests.service.rig import Rig, serving
-from tests.support.goldens import CONFIG, GOLDEN, WITH_PICTURES, few
+from tests.support.goldens import CONFIG, GOLDEN, WITH_PICTURES
+from tests.support.suite.drawing import few
 
 IMAGE_TOKEN, MARK = 5, "<|image_pad|>"
 TEMPLATE = (
