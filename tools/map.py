@@ -1,7 +1,9 @@
 """Prints the map of the code: each folder, its modules, and the first sentence of each module's docstring.
 
-python -m tools.map                                # all of it
-python -m tools.map runtime/penstock/runtime/loop  # a folder and those below
+    python -m tools.map                                # all of it
+    python -m tools.map runtime/penstock/runtime/loop  # a folder and those below
+
+A module without a docstring stands there with its name alone.
 """
 
 from __future__ import annotations

@@ -9,16 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tools.map import PARTS
+
 REPOSITORY = Path(__file__).parents[2]
-PARTS = (
-    "runtime/penstock/runtime",
-    "service/penstock/service",
-    "service/penstock/server_cli",
-    "service/penstock/openai",
-    "clients/python/penstock/cli",
-    "clients/python/penstock/client",
-    "bench",
-)
 
 
 def module_name(path: Path) -> str:

@@ -1,7 +1,7 @@
 """This tool prints how many functions and files each walk through the code passes, as a Markdown table.
 
-python -m tools.walks                # the three walks beside this module
-python -m tools.walks my_walk.txt    # a walk of your own
+    python -m tools.walks                # the three walks beside this module
+    python -m tools.walks my_walk.txt    # a walk of your own
 
 A walk is a text file with one hop a line, in the order in which the code passes them:
 
