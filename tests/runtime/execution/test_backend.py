@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,8 +19,9 @@ import penstock.runtime.execution.backend
 from penstock.runtime.config import ACCELERATOR_SIZES, CPU_SIZES, SMALL_SIZES, EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, check_required, choose_backend, single_device_mesh
+from penstock.runtime.execution.compilation import compile_program
 from penstock.runtime.execution.kv_sizing import DeviceMemory
-from penstock.runtime.ops.attention import native_paged_attention, paged_attention
+from penstock.runtime.ops.attention import LONG_SPAN, native_paged_attention, paged_attention
 from penstock.runtime.ops.native import huge_pages, library
 from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT
@@ -85,7 +87,8 @@ def test_cpu_without_kernels_computes_with_xla() -> None:
 
 def test_an_accelerator_computes_with_xla_and_reports_its_memory() -> None:
     backend = chosen({"bytes_limit": 80 * GIB, "bytes_in_use": GIB})
-    assert backend.attention is paged_attention
+    assert isinstance(backend.attention, partial)
+    assert (backend.attention.func, backend.attention.keywords) == (paged_attention, {"span": LONG_SPAN})
     assert backend.sampler is sample
     assert (backend.logprobs, backend.zeros) == (token_logprobs, jnp.zeros)
     assert (backend.recurrent, backend.recurs_batch_invariantly) == (XLA_RECURRENT, False)
@@ -95,6 +98,19 @@ def test_an_accelerator_computes_with_xla_and_reports_its_memory() -> None:
     assert chosen({"bytes_limit": 16 * GIB, "bytes_in_use": 0}).sizes == SMALL_SIZES
     silent = chosen(None)  # some devices do not report their memory
     assert (silent.sizes, silent.memory()) == (ACCELERATOR_SIZES, None)
+
+
+def test_loops_on_a_gpu_need_no_host() -> None:
+    """Whether XLA knows the option and its values is seen on any platform: it refuses others."""
+    options = chosen(None).compiler_options
+    assert options is not None
+    assert "WHILE" in str(options["xla_gpu_enable_command_buffer"]).split(",")
+    number = jax.ShapeDtypeStruct((), F32)
+    assert compile_program(lambda x: x + 1, number, options=options)(np.float32(2)) == 3
+    with pytest.raises(Exception, match="not a valid enum value"):
+        compile_program(lambda x: x + 1, number, options=dict.fromkeys(options, "LOOP"))
+    tpu = choose_backend(EngineConfig(), cast("Any", Accelerator(None, platform="tpu")))
+    assert (tpu.compiler_options, choose_backend(EngineConfig(), CPU).compiler_options) == (None, None)
 
 
 @needs_kernels

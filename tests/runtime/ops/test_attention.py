@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.ops.attention import make_meta, paged_attention
+from penstock.runtime.ops.attention import LONG_SPAN, KVSpan, make_meta, paged_attention
 from penstock.runtime.ops.kv_rows import kv_layer_shape, kv_storage_dtype
 from tests.support.native.attention import Case, Options, Shape, check, draw, runner
 
@@ -85,6 +85,17 @@ def test_decode_batches(
     shape = Shape(4, 2, dim=DIM, page=PAGE, tokens=ROWS, rows=ROWS, width=24, pages=70, is_int8=is_int8)
     batch = draw([Case(past, 1) for past in pasts], shape, options, seed)
     check(batch, step(shape, options, True)(batch), 2e-5)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("span", [KVSpan(PAGE, 2 * PAGE), LONG_SPAN])
+def test_a_span_of_one_page_and_one_of_more_than_the_table(span: KVSpan, decode: bool) -> None:
+    shape = Shape(4, 2, dim=DIM, page=PAGE, tokens=ROWS if decode else 96, rows=ROWS, width=23, pages=70)
+    news = [1, 1, 1] if decode else [1, 20, 7]
+    batch = draw([Case(past, new) for past, new in zip([0, 61, 30], news, strict=True)], shape, ALL, 3)
+    attend = functools.partial(paged_attention, span=span)
+    check(batch, runner(attend, shape, ALL, decode=decode)(batch), 2e-5)
 
 
 @pytest.mark.ci

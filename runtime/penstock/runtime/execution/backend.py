@@ -8,8 +8,10 @@ decided here; no other module asks which platform it runs on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ from penstock.runtime.execution.cpu_threads import check_pool
 from penstock.runtime.execution.kv_sizing import DeviceMemory
 from penstock.runtime.host.processors import available_processors
 from penstock.runtime.models.linear import LinearFormat
-from penstock.runtime.ops.attention import AttentionOp, native_paged_attention, paged_attention
+from penstock.runtime.ops.attention import LONG_SPAN, AttentionOp, native_paged_attention, paged_attention
 from penstock.runtime.ops.device_arrays import ZerosOf
 from penstock.runtime.ops.native import attention as attention_kernels
 from penstock.runtime.ops.native import huge_pages, library
@@ -39,6 +41,20 @@ from penstock.runtime.ops.sampler import (
 )
 
 ArrayShape = jax.ShapeDtypeStruct
+
+GPU_OPTIONS: Mapping[str, str | bool] = MappingProxyType(
+    {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
+        "CONDITIONAL,WHILE"
+    }
+)
+"""XLA's defaults and WHILE: a loop becomes a part of a CUDA graph. Otherwise the host reads the condition of
+each iteration back and launches the next one, which took half the time of a decode step on an H200, in the
+loop over keys of each layer (bench/RESULTS.md, "On an H200").
+"""
+
+
+_LONG_ATTENTION = partial(paged_attention, span=LONG_SPAN)
 
 
 def _never_batch_invariant(query: ArrayShape, cache: ArrayShape, value_dim: int | None) -> bool:
@@ -59,7 +75,7 @@ class Backend:
 
     mesh: Mesh
     """The devices on which weights, cache and state are placed. Today there is one."""
-    attention: AttentionOp = paged_attention
+    attention: AttentionOp = _LONG_ATTENTION
     attends_batch_invariantly: Callable[[ArrayShape, ArrayShape, int | None], bool] = _never_batch_invariant
     """Whether the bits that `attention` gives a token depend on its own row alone, for queries [T, H, D] and
     a layer's cache of these shapes and dtypes, and with this `value_dim`."""
@@ -72,6 +88,8 @@ class Backend:
     """Computes the log-probabilities of a prompt's tokens."""
     packed_dtype: np.dtype[np.generic] | None = None
     """Models in this dtype have their linear weights packed for the native kernels; None: no model has."""
+    compiler_options: Mapping[str, str | bool] | None = None
+    """XLA's options for every program, beside its defaults."""
     row_growth: int = ROW_GROWTH
     """See `Buckets.default`."""
     fixed_windows: bool = True
@@ -110,12 +128,16 @@ def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
         memory = _memory_of(device)
         now = memory()
         return Backend(
-            mesh=mesh, sizes=accelerator_sizes(None if now is None else now.limit_bytes), memory=memory
+            mesh=mesh,
+            sizes=accelerator_sizes(None if now is None else now.limit_bytes),
+            memory=memory,
+            compiler_options=GPU_OPTIONS if device.platform == "gpu" else None,
         )
     threads = config.threads or available_processors()
     check_pool(threads)
     on_xla = Backend(
         mesh=mesh,
+        attention=paged_attention,
         row_growth=CPU_ROW_GROWTH,
         fixed_windows=False,
         sizes=CPU_SIZES,

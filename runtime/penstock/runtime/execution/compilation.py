@@ -100,15 +100,21 @@ def compile_all(
 
 
 def compile_program(
-    program: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = (), name: str = ""
+    program: Callable[..., Any],
+    *arguments: Any,
+    donate: tuple[int, ...] = (),
+    name: str = "",
+    options: Mapping[str, str | bool] | None = None,
 ) -> jax.stages.Compiled:
     """Lowers and compiles a program for the shapes and shardings of the arguments (arrays or
-    ShapeDtypeStructs). Profiles show it as "jit_" and its `name`; empty: that of the function. Programs of
-    the same function need names of their own, because profiles find the operations of a program by it.
+    ShapeDtypeStructs). `options` are XLA's; those that are not given keep XLA's defaults. Profiles show the
+    program as "jit_" and its `name`; empty: that of the function. Programs of the same function need names of
+    their own, because profiles find the operations of a program by it.
 
     A program returns what replaces its donated arguments before anything else. JAX gives the memory of a
     donated array to the first result of its shape and dtype. If that result replaces something else, XLA
     copies both in every call.
     """
     program.__name__ = name or program.__name__
-    return jax.jit(program, donate_argnums=donate).lower(*arguments).compile()
+    lowered = jax.jit(program, donate_argnums=donate).lower(*arguments)
+    return lowered.compile(dict(options) if options else None)

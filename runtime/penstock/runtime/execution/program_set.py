@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,7 @@ class ProgramBuilder:
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
         packed = self._ints(self._layout(key).size)
-        return compile_program(
+        return self._compiled(
             self._forward(key),
             self.weights,
             self.kv,
@@ -127,7 +128,7 @@ class ProgramBuilder:
         """The program that encodes pictures of so many patches, for a model that reads them."""
         vision = self.config.vision
         assert vision is not None, "programs that encode pictures are compiled for models that read them"
-        return compile_program(
+        return self._compiled(
             make_encode(self.rebuild),
             self.weights,
             self.pool,
@@ -148,7 +149,7 @@ class ProgramBuilder:
             key.num_steps or self.config.max_decode_steps,
         )
         packed = self._ints(self._layout(key).size)
-        return compile_program(
+        return self._compiled(
             program, self.weights, self.kv, self.state, packed, donate=(1, 2), name=key.name
         )
 
@@ -159,28 +160,28 @@ class ProgramBuilder:
         mask = self._ints(rows, mask_words(self.config.vocab_size))
         program = make_choice(layout, self.backend.sampler, self.config.num_top)
         packed = self._ints(layout.rows_size)
-        return compile_program(
+        return self._compiled(
             program, self.state, logits, packed, mask, donate=(0,), name=f"choice_rows{rows}"
         )
 
     def prompt_logprobs(self, hidden: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
         program = make_prompt_logprobs(self.rebuild, self._shapes, self.backend.logprobs)
         packed = self._ints(1 + 2 * self._shapes.max_tokens)
-        return compile_program(program, self.weights, hidden, packed)
+        return self._compiled(program, self.weights, hidden, packed)
 
     def hidden_sums(self, hidden: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
         program = make_hidden_sums(self.rebuild, self._shapes, self.config.max_num_seqs)
         packed = self._ints(1 + 2 * self._shapes.max_tokens)
-        return compile_program(program, self.weights, hidden, packed)
+        return self._compiled(program, self.weights, hidden, packed)
 
     def admission(self) -> jax.stages.Compiled:
         vocab = self.config.vocab_size
         packed = self._ints(admission_size(self.config.max_model_len))
         bias = self._placed((vocab,), jnp.float32)
-        return compile_program(make_admission(vocab), self.state, packed, bias, donate=(0,))
+        return self._compiled(make_admission(vocab), self.state, packed, bias, donate=(0,))
 
     def copy_pages(self) -> jax.stages.Compiled:
-        return compile_program(
+        return self._compiled(
             make_page_copies(self.cache),
             self.kv,
             self._ints(self.config.max_num_seqs, len(self.num_pages), 2),
@@ -189,7 +190,13 @@ class ProgramBuilder:
 
     def table_rows(self) -> jax.stages.Compiled:
         packed = self._ints(TABLE_ROWS, 1 + len(self.num_pages) * self.config.pages_per_row)
-        return compile_program(make_table_rows(), self.state, packed, donate=(0,))
+        return self._compiled(make_table_rows(), self.state, packed, donate=(0,))
+
+    def _compiled(
+        self, program: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = (), name: str = ""
+    ) -> jax.stages.Compiled:
+        options = self.backend.compiler_options
+        return compile_program(program, *arguments, donate=donate, name=name, options=options)
 
     @property
     def _shapes(self) -> StepShapes:

@@ -23,8 +23,20 @@ from jax import Array, lax
 from penstock.runtime.ops.kv_rows import SCALE_BYTES, read_kv, write_kv
 from penstock.runtime.ops.native import attention as kernels
 
-KV_BLOCK_TOKENS = 64
-"""Key positions that one iteration of the loop handles."""
+
+class KVSpan(NamedTuple):
+    """How many key positions one iteration of the loop handles: at least a page of them."""
+
+    decode: int
+    """In programs for rows of one token."""
+    prefill: int
+    """In programs for prefill chunks, which have more queries for the same memory."""
+
+
+SHORT_SPAN = KVSpan(64, 64)
+"""What stays in a CPU's cache."""
+LONG_SPAN = KVSpan(256, 128)
+"""For accelerators, where an iteration costs several launches of kernels however little it reads."""
 PREFILL_BLOCK_Q = 16
 """Query tokens per block in programs for prefill chunks."""
 _MASKED = float(np.finfo(np.float32).min)
@@ -175,6 +187,7 @@ def paged_attention(
     sinks: Array | None = None,
     chunk: int | None = None,
     value_dim: int | None = None,
+    span: KVSpan = SHORT_SPAN,
 ) -> tuple[Array, Array]:
     """Causal attention of a ragged batch against its paged cache, in XLA. It also writes the cache.
 
@@ -195,9 +208,9 @@ def paged_attention(
     group = num_heads // kv_heads
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
 
-    pages_per_iteration = max(1, KV_BLOCK_TOKENS // page_size)
-    span = pages_per_iteration * page_size
     num_blocks, block_q = meta.block_tokens.shape
+    pages_per_iteration = max(1, (span.decode if block_q == 1 else span.prefill) // page_size)
+    width = pages_per_iteration * page_size
     tables = meta.page_table[meta.block_rows]
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages_per_iteration)))
     queries = (
@@ -212,7 +225,7 @@ def paged_attention(
         peak, total, acc = carry
         pages = lax.dynamic_slice_in_dim(tables, i * pages_per_iteration, pages_per_iteration, axis=1)
         block = read_kv(kv[pages], q.dtype)  # [B, pages, 1 or 2, KH, page_size, D]
-        k_pos = i * span + jnp.arange(span, dtype=jnp.int32)
+        k_pos = i * width + jnp.arange(width, dtype=jnp.int32)
         # Values past a row's end, or before everything that a block attends to, may belong to another
         # request, or be NaN, so they must not even be multiplied by zero.
         held = (k_pos[None, :] < kv_lens[:, None]) & (k_pos[None, :] >= oldest[:, :1])
@@ -220,7 +233,7 @@ def paged_attention(
         block = jnp.where(held, block, 0.0)
         keys, values = block[:, :, 0], block[:, :, -1, ..., :out_dim]
         scores = jnp.einsum("bqhgd,bphkd->bhgqpk", queries, keys, precision=lax.Precision.HIGHEST)
-        scores = scores.reshape(*lanes, span)
+        scores = scores.reshape(*lanes, width)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         seen = (k_pos[None, None, :] <= q_pos[:, :, None]) & (k_pos[None, None, :] >= oldest[:, :, None])
@@ -242,8 +255,8 @@ def paged_attention(
         jnp.zeros(lanes, jnp.float32),
         jnp.zeros((*lanes, out_dim), jnp.float32),
     )
-    first_iteration = jnp.where(q_pos >= 0, oldest, jnp.int32(2**30)).min() // span
-    peak, total, acc = lax.fori_loop(first_iteration, (q_pos.max() + span) // span, body, init)
+    first_iteration = jnp.where(q_pos >= 0, oldest, jnp.int32(2**30)).min() // width
+    peak, total, acc = lax.fori_loop(first_iteration, (q_pos.max() + width) // width, body, init)
     if sinks is not None:
         sink = sinks.reshape(1, kv_heads, group, 1)
         top = jnp.maximum(peak, sink)
