@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.probes.watching import metrics
 from bench.probes.watching.tracing import Load, measured, recorded
-from penstock.runtime.loop.journal.entries import Ended, StepRecord
+from penstock.runtime.loop.journal import Ended, StepRecord
 from penstock.service.telemetry.options import TraceLevel
 
 LOAD = Load(streams=4, prompt=8, tokens=10, steps=100)

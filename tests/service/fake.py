@@ -51,7 +51,7 @@ from penstock.runtime.loop.interface import (
     WeightsBroken,
     WeightsVersion,
 )
-from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.loop.journal import Journal
 from penstock.runtime.measuring.engine_meters import EngineMeters
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.engine_state import Sources

@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 
 from penstock.runtime.loop.interface import StepShape
-from penstock.runtime.loop.journal.journal import Journal
-from penstock.runtime.loop.recording import Recording
+from penstock.runtime.loop.journal import Journal, Recording
 from penstock.runtime.loop.stepping import Done, Planned
 from penstock.runtime.requests.request import StepOutput
 from penstock.runtime.scheduling.load import Load

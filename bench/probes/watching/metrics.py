@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from bench.probes.watching.tracing import Load, recorded, spent_s
-from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.loop.journal import Journal
 from penstock.runtime.measuring.engine_meters import EngineMeters
 from penstock.runtime.measuring.engine_state import BuildInfo, Sources
 from penstock.runtime.measuring.registry import Registry

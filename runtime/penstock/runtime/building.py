@@ -1,14 +1,19 @@
-"""Makes the parts of an engine from a served model and an operator's options."""
+"""Makes the parts of an engine from a served model and an operator's options, and says where the metrics come
+from that the parts keep.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig, ResolvedConfig, resolve
@@ -16,25 +21,89 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, check_required, choose_backend
 from penstock.runtime.execution.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.execution.compilation import use_compilation_cache
-from penstock.runtime.execution.device.device_state import DeviceState
+from penstock.runtime.execution.device_state import DeviceState
 from penstock.runtime.execution.kv_sizing import KVPlan, device_kv_bytes, plan_kv, prefix_cache_pages
-from penstock.runtime.execution.media.encoding import encode_buckets
+from penstock.runtime.execution.pictures import encode_buckets
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.compile.on_demand import CompilerOnDemand
 from penstock.runtime.host.processors import available_processors
+from penstock.runtime.host.resident import resident_bytes
 from penstock.runtime.loading.served_model import ServedModel
+from penstock.runtime.loop.core import EngineCore
+from penstock.runtime.loop.journal import Journal
+from penstock.runtime.measuring.engine_meters import EngineMeters
+from penstock.runtime.measuring.engine_state import BuildInfo, Sources
+from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.media.image import ImageLimits
 from penstock.runtime.media.processor import ImageProcessor
 from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.ops.cache_spec import cache_dtype
-from penstock.runtime.scheduling.media.pool import BLOCK_TOKENS, blocks_of
+from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pacing import Pacer
+from penstock.runtime.scheduling.picture_pool import BLOCK_TOKENS, blocks_of
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.scheduler_config import GroupLimits, SchedulerConfig
 from penstock.runtime.text.codec import TextCodec
+
+LOCK_WAIT_S = 0.5
+"""How long metrics wait for the engine's lock, which is held for milliseconds at most."""
+
+
+def measure(parts: EngineParts, core: EngineCore, journal: Journal, registry: Registry) -> EngineMeters:
+    """Begins to fold the journal into the registry, which shows all metrics of the engine from now on."""
+    sources = Sources(
+        load=_load_of(core),
+        totals=core.totals,
+        weights_generation=lambda: core.weights.generation,
+        are_weights_broken=lambda: core.changes.weights_problem is not None,
+        is_paused=lambda: core.changes.is_paused,
+        compiles_after_warmup=lambda: parts.runner.compiles_after_warmup.count,
+        dropped_entries=lambda: journal.dropped,
+        memory=lambda: _memory(parts),
+    )
+    return EngineMeters(registry, journal, sources, _build_info(parts))
+
+
+def _load_of(core: EngineCore) -> Callable[[], Load]:
+    """Says how busy the engine is, or was when that could be asked last: metrics are shown also while a
+    thread hangs with the engine's lock.
+    """
+    latest = core.load()
+
+    def load() -> Load:
+        nonlocal latest
+        latest = core.load_within(LOCK_WAIT_S) or latest
+        return latest
+
+    return load
+
+
+def _build_info(parts: EngineParts) -> BuildInfo:
+    config = parts.config
+    return BuildInfo(
+        version=importlib.metadata.version("penstock"),
+        jax=jax.__version__,
+        platform=parts.backend.platform_name,
+        model=parts.info.name,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        kv_cache_dtype=cache_dtype(config.kv_cache_dtype, jnp.dtype(config.dtype)).name,
+    )
+
+
+def _memory(parts: EngineParts) -> dict[str, int]:
+    device = parts.runner.device
+    found = {"weights": device.weights_bytes, "kv_cache": device.cache_bytes}
+    resident, memory = resident_bytes(), parts.backend.memory()
+    if resident is not None:
+        found["resident"] = resident
+    if memory is not None:
+        found["device"] = memory.used_bytes
+    return found
+
 
 log = logging.getLogger(__name__)
 

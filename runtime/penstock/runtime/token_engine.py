@@ -15,7 +15,7 @@ from typing import Self
 import jax
 import numpy as np
 
-from penstock.runtime.building import build, grammar_compiler
+from penstock.runtime.building import build, grammar_compiler, measure
 from penstock.runtime.config import EngineConfig, ResolvedConfig
 from penstock.runtime.errors import ConfigError, EngineFailure
 from penstock.runtime.execution.backend import Backend, choose_backend
@@ -35,8 +35,7 @@ from penstock.runtime.loop.interface import (
     Sink,
     WeightsVersion,
 )
-from penstock.runtime.loop.journal.journal import Journal
-from penstock.runtime.measured import measure
+from penstock.runtime.loop.journal import Journal
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.measuring.update_meters import UpdateMeters
@@ -50,9 +49,9 @@ from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.status import OutputStatus
 from penstock.runtime.text.codec import TextCodec
-from penstock.runtime.updating.arrays import Arrays
 from penstock.runtime.updating.interface import UpdateOptions, UpdateReport
 from penstock.runtime.updating.updater import Updater
+from penstock.runtime.updating.upload import Arrays
 
 
 class TokenEngine:

@@ -14,7 +14,7 @@ from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.loop.interface import AbortOutcome, InFlightPolicy, Paused, Pulse, WeightsVersion
-from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.loop.journal import Journal
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.media.image import ImageLimits

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.runtime.loop.interface import StepRecord
-from penstock.runtime.loop.journal.entries import Entry
+from penstock.runtime.loop.journal import Entry
 from tests.support.collector import Collector, submit
 from tests.support.models.toy import toy_engine
 

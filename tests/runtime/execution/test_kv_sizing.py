@@ -20,7 +20,7 @@ from penstock.runtime.config import (
 )
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import Buckets, ProgramKey
-from penstock.runtime.execution.device.device_state import DeviceState
+from penstock.runtime.execution.device_state import DeviceState
 from penstock.runtime.execution.kv_sizing import (
     DEFAULT_CPU_KV_BYTES,
     DeviceMemory,

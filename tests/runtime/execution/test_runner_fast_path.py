@@ -19,9 +19,8 @@ from jax._src import test_util
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import Buckets, ProgramKey
 from penstock.runtime.execution.compilation import compile_program
-from penstock.runtime.execution.device.dispatched_steps import AwaitingTokens, PendingStep
 from penstock.runtime.execution.request_programs import make_table_rows
-from penstock.runtime.execution.runner import ModelRunner
+from penstock.runtime.execution.runner import AwaitingTokens, ModelRunner, PendingStep
 from penstock.runtime.execution.slots import Slots
 from penstock.runtime.ops.device_arrays import zeros, zeros_maker
 from penstock.runtime.ops.sampler import RowState

@@ -18,14 +18,14 @@ import pytest
 
 from penstock.runtime import Engine, StoppingParams
 from penstock.runtime.errors import Draining, DuplicateRequestId, EngineFailure
-from penstock.runtime.execution.device.device_state import DeviceState
+from penstock.runtime.execution.device_state import DeviceState
 from penstock.runtime.execution.runner import ModelRunner
-from penstock.runtime.loop.changes.between_steps import BetweenSteps
+from penstock.runtime.loop.changes import BetweenSteps
 from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
 from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput
 from penstock.runtime.scheduling.scheduler import Load
 from penstock.runtime.updating.interface import UpdateReport
-from penstock.runtime.updating.one_update import OneUpdate
+from penstock.runtime.updating.update import OneUpdate
 from tests.support.collector import GREEDY, GREEDY_PARAMS, Collector, at_gate, long, submit
 from tests.support.models.toy import toy_engine, toy_model, toy_tokens
 

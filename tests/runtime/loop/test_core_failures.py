@@ -16,9 +16,9 @@ import pytest
 
 from penstock.runtime.errors import EngineDead, EngineFailure, NotReady
 from penstock.runtime.loop.core import EngineCore
-from penstock.runtime.loop.delivery import Delivery
+from penstock.runtime.loop.guard import Life
 from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
-from penstock.runtime.loop.life import Life
+from penstock.runtime.loop.requests import Delivery
 from penstock.runtime.requests.request import Request, StepOutput, StoppingParams
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler import Load, Scheduler, SchedulerConfig

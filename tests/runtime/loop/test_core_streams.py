@@ -14,7 +14,7 @@ import pytest
 
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import InFlightPolicy
-from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.loop.journal import Journal
 from penstock.runtime.loop.stepping import Planned, Steps
 from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import (

@@ -14,7 +14,7 @@ from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.requests import checks
 from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, StoppingParams
-from penstock.runtime.scheduling.paging.prefix_cache import PrefixCache
+from penstock.runtime.scheduling.prefix_cache import PrefixCache
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.collector import GREEDY, Collector
 from tests.support.scheduler.fake_runner import EOS, VOCAB, LazyRunner
@@ -108,8 +108,8 @@ def test_what_outputs_share_is_checked_once(core, monkeypatch):
         return is_in(ids, vocab_size)
 
     monkeypatch.setattr(checks, "in_vocabulary", noted)
-    monkeypatch.setattr("penstock.runtime.loop.intake.in_vocabulary", noted)
-    monkeypatch.setattr("penstock.runtime.loop.intake.MANY_BIASES", 30)
+    monkeypatch.setattr("penstock.runtime.loop.requests.in_vocabulary", noted)
+    monkeypatch.setattr("penstock.runtime.loop.requests.MANY_BIASES", 30)
     bias = tuple((token, 1.0) for token in range(40))
     sampling = ResolvedSampling(temperature=0.0, seed=1, logit_bias=bias)
     requests = outputs_of(Request("a", PROMPT, sampling, ONE), 5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from penstock.runtime.loop.doorbell import Doorbell
+from penstock.runtime.loop.guard import Doorbell
 
 LONG_S = 60.0
 

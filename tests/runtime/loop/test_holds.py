@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.errors import WeightsIncomplete, WeightsTooOld
-from penstock.runtime.loop.changes.serving_weights import MOST_REMEMBERED
+from penstock.runtime.loop.changes import MOST_REMEMBERED
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import InFlightPolicy, InFlightReport, WeightsVersion
 from penstock.runtime.requests.request import FinishReason, Request, StoppingParams

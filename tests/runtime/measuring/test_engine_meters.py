@@ -11,7 +11,7 @@ import pytest
 
 from penstock.runtime.errors import EngineFailure
 from penstock.runtime.loop.interface import InFlightReport, Paused, StepRecord, StepShape
-from penstock.runtime.loop.journal.entries import Cancelled, Changed, Ended, Preempted, Queued
+from penstock.runtime.loop.journal import Cancelled, Changed, Ended, Preempted, Queued
 from penstock.runtime.measuring import engine_instruments as defined
 from penstock.runtime.measuring.instruments import Instrument, Kind
 from penstock.runtime.measuring.snapshot import Exemplar, HistogramPoint

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.loop.interface import StepRecord
-from penstock.runtime.loop.journal.entries import Cancelled, Ended
+from penstock.runtime.loop.journal import Cancelled, Ended
 from penstock.runtime.measuring import engine_instruments as defined
 from penstock.runtime.measuring.instruments import Instrument
 from penstock.runtime.measuring.snapshot import HistogramPoint

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from penstock.runtime.errors import Draining, InvalidRequest, ProfileFailed, ProfileUnderWay
-from penstock.runtime.loop.step_marks import StepWatch
+from penstock.runtime.loop.guard import StepWatch
 from penstock.runtime.profiling import profiler as profiler_module
 from penstock.runtime.profiling import trace_writing
 from penstock.runtime.profiling.profile import Profile, ProfileOptions

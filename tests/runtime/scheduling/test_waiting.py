@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, StoppingParams
-from penstock.runtime.scheduling.paging.group import Prefix
-from penstock.runtime.scheduling.plan import Plan, StepResult
-from penstock.runtime.scheduling.planning.admission import Admission
-from penstock.runtime.scheduling.planning.draft import Draft
+from penstock.runtime.scheduling.admission import Admission
+from penstock.runtime.scheduling.pages import Prefix
+from penstock.runtime.scheduling.plan import Draft, Plan, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence
 from tests.support.scheduler.scheduling import EOS, WORD, add, commit, dispatch, make

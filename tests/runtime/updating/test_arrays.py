@@ -14,7 +14,7 @@ from penstock.runtime.errors import InvalidRequest, TensorsRefused
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.models.params import load_rules
 from penstock.runtime.sent_tensors import TensorReason
-from penstock.runtime.updating.digest import digest_of
+from penstock.runtime.updating.incoming import digest_of
 from tests.runtime.updating.conftest import GOLDEN
 from tests.support.updating import Arrays, bits, changed, described, small_engine, tensors_of
 

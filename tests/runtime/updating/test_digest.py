@@ -3,7 +3,7 @@
 import hashlib
 
 from penstock.runtime.sent_tensors import SentTensor
-from penstock.runtime.updating.digest import digest_of
+from penstock.runtime.updating.incoming import digest_of
 
 
 def test_the_digest_is_that_of_one_line_for_each_tensor_by_name() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.runtime import Engine, EngineConfig
 from penstock.runtime.errors import WeightsError, WeightsIncomplete
-from penstock.runtime.execution.device.device_state import DeviceState
+from penstock.runtime.execution.device_state import DeviceState
 from penstock.runtime.loading.served_model import load_model
 from penstock.runtime.updating.interface import Staging, UpdateOutcome
 from tests.support.collector import at_gate

@@ -22,9 +22,9 @@ from penstock.runtime.errors import (
     UpdateUnderWay,
 )
 from penstock.runtime.loop.interface import InFlightPolicy, InFlightReport
-from penstock.runtime.updating import place
+from penstock.runtime.updating import updater as updater_module
 from penstock.runtime.updating.interface import Staging, UpdateOutcome, UpdateReport
-from penstock.runtime.updating.one_update import OneUpdate
+from penstock.runtime.updating.update import OneUpdate
 from penstock.runtime.updating.upload import Upload
 from tests.support.collector import Collector, at_gate, submit
 from tests.support.models.toy import toy_engine, toy_model
@@ -117,8 +117,8 @@ def test_who_is_told_that_an_update_is_live_may_begin_the_next_one(
 
 def test_the_last_thousand_ids_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 20 in place of the thousand, so that the test need not make as many updates."""
-    assert place._MOST_REMEMBERED == 1000
-    monkeypatch.setattr(place, "_MOST_REMEMBERED", 20)
+    assert updater_module._MOST_REMEMBERED == 1000
+    monkeypatch.setattr(updater_module, "_MOST_REMEMBERED", 20)
     engine = toy_engine()
     try:
         one = {"offset": np.ones((1,), np.float32)}

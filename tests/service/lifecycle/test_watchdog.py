@@ -12,7 +12,7 @@ import pytest
 
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.loop.interface import Pulse
-from penstock.runtime.loop.journal.entries import Noted
+from penstock.runtime.loop.journal import Noted
 from penstock.service.lifecycle import engine_end
 from penstock.service.lifecycle.watchdog import Stillness, Watchdog, stack_of
 from penstock.service.server import LIVENESS, READINESS

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.loop.changes.changes import Changes
-from penstock.runtime.loop.delivery import Delivery
+from penstock.runtime.loop.changes import Changes
+from penstock.runtime.loop.requests import Delivery
 from penstock.runtime.requests.request import StepOutput
 from tests.service.rig import WAIT_S, until
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from penstock.runtime.errors import EngineDead
 from penstock.runtime.loop.core import EngineCore
-from penstock.runtime.loop.journal.entries import Entry
-from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.loop.journal import Entry, Journal
 from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.load import Totals

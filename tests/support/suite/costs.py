@@ -24,7 +24,7 @@ An engine that starts takes about 1 s of processor time beside its programs, a p
 that imports the server 2 s.
 """
 _COMPILE = "/jax/core/compile/backend_compile_duration"
-_IMPORTERS = ("penstock.runtime.execution.program_set", "penstock.runtime.execution.device.device_state")
+_IMPORTERS = ("penstock.runtime.execution.program_set", "penstock.runtime.execution.device_state")
 """The modules that call `compile_all`, once for each engine and for each encoder of pictures."""
 
 

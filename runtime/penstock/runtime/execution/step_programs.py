@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from penstock.runtime.execution.media.encoding import Pool
-from penstock.runtime.execution.media.sections import media_argument, media_of_rows, media_of_tokens
+from penstock.runtime.execution.pictures import Pool, media_argument, media_of_rows, media_of_tokens
 from penstock.runtime.execution.step_buffer import FEEDBACK, Layout, Unpacked
 from penstock.runtime.models.layers.media import MediaInputs
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta, with_pages

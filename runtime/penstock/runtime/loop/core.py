@@ -16,12 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.runtime.errors import Draining, EngineFailure, WeightsTooOld
-from penstock.runtime.loop.changes.between_steps import BetweenSteps
-from penstock.runtime.loop.changes.change import refuse
-from penstock.runtime.loop.changes.changes import Changes
-from penstock.runtime.loop.delivery import Delivery
-from penstock.runtime.loop.guard import Guard
-from penstock.runtime.loop.intake import Intake
+from penstock.runtime.loop.changes import BetweenSteps, Changes, refuse
+from penstock.runtime.loop.guard import Annotate, Guard, Life, StepWatch, unannotated
 from penstock.runtime.loop.interface import (
     AbortOutcome,
     Observer,
@@ -30,12 +26,9 @@ from penstock.runtime.loop.interface import (
     Sink,
     WeightsVersion,
 )
-from penstock.runtime.loop.journal.journal import Journal
-from penstock.runtime.loop.life import Life
-from penstock.runtime.loop.live_requests import LiveRequests
-from penstock.runtime.loop.recording import Recording
+from penstock.runtime.loop.journal import Journal, Recording
+from penstock.runtime.loop.requests import Delivery, Intake, LiveRequests
 from penstock.runtime.loop.step_loop import StepLoop
-from penstock.runtime.loop.step_marks import Annotate, StepWatch, unannotated
 from penstock.runtime.loop.stepping import Steps
 from penstock.runtime.requests.fanout import PreparedPrompt
 from penstock.runtime.requests.request import Finish, Request

@@ -16,15 +16,11 @@ import time
 from typing import Any
 
 from penstock.runtime.failing import engine_failure
-from penstock.runtime.loop.changes.between_steps import BetweenSteps
-from penstock.runtime.loop.changes.change import refuse
-from penstock.runtime.loop.delivery import Delivery
-from penstock.runtime.loop.guard import Guard
+from penstock.runtime.loop.changes import BetweenSteps, refuse
+from penstock.runtime.loop.guard import Annotate, Guard, Life, StepWatch, unannotated
 from penstock.runtime.loop.interface import Runner
-from penstock.runtime.loop.life import Life
-from penstock.runtime.loop.live_requests import LiveRequests
-from penstock.runtime.loop.recording import Recording
-from penstock.runtime.loop.step_marks import Annotate, StepWatch, unannotated
+from penstock.runtime.loop.journal import Recording
+from penstock.runtime.loop.requests import Delivery, LiveRequests
 from penstock.runtime.loop.stepping import Done, Planned, Steps
 from penstock.runtime.scheduling.scheduler import Scheduler
 

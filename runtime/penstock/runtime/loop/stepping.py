@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Generic
 
+from penstock.runtime.loop.guard import Annotate, unannotated
 from penstock.runtime.loop.interface import Runner, StepShape, StepT
-from penstock.runtime.loop.step_marks import Annotate, unannotated
 from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.plan import Plan, StepResult
 

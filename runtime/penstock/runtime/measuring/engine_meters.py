@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.runtime.loop.journal.entries import Cancelled, Ended, Entry, Queued, StepRecord
-from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.loop.journal import Cancelled, Ended, Entry, Journal, Queued, StepRecord
 from penstock.runtime.measuring import engine_state
 from penstock.runtime.measuring.engine_metrics import (
     EngineLatencies,

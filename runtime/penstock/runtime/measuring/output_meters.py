@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.runtime.loop.interface import StepRecord
-from penstock.runtime.loop.journal.entries import Cancelled, Ended, Queued
+from penstock.runtime.loop.journal import Cancelled, Ended, Queued
 from penstock.runtime.measuring import engine_instruments as defined
 from penstock.runtime.measuring.recent import RecentValues
 from penstock.runtime.measuring.registry import Histogram, Registry, by_label

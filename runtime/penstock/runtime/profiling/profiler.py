@@ -17,7 +17,7 @@ from typing import Protocol
 
 from penstock.runtime.errors import Draining, PenstockError, ProfileFailed, ProfileUnderWay
 from penstock.runtime.host.background import lower_priority
-from penstock.runtime.loop.step_marks import StepWatch
+from penstock.runtime.loop.guard import StepWatch
 from penstock.runtime.profiling import folders, recorder
 from penstock.runtime.profiling.perfetto import TRACE_FILE
 from penstock.runtime.profiling.profile import Profile, ProfileOptions, ProfileRun

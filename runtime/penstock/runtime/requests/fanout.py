@@ -2,7 +2,7 @@
 made here. No jax.
 
 The first output computes the prompt; the others are its forks, which begin with its KV pages
-(`scheduling.planning`).
+(`scheduling.planner`).
 """
 
 from __future__ import annotations

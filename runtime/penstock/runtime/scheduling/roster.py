@@ -20,14 +20,12 @@ from collections.abc import Iterable
 
 from penstock.runtime.requests.fanout import request_id_of
 from penstock.runtime.scheduling.load import Counts, Load, LostPages
-from penstock.runtime.scheduling.media.pool import PicturePool
-from penstock.runtime.scheduling.pages import PagePool
-from penstock.runtime.scheduling.paging.group import PageGroup, Prefix
-from penstock.runtime.scheduling.paging.groups import PageGroups
-from penstock.runtime.scheduling.paging.prefix_cache import PrefixCache
-from penstock.runtime.scheduling.paging.snapshots import Snapshots
+from penstock.runtime.scheduling.pages import PageGroup, PageGroups, PagePool, Prefix
+from penstock.runtime.scheduling.picture_pool import PicturePool
+from penstock.runtime.scheduling.prefix_cache import PrefixCache
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import NEVER, Sequence, Status, rank_of
+from penstock.runtime.scheduling.snapshots import Snapshots
 from penstock.runtime.scheduling.waiting import FEATURE_SLOT, Waiting, take_ranked
 
 
@@ -162,7 +160,7 @@ class Roster:
 
         So a prefill takes no page without giving one back, and two prefills never deadlock halfway. If
         another request holds some of the pages too that it gives back, it preempts others as a decode does
-        (`page_supply`).
+        (`PageSupply`).
         """
         slot = heapq.heappop(self._free_slots)
         if seq.needs_feature_slot:

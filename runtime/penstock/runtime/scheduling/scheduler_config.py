@@ -12,15 +12,15 @@ from penstock.runtime.errors import (
     Violation,
 )
 from penstock.runtime.requests.request import Request
-from penstock.runtime.scheduling.media.pool import blocks_of
 from penstock.runtime.scheduling.pages import window_pages
+from penstock.runtime.scheduling.picture_pool import blocks_of
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """The pages of one group of layers, see `paging`."""
+    """The pages of one group of layers, see `pages`."""
 
     num_pages: int
     window: int | None

@@ -1,15 +1,182 @@
-"""The scheduler's own, mutable view of an output. Only the scheduler changes it."""
+"""The scheduler's own, mutable view of an output: its tokens, the values of its prompt, and when it ends.
+Only the scheduler changes it. No jax.
+
+Stop strings are not looked for here: the text layer finds them and ends the request by
+`Scheduler.abort(reason=STOP)`.
+"""
 
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Hashable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from penstock.runtime.requests.request import Request, RequestTiming
-from penstock.runtime.scheduling.media.pool import Encoded
-from penstock.runtime.scheduling.prompt_values import PromptValues
-from penstock.runtime.scheduling.stopping import StopRules
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.runtime.requests.reading.prompt_reading import Pooling
+from penstock.runtime.requests.request import Finish, FinishReason, Request, RequestTiming, TokenLogprobs
+from penstock.runtime.scheduling.picture_pool import Encoded
+
+NEVER_NS = 2**63 - 1
+"""A deadline that no monotonic clock reaches. Comparing integers is faster than checking for None."""
+
+_LONGEST_LIMIT_S = 2.0**32
+"""Over a century. A larger number of seconds might not convert to an integer of ns."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """What `StoppingParams` mean for one request on one engine; made once, by `Scheduler.prepare`."""
+
+    eos_ids: frozenset[int]
+    """The EOS ids; empty if the request ignores EOS."""
+    end_ids: frozenset[int]
+    """The EOS ids and the request's own stop ids."""
+    min_tokens: int
+    num_prompt: int
+    max_total: int | None
+    """Prompt tokens plus max_tokens; None without max_tokens."""
+    context_limit: int
+    """Most tokens, prompt and generated together, that this request may reach."""
+    total_limit: int
+    """The smaller of `max_total` and `context_limit`: below it neither of them ends the request."""
+    deadline_ns: int
+
+    @classmethod
+    def of(
+        cls, request: Request, *, eos_token_ids: frozenset[int], context_limit: int, now_ns: int
+    ) -> StopRules:
+        """The rules of a request that arrives at `now_ns`, monotonic ns."""
+        stopping = request.stopping
+        num_prompt = len(request.prompt_token_ids)
+        eos_ids = frozenset() if stopping.ignore_eos else eos_token_ids
+        max_total = None if stopping.max_tokens is None else num_prompt + stopping.max_tokens
+        if request.reading is not None:
+            max_total = num_prompt + 1  # no input follows the prompt
+        limit_s = stopping.time_limit_s
+        return cls(
+            eos_ids=eos_ids,
+            end_ids=eos_ids.union(stopping.stop_token_ids),
+            min_tokens=stopping.min_tokens,
+            num_prompt=num_prompt,
+            max_total=max_total,
+            context_limit=context_limit,
+            total_limit=context_limit if max_total is None else min(max_total, context_limit),
+            deadline_ns=NEVER_NS if limit_s is None else now_ns + int(min(limit_s, _LONGEST_LIMIT_S) * 1e9),
+        )
+
+    def first_end(self, tokens: Items[int], num_before: int, now_ns: int) -> tuple[int, Finish | None]:
+        """Returns how many of these samples count, and why the request ends with the last of them; None if it
+        goes on.
+
+        The request had `num_before` tokens. The time limit is checked once, at the last sample, because all
+        samples were made by then.
+        """
+        last = len(tokens) - 1
+        for index, token in enumerate(tokens):
+            finish = self.decide(token, num_before + index + 1, now_ns if index == last else 0)
+            if finish is not None:
+                return index + 1, finish
+        return len(tokens), None
+
+    def decide(self, token_id: int, num_total: int, now_ns: int) -> Finish | None:
+        """Returns why the request ends with `token_id`, its `num_total`-th token (prompt included); None if
+        it goes on.
+
+        The reasons are checked in this order: EOS, STOP, MAX_TOKENS, CONTEXT_FULL, TIME_LIMIT. The token that
+        ends the request counts as generated and is part of the output. With min_tokens = m, the first m
+        generated tokens never end the request by EOS or STOP (the sampler also masks those ids); with
+        max_tokens = n, the n-th always ends it.
+        """
+        if token_id in self.end_ids and num_total - self.num_prompt > self.min_tokens:
+            reason = FinishReason.EOS if token_id in self.eos_ids else FinishReason.STOP
+            return Finish(reason, token_id=token_id)
+        if self.max_total is not None and num_total >= self.max_total:
+            return Finish(FinishReason.MAX_TOKENS)
+        if num_total >= self.context_limit:
+            return Finish(FinishReason.CONTEXT_FULL)
+        if now_ns >= self.deadline_ns:
+            return Finish(FinishReason.TIME_LIMIT)
+        return None
+
+
+class PromptValues:
+    """Gathers, chunk by chunk, what one request wants of its prompt.
+
+    Every planned chunk is committed, in the order of the plans, also if the sequence is preempted meanwhile.
+    So hidden states are added up once for each position: a chunk that is computed again adds those that no
+    chunk before it was planned to add.
+    """
+
+    __slots__ = ("_logprobs", "_num_known", "_num_planned", "_num_prompt", "_pooling", "_sum", "is_wanted")
+
+    def __init__(self, request: Request) -> None:
+        reading = request.reading
+        self._num_prompt = num_prompt = len(request.prompt_token_ids)
+        self._pooling = None if reading is None else reading.pooling
+        self.is_wanted = request.prompt_logprobs is not None or reading is not None
+        """Whether anything is wanted of the prompt itself."""
+        first = 1 if reading is None else reading.scores_from
+        self._num_known = num_prompt - 1 if request.prompt_logprobs is None or first is None else first - 1
+        """Below this position nothing is needed for the log-probabilities that are still wanted."""
+        self._num_planned = num_prompt if self._pooling is None else 0
+        """Below this position, hidden states are added up already, or by chunks in flight."""
+        if self._pooling is Pooling.LAST_TOKEN:
+            self._num_planned = num_prompt - 1
+        self._logprobs: list[TokenLogprobs] = []
+        self._sum: NDArray[np.float64] | None = None
+
+    @property
+    def first_needed(self) -> int:
+        """The first position that must be computed for what is wanted and not known yet; a position that no
+        sequence reaches where all is known.
+        """
+        known = self._num_known if self._num_known < self._num_prompt - 1 else sys.maxsize
+        return min(known, self._num_planned) if self._num_planned < self._num_prompt else known
+
+    # -- log-probabilities --
+
+    def add_logprobs(self, end: int, values: Items[TokenLogprobs]) -> None:
+        """Takes the log-probabilities that a chunk up to position `end` has given. A sequence that was
+        preempted computes some of them again.
+        """
+        known = min(end, self._num_prompt - 1)
+        if known > self._num_known:
+            self._logprobs += values[self._num_known - known :]
+            self._num_known = known
+
+    def take_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Hands out the log-probabilities. All of them are known when the last chunk is committed."""
+        taken, self._logprobs = tuple(self._logprobs), []
+        return taken
+
+    # -- the embedding --
+
+    def plan_pooling(self, start: int, end: int) -> int | None:
+        """Plans to add up hidden states of a chunk, the positions from `start` to `end`. Returns how many of
+        its first ones are left out; None if all are.
+        """
+        first = max(self._num_planned, start)
+        if first >= end:
+            return None
+        self._num_planned = end
+        return first - start
+
+    def add_hidden(self, hidden: NDArray[np.float32]) -> None:
+        """Adds the hidden states, float32[E], that a chunk has added up."""
+        self._sum = hidden.astype(np.float64) if self._sum is None else self._sum + hidden
+
+    def pooled(self) -> NDArray[np.float32] | None:
+        """The embedding, float32[E], once the last chunk is committed; None if none is wanted."""
+        if self._pooling is None or self._sum is None:
+            return None
+        count = self._num_prompt if self._pooling is Pooling.MEAN else 1
+        pooled: NDArray[np.float32] = (self._sum / count).astype(np.float32)
+        return pooled
+
 
 NEVER = 2**63 - 1
 """A number of positions that no sequence reaches."""
@@ -45,7 +212,7 @@ class Sharing:
 
 @dataclass(slots=True, eq=False)
 class PageTable:
-    """The pages of a sequence in one group of layers (see `paging`)."""
+    """The pages of a sequence in one group of layers (see `pages`)."""
 
     pages: list[int]
     """Page i holds positions [i * page_size, (i + 1) * page_size). The first `num_dropped` are not held."""

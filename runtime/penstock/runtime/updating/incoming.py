@@ -1,9 +1,11 @@
-"""Tensors whose bytes come in pieces, with their checksums; and whether values are finite."""
+"""Tensors whose bytes come in pieces, with their checksums; whether values are finite; and the digest of an
+update, which tells whether two updates had the same tensors. No jax.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import google_crc32c
@@ -13,6 +15,18 @@ import numpy.typing as npt
 from penstock.runtime.host import host_memory
 from penstock.runtime.loading.dtypes import DTYPES, num_bytes
 from penstock.runtime.sent_tensors import SentTensor
+
+
+def digest_of(tensors: Iterable[tuple[SentTensor, bytes]]) -> bytes:
+    """The SHA-256 of a text that has one line for each tensor, in the order of their names:
+    "NAME DTYPE D1,D2 HASH", where HASH is the SHA-256 of the tensor's bytes, given here beside it.
+    """
+    whole = hashlib.sha256()
+    for tensor, sha256 in sorted(tensors, key=lambda entry: entry[0].name):
+        shape = ",".join(map(str, tensor.shape))
+        whole.update(f"{tensor.name} {tensor.dtype} {shape} {sha256.hex()}\n".encode())
+    return whole.digest()
+
 
 _EXPONENTS: Mapping[str, tuple[npt.DTypeLike, int]] = {
     "F64": (np.uint64, 0x7FF0_0000_0000_0000),

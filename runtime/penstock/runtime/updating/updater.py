@@ -1,7 +1,13 @@
-"""Updater: new weights for a model that serves, asked for on any thread."""
+"""Updater: new weights for a model that serves, asked for on any thread.
+
+One update at a time has the place.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
@@ -9,6 +15,7 @@ from typing import TypeVar
 
 from penstock.runtime.errors import (
     InvalidRequest,
+    TensorsRefused,
     UnknownUpdate,
     UnsupportedFeature,
     UpdateUnderWay,
@@ -16,19 +23,149 @@ from penstock.runtime.errors import (
     WeightsIncomplete,
 )
 from penstock.runtime.execution.backend import Backend
-from penstock.runtime.execution.device.device_state import DeviceState
+from penstock.runtime.execution.device_state import DeviceState
 from penstock.runtime.host.background import BackgroundThread
+from penstock.runtime.loading.tensor_checks import problems_of
 from penstock.runtime.loop.core import EngineCore
-from penstock.runtime.loop.interface import Applied, InFlightPolicy
+from penstock.runtime.loop.interface import Applied, InFlightPolicy, WeightsVersion
 from penstock.runtime.measuring.update_meters import UpdateMeters
 from penstock.runtime.models.load_rules import LoadRules
 from penstock.runtime.sent_tensors import SentTensor
-from penstock.runtime.updating import arrays, manifest
 from penstock.runtime.updating.files import FIELD, UpdateFiles
 from penstock.runtime.updating.interface import Staging, UpdateOptions, UpdateOutcome, UpdateReport
-from penstock.runtime.updating.one_update import OneUpdate, PendingReport, Target, check_generation
-from penstock.runtime.updating.place import UpdatePlace
-from penstock.runtime.updating.upload import FileUpload, Upload
+from penstock.runtime.updating.update import OneUpdate, PendingReport, Target, check_generation
+from penstock.runtime.updating.upload import Arrays, FileUpload, Upload, described, put_all
+
+_MOST_REMEMBERED = 1000
+"""Ids of updates that went live."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Holder:
+    """The update that has the place; `update` is None while it is being made."""
+
+    update_id: str
+    update: OneUpdate | None = None
+    is_staged: bool = False
+
+
+class UpdatePlace:
+    """Any thread may call any method at any time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: _Holder | None = None
+        self._committed: OrderedDict[str, UpdateReport] = OrderedDict()
+        self.digest = b""
+        """The digest of the update that serves; empty for the weights of the start."""
+
+    @property
+    def staged_update_id(self) -> str:
+        """The id of the update that is staged; empty if none is."""
+        holder = self._holder
+        return holder.update_id if holder is not None and holder.is_staged else ""
+
+    def reserve(self, update_id: str) -> None:
+        """Takes the place for an update that is about to be made. Raises UpdateUnderWay if it is taken, or
+        if an update of this id has gone live: who asks again will be told so.
+        """
+        with self._lock:
+            if self._holder is not None:
+                raise UpdateUnderWay(self._holder.update_id, staged=self._holder.is_staged)
+            if update_id in self._committed:
+                raise UpdateUnderWay(update_id, staged=False)
+            self._holder = _Holder(update_id)
+
+    def occupy(self, update: OneUpdate) -> None:
+        """Gives the reserved place to its update."""
+        with self._lock:
+            assert self._holder is not None
+            self._holder.update = update
+
+    def stage(self, update: OneUpdate) -> None:
+        """Notes that the update that has the place waits to be committed."""
+        with self._lock:
+            assert self._holder is not None
+            assert self._holder.update is update
+            self._holder.is_staged = True
+
+    def take_staged(self, update_id: str) -> OneUpdate:
+        """The staged update of this id. It is staged no more, but keeps the place. Raises UpdateUnderWay if
+        it is not staged yet, or not any more because it is about to go live; UnknownUpdate for another id.
+        """
+        with self._lock:
+            holder = self._holder
+            if holder is None or holder.update_id != update_id:
+                raise UnknownUpdate(update_id)
+            if holder.update is None or not holder.is_staged:
+                raise UpdateUnderWay(update_id, staged=False)
+            holder.is_staged = False
+            return holder.update
+
+    def free(self, update: OneUpdate | None) -> None:
+        """Frees the place if this update has it; None: if it is reserved and not occupied."""
+        with self._lock:
+            if self._holder is not None and self._holder.update is update:
+                self._holder = None
+
+    def remember(self, update_id: str, report: UpdateReport) -> None:
+        """Notes that an update is live; an empty id is not remembered."""
+        with self._lock:
+            self.digest = report.digest
+            if update_id:
+                self._committed[update_id] = report
+            if len(self._committed) > _MOST_REMEMBERED:
+                self._committed.popitem(last=False)
+
+    def known(self, update_id: str, current: WeightsVersion) -> UpdateReport | None:
+        """What came of an update that went live or is staged; None for any other. `current`: what serves.
+
+        An update that has gone live and still has the place, because its memory is not free yet, is not known
+        yet: who is told that it is live may begin the next one.
+        """
+        with self._lock:
+            holder = self._holder
+            if update_id in self._committed and (holder is None or holder.update_id != update_id):
+                return dataclasses.replace(
+                    self._committed[update_id],
+                    outcome=UpdateOutcome.ALREADY_COMMITTED,
+                    current=current,
+                    previous=current,
+                )
+            if (
+                holder is None
+                or holder.update is None
+                or not holder.is_staged
+                or holder.update_id != update_id
+            ):
+                return None
+            return holder.update.report(UpdateOutcome.STAGED, current)
+
+
+_MOST_VIOLATIONS = 100
+
+
+def check_manifest(rules: LoadRules, sent: Sequence[SentTensor], *, partial: bool, field: str) -> None:
+    """Raises InvalidRequest if the list itself is wrong, and TensorsRefused with every tensor that does not
+    fit the model. `field`: what the caller calls the list.
+    """
+    counts = Counter(tensor.name for tensor in sent)
+    violations = [
+        Violation(f"{field}.tensors", f"the name {name!r} is there {count} times")
+        for name, count in counts.items()
+        if count > 1
+    ]
+    violations += [
+        Violation(f"{field}.tensors[{i}].sha256", f"has {len(tensor.sha256)} bytes; SHA-256 has 32")
+        for i, tensor in enumerate(sent)
+        if len(tensor.sha256) not in (0, 32)
+    ]
+    if violations:
+        raise InvalidRequest(violations[:_MOST_VIOLATIONS])
+    problems = problems_of(rules, sent, partial=partial)
+    if problems:
+        raise TensorsRefused(problems)
+
 
 UploadT = TypeVar("UploadT", bound=Upload)
 _MANIFEST = "begin.manifest"
@@ -170,19 +307,19 @@ class Updater:
 
     # -- updates that a program makes of its own arrays --
 
-    def update(self, options: UpdateOptions, tensors: arrays.Arrays) -> Future[UpdateReport]:
+    def update(self, options: UpdateOptions, tensors: Arrays) -> Future[UpdateReport]:
         """Stages arrays by their names in a checkpoint, and has them go live. Such an update waits for no
         other to end: each is made beside the weights that serve, and all go live in order.
 
         `tensors` may be lazy: each is asked for twice, to be checked and to be taken, and not held on to.
         Raises as `begin` and `Upload.commit`.
         """
-        sent = arrays.described(tensors)
+        sent = described(tensors)
         update = OneUpdate(
             self._target(self._check(options, sent, "tensors")), options, sent, field="tensors"
         )
         try:
-            num_bytes = arrays.put_all(self._thread, update.new, sent, tensors)
+            num_bytes = put_all(self._thread, update.new, sent, tensors)
             update.received(num_bytes)
             self._thread.run(update.finish, num_bytes)
             return self._live(update, options.in_flight, options.drain_timeout_s)
@@ -227,7 +364,7 @@ class Updater:
         problem = self._core.changes.weights_problem
         if problem is not None and options.partial:
             raise WeightsIncomplete(problem)
-        manifest.check(self._rules, sent, partial=options.partial, field=field)
+        check_manifest(self._rules, sent, partial=options.partial, field=field)
         check_generation(options, self._core.weights)
         return self._rules
 

@@ -16,7 +16,7 @@ from penstock.runtime import Engine
 from penstock.runtime.config import CPU_SIZES
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.execution.backend import Backend, single_device_mesh
-from penstock.runtime.execution.media.encoding import encode_buckets, encode_call
+from penstock.runtime.execution.pictures import encode_buckets, encode_call
 from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
 from penstock.runtime.requests.fanout import outputs_of
 from penstock.runtime.requests.media import MediaItem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.runtime.loop.interface import InFlightReport, Paused, Resumed, StepShape, WeightsBroken
-from penstock.runtime.loop.journal.entries import Changed, Noted, Preempted
+from penstock.runtime.loop.journal import Changed, Noted, Preempted
 from penstock.runtime.requests.request import RequestTiming
 from penstock.service.telemetry.options import TraceLevel
 from penstock.service.telemetry.tracing import tracer as tracer_module

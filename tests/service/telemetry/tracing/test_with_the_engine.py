@@ -12,7 +12,7 @@ import pytest
 
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import InFlightPolicy
-from penstock.runtime.loop.journal.entries import Noted
+from penstock.runtime.loop.journal import Noted
 from penstock.runtime.requests.fanout import output_id, outputs_of
 from penstock.runtime.requests.request import (
     CacheParams,

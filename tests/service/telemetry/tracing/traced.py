@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.runtime.loop.interface import Applied, InFlightReport, StepRecord, StepShape, WeightsVersion
-from penstock.runtime.loop.journal.entries import Cancelled, Ended, Entry, Noted, Queued
-from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.loop.journal import Cancelled, Ended, Entry, Journal, Noted, Queued
 from penstock.runtime.requests.request import (
     Finish,
     FinishReason,

@@ -23,8 +23,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from penstock.runtime.generation.jobs import Job
-from penstock.runtime.loop.journal.entries import Noted
-from penstock.runtime.loop.journal.journal import Journal
+from penstock.runtime.loop.journal import Journal, Noted
 from penstock.runtime.requests.request import Finish, RequestTiming
 from penstock.service.limits.admission import PACKAGES
 from penstock.service.telemetry.otlp.span_batch import SCOPE

@@ -21,16 +21,16 @@ from penstock.runtime.loop.interface import (
     StepShape,
     WeightsBroken,
 )
-from penstock.runtime.loop.journal.entries import (
+from penstock.runtime.loop.journal import (
     Cancelled,
     Changed,
     Ended,
     Entry,
+    Journal,
     Noted,
     Preempted,
     Queued,
 )
-from penstock.runtime.loop.journal.journal import Journal
 from penstock.runtime.requests.fanout import SEPARATOR
 from penstock.runtime.requests.request import RequestTiming
 from penstock.runtime.scheduling.plan import PlanRow

@@ -1,1 +1,0 @@
-"""What the device holds for a runner: its state, the steps on their way, and calls of its programs."""

@@ -1,0 +1,275 @@
+"""What a runner keeps on the device: weights, the cache, and the state of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.execution.backend import Backend
+from penstock.runtime.execution.compilation import compile_all
+from penstock.runtime.execution.pictures import Pool, pool_shapes
+from penstock.runtime.execution.program_set import ProgramBuilder
+from penstock.runtime.execution.runner_config import RunnerConfig
+from penstock.runtime.execution.step_programs import KVCache, Weights
+from penstock.runtime.models.load_rules import ParamPath
+from penstock.runtime.ops.cache_spec import CacheSpec
+from penstock.runtime.ops.device_arrays import zeros, zeros_maker
+from penstock.runtime.ops.sampler import RowState
+
+
+class DeviceState:
+    """Programs get all of this as arguments. The cache and the rows' state are donated to each program that
+    changes them, and replaced by its results.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef[Any],
+        weights: Any,
+        cache: CacheSpec,
+        config: RunnerConfig,
+        backend: Backend,
+    ) -> None:
+        """`weights`: the model's state on the backend's devices; `graphdef`: its static half (nnx.split)."""
+        leaves, self._weights_tree = jax.tree.flatten(weights)
+        self.leaves: Weights = tuple(leaves)
+        """The weights as programs take them."""
+        self._homes = [leaf.sharding for leaf in leaves]
+        self._paths: list[ParamPath] = [cast("ParamPath", path) for path, _ in nnx.to_flat_state(weights)]
+        self.sharding = NamedSharding(backend.mesh, PartitionSpec())
+        """Where whatever programs are given lies."""
+        self.num_pages: tuple[int, ...] = ()
+        """Pages of each group of layers; none before `allocate_cache`."""
+        self._graphdef = graphdef
+        self._cache = cache
+        self._config = config
+        self._backend = backend
+        self._kv: KVCache | None = None
+        self._make_kv: Callable[[], KVCache] | None = None
+        self.rows = self._new_rows()
+        self.pool = self._new_pool()
+        """The embeddings of pictures."""
+        backend.use_huge_pages(self.leaves)
+
+    # -- weights --
+
+    @property
+    def leaves_by_path(self) -> dict[ParamPath, jax.Array]:
+        """The leaves that serve now, by their places in the model's state."""
+        return dict(zip(self._paths, self.leaves, strict=True))
+
+    def place(self, path: ParamPath, leaf: npt.NDArray[Any]) -> jax.Array:
+        """Puts a host array where the leaf at this path lies now. On CPU an aligned array is taken as it is,
+        and must not be written again.
+        """
+        placed: jax.Array = jax.device_put(leaf, self.leaves_by_path[path].sharding)
+        return placed
+
+    def replace_leaves(self, new: Mapping[ParamPath, jax.Array | npt.NDArray[Any]]) -> None:
+        """Swaps in new leaves. They have the old ones' shapes and dtypes, so nothing is compiled again. If
+        they are placed as the old ones are, only references are exchanged. While the weights are offloaded,
+        the new ones go to host memory too.
+
+        This is checked before anything changes: on ConfigError the old leaves serve on.
+        """
+        leaves = self.leaves_by_path
+        for path, after in new.items():
+            if path not in leaves:
+                raise ConfigError(f"{path} is no leaf of the model")
+            before = leaves[path]
+            if before.shape != after.shape or before.dtype != after.dtype:
+                raise ConfigError(
+                    f"the new leaf {path} is {after.dtype}{after.shape}, "
+                    f"the model's {before.dtype}{before.shape}"
+                )
+        for path, after in new.items():
+            sharding = leaves[path].sharding
+            if not isinstance(after, jax.Array) or after.sharding != sharding:
+                after = jax.device_put(after, sharding)
+            leaves[path] = after
+        self.leaves = tuple(leaves.values())
+
+    def offload_weights(self) -> int:
+        """Moves the weights to host memory until `restore_weights`. Returns how many bytes of the device are
+        free then, unless other code holds these weights too; 0 where they are in host memory anyway. No
+        program can run meanwhile. If this raises, nothing has changed.
+        """
+        memory = self._backend.host_memory
+        if memory is None:
+            return 0
+        before = self.leaves
+        self.leaves = _placed(before, [home.with_memory_kind(memory) for home in self._homes])
+        pairs = zip(before, self.leaves, strict=True)
+        return sum(int(leaf.nbytes) for leaf, moved in pairs if leaf is not moved)
+
+    def restore_weights(self) -> None:
+        """Moves the weights back to the device, if they were offloaded. If this raises, nothing has
+        changed.
+        """
+        self.leaves = _placed(self.leaves, self._homes)
+
+    @property
+    def weights_bytes(self) -> int:
+        """The size of the weights, wherever they lie."""
+        return sum(int(leaf.nbytes) for leaf in self.leaves)
+
+    # -- the cache --
+
+    @property
+    def cache_bytes(self) -> int:
+        """The size of the cache; 0 while it is freed."""
+        return sum(int(array.nbytes) for array in jax.tree.leaves(self._kv))
+
+    @property
+    def kv(self) -> KVCache:
+        """The cache. ConfigError where it is not allocated."""
+        if self._kv is None:
+            raise ConfigError("the KV cache is not initialised")
+        return self._kv
+
+    @kv.setter
+    def kv(self, kv: KVCache) -> None:
+        self._kv = kv
+
+    def allocate_cache(self, num_pages: Sequence[int]) -> None:
+        """Allocates the cache, with so many pages in each group of layers, filled with zeros, and frees the
+        one there was. ConfigError for less than one page.
+        """
+        if min(num_pages) < 1:
+            raise ConfigError(f"the KV cache needs at least one page, not {min(num_pages)}")
+        self.free_cache()
+        self.num_pages = tuple(num_pages)
+        self._make_kv = zeros_maker(self.cache_shapes(num_pages), self.sharding, self._backend.zeros)
+        self.restore_cache()
+
+    def free_cache(self) -> int:
+        """Frees the cache's memory now, and returns how many bytes that were."""
+        arrays = jax.tree.leaves(self._kv)
+        num_bytes = sum(int(array.nbytes) for array in arrays)
+        for array in arrays:
+            array.delete()
+        self._kv = None
+        return num_bytes
+
+    def restore_cache(self) -> None:
+        """Allocates the cache again, filled with zeros, if it was freed. Compiles nothing."""
+        if self._kv is None and self._make_kv is not None:
+            self._kv = self._make_kv()
+            self._backend.use_huge_pages(jax.tree.leaves(self._kv))
+
+    @property
+    def attends_batch_invariantly(self) -> bool:
+        """See `Backend.attends_batch_invariantly`, for the model's queries and its cache, and
+        `Backend.recurs_batch_invariantly`, if it keeps state.
+        """
+        config = self._config
+        if self._cache.has_state and not self._backend.recurs_batch_invariantly:
+            return False
+        return all(
+            self._backend.attends_batch_invariantly(
+                jax.ShapeDtypeStruct((1, 1, layer.head_dim), config.dtype),
+                layer.arrays(1, config.page_size, config.max_num_seqs, config.kv_dtype),
+                layer.value_dim,
+            )
+            for layer in self._cache.paged
+        )
+
+    def cache_shapes(self, num_pages: Sequence[int]) -> KVCache:
+        """Shapes and dtypes of a cache of so many pages in each group of layers."""
+        config = self._config
+        return self._cache.arrays(
+            num_pages, config.page_size, config.max_num_seqs, config.kv_dtype, config.num_snapshots
+        )
+
+    # -- programs --
+
+    def builder(self, num_pages: tuple[int, ...]) -> ProgramBuilder:
+        """Makes the programs for a cache of so many pages in each group of layers, which need not be
+        allocated.
+        """
+        kv = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.sharding),
+            self.cache_shapes(num_pages),
+        )
+        return ProgramBuilder(
+            config=self._config,
+            rebuild=self._rebuild,
+            weights=self.leaves,
+            state=self.rows,
+            cache=self._cache,
+            num_pages=num_pages,
+            kv=kv,
+            backend=self._backend,
+            sharding=self.sharding,
+            pool=self.pool,
+        )
+
+    def _rebuild(self, leaves: Weights) -> Any:
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._weights_tree, leaves))
+
+    def peak_temp_bytes(self, num_pages: int) -> int:
+        """The memory that the most demanding program needs besides its arguments, in bytes, as XLA reports
+        it. This compiles the largest program of each kind, for a cache of `num_pages` in each group of
+        layers.
+        """
+        config, builder = self._config, self.builder((num_pages,) * len(self._cache.windows))
+        window = next(key for key in config.buckets.keys() if key.window)  # noqa: SIM118 # no mapping
+        largest = builder.largest
+        jobs = {
+            "forward": lambda: builder.forward(largest),
+            "window": lambda: builder.window(window),
+            "choice": lambda: builder.choice(largest.rows),
+        }
+        if config.encode_buckets:
+            jobs["encode"] = lambda: builder.encode(config.encode_buckets[-1])
+        made = compile_all(jobs, threads=config.threads, show_progress=config.show_progress)
+        return max(map(_bytes_beside_arguments, made.values()))
+
+    def free(self) -> None:
+        """Frees all memory that is held, except weights that other code holds too."""
+        self.free_cache()
+        for array in jax.tree.leaves((self.rows, self.pool)):
+            array.delete()
+        self.leaves = ()
+
+    def _new_pool(self) -> Pool:
+        config = self._config
+        if config.vision is None:
+            return ()
+        shapes = pool_shapes(self._rebuild, self.leaves, config.vision, config.pool_rows)
+        return tuple(array for each in shapes for array in zeros(each.shape, each.dtype, self.sharding))
+
+    def _new_rows(self) -> RowState:
+        config = self._config
+        slots, vocab = config.max_num_seqs, config.vocab_size
+        ints, floats = np.dtype(np.int32), np.dtype(np.float32)
+        (tokens,) = zeros((slots,), ints, self.sharding)
+        (history,) = zeros((config.num_feature_slots, vocab), ints, self.sharding)
+        (bias,) = zeros((config.num_feature_slots, vocab), floats, self.sharding)
+        tables = zeros((slots, config.pages_per_row), ints, self.sharding, len(self._cache.windows))
+        held = None
+        if self._cache.has_state:
+            (held,) = zeros((slots,), ints, self.sharding)
+        return RowState(tokens, tables, history, bias, held)
+
+
+def _placed(leaves: Weights, shardings: Sequence[jax.sharding.Sharding]) -> Weights:
+    """The leaves where they are to lie; those that lie there already are themselves."""
+    pairs = zip(leaves, shardings, strict=True)
+    placed = tuple(leaf if leaf.sharding == to else jax.device_put(leaf, to) for leaf, to in pairs)
+    jax.block_until_ready(placed)
+    return placed
+
+
+def _bytes_beside_arguments(program: jax.stages.Compiled) -> int:
+    """Bytes of scratch memory and of results that do not lie in a donated argument."""
+    analysis = program.memory_analysis()
+    kinds = (("temp", 1), ("output", 1), ("alias", -1))
+    return sum(sign * int(getattr(analysis, f"{kind}_size_in_bytes", 0)) for kind, sign in kinds)

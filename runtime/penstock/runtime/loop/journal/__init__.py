@@ -1,1 +1,0 @@
-"""The journal: what the engine did, entry by entry, for those that measure and trace it. No jax."""

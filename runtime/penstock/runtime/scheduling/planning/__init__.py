@@ -1,1 +1,0 @@
-"""Makes the plan of the next step: which rows run, and on which pages. No jax."""

@@ -1,0 +1,314 @@
+"""Which prompts are computed in a step, and how much of each. No jax.
+
+Snapshots of recurrent state. A row of a prefill may keep the state after one of the pages whose ends it
+computes. Of these it takes
+
+1. the last page before the end of its prompt, if forks wait to begin there;
+2. the page behind which the waiting sequences will be spared most tokens that have stepped aside until this
+   page, or a later one, is published;
+3. the page up to which the sequence found pages of others when it entered, although it had to begin before
+   them, because there was no snapshot: there may be more sequences with this prefix and another ending;
+4. the last page before its last token, or of this row if it does not get so far: the whole sequence may come
+   again, or go on in another request.
+
+Pictures. A chunk may hold tokens of a picture only if the picture's embeddings are in the pool, or are
+computed by the same plan, before its rows. So a chunk ends before a picture for which the pool has no room,
+or which would exceed what a plan may encode. The first picture of a plan is encoded whatever it costs: so the
+first prompt in order of rank goes on in every plan if there is room in the pool.
+
+There always will be. A picture stays in the pool only while a sequence has computed a part of its tokens, and
+such a sequence needs no further picture to compute the others. A waiting sequence enters only if its first
+token can be computed in the same plan.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from penstock.runtime.requests.media import MediaItem
+from penstock.runtime.scheduling.admission import Admission
+from penstock.runtime.scheduling.pacing import LEAST_TOKENS
+from penstock.runtime.scheduling.plan import NO_SNAPSHOT_USE, Draft, Encode, PictureRows, PlanRow, SnapshotUse
+from penstock.runtime.scheduling.roster import Roster
+from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
+from penstock.runtime.scheduling.sequence import Sequence
+from penstock.runtime.scheduling.snapshots import Snapshots
+
+
+class Cuts:
+    """Chooses the snapshots of rows, for a model that has some."""
+
+    def __init__(self, roster: Roster, snapshots: Snapshots) -> None:
+        self._roster = roster
+        self._snapshots = snapshots
+
+    def use(self, seq: Sequence, start: int, end: int) -> SnapshotUse:
+        """What the row of a prefill does that computes these positions. To be called once for each row,
+        before the pages that it fills are published.
+        """
+        source = self._snapshots.source_of(seq, start)
+        num_pages, entry = self._keep(seq, start, end)
+        return SnapshotUse(
+            source=-1 if source is None else source,
+            cut=0 if entry is None else num_pages * self._roster.groups.page_size - start,
+            cut_to=0 if entry is None else entry,
+        )
+
+    def _keep(self, seq: Sequence, start: int, end: int) -> tuple[int, int | None]:
+        """(the number of the sequence's pages after which the row keeps the state, the snapshot that it
+        writes); no snapshot if the row keeps none.
+        """
+        roster, snapshots = self._roster, self._snapshots
+        size = roster.groups.page_size
+        before, last = start // size, end // size
+        if before == last or not seq.sharing.is_shareable:
+            return 0, None
+        keys = seq.sharing.keys if roster.cache.serves(seq.request) else []
+        for_forks = roster.groups.fork_start(seq) // size
+        if before < for_forks <= last and seq.recurrence.for_forks is None and roster.has_forks(seq):
+            entry = snapshots.write(keys[for_forks - 1] if keys else None)
+            if entry is not None:
+                snapshots.hold_for_forks(seq, entry)
+            return for_forks, entry
+        if not keys:
+            return 0, None
+        awaited = self._awaited(keys, before, last)
+        branch = seq.recurrence.branch
+        for num_pages in (awaited, branch if before < branch <= last else 0):
+            if num_pages and snapshots.find(keys[num_pages - 1]) is None:
+                return num_pages, snapshots.write(keys[num_pages - 1])
+        num_pages = min(last, (seq.prefill_until - 1) // size)
+        if num_pages == before or snapshots.find(keys[num_pages - 1]) is not None:
+            return 0, None
+        return num_pages, snapshots.write_again(seq, keys[num_pages - 1])
+
+    def _awaited(self, keys: list[bytes], before: int, last: int) -> int:
+        """The number of pages, above `before` and at most `last`, after which a snapshot spares most to the
+        sequences that await pages of these; 0 if none is awaited.
+        """
+        waiting = self._roster.waiting
+        best = most = beyond = 0
+        if waiting.any_aside:
+            for num_pages in range(last, before, -1):
+                beyond += waiting.num_aside(keys[num_pages - 1])
+                if num_pages * beyond > most:
+                    best, most = num_pages, num_pages * beyond
+        return best
+
+
+class Pictures:
+    """Encodes the pictures of one plan after the other."""
+
+    def __init__(self, roster: Roster, max_encode_patches: int) -> None:
+        """`max_encode_patches`: most patches that a plan encodes, unless its first picture has more."""
+        self._roster = roster
+        self._pool = roster.pictures
+        self._most = max_encode_patches
+
+    def can_begin(self, seq: Sequence, start: int, draft: Draft) -> bool:
+        """Whether the token at position `start` of a sequence can be computed in this plan."""
+        return all(self._can_use(item, draft) for item in seq.request.media if item.start <= start < item.end)
+
+    def reach(self, seq: Sequence, start: int, end: int, draft: Draft) -> int:
+        """How far the chunk of a sequence that begins at `start` can go: to `end`, or to the first picture
+        before it that cannot be used in this plan. The pictures up to there are encoded by the plan if they
+        are not in the pool, and the sequence holds the one that it leaves unfinished.
+        """
+        unfinished = None
+        for item in seq.request.media:
+            if item.end <= start:
+                continue
+            if item.start >= end:
+                break
+            if not self._can_use(item, draft):
+                end = max(item.start, start)
+                break
+            picture = self._pool.find(item.digest)
+            if picture is None:
+                picture = self._pool.add(item.digest, item.num_tokens)
+                draft.encodes.append(Encode(item, picture.blocks))
+            else:
+                self._pool.use(picture)
+            unfinished = picture if end < item.end else None
+        if end > start and unfinished is not seq.picture:
+            self._roster.let_go_of_picture(seq)
+            if unfinished is not None:
+                self._pool.hold(unfinished)
+                seq.picture = unfinished
+        return end
+
+    def rows(self, seq: Sequence, start: int, end: int, row: int) -> list[PictureRows]:
+        """Where the embeddings of the pictures lie that the positions [start, end) of a sequence have, in row
+        number `row` of the plan.
+        """
+        found = []
+        for item in seq.request.media:
+            first, last = max(item.start, start), min(item.end, end)
+            if first < last:
+                picture = self._pool.find(item.digest)
+                assert picture is not None, "a chunk has tokens of a picture that is not encoded"
+                found.append(
+                    PictureRows(row, first - start, last - first, first - item.start, picture.blocks)
+                )
+        return found
+
+    def _can_use(self, item: MediaItem, draft: Draft) -> bool:
+        if self._pool.find(item.digest) is not None:
+            return True
+        patches = sum(encode.item.num_patches for encode in draft.encodes)
+        if patches and patches + item.num_patches > self._most:
+            return False
+        return self._pool.has_room(item.num_tokens)
+
+
+_LONG = 4
+"""A prompt that would take more than this many whole steps shares them with those behind it."""
+_SHARE = 4
+"""One part in this many of a step is kept for the prompts behind a long one."""
+_FLOOR = 32
+"""A long prompt behind another long one gets one part in this many of a step."""
+
+
+class Prefills:
+    """Shares the prompt tokens of a step among the sequences that are partly prefilled and those that enter.
+
+    The first prompt that would take more than _LONG steps leaves a part of each step to the prompts behind
+    it, so that these need not wait for all of it. Long prompts among these get little; the others get what
+    they need, in order of rank. The long prompt gets what is left.
+    """
+
+    def __init__(self, config: SchedulerConfig, roster: Roster, admission: Admission) -> None:
+        self._config = config
+        self._roster = roster
+        self._admission = admission
+        self._pictures = Pictures(roster, config.max_encode_patches)
+        snapshots = roster.snapshots
+        self._cuts = None if snapshots is None else Cuts(roster, snapshots)
+        self._blocked: Sequence | None = None
+        """The first sequence in line, if it could not enter in the last step."""
+
+    def add(self, draft: Draft, prefills: list[Sequence]) -> None:
+        """Adds chunks of `prefills`, which are running sequences, and of the sequences that enter, in order
+        of rank.
+        """
+        waiting = self._roster.waiting
+        whole = budget = self._budget(draft, len(prefills))
+        self._blocked = None
+        most = draft.max_chunk or budget
+        parts: list[tuple[Sequence, int]] = []
+        """The sequences that get a chunk, and where it begins."""
+        underway = deque(prefills)
+        entering, shared = True, False
+        while budget > 0:
+            candidate = waiting.first(admit=draft.admit) if entering else None
+            if candidate is not None and not (underway and underway[0].rank < candidate.rank):
+                prefix = self._admission.may_enter(candidate, draft)
+                if prefix is not None and not self._pictures.can_begin(candidate, prefix.num_computed, draft):
+                    prefix = None
+                if prefix is None:
+                    entering = candidate.awaits is not None  # if it did not step aside, no other may enter
+                    self._blocked = None if entering else candidate
+                    continue
+                self._admission.enter(candidate, prefix, draft)
+                seq = candidate
+            elif underway:
+                seq = underway.popleft()
+            else:
+                break
+            count = budget
+            if seq.prefill_until - seq.num_computed > _LONG * whole:
+                if shared:
+                    count = max(whole // _FLOOR, 1)
+                elif underway or (entering and waiting):
+                    count = budget - budget // _SHARE
+                shared = True
+            start = seq.num_computed
+            taken = self._advance(seq, min(count, budget, most), draft)
+            if taken:  # none if a picture that comes next cannot be encoded in this plan
+                parts.append((seq, start))
+                draft.chunked.add(seq)
+                budget -= taken
+        for seq, start in parts:  # share out what was kept for other prompts and not used
+            if budget > 0:
+                budget -= self._advance(seq, min(budget, start + most - seq.num_computed), draft)
+        for seq, start in parts:
+            if start < seq.recompute_until:
+                again = min(seq.num_computed, seq.recompute_until) - start
+                self._roster.counts.recomputed_tokens += again
+            if seq.request.media:
+                draft.pictures += self._pictures.rows(seq, start, seq.num_computed, len(draft.rows))
+            if self._cuts is not None:
+                # Nobody can use the row's pages before the next step, when its snapshot can be read too.
+                use = self._cuts.use(seq, start, seq.num_computed)
+                if use != NO_SNAPSHOT_USE:
+                    draft.snapshots[len(draft.rows)] = use
+                self._publish(seq)
+            _add_row(draft, seq, start)
+
+    def _budget(self, draft: Draft, num_prefills: int) -> int:
+        """Returns the prompt tokens of this step: what the decodes leave and, if there are decodes, at most
+        what `draft.prefill_budget` allows.
+
+        `draft.prefill_budget` is meant for one prompt. For n prompts it is multiplied by the square root of
+        n: as a group they lose more by waiting, and the machine by running half empty, than the decodes lose.
+        A sequence that stepped aside, or that stands behind one that lacks pages, does not count. Where steps
+        are padded, the budget is the largest that needs no padding, but at least LEAST_TOKENS, so that the
+        step can be measured.
+        """
+        num_decodes = len(draft.rows)
+        budget = self._config.max_num_batched_tokens - num_decodes
+        if not num_decodes or draft.prefill_budget is None:
+            return budget
+        waiting, num_prompts = self._roster.waiting, num_prefills
+        first = waiting.first(admit=draft.admit)
+        if first is not None and first is not self._blocked:
+            num_prompts += min(waiting.num_in_line(admit=draft.admit), self._roster.num_free_slots)
+        wanted = int(max(draft.prefill_budget, 1) * max(num_prompts, 1) ** 0.5)
+        if wanted >= budget:
+            return budget
+        wanted += num_decodes
+        sizes = [size for size in self._config.step_sizes if size >= num_decodes + LEAST_TOKENS]
+        if sizes:
+            wanted = max((size for size in sizes if size <= wanted), default=sizes[0])
+        return min(budget, wanted - num_decodes)
+
+    def _advance(self, seq: Sequence, most: int, draft: Draft) -> int:
+        """Adds up to `most` tokens to the next chunk of a prefill. Returns how many it added."""
+        start = seq.num_computed
+        # With a sliding window, perhaps fewer positions than `prefill_until` have pages.
+        end = min(start + most, seq.prefill_until, seq.covered)
+        if seq.request.media:
+            end = self._pictures.reach(seq, start, end, draft)
+        seq.num_computed = end
+        if self._cuts is None:
+            self._publish(seq)
+        return end - start
+
+    def _publish(self, seq: Sequence) -> None:
+        """Lets others share what a prefill has computed."""
+        roster, end = self._roster, seq.num_computed
+        if end >= seq.sharing.publish_at:
+            roster.cache.publish(seq, end)
+        if end >= roster.groups.fork_start(seq):
+            roster.waiting.happened(seq)  # its forks can share the prompt now
+
+
+def _add_row(draft: Draft, seq: Sequence, start: int) -> None:
+    """Adds the row of a prefill's chunk, from `start` to where the sequence has advanced. The last chunk
+    samples the next token, unless the request ends with its prompt.
+    """
+    assert seq.slot is not None
+    end = seq.num_computed
+    samples = end == seq.prefill_until and seq.request.reading is None
+    seq.pending += samples
+    bans = int(samples and end <= seq.bans_until)
+    if seq.of_prompt.is_wanted and start < seq.num_prompt:
+        row = len(draft.rows)
+        draft.prompts[row] = seq
+        pooled = seq.of_prompt.plan_pooling(start, end)
+        if pooled is not None:
+            draft.pooled[row] = pooled
+    draft.rows.append(
+        PlanRow(seq.request_id, seq.slot, start, end - start, tuple(seq.token_ids[start:end]), samples, bans)
+    )
+    draft.sampling.append(seq if samples else None)

@@ -1,1 +1,0 @@
-"""What the tokens of a plan mean for its sequences, and how sequences end."""

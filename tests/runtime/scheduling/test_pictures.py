@@ -1,0 +1,209 @@
+"""Pictures in prompts: when they are encoded, how far chunks go, and what pool and prefix cache keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.runtime.errors import InvalidRequest
+from penstock.runtime.requests.request import Request, StoppingParams
+from penstock.runtime.scheduling.picture_pool import BLOCK_TOKENS, PicturePool
+from penstock.runtime.scheduling.plan import Plan
+from penstock.runtime.scheduling.scheduler import Scheduler
+from tests.support.scheduler.pictures import prompt_with
+from tests.support.scheduler.scheduling import commit, dispatch, make
+
+LIMITS: dict[str, Any] = {"picture_blocks": 2, "max_encode_patches": 16, "max_num_batched_tokens": 64}
+"""Two pictures of up to a block each; a step encodes 4 tokens' worth of patches, or one picture."""
+
+
+def queue(scheduler: Scheduler, name: str, *parts: int | tuple[int, int], max_tokens: int = 2) -> Request:
+    tokens, media = prompt_with(parts)
+    request = Request(name, tokens, stopping=StoppingParams(max_tokens=max_tokens), media=media)
+    scheduler.add(request, 1)
+    return request
+
+
+def rows(plan: Plan) -> dict[str, tuple[int, int]]:
+    return {row.request_id: (row.start, row.num_tokens) for row in plan.rows}
+
+
+def encoded(plan: Plan) -> list[float]:
+    """The numbers of the pictures that the plan encodes."""
+    return [float(encode.item.patches[0, 0]) for encode in plan.encodes]
+
+
+def test_a_picture_is_encoded_by_the_step_that_computes_its_tokens() -> None:
+    scheduler = make(**LIMITS)
+    queue(scheduler, "a", 1, 2, (5, 3), 4)
+    plan = dispatch(scheduler)
+    assert rows(plan) == {"a": (0, 6)}
+    assert encoded(plan) == [5]
+    (part,) = plan.pictures
+    assert (part.row, part.at, part.num_tokens, part.first) == (0, 2, 3, 0)
+    assert part.blocks == plan.encodes[0].blocks
+    commit(scheduler, plan)
+    plan = dispatch(scheduler)
+    assert (plan.encodes, plan.pictures) == ((), ())
+
+
+def test_a_chunk_ends_before_a_picture_that_exceeds_the_budget() -> None:
+    scheduler = make(**LIMITS)
+    queue(scheduler, "a", 1, (5, 3), 2, (6, 2), 3)  # 20 patches in all, of which a step may encode 16
+    plan = dispatch(scheduler)
+    assert rows(plan) == {"a": (0, 5)}
+    assert encoded(plan) == [5]
+    commit(scheduler, plan)
+    plan = dispatch(scheduler)
+    assert rows(plan) == {"a": (5, 3)}
+    assert encoded(plan) == [6]
+
+
+def test_one_picture_is_encoded_however_large_it_is() -> None:
+    scheduler = make(**LIMITS)
+    queue(scheduler, "a", (5, 20), 1)
+    queue(scheduler, "b", 1, (6, 1), 2)
+    plan = dispatch(scheduler)
+    assert rows(plan) == {"a": (0, 21), "b": (0, 1)}
+    assert encoded(plan) == [5]
+
+
+def test_a_prompt_that_begins_with_a_picture_does_not_enter_before_its_turn() -> None:
+    """It would hold a slot and pages without a token to compute."""
+    scheduler = make(**LIMITS)
+    queue(scheduler, "a", (5, 4), 1)
+    queue(scheduler, "b", (6, 1), 2)
+    plan = dispatch(scheduler)
+    assert rows(plan) == {"a": (0, 5)}
+    assert len(plan.new_requests) == 1
+    commit(scheduler, plan)
+    assert rows(dispatch(scheduler))["b"] == (0, 2)
+
+
+def test_equal_pictures_are_encoded_once() -> None:
+    scheduler = make(**LIMITS)
+    queue(scheduler, "a", 1, (5, 3), (5, 3), 2)
+    queue(scheduler, "b", 3, (5, 3), 4)
+    plan = dispatch(scheduler)
+    assert encoded(plan) == [5]
+    assert [(part.row, part.at) for part in plan.pictures] == [(0, 1), (0, 4), (1, 1)]
+    assert len({part.blocks for part in plan.pictures}) == 1
+    commit(scheduler, plan)
+    commit(scheduler, dispatch(scheduler))
+    assert not scheduler.has_work
+    queue(scheduler, "c", 8, (5, 3))
+    assert dispatch(scheduler).encodes == ()
+
+
+def test_a_chunk_that_cuts_a_picture_says_which_part_it_has() -> None:
+    scheduler = make(**{**LIMITS, "max_num_batched_tokens": 4})
+    queue(scheduler, "a", 1, 2, (5, 5), 3)
+    first = dispatch(scheduler)
+    assert [(part.at, part.num_tokens, part.first) for part in first.pictures] == [(2, 2, 0)]
+    second = dispatch(scheduler)  # before the first is committed
+    assert [(part.at, part.num_tokens, part.first) for part in second.pictures] == [(0, 3, 2)]
+    assert second.encodes == ()
+    assert second.pictures[0].blocks == first.pictures[0].blocks
+
+
+def test_a_picture_that_is_begun_stays_and_others_go() -> None:
+    """The pool has two blocks. Request a is in the midst of its picture, so that of b makes room for c's."""
+    scheduler = make(**{**LIMITS, "max_prefill_chunk": 2, "max_num_batched_tokens": 6})
+    queue(scheduler, "a", (5, 12), 1)
+    queue(scheduler, "b", 1, (6, 1), 2)
+    assert encoded(dispatch(scheduler)) == [5]
+    plan = dispatch(scheduler)
+    assert (rows(plan)["a"], encoded(plan)) == ((2, 2), [6])
+    scheduler.abort("b", "gone", 2)
+    queue(scheduler, "c", 1, (7, 1), 2)
+    queue(scheduler, "d", 1, (8, 1), 2)
+    seen = []
+    for _ in range(3):
+        plan = dispatch(scheduler)
+        seen += encoded(plan)
+    assert seen == [7, 8]
+
+
+def test_a_preempted_request_uses_what_the_pool_kept() -> None:
+    scheduler = make(**{**LIMITS, "max_num_batched_tokens": 4})
+    queue(scheduler, "a", 1, (5, 8), 3)
+    dispatch(scheduler)
+    assert scheduler.preempt_all() == ("a",)
+    scheduler.check()
+    plan = dispatch(scheduler)
+    assert rows(plan) == {"a": (0, 4)}
+    assert plan.encodes == ()
+
+
+def test_new_weights_have_every_picture_encoded_again() -> None:
+    scheduler = make(**{**LIMITS, "max_num_batched_tokens": 4})
+    queue(scheduler, "a", 1, (5, 8), 3)
+    dispatch(scheduler)
+    scheduler.use_weights(1)
+    scheduler.check()
+    plan = dispatch(scheduler)
+    assert rows(plan) == {"a": (4, 4)}
+    assert encoded(plan) == [5]
+
+
+def test_a_picture_larger_than_the_pool_is_refused() -> None:
+    scheduler = make(**{**LIMITS, "max_model_len": 200, "num_pages": 64})
+    with pytest.raises(InvalidRequest) as raised:
+        queue(scheduler, "a", 1, (5, 2 * BLOCK_TOKENS + 1))
+    assert [bad.field for bad in raised.value.violations] == ["media[0]"]
+    queue(scheduler, "a", 1, (5, 2 * BLOCK_TOKENS))
+
+
+def cached(*parts: int | tuple[int, int]) -> int:
+    """How many tokens of a prompt are shared with the one [1, picture 5 of 8 tokens, 2, 3, 4, 9]."""
+    scheduler = make(**LIMITS, prefix_cache_pages=None)
+    queue(scheduler, "a", 1, (5, 8), 2, 3, 4, 9)
+    commit(scheduler, dispatch(scheduler))
+    queue(scheduler, "b", *parts)
+    return rows(dispatch(scheduler))["b"][0]
+
+
+def test_prefixes_with_pictures_are_shared_only_where_the_pictures_are_equal() -> None:
+    """Pages have 4 tokens. The tokens of pictures are all the same, so only the digest tells them apart."""
+    assert cached(1, (5, 8), 2, 3, 4, 9, 9) == 12
+    assert cached(1, (6, 8), 2, 3, 4, 9, 9) == 0
+    assert cached(1, 7, 7, 7, 7, 7, 7, 7, 7, 2, 3, 4, 9) == 0  # the same token ids without a picture
+    assert cached(1, (5, 7), 7, 2, 3, 4, 9) == 0  # another size of picture 5 is another picture
+    assert cached(1, (5, 8), 6, 3, 4, 9, 9) == 8
+
+
+def test_where_a_picture_begins_matters() -> None:
+    scheduler = make(**LIMITS, prefix_cache_pages=None)
+    tokens, media = prompt_with([1, (5, 6), 7, 2, 3])
+    shifted = tuple(type(item)(item.patches, item.grid, item.digest, 2, 6) for item in media)
+    keys = [list(scheduler.page_keys(Request("r", tokens, media=each))) for each in (media, shifted, media)]
+    assert len(keys[0]) == 2
+    assert keys[0] == keys[2]
+    assert not set(keys[0]) & set(keys[1])
+
+
+def test_the_picture_that_was_used_longest_ago_goes_first() -> None:
+    pool = PicturePool(3)
+    a, b, c = (pool.add(name, 1) for name in (b"a", b"b", b"c"))
+    assert sorted((*a.blocks, *b.blocks, *c.blocks)) == [0, 1, 2]
+    assert not pool.has_room(1)  # all are of the plan in the making
+    pool.begin_plan()
+    pool.use(a)
+    pool.hold(c)
+    pool.begin_plan()
+    assert pool.has_room(2 * BLOCK_TOKENS)
+    assert not pool.has_room(2 * BLOCK_TOKENS + 1)
+    d = pool.add(b"d", 1)
+    assert d.blocks == b.blocks
+    assert pool.find(b"b") is None
+    pool.begin_plan()
+    with pytest.raises(RuntimeError):
+        pool.add(b"d", 1)
+    e = pool.add(b"e", 2 * BLOCK_TOKENS)
+    assert sorted((*c.blocks, *e.blocks)) == [0, 1, 2]
+    pool.check([c])
+    pool.let_go(c)
+    pool.forget()
+    pool.check([])
+    assert pool.num_pictures == 0
