@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from penstock.service.listening.listen_options import ListenOptions
-from penstock.service.replies.reply_limits import ReplyLimits
-from penstock.service.requests.features import Features
+from penstock.service.replies.reply_budget import ReplyLimits
+from penstock.service.requests.generate import Features
 from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2
 from tests.contract.test_comments import _PAIR, SENT
 from tests.contract.test_protos import REPOSITORY

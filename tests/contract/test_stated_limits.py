@@ -17,13 +17,17 @@ from google.protobuf.message import Message
 
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.requests.sampling_defaults import FIELDS, GenerationDefaults
-from penstock.service.requests.convert import to_job
-from penstock.service.requests.convert_telemetry import to_profile, to_watch
-from penstock.service.requests.convert_vocabulary import to_page
-from penstock.service.requests.convert_weights import check_discard, to_begin, to_commit, to_pause
-from penstock.service.requests.features import Features
-from penstock.service.servicers.abort import to_target
-from penstock.service.servicers.serving import limits_of
+from penstock.service.requests.control import (
+    check_discard,
+    to_begin,
+    to_commit,
+    to_page,
+    to_pause,
+    to_profile,
+    to_watch,
+)
+from penstock.service.requests.generate import Features, to_job
+from penstock.service.servicers.serving import limits_of, to_target
 from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2
 from tests.contract.test_comments import MESSAGES, SENT
 from tests.service.rig import fake

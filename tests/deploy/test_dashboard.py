@@ -8,7 +8,7 @@ import pytest
 
 from penstock.runtime.measuring.engine_instruments import ENGINE_INSTRUMENTS
 from penstock.runtime.measuring.instruments import Instrument, Kind
-from penstock.service.telemetry.metrics.names import prometheus_name, underscored
+from penstock.service.telemetry.metrics.families import prometheus_name, underscored
 from penstock.service.telemetry.metrics.service_instruments import SERVICE_INSTRUMENTS
 from tests.deploy.files import DASHBOARD, Asked, asked, dashboard, names_in
 from tools.dashboard.penstock import text

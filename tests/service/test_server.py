@@ -19,7 +19,7 @@ from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer
 from penstock.service.services import SERVICES
-from penstock.service.threads.blocking import in_thread
+from penstock.service.threads.lanes import in_thread
 from penstock.v1 import types_pb2
 from tests.service.rig import collect, failure_of, fake, generate, joined, serving, stream, until
 

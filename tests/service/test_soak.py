@@ -54,7 +54,7 @@ async def one(rig: Rig, i: int, seed: int) -> str:
         if kind == "stall":
             await call.read()
             # Until the server gives the silent reader up; nothing tells a client that it was given up.
-            while request.request_id in rig.engine.core.active_requests():  # noqa: ASYNC110
+            while request.request_id in rig.engine.active_requests():  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         while (message := await call.read()) is not grpc.aio.EOF:
             tokens += message.delta.token_ids
@@ -109,7 +109,7 @@ async def test_nothing_is_left_behind(seed: int) -> None:
         load = engine.load()
         assert (load.num_running, load.num_waiting, load.pages_used) == (0, 0, 0)
         await until(lambda: tasks() <= before)
-        engine.core.check()
+        engine.check()
         assert engine.compiles_after_warmup == 0
         assert engine.failure is None
         # Each kind must really have happened at least once, or this test shows nothing.

@@ -9,4 +9,4 @@ def set_chunk(engine: Engine, size: int | None) -> None:
     """Sets what `EngineConfig.max_prefill_chunk` sets, without a new engine: compiling one for each size
     would take hours. No request may be running.
     """
-    engine.core.limit_prefill_chunk(size)
+    engine.limit_prefill_chunk(size)

@@ -31,8 +31,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from penstock.service.telemetry.options import OtlpProtocol, TraceLevel, TracingOptions
-from penstock.service.telemetry.otlp.destination import Signal
-from penstock.service.telemetry.otlp.span_batch import AnySpan, SpanBatches
+from penstock.service.telemetry.otlp.environment import Signal
+from penstock.service.telemetry.otlp.outbox import AnySpan, SpanBatches
 from penstock.service.telemetry.otlp.tracing import Tracing, open_tracing
 
 WAIT_S = 20.0

@@ -29,13 +29,11 @@ from penstock.runtime.requests.request import Request, ResolvedSampling, Stoppin
 from penstock.runtime.scheduling.plan import StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from penstock.service.telemetry.options import TraceLevel
-from penstock.service.telemetry.otlp.outbox import BATCH
-from penstock.service.telemetry.otlp.span_batch import AnySpan, SpanBatches
+from penstock.service.telemetry.otlp.outbox import BATCH, AnySpan, SpanBatches
 from penstock.service.telemetry.otlp.wire import AttributeValue
-from penstock.service.telemetry.tracing.notes import Begun, Closed, Opened, RequestContext
+from penstock.service.telemetry.tracing.notes import Begun, Closed, Opened, RequestContext, WallClock
 from penstock.service.telemetry.tracing.service_spans import CURRENT_RPC, Telemetry
 from penstock.service.telemetry.tracing.tracer import Tracer
-from penstock.service.telemetry.tracing.wall_clock import WallClock
 
 _METHOD = "penstock.v1.InferenceService/Stream"
 _STEP_NS = 5_000_000

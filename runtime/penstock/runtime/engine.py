@@ -3,20 +3,28 @@
 >>> with Engine.from_pretrained("demo", EngineConfig(max_num_seqs=4)) as engine:
 ...     print(engine.generate("Once upon a time", stopping=StoppingParams(max_tokens=40)).text)
 
-`TokenEngine` loads the model and works on token ids; `penstock.runtime.generation` puts text around them.
+`EngineCore` works on requests of token ids, and `building` sizes and makes its parts. `RequestRules` says how
+a caller's request is changed before the core sees it, and `penstock.runtime.generation` puts text around it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import datetime as dt
+import gc
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Unpack, overload
+from typing import Literal, Self, Unpack, overload
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.runtime.building import build, grammar_compiler, measure
 from penstock.runtime.chat.parser import ChatForms, choose_forms
+from penstock.runtime.config import EngineConfig, ResolvedConfig
 from penstock.runtime.embedding.active_ids import ActiveIds
 from penstock.runtime.embedding.batch import generate_all
 from penstock.runtime.embedding.options import (
@@ -31,20 +39,137 @@ from penstock.runtime.embedding.options import (
 )
 from penstock.runtime.embedding.readings import ReadingOptions, embed, score
 from penstock.runtime.embedding.stream import GenerationStream
+from penstock.runtime.errors import ConfigError, InvalidRequest, Violation
+from penstock.runtime.execution.backend import Backend, choose_backend
+from penstock.runtime.execution.cpu_threads import start_backends
 from penstock.runtime.generation.readings import Score, VectorForm
 from penstock.runtime.generation.results import Generation
+from penstock.runtime.grammar.bad_words import BadWords
+from penstock.runtime.grammar.compile.compiler import GrammarCompiler
+from penstock.runtime.host import host_memory
+from penstock.runtime.host.processors import available_processors
+from penstock.runtime.host.switch_interval import SwitchInterval
+from penstock.runtime.loading.served_model import ServedModel, load_model
+from penstock.runtime.loop.core import EngineCore
+from penstock.runtime.loop.interface import (
+    InFlightPolicy,
+    Observer,
+    Paused,
+    Sink,
+    WeightsVersion,
+)
+from penstock.runtime.loop.journal import Journal
+from penstock.runtime.measuring.engine_metrics import EngineMetrics
+from penstock.runtime.measuring.registry import Registry
+from penstock.runtime.measuring.update_meters import UpdateMeters
+from penstock.runtime.media.reader import ImageReader
+from penstock.runtime.media.vision import Vision
+from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.profiling.profile import (
     DEFAULT_STEPS,
     DEFAULT_TIMEOUT_S,
     ProfileOptions,
     ProfileRun,
 )
+from penstock.runtime.profiling.profiler import Profiler
 from penstock.runtime.requests.context import Truncation
+from penstock.runtime.requests.fanout import PreparedPrompt
 from penstock.runtime.requests.reading.prompt_reading import Pooling
-from penstock.runtime.token_engine import TokenEngine
+from penstock.runtime.requests.request import Request, ResolvedSampling
+from penstock.runtime.requests.word_table import WordTable
+from penstock.runtime.text.codec import TextCodec
+from penstock.runtime.updating.interface import UpdateOptions, UpdateReport
+from penstock.runtime.updating.updater import Updater
+from penstock.runtime.updating.upload import Arrays
+
+SamplingCallback = Callable[[Request], ResolvedSampling]
+"""Called with every request before it is queued, in the caller's thread. Returns the sampling that the
+request is to have. It must be quick. What it returns is checked like a caller's own sampling, and the caller
+gets any error that it raises."""
 
 
-class Engine(TokenEngine):
+class RequestRules:
+    """Applies the operator's callback to a request's sampling and the engine's limits to its
+    log-probabilities and pictures, and makes a constraint of bad words that have several tokens.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        *,
+        vocab_size: int,
+        vision: Vision | None,
+        callback: SamplingCallback | None,
+    ) -> None:
+        """`vision`: what the model makes of pictures; None: it reads none. Without a `callback` the sampling
+        stays as requested.
+        """
+        self._vocab_size, self._vision = vocab_size, vision
+        self._max_logprobs, self._max_image_tokens = config.max_logprobs, config.max_image_tokens
+        self.callback = callback
+        """May be replaced at any time."""
+
+    def prepare(self, request: Request, prepared: PreparedPrompt) -> PreparedPrompt:
+        """Adds a table of the request's bad words to `prepared`; making it takes longer for more words. There
+        is no table if the sampling mentions tokens that the model does not have.
+        """
+        words = _long_words(request.sampling)
+        if not words or prepared.sampling is None:
+            return prepared
+        return dataclasses.replace(prepared, words=WordTable(words, self._vocab_size))
+
+    def apply(self, request: Request, prepared: PreparedPrompt | None) -> Request:
+        """Returns the request as the loop is to have it. Raises InvalidRequest if it asks for too many
+        log-probabilities or has a picture that the model cannot take, TypeError if the callback does not
+        return ResolvedSampling, and whatever the callback raises.
+        """
+        callback = self.callback
+        if callback is not None:
+            request = dataclasses.replace(request, sampling=_rewritten(request, callback))
+        self._check_logprobs(request)
+        if request.media:
+            self._check_media(request)
+        words: Sequence[Sequence[int]] | WordTable = _long_words(request.sampling)
+        if not words:
+            return request
+        if prepared is not None and prepared.words is not None and prepared.covers(request.sampling):
+            words = prepared.words
+        constraint = BadWords(words, request.constraint, self._vocab_size)
+        return dataclasses.replace(request, constraint=constraint)
+
+    def _check_logprobs(self, request: Request) -> None:
+        most = self._max_logprobs
+        bad = [
+            Violation(f"output.{name}", f"must be at most {most}, not {value}")
+            for name, value in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs))
+            if value is not None and value > most
+        ]
+        if bad:
+            raise InvalidRequest(bad)
+
+    def _check_media(self, request: Request) -> None:
+        """Refuses what would raise on the engine's thread, and so end the engine for all."""
+        if self._vision is None:
+            raise InvalidRequest([Violation("media", "the model reads no pictures")])
+        found = (self._vision.problem(item, self._max_image_tokens) for item in request.media)
+        bad = [Violation(f"media[{i}]", problem) for i, problem in enumerate(found) if problem is not None]
+        if bad:
+            raise InvalidRequest(bad)
+
+
+def _rewritten(request: Request, callback: SamplingCallback) -> ResolvedSampling:
+    sampling = callback(request)
+    if not isinstance(sampling, ResolvedSampling):
+        raise TypeError(f"sampling_params_callback must return ResolvedSampling, not {type(sampling)}")
+    return sampling
+
+
+def _long_words(sampling: ResolvedSampling) -> list[tuple[int, ...]]:
+    """The bad words of several tokens. A word of one token is a bias on the logits instead."""
+    return [word for word in sampling.bad_words if len(word) > 1]
+
+
+class Engine(EngineCore):
     """A served model that goes on with texts, token ids and conversations.
 
     `generate`, `stream` and `chat` may be called by any number of threads at once; `AsyncEngine` has them for
@@ -52,6 +177,230 @@ class Engine(TokenEngine):
     can mend the request, UnavailableError where it may be tried again later, GenerationError where the model
     cannot go on, and EngineFailure where the engine is dead.
     """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        config: EngineConfig,
+        *,
+        backend: Backend | None = None,
+        observer: Observer | None = None,
+        sampling_params_callback: SamplingCallback | None = None,
+    ) -> None:
+        """Makes all parts of the engine; programs are compiled by `start`. ConfigError where the options
+        cannot be met.
+
+        `backend` is the one that the model was loaded for; None: that of the device on which its weights are.
+        `observer` sees every step. `sampling_params_callback` sees every request before it is queued, in the
+        caller's thread, and returns the sampling it is to have; it must be quick. What it returns is checked
+        as a caller's own would be, and an error that it raises is the caller's answer.
+        """
+        parts = build(model, config, backend)
+        self.config: ResolvedConfig = parts.config
+        self.info: ModelInfo = parts.info
+        self.images: ImageReader | None = parts.images
+        """Reads the pictures of prompts; None for a model that takes none."""
+        self.runner = parts.runner
+        """What computes the steps. Only the engine's thread may call it once the engine has started."""
+        self.journal = Journal()
+        """Tells its readers of every output and every step, on a thread of its own."""
+        super().__init__(
+            parts.runner,
+            parts.scheduler,
+            vocab_size=model.vocab_size,
+            journal=self.journal,
+            observer=observer,
+            overlap=parts.config.overlap,
+            pacer=parts.pacer,
+            annotate=jax.profiler.TraceAnnotation,
+        )
+        self.registry = Registry()
+        """The values of all metrics of this engine."""
+        is_measured = parts.config.metrics
+        self._meters = measure(parts, self, self.journal, self.registry) if is_measured else None
+        self.updater = Updater(
+            self,
+            parts.runner.device,
+            model.rules,
+            backend=parts.backend,
+            meters=UpdateMeters(self.registry),
+            threads=max(1, (parts.config.threads or 1) // 2),  # the other half computes steps meanwhile
+        )
+        """Takes new weights, from other programs and from files."""
+        self.profiler = Profiler(self)
+        """Records what host and device do in the next steps."""
+        self.on_failure(self.profiler.stop)
+        self._rules = RequestRules(
+            parts.config, vocab_size=model.vocab_size, vision=model.vision, callback=sampling_params_callback
+        )
+        self._grammars = grammar_compiler(model.text, parts.info, parts.config)
+        self._switch_interval = SwitchInterval(parts.config.switch_interval_s)
+        # Without its weights: the runner holds those that serve, and an update must be able to free the old.
+        self._model = dataclasses.replace(model, weights=None)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        config: EngineConfig | None = None,
+        *,
+        observer: Observer | None = None,
+        sampling_params_callback: SamplingCallback | None = None,
+    ) -> Self:
+        """Load "demo", a checkpoint directory or a Hugging Face hub id. Raises ConfigError."""
+        config = config or EngineConfig()
+        devices = start_backends(config.threads or available_processors())
+        backend = choose_backend(config, devices[0])
+        return cls(
+            load_model(model, config, backend),
+            config,
+            backend=backend,
+            observer=observer,
+            sampling_params_callback=sampling_params_callback,
+        )
+
+    # -- life --
+
+    def start(self) -> None:
+        """Compile every program (with a progress bar) and start the engine thread; blocks until ready."""
+        self.runner.compile()
+        gc.collect()
+        gc.freeze()  # what start-up made lives as long as the server: no collection need walk it again
+        self._switch_interval.apply()
+        self.journal.start()
+        super().start()
+
+    @property
+    def text(self) -> TextCodec | None:
+        """The model's tokenizer; None for a model without one."""
+        return self._model.text
+
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """Compiles grammars for the model's tokenizer; None for a model without one, or with one that cannot
+        have them. The first access makes it, which takes up to a second.
+        """
+        return self._grammars.get()
+
+    @property
+    def weights_since(self) -> dt.datetime:
+        """When they went live, in UTC."""
+        return self.changes.weights_since
+
+    def version_of(self, generation: int) -> WeightsVersion:
+        """The version of a generation of weights; the label of one long gone is empty."""
+        return self.changes.version_of(generation)
+
+    @property
+    def compiles_after_warmup(self) -> int:
+        """XLA compilations by the engine thread since `start`; anything but 0 is a bug."""
+        return self.runner.compiles_after_warmup.count
+
+    def tensor_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(checkpoint name, dtype, shape) of every weight, as `update_weights` takes them."""
+        tensors = () if self._model.rules is None else self._model.rules.tensors
+        return [(spec.name, np.dtype(spec.dtype).name, tuple(spec.shape)) for spec in tensors]
+
+    def __enter__(self) -> Self:
+        """Starts the engine; leaving the block shuts it down."""
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """End what runs (ABORTED) and free the device's memory. May be called twice."""
+        super().shutdown()
+        self.profiler.close()
+        self.journal.close()
+        self.updater.close()
+        self._switch_interval.restore()
+        self._grammars.close()
+        host_memory.let_go()
+
+    # -- tokens --
+
+    def prepare(self, request: Request) -> PreparedPrompt:
+        """The part of `submit` that takes the longer the longer prompt and sampling are, to be done in any
+        thread, once for all outputs of a prompt. Raises nothing.
+        """
+        return self._rules.prepare(request, super().prepare(request))
+
+    def submit(self, request: Request, sink: Sink, prepared: PreparedPrompt | None = None) -> None:
+        """Queue a request; its outputs go to `sink`, on the engine's thread. `prepared` is what `prepare`
+        made of it (else ValueError); None: it is prepared now. The sampling that `sampling_params_callback`
+        returns is the one that counts.
+
+        Raises InvalidRequest, DuplicateRequestId, QueueFull, PromptTooLong, ExceedsKVCapacity or
+        WeightsTooOld, which concern the request, and NotReady, Draining, WeightsIncomplete or EngineDead,
+        which concern the engine.
+        """
+        super().submit(self._rules.apply(request, prepared), sink, prepared)
+
+    def set_sampling_params_callback(self, callback: SamplingCallback | None) -> None:
+        """From the next request on, `callback` has its say in the sampling of every request; None: nobody
+        has. Any thread may call it at any time.
+        """
+        self._rules.callback = callback
+
+    def metrics(self, *, flush: bool = True) -> EngineMetrics:
+        """What the engine does and has done: totals, rates and percentiles of latencies. Any thread may ask.
+        Without `flush` the last moment (a tenth of a second) may be missing, and this waits for nothing, also
+        if the engine hangs. ConfigError where `EngineConfig.metrics` is off.
+        """
+        if self._meters is None:
+            raise ConfigError("metrics: the engine was made without them")
+        return self._meters.metrics(flush=flush)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine is paused; waits for nothing."""
+        return self.changes.is_paused
+
+    def pause(
+        self,
+        in_flight: InFlightPolicy = InFlightPolicy.WAIT,
+        *,
+        drain_timeout_s: float | None = None,
+        free_kv_cache: bool = False,
+        offload_weights: bool = False,
+    ) -> Future[Paused]:
+        """Stop making tokens until `resume`, and free memory of the device if asked to; see `Changes.pause`
+        for the errors that the future may hold. New requests queue up, and weights can be updated meanwhile.
+        """
+        return self.changes.pause(
+            in_flight,
+            drain_timeout_s=drain_timeout_s,
+            free_kv_cache=free_kv_cache,
+            offload_weights=offload_weights,
+        )
+
+    def resume(self) -> Future[None]:
+        """Go on after a pause, with what it has freed restored; see `Changes.resume`."""
+        return self.changes.resume()
+
+    def update_weights(
+        self,
+        tensors: Arrays,
+        *,
+        label: str,
+        in_flight: InFlightPolicy = InFlightPolicy.WAIT,
+        partial: bool = False,
+    ) -> Future[UpdateReport]:
+        """Stage named tensors now, while serving, and swap them in between two steps.
+
+        Until then the new weights lie beside those that serve, made leaf by leaf, which takes as much memory
+        again as what is new. `tensors` may be lazy: each is asked for twice, to be checked and to be taken,
+        and not held on to. Cancelling the future before the update's turn takes it back; the memory that the
+        update needed is free when the future is done.
+
+        Raises TensorsRefused naming every missing, extra or wrongly shaped tensor; then nothing has changed.
+        """
+        options = UpdateOptions(update_id="", label=label, in_flight=in_flight, partial=partial)
+        return self.updater.update(options, tensors)
+
+    # -- texts --
 
     @cached_property
     def active_ids(self) -> ActiveIds:

@@ -8,7 +8,7 @@ from penstock.runtime.measuring.registry import Registry
 from penstock.service.lifecycle.health import Readiness
 from penstock.service.limits.admission import Admission, Kind
 from penstock.service.replies.reply_budget import ReplyBudget
-from penstock.service.rpcs.sending import Sends
+from penstock.service.rpcs.ending import Sends
 from penstock.service.telemetry.metrics import service_instruments as defined
 from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.threads.lanes import Lanes

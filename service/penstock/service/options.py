@@ -12,8 +12,8 @@ from penstock.runtime.requests.context import Truncation
 from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.connections import ConnectionOptions
 from penstock.service.listening.listen_options import ListenOptions, host_problems, tcp_address, unix_address
-from penstock.service.replies.reply_limits import ReplyLimits
-from penstock.service.requests.features import DEFAULT_FEATURES, Features
+from penstock.service.replies.reply_budget import ReplyLimits
+from penstock.service.requests.generate import DEFAULT_FEATURES, Features
 from penstock.service.telemetry.metrics.options import MetricsOptions
 
 MIB = 1024 * 1024

@@ -28,22 +28,16 @@ from penstock.service.backend import Backend, Info
 from penstock.service.counts import show_counts
 from penstock.service.identity import new_instance_id
 from penstock.service.lifecycle import health
-from penstock.service.lifecycle.engine_end import EngineEnd
 from penstock.service.lifecycle.underway import Calls
-from penstock.service.lifecycle.watchdog import Watchdog
-from penstock.service.limits.admission import Admission
-from penstock.service.limits.held_images import HeldImages
-from penstock.service.limits.places import Places
-from penstock.service.limits.receiving import Receiving
+from penstock.service.lifecycle.watchdog import EngineEnd, Watchdog
+from penstock.service.limits.admission import Admission, HeldImages, Places, Receiving
 from penstock.service.listening.grpc_server import MakeServer
 from penstock.service.options import ServerOptions
-from penstock.service.replies.readers import StallLog
+from penstock.service.replies.outputs import ServerSwitchboard, StallLog
 from penstock.service.replies.reply_budget import ReplyBudget
-from penstock.service.replies.streams import ServerSwitchboard
-from penstock.service.rpcs.access_check import access_of
-from penstock.service.rpcs.interceptors import PenstockInterceptor
-from penstock.service.rpcs.sending import Sends
-from penstock.service.servicers.profiles import Profiles
+from penstock.service.rpcs.ending import Sends
+from penstock.service.rpcs.interceptors import PenstockInterceptor, access_of
+from penstock.service.servicers.control import Profiles
 from penstock.service.servicers.serving import Serving, limits_of
 from penstock.service.servicers.weights import WeightUpdates
 from penstock.service.services import SERVICES, Services
@@ -53,8 +47,7 @@ from penstock.service.telemetry.metrics.push import Collector
 from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.telemetry.tracing.service_spans import Telemetry
 from penstock.service.telemetry.tracing.tracer import Tracer
-from penstock.service.threads.blocking import in_thread, on_this_loop
-from penstock.service.threads.lanes import Lanes
+from penstock.service.threads.lanes import Lanes, in_thread, on_this_loop
 from penstock.service.usage.ledger import Ledger
 from penstock.service.usage.meter import UsageSink
 

@@ -11,11 +11,10 @@ from grpc_health.v1 import health_pb2_grpc
 from penstock.service.gateways import vllm_service
 from penstock.service.identity import version
 from penstock.service.lifecycle import health
-from penstock.service.lifecycle.late import LateServicer
-from penstock.service.requests.features import Features
-from penstock.service.servicers.control import ControlServicer
+from penstock.service.lifecycle.underway import LateServicer
+from penstock.service.requests.generate import Features
+from penstock.service.servicers.control import ControlServicer, Profiles
 from penstock.service.servicers.inference import InferenceServicer
-from penstock.service.servicers.profiles import Profiles
 from penstock.service.servicers.reflection import enable_reflection
 from penstock.service.servicers.serving import Serving
 from penstock.service.servicers.weights import WeightUpdates

@@ -93,7 +93,7 @@ def test_metrics_of_a_running_output(engine: Engine) -> None:
 
     def sink(outputs: Sequence[StepOutput]) -> None:
         if not collector.calls:  # on the engine's thread, which so makes no further step
-            holds.put(engine.core.changes.hold_for_update(InFlightPolicy.KEEP))
+            holds.put(engine.changes.hold_for_update(InFlightPolicy.KEEP))
         collector(outputs)
 
     engine.submit(Request("running", (1,), GREEDY, long(100)), sink)
@@ -105,7 +105,7 @@ def test_metrics_of_a_running_output(engine: Engine) -> None:
         assert used == engine.load().pages_used > 0
         assert shown[defined.KV_USAGE] == {(): used / engine.info.num_pages}
     finally:
-        engine.core.changes.drop_hold()
+        engine.changes.drop_hold()
     collector.last("running")
 
 
@@ -184,8 +184,8 @@ def test_broken_weights_and_the_end_of_an_engine() -> None:
     sink = Collector()
     submit(engine, sink, "a", tokens=100)
     sink.first("a")
-    engine.core.changes.hold_for_update(InFlightPolicy.KEEP).result(60)
-    engine.core.changes.break_weights("half of it came")
+    engine.changes.hold_for_update(InFlightPolicy.KEEP).result(60)
+    engine.changes.break_weights("half of it came")
     assert isinstance(sink.last("a").error, WeightsIncomplete)
     assert value(engine, defined.WEIGHTS_BROKEN) == 1
     assert engine.metrics().totals.ended["error"] == 1
@@ -198,7 +198,7 @@ def test_broken_weights_and_the_end_of_an_engine() -> None:
 def test_metrics_are_shown_while_a_thread_hangs_with_the_engines_lock(engine: Engine) -> None:
     """As they were before, but for what needs no lock."""
     finished = value(engine, defined.OUTPUTS_FINISHED, "max_tokens")
-    with ThreadPoolExecutor(1) as pool, engine.core.guard.lock:
+    with ThreadPoolExecutor(1) as pool, engine.guard.lock:
         asked = pool.submit(lambda: (engine.metrics(), engine.registry.snapshot()))
         metrics, snapshot = asked.result(60)
     assert metrics.load == engine.load()

@@ -114,7 +114,7 @@ def test_an_update_that_is_refused_after_staging_holds_no_weights(
     def then_stop(update: OneUpdate, num_bytes: int) -> None:
         finish(update, num_bytes)
         assert placed[0]() is not None
-        engine.core.shutdown()
+        engine.shutdown()
 
     monkeypatch.setattr(OneUpdate, "finish", then_stop)
     with pytest.raises(Draining) as refused:
@@ -227,7 +227,7 @@ def test_a_cancel_on_the_thread_that_holds_the_lock_is_done_later(engine: Engine
     scheduler.
     """
     gate = at_gate(engine, tokens=100)
-    with engine.core.guard.lock:
+    with engine.guard.lock:
         engine.cancel("held")
     gate.open()
     follower = Collector()
@@ -247,7 +247,7 @@ def test_a_cancel_waits_for_nothing(engine: Engine, monkeypatch: pytest.MonkeyPa
 
     try:
         with monkeypatch.context() as without:
-            without.setattr(engine.core.guard, "lock", Forbidden())
+            without.setattr(engine.guard, "lock", Forbidden())
             engine.cancel("unknown", "held")
         assert engine.load() == Load.idle(engine.info.num_pages), "load() must not count a cancelled request"
     finally:
@@ -294,4 +294,4 @@ def test_an_aborting_update_spares_those_that_have_not_started() -> None:
 
 def test_an_engine_is_started_once(engine: Engine) -> None:
     with pytest.raises(RuntimeError, match="started before"):
-        engine.core.start()
+        engine.start()

@@ -76,7 +76,7 @@ def test_the_first_to_arrive_are_told_whoever_runs() -> None:
 
 
 def ids(engine: Engine) -> list[str]:
-    return [status.request_id for status in engine.core.oldest_outputs(10)]
+    return [status.request_id for status in engine.oldest_outputs(10)]
 
 
 def test_an_engine_tells_of_no_output_that_was_cancelled() -> None:

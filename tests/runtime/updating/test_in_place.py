@@ -290,7 +290,7 @@ def test_arrays_are_staged_while_an_upload_waits_for_the_engine(engine: Engine, 
 def test_closing_when_the_engine_stands_still_lets_it_go_on(engine: Engine, tensors: Arrays) -> None:
     upload = in_place(engine, tensors)
     deadline = time.monotonic() + 60
-    while not engine.core.changes._between.stands_still:
+    while not engine.changes._between.stands_still:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     upload.close()

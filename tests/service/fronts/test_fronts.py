@@ -17,7 +17,7 @@ from penstock.service.limits.admission import Kind
 from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
-from penstock.service.rpcs import sending
+from penstock.service.rpcs import ending
 from penstock.v1 import control_pb2, inference_pb2, inference_pb2_grpc
 from tests.service.access.test_key_certificates import certificate, flushed
 from tests.service.h2peer import Peer
@@ -83,7 +83,7 @@ async def test_large_messages() -> None:
 
 async def test_a_reader_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told so, others are served, and nothing of its call is left."""
-    monkeypatch.setattr(sending, "LAST_WORDS_S", 0.2)
+    monkeypatch.setattr(ending, "LAST_WORDS_S", 0.2)
     async with (
         serving(fake(max_model_len=100_000), stall_limit_s=0.5, front_processes=1) as rig,
         Peer(rig.server.address) as peer,

@@ -19,7 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 from penstock.service.gateways import smg_common_pb2
 from penstock.service.gateways import vllm_engine_pb2 as vllm
 from penstock.service.gateways.vllm_service import SERVICE
-from penstock.service.requests.features import Features
+from penstock.service.requests.generate import Features
 from tests.service.fake_outputs import logprobs_of
 from tests.service.key_rig import CONTROL, as_, key, serving_keys
 from tests.service.rig import WAIT_S, Rig, failure_of, fake, serving, taken_apart, until

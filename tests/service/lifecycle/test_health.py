@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.service.lifecycle.health import Health
 from penstock.service.limits.admission import Kind
 from penstock.service.options import ServerOptions
-from penstock.service.rpcs import sending
+from penstock.service.rpcs import ending
 from penstock.service.rpcs.interceptors import PenstockInterceptor
 from penstock.service.server import LIVENESS, READINESS, PenstockServer
 from penstock.service.telemetry.tracing.service_spans import Telemetry
@@ -121,7 +121,7 @@ async def test_a_watcher_that_reads_nothing_does_not_keep_others_from_the_news()
 
 async def test_a_watcher_that_reads_nothing_gives_all_it_held_back(monkeypatch):
     """Also its place among the calls for health, which probes need, too."""
-    monkeypatch.setattr(sending, "LAST_WORDS_S", 0.2)
+    monkeypatch.setattr(ending, "LAST_WORDS_S", 0.2)
     async with serving(stall_limit_s=0.2) as rig, Peer(rig.server.address) as peer:
         watch = await watch_without_reading(peer)
         await until(lambda: rig.server.admission.active(Kind.HEALTH) == 0)

@@ -13,7 +13,7 @@ import pytest
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.loop.interface import Pulse
 from penstock.runtime.loop.journal import Noted
-from penstock.service.lifecycle import engine_end
+from penstock.service.lifecycle import watchdog as watchdog_module
 from penstock.service.lifecycle.watchdog import Stillness, Watchdog, stack_of
 from penstock.service.server import LIVENESS, READINESS
 from tests.service.lifecycle.test_health import NOT_SERVING, SERVING
@@ -58,7 +58,7 @@ async def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(monkeypatc
 
 @pytest.mark.ci
 async def test_an_engine_that_hangs_does_not_hold_up_the_stop(monkeypatch, caplog):
-    monkeypatch.setattr(engine_end, "LIMIT_S", 0.3)
+    monkeypatch.setattr(watchdog_module, "LIMIT_S", 0.3)
     engine = toy_engine(start=False)
     works, entered, gate = ModelRunner.wait, threading.Event(), threading.Event()
 
@@ -83,20 +83,20 @@ async def test_an_engine_that_hangs_does_not_hold_up_the_stop(monkeypatch, caplo
 
 
 async def test_a_lock_that_nobody_gives_back_does_not_hold_up_the_stop(monkeypatch):
-    monkeypatch.setattr(engine_end, "LIMIT_S", 0.3)
+    monkeypatch.setattr(watchdog_module, "LIMIT_S", 0.3)
     engine = toy_engine(start=False)
     async with serving(engine, grace_s=0.1) as rig:
-        with engine.core.guard.lock:
+        with engine.guard.lock:
             assert not await asyncio.wait_for(rig.server.stop(), 2 * WAIT_S)
         assert rig.server.engine_hangs
 
 
 async def test_a_lock_that_nobody_gives_back_does_not_hold_up_the_last_spans(monkeypatch):
-    monkeypatch.setattr(engine_end, "LIMIT_S", 0.3)
+    monkeypatch.setattr(watchdog_module, "LIMIT_S", 0.3)
     engine, recorder = toy_engine(start=False), Recorder()
     async with serving(engine, grace_s=0.1, tracing=recorder.tracing) as rig:
         await rig.inference.Generate(generate(prompt_token_ids={"ids": [1]}))
-        with engine.core.guard.lock:
+        with engine.guard.lock:
             engine.journal.write(Noted(0, None))  # whatever there is to read, readers are called for it
             assert not await asyncio.wait_for(rig.server.stop(), 2 * WAIT_S)
         assert rig.server.engine_hangs

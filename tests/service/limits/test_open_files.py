@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from penstock.service.limits import open_files
+from penstock.service.limits import bounds
 
 ANY = resource.RLIM_INFINITY
 
@@ -33,7 +33,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 )
 def test_the_limit_is_raised_as_far_as_it_may_be(limits, before, wanted, after) -> None:
     limits.append(before)
-    open_files.raise_limit(wanted)
+    bounds.raise_limit(wanted)
     assert limits[-1] == after
 
 
@@ -54,5 +54,5 @@ def test_the_limit_is_raised_as_far_as_it_may_be(limits, before, wanted, after) 
 def test_connections_leave_files_to_the_rest(limits, caplog, soft, wanted, num_addresses, allowed) -> None:
     limits.append((soft, ANY))
     with caplog.at_level(logging.WARNING):
-        assert open_files.connections(wanted, num_addresses) == allowed
+        assert bounds.connections(wanted, num_addresses) == allowed
     assert bool(caplog.records) == (allowed != wanted), "the operator is told"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.service.limits.pace import MAX_RETRY_S, MIN_RETRY_S, UNKNOWN_S, WINDOW_S, Pace
+from penstock.service.limits.admission import MAX_RETRY_S, MIN_RETRY_S, UNKNOWN_S, WINDOW_S, Pace
 from tests.support.clock import Clock
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.errors import QueueFull
-from penstock.service.limits.places import Places
+from penstock.service.limits.admission import Places
 from penstock.service.requests import prompts
 from tests.service.codecs import byte_codec
 from tests.service.fake import FakeEngine

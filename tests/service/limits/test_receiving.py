@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.service.errors import Busy, StalledSender
-from penstock.service.limits import receiving
-from penstock.service.limits.admission import Kind
+from penstock.service.limits import admission as admission_module
+from penstock.service.limits.admission import Kind, Receiving
 from penstock.service.limits.bounds import UNASKED_BYTES, Bounds
-from penstock.service.limits.receiving import Receiving
 from penstock.v1 import control_pb2
 from tests.service.h2peer import DATA, SETTINGS, Peer, frame
 from tests.service.rig import Failure, failure_of, generate, serving, until
@@ -25,7 +24,7 @@ HERE, THERE = "ipv4:10.0.0.1:1", "ipv4:10.0.0.2:1"
 @pytest.fixture
 def no_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every message that is not complete at once needs a place."""
-    monkeypatch.setattr(receiving, "MOMENT_S", 0)
+    monkeypatch.setattr(admission_module, "MOMENT_S", 0)
 
 
 async def never() -> bytes:

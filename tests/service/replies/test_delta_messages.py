@@ -9,8 +9,8 @@ from penstock.runtime.chat.messages import ToolCall
 from penstock.runtime.generation.prompts import TokenPrompt
 from penstock.runtime.requests.request import ResolvedSampling, StoppingParams, TokenLogprobs
 from penstock.service.replies.messages import encode_logprobs, stream_delta
-from penstock.service.replies.pending import Taken
-from penstock.service.requests.convert import ServedJob
+from penstock.service.replies.outputs import Taken
+from penstock.service.requests.generate import ServedJob
 from penstock.v1 import inference_pb2, types_pb2
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)

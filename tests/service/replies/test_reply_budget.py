@@ -13,10 +13,8 @@ import pytest
 from penstock.runtime.requests.request import Finish, FinishReason, StepOutput, StoppingParams
 from penstock.runtime.text.assembler import Assembler
 from penstock.service.errors import Busy, ResponseTooLarge
-from penstock.service.replies.readers import RequestReader, StallLog
-from penstock.service.replies.reply_budget import ReplyBudget
-from penstock.service.replies.reply_limits import ReplyLimits
-from penstock.service.replies.streams import Buffer, ServerSwitchboard
+from penstock.service.replies.outputs import Buffer, RequestReader, ServerSwitchboard, StallLog
+from penstock.service.replies.reply_budget import ReplyBudget, ReplyLimits
 from penstock.v1 import control_pb2
 from tests.service.h2peer import Peer
 from tests.service.rig import (

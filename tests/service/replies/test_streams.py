@@ -10,10 +10,15 @@ from penstock.runtime.generation import switchboard
 from penstock.runtime.requests.request import Finish, FinishReason, StepOutput, StoppingParams
 from penstock.runtime.text.assembler import Assembler
 from penstock.service.errors import StalledReader
-from penstock.service.replies.readers import SLOWEST_BYTES_PER_S, Absence, RequestReader, StallLog
-from penstock.service.replies.reply_budget import ReplyBudget
-from penstock.service.replies.reply_limits import ReplyLimits
-from penstock.service.replies.streams import Buffer, ServerSwitchboard
+from penstock.service.replies.outputs import (
+    SLOWEST_BYTES_PER_S,
+    Absence,
+    Buffer,
+    RequestReader,
+    ServerSwitchboard,
+    StallLog,
+)
+from penstock.service.replies.reply_budget import ReplyBudget, ReplyLimits
 from tests.service.rig import CODEC, fake, until
 
 LAST = StepOutput("", (98,), finish=Finish(FinishReason.EOS))

@@ -19,13 +19,17 @@ from penstock.runtime.requests.context import most_cut_chars, most_cut_tokens
 from penstock.runtime.requests.grammar import MAX_CHOICES
 from penstock.runtime.requests.request import MAX_STOP_STRINGS
 from penstock.service.errors import Busy
-from penstock.service.requests import convert_params
-from penstock.service.requests.convert import to_job
-from penstock.service.requests.convert_chat import MAX_CALLS, MAX_TOOLS, MAX_TURNS
-from penstock.service.requests.convert_params import IDS_AT_ONCE, MAX_VIOLATIONS
+from penstock.service.requests import generate as generate_module
+from penstock.service.requests.generate import (
+    IDS_AT_ONCE,
+    MAX_CALLS,
+    MAX_TOOLS,
+    MAX_TURNS,
+    MAX_VIOLATIONS,
+    to_job,
+)
 from penstock.service.servicers import generation, inference
-from penstock.service.servicers.abort import MAX_ABORT_IDS, to_target
-from penstock.service.servicers.serving import limits_of
+from penstock.service.servicers.serving import MAX_ABORT_IDS, limits_of, to_target
 from penstock.service.threads.lanes import INLINE_BYTES, Lane
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.codecs import byte_codec
@@ -177,9 +181,9 @@ def test_ids_are_looked_at_in_parts():
             parts.append(at)
             return list.__getitem__(self, at)
 
-    bad = convert_params.Violations()
+    bad = generate_module.Violations()
     ids = [3] * (2 * IDS_AT_ONCE + 5)
-    assert convert_params.token_ids("x", Noted(ids), 4, bad) == tuple(ids)
+    assert generate_module.token_ids("x", Noted(ids), 4, bad) == tuple(ids)
     assert [part.stop - part.start for part in parts] == [IDS_AT_ONCE] * 3
     bad.raise_if_any()
 
@@ -235,7 +239,7 @@ async def test_large_messages_are_worked_on_in_threads_and_small_ones_at_once(mo
 
     engine = fake(max_model_len=10**5)
     engine.prepare = noted("prepare", engine.prepare)  # type: ignore[method-assign]
-    monkeypatch.setattr("penstock.service.rpcs.decoding.decode", noted("decode", decode_of()))
+    monkeypatch.setattr("penstock.service.rpcs.interceptors.decode", noted("decode", decode_of()))
     monkeypatch.setattr(inference, "to_job", noted("to_job", to_job))
     short = types_pb2.ChatMessage(role="user", content="a")
     async with serving(engine) as rig:
@@ -254,9 +258,9 @@ async def test_large_messages_are_worked_on_in_threads_and_small_ones_at_once(mo
 
 
 def decode_of():
-    from penstock.service.rpcs import decoding  # noqa: PLC0415 -- as it is before it is replaced
+    from penstock.service.rpcs import interceptors  # noqa: PLC0415 -- as it is before it is replaced
 
-    return decoding.decode
+    return interceptors.decode
 
 
 async def test_more_than_may_be_converted_at_once_is_refused(monkeypatch):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.service.requests.features import Features
+from penstock.service.requests.generate import Features
 from penstock.v1 import control_pb2, types_pb2
 from tests.service.codecs import byte_codec
 from tests.service.rig import Failure, Rig, failure_of, fake, generate, serving, stream

@@ -21,7 +21,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
-from penstock.service.requests.features import Features
+from penstock.service.requests.generate import Features
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.rig import Rig, serving, taken_apart, until
 from tests.support.models.compilation_cache import TEST_CACHE

@@ -8,22 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature
-from penstock.service.requests import parts
-from penstock.service.requests.parts import check_parts
-from penstock.service.rpcs.decoding import decode
+from penstock.service.requests import support as support_module
+from penstock.service.requests.support import check_parts
+from penstock.service.rpcs.interceptors import decode
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.rig import failure_of, fake, generate, serving
 
 REQUEST = inference_pb2.GenerateRequest.DESCRIPTOR
-LARGE = "x" * parts.LOOKED_AT_BYTES
+LARGE = "x" * support_module.LOOKED_AT_BYTES
 
 
 @pytest.fixture
 def few(monkeypatch):
     """Bounds that a test can reach, for messages of any size."""
-    monkeypatch.setattr(parts, "LOOKED_AT_BYTES", 0)
-    monkeypatch.setattr(parts, "MAX_FIELDS", 10)
-    monkeypatch.setattr(parts, "MAX_IDS", 100)
+    monkeypatch.setattr(support_module, "LOOKED_AT_BYTES", 0)
+    monkeypatch.setattr(support_module, "MAX_FIELDS", 10)
+    monkeypatch.setattr(support_module, "MAX_IDS", 100)
 
 
 def turns(count):
@@ -98,7 +98,7 @@ MESSAGES = st.builds(
 def test_whatever_protobuf_writes_is_walked_to_its_end(message):
     data = message.SerializeToString()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "LOOKED_AT_BYTES", 0)
+        patch.setattr(support_module, "LOOKED_AT_BYTES", 0)
         check_parts(REQUEST, data)
         assert decode(inference_pb2.GenerateRequest.FromString, data) == message
 
@@ -107,7 +107,7 @@ def test_whatever_protobuf_writes_is_walked_to_its_end(message):
 def test_bytes_that_protobuf_refuses_are_refused(data):
     """What protobuf accepts is accepted, or refused because this contract does not have it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "LOOKED_AT_BYTES", 0)
+        patch.setattr(support_module, "LOOKED_AT_BYTES", 0)
         try:
             message = inference_pb2.GenerateRequest.FromString(data)
         except (DecodeError, ValueError):
@@ -124,8 +124,8 @@ def test_bytes_that_protobuf_refuses_are_refused(data):
 
 async def test_protobuf_is_not_asked_to_parse_them(monkeypatch):
     """Two bytes each: four million of them took a fifth of a second in which nothing else ran."""
-    monkeypatch.setattr(parts, "MAX_FIELDS", 1000)
-    monkeypatch.setattr(parts, "SPARE_FIELDS", 0)
+    monkeypatch.setattr(support_module, "MAX_FIELDS", 1000)
+    monkeypatch.setattr(support_module, "SPARE_FIELDS", 0)
     parsed: list[int] = []
     parse = inference_pb2.GenerateRequest.FromString
 
@@ -149,7 +149,7 @@ async def test_a_bias_for_every_token_of_a_large_vocabulary():
     async with serving(fake(vocab_size=vocab)) as rig:
         await rig.inference.Generate(generate("a", sampling={"logit_bias": biases}), timeout=60)
         assert len(rig.engine.seen[0].sampling.logit_bias) == vocab
-        many = generate("a", chat=turns(vocab + parts.SPARE_FIELDS))
+        many = generate("a", chat=turns(vocab + support_module.SPARE_FIELDS))
         failure = await failure_of(rig.inference.Generate(many, timeout=60))
-    most = vocab + parts.SPARE_FIELDS
+    most = vocab + support_module.SPARE_FIELDS
     assert failure.violations == {"chat": f"the request has more than {most} fields in all"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.service.rpcs import sending
+from penstock.service.rpcs import ending
 from tests.service.h2peer import END_HEADERS, HEADERS, PREFACE, SETTINGS, Peer, frame, literal
 from tests.service.key_rig import key, serving_keys
 from tests.service.listening.test_grpc_server import reasons
@@ -48,7 +48,7 @@ async def test_refusals_beside_too_many_others_are_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: tuple[str, ...], most: int
 ) -> None:
     """Those of one address, and all together. Calls that have a place are answered nevertheless."""
-    monkeypatch.setattr(sending, "MAX_REFUSALS", most)
+    monkeypatch.setattr(ending, "MAX_REFUSALS", most)
     secret = [("authorization", b"Bearer psk_a")]
     async with (
         serving_keys(tmp_path / "keys.json", key("a")) as rig,
@@ -97,8 +97,8 @@ async def test_what_a_deaf_peer_does_not_take_is_gone_after_the_stall_limit(
     """It calls until as many refusals are stuck as one address may have. Further calls are ended at once, and
     the stuck ones some time after the stall limit.
     """
-    monkeypatch.setattr(sending, "MAX_REFUSALS", 200)
-    monkeypatch.setattr(sending, "LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(ending, "MAX_REFUSALS", 200)
+    monkeypatch.setattr(ending, "LAST_WORDS_S", 0.5)
     loop = asyncio.get_running_loop()
     async with serving_keys(tmp_path / "keys.json", key("a"), stall_limit_s=1.5) as rig:
         connection = deaf(rig)

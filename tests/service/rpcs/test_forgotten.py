@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime import errors
-from penstock.service.rpcs.decoding import Undecoded
+from penstock.service.rpcs.interceptors import Undecoded
 from penstock.service.threads.lanes import Lanes
 from tests.service.rig import failure_of, fake, generate, serving, stream, until
 from tests.service.weights_rig import fake_tensors, push, steps

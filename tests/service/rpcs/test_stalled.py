@@ -26,8 +26,8 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from penstock.service.limits.admission import Kind
-from penstock.service.replies.readers import StallLog
-from penstock.service.rpcs import sending
+from penstock.service.replies.outputs import StallLog
+from penstock.service.rpcs import ending
 from penstock.service.servicers.generation import ServedRequest
 from penstock.service.servicers.serving import Serving
 from penstock.v1 import control_pb2
@@ -52,7 +52,7 @@ MAX_FRAME = 16_384
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the stall limit, which each test sets, there is little more to wait for."""
-    monkeypatch.setattr(sending, "LAST_WORDS_S", 0.2)
+    monkeypatch.setattr(ending, "LAST_WORDS_S", 0.2)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ async def test_replies_that_nobody_takes_end(no_collector: None) -> None:
 
 async def test_a_call_is_counted_once_as_stalled() -> None:
     """Its reader may be given up first, and then the reply that says so."""
-    sends = sending.Sends(1.0, StallLog())
+    sends = ending.Sends(1.0, StallLog())
     send = sends.start("Stream")
     send.stalled()
     send.stalled()
@@ -133,7 +133,7 @@ async def test_a_call_is_counted_once_as_stalled() -> None:
 
 
 async def test_a_reader_that_comes_back_in_time_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "LAST_WORDS_S", 600.0)
+    monkeypatch.setattr(ending, "LAST_WORDS_S", 600.0)
     async with serving(stall_limit_s=0.2) as rig, peer_of(rig) as peer:
         call = await peer.call(GENERATE, generate("a").SerializeToString())
         await peer.until(lambda: peer.headers(call))
@@ -144,7 +144,7 @@ async def test_a_reader_that_comes_back_in_time_gets_everything(monkeypatch: pyt
 
 async def test_a_stream_that_is_read_slowly_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each message has a limit of its own: the stream as a whole takes many times that."""
-    monkeypatch.setattr(sending, "LAST_WORDS_S", 1.0)
+    monkeypatch.setattr(ending, "LAST_WORDS_S", 1.0)
     async with serving(fake(hold=True), stall_limit_s=1.0) as rig:
         call = rig.inference.Stream(stream("a"))
         assert (await call.read()).HasField("started")
@@ -184,7 +184,7 @@ async def test_a_large_message_that_is_read_steadily_goes_on() -> None:
 
 def test_large_messages_have_more_time() -> None:
     """As much as a slow network needs."""
-    sends = sending.Sends(30.0, Any)  # type: ignore[arg-type]
+    sends = ending.Sends(30.0, Any)  # type: ignore[arg-type]
     assert sends.limit_s(0) == pytest.approx(30.2)
     assert sends.limit_s(64 * MIB) > 500
 

@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.runtime.errors import ConfigError, ProfileFailed
 from penstock.service.options import ServerOptions
-from penstock.service.servicers import profiles
+from penstock.service.servicers import control as control_module
 from penstock.v1 import control_pb2, telemetry_pb2
 from tests.service.fake import FakeEngine
 from tests.service.rig import Rig, failure_of, fake, serving, until
@@ -81,7 +81,7 @@ async def test_what_is_left_out_has_the_defaults(rig: Rig, profiler: FakeProfile
 async def test_the_files_come_as_parts_of_a_zip(
     rig: Rig, profiler: FakeProfiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiles, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(control_module, "CHUNK_BYTES", 100)
     call = asked(rig, include_data=True)
     await call.read()
     profiler.end(steps=1)
@@ -100,13 +100,13 @@ async def test_files_that_a_later_profile_has_removed_are_told_to_be_missing(
     rig: Rig, profiler: FakeProfiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An empty zip would look as if all had gone well."""
-    zipped = profiles._zipped
+    zipped = control_module._zipped
 
     def removed(folder: Path) -> Any:
         shutil.rmtree(folder)
         return zipped(folder)
 
-    monkeypatch.setattr(profiles, "_zipped", removed)
+    monkeypatch.setattr(control_module, "_zipped", removed)
     call = asked(rig, include_data=True)
     await call.read()
     profiler.end(steps=1)

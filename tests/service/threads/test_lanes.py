@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ship
 
 from penstock.runtime.requests.fanout import PreparedPrompt
 from penstock.service.errors import Busy
-from penstock.service.requests.features import Features
+from penstock.service.requests.generate import Features
 from penstock.service.threads.lanes import MIB, MOST_TEMPLATES, Lane, Lanes
 from penstock.v1 import control_pb2, types_pb2
 from tests.service.codecs import byte_codec

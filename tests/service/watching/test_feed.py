@@ -10,7 +10,7 @@ import pytest
 
 from penstock.runtime.errors import Draining
 from penstock.service.lifecycle.underway import Calls
-from penstock.service.requests.convert_telemetry import Watch
+from penstock.service.requests.control import Watch
 from penstock.service.watching.feed import LoadFeed
 from penstock.service.watching.snapshot import Snapshot
 from tests.service.rig import WAIT_S, until

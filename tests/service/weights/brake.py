@@ -62,7 +62,7 @@ class Brake:
 
             def count(changes: Changes, *args: Any, **more: Any) -> Any:
                 queued = method(changes, *args, **more)
-                if changes is engine.core.changes:
+                if changes is engine.changes:
                     self._asked[name] += 1
                 return queued
 

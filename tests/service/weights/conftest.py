@@ -56,7 +56,7 @@ def subject(versions: Mapping[str, Version], subjects: list[Engine]) -> Iterator
     yield engine
     load = engine.load()
     is_idle = (load.num_running, load.num_waiting, load.pages_used) == (0, 0, 0)
-    if not (is_idle and engine.ready and not engine.core.changes.is_paused):
+    if not (is_idle and engine.ready and not engine.changes.is_paused):
         subjects.remove(engine)
         engine.shutdown()
     assert engine.compiles_after_warmup == 0

@@ -48,13 +48,13 @@ class EmbeddedEngine(TextEngine, Protocol):
         free_kv_cache: bool = ...,
         offload_weights: bool = ...,
     ) -> Future[Paused]:
-        """See `TokenEngine.pause`."""
+        """See `Engine.pause`."""
         ...
 
     def resume(self) -> Future[None]:
-        """See `TokenEngine.resume`."""
+        """See `Engine.resume`."""
         ...
 
     def metrics(self) -> EngineMetrics:
-        """See `TokenEngine.metrics`."""
+        """See `Engine.metrics`."""
         ...

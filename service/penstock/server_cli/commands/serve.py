@@ -24,14 +24,14 @@ from penstock.server_cli.serving.openai_flags import front_settings, socket_for_
 from penstock.server_cli.serving.serve_flags import add_parser, server_options
 from penstock.server_cli.serving.telemetry_flags import log_options, tracing_options
 from penstock.service.identity import new_instance_id, version
-from penstock.service.limits.open_files import FOR_OTHERS, MANY, raise_limit
+from penstock.service.limits.bounds import FOR_OTHERS, MANY, raise_limit
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer
 from penstock.service.telemetry.logs.writing import open_logs
 from penstock.service.telemetry.metrics.exports import open_collector
 from penstock.service.telemetry.metrics.push import Collector
 from penstock.service.telemetry.otlp.tracing import Tracing, open_tracing
-from penstock.service.threads.blocking import in_thread
+from penstock.service.threads.lanes import in_thread
 
 if TYPE_CHECKING:
     from penstock.runtime.engine import Engine

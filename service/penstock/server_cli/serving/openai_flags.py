@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.openai.settings import Settings
 from penstock.runtime.errors import ConfigError
 from penstock.server_cli.serving.option_values import port
-from penstock.service.limits.open_files import MANY
+from penstock.service.limits.bounds import MANY
 from penstock.service.listening.listen_options import host_problems, unix_address
 from penstock.service.options import ServerOptions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from penstock.server_cli.serving.option_values import size
-from penstock.service.replies.reply_limits import MIB, ReplyLimits
+from penstock.service.replies.reply_budget import MIB, ReplyLimits
 
 _DEFAULTS = ReplyLimits()
 _HELP = {

@@ -23,8 +23,8 @@ from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.connections import ConnectionOptions
 from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
-from penstock.service.replies.reply_limits import ReplyLimits
-from penstock.service.requests.features import Features
+from penstock.service.replies.reply_budget import ReplyLimits
+from penstock.service.requests.generate import Features
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]

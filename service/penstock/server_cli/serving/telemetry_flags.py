@@ -9,7 +9,7 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.server_cli.serving.option_values import options_of, path, size_or_none
 from penstock.service.options import ServerOptions
-from penstock.service.telemetry.logs.options import LOG_FORMATS, LOG_LEVELS, LogOptions
+from penstock.service.telemetry.logs.writing import LOG_FORMATS, LOG_LEVELS, LogOptions
 from penstock.service.telemetry.metrics.options import DEFAULT_HOST, METRICS_NAMES, MetricsOptions
 from penstock.service.telemetry.options import OTLP_PROTOCOLS, TraceLevel, TracingOptions
 

@@ -14,7 +14,7 @@ from penstock.service.access.key_file import KeyEntry
 from penstock.service.access.key_store import exposed, read_keys
 from penstock.service.access.keyring import utc_now
 from penstock.service.access.rates import Clock
-from penstock.service.threads.blocking import in_thread
+from penstock.service.threads.lanes import in_thread
 
 log = logging.getLogger(__name__)
 

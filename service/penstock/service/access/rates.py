@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from penstock.service.access_errors import RateLimited
 from penstock.service.errors import Busy
-from penstock.service.limits.pace import Pace
+from penstock.service.limits.admission import Pace
 
 Clock = Callable[[], float]
 _ENOUGH = 0.99

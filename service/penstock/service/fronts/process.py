@@ -24,8 +24,7 @@ from penstock.service.fronts.link import Link
 from penstock.service.fronts.relay import Relay
 from penstock.service.fronts.settings import FrontSettings
 from penstock.service.lifecycle.underway import Calls
-from penstock.service.limits.bounds import connection_options
-from penstock.service.limits.open_files import FOR_OTHERS, MANY, raise_limit
+from penstock.service.limits.bounds import FOR_OTHERS, MANY, connection_options, raise_limit
 from penstock.service.listening.grpc_server import refusing_server
 from penstock.service.listening.tls import Certificates
 from penstock.service.telemetry.logs import grpc_log

@@ -20,7 +20,7 @@ import grpc
 
 from penstock.service.fronts.frames import Kind, Opening, Status
 from penstock.service.fronts.link import Link
-from penstock.service.rpcs.calls import Ender
+from penstock.service.rpcs.ending import Ender
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 IDENTITY_KEYS = ("x509_common_name", "x509_subject_alternative_name")

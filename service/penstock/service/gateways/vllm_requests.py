@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from penstock.runtime.errors import InvalidRequest, RequestError, UnsupportedFeature, Violation
 from penstock.service.gateways import vllm_engine_pb2 as vllm
-from penstock.service.requests.convert_params import Violations
+from penstock.service.requests.generate import Violations
 from penstock.v1 import inference_pb2, types_pb2
 
 MAX_TOP_K = 2**31 - 1

@@ -1,21 +1,74 @@
-"""Converts frozen values back to the contract's messages."""
+"""Converts frozen values back to the contract's messages. Large ones are built from serialized parts, so that
+they never exist as objects.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from penstock.runtime.chat.messages import ToolCall
-from penstock.runtime.loop.interface import AbortOutcome, WeightsVersion
+from penstock.runtime.loop.interface import AbortOutcome, InFlightReport, Paused, WeightsVersion
 from penstock.runtime.media.image import ImageLimits
 from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.requests.context import Fitted
 from penstock.runtime.requests.request import Finish, FinishReason, RequestTiming, TokenLogprobs
-from penstock.service.replies.pending import Taken
-from penstock.service.replies.wire import enclosed, field, packed, tag
-from penstock.service.requests.convert import ServedJob
+from penstock.runtime.text.token_bytes import TokenBytes
+from penstock.runtime.updating.interface import UpdateOutcome, UpdateReport
+from penstock.service.replies.outputs import Taken
+from penstock.service.requests.generate import ServedJob
 from penstock.v1 import control_pb2, inference_pb2, types_pb2, weights_pb2
+
+_LENGTH_DELIMITED = 2
+
+
+def field(message: type[Message], name: str, parts: Sequence[bytes]) -> list[bytes]:
+    """Serialize the field `name` of `message`, which is a message itself, from its serialized parts.
+
+    The parts of a message are serializations of it with some of its fields set; joined they are the whole
+    message.
+    """
+    return [tag(message, name) + varint(sum(map(len, parts))), *parts]
+
+
+def tag(message: type[Message], name: str) -> bytes:
+    """What begins the field `name` of `message`: a message, text, or packed numbers. Its length follows."""
+    return varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | _LENGTH_DELIMITED)
+
+
+def enclosed(tag: bytes, body: bytes) -> bytes:
+    """A field with this tag and this content."""
+    return tag + varint(len(body)) + body
+
+
+def packed(values: Iterable[int]) -> bytes:
+    """The content of a repeated field of unsigned numbers."""
+    return b"".join(map(varint, values))
+
+
+def varint(value: int) -> bytes:
+    """A number from 0 on."""
+    return _SHORT[value] if value < _NUM_SHORT else _varint(value)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+_NUM_SHORT = 1 << 14
+_SHORT = tuple(map(_varint, range(_NUM_SHORT)))
+
 
 CANDIDATES_AT_ONCE = 1000
 """How many candidates are encoded at a time; that takes about a millisecond."""
@@ -253,3 +306,124 @@ def tensor_spec(name: str, dtype: str, shape: Sequence[int]) -> weights_pb2.Tens
     return weights_pb2.TensorSpec(
         name=name, dtype=DTYPES.get(dtype, weights_pb2.DATA_TYPE_UNSPECIFIED), shape=shape
     )
+
+
+class Collected:
+    """All outputs of one request, delta by delta. Log-probabilities and hidden states stay bytes."""
+
+    def __init__(self, job: ServedJob, version_of: Callable[[int], types_pb2.WeightsVersion]) -> None:
+        """`version_of` tells the version of the weights of a generation."""
+        self._job = job
+        self._version_of = version_of
+        self._outputs = [inference_pb2.Output(index=index) for index in range(job.n)]
+        self._logprobs: list[list[bytes]] = [[] for _ in self._outputs]
+        self._hidden: list[list[bytes]] = [[] for _ in self._outputs]
+        self._num_tokens = [0] * job.n
+
+    def add(self, index: int, taken: Taken) -> None:
+        """Append a delta to output `index`. The output says from which token on other weights made it."""
+        output = self._outputs[index]
+        if not output.weights or output.weights[-1].version.generation != taken.weights_generation:
+            output.weights.add(
+                first_output_token=self._num_tokens[index], version=self._version_of(taken.weights_generation)
+            )
+        self._num_tokens[index] += len(taken.token_ids)
+        add_delta(output, taken, self._job)
+        self._logprobs[index].append(taken.logprobs)
+        self._hidden[index].append(taken.hidden)
+        if taken.finish is not None:
+            output.finish.CopyFrom(finish(taken.finish))
+
+    def response(self, message: inference_pb2.GenerateResponse, encoded_prompt: Sequence[bytes]) -> bytes:
+        """Serialize a `GenerateResponse` from its small fields, its `PromptInfo` and all outputs."""
+        return response(message, encoded_prompt, self._outputs, self._logprobs, self._hidden)
+
+
+_OUTCOMES = {
+    UpdateOutcome.COMMITTED: weights_pb2.UPDATE_OUTCOME_COMMITTED,
+    UpdateOutcome.STAGED: weights_pb2.UPDATE_OUTCOME_STAGED,
+    UpdateOutcome.VALIDATED: weights_pb2.UPDATE_OUTCOME_VALIDATED,
+    UpdateOutcome.ALREADY_COMMITTED: weights_pb2.UPDATE_OUTCOME_ALREADY_COMMITTED,
+}
+
+
+def update_response(report: UpdateReport) -> weights_pb2.UpdateWeightsResponse:
+    """The answer to UpdateWeights."""
+    return weights_pb2.UpdateWeightsResponse(
+        current=weights_version(report.current),
+        previous=weights_version(report.previous),
+        outcome=_OUTCOMES[report.outcome],
+        tensors_updated=report.num_tensors,
+        bytes_received=report.num_bytes,
+        staged_in=_duration(report.staged_s),
+        paused_for=_duration(report.paused_s),
+        in_flight=in_flight(report.in_flight),
+        digest=report.digest,
+    )
+
+
+def commit_response(report: UpdateReport) -> control_pb2.CommitWeightsResponse:
+    """The answer to CommitWeights."""
+    return control_pb2.CommitWeightsResponse(
+        current=weights_version(report.current),
+        previous=weights_version(report.previous),
+        outcome=_OUTCOMES[report.outcome],
+        paused_for=_duration(report.paused_s),
+        in_flight=in_flight(report.in_flight),
+        digest=report.digest,
+    )
+
+
+def pause_response(paused: Paused) -> control_pb2.PauseResponse:
+    """The answer to Pause."""
+    return control_pb2.PauseResponse(in_flight=in_flight(paused.in_flight), freed_bytes=paused.freed_bytes)
+
+
+def in_flight(report: InFlightReport) -> weights_pb2.InFlightReport:
+    """What became of the running requests."""
+    return weights_pb2.InFlightReport(
+        waited=report.waited, aborted=report.aborted, kept=report.kept, recomputed=report.recomputed
+    )
+
+
+def timestamp(moment: datetime) -> Timestamp:
+    """A moment, which has a time zone."""
+    made = Timestamp()
+    made.FromDatetime(moment)
+    return made
+
+
+def _duration(seconds: float) -> Duration:
+    made = Duration()
+    made.FromNanoseconds(round(seconds * 1e9))
+    return made
+
+
+PAGE_BYTES = 1024 * 1024
+"""About the most bytes of a page: gRPC's clients refuse messages above 4 MiB by default, and in JSON bytes
+take a third more.
+"""
+_FIELD_BYTES = 3
+"""Bytes around a token in a message."""
+
+
+def vocabulary_page(known: TokenBytes, page: range, vocab_size: int) -> control_pb2.GetVocabularyResponse:
+    """The tokens of the page, or the first of them if all have more than PAGE_BYTES. Takes some milliseconds
+    for ten thousand tokens, so it is called in a thread.
+    """
+    reply = control_pb2.GetVocabularyResponse(
+        vocab_size=vocab_size,
+        is_exact=known.is_exact,
+        dropped_leading_spaces=known.dropped_leading_spaces,
+    )
+    size = 0
+    for token in map(known.of, page):
+        size += len(token) + _FIELD_BYTES
+        if size > PAGE_BYTES and reply.tokens:
+            break
+        reply.tokens.append(token)
+    end = page.start + len(reply.tokens)
+    reply.special_token_ids.extend(i for i in range(page.start, end) if i in known.special)
+    if end < vocab_size:
+        reply.next_token_id = end
+    return reply

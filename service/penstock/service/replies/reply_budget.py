@@ -7,12 +7,38 @@ request that could not fit even alone is refused, and all others are counted whi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from penstock.runtime.errors import Violation
+from penstock.runtime.errors import ConfigError, Violation
 from penstock.runtime.generation.jobs import Job
 from penstock.service.errors import Busy, ResponseTooLarge
-from penstock.service.replies.reply_limits import ReplyLimits
+
+MIB = 1024 * 1024
+_MOST = 2**40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyLimits:
+    """Limits on replies, in bytes; each has a flag of the same name."""
+
+    max_response_bytes: int = 64 * MIB
+    """Bytes of one request that may wait: all that Generate collects, or what a stream's reader has not taken
+    yet.
+    """
+    max_buffered_response_bytes: int = 1024 * MIB
+    """Bytes of all requests together that may wait."""
+
+    def __post_init__(self) -> None:
+        bad = [
+            f"{field.name}: must be from 1 to {_MOST}, not {value}"
+            for field in dataclasses.fields(self)
+            if not 1 <= (value := getattr(self, field.name)) <= _MOST
+        ]
+        if bad:
+            raise ConfigError("; ".join(bad))
+
 
 _FULL = 0.75
 """From this share of the budget on new requests are refused; the rest is for running ones."""

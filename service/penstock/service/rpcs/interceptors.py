@@ -5,6 +5,13 @@ Every method is registered with gRPC as one that takes a stream of messages, eve
 calls such a handler when the headers have arrived; it would call the other kind only after it has received
 the whole message. So a call that is refused for its headers, or because too much is under way, is refused
 before its message is read.
+
+Receives the messages of a call that may send many, and decodes messages.
+
+Messages are decoded here and not by gRPC, which answers an undecodable one with an untyped INTERNAL. Here it
+is INVALID_ARGUMENT, and fields that protobuf would drop silently are refused.
+
+Decides which caller may make which call, from an RPC's headers, before its message is read.
 """
 
 from __future__ import annotations
@@ -18,24 +25,29 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, Self, TypeAlias, TypeVar, cast
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError, Message
 
 from penstock.runtime.errors import InvalidRequest, PenstockError, RequestError, UnsupportedFeature, Violation
 from penstock.runtime.measuring.registry import Registry
-from penstock.service.access.callers import CURRENT_CALLER
+from penstock.service.access.authentication import Authenticator
+from penstock.service.access.callers import ANYBODY, CURRENT_CALLER, Caller
+from penstock.service.access.keys import Keys
+from penstock.service.access.rates import Account
+from penstock.service.access.roles import check_model, check_role, rule_of
 from penstock.service.errors import MessageTooLarge, StalledReader, row_of, to_status, trailers
 from penstock.service.lifecycle.underway import Calls
-from penstock.service.limits.admission import PACKAGES, Admission, kind_of
+from penstock.service.limits.admission import PACKAGES, Admission, Receiving, kind_of
 from penstock.service.limits.bounds import Bounds
-from penstock.service.limits.receiving import Receiving
+from penstock.service.listening.tls import certificate_names
 from penstock.service.options import ServerOptions
-from penstock.service.replies.readers import StallLog
-from penstock.service.rpcs.access_check import Access
-from penstock.service.rpcs.decoding import Incoming, all_decoded, decoded
-from penstock.service.rpcs.sending import Send, Sends
+from penstock.service.replies.outputs import StallLog
+from penstock.service.requests.support import check_known, check_parts
+from penstock.service.rpcs.ending import Send, Sends
+from penstock.service.telemetry.logs.access_log import AccessLog
 from penstock.service.telemetry.logs.refusals import Refusal, RefusalLog, fields_of
 from penstock.service.telemetry.metrics.service_meters import UNKNOWN_METHOD, ServiceMeters
 from penstock.service.telemetry.tracing.service_spans import (
@@ -46,11 +58,170 @@ from penstock.service.telemetry.tracing.service_spans import (
     Telemetry,
 )
 from penstock.service.threads.lanes import MESSAGE_BYTES, Lanes
-from penstock.service.usage.meter import current_meter
+from penstock.service.usage.meter import CURRENT_METER, CallLog, Meter, UsageSink, current_meter
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_OPEN = "grpc.health.v1.Health/"
+"""Calls of this service need no key: probes cannot carry one, and learn no more than whether the server is
+up.
+"""
+
+
+class Access:
+    """Checks the callers of one server. Without an authenticator every caller is ANYBODY."""
+
+    def __init__(
+        self,
+        authenticator: Authenticator | None = None,
+        sink: UsageSink | None = None,
+        call_log: CallLog | None = None,
+    ) -> None:
+        self._authenticator = authenticator
+        self._sink = sink
+        self._call_log = call_log
+        self.served_model: str | None = None
+        """The served model's name, once it is known, because keys may be limited to models."""
+
+    def authenticate(self, method: str, context: Context) -> None:
+        """Find out who makes this call, and set CURRENT_CALLER and, for an RPC that counts, CURRENT_METER.
+
+        `method` is a name such as "penstock.v1.InferenceService/Generate". Reflection needs a key of any
+        role. Raises Unauthenticated, KeyExpired or Forbidden.
+        """
+        caller = self._caller(method, context)
+        # set before the other checks, so that a refusal too is logged for this caller
+        CURRENT_CALLER.set(caller)
+        if not method.startswith(PACKAGES):
+            return
+        if rule_of(method).counts:
+            meter = Meter(caller, method, self._account(caller), self._sink, self._call_log)
+            CURRENT_METER.set(meter)
+        self._check(caller, method)
+
+    def still(self, method: str, context: Context) -> Caller:
+        """The caller of a call that is under way, by the keys that are valid now. For calls without an end: a
+        key that was revoked must not see more. Raises Unauthenticated, KeyExpired or Forbidden.
+        """
+        caller = self._caller(method, context)
+        self._check(caller, method)
+        return caller
+
+    def _caller(self, method: str, context: Context) -> Caller:
+        if self._authenticator is None or method.startswith(_OPEN):
+            return ANYBODY
+        metadata = cast("Any", context.invocation_metadata() or ())
+        known = self._authenticator.authenticate(metadata)
+        return known or self._authenticator.by_certificate(certificate_names(context))
+
+    def _check(self, caller: Caller, method: str) -> None:
+        check_role(caller, method)
+        if self.served_model is not None:
+            check_model(caller, self.served_model)
+
+    def admit(self, method: str) -> Callable[[], None]:
+        """Count this call against its caller's rates, if it is an RPC that counts. Call the returned function
+        once, when the RPC has ended. Raises RateLimited or Busy.
+        """
+        account = self._account(CURRENT_CALLER.get()) if rule_of(method).counts else None
+        if account is None:
+            return _nothing
+        account.admit()
+        return account.leave
+
+    def _account(self, caller: Caller) -> Account | None:
+        return None if self._authenticator is None else self._authenticator.account(caller)
+
+
+def access_of(keys: Keys | None, sink: UsageSink | None, *, logs_calls: bool) -> Access:
+    """The checks of a server with these keys, or without any. `logs_calls`: whether it has an access log."""
+    return Access(None if keys is None else keys.authenticator, sink, AccessLog() if logs_calls else None)
+
+
+def _nothing() -> None:
+    pass
+
+
+M = TypeVar("M", bound=Message)
+
+
+def decode(parse: Callable[[bytes], M], data: bytes, vocab_size: int = 0) -> M:
+    """Parse the request. Raises InvalidRequest if the bytes are no such message, or have too many parts."""
+    try:
+        check_parts(cast("Descriptor", parse(b"").DESCRIPTOR), data, vocab_size)
+        return parse(data)
+    except (DecodeError, ValueError) as error:  # ValueError: a string that is not UTF-8
+        raise InvalidRequest([Violation("", f"the request cannot be decoded: {error}")]) from error
+
+
+def decoded(method: str, parse: Any, data: bytes, vocab_size: int = 0) -> tuple[Any, RequestError | None]:
+    """Parse the message, and return it with the error that refuses its unknown fields, if it has any and the
+    method is ours.
+    """
+    request = decode(parse, data, vocab_size)
+    try:
+        if method.startswith(PACKAGES):
+            check_known(request, parse, data)
+    except RequestError as error:
+        return request, error.with_traceback(None)  # the traceback would keep the message's bytes alive
+    return request, None
+
+
+def decoded_whole(method: str, parse: Any, data: bytes) -> Any:
+    """Parse the message. Raises the error that refuses its unknown fields, if it has any and the method is
+    ours.
+    """
+    request, refusal = decoded(method, parse, data)
+    if refusal is not None:
+        raise refusal
+    return request
+
+
+async def all_decoded(method: str, parse: Any, chunks: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    """Decode each message of a call. They must be small: this is done on the event loop."""
+    async for data in chunks:
+        yield decoded_whole(method, parse, data)
+
+
+@dataclass(frozen=True)
+class Undecoded:
+    """A message as it was received, to be decoded in the thread that works on it."""
+
+    method: str
+    parse: Any
+    data: bytes
+
+    def decode(self) -> Any:
+        """Return the message. It takes the longer the larger it is. Raises InvalidRequest and
+        UnsupportedFeature.
+        """
+        return decoded_whole(self.method, self.parse, self.data)
+
+
+class Incoming:
+    """The messages of a call that sends many, undecoded, to be iterated over once.
+
+    It is no generator, because one that is not read to its end would keep the call alive until a garbage
+    collection.
+    """
+
+    def __init__(self, method: str, parse: Any, receive: Callable[[], Awaitable[Any]]) -> None:
+        """`receive` returns the bytes of the next message, or gRPC's EOF. It raises what refuses the
+        message.
+        """
+        self._method, self._parse, self._receive = method, parse, receive
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Undecoded:
+        data = await self._receive()
+        if data is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return Undecoded(self._method, self._parse, data)
+
 
 log = logging.getLogger(__name__)
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = "Callable[[Any, Context], Any]"
 Serialize: TypeAlias = "Callable[[Any], bytes]"

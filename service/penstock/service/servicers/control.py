@@ -6,30 +6,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
+import zipfile
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
 
-from penstock.runtime.errors import UnsupportedFeature
+from google.protobuf.duration_pb2 import Duration
+
+from penstock.runtime.errors import ProfileFailed, UnsupportedFeature
 from penstock.runtime.generation.prompts import ChatPrompt, Prompt, TextPrompt
 from penstock.runtime.loop.interface import InFlightPolicy
+from penstock.runtime.profiling.profile import Profile, ProfileRun
 from penstock.service.access.roles import check_controls
 from penstock.service.replies import messages
+from penstock.service.replies.messages import PAGE_BYTES, pause_response, timestamp, vocabulary_page
 from penstock.service.replies.reply_budget import ID_BYTES, Share
-from penstock.service.replies.update_messages import pause_response, timestamp
-from penstock.service.replies.vocabulary_page import PAGE_BYTES, vocabulary_page
-from penstock.service.requests.convert_chat import chat_prompt, message_cost
-from penstock.service.requests.convert_params import Violations, token_ids
-from penstock.service.requests.convert_reading import POOLINGS
-from penstock.service.requests.convert_telemetry import to_watch
-from penstock.service.requests.convert_vocabulary import to_page
-from penstock.service.requests.convert_weights import to_pause
+from penstock.service.requests.control import to_page, to_pause, to_profile, to_watch
+from penstock.service.requests.generate import Violations, chat_prompt, message_cost, token_ids
 from penstock.service.requests.prompts import encode_prompt
+from penstock.service.requests.reading import POOLINGS
 from penstock.service.requests.support import check_supported
-from penstock.service.servicers.profiles import Profiles
 from penstock.service.servicers.serving import Serving
-from penstock.service.servicers.tracing import set_tracing
-from penstock.service.servicers.weights import WeightUpdates
+from penstock.service.servicers.weights import Ended, WeightUpdates
+from penstock.service.telemetry.options import TraceLevel
+from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.threads.lanes import MESSAGE_BYTES
 from penstock.service.watching.feed import LoadFeed
 from penstock.service.watching.load_messages import load_response
@@ -39,7 +41,132 @@ from penstock.v1 import control_pb2, control_pb2_grpc, telemetry_pb2, types_pb2
 if TYPE_CHECKING:
     from penstock.v1.control_pb2_grpc import _ServicerContext as Context
 
+
 log = logging.getLogger(__name__)
+
+_LEVELS = {
+    telemetry_pb2.TRACE_LEVEL_OFF: TraceLevel.OFF,
+    telemetry_pb2.TRACE_LEVEL_REQUESTS: TraceLevel.REQUESTS,
+    telemetry_pb2.TRACE_LEVEL_STEPS: TraceLevel.STEPS,
+    telemetry_pb2.TRACE_LEVEL_DETAILED: TraceLevel.DETAILED,
+}
+_NUMBERS = {level: number for number, level in _LEVELS.items()}
+_LACKING = {"level": (telemetry_pb2.TRACE_LEVEL_OFF,)}
+_WHY = {"level": "the server was started without --otlp-endpoint, so spans have nowhere to go"}
+
+
+def set_tracing(
+    request: telemetry_pb2.SetTracingRequest, tracing: Tracing | None
+) -> telemetry_pb2.SetTracingResponse:
+    """Change the level, if the request has one. Without `tracing` the level is OFF and stays so. Raises
+    InvalidRequest and UnsupportedFeature.
+    """
+    bad = Violations()
+    if request.level and request.level not in _LEVELS:
+        bad.add("level", f"{request.level} is no value of TraceLevel")
+    bad.raise_if_any()
+    if tracing is None:
+        check_supported(request, _LACKING, _WHY)
+        off = telemetry_pb2.TRACE_LEVEL_OFF
+        return telemetry_pb2.SetTracingResponse(previous=off, current=off)
+    check_supported(request)
+    previous = tracing.level
+    if request.level:
+        tracing.level = _LEVELS[request.level]
+    if tracing.level is not previous:
+        log.info("traces: level %s from now on, %s until now", tracing.level.name, previous.name)
+    return telemetry_pb2.SetTracingResponse(
+        previous=_NUMBERS[previous],
+        current=_NUMBERS[tracing.level],
+        spans_exported=tracing.exported,
+        spans_dropped=tracing.dropped,
+        spans_failed=tracing.failed,
+    )
+
+
+CHUNK_BYTES = 1024 * 1024
+"""The most bytes of a zip file that one message carries."""
+
+
+class Profiles:
+    """Makes the profiles of one server."""
+
+    def __init__(self, serving: Serving, folder: Path | None, *, keep: int) -> None:
+        """`folder` is where profiles are written, and the newest `keep` stay; None refuses them."""
+        self._engine = serving.engine
+        self._lanes = serving.lanes
+        self._calls = serving.calls
+        self._folder = folder
+        self._keep = keep
+
+    @property
+    def are_on(self) -> bool:
+        """Whether profiles are made."""
+        return self._folder is not None
+
+    async def profile(
+        self, request: telemetry_pb2.ProfileRequest
+    ) -> AsyncIterator[telemetry_pb2.ProfileResponse]:
+        """Record the next steps: say when it has begun, then what was written, then send the files if they
+        are wanted.
+
+        However the RPC ends, so does the recording. Raises UnsupportedFeature, InvalidRequest,
+        ProfileUnderWay, ProfileFailed and Draining.
+        """
+        if self._folder is None:
+            raise UnsupportedFeature(["Profile"], "the server was started without --profile-dir")
+        asked = to_profile(request)
+        begin = partial(self._engine.profiler.start, self._folder, asked.options, self._keep)
+        run: Ended[ProfileRun] = Ended(begin, lambda run: run.stop())
+        try:
+            async with self._calls.preparing():
+                begun = await self._lanes.heavy(run.make)
+            yield telemetry_pb2.ProfileResponse(started=telemetry_pb2.ProfileStarted(path=str(begun.folder)))
+            async with self._calls.preparing():
+                profile = await asyncio.wrap_future(begun.future)
+        finally:
+            run.end()
+        yield telemetry_pb2.ProfileResponse(finished=_finished(profile))
+        if asked.include_data:
+            with await self._lanes.heavy(partial(_zipped, profile.folder)) as file:
+                while data := await self._lanes.heavy(partial(file.read, CHUNK_BYTES)):
+                    yield telemetry_pb2.ProfileResponse(chunk=telemetry_pb2.ProfileChunk(data=data))
+
+
+def _finished(profile: Profile) -> telemetry_pb2.ProfileFinished:
+    duration = Duration()
+    duration.FromNanoseconds(int(profile.duration_s * 1e9))
+    return telemetry_pb2.ProfileFinished(
+        path=str(profile.folder), steps=profile.steps, bytes=profile.num_bytes, duration=duration
+    )
+
+
+def _zipped(folder: Path) -> IO[bytes]:
+    """Put everything below a folder into a temporary zip file, which is at its beginning. Blocks. Raises
+    ProfileFailed if there is nothing any more: a later profile may have taken the place of this one.
+    """
+    file = tempfile.TemporaryFile()  # noqa: SIM115 -- the caller closes it
+    try:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            for path in _files(folder):
+                archive.write(path, path.relative_to(folder))
+        file.seek(0)
+    except OSError as error:
+        file.close()
+        raise ProfileFailed(f"the files of the profile cannot be sent: {error}") from error
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files below a folder. Raises OSError if there is none."""
+    files = sorted(path for path in folder.rglob("*") if not path.is_dir())
+    if not files:
+        raise FileNotFoundError(f"{folder} is not there any more")
+    return files
+
 
 CONTRACT_REVISION = 5
 _WATCH_LOAD = "penstock.v1.ControlService/WatchLoad"

@@ -12,7 +12,7 @@ from penstock.service.access.callers import Caller
 from penstock.service.access.ownership import engine_id, own_id, owner_of
 from penstock.service.access_errors import Forbidden
 from penstock.service.backend import Backend
-from penstock.service.servicers.abort import AbortTarget, Arrivals
+from penstock.service.servicers.serving import AbortTarget, Arrivals
 
 _RANK = (AbortOutcome.NOT_FOUND, AbortOutcome.ALREADY_FINISHED, AbortOutcome.ABORTED)
 

@@ -33,13 +33,10 @@ from penstock.runtime.requests.request import (
 )
 from penstock.service.access.ownership import own_id
 from penstock.service.replies.messages import encode_logprobs
-from penstock.service.replies.pending import Encode, Taken
-from penstock.service.replies.readers import RequestReader
-from penstock.service.replies.streams import Buffer
-from penstock.service.requests.convert import ServedJob
+from penstock.service.replies.outputs import Buffer, Encode, RequestReader, Taken
+from penstock.service.requests.generate import ServedJob
 from penstock.service.requests.prompts import encode_prompt, encode_words
-from penstock.service.servicers.abort import Arrival
-from penstock.service.servicers.serving import Serving
+from penstock.service.servicers.serving import Arrival, Serving
 from penstock.service.telemetry.tracing.service_spans import RECEIVED_NS
 from penstock.service.usage.meter import current_meter
 

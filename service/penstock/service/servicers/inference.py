@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.service.access.callers import CURRENT_CALLER
 from penstock.service.replies import messages
-from penstock.service.replies.collected import Collected
-from penstock.service.replies.pending import Taken
-from penstock.service.requests.convert import ServedJob, to_job
-from penstock.service.requests.convert_chat import message_cost
-from penstock.service.requests.convert_reading import ReadingJob, to_embed_job, to_score_job
+from penstock.service.replies.messages import Collected
+from penstock.service.replies.outputs import Taken
+from penstock.service.requests.generate import ServedJob, message_cost, to_job
+from penstock.service.requests.reading import ReadingJob, to_embed_job, to_score_job
 from penstock.service.requests.support import check_supported
-from penstock.service.rpcs.decoding import Undecoded
-from penstock.service.servicers.abort import to_target
+from penstock.service.rpcs.interceptors import Undecoded
 from penstock.service.servicers.ending import end_requests
 from penstock.service.servicers.generation import ServedRequest
 from penstock.service.servicers.reading import ServedReading, embedding, score
-from penstock.service.servicers.serving import Serving
+from penstock.service.servicers.serving import Serving, to_target
 from penstock.service.servicers.weights import WeightUpdates
 from penstock.service.threads.lanes import MESSAGE_BYTES
 from penstock.service.usage.meter import current_meter

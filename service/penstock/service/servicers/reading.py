@@ -16,9 +16,9 @@ from penstock.runtime.requests.fanout import PreparedPrompt, output_id
 from penstock.runtime.requests.reading.prompt_reading import PromptReading
 from penstock.runtime.requests.request import FinishReason, Request
 from penstock.service.errors import RequestAborted
-from penstock.service.replies.pending import Taken
-from penstock.service.requests.convert_reading import ReadingJob
+from penstock.service.replies.outputs import Taken
 from penstock.service.requests.prompts import encode_prompt
+from penstock.service.requests.reading import ReadingJob
 from penstock.service.servicers.generation import TOKEN_COST, ServedRequest, in_turns
 from penstock.service.servicers.serving import Serving
 from penstock.v1 import inference_pb2, types_pb2

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from penstock.service.lifecycle.underway import Calls
-from penstock.service.requests.convert_telemetry import LEAST_INTERVAL_S, Watch
-from penstock.service.threads.blocking import in_thread
+from penstock.service.requests.control import LEAST_INTERVAL_S, Watch
+from penstock.service.threads.lanes import in_thread
 from penstock.service.watching.snapshot import Snapshot
 
 FRESH_S = 0.9 * LEAST_INTERVAL_S

@@ -14,6 +14,7 @@ import pytest
 from penstock.runtime import Engine, StoppingParams
 from penstock.runtime.errors import DuplicateRequestId
 from penstock.runtime.grammar.bad_words import BadWords
+from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import AbortOutcome, StepRecord
 from penstock.runtime.requests.fanout import output_id, output_seed, outputs_of, request_id_of
 from penstock.runtime.requests.request import CacheParams, FinishReason, Request, ResolvedSampling, StepOutput
@@ -294,7 +295,7 @@ def test_outputs_share_one_table_of_bad_words(engine: Engine, monkeypatch: pytes
     requests = outputs_of(dataclasses.replace(ask(3, 2), sampling=sampling), 3)
     prepared = engine.prepare(requests[0])
     submitted: list[Request] = []
-    monkeypatch.setattr(engine.core, "submit", lambda request, *_: submitted.append(request))
+    monkeypatch.setattr(EngineCore, "submit", lambda engine, request, *_: submitted.append(request))
     for request in requests:
         engine.submit(request, lambda outputs: None, prepared)
     constraints = [request.constraint for request in submitted]

@@ -187,7 +187,7 @@ def test_few_snapshots_and_few_pages() -> None:
             run(engine, mixed(random.Random(seed), 12))
         requests = [asked(f"r{i}", prompt_of(4 + i), 40) for i in range(6)]
         run(engine, requests)
-        assert engine.core.totals().preemptions > 0
+        assert engine.totals().preemptions > 0
     finally:
         engine.shutdown()
 

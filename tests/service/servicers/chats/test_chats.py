@@ -11,7 +11,7 @@ import json
 
 import pytest
 
-from penstock.service.requests.features import Features
+from penstock.service.requests.generate import Features
 from penstock.v1 import control_pb2, types_pb2
 from tests.service.codecs import CALL, END_CALL, QWEN_VOCAB, THINK, byte_codec, qwen_codec
 from tests.service.rig import collect, failure_of, fake, generate, ids, serving, stream

@@ -14,7 +14,7 @@ import pytest
 from penstock.runtime.chat.parser import choose_forms
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
-from penstock.service.requests.features import Features
+from penstock.service.requests.generate import Features
 from penstock.v1 import types_pb2
 from tests.service.rig import Kept, collect, generate, joined, serving, stream
 from tests.support.models.compilation_cache import TEST_CACHE

@@ -20,7 +20,7 @@ import pytest
 
 from penstock.client import AsyncClient, Generation, Image
 from penstock.runtime.engine import Engine
-from penstock.service.requests.features import Features
+from penstock.service.requests.generate import Features
 from penstock.v1 import control_pb2
 from tests.service.rig import Rig, serving
 from tests.support.goldens import CONFIG, GOLDEN, WITH_PICTURES

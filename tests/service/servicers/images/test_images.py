@@ -10,7 +10,7 @@ import pytest
 
 from penstock.runtime.requests.context import Truncation
 from penstock.service.errors import Busy
-from penstock.service.limits.held_images import HeldImages
+from penstock.service.limits.admission import HeldImages
 from penstock.v1 import control_pb2, types_pb2
 from tests.service.rig import collect, failure_of, generate, ids, serving, stream, until
 from tests.service.servicers.images.pictures import IMAGE, Processor, picture, picture_engine

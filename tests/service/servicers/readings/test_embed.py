@@ -16,7 +16,7 @@ from penstock.runtime.errors import NonFiniteLogits
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.requests.context import most_cut_chars
 from penstock.runtime.requests.reading.prompt_reading import Pooling, PromptReading
-from penstock.service.replies.reply_limits import ReplyLimits
+from penstock.service.replies.reply_budget import ReplyLimits
 from penstock.service.requests.prompts import encode_prompt
 from penstock.service.servicers import reading
 from penstock.v1 import control_pb2, inference_pb2, types_pb2

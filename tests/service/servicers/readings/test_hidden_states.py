@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from penstock.service.replies.reply_limits import ReplyLimits
+from penstock.service.replies.reply_budget import ReplyLimits
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream
 

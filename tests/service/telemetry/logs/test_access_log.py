@@ -13,9 +13,7 @@ import pytest
 
 from penstock.service.telemetry.logs import access_log, refusals
 from penstock.service.telemetry.logs.access_log import AccessLine, AccessLog
-from penstock.service.telemetry.logs.json_lines import JsonLines
-from penstock.service.telemetry.logs.one_line import OneLine
-from penstock.service.telemetry.logs.trace_ids import ids_of, note_span
+from penstock.service.telemetry.logs.formats import JsonLines, OneLine, ids_of, note_span
 from penstock.service.telemetry.options import TraceLevel
 from penstock.service.telemetry.tracing.service_spans import CURRENT_RPC
 from penstock.service.usage.meter import Course, Outcome, Usage

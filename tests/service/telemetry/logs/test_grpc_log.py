@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from penstock.service.telemetry.logs import grpc_log
-from penstock.service.telemetry.logs.one_line import OneLine
+from penstock.service.telemetry.logs.formats import OneLine
 from tests.service.h2peer import Peer
 from tests.service.key_rig import key, serving_keys
 from tests.service.rig import fake, generate, serving, until

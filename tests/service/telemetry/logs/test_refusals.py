@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.errors import InvalidRequest, NotReady, UnsupportedFeature, Violation
-from penstock.service.telemetry.logs.bounded import LineBudget
+from penstock.service.telemetry.logs.lines import LineBudget
 from penstock.service.telemetry.logs.refusals import LINES_PER_SECOND, Refusal, RefusalLog, fields_of
 from penstock.v1 import control_pb2, types_pb2
 from tests.service.rig import failure_of, fake, generate, serving, stream, until

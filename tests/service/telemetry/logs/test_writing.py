@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from penstock.runtime.errors import ConfigError
-from penstock.service.telemetry.logs.json_lines import JsonLines
-from penstock.service.telemetry.logs.options import LogOptions
-from penstock.service.telemetry.logs.writing import QueuedLog, open_logs
+from penstock.service.telemetry.logs.formats import JsonLines
+from penstock.service.telemetry.logs.writing import LogOptions, QueuedLog, open_logs
 
 WAIT_S = 60
 

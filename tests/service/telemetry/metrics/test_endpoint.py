@@ -15,9 +15,8 @@ import pytest
 
 from penstock.runtime.errors import ConfigError
 from penstock.service.telemetry.metrics import endpoint as module
-from penstock.service.telemetry.metrics.endpoint import MOST_CONNECTIONS, Endpoint
+from penstock.service.telemetry.metrics.endpoint import MOST_CONNECTIONS, Endpoint, Page, Pages
 from penstock.service.telemetry.metrics.families import families
-from penstock.service.telemetry.metrics.page import Page, Pages
 from tests.service.telemetry.metrics.sample_metrics import sample_registry
 
 WAIT_S = 20.0

@@ -10,9 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families as text_fami
 
 from penstock.runtime.measuring.instruments import Instrument, Kind
 from penstock.runtime.measuring.registry import Registry
-from penstock.service.telemetry.metrics.families import families
-from penstock.service.telemetry.metrics.names import family_name, prometheus_name
-from penstock.service.telemetry.metrics.page import Pages, prefers_openmetrics
+from penstock.service.telemetry.metrics.endpoint import Pages, prefers_openmetrics
+from penstock.service.telemetry.metrics.families import families, family_name, prometheus_name
 from tests.service.telemetry.metrics.sample_metrics import (
     SPAN_ID,
     TRACE_ID,

@@ -10,8 +10,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
 from opentelemetry.sdk.metrics.export import MetricsData
 from opentelemetry.sdk.resources import Resource
 
-from penstock.service.telemetry.metrics.otlp_points import metrics_data
-from penstock.service.telemetry.metrics.push import Collector, Push
+from penstock.service.telemetry.metrics.push import Collector, Push, metrics_data
 from tests.service.telemetry.metrics.sample_metrics import SPAN_ID, TRACE_ID, sample_registry
 
 WAIT_S = 20.0

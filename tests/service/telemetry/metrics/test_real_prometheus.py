@@ -17,10 +17,8 @@ from typing import Any
 
 import pytest
 
-from penstock.service.telemetry.metrics.endpoint import Endpoint
-from penstock.service.telemetry.metrics.families import families
-from penstock.service.telemetry.metrics.page import Pages
-from penstock.service.telemetry.metrics.vllm_names import VllmLabels, vllm_families
+from penstock.service.telemetry.metrics.endpoint import Endpoint, Pages
+from penstock.service.telemetry.metrics.families import VllmLabels, families, vllm_families
 from tests.service.telemetry.metrics.sample_metrics import SPAN_ID, TRACE_ID, sample_registry
 
 WAIT_S = 60.0

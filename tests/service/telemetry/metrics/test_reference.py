@@ -13,9 +13,14 @@ from penstock.runtime.measuring import engine_instruments as engine
 from penstock.runtime.measuring.engine_instruments import ENGINE_INSTRUMENTS
 from penstock.runtime.measuring.instruments import Instrument
 from penstock.runtime.measuring.output_meters import END_REASONS
-from penstock.service.telemetry.metrics.names import family_name, prometheus_name
+from penstock.service.telemetry.metrics.families import (
+    CACHE_CONFIG_INFO,
+    FINISHED_REASONS,
+    VIEWS,
+    family_name,
+    prometheus_name,
+)
 from penstock.service.telemetry.metrics.service_instruments import SERVICE_INSTRUMENTS
-from penstock.service.telemetry.metrics.vllm_names import CACHE_CONFIG_INFO, FINISHED_REASONS, VIEWS
 
 PAGE = (Path(__file__).parents[4] / "docs" / "reference" / "metrics.md").read_text()
 

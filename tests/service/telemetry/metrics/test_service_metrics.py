@@ -23,9 +23,9 @@ from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer
 from penstock.service.telemetry.metrics import exports, service_meters
 from penstock.service.telemetry.metrics import service_instruments as defined
-from penstock.service.telemetry.metrics.names import family_name
+from penstock.service.telemetry.metrics.endpoint import Pages
+from penstock.service.telemetry.metrics.families import family_name
 from penstock.service.telemetry.metrics.options import MetricsOptions
-from penstock.service.telemetry.metrics.page import Pages
 from penstock.service.telemetry.metrics.service_meters import UNKNOWN_METHOD, ServiceMeters
 from penstock.service.threads.lanes import Lanes
 from penstock.v1 import control_pb2

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families as text_fami
 from penstock.runtime.measuring import engine_instruments as engine
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.measuring.snapshot import Exemplar
-from penstock.service.telemetry.metrics.page import Pages
-from penstock.service.telemetry.metrics.vllm_names import VIEWS, VllmLabels, vllm_families
+from penstock.service.telemetry.metrics.endpoint import Pages
+from penstock.service.telemetry.metrics.families import VIEWS, VllmLabels, vllm_families
 from tests.service.telemetry.metrics.sample_metrics import CHAT, SPAN_ID, TEXT, TRACE_ID, sample_registry
 
 LABELS = VllmLabels(model_name="demo", page_size=16, num_pages=1024, has_prefix_cache=True)

@@ -15,8 +15,14 @@ from penstock.runtime.errors import ConfigError
 from penstock.service.telemetry.metrics.exports import push_interval_s
 from penstock.service.telemetry.metrics.options import MetricsOptions
 from penstock.service.telemetry.options import TraceLevel, TracingOptions
-from penstock.service.telemetry.otlp.destination import Destination, Signal
-from penstock.service.telemetry.otlp.environment import destination, sampler, service_resource, why_off
+from penstock.service.telemetry.otlp.environment import (
+    Destination,
+    Signal,
+    destination,
+    sampler,
+    service_resource,
+    why_off,
+)
 
 CERTS = Path(__file__).parents[2] / "certs"
 PAGE = Path(__file__).parents[4] / "docs" / "reference" / "environment.md"

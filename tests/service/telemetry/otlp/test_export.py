@@ -27,9 +27,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from penstock.service.telemetry.options import OTLP_PROTOCOLS, OtlpProtocol, TraceLevel, TracingOptions
-from penstock.service.telemetry.otlp import http_transport, wire
-from penstock.service.telemetry.otlp.exporters import Complaints, metric_exporter
-from penstock.service.telemetry.otlp.tracing import Tracing, open_tracing
+from penstock.service.telemetry.otlp import sender, wire
+from penstock.service.telemetry.otlp.tracing import Complaints, Tracing, metric_exporter, open_tracing
 from tests.service.rig import generate, serving
 from tests.support.otlp import (
     WAIT_S,
@@ -44,7 +43,7 @@ from tests.support.otlp import (
 )
 
 CERTS = Path(__file__).parents[2] / "certs"
-LOGGER = "penstock.service.telemetry.otlp.exporters"
+LOGGER = "penstock.service.telemetry.otlp.tracing"
 
 
 @pytest.fixture(autouse=True)
@@ -422,7 +421,7 @@ def test_a_proxy_is_used_for_other_machines_only(monkeypatch: Any) -> None:
 
 def test_tls_goes_through_a_tunnel_of_the_proxy(monkeypatch: Any) -> None:
     """The proxy sees where it goes, and nothing else."""
-    monkeypatch.setattr(http_transport, "is_loopback", lambda host: False)
+    monkeypatch.setattr(sender, "is_loopback", lambda host: False)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(CERTS / "ca.pem"))
     pair = (CERTS / "server.pem", CERTS / "server.key")
     asked: list[bytes] = []

@@ -11,8 +11,7 @@ import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from penstock.service.telemetry.otlp.outbox import BATCH, Outbox
-from penstock.service.telemetry.otlp.span_batch import AnySpan
+from penstock.service.telemetry.otlp.outbox import BATCH, AnySpan, Outbox
 
 WAIT_S = 20.0
 NOBODY = Resource.get_empty()

@@ -13,8 +13,8 @@ import pytest
 from penstock.runtime.errors import EngineFailure
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.scheduling.load import LostPages
-from penstock.service.replies import readers
-from penstock.service.rpcs import sending
+from penstock.service.replies import outputs
+from penstock.service.rpcs import ending
 from penstock.service.telemetry.options import TraceLevel
 from penstock.v1 import inference_pb2
 from tests.service.h2peer import Peer
@@ -278,7 +278,7 @@ async def test_its_reader_stalls_and_is_given_up(
     receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine has long ended it."""
-    monkeypatch.setattr(sending, "LAST_WORDS_S", 0.2)
+    monkeypatch.setattr(ending, "LAST_WORDS_S", 0.2)
     async with (
         traced(receiver, options={"stall_limit_s": 0.5}) as rig,
         Peer(rig.server.address) as peer,
@@ -296,7 +296,7 @@ async def test_its_reader_stalls_and_is_given_up(
 
 
 async def test_its_reader_comes_back(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "STALL_S", 0.05)
+    monkeypatch.setattr(outputs, "STALL_S", 0.05)
     async with (
         traced(receiver, options={"stall_limit_s": 3600.0}) as rig,
         Peer(rig.server.address) as peer,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.runtime.requests.request import RequestTiming
 from penstock.service.telemetry.tracing.notes import Begun
-from penstock.service.telemetry.tracing.phases import engine_phases, phase_id, tiled
+from penstock.service.telemetry.tracing.request_spans import engine_phases, phase_id, tiled
 
 NAMES = ["tokenize", "grammar", "submit", "queue", "prefill", "decode", "reply"]
 TIMES = st.integers(0, 100)

@@ -9,9 +9,13 @@ from penstock.runtime.loop.journal import Changed, Noted, Preempted
 from penstock.runtime.requests.request import RequestTiming
 from penstock.service.telemetry.options import TraceLevel
 from penstock.service.telemetry.tracing import tracer as tracer_module
-from penstock.service.telemetry.tracing.followed import MOST_CHILDREN, MOST_EVENTS, MOST_STEPS_OF_WINDOW
 from penstock.service.telemetry.tracing.notes import Happened, Opened
-from penstock.service.telemetry.tracing.steps import MOST_REQUEST_LINKS
+from penstock.service.telemetry.tracing.request_spans import (
+    MOST_CHILDREN,
+    MOST_EVENTS,
+    MOST_REQUEST_LINKS,
+    MOST_STEPS_OF_WINDOW,
+)
 from tests.service.telemetry.tracing.traced import (
     MS,
     OFFSET_NS,

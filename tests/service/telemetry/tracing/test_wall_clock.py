@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.service.telemetry.tracing.wall_clock import WallClock
+from penstock.service.telemetry.tracing.notes import WallClock
 
 MS = 1_000_000
 

@@ -20,9 +20,8 @@ from penstock.runtime.requests.request import (
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.plan import Plan, PlanRow
 from penstock.service.telemetry.options import TraceLevel
-from penstock.service.telemetry.tracing.notes import Begun, Closed, Opened, RequestContext
+from penstock.service.telemetry.tracing.notes import Begun, Closed, Opened, RequestContext, WallClock
 from penstock.service.telemetry.tracing.tracer import Tracer
-from penstock.service.telemetry.tracing.wall_clock import WallClock
 from tests.support.otlp import ReceivedSpan, Recorder
 
 OFFSET_NS = 1_700_000_000_000_000_000

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.service.telemetry.logs.bounded import BoundedLog
-from penstock.service.telemetry.logs.line import Line
+from penstock.service.telemetry.logs.lines import BoundedLog, Line
 from penstock.service.usage.meter import Course, Outcome, Usage
 
 LOGGER = "penstock.access"

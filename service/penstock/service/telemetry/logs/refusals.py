@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature
-from penstock.service.telemetry.logs.bounded import BoundedLog
-from penstock.service.telemetry.logs.line import Line
+from penstock.service.telemetry.logs.lines import BoundedLog, Line
 
 log = logging.getLogger(__name__)
 

@@ -13,17 +13,15 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.measuring.snapshot import Metric, Snapshot
 from penstock.service.backend import Backend
-from penstock.service.telemetry.metrics.endpoint import PATH, Endpoint
-from penstock.service.telemetry.metrics.families import families
+from penstock.service.telemetry.metrics.endpoint import PATH, Endpoint, Pages
+from penstock.service.telemetry.metrics.families import VllmLabels, families, vllm_families
 from penstock.service.telemetry.metrics.options import MetricsOptions
-from penstock.service.telemetry.metrics.page import Pages
 from penstock.service.telemetry.metrics.push import Collector, Push
 from penstock.service.telemetry.metrics.service_meters import LoopLag, ServiceMeters
-from penstock.service.telemetry.metrics.vllm_names import VllmLabels, vllm_families
 from penstock.service.telemetry.options import TracingOptions
 from penstock.service.telemetry.otlp.environment import destination, service_resource, why_off
-from penstock.service.telemetry.otlp.exporters import metric_exporter
-from penstock.service.threads.blocking import in_thread
+from penstock.service.telemetry.otlp.tracing import metric_exporter
+from penstock.service.threads.lanes import in_thread
 
 log = logging.getLogger(__name__)
 

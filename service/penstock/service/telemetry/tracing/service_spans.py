@@ -26,11 +26,17 @@ from penstock.runtime.generation.jobs import Job
 from penstock.runtime.loop.journal import Journal, Noted
 from penstock.runtime.requests.request import Finish, RequestTiming
 from penstock.service.limits.admission import PACKAGES
-from penstock.service.telemetry.otlp.span_batch import SCOPE
+from penstock.service.telemetry.otlp.outbox import SCOPE
 from penstock.service.telemetry.otlp.tracing import Tracing
 from penstock.service.telemetry.otlp.wire import Attributes, AttributeValue
-from penstock.service.telemetry.tracing.notes import Begun, Closed, Happened, Opened, RequestContext
-from penstock.service.telemetry.tracing.wall_clock import WallClock
+from penstock.service.telemetry.tracing.notes import (
+    Begun,
+    Closed,
+    Happened,
+    Opened,
+    RequestContext,
+    WallClock,
+)
 
 CURRENT_RPC: ContextVar[Span] = ContextVar("penstock_rpc_span", default=trace.INVALID_SPAN)
 RECEIVED_NS: ContextVar[int] = ContextVar("penstock_received_ns", default=0)

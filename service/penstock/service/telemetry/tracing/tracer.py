@@ -36,16 +36,18 @@ from penstock.runtime.requests.request import RequestTiming
 from penstock.runtime.scheduling.plan import PlanRow
 from penstock.service.telemetry.options import TraceLevel
 from penstock.service.telemetry.otlp.wire import Attributes
-from penstock.service.telemetry.tracing.followed import (
+from penstock.service.telemetry.tracing.notes import Closed, Happened, Opened, WallClock
+from penstock.service.telemetry.tracing.request_spans import (
+    ID_BYTES,
     LEAST_STEPS_OF_SHAPE,
     FollowedOutput,
     FollowedRequest,
     NewId,
+    Step,
+    request_spans,
+    step_of,
+    step_trace,
 )
-from penstock.service.telemetry.tracing.notes import Closed, Happened, Opened
-from penstock.service.telemetry.tracing.request_spans import request_spans
-from penstock.service.telemetry.tracing.steps import ID_BYTES, Step, step_of, step_trace
-from penstock.service.telemetry.tracing.wall_clock import WallClock
 
 MOST_FOLLOWED = 8192
 """So many outputs are followed at once. Beyond that, those of the oldest requests are followed no more."""

@@ -13,8 +13,16 @@ from penstock.runtime.generation.readings import VectorForm
 from penstock.runtime.requests.context import Truncation, most_cut_tokens
 from penstock.runtime.requests.reading.prompt_reading import Pooling
 from penstock.runtime.requests.request import CacheParams, ResolvedSampling, StoppingParams
-from penstock.service.requests.convert import Limits, ServedJob, check_model, request_id_of
-from penstock.service.requests.convert_params import TRUNCATIONS, Ids, Violations, token_ids
+from penstock.service.requests.generate import (
+    TRUNCATIONS,
+    Ids,
+    Limits,
+    ServedJob,
+    Violations,
+    check_model,
+    request_id_of,
+    token_ids,
+)
 from penstock.service.requests.support import Refused, check_supported
 from penstock.v1 import inference_pb2, types_pb2
 

@@ -1,14 +1,32 @@
-"""Lines of the log that may come by the thousands: so many a second are written, and the others counted."""
+"""Messages of the log that are values with fields, and not texts.
+
+Lines of the log that may come by the thousands: so many a second are written, and the others counted.
+"""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import Context
 
-from penstock.service.telemetry.logs.line import Line
+
+class Line(abc.ABC):
+    """A message that `log.info(line)` takes in place of a text. It must not change after that, because it is
+    formatted later, on another thread.
+    """
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def __str__(self) -> str:
+        """The message in words."""
+
+    @abc.abstractmethod
+    def fields(self) -> Mapping[str, object]:
+        """The same as values that JSON has, by name."""
 
 
 class LineBudget:

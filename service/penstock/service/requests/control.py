@@ -1,4 +1,6 @@
-"""Converts what changes weights or stops tokens: UpdateWeights, CommitWeights, DiscardWeights and Pause."""
+"""Converts what operators, routers and trainers ask to validated frozen values: watching the load, profiles,
+pages of the vocabulary, weights and pauses.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,84 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.loop.interface import InFlightPolicy
+from penstock.runtime.profiling.profile import DEFAULT_STEPS, DEFAULT_TIMEOUT_S, ProfileOptions
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.updating.interface import Staging, UpdateOptions
-from penstock.service.requests.convert_params import Violations, seconds
+from penstock.service.requests.generate import Violations, seconds
 from penstock.service.requests.support import check_supported
-from penstock.v1 import control_pb2, weights_pb2
+from penstock.v1 import control_pb2, telemetry_pb2, weights_pb2
+
+DEFAULT_INTERVAL_S = 1.0
+LEAST_INTERVAL_S = 0.1
+MOST_INTERVAL_S = 60.0
+MOST_REQUESTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What a watcher wants."""
+
+    interval_s: float
+    """Seconds from one message to the next."""
+    max_requests: int
+    """How many requests a message lists at most."""
+
+
+def to_watch(message: telemetry_pb2.WatchLoadRequest) -> Watch:
+    """Check and convert the request. Raises UnsupportedFeature and InvalidRequest."""
+    check_supported(message)
+    bad = Violations()
+    interval_s: float | None = DEFAULT_INTERVAL_S
+    if message.HasField("interval"):
+        interval_s = seconds("interval", message.interval, bad)
+        if interval_s is not None and not LEAST_INTERVAL_S <= interval_s <= MOST_INTERVAL_S:
+            allowed = f"from {LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:g} s"
+            bad.add("interval", f"must be {allowed}, not {interval_s:g} s")
+    if message.max_requests > MOST_REQUESTS:
+        bad.add("max_requests", f"must be at most {MOST_REQUESTS}, not {message.max_requests}")
+    bad.raise_if_any()
+    assert interval_s is not None
+    return Watch(interval_s, message.max_requests)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedProfile:
+    """What a caller wants to have recorded."""
+
+    options: ProfileOptions
+    include_data: bool
+    """Whether the files are to be sent, too."""
+
+
+def to_profile(message: telemetry_pb2.ProfileRequest) -> AskedProfile:
+    """Check and convert the message. Raises InvalidRequest."""
+    check_supported(message)
+    bad = Violations()
+    steps = message.steps if message.HasField("steps") else DEFAULT_STEPS
+    timeout_s = seconds("timeout", message.timeout, bad) if message.HasField("timeout") else DEFAULT_TIMEOUT_S
+    bad.raise_if_any()
+    assert timeout_s is not None
+    return AskedProfile(ProfileOptions(steps=steps, timeout_s=timeout_s), message.include_data)
+
+
+MOST_TOKENS = 32_768
+
+
+def to_page(message: control_pb2.GetVocabularyRequest, vocab_size: int) -> range:
+    """Check and convert the request to the ids of the tokens that the page may have, at least one. Raises
+    UnsupportedFeature and InvalidRequest.
+    """
+    check_supported(message)
+    bad = Violations()
+    first = message.first_token_id
+    if first >= vocab_size:
+        bad.add("first_token_id", f"must be below the vocabulary size {vocab_size}, not {first}")
+    most = message.max_tokens if message.HasField("max_tokens") else MOST_TOKENS
+    if not 1 <= most <= MOST_TOKENS:
+        bad.add("max_tokens", f"must be from 1 to {MOST_TOKENS}, not {most}")
+    bad.raise_if_any()
+    return range(first, min(first + most, vocab_size))
+
 
 MAX_TENSORS = 20_000
 """How many tensors one update may have. They are counted before anything walks over them."""
