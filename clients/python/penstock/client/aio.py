@@ -84,9 +84,8 @@ class AsyncClient(AsyncReadings):
         request = generation_requests.stream_request(prompt, min_tokens_per_message, options)
         sent = self._sent(metadata)
 
-        return AsyncGenerationStream(
-            lambda left: self.inference.Stream(request, timeout=left, metadata=sent), self._attempts(timeout)
-        )
+        start = self._noted(lambda left: self.inference.Stream(request, timeout=left, metadata=sent))
+        return AsyncGenerationStream(start, self._attempts(timeout))
 
     async def abort(
         self,
@@ -336,6 +335,7 @@ class AsyncClient(AsyncReadings):
     async def close(self) -> None:
         """Close the channel and cancel running calls. A channel that the caller gave stays open."""
         if self._owns_channel:
+            self._cancel_calls()
             await self.channel.close()
 
     async def __aenter__(self) -> Self:

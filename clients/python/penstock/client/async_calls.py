@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import grpc
 import grpc.aio
@@ -40,6 +42,27 @@ class AsyncCalls(BaseClient[grpc.aio.Channel]):
             return grpc.aio.insecure_channel(found.target, options=found.options)
         return grpc.aio.secure_channel(found.target, found.credentials, options=found.options)
 
+    @cached_property
+    def _calls(self) -> WeakSet[Any]:
+        """The calls that somebody still holds."""
+        return WeakSet()
+
+    def _noted(self, start: Callable[[float | None], CallT]) -> Callable[[float | None], CallT]:
+        """Return the same start of a call, which `_cancel_calls` finds then. The close of grpc.aio's channel
+        finds a call only while one of its tasks runs; another call would go on until the server ends it.
+        """
+
+        def noted(timeout: float | None) -> CallT:
+            call = start(timeout)
+            self._calls.add(call)
+            return call
+
+        return noted
+
+    def _cancel_calls(self) -> None:
+        for call in list(self._calls):
+            call.cancel()
+
     def _health(self) -> AsyncReadiness:
         return AsyncReadiness(self._check_health, self.metadata)
 
@@ -71,9 +94,8 @@ class AsyncCalls(BaseClient[grpc.aio.Channel]):
         value_of: Callable[[ReplyT], ValueT],
     ) -> AsyncServerStream[ValueT]:
         sent = self._sent(metadata)
-        return AsyncServerStream(
-            lambda left: method(request, timeout=left, metadata=sent), self._attempts(timeout), value_of
-        )
+        start = self._noted(lambda left: method(request, timeout=left, metadata=sent))
+        return AsyncServerStream(start, self._attempts(timeout), value_of)
 
     async def _repeated(
         self,
@@ -83,8 +105,9 @@ class AsyncCalls(BaseClient[grpc.aio.Channel]):
         update_id: str = "",
     ) -> ReplyT:
         """Start a call and wait for its answer, as often as `attempts` says."""
+        begin = self._noted(start)
         while True:
-            call = start(attempts.timeout())
+            call = begin(attempts.timeout())
             try:
                 return await answer(call)
             except grpc.RpcError as error:
