@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax.ffi
 
-from penstock.runtime.host.processors import available_processors
+from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.ops.native.build import KERNELS, SOURCES
 
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from penstock.runtime.text.codec import TextCodec
-from penstock.service.requests import prompts
+from penstock.service.requests import generate
 from tests.support.models.byte_text import CHAT_TEMPLATE, END, EOS, byte_tokenizer
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -42,7 +42,7 @@ def slow_codec(monkeypatch: pytest.MonkeyPatch) -> tuple[TextCodec, threading.Ev
     """A byte codec that waits before it encodes, the event that lets it go on, and the texts that it got so
     far. Even short texts are encoded in a thread then.
     """
-    monkeypatch.setattr(prompts, "INLINE_CHARS", 0)
+    monkeypatch.setattr(generate, "INLINE_CHARS", 0)
     gate = threading.Event()
     encoding: list[str] = []
     codec = byte_codec()

@@ -40,6 +40,7 @@ from penstock.runtime.errors import (
     WeightsTooOld,
 )
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
+from penstock.runtime.images.reader import ImageReader
 from penstock.runtime.loop.interface import (
     AbortOutcome,
     Applied,
@@ -56,12 +57,11 @@ from penstock.runtime.measuring.engine_meters import EngineMeters
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.engine_state import Sources
 from penstock.runtime.measuring.registry import Registry
-from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.model_info import ModelInfo
-from penstock.runtime.requests.fanout import PreparedPrompt
 from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
+    PreparedPrompt,
     Request,
     RequestTiming,
     StepOutput,

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.requests.constraint import TokenConstraint, mask_words
-from penstock.runtime.requests.fanout import SEPARATOR
-from penstock.runtime.requests.reading.prompt_reading import Pooling
 from penstock.runtime.requests.request import (
+    SEPARATOR,
     Finish,
     FinishReason,
+    Pooling,
     Request,
     RequestTiming,
     StepOutput,

@@ -10,10 +10,10 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.runtime.chat.forms import gemma4
-from penstock.runtime.chat.forms.events import Call, Event, Text
-from penstock.runtime.chat.forms.reader import Reader, Stream, Wait
-from penstock.runtime.chat.forms.tools import TOOL_FORMS, CallParser
+from penstock.runtime.chat.tool_formats import gemma4
+from penstock.runtime.chat.tool_formats.events import Call, Event, Text
+from penstock.runtime.chat.tool_formats.reader import Reader, Stream, Wait
+from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS, CallParser
 from tests.support.suite.drawing import few
 
 TOOLS = ("get_weather", "f", "g", "ns.tool-2")

@@ -21,10 +21,10 @@ from typing import Any
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 
-from penstock.runtime.generation.jobs import Job
-from penstock.runtime.generation.prompts import TokenPrompt
 from penstock.runtime.loop.interface import StepRecord, StepShape
 from penstock.runtime.loop.journal import Ended, Entry, Journal, Noted, Queued
+from penstock.runtime.prompting.jobs import Job
+from penstock.runtime.prompting.prompts import TokenPrompt
 from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
 from penstock.runtime.scheduling.plan import StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig

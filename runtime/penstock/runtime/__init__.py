@@ -10,20 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.runtime.chat.messages import ChatTurn, Tool, ToolCall
     from penstock.runtime.config import EngineConfig
-    from penstock.runtime.embedding.async_engine import AsyncEngine
-    from penstock.runtime.embedding.async_stream import AsyncGenerationStream
-    from penstock.runtime.embedding.stream import GenerationStream
     from penstock.runtime.engine import Engine
-    from penstock.runtime.generation.readings import Score
-    from penstock.runtime.generation.results import Generation, Output
-    from penstock.runtime.media.image import Image
-    from penstock.runtime.requests.context import ContextParams, Truncation
+    from penstock.runtime.images.image import Image
+    from penstock.runtime.inprocess.async_engine import AsyncEngine
+    from penstock.runtime.inprocess.streams import AsyncGenerationStream, GenerationStream
+    from penstock.runtime.prompting.prompts import ContextParams, Truncation
+    from penstock.runtime.prompting.results import Generation, Output, Score
     from penstock.runtime.requests.output_constraints import Choice, Ebnf, JsonObject, JsonSchema, Regex
-    from penstock.runtime.requests.reading.prompt_reading import Pooling
     from penstock.runtime.requests.request import (
         CacheParams,
         Finish,
         FinishReason,
+        Pooling,
         ResolvedSampling,
         StoppingParams,
     )
@@ -61,33 +59,33 @@ __all__ = [
 ]
 
 _HOME = {
-    "AsyncEngine": "penstock.runtime.embedding.async_engine",
-    "AsyncGenerationStream": "penstock.runtime.embedding.async_stream",
+    "AsyncEngine": "penstock.runtime.inprocess.async_engine",
+    "AsyncGenerationStream": "penstock.runtime.inprocess.streams",
     "CacheParams": "penstock.runtime.requests.request",
     "ChatTurn": "penstock.runtime.chat.messages",
     "Choice": "penstock.runtime.requests.output_constraints",
-    "ContextParams": "penstock.runtime.requests.context",
+    "ContextParams": "penstock.runtime.prompting.prompts",
     "Delta": "penstock.runtime.text.assembler",
     "Ebnf": "penstock.runtime.requests.output_constraints",
     "Engine": "penstock.runtime.engine",
     "EngineConfig": "penstock.runtime.config",
     "Finish": "penstock.runtime.requests.request",
     "FinishReason": "penstock.runtime.requests.request",
-    "Generation": "penstock.runtime.generation.results",
-    "GenerationStream": "penstock.runtime.embedding.stream",
-    "Image": "penstock.runtime.media.image",
+    "Generation": "penstock.runtime.prompting.results",
+    "GenerationStream": "penstock.runtime.inprocess.streams",
+    "Image": "penstock.runtime.images.image",
     "JsonObject": "penstock.runtime.requests.output_constraints",
     "JsonSchema": "penstock.runtime.requests.output_constraints",
-    "Output": "penstock.runtime.generation.results",
-    "Pooling": "penstock.runtime.requests.reading.prompt_reading",
+    "Output": "penstock.runtime.prompting.results",
+    "Pooling": "penstock.runtime.requests.request",
     "Regex": "penstock.runtime.requests.output_constraints",
     "ResolvedSampling": "penstock.runtime.requests.request",
     "SamplingParams": "penstock.runtime.requests.sampling_params",
-    "Score": "penstock.runtime.generation.readings",
+    "Score": "penstock.runtime.prompting.results",
     "StoppingParams": "penstock.runtime.requests.request",
     "Tool": "penstock.runtime.chat.messages",
     "ToolCall": "penstock.runtime.chat.messages",
-    "Truncation": "penstock.runtime.requests.context",
+    "Truncation": "penstock.runtime.prompting.prompts",
 }
 
 

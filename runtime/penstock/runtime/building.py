@@ -22,28 +22,28 @@ from penstock.runtime.execution.backend import Backend, check_required, choose_b
 from penstock.runtime.execution.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.execution.compilation import use_compilation_cache
 from penstock.runtime.execution.device_state import DeviceState
+from penstock.runtime.execution.images import encode_buckets
 from penstock.runtime.execution.kv_sizing import KVPlan, device_kv_bytes, plan_kv, prefix_cache_pages
-from penstock.runtime.execution.pictures import encode_buckets
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.compile.on_demand import CompilerOnDemand
-from penstock.runtime.host.processors import available_processors
-from penstock.runtime.host.resident import resident_bytes
+from penstock.runtime.images.image import ImageLimits
+from penstock.runtime.images.processor import ImageProcessor
+from penstock.runtime.images.reader import ImageReader
 from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.journal import Journal
+from penstock.runtime.loop.stepping import Pacer
+from penstock.runtime.machine.processors import available_processors
+from penstock.runtime.machine.resident import resident_bytes
 from penstock.runtime.measuring.engine_meters import EngineMeters
 from penstock.runtime.measuring.engine_state import BuildInfo, Sources
 from penstock.runtime.measuring.registry import Registry
-from penstock.runtime.media.image import ImageLimits
-from penstock.runtime.media.processor import ImageProcessor
-from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.ops.cache_spec import cache_dtype
+from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS, blocks_of
 from penstock.runtime.scheduling.load import Load
-from penstock.runtime.scheduling.pacing import Pacer
-from penstock.runtime.scheduling.picture_pool import BLOCK_TOKENS, blocks_of
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.scheduler_config import GroupLimits, SchedulerConfig
 from penstock.runtime.text.codec import TextCodec

@@ -4,7 +4,7 @@
 ...     print(engine.generate("Once upon a time", stopping=StoppingParams(max_tokens=40)).text)
 
 `EngineCore` works on requests of token ids, and `building` sizes and makes its parts. `RequestRules` says how
-a caller's request is changed before the core sees it, and `penstock.runtime.generation` puts text around it.
+a caller's request is changed before the core sees it, and `penstock.runtime.text` puts text around it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,16 @@ from numpy.typing import NDArray
 from penstock.runtime.building import build, grammar_compiler, measure
 from penstock.runtime.chat.parser import ChatForms, choose_forms
 from penstock.runtime.config import EngineConfig, ResolvedConfig
-from penstock.runtime.embedding.active_ids import ActiveIds
-from penstock.runtime.embedding.batch import generate_all
-from penstock.runtime.embedding.options import (
+from penstock.runtime.errors import ConfigError, InvalidRequest, Violation
+from penstock.runtime.execution.backend import Backend, choose_backend
+from penstock.runtime.execution.cpu_threads import start_backends
+from penstock.runtime.grammar.bad_words import BadWords
+from penstock.runtime.grammar.compile.compiler import GrammarCompiler
+from penstock.runtime.images.reader import ImageReader
+from penstock.runtime.images.vision import Vision
+from penstock.runtime.inprocess.active_ids import ActiveIds
+from penstock.runtime.inprocess.batch import generate_all
+from penstock.runtime.inprocess.options import (
     ChatOptions,
     Messages,
     PromptOptions,
@@ -37,18 +44,8 @@ from penstock.runtime.embedding.options import (
     jobs_of,
     prompt_job,
 )
-from penstock.runtime.embedding.readings import ReadingOptions, embed, score
-from penstock.runtime.embedding.stream import GenerationStream
-from penstock.runtime.errors import ConfigError, InvalidRequest, Violation
-from penstock.runtime.execution.backend import Backend, choose_backend
-from penstock.runtime.execution.cpu_threads import start_backends
-from penstock.runtime.generation.readings import Score, VectorForm
-from penstock.runtime.generation.results import Generation
-from penstock.runtime.grammar.bad_words import BadWords
-from penstock.runtime.grammar.compile.compiler import GrammarCompiler
-from penstock.runtime.host import host_memory
-from penstock.runtime.host.processors import available_processors
-from penstock.runtime.host.switch_interval import SwitchInterval
+from penstock.runtime.inprocess.scoring import ReadingOptions, embed, score
+from penstock.runtime.inprocess.streams import GenerationStream
 from penstock.runtime.loading.served_model import ServedModel, load_model
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import (
@@ -59,11 +56,12 @@ from penstock.runtime.loop.interface import (
     WeightsVersion,
 )
 from penstock.runtime.loop.journal import Journal
+from penstock.runtime.machine import host_memory
+from penstock.runtime.machine.processors import available_processors
+from penstock.runtime.machine.switch_interval import SwitchInterval
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.measuring.update_meters import UpdateMeters
-from penstock.runtime.media.reader import ImageReader
-from penstock.runtime.media.vision import Vision
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.profiling.profile import (
     DEFAULT_STEPS,
@@ -72,10 +70,9 @@ from penstock.runtime.profiling.profile import (
     ProfileRun,
 )
 from penstock.runtime.profiling.profiler import Profiler
-from penstock.runtime.requests.context import Truncation
-from penstock.runtime.requests.fanout import PreparedPrompt
-from penstock.runtime.requests.reading.prompt_reading import Pooling
-from penstock.runtime.requests.request import Request, ResolvedSampling
+from penstock.runtime.prompting.prompts import Truncation
+from penstock.runtime.prompting.results import Generation, Score, VectorForm
+from penstock.runtime.requests.request import Pooling, PreparedPrompt, Request, ResolvedSampling
 from penstock.runtime.requests.word_table import WordTable
 from penstock.runtime.text.codec import TextCodec
 from penstock.runtime.updating.interface import UpdateOptions, UpdateReport

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.runtime.media.image import ImageLimits
-from penstock.runtime.requests.reading.prompt_reading import Pooling
+from penstock.runtime.images.image import ImageLimits
+from penstock.runtime.requests.request import Pooling
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 
 

@@ -13,16 +13,14 @@ from typing import Protocol
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
+from penstock.runtime.images.image import ImageLimits
+from penstock.runtime.images.reader import ImageReader
 from penstock.runtime.loop.interface import AbortOutcome, InFlightPolicy, Paused, Pulse, WeightsVersion
 from penstock.runtime.loop.journal import Journal
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
-from penstock.runtime.media.image import ImageLimits
-from penstock.runtime.media.reader import ImageReader
 from penstock.runtime.profiling.profile import ProfileOptions, ProfileRun
-from penstock.runtime.requests.fanout import PreparedPrompt
-from penstock.runtime.requests.reading.prompt_reading import Pooling
-from penstock.runtime.requests.request import Finish, Request, StepOutput
+from penstock.runtime.requests.request import Finish, Pooling, PreparedPrompt, Request, StepOutput
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.requests.context import Truncation
+from penstock.runtime.prompting.prompts import Truncation
 from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.connections import ConnectionOptions
 from penstock.service.listening.listen_options import ListenOptions, host_problems, tcp_address, unix_address

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.runtime import Engine, SamplingParams, StoppingParams
-from penstock.runtime.chat.forms.events import Parsed
 from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall, mint_call_id
 from penstock.runtime.chat.parser import choose_forms
+from penstock.runtime.chat.tool_formats.events import Parsed
 from tests.support.models.demo import demo_engine
 
 WEATHER = RawTool(

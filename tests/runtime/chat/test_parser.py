@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from penstock.runtime.chat.forms.events import Call, Parsed
-from penstock.runtime.chat.forms.tools import TOOL_FORMS
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.parser import ChatForms, choose_forms, detect
 from penstock.runtime.chat.reasoning import REASONING_FORMS
+from penstock.runtime.chat.tool_formats.events import Call, Parsed
+from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.hub import DEMO_DIRECTORY
+from penstock.runtime.text.assembler import TextStream
 from penstock.runtime.text.codec import TextCodec
-from penstock.runtime.text.stream import TextStream
 from tests.support.chat import LLAMA3, MISTRAL, QWEN, R1, bytes_tokenizer, pieces_of
 
 USER = (ChatTurn("user", "hi"),)

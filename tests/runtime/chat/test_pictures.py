@@ -10,7 +10,7 @@ import pytest
 from penstock.runtime.chat.from_mappings import turns_of
 from penstock.runtime.chat.messages import Chat, ChatTurn
 from penstock.runtime.errors import InvalidRequest
-from penstock.runtime.media.image import Image
+from penstock.runtime.images.image import Image
 from penstock.runtime.text.codec import TextCodec
 from tests.support.chat import bytes_tokenizer
 

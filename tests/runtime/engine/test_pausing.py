@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from penstock.runtime import Engine
-from penstock.runtime.embedding.async_engine import AsyncEngine
+from penstock.runtime.inprocess.async_engine import AsyncEngine
 from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.loop.interface import InFlightPolicy, InFlightReport, Paused
 from tests.support.collector import GREEDY_PARAMS, Collector, at_gate, long, submit

@@ -21,11 +21,13 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, check_required, choose_backend, single_device_mesh
 from penstock.runtime.execution.compilation import compile_program
 from penstock.runtime.execution.kv_sizing import DeviceMemory
-from penstock.runtime.ops.attention import LONG_SPAN, native_paged_attention, paged_attention
+from penstock.runtime.ops.attention import LONG_SPAN, paged_attention
 from penstock.runtime.ops.native import huge_pages, library
+from penstock.runtime.ops.native.attention import native_paged_attention
+from penstock.runtime.ops.native.sample import native_sample, native_token_logprobs
 from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT
-from penstock.runtime.ops.sampler import native_sample, native_token_logprobs, sample, token_logprobs
+from penstock.runtime.ops.sampler import sample, token_logprobs
 from penstock.runtime.requests.request import StoppingParams
 from tests.support.collector import GREEDY_PARAMS
 from tests.support.models.toy import toy_engine, toy_tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.host.processors import available_processors
+from penstock.runtime.machine.processors import available_processors
 
 HEAD = """
 import logging, os

@@ -6,10 +6,10 @@ import jsonschema
 import pytest
 
 from penstock.runtime.chat.enforce.forced_calls import call_grammar
-from penstock.runtime.chat.forms.tools import TOOL_FORMS
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.chat.reasoning import REASONING_FORMS
+from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS
 from penstock.runtime.requests.grammar import Grammar, GrammarKind
 
 KNOWN = {

@@ -21,6 +21,7 @@ from penstock.runtime.errors import Draining, DuplicateRequestId, EngineFailure
 from penstock.runtime.execution.device_state import DeviceState
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.loop.changes import BetweenSteps
+from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
 from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput
 from penstock.runtime.scheduling.scheduler import Load
@@ -114,7 +115,7 @@ def test_an_update_that_is_refused_after_staging_holds_no_weights(
     def then_stop(update: OneUpdate, num_bytes: int) -> None:
         finish(update, num_bytes)
         assert placed[0]() is not None
-        engine.shutdown()
+        EngineCore.shutdown(engine)
 
     monkeypatch.setattr(OneUpdate, "finish", then_stop)
     with pytest.raises(Draining) as refused:

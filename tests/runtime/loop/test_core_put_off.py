@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams, TokenLogprobs
-from penstock.runtime.scheduling.pacing import Pacer
+from penstock.runtime.loop.stepping import Pacer
+from penstock.runtime.requests.request import (
+    Request,
+    ResolvedSampling,
+    StoppingParams,
+    TokenLogprobs,
+    outputs_of,
+)
 from penstock.runtime.scheduling.plan import StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.runtime.loop.test_core_streams import MAX_LEN, Apart, core

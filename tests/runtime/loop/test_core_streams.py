@@ -15,8 +15,7 @@ import pytest
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.loop.journal import Journal
-from penstock.runtime.loop.stepping import Planned, Steps
-from penstock.runtime.requests.fanout import outputs_of
+from penstock.runtime.loop.stepping import Pacer, Planned, Steps
 from penstock.runtime.requests.request import (
     CacheParams,
     Finish,
@@ -25,8 +24,8 @@ from penstock.runtime.requests.request import (
     ResolvedSampling,
     StepOutput,
     StoppingParams,
+    outputs_of,
 )
-from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.plan import Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.collector import Collector

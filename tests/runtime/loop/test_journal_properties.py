@@ -21,7 +21,7 @@ from penstock.runtime.errors import PenstockError
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
 from penstock.runtime.loop.journal import Cancelled, Ended, Entry, Journal, Preempted, Queued
-from penstock.runtime.requests.fanout import outputs_of
+from penstock.runtime.loop.stepping import Pacer
 from penstock.runtime.requests.request import (
     CacheParams,
     Finish,
@@ -31,9 +31,9 @@ from penstock.runtime.requests.request import (
     ResolvedSampling,
     StepOutput,
     StoppingParams,
+    outputs_of,
 )
 from penstock.runtime.scheduling.load import Totals
-from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.runtime.loop.test_changes_properties import slow_down
 from tests.runtime.loop.test_core_streams import MAX_LEN

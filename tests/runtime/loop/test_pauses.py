@@ -20,8 +20,14 @@ from penstock.runtime.errors import (
 )
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import InFlightPolicy, InFlightReport, Paused
-from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput, StoppingParams
+from penstock.runtime.requests.request import (
+    Finish,
+    FinishReason,
+    Request,
+    StepOutput,
+    StoppingParams,
+    outputs_of,
+)
 from tests.runtime.loop.test_core_streams import MAX_LEN, core
 from tests.support.collector import GREEDY, Collector, Gate
 from tests.support.scheduler.fake_runner import WEIGHT_BYTES, LazyRunner, run_alone

@@ -22,9 +22,10 @@ from penstock.runtime.models import params
 from penstock.runtime.models.config import ExpertsConfig, LatentConfig, MLPConfig, ModelConfig, RouterConfig
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.registry import parse_config
-from penstock.runtime.ops.attention import make_meta, native_paged_attention
+from penstock.runtime.ops.attention import make_meta
 from penstock.runtime.ops.cache_spec import LatentKV
 from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.attention import native_paged_attention
 from tests.support.goldens import CONFIG, GOLDEN
 from tests.support.models import deepseek
 from tests.support.native.kernels import kernel_params, running

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.models import params
-from penstock.runtime.models.layers.media import MediaInputs
+from penstock.runtime.models.layers.images import MediaInputs
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
 from tests.runtime.models.conftest import SLOTS, Sequence
 from tests.support.goldens import GOLDEN, WITH_PICTURES, check_greedy, check_last_logits

@@ -19,7 +19,7 @@ from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.rope import RopeConfig, cos_sin
 from penstock.runtime.models.vision.attention import attend_spans
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
-from penstock.runtime.requests.media import MediaItem
+from penstock.runtime.requests.images import MediaItem
 from tests.support.goldens import GOLDEN
 
 QWEN3 = VisionConfig(

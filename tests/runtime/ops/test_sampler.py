@@ -11,6 +11,7 @@ import pytest
 
 from penstock.runtime.ops import filters, sampler
 from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.sample import native_token_logprobs
 from penstock.runtime.ops.sampler import RowState
 from penstock.runtime.ops.sampling_codes import (
     BANNED,
@@ -27,7 +28,7 @@ filter_logits = jax.jit(filters.filter_logits)  # without jit every operation wo
 choose = jax.jit(sampler.sample, static_argnames="num_top")
 LOGPROBS = {
     name: jax.jit(made, static_argnums=2)
-    for name, made in (("XLA", sampler.token_logprobs), ("native", sampler.native_token_logprobs))
+    for name, made in (("XLA", sampler.token_logprobs), ("native", native_token_logprobs))
     if name == "XLA" or (jax.default_backend() == "cpu" and library.available())
 }
 

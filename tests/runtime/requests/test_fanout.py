@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.runtime.errors import InvalidRequest
-from penstock.runtime.requests.fanout import MAX_OUTPUTS, output_id, output_seed, outputs_of, request_id_of
-from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling
+from penstock.runtime.requests.request import (
+    MAX_OUTPUTS,
+    CacheParams,
+    Request,
+    ResolvedSampling,
+    output_id,
+    output_seed,
+    outputs_of,
+    request_id_of,
+)
 
 SEEDS = st.integers(0, 2**64 - 1)
 

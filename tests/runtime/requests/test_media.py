@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.runtime.errors import InvalidRequest
-from penstock.runtime.requests.media import DIGEST_BYTES, MediaItem, RotaryPositions, digest_of
+from penstock.runtime.requests.images import DIGEST_BYTES, MediaItem, RotaryPositions, digest_of
 from penstock.runtime.requests.request import Request
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.errors import ConfigError, ExceedsKVCapacity
-from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import Request, StoppingParams
+from penstock.runtime.requests.request import Request, StoppingParams, outputs_of
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.scheduler_config import GroupLimits

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.requests.request import Request, StoppingParams
-from penstock.runtime.scheduling.picture_pool import BLOCK_TOKENS, PicturePool
+from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS, PicturePool
 from penstock.runtime.scheduling.plan import Plan
 from penstock.runtime.scheduling.scheduler import Scheduler
 from tests.support.scheduler.pictures import prompt_with

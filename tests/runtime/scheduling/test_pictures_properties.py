@@ -13,9 +13,14 @@ from collections import deque
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, StoppingParams
-from penstock.runtime.scheduling.picture_pool import BLOCK_TOKENS, blocks_of
+from penstock.runtime.requests.request import (
+    CacheParams,
+    Request,
+    ResolvedSampling,
+    StoppingParams,
+    outputs_of,
+)
+from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS, blocks_of
 from penstock.runtime.scheduling.plan import Plan, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.scheduler_config import GroupLimits, SchedulerConfig

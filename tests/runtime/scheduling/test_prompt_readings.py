@@ -18,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.runtime.errors import InvalidRequest
-from penstock.runtime.requests.reading.prompt_reading import Pooling, PromptReading
 from penstock.runtime.requests.request import (
     CacheParams,
     FinishReason,
+    Pooling,
+    PromptReading,
     Request,
     StepOutput,
     StoppingParams,

@@ -7,10 +7,16 @@ import dataclasses
 import pytest
 
 from penstock.runtime.errors import NonFiniteLogits
-from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput, TokenLogprobs
-from penstock.runtime.scheduling.pacing import LEAST_TOKENS
+from penstock.runtime.requests.request import (
+    Finish,
+    FinishReason,
+    Request,
+    StepOutput,
+    TokenLogprobs,
+    outputs_of,
+)
 from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow, StepResult
+from penstock.runtime.scheduling.prefills import LEAST_TOKENS
 from penstock.runtime.scheduling.scheduler import Load, Scheduler
 from tests.support.scheduler.fake_runner import Rota
 from tests.support.scheduler.scheduling import EOS, WORD, add, commit, dispatch, make

@@ -10,8 +10,7 @@ from typing import Any
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.requests.fanout import output_id, outputs_of
-from penstock.runtime.requests.request import CacheParams, Request, StoppingParams
+from penstock.runtime.requests.request import CacheParams, Request, StoppingParams, output_id, outputs_of
 from penstock.runtime.scheduling.pages import Prefix
 from penstock.runtime.scheduling.plan import Plan, SnapshotUse, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import CacheParams, Request, StoppingParams
+from penstock.runtime.requests.request import CacheParams, Request, StoppingParams, outputs_of
 from penstock.runtime.scheduling.load import LostPages, Totals
 from penstock.runtime.scheduling.scheduler import Scheduler
 from tests.support.scheduler.fake_runner import Rota

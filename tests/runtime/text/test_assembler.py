@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.chat.forms.tools import TOOL_FORMS
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.parser import ChatForms
+from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS
 from penstock.runtime.requests.request import Finish, FinishReason, StepOutput, StoppingParams, TokenLogprobs
 from penstock.runtime.text.assembler import Assembler, Delta
 from penstock.runtime.text.codec import TextCodec

@@ -15,9 +15,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from penstock.runtime.errors import ConfigError, InvalidRequest
+from penstock.runtime.text.assembler import TextStream
 from penstock.runtime.text.codec import TextCodec
 from penstock.runtime.text.decoder import PieceDecoder, WindowDecoder
-from penstock.runtime.text.stream import TextStream
 from tests.runtime.text.codecs import BYTES, CODECS, EOS, GOLDEN, VOCABULARY, bytes_tokenizer, reference
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.requests.context import Truncation
+from penstock.runtime.prompting.prompts import Truncation
 from penstock.server_cli.commands import serve
 from penstock.server_cli.serving import engine_flags, flag_names, option_values, serve_flags
 from penstock.service.limits.bounds import Bounds

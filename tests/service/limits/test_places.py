@@ -10,7 +10,7 @@ import pytest
 
 from penstock.runtime.errors import QueueFull
 from penstock.service.limits.admission import Places
-from penstock.service.requests import prompts
+from penstock.service.requests import generate as generate_module
 from tests.service.codecs import byte_codec
 from tests.service.fake import FakeEngine
 from tests.service.rig import failure_of, fake, generate, serving, until
@@ -68,7 +68,7 @@ async def test_requests_whose_prompts_are_tokenized_fill_the_queue(monkeypatch) 
     """While the thread that tokenizes is blocked, only as many requests are accepted as rows and queue have
     room for.
     """
-    monkeypatch.setattr(prompts, "INLINE_CHARS", 0)
+    monkeypatch.setattr(generate_module, "INLINE_CHARS", 0)
     gate = threading.Event()
     engine = fake(codec=byte_codec(), max_num_seqs=1, max_queued_requests=2)
     monkeypatch.setattr(engine.text, "encode", lambda text, **_: gate.wait(60) and [*text.encode()])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.requests.reading.prompt_reading import Pooling
+from penstock.runtime.requests.request import Pooling
 from tests.service.fake_outputs import HIDDEN_SIZE, pooled_of
 from tests.service.openai.rig import FrontRig, front_rig
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.runtime.chat.messages import ToolCall
-from penstock.runtime.generation.prompts import TokenPrompt
+from penstock.runtime.prompting.prompts import TokenPrompt
 from penstock.runtime.requests.request import ResolvedSampling, StoppingParams, TokenLogprobs
 from penstock.service.replies.messages import encode_logprobs, stream_delta
 from penstock.service.replies.outputs import Taken

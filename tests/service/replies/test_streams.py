@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from penstock.runtime.generation import switchboard
+from penstock.runtime.prompting import outputs
 from penstock.runtime.requests.request import Finish, FinishReason, StepOutput, StoppingParams
 from penstock.runtime.text.assembler import Assembler
 from penstock.service.errors import StalledReader
@@ -39,7 +39,7 @@ def reader(board, engine, *names, assembler=None, stalls=None, **options):
 async def test_one_wake_up_a_step(monkeypatch):
     """64 sinks are called from another thread, as in one step, and the loop is woken once."""
     # However slow the machine is, what came is taken in at one turn.
-    monkeypatch.setattr(switchboard, "MAX_TURN_S", 3600.0)
+    monkeypatch.setattr(outputs, "MAX_TURN_S", 3600.0)
     loop = asyncio.get_running_loop()
     calls = []
 
@@ -59,7 +59,7 @@ async def test_one_wake_up_a_step(monkeypatch):
 
 async def test_a_long_step_is_taken_in_by_turns(monkeypatch):
     """Other tasks on the event loop have a turn in between, and nothing is lost or delivered twice."""
-    monkeypatch.setattr(switchboard, "MAX_TURN_S", 0.0)
+    monkeypatch.setattr(outputs, "MAX_TURN_S", 0.0)
     board = ServerSwitchboard(asyncio.get_running_loop())
     made = [reader(board, fake(), str(i)) for i in range(8)]
     for _, (buffer,) in made:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.text.token_bytes import TokenBytes
+from penstock.runtime.text.decoder import TokenBytes
 from penstock.service.replies.messages import PAGE_BYTES, vocabulary_page
 from penstock.v1 import control_pb2
 from tests.service.codecs import QWEN_VOCAB, qwen_codec

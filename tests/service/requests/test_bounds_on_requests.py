@@ -15,7 +15,7 @@ from penstock.runtime.chat import json_object
 from penstock.runtime.chat.json_object import MAX_JSON_CHARS
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.bad_words import MAX_BAD_WORDS
-from penstock.runtime.requests.context import most_cut_chars, most_cut_tokens
+from penstock.runtime.prompting.prompts import most_cut_chars, most_cut_tokens
 from penstock.runtime.requests.grammar import MAX_CHOICES
 from penstock.runtime.requests.request import MAX_STOP_STRINGS
 from penstock.service.errors import Busy
@@ -28,7 +28,7 @@ from penstock.service.requests.generate import (
     MAX_VIOLATIONS,
     to_job,
 )
-from penstock.service.servicers import generation, inference
+from penstock.service.servicers import inference
 from penstock.service.servicers.serving import MAX_ABORT_IDS, limits_of, to_target
 from penstock.service.threads.lanes import INLINE_BYTES, Lane
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
@@ -375,7 +375,7 @@ async def test_many_outputs_leave_turns_to_others_and_an_abort_finds_all_of_them
 
     def submit_noted(*arguments):
         submit(*arguments)
-        if len(engine.seen) == generation.OUTPUTS_AT_ONCE:
+        if len(engine.seen) == inference.OUTPUTS_AT_ONCE:
             asyncio.get_running_loop().call_soon(abort)
 
     def abort():
@@ -384,10 +384,10 @@ async def test_many_outputs_leave_turns_to_others_and_an_abort_finds_all_of_them
 
     engine.submit = submit_noted  # type: ignore[method-assign]
     async with serving(engine) as rig:
-        request = generate("a", request_id="r", sampling={"n": 3 * generation.OUTPUTS_AT_ONCE})
+        request = generate("a", request_id="r", sampling={"n": 3 * inference.OUTPUTS_AT_ONCE})
         reply = await asyncio.wait_for(rig.inference.Generate(request), 20)
-        assert len(engine.seen) == generation.OUTPUTS_AT_ONCE
+        assert len(engine.seen) == inference.OUTPUTS_AT_ONCE
         assert engine.load().pages_used == 0
-    assert len(reply.outputs) == 3 * generation.OUTPUTS_AT_ONCE
+    assert len(reply.outputs) == 3 * inference.OUTPUTS_AT_ONCE
     ends = {(output.finish.reason, output.finish.message) for output in reply.outputs}
     assert ends == {(types_pb2.FINISH_REASON_ABORTED, "enough")}

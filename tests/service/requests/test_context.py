@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.runtime.errors import InvalidRequest, PromptTooLong
-from penstock.runtime.requests.context import ContextParams, Fitted, Truncation, fit
+from penstock.runtime.prompting.prompts import ContextParams, Fitted, Truncation, fit
 from penstock.runtime.requests.request import StoppingParams
 from penstock.v1 import types_pb2
 from tests.service.rig import collect, failure_of, fake, generate, ids, serving, stream

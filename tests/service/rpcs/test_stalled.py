@@ -28,7 +28,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from penstock.service.limits.admission import Kind
 from penstock.service.replies.outputs import StallLog
 from penstock.service.rpcs import ending
-from penstock.service.servicers.generation import ServedRequest
+from penstock.service.servicers.inference import ServedRequest
 from penstock.service.servicers.serving import Serving
 from penstock.v1 import control_pb2
 from tests.service.h2peer import (

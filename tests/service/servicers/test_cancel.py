@@ -12,7 +12,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from penstock.service.requests import prompts
+from penstock.service.requests import generate as generate_module
 from penstock.v1 import inference_pb2
 from tests.service.rig import (
     CODEC,
@@ -51,7 +51,7 @@ async def in_state(state, start_call, monkeypatch):
     gate = threading.Event()
     engine = fake(hold=True, max_num_seqs=1 if state == "waiting" else 4, max_model_len=10_000)
     if state == "tokenizing":
-        monkeypatch.setattr(prompts, "INLINE_CHARS", 0)
+        monkeypatch.setattr(generate_module, "INLINE_CHARS", 0)
     async with serving(engine) as rig:
         bystander = asyncio.ensure_future(
             rig.inference.Generate(generate(prompt_token_ids={"ids": [97]}, request_id="bystander"))

@@ -10,9 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.runtime.generation.results import merged_timing
-from penstock.runtime.requests.fanout import output_seed
-from penstock.runtime.requests.request import RequestTiming
+from penstock.runtime.prompting.results import merged_timing
+from penstock.runtime.requests.request import RequestTiming, output_seed
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import (
     collect,

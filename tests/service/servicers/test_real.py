@@ -21,7 +21,7 @@ from google.protobuf.duration_pb2 import Duration
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.loop.requests import Delivery
-from penstock.runtime.requests.fanout import output_seed
+from penstock.runtime.requests.request import output_seed
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import Kept, Rig, collect, failure_of, generate, joined, serving, stream, until
 from tests.support.models.compilation_cache import TEST_CACHE

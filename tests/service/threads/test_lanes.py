@@ -9,7 +9,7 @@ import threading
 import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ships no hints
 
-from penstock.runtime.requests.fanout import PreparedPrompt
+from penstock.runtime.requests.request import PreparedPrompt
 from penstock.service.errors import Busy
 from penstock.service.requests.generate import Features
 from penstock.service.threads.lanes import MIB, MOST_TEMPLATES, Lane, Lanes

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.runtime.chat.messages import Chat, ChatTurn
 from penstock.runtime.errors import InvalidRequest, Violation
-from penstock.runtime.text.decoder import IncrementalDecoder, PieceDecoder, byte_level_piece
-from penstock.runtime.text.token_bytes import TokenBytes
+from penstock.runtime.text.decoder import IncrementalDecoder, PieceDecoder, TokenBytes, byte_level_piece
 
 EOS = 256
 VOCAB = 260

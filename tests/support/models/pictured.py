@@ -19,12 +19,12 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
+from penstock.runtime.images.vision import Vision
 from penstock.runtime.loading.served_model import ServedModel
-from penstock.runtime.media.vision import Vision
-from penstock.runtime.models.layers.media import MediaInputs
+from penstock.runtime.models.layers.images import MediaInputs
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
-from penstock.runtime.requests.media import MediaItem, RotaryPositions, digest_of
+from penstock.runtime.requests.images import MediaItem, RotaryPositions, digest_of
 from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
 from tests.support.models.toy import OFFSET, VOCAB, plain_rules, toy_model
 

@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from penstock.runtime.models.configs.vision import VisionConfig
 from penstock.runtime.models.vision.inputs import tokens_of
-from penstock.runtime.requests.media import MediaItem, digest_of
+from penstock.runtime.requests.images import MediaItem, digest_of
 
 
 def cases_of(directory: Path) -> list[dict[str, Any]]:

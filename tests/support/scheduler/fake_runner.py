@@ -21,9 +21,9 @@ import numpy as np
 
 from penstock.runtime.loop.interface import StepShape
 from penstock.runtime.requests.constraint import Mask, mask_words
-from penstock.runtime.requests.media import MediaItem
+from penstock.runtime.requests.images import MediaItem
 from penstock.runtime.requests.request import FinishReason, Request, TokenLogprobs
-from penstock.runtime.scheduling.picture_pool import BLOCK_TOKENS
+from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS
 from penstock.runtime.scheduling.plan import Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler import SchedulerConfig
 from tests.support.scheduler.fake_state import FakeState

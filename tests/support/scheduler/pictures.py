@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.runtime.requests.media import MediaItem, digest_of
+from penstock.runtime.requests.images import MediaItem, digest_of
 
 PLACEHOLDER = 7
 """The token that stands for a picture, as often as the picture has tokens."""

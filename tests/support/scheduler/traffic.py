@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.runtime.errors import DuplicateRequestId, ExceedsKVCapacity, PromptTooLong, QueueFull
-from penstock.runtime.requests.fanout import request_id_of
-from penstock.runtime.requests.request import FinishReason, Request, StepOutput, TokenLogprobs
+from penstock.runtime.requests.request import FinishReason, Request, StepOutput, TokenLogprobs, request_id_of
 from penstock.runtime.scheduling.plan import PageCopy, Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.scheduler.fake_runner import FakeRunner, run_alone

@@ -16,10 +16,15 @@ from dataclasses import dataclass, field
 from penstock.runtime.errors import EngineDead
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.journal import Entry, Journal
-from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, StoppingParams
+from penstock.runtime.loop.stepping import Pacer
+from penstock.runtime.requests.request import (
+    CacheParams,
+    Request,
+    ResolvedSampling,
+    StoppingParams,
+    outputs_of,
+)
 from penstock.runtime.scheduling.load import Totals
-from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.plan import StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.collector import Collector

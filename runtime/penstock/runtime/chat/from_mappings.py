@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from penstock.runtime.chat.messages import ChatTurn, Tool, ToolCall
 from penstock.runtime.errors import InvalidRequest, Violation
-from penstock.runtime.media.image import Image
+from penstock.runtime.images.image import Image
 
 T = TypeVar("T", ChatTurn, Tool)
 

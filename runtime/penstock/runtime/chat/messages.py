@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.runtime.chat.json_object import parse_object
 from penstock.runtime.errors import InvalidRequest, Violation
-from penstock.runtime.media.image import Image
+from penstock.runtime.images.image import Image
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_TEMPLATE_CHARS = 256 * 1024

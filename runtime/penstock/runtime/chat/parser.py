@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from penstock.runtime.chat.forms import harmony
-from penstock.runtime.chat.forms.events import Call, Event, OutputParser, Parsed, Text
-from penstock.runtime.chat.forms.harmony import HarmonyParser
-from penstock.runtime.chat.forms.tools import TOOL_FORMS, CallParser, ToolForm
 from penstock.runtime.chat.messages import Chat
 from penstock.runtime.chat.reasoning import REASONING_FORMS, ReasoningForm, ReasoningParser
+from penstock.runtime.chat.tool_formats import harmony
+from penstock.runtime.chat.tool_formats.events import Call, Event, OutputParser, Parsed, Text
+from penstock.runtime.chat.tool_formats.harmony import HarmonyParser
+from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS, CallParser, ToolForm
 from penstock.runtime.errors import ConfigError
 
 HARMONY = "harmony"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.runtime.chat.forms.reader import (
+from penstock.runtime.chat.tool_formats.reader import (
     SPACES,
     Reader,
     SpaceHolder,

@@ -18,7 +18,7 @@ from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.template_demands import Demands, demands_of
 from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
 from penstock.runtime.errors import InvalidRequest, Violation
-from penstock.runtime.media.image import Image
+from penstock.runtime.images.image import Image
 
 
 def tool_dict(tool: Tool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.runtime.host.children import Child
+from penstock.runtime.machine.children import Child
 
 WORKER = "penstock.runtime.chat.template_worker"
 START_LIMIT_S = 60.0

@@ -23,7 +23,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from penstock.runtime.host import confined
+from penstock.runtime.machine import confined
 
 MEMORY_BYTES = 512 * 1024 * 1024
 """Memory that rendering may take beyond what the interpreter and its modules have."""

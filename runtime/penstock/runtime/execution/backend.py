@@ -23,19 +23,19 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import CPU_ROW_GROWTH, ROW_GROWTH
 from penstock.runtime.execution.cpu_threads import check_pool
 from penstock.runtime.execution.kv_sizing import DeviceMemory
-from penstock.runtime.host.processors import available_processors
+from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.linear import LinearFormat
-from penstock.runtime.ops.attention import LONG_SPAN, AttentionOp, native_paged_attention, paged_attention
+from penstock.runtime.ops.attention import LONG_SPAN, AttentionOp, paged_attention
 from penstock.runtime.ops.device_arrays import ZerosOf
 from penstock.runtime.ops.native import attention as attention_kernels
 from penstock.runtime.ops.native import huge_pages, library
+from penstock.runtime.ops.native.attention import native_paged_attention
+from penstock.runtime.ops.native.sample import native_sample, native_token_logprobs
 from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT, RecurrentOps
 from penstock.runtime.ops.sampler import (
     LogprobsOp,
     SamplerOp,
-    native_sample,
-    native_token_logprobs,
     sample,
     token_logprobs,
 )

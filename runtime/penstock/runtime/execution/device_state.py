@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.compilation import compile_all
-from penstock.runtime.execution.pictures import Pool, pool_shapes
+from penstock.runtime.execution.images import Pool, pool_shapes
 from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_programs import KVCache, Weights

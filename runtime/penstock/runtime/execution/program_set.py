@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.compilation import compile_all, compile_program
-from penstock.runtime.execution.pictures import Pool, input_shapes, make_encode
+from penstock.runtime.execution.images import Pool, input_shapes, make_encode
 from penstock.runtime.execution.request_programs import (
     TABLE_ROWS,
     admission_size,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.runtime.execution.slots import Slots
-from penstock.runtime.ops.token_reports import read_logprobs
+from penstock.runtime.ops.sampler import read_logprobs
 from penstock.runtime.requests.request import TokenLogprobs
 from penstock.runtime.scheduling.plan import Plan
 

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from penstock.runtime.execution.step_programs import KVCache, Rebuild, StepShapes, Weights
 from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV
-from penstock.runtime.ops.sampler import LogprobsOp, RowState, Sampled
+from penstock.runtime.ops.sampler import LogprobsOp, RowState, Sampled, report
 from penstock.runtime.ops.sampling_codes import IN_PROMPT, LOGPROBS
-from penstock.runtime.ops.token_reports import report
 from penstock.runtime.requests.request import Request
 from penstock.runtime.scheduling.plan import PageCopy
 

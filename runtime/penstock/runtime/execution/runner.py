@@ -31,7 +31,7 @@ from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.compilation import CompileCounter
 from penstock.runtime.execution.device_state import DeviceState
 from penstock.runtime.execution.hidden_rows import HiddenRows, sums_buffer
-from penstock.runtime.execution.pictures import EncodeCall, encode_call, needs_sections
+from penstock.runtime.execution.images import EncodeCall, encode_call, needs_sections
 from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.prompt_logprobs import PromptLogprobs, prompt_buffer
 from penstock.runtime.execution.request_programs import pack_admission, pack_page_copies
@@ -42,8 +42,8 @@ from penstock.runtime.grammar.masks.fill import MaskFiller, mask_threads
 from penstock.runtime.grammar.masks.step_masks import StepMasks
 from penstock.runtime.loop.interface import StepShape
 from penstock.runtime.ops.cache_spec import CacheSpec
+from penstock.runtime.ops.sampler import read_logprobs
 from penstock.runtime.ops.sampling_codes import NON_FINITE
-from penstock.runtime.ops.token_reports import read_logprobs
 from penstock.runtime.requests.constraint import TokenConstraint, mask_words
 from penstock.runtime.requests.request import Request, TokenLogprobs
 from penstock.runtime.requests.token_bias import bias_row

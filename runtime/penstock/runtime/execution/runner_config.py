@@ -10,8 +10,8 @@ import numpy as np
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import Buckets, ProgramKey
 from penstock.runtime.execution.step_buffer import Layout
-from penstock.runtime.host.processors import available_processors
-from penstock.runtime.media.vision import Vision
+from penstock.runtime.images.vision import Vision
+from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import ProgramKey
-from penstock.runtime.execution.pictures import POSITIONS, fill_tokens, shift_of
+from penstock.runtime.execution.images import POSITIONS, fill_tokens, shift_of
 from penstock.runtime.execution.request_programs import TABLE_ROWS, pack_table_rows
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_buffer import (

@@ -23,15 +23,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from penstock.runtime.execution.pictures import Pool, media_argument, media_of_rows, media_of_tokens
+from penstock.runtime.execution.images import Pool, media_argument, media_of_rows, media_of_tokens
 from penstock.runtime.execution.step_buffer import FEEDBACK, Layout, Unpacked
-from penstock.runtime.models.layers.media import MediaInputs
+from penstock.runtime.models.layers.images import MediaInputs
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta, with_pages
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
-from penstock.runtime.ops.sampler import RowState, SamplerOp
+from penstock.runtime.ops.sampler import RowState, SamplerOp, report
 from penstock.runtime.ops.sampling_codes import PENALTIES
 from penstock.runtime.ops.state_copies import choose_copies
-from penstock.runtime.ops.token_reports import report
 
 KVCache = tuple[Any, ...]
 """The model's cache, with an entry for each layer; see `cache_spec`."""
@@ -89,7 +88,7 @@ class Chosen(NamedTuple):
     """What the host reads of a dispatch; N is 1, or the most steps of a window."""
 
     tokens: Array  # int32[N, R]; NO_TOKEN where a row made none, NON_FINITE where it cannot
-    logprobs: Array  # int32[N, R, 1 + 2 * num_top], see `token_reports`; zeros where no row has LOGPROBS
+    logprobs: Array  # int32[N, R, 1 + 2 * num_top], see `report`; zeros where no row has LOGPROBS
 
 
 class StepShapes(NamedTuple):

@@ -19,11 +19,11 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from penstock.runtime.errors import CheckpointError, ConfigError
-from penstock.runtime.host.processors import available_processors
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.leaves import LeafMaker, Parts
 from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.loading.tensor_checks import problems_of
+from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.linear import PLAIN, LinearFormat

@@ -12,11 +12,11 @@ from flax import nnx
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.execution.backend import Backend, check_required
+from penstock.runtime.images.processor import ImageProcessor
 from penstock.runtime.loading.checkpoint import check_tensors, load_config
 from penstock.runtime.loading.pooling import read_pooling
 from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.loading.served_model import vision_of
-from penstock.runtime.media.processor import ImageProcessor
 from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules, model_dtype
 from penstock.runtime.ops.cache_spec import CacheSpec, cache_dtype
 from penstock.runtime.scheduling.pages import window_pages

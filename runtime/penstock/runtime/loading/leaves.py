@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from penstock.runtime.host import host_memory
-from penstock.runtime.host.background import lower_priority
+from penstock.runtime.machine import host_memory
+from penstock.runtime.machine.background import lower_priority
 from penstock.runtime.models.load_rules import Leaves, LoadRule, ParamPath, Part, Tensor
 
 _TASK_VALUES = 1 << 21

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.requests.reading.prompt_reading import Pooling
+from penstock.runtime.requests.request import Pooling
 
 MODULES = "modules.json"
 _KNOWN = ("Transformer", "Pooling", "Normalize")

@@ -15,18 +15,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.execution.backend import Backend, check_required
-from penstock.runtime.host import host_memory
-from penstock.runtime.host.processors import available_processors
+from penstock.runtime.images.vision import Vision
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.loading.hub import resolve_model
 from penstock.runtime.loading.pooling import read_pooling
-from penstock.runtime.media.vision import Vision
+from penstock.runtime.machine import host_memory
+from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.configs.vision import VisionConfig
 from penstock.runtime.models.load_rules import LoadRules
 from penstock.runtime.models.params import abstract_model, load_rules, model_dtype
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
 from penstock.runtime.ops.cache_spec import CacheSpec
-from penstock.runtime.requests.reading.prompt_reading import Pooling
+from penstock.runtime.requests.request import Pooling
 from penstock.runtime.requests.sampling_defaults import GenerationDefaults, read_generation_defaults
 from penstock.runtime.text.codec import TextCodec
 

@@ -29,11 +29,9 @@ from penstock.runtime.loop.interface import (
 from penstock.runtime.loop.journal import Journal, Recording
 from penstock.runtime.loop.requests import Delivery, Intake, LiveRequests
 from penstock.runtime.loop.step_loop import StepLoop
-from penstock.runtime.loop.stepping import Steps
-from penstock.runtime.requests.fanout import PreparedPrompt
-from penstock.runtime.requests.request import Finish, Request
+from penstock.runtime.loop.stepping import Pacer, Steps
+from penstock.runtime.requests.request import Finish, PreparedPrompt, Request
 from penstock.runtime.scheduling.load import Load, Totals
-from penstock.runtime.scheduling.pacing import Pacer
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.status import OutputStatus

@@ -17,8 +17,7 @@ from collections.abc import Iterable, Sequence
 from penstock.runtime.loop.interface import AbortOutcome, Sink
 from penstock.runtime.loop.journal import Recording
 from penstock.runtime.requests.checks import check_token_ids, in_vocabulary, knows_tokens
-from penstock.runtime.requests.fanout import PreparedPrompt
-from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput
+from penstock.runtime.requests.request import Finish, FinishReason, PreparedPrompt, Request, StepOutput
 from penstock.runtime.requests.token_bias import bias_row
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.sequence import Sequence as ScheduledSequence

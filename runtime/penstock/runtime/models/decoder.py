@@ -24,16 +24,16 @@ from penstock.runtime.models.config import (
 )
 from penstock.runtime.models.configs.recurrent import DeltaNetConfig, MambaConfig
 from penstock.runtime.models.layers.attention import Attention
+from penstock.runtime.models.layers.delta_net import DeltaNet
 from penstock.runtime.models.layers.experts import Experts
+from penstock.runtime.models.layers.images import MediaInputs
 from penstock.runtime.models.layers.inputs import Angles, LayerInputs, Residual
 from penstock.runtime.models.layers.latent import LatentAttention
-from penstock.runtime.models.layers.media import MediaInputs
+from penstock.runtime.models.layers.mamba import Mamba
 from penstock.runtime.models.layers.mlp import MLP
 from penstock.runtime.models.layers.mlp_and_experts import MLPAndExperts
 from penstock.runtime.models.layers.per_layer import PerLayerAddition, PerLayerInputs
-from penstock.runtime.models.layers.recurrent.delta_net import DeltaNet
-from penstock.runtime.models.layers.recurrent.mamba import Mamba
-from penstock.runtime.models.layers.recurrent.short_conv import ShortConv
+from penstock.runtime.models.layers.short_conv import ShortConv
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, logits
 from penstock.runtime.models.norms import RMSNorm, Vector
 from penstock.runtime.models.pools import PoolPlanners, Pools

@@ -21,7 +21,6 @@ import numpy as np
 from jax import Array, lax
 
 from penstock.runtime.ops.kv_rows import SCALE_BYTES, read_kv, write_kv
-from penstock.runtime.ops.native import attention as kernels
 
 
 class KVSpan(NamedTuple):
@@ -201,7 +200,7 @@ def paged_attention(
     (latent attention). Returns out [T, H, D], or [T, H, value_dim], in q's dtype (padding tokens hold finite
     values) and the updated cache.
     """
-    _check_cache(q, v_new, kv, value_dim)
+    check_cache(q, v_new, kv, value_dim)
     _, num_heads, dim = q.shape
     _, _, kv_heads, page_size, _ = kv.shape
     out_dim = dim if value_dim is None else value_dim
@@ -268,7 +267,7 @@ def paged_attention(
     return out[meta.token_places].astype(q.dtype), kv
 
 
-def _check_cache(q: Array, v_new: Array | None, kv: Array, value_dim: int | None) -> None:
+def check_cache(q: Array, v_new: Array | None, kv: Array, value_dim: int | None) -> None:
     """Raises ValueError unless arguments and cache agree on how wide KV rows are, and on where values are."""
     width = q.shape[2] + (SCALE_BYTES if kv.dtype == jnp.int8 else 0)
     if kv.shape[4] != width:
@@ -281,59 +280,3 @@ def _check_cache(q: Array, v_new: Array | None, kv: Array, value_dim: int | None
         raise ValueError(
             f"a cache of shape {kv.shape} needs value_dim and no v_new if it holds keys only, else only v_new"
         )
-
-
-def native_paged_attention(
-    q: Array,
-    k_new: Array,
-    v_new: Array | None,
-    kv: Array,
-    meta: AttentionMeta,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Array | None = None,
-    chunk: int | None = None,
-    value_dim: int | None = None,
-) -> tuple[Array, Array]:
-    """`paged_attention` by the native CPU kernels for the shapes that they support, else in XLA. Native
-    output of padding tokens is 0.
-    """
-    _check_cache(q, v_new, kv, value_dim)
-    if not kernels.supports(q, kv, value_dim):
-        return paged_attention(
-            q,
-            k_new,
-            v_new,
-            kv,
-            meta,
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-            chunk=chunk,
-            value_dim=value_dim,
-        )
-    plan = kernels.plan(
-        meta.starts,
-        meta.q_lens,
-        meta.page_table,
-        num_tokens=q.shape[0],
-        num_heads=q.shape[1],
-        kv_shape=kv.shape,
-        sliding_window=sliding_window,
-        chunk=chunk,
-    )
-    return kernels.attend(
-        q,
-        k_new,
-        v_new,
-        kv,
-        plan,
-        meta.page_table,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        value_dim=value_dim,
-    )

@@ -9,6 +9,8 @@ only the mask counts, and without a mask nothing is forbidden.
 Temperature and the filters are in `filters`. The draw is exact and takes two uniforms: one picks a chunk of
 the vocabulary by its mass, the other a token inside it. Both come from fold_in(key(seed), position), so a
 request's tokens do not depend on what else is in the batch.
+
+The log-probabilities of sampled tokens as one array of integers, which the host reads.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import numpy as np
 from jax import Array, lax
 
 from penstock.runtime.ops.filters import filter_logits
-from penstock.runtime.ops.native import sample as kernel
 from penstock.runtime.ops.sampling_codes import (
     BANNED,
     BIAS,
@@ -33,7 +34,7 @@ from penstock.runtime.ops.sampling_codes import (
     SAMPLING,
 )
 from penstock.runtime.ops.sampling_rows import SamplingRows
-from penstock.runtime.requests.constraint import mask_words
+from penstock.runtime.requests.request import TokenLogprobs
 
 _CHUNK = 512
 _ARGMAX_CHUNK = 128
@@ -256,70 +257,28 @@ def top_values(logits: Array, count: int) -> tuple[Array, Array]:
     return values, chunk * _ARGMAX_CHUNK + at % _ARGMAX_CHUNK
 
 
-def native_token_logprobs(
-    logits: Array, tokens: Array, num_top: int, num_rows: Array
-) -> tuple[Array, Array, Array]:
-    """`token_logprobs` by the native sampler. A mask allows each row its own token alone, so the sampler
-    takes that token and reports it.
+def report(sampled: Sampled, flags: Array) -> Array:
+    """Log-probabilities as the host reads them, int32[R, 1 + 2 * num_top], see `read_logprobs`; zeros if no
+    row wants any.
     """
-    count, vocab = logits.shape
-    row = jnp.arange(count)
-    mask = jnp.zeros((count, mask_words(vocab)), jnp.int32).at[row, tokens // 32].set(1 << tokens % 32)
 
-    def every(value: int, dtype: type[np.generic] = np.int32) -> Array:
-        return jnp.full((count,), value, dtype)
+    def full() -> Array:
+        values = jnp.concatenate([sampled.logprobs[:, None], sampled.top_logprobs], axis=1)
+        bits = lax.bitcast_convert_type(values, jnp.int32)
+        return jnp.concatenate([bits[:, :1], sampled.top_ids, bits[:, 1:]], axis=1)
 
-    taken, sampled, ids, values = kernel.sample(
-        logits,
-        jnp.zeros((1, vocab), jnp.int32),  # one slot, of which no row reads the history or the biases
-        jnp.zeros((1, vocab), jnp.float32),
-        mask,
-        jnp.zeros((count, 2), jnp.float32),
-        slots=jnp.where(row < num_rows, 0, 1),  # rows of a slot that is not there are padding
-        features=every(MASK),
-        temperature=every(0, np.float32),
-        top_k=every(0),
-        top_p=every(1, np.float32),
-        min_p=every(0, np.float32),
-        presence=every(0, np.float32),
-        frequency=every(0, np.float32),
-        repetition=every(1, np.float32),
-        stop_ids=jnp.full((count, 1), vocab, jnp.int32),
-        banned=every(0),
-        num_logprobs=every(num_top),
-        num_top=num_top,
-    )
-    unknown = taken == NON_FINITE
-    return jnp.where(unknown, jnp.nan, sampled), ids, jnp.where(unknown[:, None], jnp.nan, values)
+    def nothing() -> Array:
+        num_rows, num_top = sampled.top_ids.shape
+        return jnp.zeros((num_rows, 1 + 2 * num_top), jnp.int32)
+
+    result: Array = lax.cond((flags & LOGPROBS) != 0, full, nothing)
+    return result
 
 
-def native_sample(
-    logits: Array, state: RowState, rows: SamplingRows, flags: Array, mask: Array | None, *, num_top: int
-) -> Sampled:
-    """`sample` by the native CPU kernel. Both draw the same tokens, up to rounding."""
-    num_rows, vocab = logits.shape
-    drawn = lax.cond(
-        _any(flags, SAMPLING), lambda: uniforms(rows), lambda: jnp.zeros((num_rows, 2), jnp.float32)
-    )
-    return Sampled(
-        *kernel.sample(
-            logits,
-            state.history,
-            state.bias,
-            jnp.zeros((num_rows, mask_words(vocab)), jnp.int32) if mask is None else mask,
-            drawn,
-            slots=jnp.where(rows.slots < state.tokens.shape[0], rows.feature_slots, state.history.shape[0]),
-            features=rows.features & (PENALTIES | BIAS | (0 if mask is None else MASK)),
-            temperature=rows.temperature,
-            top_k=rows.top_k,
-            top_p=rows.top_p,
-            min_p=rows.min_p,
-            presence=rows.presence_penalty,
-            frequency=rows.frequency_penalty,
-            repetition=rows.repetition_penalty,
-            stop_ids=rows.stop_ids,
-            banned=rows.banned,
-            num_logprobs=rows.num_logprobs,
-            num_top=num_top,
-        )
-    )
+def read_logprobs(row: np.ndarray, num_top: int, wanted: int) -> TokenLogprobs:
+    """Reads one row of `report`: the sampled token's log-probability (the bits of a float32), the likeliest
+    tokens, and their log-probabilities. Returns the first `wanted` likeliest tokens.
+    """
+    ids = row[1 : 1 + wanted].tolist()
+    values = row[1 + num_top : 1 + num_top + wanted].view(np.float32).tolist()
+    return TokenLogprobs(float(row[:1].view(np.float32)[0]), tuple(zip(ids, values, strict=True)))

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.runtime.errors import Draining, PenstockError, ProfileFailed, ProfileUnderWay
-from penstock.runtime.host.background import lower_priority
 from penstock.runtime.loop.guard import StepWatch
+from penstock.runtime.machine.background import lower_priority
 from penstock.runtime.profiling import folders, recorder
 from penstock.runtime.profiling.perfetto import TRACE_FILE
 from penstock.runtime.profiling.profile import Profile, ProfileOptions, ProfileRun

@@ -2,15 +2,15 @@
 
     python -m penstock.runtime.profiling.trace_process CONNECTION LIFELINE
 
-The arguments are file descriptors, see `penstock.runtime.host.children`.
+The arguments are file descriptors, see `penstock.runtime.machine.children`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.runtime.host import confined
-from penstock.runtime.host.background import lower_priority
+from penstock.runtime.machine import confined
+from penstock.runtime.machine.background import lower_priority
 from penstock.runtime.profiling.operations import MalformedTrace
 from penstock.runtime.profiling.perfetto import improve
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from penstock.runtime.errors import ProfileFailed
-from penstock.runtime.host.children import Child
+from penstock.runtime.machine.children import Child
 
 _PROCESS = "penstock.runtime.profiling.trace_process"
 _LIMIT_S = 300.0

@@ -3,14 +3,25 @@
 The defaults here are neutral values; the model's own defaults are filled in before a value of this module is
 made (`sampling_defaults`). Every class checks itself once, on construction, and raises `InvalidRequest` with
 all violations, each with the contract's field path.
+
+What is wanted of a prompt after which nothing is generated: an embedding, or scores of tokens. No jax.
+
+Several outputs of one prompt: each is a request of its own in the engine, with an id and a seed that are
+made here. No jax.
+
+The first output computes the prompt; the others are its forks, which begin with its KV pages
+(`scheduling.planner`).
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import enum
 import itertools
 import math
+import secrets
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
@@ -19,8 +30,45 @@ from numpy.typing import NDArray
 
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.requests.constraint import TokenConstraint
-from penstock.runtime.requests.media import MediaItem, RotaryPositions, media_problem
-from penstock.runtime.requests.reading.prompt_reading import PromptReading
+from penstock.runtime.requests.images import MediaItem, RotaryPositions, media_problem
+from penstock.runtime.requests.word_table import WordTable
+
+
+class Pooling(enum.Enum):
+    """What an embedding is made of: the hidden states of the last layer, after the final norm."""
+
+    LAST_TOKEN = "last_token"
+    """Of the last token alone."""
+    MEAN = "mean"
+    """Of all tokens: their mean."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReading:
+    """Exactly one of the two is given."""
+
+    pooling: Pooling | None = None
+    """The embedding that is wanted."""
+    scores_from: int | None = None
+    """The position of the first token whose log-probability is wanted. `Request.prompt_logprobs` says how
+    many likeliest tokens are wanted beside it."""
+
+    def violations(self, num_prompt: int, prompt_logprobs: int | None, *, generates: bool) -> list[Violation]:
+        """What is wrong with a request that reads its prompt like this. `generates`: whether it asks for
+        anything of generated tokens.
+        """
+        bad: list[Violation] = []
+        if (self.pooling is None) == (self.scores_from is None):
+            bad.append(Violation("reading", "must be either an embedding or scores"))
+        if self.scores_from is not None and not 0 < self.scores_from < num_prompt:
+            described = f"must be from 1 to {num_prompt - 1}, not {self.scores_from}"
+            bad.append(Violation("reading.scores_from", described))
+        if (self.scores_from is None) != (prompt_logprobs is None):
+            bad.append(Violation("output.prompt_logprobs", "must be given with scores, and only then"))
+        if generates:
+            bad.append(Violation("reading", "does not go with what is asked for of generated tokens"))
+        return bad
+
 
 MAX_STOP_TOKEN_IDS = 32
 """Width of each row's list of ids that the compiled sampler masks before `min_tokens`; EOS ids count."""
@@ -341,3 +389,79 @@ class StepOutput(NamedTuple):
     def last(self) -> bool:
         """Whether this is the request's last output."""
         return self.finish is not None or self.error is not None
+
+
+MAX_OUTPUTS = 128
+SEPARATOR = "\x00"
+"""A character that no caller's id contains."""
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_WORD = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """What `Engine.prepare` makes of a request; all outputs of the request may share it."""
+
+    token_ids: tuple[int, ...]
+    cache: CacheParams
+    page_keys: tuple[bytes, ...]
+    """The prefix cache's keys of the prompt's full pages."""
+    in_vocabulary: bool
+    """Whether the model knows every token of the prompt."""
+    sampling: ResolvedSampling | None = None
+    """The sampling parameters, if the model knows all their tokens; None if it does not, or if that was not
+    checked."""
+    bias_row: NDArray[np.float32] | None = None
+    """What `sampling` adds to each logit, float32[V]; None if that is quickly made for each output."""
+    words: WordTable | None = None
+    """The bad words of `sampling` that have several tokens."""
+
+    def covers(self, sampling: ResolvedSampling) -> bool:
+        """Whether what was made of this value's `sampling` can be used for `sampling`."""
+        return self.sampling is not None and self.sampling.shares_tokens(sampling)
+
+
+def output_id(request_id: str, index: int) -> str:
+    """The engine's id of output `index`; the first output has the request's own id."""
+    return request_id if index == 0 else f"{request_id}{SEPARATOR}{index}"
+
+
+def request_id_of(engine_id: str) -> str:
+    """The id of the request that an output belongs to."""
+    return engine_id.partition(SEPARATOR)[0]
+
+
+def output_seed(seed: int, index: int) -> int:
+    """The seed of output `index`. The first output has the request's own seed, so that it equals the output
+    of n = 1.
+
+    The seed is SplitMix64's mixer (Steele, Lea and Flood 2014) of seed + index * gamma, which is one to one.
+    """
+    if index == 0:
+        return seed
+    z = (seed + index * _GOLDEN_GAMMA) & _WORD
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    return z ^ (z >> 31)
+
+
+def outputs_of(request: Request, n: int, constraints: Sequence[TokenConstraint] = ()) -> list[Request]:
+    """One request for each output, to be submitted in this order. `constraints` is empty, or has one for each
+    output.
+
+    Only the first output has log-probabilities of the prompt.
+    """
+    sampling = request.sampling
+    seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+    return [
+        dataclasses.replace(
+            request,
+            request_id=output_id(request.request_id, index),
+            sampling=sampling.seeded(output_seed(seed, index)),
+            prompt_logprobs=request.prompt_logprobs if index == 0 else None,
+            constraint=constraints[index] if constraints else None,
+            fork_of=request.request_id if index else None,
+            num_outputs=n,
+        )
+        for index in range(n)
+    ]

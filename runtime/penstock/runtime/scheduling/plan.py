@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.requests.media import MediaItem
+from penstock.runtime.requests.images import MediaItem
 from penstock.runtime.requests.request import Request, TokenLogprobs
 from penstock.runtime.scheduling.sequence import Sequence
 

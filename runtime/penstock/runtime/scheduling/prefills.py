@@ -25,9 +25,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from penstock.runtime.requests.media import MediaItem
+from penstock.runtime.requests.images import MediaItem
 from penstock.runtime.scheduling.admission import Admission
-from penstock.runtime.scheduling.pacing import LEAST_TOKENS
 from penstock.runtime.scheduling.plan import NO_SNAPSHOT_USE, Draft, Encode, PictureRows, PlanRow, SnapshotUse
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
@@ -161,6 +160,9 @@ class Pictures:
         return self._pool.has_room(item.num_tokens)
 
 
+LEAST_TOKENS = 16
+"""Fewest prompt tokens of a step, and of a step that is worth measuring: the time of fewer is lost in noise.
+"""
 _LONG = 4
 """A prompt that would take more than this many whole steps shares them with those behind it."""
 _SHARE = 4

@@ -18,10 +18,10 @@ import itertools
 from bisect import insort
 from collections.abc import Iterable
 
-from penstock.runtime.requests.fanout import request_id_of
+from penstock.runtime.requests.request import request_id_of
+from penstock.runtime.scheduling.image_pool import PicturePool
 from penstock.runtime.scheduling.load import Counts, Load, LostPages
 from penstock.runtime.scheduling.pages import PageGroup, PageGroups, PagePool, Prefix
-from penstock.runtime.scheduling.picture_pool import PicturePool
 from penstock.runtime.scheduling.prefix_cache import PrefixCache
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import NEVER, Sequence, Status, rank_of

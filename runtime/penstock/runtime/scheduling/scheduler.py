@@ -19,8 +19,14 @@ from typing import NamedTuple
 
 from penstock.runtime.errors import DuplicateRequestId, QueueFull
 from penstock.runtime.failing import as_exception
-from penstock.runtime.requests.fanout import request_id_of
-from penstock.runtime.requests.request import Finish, FinishReason, Request, StepOutput, TokenLogprobs
+from penstock.runtime.requests.request import (
+    Finish,
+    FinishReason,
+    Request,
+    StepOutput,
+    TokenLogprobs,
+    request_id_of,
+)
 from penstock.runtime.scheduling.load import Load, LostPages, Totals
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.plan import Draft, Plan, StepResult

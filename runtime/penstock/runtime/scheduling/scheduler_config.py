@@ -12,8 +12,8 @@ from penstock.runtime.errors import (
     Violation,
 )
 from penstock.runtime.requests.request import Request
+from penstock.runtime.scheduling.image_pool import blocks_of
 from penstock.runtime.scheduling.pages import window_pages
-from penstock.runtime.scheduling.picture_pool import blocks_of
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
 

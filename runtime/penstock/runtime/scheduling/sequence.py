@@ -16,9 +16,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.requests.reading.prompt_reading import Pooling
-from penstock.runtime.requests.request import Finish, FinishReason, Request, RequestTiming, TokenLogprobs
-from penstock.runtime.scheduling.picture_pool import Encoded
+from penstock.runtime.requests.request import (
+    Finish,
+    FinishReason,
+    Pooling,
+    Request,
+    RequestTiming,
+    TokenLogprobs,
+)
+from penstock.runtime.scheduling.image_pool import Encoded
 
 NEVER_NS = 2**63 - 1
 """A deadline that no monotonic clock reaches. Comparing integers is faster than checking for None."""

@@ -8,8 +8,7 @@ from typing import Protocol
 from tokenizers import Tokenizer
 
 from penstock.runtime.chat.messages import Chat
-from penstock.runtime.text.decoder import IncrementalDecoder
-from penstock.runtime.text.token_bytes import TokenBytes
+from penstock.runtime.text.decoder import IncrementalDecoder, TokenBytes
 
 
 class Text(Protocol):

@@ -12,8 +12,8 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from penstock.runtime.host import host_memory
 from penstock.runtime.loading.dtypes import DTYPES, num_bytes
+from penstock.runtime.machine import host_memory
 from penstock.runtime.sent_tensors import SentTensor
 
 

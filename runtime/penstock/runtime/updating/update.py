@@ -27,11 +27,11 @@ from penstock.runtime.errors import (
 )
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.device_state import DeviceState
-from penstock.runtime.host import host_memory
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.leaves import LeafMaker, Parts
 from penstock.runtime.loop.changes import Changes
 from penstock.runtime.loop.interface import Applied, InFlightPolicy, InFlightReport, WeightsVersion
+from penstock.runtime.machine import host_memory
 from penstock.runtime.measuring.update_meters import UpdateMeters
 from penstock.runtime.models.load_rules import LoadRules, ParamPath
 from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReason

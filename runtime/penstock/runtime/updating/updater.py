@@ -24,10 +24,10 @@ from penstock.runtime.errors import (
 )
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.device_state import DeviceState
-from penstock.runtime.host.background import BackgroundThread
 from penstock.runtime.loading.tensor_checks import problems_of
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import Applied, InFlightPolicy, WeightsVersion
+from penstock.runtime.machine.background import BackgroundThread
 from penstock.runtime.measuring.update_meters import UpdateMeters
 from penstock.runtime.models.load_rules import LoadRules
 from penstock.runtime.sent_tensors import SentTensor

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.runtime.errors import InvalidRequest, TensorsRefused, Violation, WeightsError
-from penstock.runtime.host.background import BackgroundThread
 from penstock.runtime.loading.dtypes import name_of, num_bytes
+from penstock.runtime.machine.background import BackgroundThread
 from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReason
 from penstock.runtime.updating.files import UpdateFiles
 from penstock.runtime.updating.incoming import IncomingTensor

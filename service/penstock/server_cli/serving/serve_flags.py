@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.config import EngineConfig
-from penstock.runtime.requests.context import Truncation
+from penstock.runtime.prompting.prompts import Truncation
 from penstock.server_cli.serving.connection_flags import add_connection_flags
 from penstock.server_cli.serving.engine_flags import add_engine_flags
 from penstock.server_cli.serving.feature_flags import add_feature_flags

@@ -10,7 +10,7 @@ mark used here. So no two pairs of caller and request id become the same engine'
 
 from __future__ import annotations
 
-from penstock.runtime.requests.fanout import request_id_of
+from penstock.runtime.requests.request import request_id_of
 
 _MARK = "\x01"
 """This character occurs in no id of a key, but it may occur in a request's id."""

@@ -14,12 +14,12 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from penstock.runtime.chat.messages import ToolCall
+from penstock.runtime.images.image import ImageLimits
+from penstock.runtime.images.reader import ImageReader
 from penstock.runtime.loop.interface import AbortOutcome, InFlightReport, Paused, WeightsVersion
-from penstock.runtime.media.image import ImageLimits
-from penstock.runtime.media.reader import ImageReader
-from penstock.runtime.requests.context import Fitted
+from penstock.runtime.prompting.prompts import Fitted
 from penstock.runtime.requests.request import Finish, FinishReason, RequestTiming, TokenLogprobs
-from penstock.runtime.text.token_bytes import TokenBytes
+from penstock.runtime.text.decoder import TokenBytes
 from penstock.runtime.updating.interface import UpdateOutcome, UpdateReport
 from penstock.service.replies.outputs import Taken
 from penstock.service.requests.generate import ServedJob

@@ -33,10 +33,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.runtime.chat.messages import ToolCall
-from penstock.runtime.generation.live_output import LiveOutput
-from penstock.runtime.generation.switchboard import Switchboard
-from penstock.runtime.requests.fanout import PreparedPrompt
-from penstock.runtime.requests.request import Finish, Request, RequestTiming, StepOutput, TokenLogprobs
+from penstock.runtime.prompting.outputs import LiveOutput, Switchboard
+from penstock.runtime.requests.request import (
+    Finish,
+    PreparedPrompt,
+    Request,
+    RequestTiming,
+    StepOutput,
+    TokenLogprobs,
+)
 from penstock.runtime.text.assembler import Assembler, Delta
 from penstock.service.access.ownership import told_id
 from penstock.service.backend import Backend

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.runtime.errors import ConfigError, Violation
-from penstock.runtime.generation.jobs import Job
+from penstock.runtime.prompting.jobs import Job
 from penstock.service.errors import Busy, ResponseTooLarge
 
 MIB = 1024 * 1024

@@ -1,5 +1,7 @@
 """Converts the contract's requests for generation, with their parameters, chats and pictures, to validated
 frozen values. A refusal names all violations of a request at once. Of the pictures nothing is decoded here.
+
+Turns a request's texts into token ids.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
@@ -16,18 +19,31 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall
 from penstock.runtime.errors import InvalidRequest, PromptTooLong, UnknownModel, UnsupportedFeature, Violation
-from penstock.runtime.generation.jobs import Job
-from penstock.runtime.generation.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt, images_of
 from penstock.runtime.grammar.bad_words import check_bad_words
-from penstock.runtime.media.decoding import BadImage, check_bytes
-from penstock.runtime.media.image import Image, ImageLimits
-from penstock.runtime.requests.context import ContextParams, Truncation, most_cut_tokens
-from penstock.runtime.requests.fanout import MAX_OUTPUTS, SEPARATOR
+from penstock.runtime.images.decoding import BadImage, check_bytes
+from penstock.runtime.images.image import Image, ImageLimits
+from penstock.runtime.images.reader import ImageReader
+from penstock.runtime.prompting.jobs import Job, word_ids
+from penstock.runtime.prompting.prompts import (
+    ChatPrompt,
+    ContextParams,
+    Encoded,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    Truncation,
+    check_length,
+    encode,
+    images_of,
+    most_cut_tokens,
+)
 from penstock.runtime.requests.grammar import MAX_CHOICES, Grammar, GrammarKind
 from penstock.runtime.requests.request import (
+    MAX_OUTPUTS,
     MAX_REQUEST_ID_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    SEPARATOR,
     CacheParams,
     ResolvedSampling,
     StoppingParams,
@@ -39,7 +55,7 @@ from penstock.service.access.callers import Caller
 from penstock.service.access.ownership import engine_id
 from penstock.service.backend import Info
 from penstock.service.requests.support import Refused, check_supported
-from penstock.service.threads.lanes import INLINE_BYTES, MESSAGE_BYTES
+from penstock.service.threads.lanes import INLINE_BYTES, MESSAGE_BYTES, Lanes
 from penstock.v1 import inference_pb2, types_pb2
 
 T = TypeVar("T")
@@ -672,3 +688,69 @@ def _min_tokens_per_message(
     if message.min_tokens_per_message < 1:
         bad.add("min_tokens_per_message", "must be at least 1")
     return message.min_tokens_per_message
+
+
+INLINE_CHARS = 2000
+"""Shorter texts are tokenized on the event loop, in well under a millisecond; a hop to a thread
+costs more.
+"""
+_ID_COST = 1
+"""The cost of looking at one token id, in bytes of a message."""
+_CALL_CHARS = 100
+"""The cost of one call of the tokenizer, and of one part of a chat, in characters of a long text."""
+
+
+async def encode_prompt(
+    codec: Text | None,
+    prompt: Prompt,
+    lanes: Lanes,
+    *,
+    room: int,
+    cuts: bool = False,
+    add_special_tokens: bool | None = None,
+    reader: ImageReader | None = None,
+) -> Encoded:
+    """Token ids of a prompt for a context of `room` tokens. Chats, long texts and prompts with images are
+    encoded in a thread. If `add_special_tokens` is None, they are added to text, and not to chats. `reader`
+    reads the images; None: the model reads none.
+
+    Megabytes are not tokenized just to learn that they are too long. Raises PromptTooLong for a text that
+    leaves no room for one more token, whatever its tokens are. With `cuts` a longer prompt will be cut; then
+    InvalidRequest says that it is too long to read just to keep a small part of it.
+    """
+    work = partial(
+        encode, codec, prompt, room=room, cuts=cuts, add_special_tokens=add_special_tokens, reader=reader
+    )
+    if images := images_of(prompt):
+        return await lanes.images(work, len(images), MESSAGE_BYTES.get())
+    if isinstance(prompt, TokenPrompt):
+        # With a reader they are searched for the places of images.
+        return work() if reader is None else await lanes.convert(work, _ID_COST * len(prompt.token_ids))
+    if isinstance(prompt, ChatPrompt):
+        if prompt.chat.template is not None:
+            return await lanes.template(work)
+        return await lanes.text(work, chat_weight(prompt.chat))
+    text = prompt.text
+    if len(text) <= INLINE_CHARS:
+        return work()
+    assert codec is not None, "conversion refuses text where there is no tokenizer"
+    # checked before it waits for a thread
+    check_length(prompt, text, codec.max_token_chars, room=room, cuts=cuts)
+    return await lanes.text(work, len(text))
+
+
+def chat_weight(chat: Chat) -> int:
+    """The cost of rendering and tokenizing a chat, in characters of a text.
+
+    All of it may become part of the prompt, not only the turns: tools, the arguments of calls, and the
+    template's options. So it is the size of the message that brought it, and something for each of its parts.
+    """
+    num_calls = sum(len(turn.tool_calls) for turn in chat.messages)
+    return MESSAGE_BYTES.get() + _CALL_CHARS * (1 + len(chat.messages) + len(chat.tools) + num_calls)
+
+
+async def encode_words(codec: Text | None, words: Sequence[str], lanes: Lanes) -> tuple[tuple[int, ...], ...]:
+    """Token ids of bad words, in all their spellings. Many of them are encoded in a thread."""
+    work = partial(word_ids, codec, words)
+    num_chars = sum(len(word) + _CALL_CHARS for word in words)
+    return work() if num_chars <= INLINE_CHARS else await lanes.text(work, num_chars)

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from penstock.runtime.errors import UnsupportedFeature
-from penstock.runtime.generation.prompts import Prompt, TextPrompt, TokenPrompt
-from penstock.runtime.generation.readings import VectorForm
-from penstock.runtime.requests.context import Truncation, most_cut_tokens
-from penstock.runtime.requests.reading.prompt_reading import Pooling
-from penstock.runtime.requests.request import CacheParams, ResolvedSampling, StoppingParams
+from penstock.runtime.prompting.prompts import Prompt, TextPrompt, TokenPrompt, Truncation, most_cut_tokens
+from penstock.runtime.prompting.results import VectorForm
+from penstock.runtime.requests.request import CacheParams, Pooling, ResolvedSampling, StoppingParams
 from penstock.service.requests.generate import (
     TRUNCATIONS,
     Ids,

@@ -16,16 +16,15 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from google.protobuf.duration_pb2 import Duration
 
 from penstock.runtime.errors import ProfileFailed, UnsupportedFeature
-from penstock.runtime.generation.prompts import ChatPrompt, Prompt, TextPrompt
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.profiling.profile import Profile, ProfileRun
+from penstock.runtime.prompting.prompts import ChatPrompt, Prompt, TextPrompt
 from penstock.service.access.roles import check_controls
 from penstock.service.replies import messages
 from penstock.service.replies.messages import PAGE_BYTES, pause_response, timestamp, vocabulary_page
 from penstock.service.replies.reply_budget import ID_BYTES, Share
 from penstock.service.requests.control import to_page, to_pause, to_profile, to_watch
-from penstock.service.requests.generate import Violations, chat_prompt, message_cost, token_ids
-from penstock.service.requests.prompts import encode_prompt
+from penstock.service.requests.generate import Violations, chat_prompt, encode_prompt, message_cost, token_ids
 from penstock.service.requests.reading import POOLINGS
 from penstock.service.requests.support import check_supported
 from penstock.service.servicers.serving import Serving

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.runtime.errors import DuplicateRequestId
-from penstock.runtime.requests.context import Truncation
-from penstock.runtime.requests.fanout import MAX_OUTPUTS
-from penstock.runtime.requests.request import Finish, FinishReason
+from penstock.runtime.prompting.prompts import Truncation
+from penstock.runtime.requests.request import MAX_OUTPUTS, Finish, FinishReason
 from penstock.service.backend import Backend
 from penstock.service.lifecycle.underway import Calls
 from penstock.service.limits.admission import HeldImages, Places

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar, cast
 
-from penstock.runtime.host.processors import available_processors
+from penstock.runtime.machine.processors import available_processors
 from penstock.service.errors import Busy
 from penstock.service.limits.admission import Pace
 

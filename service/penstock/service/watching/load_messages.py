@@ -8,7 +8,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from penstock.runtime.loop.interface import WeightsVersion
 from penstock.runtime.measuring.engine_metrics import EngineLatencies, EngineMetrics, EngineRates
 from penstock.runtime.measuring.recent import Distribution
-from penstock.runtime.requests.fanout import SEPARATOR
+from penstock.runtime.requests.request import SEPARATOR
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.status import OutputStatus, Phase
 from penstock.service.access.ownership import own_id, owner_of

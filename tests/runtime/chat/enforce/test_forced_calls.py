@@ -21,11 +21,11 @@ from transformers import AutoTokenizer
 
 from penstock.runtime.chat.enforce.arguments import arguments_schema
 from penstock.runtime.chat.enforce.forced_calls import call_grammar
-from penstock.runtime.chat.forms.events import Call
-from penstock.runtime.chat.forms.tools import TOOL_FORMS
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.chat.reasoning import REASONING_FORMS
+from penstock.runtime.chat.tool_formats.events import Call
+from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.loading.hub import DEMO_DIRECTORY
 from penstock.runtime.text.codec import TextCodec

@@ -20,10 +20,10 @@ from llguidance import LLMatcher
 
 from penstock.runtime.chat.enforce.arguments import arguments_schema
 from penstock.runtime.chat.enforce.forced_calls import call_grammar
-from penstock.runtime.chat.forms.tools import TOOL_FORMS
 from penstock.runtime.chat.messages import Chat, Tool
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.chat.reasoning import REASONING_FORMS
+from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS
 from penstock.runtime.errors import InvalidRequest
 from tests.runtime.chat.enforce.test_forced_calls import (
     FORMS,

@@ -9,10 +9,10 @@ import jsonschema
 import pytest
 
 from penstock.runtime.chat.enforce.forced_calls import call_grammar
-from penstock.runtime.chat.forms.gemma4 import MARKERS
-from penstock.runtime.chat.forms.tools import TOOL_FORMS
 from penstock.runtime.chat.messages import Chat, Tool
 from penstock.runtime.chat.parser import ChatForms
+from penstock.runtime.chat.tool_formats.gemma4 import MARKERS
+from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS
 from penstock.runtime.errors import InvalidRequest
 from tests.runtime.chat.enforce.test_forced_calls import USER, Model, grammar_of, model_of, parsed
 from tests.support.chat import bytes_tokenizer, spelled

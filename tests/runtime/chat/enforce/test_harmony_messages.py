@@ -15,10 +15,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from penstock.runtime.chat.enforce.arguments import arguments_schema
 from penstock.runtime.chat.enforce.forced_calls import call_grammar, calls_or_answer, thinking_first
-from penstock.runtime.chat.forms.events import Call, Parsed
-from penstock.runtime.chat.forms.harmony import MARKERS
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.parser import ChatForms
+from penstock.runtime.chat.tool_formats.events import Call, Parsed
+from penstock.runtime.chat.tool_formats.harmony import MARKERS
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.vocabulary import Vocabulary

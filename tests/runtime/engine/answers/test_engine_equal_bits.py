@@ -25,8 +25,7 @@ from penstock.runtime import Engine, EngineConfig, StoppingParams
 from penstock.runtime.errors import NonFiniteLogits
 from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
 from penstock.runtime.ops.native import library
-from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import Request, ResolvedSampling
+from penstock.runtime.requests.request import Request, ResolvedSampling, outputs_of
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.collector import Gate, at_gate

@@ -11,8 +11,7 @@ import pytest
 
 from penstock.runtime import Engine, SamplingParams
 from penstock.runtime.loop.interface import StepRecord
-from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling
+from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, outputs_of
 from tests.support.collector import GREEDY, Collector, at_gate, long
 from tests.support.models.toy import VOCAB, toy_engine, toy_tokens
 

@@ -19,8 +19,14 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from penstock.runtime import Engine, StoppingParams
-from penstock.runtime.requests.reading.prompt_reading import Pooling, PromptReading
-from penstock.runtime.requests.request import Finish, FinishReason, Request, ResolvedSampling
+from penstock.runtime.requests.request import (
+    Finish,
+    FinishReason,
+    Pooling,
+    PromptReading,
+    Request,
+    ResolvedSampling,
+)
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.goldens import CONFIG, GOLDEN, KINDS, small_config

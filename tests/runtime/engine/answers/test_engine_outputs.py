@@ -16,8 +16,17 @@ from penstock.runtime.errors import DuplicateRequestId
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import AbortOutcome, StepRecord
-from penstock.runtime.requests.fanout import output_id, output_seed, outputs_of, request_id_of
-from penstock.runtime.requests.request import CacheParams, FinishReason, Request, ResolvedSampling, StepOutput
+from penstock.runtime.requests.request import (
+    CacheParams,
+    FinishReason,
+    Request,
+    ResolvedSampling,
+    StepOutput,
+    output_id,
+    output_seed,
+    outputs_of,
+    request_id_of,
+)
 from tests.support.batch import answer, answers
 from tests.support.collector import Collector
 from tests.support.mix import Turns

@@ -16,8 +16,7 @@ import pytest
 from penstock.runtime import Engine
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.ops.cache_spec import CacheSpec
-from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import CacheParams, Request
+from penstock.runtime.requests.request import CacheParams, Request, outputs_of
 from tests.runtime.engine.state.test_state_by_slot import accelerator, prompt_of
 from tests.support.collector import GREEDY, Collector, at_gate, long
 from tests.support.models.hybrid import NEWEST, PAGED, STATE, hybrid_model, hybrid_tokens

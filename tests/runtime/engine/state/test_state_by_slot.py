@@ -26,8 +26,7 @@ from penstock.runtime.execution.kv_sizing import (
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.ops.cache_spec import CacheGroup, CacheSpec, PagedKV
-from penstock.runtime.requests.fanout import outputs_of
-from penstock.runtime.requests.request import Request, StoppingParams
+from penstock.runtime.requests.request import Request, StoppingParams, outputs_of
 from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from tests.support.collector import GREEDY, Collector, at_gate, long

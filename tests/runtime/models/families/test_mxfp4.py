@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from penstock.runtime.models import params
-from penstock.runtime.models.families.mixtures.mxfp4 import decode
+from penstock.runtime.models.families.mxfp4 import decode
 from penstock.runtime.models.registry import parse_config
 from tests.support.models.configs import published, with_mlp
 

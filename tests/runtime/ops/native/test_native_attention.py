@@ -16,10 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.ops.attention import make_meta, native_paged_attention
+from penstock.runtime.ops.attention import make_meta
 from penstock.runtime.ops.kv_rows import kv_layer_shape
 from penstock.runtime.ops.native import attention as kernels
 from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.attention import native_paged_attention
 from tests.support.native.attention import Batch, Case, Options, Shape, check, draw, runner
 from tests.support.native.kernels import (
     ATTENTION_KERNELS,

@@ -12,8 +12,7 @@ import pytest
 
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.activations import Activation
-from penstock.runtime.ops.native.linear import Packed, linear, pack, quantize
-from penstock.runtime.ops.native.rotate import rotate_qkv
+from penstock.runtime.ops.native.linear import Packed, linear, pack, quantize, rotate_qkv
 from tests.support.native.kernels import EMULATED_AVX512, NATIVE, kernel_params, running
 
 BF16 = ml_dtypes.bfloat16

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.ops.native import library
-from penstock.runtime.ops.native.rotate import HeadNorms, can_rotate, rotate, rotate_qkv
+from penstock.runtime.ops.native.linear import HeadNorms, can_rotate, rotate, rotate_qkv
 from tests.support.native.kernels import kernel_params, running
 
 BF16 = ml_dtypes.bfloat16

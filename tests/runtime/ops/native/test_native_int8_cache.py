@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.runtime.ops.attention import native_paged_attention
 from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.attention import native_paged_attention
 from tests.support.native.attention import Batch, Case, Options, Shape, draw, runner
 from tests.support.native.kernels import ATTENTION_KERNELS, kernel_params, running
 

@@ -16,9 +16,10 @@ import pytest
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import choose_backend
-from penstock.runtime.ops.attention import native_paged_attention, paged_attention
+from penstock.runtime.ops.attention import paged_attention
 from penstock.runtime.ops.native import build as builder
-from penstock.runtime.ops.native import library, linear, rotate, sample
+from penstock.runtime.ops.native import library, linear, sample
+from penstock.runtime.ops.native.attention import native_paged_attention
 from penstock.runtime.ops.native.build import BuildFailed, build
 from penstock.runtime.ops.native.library import NotAvailable
 from tests.support.native.attention import Case, Options, Shape, draw, runner
@@ -39,7 +40,7 @@ def run_linear(rows: int) -> jax.Array:
 def run_rotate(rows: int) -> jax.Array:
     angles = jnp.ones((rows, 32), jnp.float32)
     qkv = jnp.ones((rows, 3 * 64), jnp.bfloat16)
-    return rotate.rotate_qkv(qkv, angles, angles, num_rows=jnp.int32(rows), num_heads=1, num_kv_heads=1)[0]
+    return linear.rotate_qkv(qkv, angles, angles, num_rows=jnp.int32(rows), num_heads=1, num_kv_heads=1)[0]
 
 
 def run_sample(rows: int, vocab: int = 4096) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.runtime.ops.native import library
-from penstock.runtime.ops.native.rotate import rotate_qkv
+from penstock.runtime.ops.native.linear import rotate_qkv
 from tests.support.native.kernels import kernel_params, running
 
 BF16 = ml_dtypes.bfloat16

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from PIL import Image as Pil
 
-from penstock.runtime.media.image import ImageLimits
-from penstock.runtime.media.processor import ImageProcessor
-from penstock.runtime.media.reader import ImageReader
-from penstock.runtime.media.vision import Vision
-from penstock.runtime.requests.media import RotaryPositions
+from penstock.runtime.images.image import ImageLimits
+from penstock.runtime.images.processor import ImageProcessor
+from penstock.runtime.images.reader import ImageReader
+from penstock.runtime.images.vision import Vision
+from penstock.runtime.requests.images import RotaryPositions
 from tests.service.codecs import byte_codec
 from tests.service.fake import FakeEngine
 from tests.service.rig import fake

@@ -1,6 +1,6 @@
 """PyTorch's tokens after prompts with pictures, from the client to the model and back.
 
-The engine's own tests take every schedule (tests/runtime/engine/media/test_golden_pictures.py). Here the
+The engine's own tests take every schedule (tests/runtime/engine/images/test_golden_pictures.py). Here the
 pictures come over the wire: beside texts and token ids, in conversations, in calls and in streams, of several
 callers at once.
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.requests.context import Truncation
+from penstock.runtime.prompting.prompts import Truncation
 from penstock.service.errors import Busy
 from penstock.service.limits.admission import HeldImages
 from penstock.v1 import control_pb2, types_pb2

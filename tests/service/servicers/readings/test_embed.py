@@ -14,11 +14,11 @@ import pytest
 
 from penstock.runtime.errors import NonFiniteLogits
 from penstock.runtime.loop.interface import InFlightPolicy
-from penstock.runtime.requests.context import most_cut_chars
-from penstock.runtime.requests.reading.prompt_reading import Pooling, PromptReading
+from penstock.runtime.prompting.prompts import most_cut_chars
+from penstock.runtime.requests.request import Pooling, PromptReading
 from penstock.service.replies.reply_budget import ReplyLimits
-from penstock.service.requests.prompts import encode_prompt
-from penstock.service.servicers import reading
+from penstock.service.requests.generate import encode_prompt
+from penstock.service.servicers import inference
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.rig import failure_of, fake, generate, ids, serving, until
 
@@ -119,7 +119,7 @@ async def test_other_tasks_have_turns_while_many_inputs_are_tokenized(monkeypatc
         seen.append(turns)
         return await encode_prompt(*args, **kwargs)
 
-    monkeypatch.setattr(reading, "encode_prompt", watched)
+    monkeypatch.setattr(inference, "encode_prompt", watched)
     async with serving() as rig:
         call = asyncio.ensure_future(rig.inference.Embed(embed(*["a"] * 100)))
         while not call.done():

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.requests.reading.prompt_reading import PromptReading
-from penstock.service.servicers import reading
+from penstock.runtime.requests.request import PromptReading
+from penstock.service.servicers import inference
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import failure_of, fake, ids, serving, until
 
@@ -74,7 +74,7 @@ async def test_prompt_and_continuation_must_fit_together():
 
 async def test_the_prompt_counts_before_each_continuation(monkeypatch: pytest.MonkeyPatch):
     """A short message could otherwise ask for gigabytes of prompts."""
-    monkeypatch.setattr(reading, "MAX_JOINED_TOKENS", 11)
+    monkeypatch.setattr(inference, "MAX_JOINED_TOKENS", 11)
     async with serving() as rig:
         failure = await failure_of(rig.inference.Score(score("abc", "d", "e", "f")))
         assert failure.violations == {"continuations": "12 tokens, with the prompt before each; at most 11"}

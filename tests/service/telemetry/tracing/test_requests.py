@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.service.requests import prompts
+from penstock.service.requests import generate as generate_module
 from penstock.service.telemetry.options import TraceLevel
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
 from tests.service.codecs import byte_codec
@@ -327,7 +327,7 @@ async def test_an_abort_is_ok(recorder):
 
 
 async def test_an_abort_before_the_engine_knows_the_request_ends_its_spans(recorder, monkeypatch):
-    monkeypatch.setattr(prompts, "INLINE_CHARS", 0)
+    monkeypatch.setattr(generate_module, "INLINE_CHARS", 0)
     gate = threading.Event()
     engine = fake(codec=byte_codec())
     monkeypatch.setattr(engine.text, "encode", lambda text, **_: gate.wait(20) and [*text.encode()])

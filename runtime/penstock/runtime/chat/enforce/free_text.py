@@ -17,9 +17,8 @@ from penstock.runtime.chat.enforce.lark import Lark, quote, spelt
 from penstock.runtime.chat.enforce.marked_calls import MARKED, Marked
 from penstock.runtime.chat.enforce.object_calls import mistral_body, objects, tails
 from penstock.runtime.chat.enforce.pythonic_calls import call_list, calls_of
-from penstock.runtime.chat.forms import llama3_json, mistral
-from penstock.runtime.chat.forms.python import pythonic
 from penstock.runtime.chat.messages import Chat
+from penstock.runtime.chat.tool_formats import llama3_json, mistral, pythonic
 
 _ANY = "(?s:.*)"
 _SPACES = r"[ \t\r\n]*"

@@ -14,9 +14,9 @@ from typing import Any
 from penstock.runtime.chat.enforce.arguments import check, follows_schema, value
 from penstock.runtime.chat.enforce.lark import Lark, quote, spelt
 from penstock.runtime.chat.enforce.one_by_one import NOTES, in_order, problems
-from penstock.runtime.chat.forms.gemma4 import CALL, END, KEY, NAME, QUOTE
-from penstock.runtime.chat.forms.xml.values import members_of, referred
 from penstock.runtime.chat.messages import Chat, Tool
+from penstock.runtime.chat.tool_formats.gemma4 import CALL, END, KEY, NAME, QUOTE
+from penstock.runtime.chat.tool_formats.xml_values import members_of, referred
 from penstock.runtime.errors import InvalidRequest, Violation
 
 _FORM = "call of Gemma 4"

@@ -13,7 +13,8 @@ import re
 
 from penstock.runtime.chat.enforce.arguments import arguments, check_names
 from penstock.runtime.chat.enforce.lark import Lark, quote, spelt
-from penstock.runtime.chat.forms.harmony import (
+from penstock.runtime.chat.messages import Chat
+from penstock.runtime.chat.tool_formats.harmony import (
     ANALYSIS,
     CHANNEL,
     CONSTRAIN,
@@ -26,7 +27,6 @@ from penstock.runtime.chat.forms.harmony import (
     STOPS,
     begun_by,
 )
-from penstock.runtime.chat.messages import Chat
 from penstock.runtime.requests.grammar import ANSWER
 
 NEEDED_TOKENS = (START, CHANNEL, MESSAGE, END)

@@ -10,10 +10,8 @@ from penstock.runtime.chat.enforce.lark import Lark
 from penstock.runtime.chat.enforce.object_calls import deepseek_body, granite_body, hermes_body
 from penstock.runtime.chat.enforce.pythonic_calls import olmo3_body
 from penstock.runtime.chat.enforce.xml_calls import function_bodies, glm_body
-from penstock.runtime.chat.forms import deepseek, gemma4, granite, hermes
-from penstock.runtime.chat.forms.python import olmo3
-from penstock.runtime.chat.forms.xml import functions, glm
 from penstock.runtime.chat.messages import Chat
+from penstock.runtime.chat.tool_formats import deepseek, gemma4, glm, granite, hermes, olmo3, xml_functions
 
 
 class Marked(NamedTuple):
@@ -29,9 +27,9 @@ class Marked(NamedTuple):
 
 MARKED: Mapping[str, Marked] = {
     "hermes": Marked(hermes.START, lambda g, chat, _: hermes_body(g, chat)),
-    "qwen3_coder": Marked(functions.QWEN3_CODER.start, function_bodies(functions.QWEN3_CODER)),
-    "seed_oss": Marked(functions.SEED_OSS.start, function_bodies(functions.SEED_OSS)),
-    "minimax_m2": Marked(functions.MINIMAX_M2.start, function_bodies(functions.MINIMAX_M2), None),
+    "qwen3_coder": Marked(xml_functions.QWEN3_CODER.start, function_bodies(xml_functions.QWEN3_CODER)),
+    "seed_oss": Marked(xml_functions.SEED_OSS.start, function_bodies(xml_functions.SEED_OSS)),
+    "minimax_m2": Marked(xml_functions.MINIMAX_M2.start, function_bodies(xml_functions.MINIMAX_M2), None),
     "glm": Marked(glm.START, glm_body),
     "deepseek": Marked(deepseek.START, deepseek_body, None),
     "granite": Marked(granite.START, granite_body, None),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from penstock.runtime.chat.enforce.arguments import arguments, check_names
 from penstock.runtime.chat.enforce.lark import Lark, quote
-from penstock.runtime.chat.forms import deepseek, granite, hermes, llama3_json, mistral
 from penstock.runtime.chat.messages import Chat
+from penstock.runtime.chat.tool_formats import deepseek, granite, hermes, llama3_json, mistral
 
 
 def objects(g: Lark, chat: Chat, key: str) -> str:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from penstock.runtime.chat.enforce.arguments import follows_schema, value
 from penstock.runtime.chat.enforce.lark import Lark, quote
 from penstock.runtime.chat.enforce.one_by_one import in_order, problems, properties_of
-from penstock.runtime.chat.forms.python import olmo3
-from penstock.runtime.chat.forms.python.pythonic import ENDS, KEYWORD, NAME
 from penstock.runtime.chat.messages import Chat, Tool
+from penstock.runtime.chat.tool_formats import olmo3
+from penstock.runtime.chat.tool_formats.pythonic import ENDS, KEYWORD, NAME
 from penstock.runtime.errors import InvalidRequest
 
 

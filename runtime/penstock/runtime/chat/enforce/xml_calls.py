@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from penstock.runtime.chat.enforce.arguments import check, follows_schema, value
 from penstock.runtime.chat.enforce.lark import Lark, quote, spelt
 from penstock.runtime.chat.enforce.one_by_one import NOTES, problems, properties_of
-from penstock.runtime.chat.forms.xml import glm
-from penstock.runtime.chat.forms.xml.elements import NAME
-from penstock.runtime.chat.forms.xml.functions import Tags
-from penstock.runtime.chat.forms.xml.values import kind_of, kinds_of, members_of, referred
 from penstock.runtime.chat.messages import Chat, Tool
+from penstock.runtime.chat.tool_formats import glm
+from penstock.runtime.chat.tool_formats.xml_elements import NAME
+from penstock.runtime.chat.tool_formats.xml_functions import Tags
+from penstock.runtime.chat.tool_formats.xml_values import kind_of, kinds_of, members_of, referred
 from penstock.runtime.errors import InvalidRequest, Violation
 
 _CALL = "call in XML"

@@ -20,7 +20,7 @@ from penstock.runtime.grammar.compile.trials import TrialLimits
 from penstock.runtime.grammar.matcher import TokenBits, shorten
 from penstock.runtime.grammar.source import to_llguidance
 from penstock.runtime.grammar.vocabulary import Vocabulary
-from penstock.runtime.host import confined
+from penstock.runtime.machine import confined
 from penstock.runtime.requests.grammar import Grammar, GrammarKind
 from penstock.runtime.schemas.narrowing import GrammarError
 

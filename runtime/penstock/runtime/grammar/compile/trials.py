@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.runtime.errors import UnavailableError
 from penstock.runtime.grammar.vocabulary import Vocabulary
-from penstock.runtime.host.children import Child
+from penstock.runtime.machine.children import Child
 from penstock.runtime.requests.grammar import Grammar
 from penstock.runtime.schemas.narrowing import GrammarError
 

@@ -12,7 +12,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from penstock.runtime.failing import as_exception
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.matcher import GrammarConstraint
-from penstock.runtime.host.processors import available_processors
+from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.requests.constraint import Mask, TokenConstraint
 
 log = logging.getLogger(__name__)

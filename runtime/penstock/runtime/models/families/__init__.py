@@ -9,6 +9,7 @@ variants.py Granite, Ministral 3, Phi-3, Seed-OSS and SmolLM 3
 rotation.py LongRoPE's and M-RoPE's fields, and what must be so of any RoPE
 llama.py    the pre-norm decoders that differ by a few switches
 deepseek.py latent attention
-mixtures/   mixtures of experts
-pictures/   models that read pictures
+*_hybrid.py, lfm2.py       recurrent layers in the place of most attention
+*_mixtures.py, gpt_oss.py, llama4.py   mixtures of experts
+*_vision.py  models that also read images, published as `...ForConditionalGeneration`
 """

@@ -13,7 +13,7 @@ from penstock.runtime.models.config import (
     ModelConfig,
 )
 from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, tensor_name
-from penstock.runtime.models.families.mixtures.fields import read_grouped_experts
+from penstock.runtime.models.families.mixture_fields import read_grouped_experts
 from penstock.runtime.models.families.reading import Sizes, read_model, read_rope
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.load_rules import ParamPath, Rows, Source, Stored, StoredAt

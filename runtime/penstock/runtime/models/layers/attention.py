@@ -17,7 +17,7 @@ from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import Linear, LinearFormat, project, project_gate
 from penstock.runtime.models.norms import RMSNorm, Vector
 from penstock.runtime.models.pools import PoolPlanners
-from penstock.runtime.ops.native.rotate import can_rotate, rotate_qkv
+from penstock.runtime.ops.native.linear import can_rotate, rotate_qkv
 
 
 class Attention(nnx.Module):

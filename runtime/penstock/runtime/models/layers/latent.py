@@ -38,8 +38,8 @@ from penstock.runtime.models.norms import RMSNorm
 from penstock.runtime.models.pools import PoolPlanners
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.experts import PackedExperts, batched
+from penstock.runtime.ops.native.linear import can_rotate, rotate
 from penstock.runtime.ops.native.norm import can_normalize, normalize
-from penstock.runtime.ops.native.rotate import can_rotate, rotate
 
 
 class LatentAttention(nnx.Module):

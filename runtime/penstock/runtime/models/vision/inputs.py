@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.runtime.models.configs.vision import VisionConfig
-from penstock.runtime.requests.media import MediaItem, RotaryPositions
+from penstock.runtime.requests.images import MediaItem, RotaryPositions
 
 Ints: TypeAlias = NDArray[np.int32]
 Floats: TypeAlias = NDArray[np.float32]

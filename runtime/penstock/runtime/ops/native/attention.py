@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from penstock.runtime.ops.attention import AttentionMeta, check_cache, paged_attention
 from penstock.runtime.ops.native import library
 
 _DTYPES = {np.dtype(jnp.bfloat16): np.dtype(np.uint16), np.dtype(np.float32): np.dtype(np.float32)}
@@ -123,3 +124,59 @@ def attend(
         softcap=np.float32(softcap or 0.0),
     )
     return out, kv
+
+
+def native_paged_attention(
+    q: Array,
+    k_new: Array,
+    v_new: Array | None,
+    kv: Array,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    chunk: int | None = None,
+    value_dim: int | None = None,
+) -> tuple[Array, Array]:
+    """`paged_attention` by the native CPU kernels for the shapes that they support, else in XLA. Native
+    output of padding tokens is 0.
+    """
+    check_cache(q, v_new, kv, value_dim)
+    if not supports(q, kv, value_dim):
+        return paged_attention(
+            q,
+            k_new,
+            v_new,
+            kv,
+            meta,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+            chunk=chunk,
+            value_dim=value_dim,
+        )
+    planned = plan(
+        meta.starts,
+        meta.q_lens,
+        meta.page_table,
+        num_tokens=q.shape[0],
+        num_heads=q.shape[1],
+        kv_shape=kv.shape,
+        sliding_window=sliding_window,
+        chunk=chunk,
+    )
+    return attend(
+        q,
+        k_new,
+        v_new,
+        kv,
+        planned,
+        meta.page_table,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        value_dim=value_dim,
+    )

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import jax.ffi
 
-from penstock.runtime.host.processors import available_processors
+from penstock.runtime.machine.processors import available_processors
 
 log = logging.getLogger(__name__)
 

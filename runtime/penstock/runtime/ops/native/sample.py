@@ -15,9 +15,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 
 from penstock.runtime.ops.native import library
+from penstock.runtime.ops.sampler import RowState, Sampled, uniforms
+from penstock.runtime.ops.sampling_codes import BIAS, MASK, NON_FINITE, PENALTIES, SAMPLING
+from penstock.runtime.ops.sampling_rows import SamplingRows
+from penstock.runtime.requests.constraint import mask_words
 
 
 def can_sample() -> bool:
@@ -99,3 +104,72 @@ def sample(
         num_logprobs,
     )
     return tokens, logprobs, top_ids, top_logprobs
+
+
+def native_token_logprobs(
+    logits: Array, tokens: Array, num_top: int, num_rows: Array
+) -> tuple[Array, Array, Array]:
+    """`token_logprobs` by the native sampler. A mask allows each row its own token alone, so the sampler
+    takes that token and reports it.
+    """
+    count, vocab = logits.shape
+    row = jnp.arange(count)
+    mask = jnp.zeros((count, mask_words(vocab)), jnp.int32).at[row, tokens // 32].set(1 << tokens % 32)
+
+    def every(value: int, dtype: type[np.generic] = np.int32) -> Array:
+        return jnp.full((count,), value, dtype)
+
+    taken, sampled, ids, values = sample(
+        logits,
+        jnp.zeros((1, vocab), jnp.int32),  # one slot, of which no row reads the history or the biases
+        jnp.zeros((1, vocab), jnp.float32),
+        mask,
+        jnp.zeros((count, 2), jnp.float32),
+        slots=jnp.where(row < num_rows, 0, 1),  # rows of a slot that is not there are padding
+        features=every(MASK),
+        temperature=every(0, np.float32),
+        top_k=every(0),
+        top_p=every(1, np.float32),
+        min_p=every(0, np.float32),
+        presence=every(0, np.float32),
+        frequency=every(0, np.float32),
+        repetition=every(1, np.float32),
+        stop_ids=jnp.full((count, 1), vocab, jnp.int32),
+        banned=every(0),
+        num_logprobs=every(num_top),
+        num_top=num_top,
+    )
+    unknown = taken == NON_FINITE
+    return jnp.where(unknown, jnp.nan, sampled), ids, jnp.where(unknown[:, None], jnp.nan, values)
+
+
+def native_sample(
+    logits: Array, state: RowState, rows: SamplingRows, flags: Array, mask: Array | None, *, num_top: int
+) -> Sampled:
+    """`sample` by the native CPU kernel. Both draw the same tokens, up to rounding."""
+    num_rows, vocab = logits.shape
+    drawn = lax.cond(
+        (flags & SAMPLING) != 0, lambda: uniforms(rows), lambda: jnp.zeros((num_rows, 2), jnp.float32)
+    )
+    return Sampled(
+        *sample(
+            logits,
+            state.history,
+            state.bias,
+            jnp.zeros((num_rows, mask_words(vocab)), jnp.int32) if mask is None else mask,
+            drawn,
+            slots=jnp.where(rows.slots < state.tokens.shape[0], rows.feature_slots, state.history.shape[0]),
+            features=rows.features & (PENALTIES | BIAS | (0 if mask is None else MASK)),
+            temperature=rows.temperature,
+            top_k=rows.top_k,
+            top_p=rows.top_p,
+            min_p=rows.min_p,
+            presence=rows.presence_penalty,
+            frequency=rows.frequency_penalty,
+            repetition=rows.repetition_penalty,
+            stop_ids=rows.stop_ids,
+            banned=rows.banned,
+            num_logprobs=rows.num_logprobs,
+            num_top=num_top,
+        )
+    )

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.runtime.generation.results import merged_timing
 from penstock.runtime.loop.interface import StepRecord, StepShape
+from penstock.runtime.prompting.results import merged_timing
 from penstock.runtime.requests.request import RequestTiming
 from penstock.runtime.scheduling.plan import PlanRow
 from penstock.service.telemetry.otlp import wire

@@ -22,8 +22,8 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from penstock.runtime.generation.jobs import Job
 from penstock.runtime.loop.journal import Journal, Noted
+from penstock.runtime.prompting.jobs import Job
 from penstock.runtime.requests.request import Finish, RequestTiming
 from penstock.service.limits.admission import PACKAGES
 from penstock.service.telemetry.otlp.outbox import SCOPE

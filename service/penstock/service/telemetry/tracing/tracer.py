@@ -31,8 +31,7 @@ from penstock.runtime.loop.journal import (
     Preempted,
     Queued,
 )
-from penstock.runtime.requests.fanout import SEPARATOR
-from penstock.runtime.requests.request import RequestTiming
+from penstock.runtime.requests.request import SEPARATOR, RequestTiming
 from penstock.runtime.scheduling.plan import PlanRow
 from penstock.service.telemetry.options import TraceLevel
 from penstock.service.telemetry.otlp.wire import Attributes

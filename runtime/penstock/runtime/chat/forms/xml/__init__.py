@@ -1,1 +1,0 @@
-"""Calls that are written in XML, with one element for each argument."""

@@ -1,0 +1,169 @@
+"""Recognises JSON while it arrives (RFC 8259, strictly), and the object that most models write as a call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+
+from penstock.runtime.chat.tool_formats.events import Call, is_text
+from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, more, peek, spaces
+
+MAX_DEPTH = 100
+"""JSON that is nested more deeply is not recognised, because code that reads the arguments may recurse."""
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_HEX = "0123456789abcdefABCDEF"
+_DIGITS = "0123456789"
+_NUMBER: dict[str, list[tuple[str, str]]] = {
+    "": [("-", "minus"), ("0", "zero"), ("123456789", "whole")],
+    "minus": [("0", "zero"), ("123456789", "whole")],
+    "zero": [(".", "point"), ("eE", "exponent")],
+    "whole": [(_DIGITS, "whole"), (".", "point"), ("eE", "exponent")],
+    "point": [(_DIGITS, "fraction")],
+    "fraction": [(_DIGITS, "fraction"), ("eE", "exponent")],
+    "exponent": [("+-", "sign"), (_DIGITS, "power")],
+    "sign": [(_DIGITS, "power")],
+    "power": [(_DIGITS, "power")],
+}
+"""State within a number to the characters that may follow, each with the state after it."""
+_NUMBER_ENDS = ("zero", "whole", "fraction", "power")
+
+
+def call_object(r: Reader, known: Collection[str] | None = None) -> Wait[Call | None]:
+    """Consumes `{"name": ..., "arguments": {...}}` (or "parameters"). Returns None as soon as it cannot be
+    one.
+
+    With `known`, only the object itself shows that it is a call, so it must have just these two keys, perhaps
+    "type" and "id", and a known name. Without, other keys are skipped, and missing arguments are `{}`.
+    """
+    name = arguments = None
+    if not (yield from literal(r, "{")):
+        return None
+    while True:
+        yield from spaces(r)
+        key = yield from _json_text(r)
+        if key is None or (
+            known is not None and key not in ("name", "arguments", "parameters", "type", "id")
+        ):
+            return None
+        yield from spaces(r)
+        if not (yield from literal(r, ":")):
+            return None
+        yield from spaces(r)
+        if key == "name":
+            if name is not None:
+                return None
+            name = yield from _json_text(r)
+            if not name or not is_text(name) or (known is not None and name not in known):
+                return None
+        elif key in ("arguments", "parameters"):
+            start = r.pos
+            if arguments is not None or (yield from peek(r)) != "{" or not (yield from json_value(r)):
+                return None
+            arguments = r.text[start : r.pos]
+        elif not (yield from json_value(r)):
+            return None
+        yield from spaces(r)
+        if (yield from literal(r, "}")):
+            break
+        if not (yield from literal(r, ",")):
+            return None
+    if name is None or (arguments is None and known is not None):
+        return None
+    return Call(name, arguments or "{}")
+
+
+def json_value(r: Reader) -> Wait[bool]:
+    """Consumes one value. Returns False, somewhere within it, as soon as it cannot be one."""
+    closers: list[str] = []
+    while True:
+        yield from spaces(r)
+        char = yield from peek(r)
+        if char and char in "{[":
+            r.pos += 1
+            closers.append("}" if char == "{" else "]")
+            if len(closers) > MAX_DEPTH:
+                return False
+            yield from spaces(r)
+            if not (yield from literal(r, closers[-1])):
+                if char == "{" and not (yield from _key(r)):
+                    return False
+                continue
+            closers.pop()
+        elif not (yield from _scalar(r, char)):
+            return False
+        while closers:  # a value has ended
+            yield from spaces(r)
+            if (yield from literal(r, closers[-1])):
+                closers.pop()
+            elif not (yield from literal(r, ",")) or (closers[-1] == "}" and not (yield from _key(r))):
+                return False
+            else:
+                break
+        if not closers:
+            return True
+
+
+def _key(r: Reader) -> Wait[bool]:
+    """Consumes a member's name and colon."""
+    yield from spaces(r)
+    if not (yield from _string(r)):
+        return False
+    yield from spaces(r)
+    return (yield from literal(r, ":"))
+
+
+def _scalar(r: Reader, char: str) -> Wait[bool]:
+    if char == '"':
+        return (yield from _string(r))
+    for word in ("true", "false", "null"):
+        if char == word[0]:
+            return (yield from literal(r, word))
+    return (yield from _number(r))
+
+
+def _json_text(r: Reader) -> Wait[str | None]:
+    """Consumes a string and returns its text."""
+    start = r.pos
+    if not (yield from _string(r)):
+        return None
+    text: str = json.loads(r.text[start : r.pos])
+    return text
+
+
+def _string(r: Reader) -> Wait[bool]:
+    if not (yield from literal(r, '"')):
+        return False
+    while (yield from more(r)):
+        plain = _PLAIN.match(r.text, r.pos)
+        assert plain is not None
+        r.pos = plain.end()
+        if r.pos == len(r.text):
+            continue
+        if (yield from literal(r, '"')):
+            return True
+        if not (yield from literal(r, "\\")):
+            return False  # a control character
+        escape = yield from peek(r)
+        r.pos += 1
+        if escape == "u":
+            for _ in range(4):
+                digit = yield from peek(r)
+                if not digit or digit not in _HEX:
+                    return False
+                r.pos += 1
+        elif not escape or escape not in '"\\/bfnrt':
+            return False
+    return False
+
+
+def _number(r: Reader) -> Wait[bool]:
+    state = ""
+    while (yield from more(r)):
+        char = r.text[r.pos]
+        following = next((after for chars, after in _NUMBER[state] if char in chars), None)
+        if following is None:
+            break
+        state = following
+        r.pos += 1
+    return state in _NUMBER_ENDS

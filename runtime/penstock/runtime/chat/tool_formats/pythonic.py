@@ -1,0 +1,102 @@
+"""Python calls in a list: `[f(a=1), g(b="x")]`, with keyword arguments that are literals.
+
+Llama 4 may put the list between `<|python_start|>` and `<|python_end|>`; LFM2 puts it between
+`<|tool_call_start|>` and `<|tool_call_end|>`. Without such tags a list is a call only if it comes first on a
+line, and only if all its names are those of known tools.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+
+from penstock.runtime.chat.tool_formats.events import Call, Events
+from penstock.runtime.chat.tool_formats.python_scan import python_value
+from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, more, run_of, spaces, text_until
+
+ENDS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
+MARKERS = (*ENDS, *ENDS.values())
+KEYWORD = re.compile(r"[\w\-]*")
+NAME = re.compile(r"[\w.\-]*")
+
+
+def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
+    """Parses an output. Between tags any name is a call, elsewhere only a known one. Calls are reported when
+    the list is closed.
+    """
+    while marker := (yield from text_until(r, out.text, tuple(ENDS), "[", out.fresh)):
+        r.mark()
+        calls = yield from (_tagged(r, marker) if marker in ENDS else _list(r, known))
+        if calls is None:
+            r.back()
+            out.text(r.take(len(marker)))
+        else:
+            r.keep()
+            for call in calls:
+                out.call(call)
+
+
+def _tagged(r: Reader, start: str) -> Wait[list[Call] | None]:
+    yield from literal(r, start)
+    yield from spaces(r)
+    calls = yield from _list(r, None)
+    if calls is None:
+        return None
+    yield from spaces(r)
+    return calls if (yield from literal(r, ENDS[start], or_end=True)) else None
+
+
+def _list(r: Reader, known: Collection[str] | None) -> Wait[list[Call] | None]:
+    """Consumes a list of one or more calls. Returns None as soon as it cannot be one."""
+    calls: list[Call] = []
+    comma = yield from literal(r, "[")
+    while comma:
+        yield from spaces(r)
+        call = yield from python_call(r, known)
+        if call is None:
+            return None
+        calls.append(call)
+        yield from spaces(r)
+        if (yield from literal(r, "]")):
+            return calls
+        comma = yield from literal(r, ",")
+    return None
+
+
+def python_call(r: Reader, known: Collection[str] | None) -> Wait[Call | None]:
+    """Consumes `f(a=1)`. Returns None as soon as it cannot be one, or not one of a `known` tool."""
+    name = yield from (run_of(r, NAME) if known is None else _known_name(r, known))
+    if not name or not (yield from literal(r, "(")):
+        return None
+    members: dict[str, str] = {}
+    comma = True
+    while True:
+        yield from spaces(r)
+        if (yield from literal(r, ")")):
+            arguments = ", ".join(f"{json.dumps(key)}: {value}" for key, value in members.items())
+            return Call(name, f"{{{arguments}}}")
+        key = (yield from run_of(r, KEYWORD)) if comma else ""
+        if not key or key in members:
+            return None
+        yield from spaces(r)
+        if not (yield from literal(r, "=")):
+            return None
+        yield from spaces(r)
+        value = yield from python_value(r)
+        if value is None:
+            return None
+        members[key] = value
+        yield from spaces(r)
+        comma = yield from literal(r, ",")
+
+
+def _known_name(r: Reader, known: Collection[str]) -> Wait[str]:
+    """Consumes a known name. Returns "" as soon as it cannot be one."""
+    start = r.pos
+    while (yield from more(r)) and NAME.fullmatch(r.text[r.pos]):
+        r.pos += 1
+        if not any(name.startswith(r.text[start : r.pos]) for name in known):
+            return ""
+    name = r.text[start : r.pos]
+    return name if name in known else ""

@@ -1,0 +1,147 @@
+"""Calls as an element with the name of the function, which holds one element for each argument. Qwen3-Coder
+writes
+
+    <tool_call>
+    <function=f>
+    <parameter=a>
+    1
+    </parameter>
+    </function>
+    </tool_call>
+
+Seed-OSS and MiniMax M2 have other tags, and no line breaks around values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.runtime.chat.tool_formats.events import Call, Events, Tools
+from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, spaces, text_until
+from penstock.runtime.chat.tool_formats.xml_elements import call_of, name_before, value_before
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """How one family spells such calls."""
+
+    start: str
+    """Announces one or more functions."""
+    end: str
+    function: str
+    """What stands before a function's name."""
+    function_end: str
+    argument: str
+    """What stands before an argument's name."""
+    argument_end: str
+    named: str
+    """What stands after a name."""
+    on_lines: bool
+    """Whether values stand on lines of their own."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Strings that must stay visible while special tokens are skipped."""
+        return (self.start, self.end)
+
+    def before_function(self, name: str) -> str:
+        """The opening tag of a function."""
+        return f"{self.function}{name}{self.named}"
+
+    def before_value(self, name: str) -> str:
+        """The opening tag of an argument."""
+        return f"{self.argument}{name}{self.named}"
+
+
+QWEN3_CODER = Tags(
+    start="<tool_call>",
+    end="</tool_call>",
+    function="<function=",
+    function_end="</function>",
+    argument="<parameter=",
+    argument_end="</parameter>",
+    named=">",
+    on_lines=True,
+)
+SEED_OSS = Tags(
+    start="<seed:tool_call>",
+    end="</seed:tool_call>",
+    function="<function=",
+    function_end="</function>",
+    argument="<parameter=",
+    argument_end="</parameter>",
+    named=">",
+    on_lines=False,
+)
+MINIMAX_M2 = Tags(
+    start="<minimax:tool_call>",
+    end="</minimax:tool_call>",
+    function='<invoke name="',
+    function_end="</invoke>",
+    argument='<parameter name="',
+    argument_end="</parameter>",
+    named='">',
+    on_lines=False,
+)
+
+
+def parser(tags: Tags) -> Callable[[Reader, Events, Tools], Wait[None]]:
+    """A parser of outputs with these tags. The form is explicit, so a name that is not known is a call too.
+
+    Each call is reported when its function is closed. If the block is broken after that, it ends there, and
+    its rest is text.
+    """
+
+    def parse(r: Reader, out: Events, tools: Tools) -> Wait[None]:
+        while (yield from text_until(r, out.text, (tags.start,))):
+            r.mark()
+            yield from literal(r, tags.start)
+            call = yield from _function(r, tags, tools)
+            if call is None:
+                r.back()
+                out.text(r.take(len(tags.start)))
+            while call is not None:
+                r.keep()
+                out.call(call)
+                r.mark()
+                yield from spaces(r)
+                if (yield from literal(r, tags.end, or_end=True)):
+                    r.keep()
+                    break
+                call = yield from _function(r, tags, tools)
+                if call is None:
+                    r.back()
+
+    return parse
+
+
+def _function(r: Reader, tags: Tags, tools: Tools) -> Wait[Call | None]:
+    yield from spaces(r)
+    if not (yield from literal(r, tags.function)):
+        return None
+    function = yield from name_before(r, tags.named)
+    if not function:
+        return None
+    arguments: dict[str, str] = {}
+    while True:
+        yield from spaces(r)
+        if (yield from literal(r, tags.function_end)):
+            return call_of(function, arguments)
+        if not (yield from literal(r, tags.argument)):
+            return None
+        name = yield from name_before(r, tags.named)
+        if not name or name in arguments:
+            return None
+        value = yield from value_before(
+            r,
+            tags.argument_end,
+            (tags.argument, tags.function_end),
+            tools,
+            function,
+            name,
+            on_lines=tags.on_lines,
+        )
+        if value is None:
+            return None
+        arguments[name] = value

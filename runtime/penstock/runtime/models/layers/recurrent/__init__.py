@@ -1,1 +1,0 @@
-"""The layers that stand in the place of attention and keep state by slot."""

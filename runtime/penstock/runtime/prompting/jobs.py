@@ -1,0 +1,259 @@
+"""A request that has been checked, before its prompt is tokenized.
+
+What is done with a job before the engine has it. Each part is a function of its own, because the service does
+them in different threads, with traces and bounds of its own between them (`ServedRequest._prepare`);
+`prepare_job` does them all on the caller's. The order is the same, so a request of which two parts are wrong
+gets the same error: `test_embedded_alike.py` compares them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.runtime.chat.enforce.forced_calls import call_grammar, calls_or_answer, thinking_first
+from penstock.runtime.chat.messages import Chat
+from penstock.runtime.chat.parser import ChatForms
+from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.grammar.bad_words import bad_word_ids
+from penstock.runtime.grammar.compile.compiler import GrammarCompiler
+from penstock.runtime.prompting.interface import TextEngine
+from penstock.runtime.prompting.prompts import (
+    ChatPrompt,
+    ContextParams,
+    Encoded,
+    Fitted,
+    Prompt,
+    Truncation,
+    encode,
+    fit,
+)
+from penstock.runtime.requests.constraint import TokenConstraint
+from penstock.runtime.requests.grammar import Grammar, GrammarKind
+from penstock.runtime.requests.request import (
+    CacheParams,
+    PreparedPrompt,
+    Request,
+    ResolvedSampling,
+    StoppingParams,
+    outputs_of,
+)
+from penstock.runtime.text.assembler import Assembler
+from penstock.runtime.text.interface import Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request: a prompt, and what is to be made of it."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: ResolvedSampling
+    """Without the bad words."""
+    stopping: StoppingParams
+    bad_words: tuple[str, ...] = ()
+    n: int = 1
+    """How many outputs."""
+    logprobs: int | None = None
+    """None: no log-probabilities; k: those of each token and of the k likeliest ones."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for the prompt's tokens from the second on."""
+    grammar: Grammar | None = None
+    """What each output must match."""
+    context: ContextParams = field(default_factory=ContextParams)
+    cache: CacheParams = field(default_factory=CacheParams)
+    priority: int = 0
+    min_generation: int = 0
+    """The oldest generation of weights on which the outputs may start."""
+    received_ns: int = 0
+    """When the request was received, in monotonic ns; 0: when it comes to the engine."""
+    trace_id: str = ""
+    """The trace in which the request is recorded, in hexadecimal digits; empty: it is not recorded."""
+    span_id: str = ""
+    """The request's span in that trace; empty where `trace_id` is."""
+    hidden_states: bool = False
+    """Whether the hidden state is wanted from which each token was chosen."""
+    return_text: bool = True
+    """Whether the outputs become text. Stop strings, reasoning and calls of tools are found in text only."""
+    skip_special_tokens: bool = True
+
+    @property
+    def engine_id(self) -> str:
+        """The engine's id of the request."""
+        return self.request_id
+
+    @property
+    def operation(self) -> str:
+        """What is asked for, by OpenTelemetry's name."""
+        return "chat" if isinstance(self.prompt, ChatPrompt) else "text_completion"
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a prompt that is too long is cut instead of refused."""
+        return self.context.truncation is not Truncation.REJECT
+
+    @property
+    def requires_call(self) -> bool:
+        """Whether the output must be a call of a tool, which a grammar sees to."""
+        return isinstance(self.prompt, ChatPrompt) and bool(self.prompt.chat.required_tools)
+
+    @property
+    def calls_enforced_by(self) -> tuple[str, ...]:
+        """The contract's fields by which calls of tools, or their arguments, need a grammar."""
+        return self.prompt.chat.enforced_by if isinstance(self.prompt, ChatPrompt) else ()
+
+    @property
+    def ends_at_call(self) -> bool:
+        """Whether an output ends with its first call of a tool, without a grammar that sees to it."""
+        return isinstance(self.prompt, ChatPrompt) and self.prompt.chat.ends_at_call
+
+    def request(self, prompt: Fitted, sampling: ResolvedSampling, encoded: Encoded) -> Request:
+        """The engine's request for one output, once the ids of the prompt and of the bad words are known.
+        `encoded` is what `prompt` was fitted from.
+        """
+        return Request(
+            self.engine_id,
+            prompt.token_ids,
+            sampling,
+            prompt.stopping,
+            logprobs=self.logprobs,
+            cache=self.cache,
+            priority=self.priority,
+            prompt_logprobs=self.prompt_logprobs,
+            hidden_states=self.hidden_states,
+            min_generation=self.min_generation,
+            received_ns=self.received_ns,
+            operation=self.operation,
+            trace_id=self.trace_id,
+            span_id=self.span_id,
+            media=encoded.media,
+            rotary=encoded.rotary,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedJob:
+    """A job that is ready to be submitted."""
+
+    job: Job
+    requests: Sequence[Request]
+    """One for each output, to be submitted in this order."""
+    shared: Sequence[PreparedPrompt]
+    """What `submit` needs of each of them; outputs of one prompt have the same value."""
+    prompt: Fitted
+    text: str
+    """What a conversation was rendered to; else empty."""
+
+
+def prepare_job(engine: TextEngine, job: Job) -> PreparedJob:
+    """Tokenizes the prompt, cuts it to fit, compiles the grammar and makes a request for each output. Raises
+    InvalidRequest, PromptTooLong, CostlyGrammar, or UnavailableError where compiling takes too long.
+    """
+    room = engine.info.max_model_len
+    encoded = encode(engine.text, job.prompt, room=room, cuts=job.cuts, reader=engine.images)
+    prompt = fit(encoded.token_ids, job.context, job.stopping, room)
+    words = word_ids(engine.text, job.bad_words)
+    sampling = with_bad_words(job.sampling, words, engine.info.vocab_size)
+    constraints = constraints_of(job, encoded.text, engine.text, engine.forms, engine.grammars)
+    requests = outputs_of(job.request(prompt, sampling, encoded), job.n, constraints)
+    shared = [engine.prepare(requests[0])] * job.n
+    return PreparedJob(job=job, requests=requests, shared=shared, prompt=prompt, text=encoded.text)
+
+
+def word_ids(codec: Text | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The token ids of bad words, in all their spellings. InvalidRequest where a word is empty or too long,
+    or there are too many.
+    """
+    if not words:
+        return ()
+    assert codec is not None, "bad words are refused where there is no tokenizer"
+    return bad_word_ids(codec, words)
+
+
+def with_bad_words(
+    sampling: ResolvedSampling, words: tuple[tuple[int, ...], ...], vocab_size: int
+) -> ResolvedSampling:
+    """`sampling` that also forbids these sequences of token ids. InvalidRequest where no token is left that
+    may be drawn.
+    """
+    if not (words or sampling.bad_words or sampling.logit_bias):
+        return sampling  # nothing is forbidden
+    sampling = dataclasses.replace(sampling, bad_words=words)
+    forbidden = {token for token, bias in sampling.logit_bias if bias == float("-inf")}
+    forbidden |= {word[0] for word in sampling.bad_words if len(word) == 1}
+    if sampling.allowed_token_ids and forbidden.issuperset(sampling.allowed_token_ids):
+        described = "all of them are forbidden by bad_words or logit_bias"
+        raise InvalidRequest([Violation("sampling.allowed_token_ids", described)])
+    if len(forbidden) == vocab_size:
+        raise InvalidRequest([Violation("sampling.logit_bias", "forbids every token")])
+    return sampling
+
+
+def constraints_of(
+    job: Job, text: str, codec: Text | None, forms: ChatForms, compiler: GrammarCompiler | None
+) -> Sequence[TokenConstraint]:
+    """A constraint for each output, or none where the job asks for none. `text` is what a conversation was
+    rendered to. It may take seconds. InvalidRequest where the grammar means nothing, or the model has no form
+    of calls that could be required.
+    """
+    if job.grammar is None and not job.calls_enforced_by:
+        return ()
+    assert compiler is not None, "grammars are refused where they cannot be compiled"
+    grammar = job.grammar
+    if isinstance(job.prompt, ChatPrompt) and codec is not None:
+        grammar = _of_chat(grammar, job.prompt.chat, text, forms, codec.added_tokens, compiler)
+    assert grammar is not None, "calls that are enforced have a grammar"
+    return compiler.compile(grammar).constraints(job.n, grammar.field)
+
+
+def _of_chat(
+    answer: Grammar | None,
+    chat: Chat,
+    text: str,
+    forms: ChatForms,
+    token_ids: Mapping[str, int],
+    compiler: GrammarCompiler,
+) -> Grammar | None:
+    """The grammar of the whole output to a conversation that was rendered to `text`: of its reasoning, its
+    calls, and of the answer, which the caller's grammar is for.
+    """
+    calls = call_grammar(forms, chat, text, token_ids)
+    if calls is None:
+        return answer and dataclasses.replace(answer, before=thinking_first(forms, text, token_ids))
+    of_calls = Grammar(GrammarKind.EBNF, calls, _field_of_calls(chat))
+    if answer is None:
+        return of_calls
+    before = calls_or_answer(forms, chat, text, token_ids)
+    compiler.compile(of_calls)  # else what is wrong with a tool would be told of the answer's grammar
+    return dataclasses.replace(answer, before=before)
+
+
+def _field_of_calls(chat: Chat) -> str:
+    """The contract's field that an error in the grammar of calls is told of."""
+    strict = [tool for tool in chat.callable_tools if tool.strict]
+    if not strict:
+        return "chat.tool_choice"
+    return f"chat.tools[{chat.tools.index(strict[0])}].parameters_json" if len(strict) == 1 else "chat.tools"
+
+
+def assembler_of(
+    job: Job, request: Request, index: int, text: str, codec: Text | None, forms: ChatForms
+) -> Assembler:
+    """What makes text, reasoning and calls of tools of output `index`, which `request` asks for. `text` is
+    what a conversation was rendered to.
+    """
+    parser, visible, ends_at_call = None, frozenset[str](), False
+    if isinstance(job.prompt, ChatPrompt) and job.return_text:
+        ends_at_call = job.ends_at_call
+        parser = forms.parser(job.prompt.chat, text)
+        visible = forms.markers(job.prompt.chat)
+    return Assembler(
+        request.stopping,
+        codec if job.return_text else None,
+        index=index,
+        skip_special_tokens=job.skip_special_tokens,
+        parser=parser,
+        visible=visible,
+        ends_at_call=ends_at_call,
+    )

@@ -1,1 +1,0 @@
-"""What can be wanted of a prompt after which nothing is generated."""

@@ -1,0 +1,224 @@
+"""The parsers of tool calls in each form, on outputs written by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.runtime.chat.tool_formats.events import Call, Event, Text
+from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS, CallParser
+from tests.support.chat import events_of
+
+HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+WEATHER = Call("get_weather", '{"city": "Paris"}')
+CALL = Call("f", "{}")
+CALL_G = Call("g", "{}")
+EXAMPLES: dict[str, list[tuple[str, list[Event] | None]]] = {
+    "hermes": [
+        (HERMES, [WEATHER]),
+        (f"{HERMES}\n{HERMES}\n", [WEATHER, WEATHER]),
+        (f"Let me see.\n{HERMES}", [Text("Let me see."), WEATHER]),
+        (f" Let me see. \n\n{HERMES}\n\nDone.\n", [Text(" Let me see."), WEATHER, Text("\n\nDone.\n")]),
+        ('<tool_call>{"arguments":{"a":{"b":[{}]}},"name":"f"}</tool_call>', [Call("f", '{"a":{"b":[{}]}}')]),
+        # A closing tag in a string does not end the call, and an escaped quote does not end the string.
+        (
+            '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>\\"}"}}\n</tool_call>x',
+            [Call("f", '{"a": "</tool_call>\\"}"}'), Text("x")],
+        ),
+        ('<tool_call>{"name": "nobody", "arguments": {}}</tool_call>', [Call("nobody", "{}")]),
+        ('<tool_call>{"name": "f"}</tool_call>', [CALL]),
+        # A whole call without its closing tag counts as a call at the output's end, and nowhere else.
+        ('<tool_call>\n{"name": "f", "arguments": {}}', [CALL]),
+        ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool', [CALL]),
+        ('<tool_call>\n{"name": "f", "arguments": {}', None),
+        ('<tool_call>{"name": "f", "arguments": {}} and', None),
+        ("<tool_call>\nno JSON\n</tool_call>", None),
+        ("<tool_call>", None),
+        ("<tool_cal", None),
+        ("a < b, <tool>, </tool_call>", None),
+        ('<tool_call>{"name": "f", "arguments": {"a": "\n"}}</tool_call>', None),  # a line break in a string
+        (f"<tool_call>oops {HERMES}", [Text("<tool_call>oops"), WEATHER]),
+        (f"<tool_call>{HERMES}", [Text("<tool_call>"), WEATHER]),
+    ],
+    "llama3_json": [
+        ('{"name": "get_weather", "parameters": {"city": "Paris"}}', [WEATHER]),
+        ('\n\n{"name": "get_weather", "parameters": {"city": "Paris"}}', [WEATHER]),
+        ('{"type": "function", "name": "f", "parameters": {}}', [CALL]),
+        (
+            '{"name":"f","parameters":{"a": ";"}}; {"name":"g","arguments":{}} ;{"name":"f","parameters":{}}',
+            [Call("f", '{"a": ";"}'), Call("g", "{}"), CALL],
+        ),
+        (
+            '{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}}',
+            [CALL, CALL_G],
+        ),
+        ('{"name": "f", "parameters": {}}; or so', [CALL, Text("; or so")]),
+        ('{"name": "f", "parameters": {}}; {"a": 1}', [CALL, Text('; {"a": 1}')]),
+        ('<|python_tag|>{"name": "nobody", "parameters": {}}', [Call("nobody", "{}")]),
+        (
+            'I call <|python_tag|>{"name": "x", "parameters": {}}; {"name": "y", "parameters": {}}',
+            [Text("I call"), Call("x", "{}"), Call("y", "{}")],
+        ),
+        ('Here:\n  {"name": "f", "parameters": {}}', [Text("Here:"), CALL]),
+        ('Use {"name": "f", "parameters": {}}', None),
+        ('{"name": "nobody", "parameters": {}}', None),
+        ('{"name": "f"}', None),
+        ('{"name": "f", "parameters": {}, "why": 1}', None),
+        ('{"city": "Paris"}', None),
+        ('{"name": "f", "parameters": {"a', None),
+        ('<|python_tag|>brave_search.call(query="x")', None),
+        ('{"answer": 1}\n{"name": "f", "parameters": {}}', [Text('{"answer": 1}'), CALL]),
+    ],
+    "mistral": [
+        ('[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]', [WEATHER]),
+        (
+            'Well. [TOOL_CALLS][{"name": "f", "arguments": {"a": "]"}, "id": "abcdefghi"} , {"name": "g"}]',
+            [Text("Well."), Call("f", '{"a": "]"}'), Call("g", "{}")],
+        ),
+        ('[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}', [WEATHER]),
+        (
+            '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]ns.tool-2[CALL_ID]a1[ARGS]{"b": []}',
+            [WEATHER, Call("ns.tool-2", '{"b": []}')],
+        ),
+        (
+            '[TOOL_CALLS]nobody{"a": "[TOOL_CALLS]"} ok',
+            [Call("nobody", '{"a": "[TOOL_CALLS]"}'), Text(" ok")],
+        ),
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"no": 1}]', [CALL, Text(', {"no": 1}]')]),
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {}}', [CALL]),
+        ("[TOOL_CALLS] []", None),
+        ("[TOOL_CALLS] and so on", None),
+        ("[TOOL_CALLS]f[ARGS]", None),
+        ("[TOOL_CALLS]f[ARGS][]", None),
+        ("[TOOL_CALLS][ARGS]{}", None),
+        ("[TOOL_CALL", None),
+        ("[1] [f] [TOOLS]", None),
+    ],
+    "pythonic": [
+        ("[get_weather(city='Paris')]", [WEATHER]),
+        ('[f(a=1, b="x, )]"), g( )]', [Call("f", '{"a": 1, "b": "x, )]"}'), Call("g", "{}")]),
+        (
+            "[f(a=[1, (2,), {'k': None}], b=-1.5, c=True, d='\u00e9\\n')]",
+            [Call("f", '{"a": [1, [2], {"k": null}], "b": -1.5, "c": true, "d": "\u00e9\\n"}')],
+        ),
+        ("Sure:\n[ns.tool-2(\n  a = 1,\n)]", [Text("Sure:"), Call("ns.tool-2", '{"a": 1}')]),
+        ("<|python_start|>[nobody(a=1)]<|python_end|>", [Call("nobody", '{"a": 1}')]),
+        ("Hm <|tool_call_start|>[f()]<|tool_call_end|> ok", [Text("Hm"), CALL, Text(" ok")]),
+        ("<|tool_call_start|>[f()]", [CALL]),
+        ("[nobody(a=1)]", None),
+        ("[f(a=1), nobody()]", None),
+        ("see [f(a=1)]", None),
+        ("[f(1)]", None),
+        ("[f(a=b)]", None),
+        ("[f(a=1, a=2)]", None),
+        ("[f(a=1]", None),
+        ("[f(a=1)", None),
+        ("[f(a=1) is it]", None),
+        ("[]", None),
+        ("[f]", None),
+        ("[1] A footnote, [get_] and\n[get_weather]", None),
+        ("<|python_start|>print(1)<|python_end|>", None),
+    ],
+}
+EXAMPLES |= {
+    "granite": [
+        ('<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]', [WEATHER]),
+        ('<|tool_call|> [{"name": "f", "arguments": {}}, {"name": "g"}]\n', [CALL, CALL_G]),
+        (
+            'Hm <|tool_call|>[{"name": "f", "arguments": {"a": "<|/tool_call|>"}}]<|/tool_call|> ok',
+            [Text("Hm"), Call("f", '{"a": "<|/tool_call|>"}'), Text(" ok")],
+        ),
+        ('<|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|>', [CALL]),
+        ('<|tool_call|>[{"name": "f", "arguments": {}}', [CALL]),
+        ('<|tool_call|>[{"name": "f", "arguments": {}}, 1]', [CALL, Text(", 1]")]),
+        ("<|tool_call|>[]", None),
+        ('<|tool_call|>[{"arguments": {}}]', None),
+    ],
+    "olmo3": [
+        ("<function_calls>get_weather(city='Paris')</function_calls>", [WEATHER]),
+        ("Hm\n<function_calls>\nf()\ng( )\n</function_calls>\nok", [Text("Hm"), CALL, CALL_G, Text("\nok")]),
+        (
+            '<function_calls>\nf(a=null, b=[true, "x\ty"])\n</function_calls>',
+            [Call("f", '{"a": null, "b": [true, "x\\ty"]}')],
+        ),
+        ("<function_calls>\nf()", [CALL]),
+        ("<function_calls>\nf()\n</function_c", [CALL]),
+        ("<function_calls>\nf()\ng(", None),
+        ("<function_calls>\nf(1)\n</function_calls>", None),
+        ("<function_calls>\n</function_calls>", None),
+        ("<functions>f()</functions>", None),
+    ],
+    "gemma4": [
+        ('<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>', [WEATHER]),
+        ("<|tool_call>call:f{}<tool_call|><|tool_call>call:g{}<tool_call|>", [CALL, CALL_G]),
+        (
+            '<|tool_call>call:f{a:[1,-2.5e3,{b:<|"|>{"}\\<|"|>,<|"|>c d<|"|>:None}],e:true}<tool_call|> ok',
+            [
+                Call("f", '{"a": [1, -2.5e3, {"b": "{\\"}\\\\", "c d": null}], "e": true}'),
+                Text(" ok"),
+            ],
+        ),
+        ("<|tool_call>call:f{ a : 1 , b : [ ] }", [Call("f", '{"a": 1, "b": []}')]),
+        ("<|tool_call>call:f{a:1}<tool_", [Call("f", '{"a": 1}')]),
+        ("<|tool_call>call:f{a:1", None),
+        ('<|tool_call>call:f{a:<|"|>x', None),
+        ("<|tool_call>call:f{a:x}<tool_call|>", None),
+        ("<|tool_call>call:f{a:1,a:2}<tool_call|>", None),
+        ("<|tool_call>call:f{a:1,}<tool_call|>", None),
+        ("<|tool_call>call:f<tool_call|>", None),
+        ("<|tool_call>f{}<tool_call|>", None),
+        ("<|tool_call|>call:f{}", None),
+    ],
+}
+CASES = [(form, text, found) for form, examples in EXAMPLES.items() for text, found in examples]
+
+
+@pytest.mark.parametrize(("form", "text", "found"), CASES)
+def test_examples(form: str, text: str, found: list[object] | None) -> None:
+    """Each output is parsed as a whole and character by character. `found` None: all of it is text."""
+    expected = [Text(text)] if found is None else found
+    assert events_of(form, [text]) == expected
+    assert events_of(form, list(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "pieces"),
+    [
+        ("hermes", ["Hi there", " <", "b> <tool", "s>"]),
+        ("llama3_json", ["{", '"answer"', ": 1}"]),
+        ("mistral", ["[", "1] [TOOL", "S]"]),
+        ("pythonic", ["[", "1] or [", "f("]),
+    ],
+)
+def test_text_is_held_no_longer_than_needed(form: str, pieces: list[str]) -> None:
+    """The text that comes out after each piece is worked out by hand."""
+    expected = {
+        "hermes": [["Hi there"], [], [" <b>"], [" <tools>"]],
+        "llama3_json": [[], ['{"answer"'], [": 1}"]],
+        "mistral": [[], ["[1]"], [" [TOOLS]"]],
+        "pythonic": [[], ["[1] or ["], ["f("]],
+    }[form]
+    parser = CallParser(TOOL_FORMS[form], {"f": {}})
+    assert [[e.text for e in parser.push(piece) if isinstance(e, Text)] for piece in pieces] == expected
+    assert parser.flush() == []
+
+
+def test_a_call_comes_with_its_last_character() -> None:
+    for form, text in [
+        ("hermes", HERMES),
+        ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris"}}'),
+        ("mistral", '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}'),
+        ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}'),
+        ("pythonic", "[get_weather(city='Paris')]"),
+    ]:
+        parser = CallParser(TOOL_FORMS[form], {"get_weather": {}})
+        assert [event for char in text[:-1] for event in parser.push(char)] == []
+        assert parser.push(text[-1]) == [WEATHER]
+
+
+def test_long_arguments_in_small_pieces() -> None:
+    """100,000 characters come one by one. The parser must not scan again what it has scanned, or this takes
+    forever.
+    """
+    long = "x" * 100_000
+    text = f'<tool_call>\n{{"name": "f", "arguments": {{"a": "{long}"}}}}\n</tool_call>'
+    assert events_of("hermes", list(text)) == [Call("f", f'{{"a": "{long}"}}')]

@@ -1,0 +1,205 @@
+"""PyTorch's tokens after prompts with pictures, through the whole engine: decoding, processing, encoding,
+paged cache, scheduler.
+
+For each family: prompts alone and packed, in chunks that cut pictures; preempted and resumed; with the prefix
+cache and without it; as several outputs that fork; with one picture encoded in a step, and a pool that has
+room for one, so that pictures are encoded again. Tokens equal PyTorch's, and log-probabilities agree to 1e-4
+relative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image as Pil
+
+from penstock.runtime import Engine, Image, StoppingParams
+from penstock.runtime.errors import InvalidRequest
+from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
+from penstock.runtime.ops.native import library
+from penstock.runtime.prompting.results import Generation
+from penstock.runtime.requests.request import CacheParams
+from tests.support.chunks import set_chunk
+from tests.support.collector import GREEDY_PARAMS
+from tests.support.goldens import GOLDEN, WITH_PICTURES, small_config
+
+Case = dict[str, Any]
+IMAGE_TOKEN = 5
+CACHED_TOKENS = 264
+"""What the KV cache holds: about three of the longest requests."""
+
+
+class Encodes:
+    """An observer that counts the pictures that are encoded."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.most = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        self.count += len(record.plan.encodes)
+        self.most = max(self.most, len(record.plan.encodes))
+
+
+class Served:
+    """An engine of a golden in float32, and its cases."""
+
+    def __init__(self, name: str, page_size: int, **options: Any) -> None:
+        self.folder = GOLDEN / name
+        self.cases: list[Case] = json.loads((self.folder / "expected.json").read_text())["cases"]
+        self.encodes = Encodes()
+        config = dataclasses.replace(
+            small_config(name, page_size=page_size, cached_tokens=CACHED_TOKENS),
+            max_image_tokens=64,
+            media_pool_tokens=256,
+        )
+        self.engine = Engine.from_pretrained(
+            str(self.folder), dataclasses.replace(config, **options), observer=self.encodes
+        )
+        self.engine.start()
+
+    def images(self, case: Case) -> list[Image]:
+        return [Image(self.folder / file) for file in case["images"]]
+
+    def ask(self, case: Case, n: int = 1, *, bypass: bool = False) -> Generation:
+        made = self.engine.generate(
+            case["text"],
+            media=self.images(case),
+            sampling=GREEDY_PARAMS,
+            stopping=StoppingParams(max_tokens=len(case["tokens"]), ignore_eos=True),
+            logprobs=0,
+            n=n,
+            cache=CacheParams(bypass=bypass),
+        )
+        check(made, case, n)
+        return made
+
+    def ask_together(self, cases: Sequence[Case], *, bypass: bool = False) -> None:
+        made = self.engine.generate(
+            [case["text"] for case in cases],
+            media=[self.images(case) for case in cases],
+            sampling=GREEDY_PARAMS,
+            stopping=StoppingParams(max_tokens=max(len(case["tokens"]) for case in cases), ignore_eos=True),
+            logprobs=0,
+            cache=CacheParams(bypass=bypass),
+        )
+        for generation, case in zip(made, cases, strict=True):
+            check(generation, case)
+
+    def ask_preempted(self, case: Case) -> None:
+        """The request loses its pages after its first token, and computes its prompt again."""
+        with self.engine.stream(
+            case["text"],
+            media=self.images(case),
+            sampling=GREEDY_PARAMS,
+            stopping=StoppingParams(max_tokens=150, ignore_eos=True),
+            logprobs=0,
+            cache=CacheParams(bypass=True),
+        ) as stream:
+            next(iter(stream))
+            self.engine.pause(InFlightPolicy.RECOMPUTE).result(60)
+            self.engine.resume().result(60)
+            made = stream.result()
+        assert made.timing.preemptions > 0
+        check(made, case)
+
+    def finish(self) -> None:
+        assert self.engine.compiles_after_warmup == 0
+        assert self.engine.load().pages_used == 0
+        self.engine.shutdown()
+
+
+def check(made: Generation, case: Case, n: int = 1) -> None:
+    assert made.prompt.token_ids == tuple(case["prompt"])
+    assert made.usage.image_tokens == case["prompt"].count(IMAGE_TOKEN)
+    assert len(made.outputs) == n
+    for output in made.outputs:
+        count = len(case["tokens"])
+        assert list(output.token_ids[:count]) == case["tokens"]
+        values = [logprobs.sampled for logprobs in (output.logprobs or ())[:count]]
+        np.testing.assert_allclose(values, case["logprobs"], rtol=1e-4)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", WITH_PICTURES)
+@pytest.mark.parametrize("page_size", [pytest.param(8, id="xla"), pytest.param(16, id="native")])
+def test_every_schedule_gives_pytorchs_tokens(name: str, page_size: int) -> None:
+    if page_size == 16 and not library.available():
+        pytest.skip("no native library on this machine")
+    served = Served(name, page_size)
+    engine, cases = served.engine, served.cases
+    for size in (None, 1, 7, page_size):
+        set_chunk(engine, size)
+        for case in cases:
+            engine.flush_prefix_cache()
+            served.ask(case)
+        engine.flush_prefix_cache()
+        served.ask_together([*cases, *reversed(cases)])
+    set_chunk(engine, None)
+    pictures = sum(len(case["images"]) for case in cases)
+    assert served.encodes.count == pictures  # each only once, however often it was asked for
+    engine.flush_prefix_cache()
+    longest = max(cases, key=lambda case: len(case["prompt"]))
+    assert served.ask(longest).usage.cached_prompt_tokens == 0
+    is_cached = served.ask(longest).usage.cached_prompt_tokens > 0
+    assert is_cached is (engine.config.prefix_cache_pages != 0)
+    assert served.ask(longest, bypass=True).usage.cached_prompt_tokens == 0
+    for case in cases:
+        served.ask(case, n=2)
+    served.ask_preempted(longest)
+    served.finish()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", WITH_PICTURES)
+def test_pictures_are_encoded_again_where_the_pool_is_small(name: str) -> None:
+    """It has room for the largest picture, and a step encodes one."""
+    served = Served(name, 8, media_pool_tokens=64, max_encode_patches=1)
+    pictures = sum(len(case["images"]) for case in served.cases)
+    for size in (None, 7):
+        set_chunk(served.engine, size)
+        served.ask_together([*served.cases, *reversed(served.cases)], bypass=True)
+    assert served.encodes.most == 1
+    assert served.encodes.count > pictures
+    served.finish()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", WITH_PICTURES)
+def test_equal_texts_with_other_pictures_share_nothing(name: str, tmp_path: Path) -> None:
+    """The picture of the first case is answered with its own tokens also after its mirror image, whose prompt
+    has the same token ids. Chats and prompts of token ids mean the same as the text.
+    """
+    served = Served(name, 8)
+    case = served.cases[0]
+    engine, stopping = served.engine, StoppingParams(max_tokens=len(case["tokens"]), ignore_eos=True)
+    mirrored = tmp_path / "mirrored.png"
+    Pil.open(served.folder / case["images"][0]).transpose(Pil.Transpose.FLIP_LEFT_RIGHT).save(mirrored)
+    asked: dict[str, Any] = {"sampling": GREEDY_PARAMS, "stopping": stopping, "logprobs": 0}
+    other = engine.generate(case["text"], media=[Image(mirrored)], **asked)
+    assert other.prompt.token_ids == tuple(case["prompt"])
+    values = [logprobs.sampled for logprobs in other.outputs[0].logprobs or ()]
+    assert not np.allclose(values, case["logprobs"], rtol=1e-4)
+    assert served.ask(case).usage.cached_prompt_tokens <= 8  # before the picture
+    assert engine.text is not None
+    by_ids = engine.generate(engine.text.encode(case["text"]), media=served.images(case), **asked)
+    check(by_ids, case)
+    template = (
+        "{% for c in messages[0].content %}{{ '<|image_pad|>' if c.type == 'image' else c.text }}{% endfor %}"
+    )
+    before, _, after = case["text"].partition("<|image_pad|>")
+    content = [before, served.images(case)[0], after]
+    by_chat = engine.chat([{"role": "user", "content": content}], chat_template=template, **asked)
+    check(by_chat, case)
+    with pytest.raises(InvalidRequest, match="1 images, and the prompt has 2 places"):
+        engine.chat([{"role": "user", "content": [*content, "<|image_pad|>"]}], chat_template=template)
+    served.finish()

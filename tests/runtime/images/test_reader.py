@@ -1,0 +1,208 @@
+"""Pictures become patches by transformers' processor, and take the places of a prompt's image tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image as Pil
+
+from penstock.runtime.errors import ConfigError, InvalidRequest, PromptTooLong
+from penstock.runtime.images import reader as reading
+from penstock.runtime.images.decoding import decode
+from penstock.runtime.images.image import Image, ImageLimits
+from penstock.runtime.images.processor import ImageProcessor
+from penstock.runtime.images.reader import ImageReader
+from penstock.runtime.images.vision import Vision
+from penstock.runtime.requests.images import RotaryPositions
+from tests.runtime.images.test_decoding import encoded, huge_png, stripes
+
+PAD, VIDEO = 9, 8
+VISION = Vision(
+    image_token_id=PAD,
+    video_token_id=VIDEO,
+    patch_size=4,
+    merge_size=2,
+    temporal_patch_size=2,
+    patch_values=96,
+    inputs=lambda items, bucket: None,
+    rotary_positions=lambda length, items: RotaryPositions(np.zeros((3, length), np.int32), -len(items)),
+)
+"""A token stands for 8 x 8 pixels."""
+PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 6400},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+LIMITS = ImageLimits(max_images=2, max_bytes=10_000, max_pixels=10_000, max_tokens=32)
+
+
+def processor(folder: Path, max_tokens: int = 32, **changes: Any) -> ImageProcessor:
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | changes))
+    found = ImageProcessor.find(folder, VISION, max_tokens)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> ImageReader:
+    return ImageReader(VISION, processor(tmp_path_factory.mktemp("model")), LIMITS)
+
+
+def place(reader: ImageReader, token_ids: list[int], *pictures: bytes, room: int = 100) -> Any:
+    fields = [f"media[{i}]" for i in range(len(pictures))]
+    return reader.place(token_ids, [Image(data) for data in pictures], fields, "media", room=room)
+
+
+def refused(reader: ImageReader, token_ids: list[int], *pictures: bytes) -> list[tuple[str, str]]:
+    with pytest.raises(InvalidRequest) as raised:
+        place(reader, token_ids, *pictures)
+    return [(bad.field, bad.description) for bad in raised.value.violations]
+
+
+def test_pictures_take_the_places_of_image_tokens(reader: ImageReader) -> None:
+    wide, tall = encoded(stripes(40, 16)), encoded(stripes(16, 24))  # 5 x 2 and 2 x 3 tokens
+    placed = place(reader, [1, PAD, 2, 3, PAD], wide, tall)
+    assert placed.token_ids == (1, *[PAD] * 10, 2, 3, *[PAD] * 6)
+    assert [(item.start, item.num_tokens, item.grid) for item in placed.media] == [
+        (1, 10, (1, 4, 10)),
+        (13, 6, (1, 6, 4)),
+    ]
+    assert placed.rotary.positions.shape == (3, 19)
+    assert placed.rotary.delta == -2
+
+
+def test_patches_are_pixels_in_the_order_of_tokens(reader: ImageReader) -> None:
+    """Of a picture that needs no other size: 4 x 4 pixels of 3 colours, twice, from -1 to 1; the four patches
+    of a token come one after the other.
+    """
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (16, 24, 3), np.uint8)
+    (item,) = place(reader, [PAD], encoded(Pil.fromarray(pixels))).media
+    assert item.patches.dtype == np.float32
+    assert item.patches.shape == (24, 3 * 2 * 4 * 4)
+    scaled = pixels.astype(np.float64) / 127.5 - 1
+    number = 0
+    for y in range(2):
+        for x in range(3):
+            for dy in range(2):
+                for dx in range(2):
+                    top, left = 8 * y + 4 * dy, 8 * x + 4 * dx
+                    square = scaled[top : top + 4, left : left + 4].transpose(2, 0, 1)
+                    expected = np.stack([square, square], axis=1).reshape(-1)
+                    np.testing.assert_allclose(item.patches[number], expected, atol=1e-6)
+                    number += 1
+
+
+def test_the_pixels_of_all_pictures_together_are_bounded(
+    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them is small enough; the heads of their files tell that together they are not."""
+    monkeypatch.setattr(reader, "limits", dataclasses.replace(LIMITS, max_images=5))
+    pictures = [huge_png(100, 100)] * 4 + [huge_png(1, 8)]
+    assert refused(reader, [PAD] * 5, *pictures) == [
+        ("media", "the images have 40008 pixels together; at most 40000 are taken")
+    ]
+
+
+def test_only_one_picture_at_a_time_has_pixels_in_memory(
+    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a picture is decoded, those before it are gone."""
+    decoded: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def watched(opened: Any) -> Any:
+        alive.append(sum(each() is not None for each in decoded))
+        decoded.append(weakref.ref(opened))
+        return decode(opened)
+
+    monkeypatch.setattr(reading, "decode", watched)
+    place(reader, [PAD, PAD], encoded(stripes()), encoded(stripes(16, 24), "image/webp"))
+    assert alive == [0, 0]
+
+
+def test_equal_pictures_have_equal_digests(reader: ImageReader) -> None:
+    one, other = encoded(stripes()), encoded(stripes().transpose(Pil.Transpose.FLIP_LEFT_RIGHT))
+    digests = [
+        place(reader, [PAD], data).media[0].digest
+        for data in (one, encoded(stripes(), "image/webp", lossless=True), other)
+    ]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_what_is_transparent_becomes_white_and_palettes_become_colours(reader: ImageReader) -> None:
+    clear = Pil.new("RGBA", (16, 16), (255, 0, 0, 0))
+    assert np.all(place(reader, [PAD], encoded(clear)).media[0].patches == 1.0)
+    palette = stripes(16, 16).convert("P", palette=Pil.Palette.ADAPTIVE)
+    grey = Pil.new("L", (16, 16), 255)
+    one = Pil.new("1", (16, 16), 1)
+    for picture in (grey, one):
+        assert np.all(place(reader, [PAD], encoded(picture)).media[0].patches == 1.0)
+    np.testing.assert_array_equal(
+        place(reader, [PAD], encoded(palette)).media[0].patches,
+        place(reader, [PAD], encoded(stripes(16, 16))).media[0].patches,
+    )
+    palette.info["transparency"] = bytes([0, 255])
+    assert place(reader, [PAD], encoded(palette, transparency=bytes([0, 255]))).media[0].num_tokens == 4
+
+
+def test_a_large_picture_is_made_smaller(reader: ImageReader) -> None:
+    (item,) = place(reader, [PAD], encoded(stripes(100, 100))).media
+    assert item.num_tokens == 25  # of at most 32
+
+
+def test_pictures_and_places_must_be_as_many(reader: ImageReader) -> None:
+    picture = encoded(stripes())
+    assert refused(reader, [1, 2], picture) == [
+        ("media", "1 images, and the prompt has 0 places for them (token 9)")
+    ]
+    assert refused(reader, [PAD, PAD], picture)[0][0] == "media"
+    assert refused(reader, [PAD])[0][0] == "media"
+    assert refused(reader, [PAD] * 3, *[picture] * 3) == [("media", "3 images; at most 2 are taken")]
+    assert place(reader, [1, 2]).media == ()
+
+
+def test_a_place_for_a_video_is_refused(reader: ImageReader) -> None:
+    ((field, described),) = refused(reader, [1, VIDEO, PAD], encoded(stripes()))
+    assert field == "media"
+    assert "videos are not taken" in described
+
+
+def test_every_bad_picture_is_named(reader: ImageReader) -> None:
+    bad = refused(reader, [PAD, PAD], b"nothing", huge_png(101, 100))
+    assert [field for field, _ in bad] == ["media[0].data", "media[1].data"]
+    (narrow,) = refused(reader, [PAD], encoded(stripes(2, 900)))
+    assert narrow[0] == "media[0].data"
+    assert "aspect ratio" in narrow[1]
+
+
+def test_a_prompt_that_grows_too_long_is_refused_before_decoding(reader: ImageReader) -> None:
+    """The picture's header is right and its pixels are not there."""
+    with pytest.raises(PromptTooLong) as raised:
+        place(reader, [1, PAD], huge_png(64, 64), room=20)
+    assert (raised.value.num_prompt_tokens, raised.value.max_prompt_tokens) == (26, 19)
+
+
+def test_a_processor_must_fit_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert ImageProcessor.find(tmp_path, VISION, 32) is None
+    assert "prompts can have no pictures" in caplog.text
+    with pytest.raises(ConfigError, match="patch_size is 8, and the model's 4"):
+        processor(tmp_path, patch_size=8)
+    (tmp_path / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="image processor cannot be loaded"):
+        ImageProcessor.find(tmp_path, VISION, 32)
+    with caplog.at_level(logging.INFO):
+        bounded = processor(tmp_path, max_tokens=4)
+    assert "at most 4 tokens" in caplog.text
+    assert bounded.num_tokens(100, 100) == 4
