@@ -1,4 +1,8 @@
-"""The server behind the front: its client, and what is known of its model."""
+"""The server behind the front: its client, and what is known of its model.
+
+Facts of the model are asked for with the key of the caller who needs them, and `/v1/models` always asks, so
+that nobody learns from what others may know.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Runs what a request asks for, ends it when its client goes away, and sends replies."""
+"""Runs what a request asks for, ends it when its client goes away, and sends replies.
+
+What the request does races with the disconnect. Whatever loses is cancelled, which cancels the RPC, and so
+frees the request.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The addresses that a server listens on: one gRPC server, one more if control has a port of its own, and one
 more if front processes serve the main port.
+
+All have the same servicers and interceptors; one interceptor more refuses at each what belongs to the other
+(`rpcs.surface`).
 """
 
 from __future__ import annotations

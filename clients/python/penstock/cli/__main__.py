@@ -43,17 +43,6 @@ COMMANDS = {
 """From the name of a command to its line in `penstock --help`. Its module has the same name, with
 underscores.
 """
-_CONTROL = {
-    "push-weights",
-    "commit-weights",
-    "discard-weights",
-    "pause",
-    "resume",
-    "flush-cache",
-    "trace",
-    "profile",
-}
-"""Commands whose modules are in `commands/control/`."""
 _SERVER = {"demo", "serve", "check", "openai", "keys", "usage"}
 """Commands whose modules come with the engine, in `penstock.server_cli.commands`."""
 
@@ -70,8 +59,6 @@ def _module_of(command: str) -> str:
     folder = "penstock.cli.commands"
     if command in _SERVER:
         folder = "penstock.server_cli.commands"
-    elif command in _CONTROL:
-        folder = "penstock.cli.commands.control"
     return f"{folder}.{command.replace('-', '_')}"
 
 

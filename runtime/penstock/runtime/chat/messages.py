@@ -61,7 +61,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """One message of a conversation."""
+    """One message of a conversation: a turn. "Message" alone is a message of the contract."""
 
     role: str
     """One of `ROLES`."""

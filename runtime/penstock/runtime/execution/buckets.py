@@ -17,7 +17,8 @@ from itertools import pairwise
 from penstock.runtime.errors import ConfigError
 
 MIN_BUCKET = 4
-"""On CPU a matrix product with fewer than 4 rows leaves XLA's fast path, so four rows cost no more than one.
+"""On CPU a matrix product with fewer than 4 rows leaves XLA's fast path, and is ten times slower than with
+four.
 """
 FIRST_TOKEN_BUCKET = 16
 ROW_GROWTH = 2

@@ -1,4 +1,8 @@
-"""How many threads XLA's CPU pool has; the native kernels share it."""
+"""How many threads XLA's CPU pool has; the native kernels share it.
+
+The number is one for the whole engine, by default what affinity mask and CPU quota leave
+(`machine.processors`). The kernels' loops keep to it even in a pool that was there before and is larger.
+"""
 
 from __future__ import annotations
 

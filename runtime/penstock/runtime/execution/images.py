@@ -30,8 +30,13 @@ from penstock.runtime.scheduling.plan import Encode, Plan, PlanRow
 
 Ints = NDArray[np.int32]
 RequestOf = Callable[[PlanRow], Request]
+Pool = tuple[Array, ...]
+"""Embeddings of pictures, [rows, E] each: those that take the place of the tokens', and those of each layer
+that gets some besides. Empty for a model that reads no pictures."""
 POSITIONS = 3
 """Time, height and width."""
+FIRST_BUCKET = 256
+"""Patches that the smallest program encodes, padding included."""
 
 
 def needs_sections(plan: Plan, request_of: RequestOf) -> bool:
@@ -88,13 +93,6 @@ def media_of_rows(section: Array, positions: Array, token_rows: Array) -> MediaI
 def media_argument(media: MediaInputs | None) -> dict[str, Any]:
     """The argument of a model's call; a model that reads no pictures does not take it."""
     return {} if media is None else {"media": media}
-
-
-FIRST_BUCKET = 256
-"""Patches that the smallest program encodes, padding included."""
-Pool = tuple[Array, ...]
-"""Embeddings of pictures, [rows, E] each: those that take the place of the tokens', and those of each layer
-that gets some besides. Empty for a model that reads no pictures."""
 
 
 def encode_buckets(vision: Vision, max_tokens: int, growth: int) -> tuple[int, ...]:

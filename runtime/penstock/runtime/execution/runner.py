@@ -1,13 +1,12 @@
-"""Steps that a runner has dispatched: a type for those that wait for their choice, and one for those that
-wait for their tokens.
-
-Calls of the compiled programs, each with the parts of the device's state that it needs.
-
-ModelRunner: turns a Plan into calls of compiled programs.
+"""ModelRunner: turns a Plan into calls of compiled programs.
 
 The host's work in each step is to pick the program, fill one new int32 buffer with numpy, and call the
 program. The buffer is never reused, because on CPU the runtime may read it in place after the call has
 returned.
+
+`ProgramCalls` makes the calls, each with the parts of the device's state that the program needs. A step that
+was dispatched is an `AwaitingChoice` as long as its tokens are not chosen, and then an `AwaitingTokens`,
+which waits for them.
 """
 
 from __future__ import annotations
@@ -48,6 +47,8 @@ from penstock.runtime.requests.constraint import TokenConstraint, mask_words
 from penstock.runtime.requests.request import Request, TokenLogprobs
 from penstock.runtime.requests.token_bias import bias_row
 from penstock.runtime.scheduling.plan import Encode, PageCopy, Plan, StepResult
+
+Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +161,6 @@ class AwaitingTokens:
 
 
 PendingStep = AwaitingChoice | AwaitingTokens
-
-
-Ints = NDArray[np.int32]
 
 
 class ProgramCalls:

@@ -8,4 +8,7 @@ No jax.
 5. `masks` fills the masks of many rows, on threads of its own.
 
 docs/reference/grammars.md says what each kind accepts, and the limits.
+
+A complete grammar ends the output, also before min_tokens. A required call of a tool is a grammar like any
+other, and on a chat every grammar is wrapped in one that lets the model think first (`chat.enforce`).
 """

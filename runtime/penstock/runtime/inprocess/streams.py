@@ -1,8 +1,7 @@
-"""A running request as an iterator of deltas, for threads.
+"""A running request as an iterator of deltas, for threads and for an event loop.
 
-A running request as an async iterator of deltas.
-
-A request whose outputs the engine is generating, and all that they have so far.
+`GenerationStream` is the iterator for threads, and `AsyncGenerationStream` the one for an event loop. Behind
+both is a `RunningRequest`: a request whose outputs the engine is generating, and all that they have so far.
 """
 
 from __future__ import annotations
@@ -192,10 +191,6 @@ def _says_something(delta: Delta) -> bool:
     )
 
 
-Item = tuple[int, Sequence[StepOutput]]
-"""(index of an output, what a step made of it)."""
-
-
 class Progress:
     """What a stream knows of its request so far."""
 
@@ -236,6 +231,10 @@ class Progress:
         return request.generation()
 
 
+Item = tuple[int, Sequence[StepOutput]]
+"""(index of an output, what a step made of it)."""
+
+
 class GenerationStream(Progress, Iterator[Delta]):
     """The deltas of a request, as its outputs are generated; the last delta of each output has `finish`.
 
@@ -248,7 +247,7 @@ class GenerationStream(Progress, Iterator[Delta]):
         self._inbox: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._deltas: deque[Delta] = deque()
         self._closed = False
-        self._request = RunningRequest(engine, prepare_job(engine, job), _sinks(self._inbox))
+        self._request = RunningRequest(engine, prepare_job(engine, job), _queue_sinks(self._inbox))
 
     def __next__(self) -> Delta:
         """The next delta of any output. Raises the error that the request ended with."""
@@ -296,7 +295,7 @@ class GenerationStream(Progress, Iterator[Delta]):
             self._request.leave()
 
 
-def _sinks(inbox: queue.SimpleQueue[Item | None]) -> SinkOf:
+def _queue_sinks(inbox: queue.SimpleQueue[Item | None]) -> SinkOf:
     return lambda index: lambda outputs: inbox.put((index, outputs))
 
 

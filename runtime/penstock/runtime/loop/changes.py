@@ -1,8 +1,9 @@
 """Weight updates, pauses and resumes, which are made between two steps. No jax.
 
 Callers ask `Changes`, on any thread, and get a future. `BetweenSteps` makes what they have asked for, on the
-engine's thread, and decides whose turn it is. A change is made as soon as its policy allows it and no step is
-in flight. While any change waits, no new request enters. Two rules say who may pass whom:
+engine's thread, and decides whose turn it is. `ServingWeights` knows which weights serve. A change is made as
+soon as its policy allows it and no step is in flight. While any change waits, no new request enters. Two
+rules say who may pass whom:
 
 - Updates keep their order, because a later one may replace parts of an earlier one. A pause is urgent: it
   passes an update that waits for running requests, and a pause that does.
@@ -49,6 +50,8 @@ from penstock.runtime.loop.requests import LiveRequests
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.sequence import NEVER_NS
 
+log = logging.getLogger(__name__)
+
 MOST_REMEMBERED = 4096
 """How many versions are remembered, the newest ones."""
 
@@ -74,9 +77,6 @@ class ServingWeights:
         self._versions.pop(version.generation - MOST_REMEMBERED, None)
         self.since = dt.datetime.now(dt.UTC)
         self.version = version
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +145,7 @@ class Resume:
 
 Change = Update | Hold | Pause | Resume
 Outcome = Applied | InFlightReport | Paused | None
+"""What the future of a change is set to; each kind has one of its own."""
 
 
 def refuse(changes: Iterable[Change], error: Exception) -> None:

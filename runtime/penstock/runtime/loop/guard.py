@@ -1,5 +1,8 @@
-"""The lock under which the scheduler is touched, how a change made on one thread reaches those that wait for
-it, and whether requests are taken. No jax.
+"""What the threads of an engine share: the lock under which the scheduler is touched, how a change made on
+one thread reaches those that wait for it, and whether requests are taken. No jax.
+
+Callers and the engine's thread take the lock of a `Guard`. `Doorbell` wakes the engine's thread, which sleeps
+when it has nothing to do. `Life` says whether the engine runs and takes requests.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from penstock.runtime.errors import (
     WeightsIncomplete,
 )
 from penstock.runtime.failing import describe
+
+log = logging.getLogger(__name__)
 
 Annotate = Callable[..., AbstractContextManager[object]]
 """Makes a context whose block a profiler shows under this name, with these facts as keyword arguments."""
@@ -78,9 +83,6 @@ class Doorbell:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._rings.get_nowait()
-
-
-log = logging.getLogger(__name__)
 
 
 class Guard:

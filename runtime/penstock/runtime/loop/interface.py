@@ -283,6 +283,9 @@ class Runner(Protocol[StepT]):
     """Computes plans, on a device or elsewhere. The runner keeps page tables, KV cache and last tokens. Plans
     come in order, and the effect must be as if each were computed after the one before it.
 
+    This is all that the loop knows of a runner. So the loop runs without jax, and tests give it a runner of
+    Python lists.
+
     All methods but `shutdown` are called on the engine's thread. Whatever one of them raises ends the engine.
     """
 

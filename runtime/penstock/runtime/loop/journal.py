@@ -5,17 +5,17 @@ step. All that readers do with the entries, such as adding them up or making spa
 journal's thread.
 
 Entries are named tuples because the engine's thread makes them. They hold what the engine has anyway, and
-copy nothing. Their `at_ns` are monotonic ns. Ids are the engine's ids of outputs: see `requests.fanout`.
+copy nothing. Their `at_ns` are monotonic ns. Ids are the engine's ids of outputs: see `output_id`.
 
 An output that is queued has one `Queued`, then the `StepRecord`s in which it has rows, and last one `Ended`
 or one `Cancelled`. The tokens of its outputs in the records are those that `num_tokens` of the last entry
 counts. A record that comes after its last entry may still have a row of it, of a step that was dispatched
 before its end was known; such a row made nothing.
 
-A step's record is complete only when the sinks have its outputs, because telling those who watch must not
-delay those who wait for tokens. What else happens between the commit of a step and that, such as the end of
-an output with this step's tokens, is held back until the record is written. So the entries of an output come
-in their natural order: it is queued, makes tokens, and ends.
+The record of a step is complete only when the sinks have its outputs, because telling those who watch must
+not delay those who wait for tokens. What else happens between the commit of a step and that, such as the end
+of an output with this step's tokens, is held back by `Recording` until the record is written. So the entries
+of an output come in their natural order: it is queued, makes tokens, and ends.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from penstock.runtime.requests.request import Request, RequestTiming, StepOutput
 from penstock.runtime.scheduling.load import Load, LostPages
 
 __all__ = ["Cancelled", "Changed", "Ended", "Entry", "Noted", "Preempted", "Queued", "StepRecord"]
+
+log = logging.getLogger(__name__)
 
 
 class Queued(NamedTuple):
@@ -91,9 +93,6 @@ class Noted(NamedTuple):
 
 
 Entry = StepRecord | Queued | Ended | Cancelled | Preempted | Changed | Noted
-
-
-log = logging.getLogger(__name__)
 
 Reader = Callable[[Sequence[Entry]], None]
 """Takes the next entries, in the order in which they were written. Its calls never overlap."""

@@ -1,9 +1,10 @@
-"""The steps on the device: `Steps` dispatches them, has their tokens chosen, waits for them and measures them;
-`Pacer` decides from these measurements how much one dispatch holds: how many decode steps a window has, and how
-many prompt tokens a step with decodes. No jax.
+"""The steps on the device, and how much one dispatch of them holds. No jax.
 
-Only the engine's thread uses this, and without the engine's lock: nothing here touches the scheduler. The pacer
-is pure arithmetic on the times that it is given.
+`Steps` dispatches them, has their tokens chosen, waits for them and measures them. `Pacer` decides from these
+measurements how much one dispatch holds: how many decode steps a window has, and how many prompt tokens a
+step with decodes. It is pure arithmetic on the times that it is given.
+
+Only the engine's thread uses this, and without the engine's lock: nothing here touches the scheduler.
 """
 
 from __future__ import annotations

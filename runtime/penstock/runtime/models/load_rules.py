@@ -249,7 +249,8 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRules:
-    """Everything that a model makes of a checkpoint."""
+    """Everything that a model makes of a checkpoint. A checkpoint, and an update by tensors, may hold nothing
+    else but what is harmless or a copy."""
 
     rules: tuple[LoadRule, ...]
     padding: tuple[Padding, ...] = ()

@@ -1,5 +1,6 @@
 """The small parameters of all layers, in up to three arrays. A step passes every array of the model to its
-program, and each one costs the host time.
+program, and each one costs the host time: Qwen3-0.6B passes at most 150 arrays, where it would pass over 340
+with one array for each tensor.
 
 Norms and biases lie one after the other in one array, the scales of int8 outputs in another, and what is
 float32 in any model, such as the corrections of a router's scores, in a third. A layer knows its place there,

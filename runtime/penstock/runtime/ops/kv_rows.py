@@ -4,6 +4,13 @@ A KV row is the key or the value of one token and head. It holds the model's own
 int8, numbers from -127 to 127 and behind them their scale, a float32 in the machine's byte order: a number
 stands for itself times the scale. The scale belongs to the KV row alone, so what a token keeps does not
 depend on its neighbours, and a page is copied, shared and freed as one piece of memory.
+
+The scale lies in the KV row so that pages, forks, the prefix cache, snapshots, donation and sizes know of one
+array, as without int8, and what a head reads of a page is still one piece of memory. It takes 4 of 132 bytes
+for heads of 128. A KV row is written once and never rounded again. Tokens always attend to what was rounded,
+their own keys and values included, so it changes no bits how a prompt is cut into chunks.
+
+What lies past a row's end is never multiplied, not even by zero; tests fill it with NaN.
 """
 
 from __future__ import annotations

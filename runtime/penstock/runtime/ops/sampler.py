@@ -10,7 +10,8 @@ Temperature and the filters are in `filters`. The draw is exact and takes two un
 the vocabulary by its mass, the other a token inside it. Both come from fold_in(key(seed), position), so a
 request's tokens do not depend on what else is in the batch.
 
-The log-probabilities of sampled tokens as one array of integers, which the host reads.
+`report` makes of the log-probabilities of sampled tokens one array of integers, which the host reads
+(`read_logprobs`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,12 @@
 
 The engine's thread only counts its steps for it. A thread of the profile's own stops JAX's profiler and
 writes its files, and another process makes the trace that Perfetto reads.
+
+To stop the profiler takes seconds of C++ without Python's global lock, and to make the trace takes seconds of
+Python. Beside the count, the engine's thread only names its parts (`jax.profiler.TraceAnnotation`), which
+takes 0.4 us each while nobody records. The programs in the profiler's own file tell which operation is the
+model's, which the sampler's, and which native kernel a call runs (`operations`); for that each program has a
+name of its own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A request that has been checked, before its prompt is tokenized.
+"""Jobs: requests that have been checked, and what is done with them before the engine has them.
 
-What is done with a job before the engine has it. Each part is a function of its own, because the service does
-them in different threads, with traces and bounds of its own between them (`ServedRequest._prepare`);
-`prepare_job` does them all on the caller's. The order is the same, so a request of which two parts are wrong
-gets the same error: `test_embedded_alike.py` compares them.
+A `Job` is a request before its prompt is tokenized. Each part of what is done with it is a function of its
+own, because the service does them in different threads, with traces and bounds of its own between them
+(`ServedRequest.prepare`); `prepare_job` does them all on the caller's. The order is the same, so a request of
+which two parts are wrong gets the same error: `test_embedded_alike.py` compares them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """One output that is being generated: from what the engine's steps made of it to what its reader gets.
 
-From the engine's thread to an event loop: one wake-up of the loop for each step, however many requests it
-serves.
-
-The engine calls each output's sink in turn; a sink only appends to the switchboard's queue, and the first one
-of a step wakes the loop.
+`LiveOutput` makes its deltas. `Switchboard` carries what the steps made from the engine's thread to an event
+loop, with one wake-up of the loop for each step, however many requests it serves: the engine calls each
+output's sink in turn; a sink only appends to the switchboard's queue, and the first one of a step wakes the
+loop.
 """
 
 from __future__ import annotations
@@ -18,6 +17,9 @@ from typing import Protocol
 from penstock.runtime.prompting.interface import RequestQueue
 from penstock.runtime.requests.request import StepOutput
 from penstock.runtime.text.assembler import Assembler, Delta
+
+MAX_TURN_S = 0.001
+"""For so long outputs are taken in before others on the event loop have a turn."""
 
 
 class LiveOutput:
@@ -54,10 +56,6 @@ class LiveOutput:
             if self._holds_id():
                 self._queue.finish(self.request_id, self._assembler.stop)
         return delta
-
-
-MAX_TURN_S = 0.001
-"""For so long outputs are taken in before others on the event loop have a turn."""
 
 
 class Receiver(Protocol):

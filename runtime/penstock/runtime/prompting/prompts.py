@@ -1,8 +1,7 @@
-"""What a model is asked to go on with, and its token ids.
+"""What a model is asked to go on with, its token ids, and what is cut from it to fit the context.
 
-Fits prompts into the context: what is cut from a prompt that leaves too little room for generation.
-
-Nothing is cut silently: a reply tells how many tokens were cut.
+`fit` cuts a prompt that leaves too little room for generation. Nothing is cut silently: a reply tells how
+many tokens were cut.
 """
 
 from __future__ import annotations

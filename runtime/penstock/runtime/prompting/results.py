@@ -1,6 +1,7 @@
 """What a request comes to: frozen values. Durations are seconds.
 
-Fits prompts of which nothing is generated, and makes vectors of what the engine has computed.
+Of prompts after which nothing is generated the engine computes hidden states, of which a `VectorForm` makes
+vectors, or log-probabilities, which are a `Score`. `fit_inputs` and `join` fit such prompts into the context.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from penstock.runtime.chat.messages import ChatTurn, ToolCall
 from penstock.runtime.errors import InvalidRequest, PromptTooLong, Violation
 from penstock.runtime.prompting.prompts import ContextParams, Fitted, Truncation, fit
 from penstock.runtime.requests.request import Finish, RequestTiming, StoppingParams, TokenLogprobs
+
+_NO_STOPPING = StoppingParams()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,9 +189,6 @@ def merged_timing(times: Sequence[RequestTiming]) -> RequestTiming | None:
         preemptions=sum(t.preemptions for t in times),
         cached_prompt_tokens=first.cached_prompt_tokens,
     )
-
-
-_NO_STOPPING = StoppingParams()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,18 @@
 """What a request asks for and what it gets: frozen values shared by scheduler, engine and service. No jax.
 
-The defaults here are neutral values; the model's own defaults are filled in before a value of this module is
-made (`sampling_defaults`). Every class checks itself once, on construction, and raises `InvalidRequest` with
-all violations, each with the contract's field path.
+The defaults here are neutral values; the model's own defaults are filled in before such a value is made
+(`sampling_defaults`). What a request asks for checks itself once, on construction, and raises
+`InvalidRequest` with all violations, each with the contract's field path.
 
-What is wanted of a prompt after which nothing is generated: an embedding, or scores of tokens. No jax.
+A `PromptReading` says what is wanted of a prompt after which nothing is generated: an embedding, or scores of
+tokens.
 
-Several outputs of one prompt: each is a request of its own in the engine, with an id and a seed that are
-made here. No jax.
+Several outputs of one prompt are requests of their own in the engine, each with an id and a seed that are
+made here (`outputs_of`). The first output computes the prompt; the others are its forks, which begin with its
+KV pages (`scheduling.planner`).
 
-The first output computes the prompt; the others are its forks, which begin with its KV pages
-(`scheduling.planner`).
+The id of each further output has U+0000 in it, which no caller's id may have. `Abort` and duplicates go by
+the request's id, and an error of one output ends all.
 """
 
 from __future__ import annotations
@@ -32,6 +34,18 @@ from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.images import MediaItem, RotaryPositions, media_problem
 from penstock.runtime.requests.word_table import WordTable
+
+MAX_STOP_TOKEN_IDS = 32
+"""Width of each row's list of ids that the compiled sampler masks before `min_tokens`; EOS ids count."""
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_BAD_BIASES = 20
+"""Of biases that are not numbers, at most this many are named in an error."""
+MAX_REQUEST_ID_CHARS = 128
+"""Longest id that a caller may choose."""
+MAX_ENGINE_ID_CHARS = 256
+"""Longest id that the engine takes: the service puts the caller's id before the request's."""
+MAX_CACHE_SALT_CHARS = 256
 
 
 class Pooling(enum.Enum):
@@ -68,19 +82,6 @@ class PromptReading:
         if generates:
             bad.append(Violation("reading", "does not go with what is asked for of generated tokens"))
         return bad
-
-
-MAX_STOP_TOKEN_IDS = 32
-"""Width of each row's list of ids that the compiled sampler masks before `min_tokens`; EOS ids count."""
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARS = 256
-MAX_BAD_BIASES = 20
-"""Of biases that are not numbers, at most this many are named in an error."""
-MAX_REQUEST_ID_CHARS = 128
-"""Longest id that a caller may choose."""
-MAX_ENGINE_ID_CHARS = 256
-"""Longest id that the engine takes: the service puts the caller's id before the request's."""
-MAX_CACHE_SALT_CHARS = 256
 
 
 def _raise_if(violations: list[Violation]) -> None:
@@ -288,7 +289,7 @@ class Request:
 
     def __post_init__(self) -> None:
         bad: list[Violation] = []
-        name = self.request_id.partition("\x00")[0]  # without what `fanout` adds
+        name = request_id_of(self.request_id)  # without what `output_id` adds
         if not 0 < len(name) <= MAX_ENGINE_ID_CHARS:
             bad.append(Violation("request_id", f"must have 1 to {MAX_ENGINE_ID_CHARS} characters"))
         if not self.prompt_token_ids:
@@ -391,13 +392,6 @@ class StepOutput(NamedTuple):
         return self.finish is not None or self.error is not None
 
 
-MAX_OUTPUTS = 128
-SEPARATOR = "\x00"
-"""A character that no caller's id contains."""
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_WORD = 2**64 - 1
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
     """What `Engine.prepare` makes of a request; all outputs of the request may share it."""
@@ -419,6 +413,13 @@ class PreparedPrompt:
     def covers(self, sampling: ResolvedSampling) -> bool:
         """Whether what was made of this value's `sampling` can be used for `sampling`."""
         return self.sampling is not None and self.sampling.shares_tokens(sampling)
+
+
+MAX_OUTPUTS = 128
+SEPARATOR = "\x00"
+"""A character that no caller's id contains."""
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_WORD = 2**64 - 1
 
 
 def output_id(request_id: str, index: int) -> str:

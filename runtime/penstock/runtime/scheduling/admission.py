@@ -1,5 +1,7 @@
 """Which waiting sequence may begin to run, on which shared pages, and which ones make room for it; and which
 sequence loses its pages when there are none left. No jax.
+
+`Admission` decides the former, and `PageSupply` the latter.
 """
 
 from __future__ import annotations

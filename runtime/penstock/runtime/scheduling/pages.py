@@ -267,13 +267,6 @@ class PagePool:
             raise AssertionError("the index does not tell what the pages' keys are")
 
 
-HEADROOM_TOKENS = 48
-HEADROOM_SHARE = 8
-"""See `PageGroup.headroom`. More headroom means that fewer prefills are lost to preemption, but also that
-fewer rows run. With 48 tokens, 64 rows, and pages for three quarters of what the rows grow to, 1.1 times the
-prompts' tokens are computed (1.5 to 1.8 times without headroom), and 1 to 3 % of the rows are lost."""
-
-
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """The part of a waiting sequence that is computed already when the sequence enters."""
@@ -296,6 +289,13 @@ class Prefix:
     def num_pages(self) -> int:
         """How many full pages there are in each group."""
         return len(self.pages[0])
+
+
+HEADROOM_TOKENS = 48
+HEADROOM_SHARE = 8
+"""See `PageGroup.headroom`. More headroom means that fewer prefills are lost to preemption, but also that
+fewer rows run. With 48 tokens, 64 rows, and pages for three quarters of what the rows grow to, 1.1 times the
+prompts' tokens are computed (1.5 to 1.8 times without headroom), and 1 to 3 % of the rows are lost."""
 
 
 class PageGroup:

@@ -83,7 +83,7 @@ class Encode(NamedTuple):
 
     item: MediaItem
     blocks: tuple[int, ...]
-    """The blocks of the pool that its embeddings are written to, see `media.pool`."""
+    """The blocks of the pool that its embeddings are written to, see `image_pool`."""
 
 
 class PictureRows(NamedTuple):

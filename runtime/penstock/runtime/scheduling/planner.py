@@ -1,6 +1,6 @@
-"""Decides how many decode steps one plan holds, and which rows take part. No jax.
+"""Makes plans: which rows run next, and on which pages. No jax.
 
-Makes plans: which rows run next, and on which pages. No jax.
+`Windows` decides how many decode steps one plan holds, and which rows take part. All else is about `Planner`.
 
 Sequences are ranked: by arrival, or under the policy "priority" by priority and then arrival. In every step,
 decodes (one token a row) and prefill chunks share one token budget:
@@ -27,7 +27,7 @@ overtakes it, so large requests cannot starve. In two cases, however, it steps a
 
 Under "priority", if the first sequence in line lacks slots or pages, it preempts running sequences of lower
 priority before the step is made: the last in rank or, for a feature slot, the last that has one. While
-decodes run, the prompt tokens of a step may have a smaller budget than the rest of the step (`pacing`).
+decodes run, the prompt tokens of a step may have a smaller budget than the rest of the step (`Pacer`).
 
 Why every request finishes (under "priority": once no more requests of higher priority arrive). Consider the
 active sequence that is first in rank:

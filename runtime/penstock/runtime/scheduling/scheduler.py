@@ -36,6 +36,8 @@ from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import NEVER_NS, PromptValues, Sequence, Sharing, Status, StopRules
 from penstock.runtime.scheduling.status import OutputStatus, status_of
 
+__all__ = ["Load", "Scheduler", "SchedulerConfig"]
+
 FINISHED_MEMORY = 4096
 """How many ids of ended outputs `Endings.has_finished` remembers."""
 
@@ -338,9 +340,6 @@ def _accept(seq: Sequence, token_ids: Items[int]) -> bool | Exception:
         return constraint.is_complete
     except BaseException as error:  # noqa: BLE001  one request's grammar must not end the others'; see `failing`
         return as_exception(error)
-
-
-__all__ = ["Load", "Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:

@@ -70,7 +70,7 @@ class SchedulerConfig:
     window_steps: tuple[int, ...] = ()
     """The lengths that windows may have, ascending from 1; empty: any length."""
     picture_blocks: int = 0
-    """Blocks of the pool of picture embeddings, see `media.pool`; 0: prompts have no pictures."""
+    """Blocks of the pool of picture embeddings, see `image_pool`; 0: prompts have no pictures."""
     max_encode_patches: int = 0
     """Most patches of pictures that a step encodes; a single picture may have more."""
 

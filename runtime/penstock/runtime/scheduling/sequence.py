@@ -29,6 +29,9 @@ from penstock.runtime.scheduling.image_pool import Encoded
 NEVER_NS = 2**63 - 1
 """A deadline that no monotonic clock reaches. Comparing integers is faster than checking for None."""
 
+NEVER = 2**63 - 1
+"""A number of positions that no sequence reaches."""
+
 _LONGEST_LIMIT_S = 2.0**32
 """Over a century. A larger number of seconds might not convert to an integer of ns."""
 
@@ -182,10 +185,6 @@ class PromptValues:
         count = self._num_prompt if self._pooling is Pooling.MEAN else 1
         pooled: NDArray[np.float32] = (self._sum / count).astype(np.float32)
         return pooled
-
-
-NEVER = 2**63 - 1
-"""A number of positions that no sequence reaches."""
 
 
 def rank_of(seq: Sequence) -> tuple[int, int]:

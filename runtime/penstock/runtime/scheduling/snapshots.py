@@ -5,7 +5,8 @@ A model with recurrent layers keeps a state for each slot, which stands for all 
 do not restore it, so a sequence can begin with m pages of others only where a snapshot of the state after
 these pages was kept. The snapshot has the key of the last of them (`prefix_cache`), because it depends on the
 same tokens. It is written in passing, by a step that computes a prompt across the end of that page, and can
-be read from the next step on. `Cuts` of `prefills` decides which are written.
+be read from the next step on. `Cuts` of `prefills` decides which are written. Windows of decode steps write
+none, so the next turn of a conversation computes again what was generated.
 
 Snapshots are counted like pages, in a `PagePool` of their own: one is held while somebody needs it, then kept
 for its key until its place is needed; the least recently used one goes first. A sequence holds the snapshot

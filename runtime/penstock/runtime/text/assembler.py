@@ -1,8 +1,12 @@
 """Turns the engine's outputs of one request into deltas: text, stop strings, and which tokens are kept. Pure.
 
-The service calls it as outputs arrive, and so does an embedded engine, so both give the same tokens and text.
+The service calls an `Assembler` as outputs arrive, and so does an embedded engine, so both give the same
+tokens and text. Its `TextStream` turns the generated tokens of one output into text, and finds stop strings
+in it.
 
-Turns the generated tokens of one output into text, and finds stop strings in it.
+The engine knows no text. When a stop string was found, the request is ended in the engine by its id, and
+tokens past the match are dropped. Parsers of reasoning and calls come after that, and read characters and
+never pieces: how the text was cut into steps cannot change what they find.
 """
 
 from __future__ import annotations

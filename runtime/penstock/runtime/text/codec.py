@@ -1,8 +1,9 @@
 """Text at the edge of the engine, by transformers: encodes prompts, renders chats and decodes tokens.
 
-The engine itself sees token ids only. Callers know what is here as `interface.Text`.
+The engine itself sees token ids only. Callers know `TextCodec` as `interface.Text`.
 
-What a tokenizer of transformers shows of itself, and of the model that it belongs to.
+`is_plain` and `end_token_ids` tell what a tokenizer of transformers shows of itself, and of the model that it
+belongs to.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ while the tail is invalid, and cannot be flushed at the end.
 
 Any other decoder (WordPiece, Metaspace, ...) is run by Hugging Face on a window of tokens.
 
-The bytes that single tokens stand for, for those who show tokens or join them without a tokenizer.
+`TokenBytes` has the bytes that single tokens stand for, for those who show tokens or join them without a
+tokenizer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,6 @@ class TokenBytes:
     """
     dropped_leading_spaces: int = 0
     """How many spaces a text loses at its start, if it begins with so many."""
-
-
-REPLACEMENT = "\ufffd"
 
 
 class IncrementalDecoder(Protocol):

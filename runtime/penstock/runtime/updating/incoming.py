@@ -16,18 +16,6 @@ from penstock.runtime.loading.dtypes import DTYPES, num_bytes
 from penstock.runtime.machine import host_memory
 from penstock.runtime.sent_tensors import SentTensor
 
-
-def digest_of(tensors: Iterable[tuple[SentTensor, bytes]]) -> bytes:
-    """The SHA-256 of a text that has one line for each tensor, in the order of their names:
-    "NAME DTYPE D1,D2 HASH", where HASH is the SHA-256 of the tensor's bytes, given here beside it.
-    """
-    whole = hashlib.sha256()
-    for tensor, sha256 in sorted(tensors, key=lambda entry: entry[0].name):
-        shape = ",".join(map(str, tensor.shape))
-        whole.update(f"{tensor.name} {tensor.dtype} {shape} {sha256.hex()}\n".encode())
-    return whole.digest()
-
-
 _EXPONENTS: Mapping[str, tuple[npt.DTypeLike, int]] = {
     "F64": (np.uint64, 0x7FF0_0000_0000_0000),
     "F32": (np.uint32, 0x7F80_0000),
@@ -39,6 +27,17 @@ _EXPONENTS: Mapping[str, tuple[npt.DTypeLike, int]] = {
 """For each dtype, the bits that are all set in NaN and infinity and in no other value."""
 _CHECKED_AT_ONCE = 1 << 20
 """How many bytes are checked at a time, so that intermediate values stay in the processor's cache."""
+
+
+def digest_of(tensors: Iterable[tuple[SentTensor, bytes]]) -> bytes:
+    """The SHA-256 of a text that has one line for each tensor, in the order of their names:
+    "NAME DTYPE D1,D2 HASH", where HASH is the SHA-256 of the tensor's bytes, given here beside it.
+    """
+    whole = hashlib.sha256()
+    for tensor, sha256 in sorted(tensors, key=lambda entry: entry[0].name):
+        shape = ",".join(map(str, tensor.shape))
+        whole.update(f"{tensor.name} {tensor.dtype} {shape} {sha256.hex()}\n".encode())
+    return whole.digest()
 
 
 class IncomingTensor:

@@ -75,4 +75,4 @@ class UpdateReport:
     """For how long no token could be made."""
     in_flight: InFlightReport = field(default_factory=InFlightReport)
     digest: bytes = b""
-    """SHA-256 over names, dtypes, shapes and values of all tensors, see `digest`; empty if only validated."""
+    """SHA-256 over names, dtypes, shapes and values of all tensors (`digest_of`); empty if only validated."""

@@ -1,6 +1,10 @@
 """One update, from its first tensor until it is live: `OneUpdate` is its life, and `NewWeights` its tensors.
-Whole tensors go in, in any order, and come out as leaves, which lie beside those that serve or in their
-place.
+Whole tensors go in, in any order, and come out as leaves, which lie beside those that serve (`LeavesBeside`)
+or in their place (`LeavesInPlace`).
+
+Leaves that lie beside need the memory of one more checkpoint, and the old one's goes back before the update
+is reported. They are made on threads of the lowest priority, half of `--threads`; the engine's thread only
+exchanges references.
 """
 
 from __future__ import annotations
@@ -206,7 +210,7 @@ class NewWeights:
         field: str,
         refuse_non_finite: bool,
     ) -> None:
-        """sent: all tensors of the update, as `manifest.check` takes them. maker: made for them, and to hand
+        """sent: all tensors of the update, as `check_manifest` takes them. maker: made for them, and to hand
         its leaves to `leaves`. field: what the caller calls the source of the tensors, for errors.
         """
         self._rules, self._field, self._refuse_non_finite = rules, field, refuse_non_finite
@@ -320,7 +324,7 @@ class OneUpdate:
     def __init__(
         self, target: Target, options: UpdateOptions, sent: Sequence[SentTensor], *, field: str
     ) -> None:
-        """sent: the tensors, which `manifest.check` has taken. field: what the caller calls their source.
+        """sent: the tensors, which `check_manifest` has taken. field: what the caller calls their source.
 
         An update in place asks the engine to stand still, and waits for that when it has the first leaf.
         """

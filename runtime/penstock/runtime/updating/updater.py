@@ -1,6 +1,6 @@
 """Updater: new weights for a model that serves, asked for on any thread.
 
-One update at a time has the place.
+One update at a time has the `UpdatePlace`. `check_manifest` refuses tensors that do not fit the model.
 """
 
 from __future__ import annotations

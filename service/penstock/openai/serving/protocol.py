@@ -1,4 +1,10 @@
-"""uvicorn's HTTP/1.1, with bounds on what a peer may send and on how long it may take."""
+"""uvicorn's HTTP/1.1, with bounds on what a peer may send and on how long it may take.
+
+The connection bounds how large and how slow headers, trailers and bodies may be, and how long a reply may
+wait to be taken. A sweep twice a second looks at all connections, so there is no timer for a request or an
+event. A stream that is not taken waits, its RPC waits with it, and nothing gathers in between. uvicorn marks
+only the newest request of a connection as disconnected; this protocol marks the one that runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Listens on a socket, and ends without cutting off what runs."""
+"""Listens on a socket, and ends without cutting off what runs.
+
+A drain is no disconnect. The socket stays open until the last request has ended; who comes meanwhile is told
+503, and so is `/health`. Requests that outlast the grace end with an error that says so, also in the middle
+of a stream.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Starts the workers that share a listening socket, replaces those that die, and ends them."""
+"""Starts the workers that share a listening socket, replaces those that die, and ends them.
+
+Each worker keeps its metrics in files that all can read.
+"""
 
 from __future__ import annotations
 

@@ -109,7 +109,9 @@ class Health(health_pb2_grpc.HealthServicer):
 
 
 class Readiness:
-    """Reports services as SERVING unless there is a reason against it."""
+    """Reports services as SERVING unless there is a reason against it: the server is starting or stopping,
+    its engine has died or hangs (`watchdog`), or a failed update in place has left no whole weights.
+    """
 
     def __init__(self, health: Health, services: Sequence[str], against: str) -> None:
         """`against` is the first reason against SERVING."""

@@ -1,9 +1,11 @@
-"""Keeps track of the RPCs that are under way, so that the server can stop without cutting any of them off.
+"""RPCs while the server has no engine yet, and while it stops.
 
-Servicers that are bound after the server has started.
+`Calls` keeps track of the RPCs that are under way, so that the server can stop without cutting any of them
+off.
 
-gRPC must know all methods before it starts. The contract's methods need an engine, and the server answers
-health checks long before it has one. So gRPC gets a stand-in that looks for the servicer at each call.
+`LateServicer` stands for a servicer that is bound after the server has started. gRPC must know all methods
+before it starts. The contract's methods need an engine, and the server answers health checks long before it
+has one. So gRPC gets a stand-in that looks for the servicer at each call.
 """
 
 from __future__ import annotations

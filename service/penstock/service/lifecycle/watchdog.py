@@ -1,18 +1,16 @@
-"""Notices when the engine's thread or the event loop hangs, logs where, and notices when it moves again.
+"""Notices when the engine's thread or the event loop hangs, and ends an engine that may hang.
 
-It watches from a thread of its own, and takes none of their locks. While only the engine's thread hangs,
-health turns NOT_SERVING. While the event loop hangs, health cannot answer at all, and probes notice that; the
-watchdog then only logs where the loop hangs. If a thread does not release Python's interpreter, the watchdog
-cannot run either.
+`Watchdog` logs where one of them hangs, and notices when it moves again. It watches from a thread of its own,
+and takes none of their locks. While only the engine's thread hangs, health turns NOT_SERVING. While the event
+loop hangs, health cannot answer at all, and probes notice that; the watchdog then only logs where the loop
+hangs. If a thread does not release Python's interpreter, the watchdog cannot run either.
 
 A thread hangs if it has work and does none of it for the time limit, which is therefore far above the time of
 any step. Programs are compiled before the watch begins.
 
-Ends an engine that may hang: each step has a time limit, and the server goes on without an engine that
-exceeds it.
-
-Without the limits a device that does not answer, or a lock that is never released, would keep the process
-alive.
+`EngineEnd` ends an engine that may hang: each step has a time limit, and the server goes on without an engine
+that exceeds it. Without the limits a device that does not answer, or a lock that is never released, would
+keep the process alive.
 """
 
 from __future__ import annotations

@@ -1,29 +1,26 @@
-"""Bounds how many RPCs go on at once: in all, from each address and from each connection.
+"""Bounds how much goes on at once, and tells refused callers when it is worth trying again.
 
-An RPC takes its place when its headers have arrived, before its message is received, and keeps it until its
-task ends: the reply has left, or the client is gone. An RPC that finds no place is refused as BUSY at once;
-none waits here. Each kind of RPC has places of its own, so that a server that is full of work can still be
-asked for its health and told to abort.
+`Admission` bounds how many RPCs go on at once: in all, from each address and from each connection. An RPC
+takes its place when its headers have arrived, before its message is received, and keeps it until its task
+ends: the reply has left, or the client is gone. An RPC that finds no place is refused as BUSY at once; none
+waits here. Each kind of RPC has places of its own, so that a server that is full of work can still be asked
+for its health and told to abort.
 
-Bounds how long a message may take to arrive, and how many messages may be arriving for longer than a
-moment.
+`Receiving` bounds how long a message may take to arrive, and how many messages may be arriving for longer
+than a moment. gRPC holds a message in memory until its last byte has arrived. Most messages are complete when
+their call is looked at, and wait for nothing here. A message that is not complete a moment later needs a
+place, of which there are few. So a client that sends the first megabytes of thousands of messages, and never
+the rest, takes the memory of only a few, and does not keep others from sending theirs.
 
-gRPC holds a message in memory until its last byte has arrived. Most messages are complete when their call is
-looked at, and wait for nothing here. A message that is not complete a moment later needs a place, of which
-there are few. So a client that sends the first megabytes of thousands of messages, and never the rest, takes
-the memory of only a few, and does not keep others from sending theirs.
+`Places` counts places in the engine's queue from the arrival of a request, before the engine has it. Between
+the two the prompt is tokenized and the grammar compiled. Without counting requests in that state there could
+be any number of them, and most would be refused only after that work was done.
 
-Counts places in the engine's queue from the arrival of a request, before the engine has it.
+`HeldImages` bounds the memory of the images that requests hold while they wait and run. Requests keep their
+images as the patches that the model takes, which need a hundred times the bytes of a photograph's file:
+hundreds of megabytes for a context full of them.
 
-Between the two the prompt is tokenized and the grammar compiled. Without counting requests in that state
-there could be any number of them, and most would be refused only after that work was done.
-
-Bounds the memory of the images that requests hold while they wait and run.
-
-Requests keep their images as the patches that the model takes, which need a hundred times the bytes of a
-photograph's file: hundreds of megabytes for a context full of them.
-
-Measures how fast work gets done, and tells refused callers when it is worth trying again.
+`Pace` measures how fast work gets done, and so knows when a refused caller should come back.
 """
 
 from __future__ import annotations
@@ -44,6 +41,8 @@ from penstock.service.backend import Backend
 from penstock.service.errors import Busy, StalledSender
 from penstock.service.limits.bounds import Bounds
 
+Clock = Callable[[], float]
+
 WINDOW_S = 30.0
 """Ends that are older than about this many seconds count for little."""
 SHORTEST_S = 1.0
@@ -63,7 +62,7 @@ class Pace:
 
     __slots__ = ("_active", "_at", "_clock", "_ended", "_promised", "_span_s")
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
         """`clock` gives seconds and never goes back."""
         self._clock = clock
         self._active = 0
@@ -119,7 +118,6 @@ class Pace:
 
 PACKAGES = ("penstock.v1.", "vllm.grpc.engine.")
 """What the names of the services begin with that need an engine; the server's stop waits for their calls."""
-Clock = Callable[[], float]
 
 
 class Kind(enum.Enum):
@@ -326,7 +324,8 @@ MOMENT_S = 0.5
 """Within this many seconds a message has arrived, unless it is large, the network is slow, or it is never
 sent.
 """
-_RECEIVING = (Kind.WORK, Kind.TOKENIZE)
+_WITH_WORK = (Kind.WORK, Kind.TOKENIZE)
+"""The kinds whose messages share the places of work while they arrive."""
 
 
 class Receiving:
@@ -347,8 +346,8 @@ class Receiving:
         """
         self._limits_s = dict.fromkeys(Kind, limit_s) | {Kind.UPDATE: update_limit_s}
         few = most and max(most // 8, 2)
-        work = _gate(most, clock)
-        self._gates = {kind: work if kind in _RECEIVING else _gate(few, clock) for kind in Kind}
+        work = _receiving_gate(most, clock)
+        self._gates = {kind: work if kind in _WITH_WORK else _receiving_gate(few, clock) for kind in Kind}
 
     def active(self, kind: Kind) -> int:
         """How many messages of the kind have a place."""
@@ -383,14 +382,14 @@ class Receiving:
             refusal = None  # its traceback refers to this frame
 
 
-def _gate(most: int, clock: Clock) -> Gate:
+def _receiving_gate(most: int, clock: Clock) -> Gate:
     return Gate("max_receiving_rpcs", most, clock, per_address=(most + 1) // 2)
 
 
 class Places:
     """The queue of one engine as its callers see it. Used on the event loop only."""
 
-    def __init__(self, engine: Backend, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, engine: Backend, clock: Clock = time.monotonic) -> None:
         self._engine = engine
         self._pace = Pace(clock)
         self._preparing = 0
@@ -435,12 +434,13 @@ class Places:
 
 
 LIMIT = "max_held_image_bytes"
+"""The bound on held images, as a refusal names it."""
 
 
 class HeldImages:
     """The bytes of all images that requests hold. Used on the event loop only."""
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most: int, clock: Clock = time.monotonic) -> None:
         self._most = most
         self._pace = Pace(clock)
 

@@ -1,9 +1,10 @@
-"""How much may go on at once: one group of the server's options.
+"""How much may go on at once: one group of the server's options, and the limit on open files.
 
 Each bound is a field of `Bounds` with a flag of the same name (`max_rpcs` is `--max-rpcs`); 0 switches it
 off. A call beyond a bound is refused as BUSY; the error names the bound, its value and when to retry.
 
-The limit on the files that the process may have open; every connection is one of them.
+The process may have only so many files open, and every connection is one of them: `raise_limit` raises that
+limit, and `connections` says how many connections fit under it.
 """
 
 from __future__ import annotations

@@ -69,7 +69,6 @@ def _varint(value: int) -> bytes:
 _NUM_SHORT = 1 << 14
 _SHORT = tuple(map(_varint, range(_NUM_SHORT)))
 
-
 CANDIDATES_AT_ONCE = 1000
 """How many candidates are encoded at a time; that takes about a millisecond."""
 _DELTA = tag(inference_pb2.StreamResponse, "delta")
@@ -339,7 +338,7 @@ class Collected:
         return response(message, encoded_prompt, self._outputs, self._logprobs, self._hidden)
 
 
-_OUTCOMES = {
+_UPDATE_OUTCOMES = {
     UpdateOutcome.COMMITTED: weights_pb2.UPDATE_OUTCOME_COMMITTED,
     UpdateOutcome.STAGED: weights_pb2.UPDATE_OUTCOME_STAGED,
     UpdateOutcome.VALIDATED: weights_pb2.UPDATE_OUTCOME_VALIDATED,
@@ -352,7 +351,7 @@ def update_response(report: UpdateReport) -> weights_pb2.UpdateWeightsResponse:
     return weights_pb2.UpdateWeightsResponse(
         current=weights_version(report.current),
         previous=weights_version(report.previous),
-        outcome=_OUTCOMES[report.outcome],
+        outcome=_UPDATE_OUTCOMES[report.outcome],
         tensors_updated=report.num_tensors,
         bytes_received=report.num_bytes,
         staged_in=_duration(report.staged_s),
@@ -367,7 +366,7 @@ def commit_response(report: UpdateReport) -> control_pb2.CommitWeightsResponse:
     return control_pb2.CommitWeightsResponse(
         current=weights_version(report.current),
         previous=weights_version(report.previous),
-        outcome=_OUTCOMES[report.outcome],
+        outcome=_UPDATE_OUTCOMES[report.outcome],
         paused_for=_duration(report.paused_s),
         in_flight=in_flight(report.in_flight),
         digest=report.digest,

@@ -1,10 +1,10 @@
 """Carries what outputs generate from the engine's thread to their readers, in three stages.
 
-`Buffer` and `OutputSink` take it from the engine: one wake-up of the event loop per step, one buffer per
-output. The engine calls each output's sink in turn. A sink only appends to the switchboard's queue, and the
-first one of a step wakes the loop. So a step costs one `call_soon_threadsafe`, however many requests it
-serves. Each output has its own sink, instead of one sink that looks up ids: an id may be used again while
-outputs of its former, cancelled user are still on their way, and these must not reach the new one.
+A `Buffer` takes it from the engine: one wake-up of the event loop per step, one buffer per output. The engine
+calls each output's sink in turn. A sink only appends to the switchboard's queue, and the first one of a step
+wakes the loop. So a step costs one `call_soon_threadsafe`, however many requests it serves. Each output has
+its own sink, instead of one sink that looks up ids: an id may be used again while outputs of its former,
+cancelled user are still on their way, and these must not reach the new one.
 
 On the loop an output becomes a delta at once (text, stop strings), whether or not it is read. So a stop
 string ends the request in the engine without waiting for a slow reader. `Pending` merges deltas into few, in
@@ -12,9 +12,9 @@ the wire's form. Log-probabilities are encoded when they come, one step's at a t
 as much memory as its message will have bytes, a twentieth of what it takes as Python objects; no large amount
 must be encoded at once when a slow reader comes; and the size of the message is known.
 
-The reader of a request takes what its outputs generated, in turn. A reader that stalls for too long is given
-up, and its request ends in the engine, which frees the pages. The RPC of such a reader may still be blocked
-in sending; `rpcs.ending` ends it.
+The `RequestReader` of a request takes what its outputs generated, in turn. A reader that stalls for too long
+is given up, and its request ends in the engine, which frees the pages. The RPC of such a reader may still be
+blocked in sending; `rpcs.ending` ends it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ from penstock.service.access.ownership import told_id
 from penstock.service.backend import Backend
 from penstock.service.errors import StalledReader
 from penstock.service.replies.reply_budget import ReplyBudget, logprobs_bytes
+
+log = logging.getLogger(__name__)
 
 Encode = Callable[[Sequence[TokenLogprobs]], bytes]
 """Serializes log-probabilities to a `Logprobs` message. Messages of consecutive tokens may be joined as
@@ -358,13 +360,7 @@ class Buffer:
         return running
 
 
-log = logging.getLogger(__name__)
-
 SECONDS_PER_LINE = 10.0
-STALL_S = 1.0
-"""A reader that takes nothing for so long, although something waits, has stalled; it may come back."""
-SLOWEST_BYTES_PER_S = 128 * 1024
-"""A client that takes a large message more slowly than this may be given up before it has all of it."""
 
 
 class StallLog:
@@ -384,6 +380,12 @@ class StallLog:
         others = f"; and {self._untold} more since the last such line" if self._untold else ""
         log.warning("%s: not read for %g s, ended%s", what, limit_s, others)
         self._next, self._untold = self._clock() + SECONDS_PER_LINE, 0
+
+
+STALL_S = 1.0
+"""A reader that takes nothing for so long, although something waits, has stalled; it may come back."""
+SLOWEST_BYTES_PER_S = 128 * 1024
+"""A client that takes a large message more slowly than this may be given up before it has all of it."""
 
 
 class Absence:
@@ -559,7 +561,7 @@ class RequestReader:
         self._prompt_bytes = 0
 
     def noticed(self, num_bytes: int, *, can_take: bool) -> None:
-        """Called by a buffer: see `streams.Reader`."""
+        """Called by a buffer: see `Reader`."""
         if self._reading:
             if can_take:
                 self._wake_up()

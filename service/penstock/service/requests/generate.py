@@ -1,7 +1,7 @@
 """Converts the contract's requests for generation, with their parameters, chats and pictures, to validated
 frozen values. A refusal names all violations of a request at once. Of the pictures nothing is decoded here.
 
-Turns a request's texts into token ids.
+`encode_prompt` and `encode_words` turn a request's texts into token ids.
 """
 
 from __future__ import annotations
@@ -421,7 +421,6 @@ class Features:
 
 
 DEFAULT_FEATURES = Features()
-
 
 _NEED_TEXT: Refused = {"prompt": (), "chat": (), "sampling.bad_words": (), "output.text": (False,)}
 _NEED_GRAMMARS: Refused = {f"constraint.{kind.value}": () for kind in GrammarKind}

@@ -1,16 +1,14 @@
-"""Lists the fields of the contract that this release honours. A field that is set and not honoured is
-refused, never ignored.
+"""Refuses the fields of the contract that this release does not honour, and messages of too many parts.
 
-`HONOURED` and `REFUSED` together name every field of every request message. tests/service/test_support.py
-walks the descriptors, and fails for a field of the contract that is in neither. Paths are dotted, from the
-request message down, without the indices of repeated fields. A refused path covers everything below it.
+A field that is set and has no effect is refused, never ignored. `REFUSED` names these fields; all others are
+honoured. tests/service/requests/test_support.py walks the descriptors, and fails for a field that is neither
+refused nor named there with the test of its effect. Paths are dotted, from the request message down, without
+the indices of repeated fields. A refused path covers everything below it.
 
-Counts the parts of a large message before protobuf parses it.
-
-Protobuf holds Python's interpreter while it parses, so nothing else of the server runs meanwhile. Eight
-megabytes of text take a millisecond, but eight megabytes of two-byte messages take a fifth of a second and
-hundreds of megabytes of memory. The count here can be interrupted, and ends as soon as there are too many
-parts.
+`check_parts` counts the parts of a large message before protobuf parses it. Protobuf holds Python's
+interpreter while it parses, so nothing else of the server runs meanwhile. Eight megabytes of text take a
+millisecond, but eight megabytes of two-byte messages take a fifth of a second and hundreds of megabytes of
+memory. The count here can be interrupted, and ends as soon as there are too many parts.
 """
 
 from __future__ import annotations
@@ -118,169 +116,7 @@ M = TypeVar("M", bound=Message)
 
 Refused = Mapping[str, tuple[object, ...]]
 _NOTHING: Refused = {}
-_CHAT_HONOURED = frozenset(
-    {
-        "chat",
-        "chat.messages",
-        "chat.messages.role",
-        "chat.messages.content",
-        "chat.messages.tool_calls",
-        "chat.messages.tool_calls.id",
-        "chat.messages.tool_calls.name",
-        "chat.messages.tool_calls.arguments_json",
-        "chat.messages.tool_call_id",
-        "chat.messages.reasoning",
-        "chat.messages.parts",
-        "chat.messages.parts.text",
-        "chat.messages.parts.image",
-        "chat.messages.parts.image.data",
-        "chat.messages.parts.image.media_type",
-        "chat.tools",
-        "chat.tools.name",
-        "chat.tools.description",
-        "chat.tools.parameters_json",
-        "chat.tools.strict",
-        "chat.tool_choice",
-        "chat.parallel_tool_calls",
-        "chat.chat_template",
-        "chat.template_options_json",
-    }
-)
-_GENERATE_HONOURED = _CHAT_HONOURED | {
-    "request_id",
-    "model",
-    "prompt",
-    "prompt_token_ids",
-    "prompt_token_ids.ids",
-    "sampling",
-    "sampling.temperature",
-    "sampling.top_p",
-    "sampling.top_k",
-    "sampling.min_p",
-    "sampling.presence_penalty",
-    "sampling.frequency_penalty",
-    "sampling.repetition_penalty",
-    "sampling.seed",
-    "sampling.n",
-    "sampling.logit_bias",
-    "sampling.bad_words",
-    "sampling.allowed_token_ids",
-    "stopping",
-    "stopping.max_tokens",
-    "stopping.min_tokens",
-    "stopping.stop",
-    "stopping.stop_token_ids",
-    "stopping.ignore_eos",
-    "stopping.include_stop",
-    "stopping.time_limit",
-    "stopping.time_limit.seconds",
-    "stopping.time_limit.nanos",
-    "output",
-    "output.text",
-    "output.token_ids",
-    "output.logprobs",
-    "output.prompt_logprobs",
-    "output.skip_special_tokens",
-    "output.echo_prompt_token_ids",
-    "output.hidden_states",
-    "constraint",
-    "constraint.json_schema",
-    "constraint.json_object",
-    "constraint.regex",
-    "constraint.ebnf",
-    "constraint.choice",
-    "constraint.choice.choices",
-    "cache",
-    "cache.cache_salt",
-    "cache.bypass_prefix_cache",
-    "priority",
-    "context",
-    "context.truncation",
-    "context.reserve_tokens",
-    "context.cap_max_tokens",
-    "min_weights",
-    "min_weights.label",
-    "min_weights.generation",
-    "media",
-    "media.data",
-    "media.media_type",
-}
 _GENERATE_REFUSED: Refused = {"adapter": ()}
-_READING_HONOURED = frozenset(
-    {
-        "request_id",
-        "model",
-        "cache",
-        "cache.cache_salt",
-        "cache.bypass_prefix_cache",
-        "priority",
-        "min_weights",
-        "min_weights.label",
-        "min_weights.generation",
-    }
-)
-_IN_FLIGHT_HONOURED = frozenset(
-    {"in_flight", "drain_timeout", "drain_timeout.seconds", "drain_timeout.nanos"}
-)
-_BEGIN_HONOURED = _IN_FLIGHT_HONOURED | {
-    "update_id",
-    "version_label",
-    "manifest",
-    "manifest.tensors",
-    "manifest.tensors.name",
-    "manifest.tensors.dtype",
-    "manifest.tensors.shape",
-    "manifest.tensors.crc32c",
-    "manifest.tensors.sha256",
-    "uri",
-    "partial",
-    "expected_generation",
-    "staging",
-    "stage_only",
-    "validate_only",
-    "refuse_non_finite",
-}
-
-HONOURED: Mapping[str, frozenset[str]] = {
-    "penstock.v1.GenerateRequest": _GENERATE_HONOURED,
-    "penstock.v1.StreamRequest": _GENERATE_HONOURED | {"min_tokens_per_message"},
-    "penstock.v1.EmbedRequest": _READING_HONOURED
-    | {"inputs", "inputs.text", "inputs.token_ids", "inputs.token_ids.ids"}
-    | {"pooling", "normalize", "dimensions", "truncation"},
-    "penstock.v1.ScoreRequest": _READING_HONOURED
-    | {"prompt", "prompt_token_ids", "prompt_token_ids.ids"}
-    | {f"continuations{field}" for field in ("", ".text", ".token_ids", ".token_ids.ids")},
-    "penstock.v1.UpdateWeightsRequest": frozenset(
-        {
-            "begin",
-            *(f"begin.{field}" for field in _BEGIN_HONOURED),
-            "chunk",
-            "chunk.tensor_index",
-            "chunk.offset",
-            "chunk.data",
-            "commit",
-            "commit.total_bytes",
-        }
-    ),
-    "penstock.v1.PauseRequest": _IN_FLIGHT_HONOURED | {"free_kv_cache", "offload_weights"},
-    "penstock.v1.CommitWeightsRequest": _IN_FLIGHT_HONOURED | {"update_id"},
-    "penstock.v1.DiscardWeightsRequest": frozenset({"update_id"}),
-    "penstock.v1.AbortRequest": frozenset(
-        {"request_ids", "request_ids.ids", "request_id_prefix", "all", "reason"}
-    ),
-    "penstock.v1.TokenizeRequest": _CHAT_HONOURED | {"text", "add_special_tokens"},
-    "penstock.v1.DetokenizeRequest": frozenset({"token_ids", "skip_special_tokens"}),
-    "penstock.v1.GetModelInfoRequest": frozenset({"include_tensors"}),
-    "penstock.v1.GetVocabularyRequest": frozenset({"first_token_id", "max_tokens"}),
-    "penstock.v1.SetTracingRequest": frozenset({"level"}),
-    "penstock.v1.ProfileRequest": frozenset(
-        {"steps", "timeout", "timeout.seconds", "timeout.nanos", "include_data"}
-    ),
-    "penstock.v1.WatchLoadRequest": frozenset(
-        {"interval", "interval.seconds", "interval.nanos", "max_requests"}
-    ),
-}
-"""From a message's name to the paths that have an effect."""
 
 REFUSED: Mapping[str, Refused] = {
     "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
@@ -300,44 +136,24 @@ def check_supported(
     `lacking` are paths that this server cannot honour as it was started, each with the values that are
     accepted nevertheless. `why` says for some of them what keeps the server from honouring them.
     """
-    name = request.DESCRIPTOR.full_name
-    refused = {**REFUSED.get(name, {}), **lacking}
-    found = list(_unsupported(request, "", "", HONOURED.get(name, frozenset()).difference(lacking), refused))
+    refused = {**REFUSED.get(request.DESCRIPTOR.full_name, _NOTHING), **lacking}
+    found = list(_unsupported(request, "", "", refused)) if refused else []
     if found:
         raise UnsupportedFeature(found, "; ".join(dict.fromkeys(why[path] for path in found if path in why)))
 
 
-def _unsupported(
-    message: Message,
-    rule_at: str,
-    shown_at: str,
-    honoured: frozenset[str],
-    refused: Refused,
-) -> Iterator[str]:
+def _unsupported(message: Message, rule_at: str, shown_at: str, refused: Refused) -> Iterator[str]:
     for field, value in message.ListFields():
         rule, shown = rule_at + field.name, shown_at + field.name
-        if rule not in honoured:
-            if value not in refused.get(rule, ()):
+        if rule in refused:
+            if value not in refused[rule]:
                 yield shown
-        elif not _is_honoured_below(field.message_type, rule, honoured):
+        # Nothing has to look into each of the ten thousand turns of a chat if nothing is refused there.
+        elif any(path.startswith(f"{rule}.") for path in refused):
             many = field.is_repeated
             for i, item in enumerate(value if many else [value]):
                 below = f"{shown}[{i}]." if many else f"{shown}."
-                yield from _unsupported(item, rule + ".", below, honoured, refused)
-
-
-@functools.cache
-def _is_honoured_below(descriptor: Descriptor | None, path: str, honoured: frozenset[str]) -> bool:
-    """Whether everything that a message at this path may hold is honoured. Then nothing has to look into each
-    of the ten thousand turns of a chat. None means that the field is no message.
-    """
-    if descriptor is None or descriptor.GetOptions().map_entry:
-        return True
-    return all(
-        f"{path}.{field.name}" in honoured
-        and _is_honoured_below(field.message_type, f"{path}.{field.name}", honoured)
-        for field in descriptor.fields
-    )
+                yield from _unsupported(item, rule + ".", below, refused)
 
 
 def check_known(message: M, parse: Callable[[bytes], M], data: bytes) -> None:

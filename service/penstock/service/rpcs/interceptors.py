@@ -6,12 +6,11 @@ calls such a handler when the headers have arrived; it would call the other kind
 the whole message. So a call that is refused for its headers, or because too much is under way, is refused
 before its message is read.
 
-Receives the messages of a call that may send many, and decodes messages.
+`Access` decides which caller may make which call, from an RPC's headers, before its message is read.
 
-Messages are decoded here and not by gRPC, which answers an undecodable one with an untyped INTERNAL. Here it
-is INVALID_ARGUMENT, and fields that protobuf would drop silently are refused.
-
-Decides which caller may make which call, from an RPC's headers, before its message is read.
+`Incoming` receives the messages of a call that may send many. Messages are decoded here (`decoded`) and not
+by gRPC, which answers an undecodable one with an untyped INTERNAL. Here it is INVALID_ARGUMENT, and fields
+that protobuf would drop silently are refused.
 """
 
 from __future__ import annotations
@@ -60,7 +59,12 @@ from penstock.service.telemetry.tracing.service_spans import (
 from penstock.service.threads.lanes import MESSAGE_BYTES, Lanes
 from penstock.service.usage.meter import CURRENT_METER, CallLog, Meter, UsageSink, current_meter
 
+log = logging.getLogger(__name__)
+
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Behaviour: TypeAlias = "Callable[[Any, Context], Any]"
+Serialize: TypeAlias = "Callable[[Any], bytes]"
 _OPEN = "grpc.health.v1.Health/"
 """Calls of this service need no key: probes cannot carry one, and learn no more than whether the server is
 up.
@@ -219,16 +223,6 @@ class Incoming:
             raise StopAsyncIteration
         return Undecoded(self._method, self._parse, data)
 
-
-log = logging.getLogger(__name__)
-
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Behaviour: TypeAlias = "Callable[[Any, Context], Any]"
-Serialize: TypeAlias = "Callable[[Any], bytes]"
-DEADLINE_SLACK_S = 0.1
-"""gRPC reports a passed deadline as a cancellation, and the client's clock may be a little ahead of the
-server's.
-"""
 
 UNKNOWN = "(unknown method)"
 """Stands for an unknown method's name in the log."""
@@ -508,6 +502,12 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         except (grpc.aio.InternalError, asyncio.CancelledError) as gone:  # the client is gone
             rpc.end(_code_of_cancel(context))
             raise asyncio.CancelledError from gone
+
+
+DEADLINE_SLACK_S = 0.1
+"""gRPC reports a passed deadline as a cancellation, and the client's clock may be a little ahead of the
+server's.
+"""
 
 
 def _code_of_cancel(context: Context) -> grpc.StatusCode:

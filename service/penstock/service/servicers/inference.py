@@ -2,8 +2,8 @@
 and converts back.
 
 `ServedRequest` is what Generate and Stream share: it tokenizes, submits, takes deltas and cleans up.
-`ServedReading` is one call of Embed or Score, whose prompts become requests of the engine that
-generate nothing.
+`ServedReading` is one call of Embed or Score, whose prompts become requests of the engine that generate
+nothing.
 """
 
 from __future__ import annotations
@@ -371,8 +371,8 @@ class ServedRequest:
 
 
 async def in_turns(items: Sequence[T]) -> AsyncIterator[T]:
-    """Yield all items. Other tasks on the event loop have a turn after each few, so never after
-    the last one.
+    """Yield all items. Other tasks on the event loop have a turn after each few, so never after the last
+    one.
     """
     for index, item in enumerate(items):
         if index and index % OUTPUTS_AT_ONCE == 0:
@@ -518,7 +518,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._updates = updates
         self._engine = serving.engine
         self._turns = asyncio.Lock()
-        """Held while a piece of something large is encoded, see `replies.prompt_info`."""
+        """Held while a piece of something large is encoded, see `messages.prompt_info`."""
 
     async def _to_job(
         self, request: inference_pb2.GenerateRequest | inference_pb2.StreamRequest

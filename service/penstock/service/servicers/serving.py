@@ -1,10 +1,9 @@
-"""What all RPCs of a server share, as one value.
+"""What all RPCs of a server share, and how `Abort` finds requests before the engine knows them.
 
-What `Abort` asks for, and the requests that it can find before the engine knows them.
-
-The engine learns a request's id with `submit`. `Abort` must be able to find the request from the moment its
-RPC starts: an abort that arrives while the prompt is being tokenized would otherwise find nothing, and the
-request would run after all.
+`Serving` is what they share, as one value. `AbortTarget` is what `Abort` asks for, and `Arrivals` are the
+requests that it can find before the engine knows them. The engine learns a request's id with `submit`.
+`Abort` must be able to find the request from the moment its RPC starts: an abort that arrives while the
+prompt is being tokenized would otherwise find nothing, and the request would run after all.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Chunks are decoded, checked and written in threads; the event loop only hands them over. While one is written,
 the next one is received.
 
-What an RPC begins in a thread and must end, however the RPC itself ends: an upload, or a change that it
-asks the engine for.
+`OpenUpload` and `outcome_of` see to what an RPC begins in a thread and must end, however the RPC itself ends:
+an upload, or a change that it asks the engine for.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from penstock.service.rpcs.interceptors import Undecoded
 from penstock.service.servicers.serving import Serving
 from penstock.service.threads.lanes import Lanes
 from penstock.v1 import control_pb2, weights_pb2
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 UploadT = TypeVar("UploadT", bound=Upload)
@@ -145,8 +147,6 @@ def _notice(work: asyncio.Future[Any]) -> None:
     if not work.cancelled():
         work.exception()
 
-
-log = logging.getLogger(__name__)
 
 _Take: TypeAlias = Callable[[weights_pb2.TensorChunk], None]
 _Confirm: TypeAlias = Callable[[], Awaitable[None]]

@@ -5,6 +5,8 @@ Work on what callers write may take seconds, up to its limit: templates, grammar
 megabytes of text. If it ran on the threads that tokenize everybody's prompts, a handful of such requests
 would keep all others waiting. A lane refuses work above its bound at once (Busy), instead of keeping it for
 long.
+
+`in_thread` runs work that no lane bounds, and `on_this_loop` leads from a thread back to an event loop.
 """
 
 from __future__ import annotations
@@ -185,7 +187,7 @@ class Lanes:
             return Lane(name, num_threads, most, meters)
 
         quick = min(32, available_processors() + 4)
-        # Templates are rendered one after the other, each in at most a second (`runtime.chat.sandbox`). The
+        # Templates are rendered one after the other, each in at most a second (`chat.template_sandbox`). The
         # bound is therefore the longest time that an honest caller waits behind hostile ones.
         self._templates = lane("templates", 4, MOST_TEMPLATES)
         self._heavy = lane("heavy", 64, 1024)  # most of them wait: the compiler of grammars has few threads

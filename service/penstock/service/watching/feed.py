@@ -3,6 +3,8 @@
 While nobody watches, nothing is done. A snapshot serves all watchers whose turn comes while it is fresh, so
 however many watch, the engine is asked ten times in a second at most. It is asked on a thread, because that
 takes locks.
+
+A watch is a stream that stays, so it has places of its own (`Bounds.max_watch_rpcs`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def strings() -> set[str]:
     """All strings in the code that makes spans."""
     assert tracer.__file__ is not None
     sources = [*Path(tracer.__file__).parent.glob("*.py")]
-    sources.append(ROOT / "service" / "penstock" / "service" / "servicers" / "generation.py")
+    sources.append(ROOT / "service" / "penstock" / "service" / "servicers" / "inference.py")
     return {
         node.value
         for source in sources

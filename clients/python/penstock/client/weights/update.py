@@ -1,4 +1,8 @@
-"""A weight update as it will be sent: what begins it, its tensors and what commits it."""
+"""A weight update as it will be sent: what begins it, its tensors and what commits it.
+
+Each tensor is read twice: for its checksum, and when it is its turn to be sent. So no more than a chunk is in
+memory. An update has an id, so sending it again is safe.
+"""
 
 from __future__ import annotations
 

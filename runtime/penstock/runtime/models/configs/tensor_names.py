@@ -1,5 +1,8 @@
 """What the names of a checkpoint's tensors tell: what they begin with, and whether experts are stacked. Both
-differ between checkpoints of one family.
+differ between checkpoints of one family, because versions of transformers write one model differently.
+
+`load_config` looks at the names in the checkpoint's files. So rules, and with them updates, use the names
+that this checkpoint has.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A config.json whose decoder has an object of its own, `text_config`, or has its fields at the top level."""
+"""A config.json whose decoder has an object of its own, `text_config`, or has its fields at the top level.
+
+Such a family refers to the family of its decoder, which reads `text_config` as if it were a config.json, and
+gives the rules of its tensors.
+"""
 
 from __future__ import annotations
 

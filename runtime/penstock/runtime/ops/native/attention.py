@@ -3,6 +3,25 @@
 Lengths, starts and page tables are read at run time, so a program is not compiled for a context length, and
 padding tokens and rows cost nothing. A token's bits depend on its own row alone: not on the rows beside it,
 the number of threads, or how its prompt was cut into chunks.
+
+Each query's keys are cut at multiples of 256 positions; parts are computed on their own and merged in order.
+So work may be cut and shared in any way, and the bits stay. Decode rows whose page tables begin alike read
+common parts once. Which parts make a task is planned once a step (`plan`), in a buffer as large as the
+shapes allow.
+
+Numbers of an int8 cache are multiplied without their scales: a key's scale multiplies its scores, a value's
+its probabilities before these are rounded. Scales of values that nobody attends to are not read, because they
+may be NaN; scores of such keys are masked. Without AMX queries and probabilities become int16 with a scale of
+their own, because such products are added up in int32, faster than those of float32 and exactly. A query's
+numbers are rounded by about 2^-16 of its largest, and a part's probabilities, times their values' scales, by
+2^-16 of theirs: little beside the 2^-8 of each KV row's largest that int8 rounds off. AMX multiplies them as
+bfloat16. Without AMX, and with it for heads narrower than a tile, one code (`attention_lanes.h`) serves all
+instruction sets, both caches, decoding and prompts: it multiplies the cache's rows where they lie.
+
+In decoding a unit of work is one head of one part. A thread takes several heads of a part one after the
+other, because they lie side by side in a page. While it scores keys it prefetches the values of the same part
+from memory, and while it adds up values the next keys; without AMX also the next tile from the second cache
+to the first.
 """
 
 from __future__ import annotations

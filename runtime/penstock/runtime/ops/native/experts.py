@@ -4,6 +4,11 @@
 own for each head. Products are those of `linear`: bfloat16 activations, float32 sums, int8 weights likewise.
 A row of results depends on its own row of inputs alone, bit for bit; a NaN in that row makes all of its
 results NaN.
+
+The choices of all rows are sorted by expert, and the products of all chosen experts are one list of units of
+weights that the threads share (`src/experts/products.h`). So an expert's weights are read once a step for all
+of its rows, and those of experts that nobody chose never. A row's sum over its experts is in the order of its
+choices. Latent attention's products for each head go the same way (`batched`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""Linear layers over packed weights: the Python side of `penstock_linear`, and the packing
-(src/linear/linear.h).
+"""Linear layers over packed weights, the packing, and what stands between the qkv product and attention: the
+Python side of `penstock_linear` (src/linear/linear.h) and `penstock_rotate` (src/rotate/rotate.h).
 
 Products take bfloat16 activations, sum in float32 and round once. With int8 weights each row of activations
 is quantized on the way (symmetric, one scale for each row), each output has one scale, and sums are exact
 int32. A row of results depends on its own row of activations alone, bit for bit; a NaN in that row makes all
 of its results NaN.
 
-What stands between the qkv product and attention, in one pass: the norms of queries, keys and values, and
-rotary embedding. The Python side of `penstock_rotate` (src/rotate/rotate.h).
-
-In XLA this takes 6 ms a layer for 512 tokens of Qwen3-0.6B's shape on two cores, more than the layer's
-products.
+`rotate_qkv` does in one pass what stands between the qkv product and attention: the norms of queries, keys
+and values, and rotary embedding. In XLA this takes 6 ms a layer for 512 tokens of Qwen3-0.6B's shape on two
+cores, more than the layer's products.
 """
 
 from __future__ import annotations

@@ -7,6 +7,11 @@ how its prompt was cut into chunks. Padding tokens and rows cost nothing.
 State is written in place: the returned arrays lie in the memory of the arguments, and entries that no row
 names keep their bits. In a step, no entry may be written by two rows, nor be written by one and read by
 another; a row may write the entry that it reads.
+
+XLA's forms go through a prompt block by block, and are the reference and the fallback. One kernel computes
+the delta rule and Mamba-2 with all norms and gates around them: threads share heads and slices of their
+state, a slice goes through the first cache once a token, and a decode step reads the state once and writes it
+past the caches.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Messages of the log that are values with fields, and not texts.
+"""Lines of the log that are values with fields, and not texts, and a bound on how many are written.
 
-Lines of the log that may come by the thousands: so many a second are written, and the others counted.
+A `Line` is such a value. `BoundedLog` is for lines that may come by the thousands: so many a second are
+written, and the others counted.
 """
 
 from __future__ import annotations

@@ -73,8 +73,9 @@ _COMPLAINT_INTERVAL_S = 60.0
 _QUIET = ("jax", "httpx", "asyncio", "filelock", "huggingface_hub", "transformers")
 """Libraries whose lines at the level INFO say nothing to operators."""
 
+_TRACEBACKS = logging.Formatter()
 _NAME = "penstock.log"
-"""The logger under whose name this module tells what it had to leave out."""
+"""The logger under whose name `QueuedLog` tells what it had to leave out."""
 
 
 def open_logs(options: LogOptions) -> None:
@@ -235,6 +236,3 @@ def _finished(record: logging.LogRecord) -> logging.LogRecord:
         copied.exc_text = record.exc_text or _TRACEBACKS.formatException(record.exc_info)
         copied.exc_info = None
     return copied
-
-
-_TRACEBACKS = logging.Formatter()

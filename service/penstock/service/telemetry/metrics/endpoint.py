@@ -1,16 +1,19 @@
 """The port for Prometheus: plain HTTP, one page, on a thread and an event loop of its own.
 
-Whoever can connect may be slow, hostile or many, and must not hold up what serves the model. So a connection
-is closed after its one reply and after a few seconds at the latest, few are open at a time, few are accepted
-per second, and a newcomer takes the place of the oldest one that has had its time.
+Whoever can connect to the `Endpoint` may be slow, hostile or many, and must not hold up what serves the
+model. So a connection is closed after its one reply and after a few seconds at the latest, few are open at a
+time, few are accepted per second, and a newcomer takes the place of the oldest one that has had its time.
 
-Writes the page that scrapers read, in Prometheus' text format or in OpenMetrics, which has exemplars.
-
+`Pages` writes the page that scrapers read, in Prometheus' text format or in OpenMetrics, which has exemplars.
 Writing the page takes five to ten milliseconds of Python. So it gives way to the other threads after each
 metric family, and a page is served again to whoever asks within KEEP_S: however many scrapers there are, and
 however often they ask, writing pages takes a bounded share of the time.
 
-Reads the head of an HTTP request, and writes replies. Requests with bodies are not needed here.
+`parsed` reads the head of an HTTP request, and `reply` writes replies. Requests with bodies are not needed
+here.
+
+Scraping as fast as possible did not show in the latency of 64 streams of the demo model, as far as a busy
+machine can tell.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from penstock.runtime.errors import ConfigError
 from penstock.service.listening.listen_options import tcp_address
+
+log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 8192
 END_OF_HEAD = b"\r\n\r\n"
@@ -196,8 +201,6 @@ def _number(value: str) -> float:
         return 0.0
     return number if 0 <= number <= 1 else 0.0
 
-
-log = logging.getLogger(__name__)
 
 PATH = "/metrics"
 MOST_CONNECTIONS = 8

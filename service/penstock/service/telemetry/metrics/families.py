@@ -1,12 +1,12 @@
-"""Makes prometheus_client's metric families of what registries hold.
+"""Makes prometheus_client's metric families of what registries hold, under Prometheus' names and vLLM's.
 
-Makes Prometheus' names of the names of instruments: dots become underscores, and the unit is appended.
+`prometheus_name` and the functions beside it make Prometheus' names of the names of instruments: dots become
+underscores, and the unit is appended.
 
-vLLM's names for what Penstock measures, so that dashboards and gateways made for vLLM read it.
-
-Each is a view of one of our instruments: nothing is measured twice. The names and meanings are those of
-vLLM's V1 engine (vllm/v1/metrics/loggers.py). Buckets are ours, which quantiles do not depend on. Labels that
-vLLM does not have are summed over.
+`vllm_families` gives vLLM's names to what Penstock measures, so that dashboards and gateways made for vLLM
+read it. Each is a view of one of our instruments: nothing is measured twice. The names and meanings are those
+of vLLM's V1 engine (vllm/v1/metrics/loggers.py). Buckets are ours, which quantiles do not depend on. Labels
+that vLLM does not have are summed over.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Pushes metrics to an OpenTelemetry collector from time to time, on a thread of its own.
 
-Makes OpenTelemetry's metric data of what registries hold, under the names of the instruments.
+`metrics_data` makes OpenTelemetry's metric data of what registries hold, under the names of the instruments,
+and `Push` sends it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from penstock.runtime.measuring.instruments import Kind
 from penstock.runtime.measuring.snapshot import Exemplar, HistogramPoint, Labels, Metric, Snapshot
+
+log = logging.getLogger(__name__)
 
 _CUMULATIVE = AggregationTemporality.CUMULATIVE
 
@@ -99,8 +102,6 @@ def _attributes(names: Labels, values: Labels) -> dict[str, str]:
 def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
-
-log = logging.getLogger(__name__)
 
 SCOPE = "penstock"
 """Who measured, in OpenTelemetry's terms."""

@@ -1,11 +1,13 @@
-"""Reads OpenTelemetry's environment variables. A flag wins over a variable, and the variable of one signal,
-such as OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, over that of all. An empty variable counts as none, as the
-specification says. Times are in milliseconds, which it says, too.
+"""Reads OpenTelemetry's environment variables, and says where a collector is and how it is spoken to.
+
+A flag wins over a variable, and the variable of one signal, such as OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, over
+that of all. An empty variable counts as none, as the specification says. Times are in milliseconds, which it
+says, too.
 
 Every function raises ConfigError for a value that it cannot use, and names the variable. No message quotes
 the value of a header, which may be a key.
 
-Says where a collector is and how it is spoken to, of an address and of what the environment adds.
+A `Destination` is made of an address (`address_of`) and of what the environment adds.
 """
 
 from __future__ import annotations

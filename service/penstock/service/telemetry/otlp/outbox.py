@@ -1,10 +1,12 @@
 """Keeps finished spans until a thread of its own has sent them.
 
-Whoever hands over a span waits for nothing: no lock is taken, and what is beyond the bound is dropped and
-counted. Counts are exact. Each thread that drops counts on its own, because `n += 1` of two threads may lose
-one.
+Whoever hands over a span to the `Outbox` waits for nothing: no lock is taken, and what is beyond the bound is
+dropped and counted. Counts are exact. Each thread that drops counts on its own, because `n += 1` of two
+threads may lose one.
 
-Makes the request that carries a batch of spans to a collector.
+OpenTelemetry's processor has neither exact counts nor an end within the time that it is given.
+
+`SpanBatches` makes the request that carries a batch of spans to a collector.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext
 
 from penstock.service.telemetry.otlp import wire
+
+log = logging.getLogger(__name__)
 
 AnySpan = ReadableSpan | bytes
 """A span of OpenTelemetry's, or one in the wire form that `wire.span` makes."""
@@ -56,8 +60,6 @@ class SpanBatches:
             made += wire.sized(_RESOURCE_SPANS, self._resource + scope)
         return made
 
-
-log = logging.getLogger(__name__)
 
 BATCH = 512
 BATCH_BYTES = 2**20

@@ -1,13 +1,11 @@
-"""Sends one batch after the other, and tries a batch again as OTLP's rules allow.
+"""Sends batches to a collector, over gRPC or HTTP, and tries a batch again as OTLP's rules allow.
 
-Defines what one attempt to send a batch is, and what can come of it.
+A `Sender` sends one batch after the other. A `Transport` makes one attempt to send a batch, and what can come
+of it is `Taken` or `Failed`. `GrpcTransport` sends over gRPC, and `HttpTransport` over HTTP, as
+http/protobuf.
 
-Sends batches over gRPC.
-
-Sends batches over HTTP, as http/protobuf.
-
-Python's own client is used, because it lets another thread end an attempt: by shutting the socket down. The
-time of a socket's operation says nothing about that of an answer which comes byte by byte.
+For HTTP, Python's own client is used, because it lets another thread end an attempt: by shutting the socket
+down. The time of a socket's operation says nothing about that of an answer which comes byte by byte.
 """
 
 from __future__ import annotations
@@ -89,7 +87,8 @@ _RETRYABLE_CODES = frozenset(
         grpc.StatusCode.DATA_LOSS,
     }
 )
-"""By OTLP's rules RESOURCE_EXHAUSTED is so only if the collector says when to come back."""
+"""After these a batch may be sent again over gRPC. By OTLP's rules RESOURCE_EXHAUSTED is one of them only if
+the collector says when to come back."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", MOST_ANSWER_BYTES),
     # By default gRPC tries a lost collector again only after up to two minutes.
@@ -120,7 +119,7 @@ class GrpcTransport:
         try:
             return Taken(self._export(batch, timeout=timeout_s, metadata=self._headers))
         except grpc.RpcError as error:
-            return _failed_rpc(error)
+            return _failure_of_rpc(error)
         except ValueError:  # the channel is closed
             return Failed("it is shut down")
 
@@ -142,9 +141,9 @@ def _credentials(destination: Destination) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(roots, key, chain)
 
 
-def _failed_rpc(error: Any) -> Failed:
+def _failure_of_rpc(error: Any) -> Failed:
     code = error.code()
-    after_s = _retry_after_in_details(error.trailing_metadata() or ())
+    after_s = _retry_after_of_details(error.trailing_metadata() or ())
     told = quoted(error.details() or "")
     may_retry = code in _RETRYABLE_CODES or (
         code is grpc.StatusCode.RESOURCE_EXHAUSTED and after_s is not None
@@ -152,7 +151,7 @@ def _failed_rpc(error: Any) -> Failed:
     return Failed(f"{code.name} {told}".rstrip(), may_retry, after_s)
 
 
-def _retry_after_in_details(trailers: Any) -> float | None:
+def _retry_after_of_details(trailers: Any) -> float | None:
     """The delay in a RetryInfo, whatever the collector has put there."""
     for name, value in trailers:
         if name != "grpc-status-details-bin":
@@ -170,6 +169,7 @@ def _retry_after_in_details(trailers: Any) -> float | None:
 
 
 _RETRYABLE_STATUSES = frozenset({429, 502, 503, 504})
+"""After these a batch may be sent again over HTTP."""
 _LOST = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 """How an idle connection looks that the collector has closed meanwhile."""
 
@@ -207,13 +207,13 @@ class HttpTransport:
                 return self._post(body, timeout_s)
             except _LOST as error:
                 if not was_open or self._is_cut:
-                    return _failed_exchange(error)
+                    return _failure_of_exchange(error)
             except (OSError, http.client.HTTPException, ValueError) as error:
-                return _failed_exchange(error)
+                return _failure_of_exchange(error)
             try:
                 return self._post(body, max(0.001, until - time.monotonic()))
             except (OSError, http.client.HTTPException, ValueError) as error:
-                return _failed_exchange(error)
+                return _failure_of_exchange(error)
 
     def close(self) -> None:
         """End for good. An attempt that is under way fails soon."""
@@ -330,11 +330,11 @@ def _outcome(response: http.client.HTTPResponse, answer: bytes) -> Taken | Faile
     if 200 <= response.status < 300:
         return Taken(answer)
     why = f"HTTP {response.status} {quoted(response.reason)}".rstrip()
-    after_s = _retry_after_in_headers(response.headers.get("retry-after"))
+    after_s = _retry_after_of_header(response.headers.get("retry-after"))
     return Failed(why, response.status in _RETRYABLE_STATUSES, after_s)
 
 
-def _retry_after_in_headers(text: str | None) -> float | None:
+def _retry_after_of_header(text: str | None) -> float | None:
     """The seconds of a Retry-After header, whatever the collector has put there."""
     if text is None:
         return None
@@ -348,7 +348,7 @@ def _retry_after_in_headers(text: str | None) -> float | None:
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
-def _failed_exchange(error: Exception) -> Failed:
+def _failure_of_exchange(error: Exception) -> Failed:
     is_untrusted = isinstance(error, ssl.SSLCertVerificationError)
     return Failed(f"{type(error).__name__} {quoted(str(error))}", may_retry=not is_untrusted)
 

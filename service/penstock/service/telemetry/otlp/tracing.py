@@ -1,10 +1,11 @@
-"""What a server needs to record traces: how much is recorded, what makes spans, and what sends them.
+"""What a server needs to record traces, and to send them and its metrics to a collector.
 
-Sends spans and metrics to a collector, and counts what it has taken.
+`Tracing` says how much is recorded, what makes spans, and what sends them.
 
-OpenTelemetry's own exporters are not used, because they take a batch for sent that the collector refused in
-part, or answered with a redirect, and because nothing ends an answer of theirs that comes byte by byte. Its
-encoders are.
+`OtlpSpanExporter` and `OtlpMetricExporter` send spans and metrics to a collector, and count what it has
+taken. OpenTelemetry's own exporters are not used, because they take a batch for sent that the collector
+refused in part, or answered with a redirect, and because nothing ends an answer of theirs that comes byte by
+byte. Its encoders are.
 """
 
 from __future__ import annotations

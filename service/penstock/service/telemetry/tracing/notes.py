@@ -1,5 +1,7 @@
 """What the service writes into the engine's journal about requests that are recorded, so that the thread
 which makes their spans reads it in order with what the engine did.
+
+`WallClock` tells what makes Unix times of the monotonic ones in these notes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import NamedTuple
 from penstock.runtime.requests.request import RequestTiming
 from penstock.service.telemetry.otlp.wire import Attributes
 
+_NONE: Attributes = MappingProxyType({})
 _SMALLEST_STEP_NS = 1_000_000
 """Reading both clocks takes some time, so a smaller difference means nothing."""
 
@@ -36,9 +39,6 @@ class WallClock:
         if abs(offset_ns - self.offset_ns) >= _SMALLEST_STEP_NS:
             self.offset_ns = offset_ns
         return self.offset_ns
-
-
-_NONE: Attributes = MappingProxyType({})
 
 
 class RequestContext(NamedTuple):

@@ -1,13 +1,14 @@
-"""Makes the span of a request that has ended, and those of its phases.
+"""Makes the spans of recorded requests, of their phases, and of engine steps.
 
-What is known of requests that are recorded and have not ended, and the spans below their phases.
+`request_spans` makes the span of a request that has ended, and those of its phases. `tiled` divides a request
+into phases that leave no gap: each ends where the next one begins.
 
-A span of a chunk or a window is sent as soon as it is complete. So a request that never ends holds no more
-memory than a short one.
+`FollowedRequest` and `FollowedOutput` are what is known of requests that are recorded and have not ended;
+they make the spans below their phases. A span of a chunk or a window is sent as soon as it is complete. So a
+request that never ends holds no more memory than a short one.
 
-Divides a request into phases that leave no gap: each ends where the next one begins.
-
-Makes the trace of one engine step: a span without a parent, and below it one for each part of its time.
+`step_trace` makes the trace of one engine step: a span without a parent, and below it one for each part of
+its time.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from penstock.client import Client
 if TYPE_CHECKING:
     from penstock.cli.calling.common import Subparsers
 
+
 _TRACE = "perfetto_trace.json.gz"
 _EPILOG = f"""\
 The server must have been started with --profile-dir, and keeps the profile there; --out fetches a copy. It

@@ -13,6 +13,7 @@ from penstock.client import Client, Staging, UpdateOptions
 if TYPE_CHECKING:
     from penstock.cli.calling.common import Subparsers
 
+
 _MAX_GENERATION = 2**64 - 1
 _EPILOG = """\
 The server goes on serving while it takes the weights, and swaps them between two steps. If the command fails,

@@ -11,6 +11,7 @@ from penstock.client import Client, TraceLevel
 if TYPE_CHECKING:
     from penstock.cli.calling.common import Subparsers
 
+
 _EPILOG = """\
 levels: off records nothing; requests has each call and the phases of its request; steps also the engine's
 steps, and which of them a request took part in; detailed also a span for each request and step, which may

@@ -12,6 +12,7 @@ from penstock.client import Client
 if TYPE_CHECKING:
     from penstock.cli.calling.common import Subparsers
 
+
 _EPILOG = """\
 New requests queue up, and time limits go on. The server stays paused until `penstock resume`. Pausing it
 again applies --policy to the requests that the first pause has kept, and frees what it asks for in addition.

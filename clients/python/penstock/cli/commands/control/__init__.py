@@ -1,1 +1,0 @@
-"""The commands that change what a running server does for everybody."""
