@@ -41,7 +41,7 @@ class Child:
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C is for the server alone
             )
-        except BaseException:
+        except BaseException:  # whatever kept the process from starting, nobody else would close these
             ours.close()
             os.close(lifeline)
             raise

@@ -192,7 +192,7 @@ class Registry:
     ) -> Mapping[Labels, float | HistogramPoint]:
         try:
             points = read()
-        except Exception:
+        except Exception:  # one metric that cannot be read must not take the others away
             if instrument.name not in self._failing:
                 self._failing.add(instrument.name)
                 log.exception("%s cannot be read; this is told once until it can be", instrument.name)

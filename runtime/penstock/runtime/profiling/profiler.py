@@ -96,7 +96,7 @@ class Profiler:
             unfinished = _new_folder(folder)
             try:
                 recorder.start(unfinished)
-            except BaseException:
+            except BaseException:  # whatever ended it, no empty folder stays
                 shutil.rmtree(unfinished, ignore_errors=True)
                 raise
             self._count = count = StepCount(options.steps)

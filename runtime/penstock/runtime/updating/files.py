@@ -60,7 +60,7 @@ class UpdateFiles:
         except (OSError, ConfigError) as error:
             self.close()
             raise _refused(str(error)) from error
-        except BaseException:
+        except BaseException:  # whatever it is, no file stays open
             self.close()
             raise
         self._entries = sorted(entries.items(), key=lambda entry: (entry[1].file, entry[1].offset))

@@ -257,7 +257,7 @@ class Updater:
                 FIELD,
                 lambda update: FileUpload(self, self._uploads, update, files),
             )
-        except BaseException:
+        except BaseException:  # whatever it is, no file stays open
             files.close()
             raise
 
@@ -291,7 +291,7 @@ class Updater:
                 described = f"the policy {policy.value!r} does not wait"
                 raise InvalidRequest([Violation("drain_timeout", described)])
             return self._live(update, policy, timeout_s, was_staged=True)
-        except BaseException:
+        except BaseException:  # whatever it is, the update can be committed again
             self._place.stage(update)
             raise
 
@@ -323,7 +323,7 @@ class Updater:
             update.received(num_bytes)
             self._thread.run(update.finish, num_bytes)
             return self._live(update, options.in_flight, options.drain_timeout_s)
-        except BaseException:
+        except BaseException:  # also Ctrl-C while it waits: the memory of the new weights must not stay taken
             self._meters.failed()
             self._thread.run(update.drop)
             raise
@@ -390,13 +390,13 @@ class Updater:
         self._place.reserve(options.update_id)
         try:
             update = OneUpdate(self._target(rules), options, sent, field=field)
-        except BaseException:
+        except BaseException:  # whatever it is, the next update must find the place free
             self._place.free(None)
             raise
         self._place.occupy(update)
         try:
             return upload_of(update)
-        except BaseException:
+        except BaseException:  # whatever it is, the next update must find the place free
             self.give_up(update)
             raise
 
