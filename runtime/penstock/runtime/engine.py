@@ -4,7 +4,7 @@
 ...     print(engine.generate("Once upon a time", stopping=StoppingParams(max_tokens=40)).text)
 
 `EngineCore` works on requests of token ids, and `building` sizes and makes its parts. `RequestRules` says how
-a caller's request is changed before the core sees it, and `penstock.runtime.text` puts text around it.
+a caller's request is changed before the core sees it, and `penstock.runtime.prompting` puts text around it.
 """
 
 from __future__ import annotations
