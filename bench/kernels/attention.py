@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from bench.kernels.lines import CHUNK, SHAPES, Line
 from bench.kernels.stacks import calls_per_run, layers_kept, windows
 from bench.measures.limits import Format
+from penstock.runtime.ops.attention import AttentionOptions
 from penstock.runtime.ops.native import attention, huge_pages
 
 PAGE_SIZE = 64
@@ -80,6 +81,7 @@ def _run(
     scale: float,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Layer after layer: each takes the output of the one before as its queries."""
+    options = AttentionOptions(scale)
     plan = attention.plan(
         starts,
         lengths,
@@ -87,13 +89,10 @@ def _run(
         num_tokens=q.shape[0],
         num_heads=q.shape[1],
         kv_shape=caches[0].shape,
-        sliding_window=None,
-        chunk=None,
+        options=options,
     )
     left = []
     for cache in caches:
-        q, written = attention.attend(
-            q, k, v, cache, plan, table, scale=scale, softcap=None, sinks=None, value_dim=None
-        )
+        q, written = attention.attend(q, k, v, cache, plan, table, options)
         left.append(written)
     return q, left

@@ -135,9 +135,11 @@ def test_an_engine_computes_with_the_backend_that_it_is_given() -> None:
     """
     called: list[int] = []
 
-    def attention(q: jax.Array, *args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+    def attention(
+        q: Any, k_new: Any, v_new: Any, kv: Any, meta: Any, options: Any
+    ) -> tuple[jax.Array, jax.Array]:
         called.append(q.shape[0])
-        return paged_attention(q, *args, **options)
+        return paged_attention(q, k_new, v_new, kv, meta, options)
 
     backend = Backend(
         mesh=single_device_mesh(CPU),

@@ -35,14 +35,9 @@ def contiguous_attention(
     v_new,
     kv,
     meta,
-    *,
-    scale,
-    sliding_window=None,
-    softcap=None,
-    sinks=None,
-    chunk=None,
-    value_dim=None,
+    options,
 ):
+    scale, sliding_window, softcap, sinks, chunk, value_dim = options
     assert (v_new is None) == (value_dim is not None)
     groups = q.shape[1] // k_new.shape[1]
     new = jnp.stack([k_new] if v_new is None else [k_new, v_new], axis=1)

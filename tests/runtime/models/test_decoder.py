@@ -48,7 +48,7 @@ META: Any = SimpleNamespace(num_tokens=np.int32(3))  # the decoder reads only nu
 METAS = (META, META)  # the layers have two windows
 
 
-def no_attention(q, k_new, v_new, kv, meta, *, scale, **others):
+def no_attention(q, k_new, v_new, kv, meta, options):
     return q, kv
 
 
@@ -143,9 +143,9 @@ def test_every_product_accumulates_in_float32_from_the_checkpoints_layout(dtype,
 def test_attention_gets_each_layers_window_and_scale():
     seen = []
 
-    def attention(q, k_new, v_new, kv, meta, *, scale, sliding_window=None, **others):
-        assert set(others.values()) == {None}
-        seen.append((q.shape, k_new.shape, v_new.shape, q.dtype, scale, sliding_window, meta))
+    def attention(q, k_new, v_new, kv, meta, options):
+        assert options[2:] == (None,) * 4
+        seen.append((q.shape, k_new.shape, v_new.shape, q.dtype, *options[:2], meta))
         return q, kv + 1
 
     model = params.bind(TINY, params.state_to_leaves(params.random_state(TINY)))

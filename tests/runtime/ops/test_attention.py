@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.ops.attention import LONG_SPAN, KVSpan, make_meta, paged_attention
+from penstock.runtime.ops.attention import LONG_SPAN, AttentionOptions, KVSpan, make_meta, paged_attention
 from penstock.runtime.ops.kv_rows import kv_layer_shape, kv_storage_dtype
 from tests.support.native.attention import Case, Options, Shape, check, draw, runner
 
@@ -147,7 +147,7 @@ def test_sixteen_bit_cache_keeps_exact_values(dtype: jnp.dtype) -> None:
             page_size=PAGE,
             num_pages=2,
         )
-        out, _ = paged_attention(value, value, value, kv, meta, scale=1.0)
+        out, _ = paged_attention(value, value, value, kv, meta, AttentionOptions(1.0))
         return out
 
     out = attend(value, kv)

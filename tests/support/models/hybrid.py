@@ -20,7 +20,7 @@ from flax import nnx
 from jax import lax
 
 from penstock.runtime.loading.served_model import ServedModel
-from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, AttentionOptions
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV, SlotState
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from tests.support.models.toy import VOCAB, plain_rules, toy_model
@@ -90,7 +90,9 @@ class HybridLM(nnx.Module):
         total = jnp.zeros_like(count)
         if self.paged:
             zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)
-            mean, layer = attention(zeros, zeros, zeros.at[:, 0, 0].set(tokens), pages[0], meta, scale=1.0)
+            mean, layer = attention(
+                zeros, zeros, zeros.at[:, 0, 0].set(tokens), pages[0], meta, AttentionOptions(1.0)
+            )
             total, pages = jnp.round(mean[:, 0, 0] * count), [layer]
         hidden = jnp.stack([total, states.astype(jnp.float32), before, count], axis=1)
         return hidden, ((state,), *pages, (newest,))

@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from penstock.runtime.images.vision import Vision
 from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.models.layers.images import MediaInputs
-from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, AttentionOptions
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from penstock.runtime.requests.images import MediaItem, RotaryPositions, digest_of
-from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
+from penstock.runtime.requests.request import Request, StoppingParams
+from penstock.runtime.requests.sampling import ResolvedSampling
 from tests.support.models.toy import OFFSET, VOCAB, plain_rules, toy_model
 
 PAD = 59
@@ -145,7 +146,7 @@ class PicturedLM(nnx.Module):
         turns = (jnp.array(_TURNS, jnp.int32) @ media.positions) % _MOST
         zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)
         inputs = zeros.at[:, 0, 0].set(values[:, 0] + turns.astype(jnp.float32))
-        mean, layer = attention(zeros, zeros, inputs, kv[0], metas[0], scale=1.0)
+        mean, layer = attention(zeros, zeros, inputs, kv[0], metas[0], AttentionOptions(1.0))
         count = (positions + 1).astype(jnp.float32)
         return jnp.stack([jnp.round(mean[:, 0, 0] * count), count], axis=1), (layer,)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime.engine import Engine
 from penstock.runtime.loading.served_model import ServedModel
-from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, AttentionOptions
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from tests.support.models.toy import VOCAB, plain_rules, toy_engine, toy_model
 
@@ -107,7 +107,7 @@ class StampedLM(nnx.Module):
         """Hidden [T, 2]: the sum so far, and how many tokens."""
         zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)
         values = zeros.at[:, 0, 0].set(self.scale[...] * token_ids.astype(jnp.float32))
-        mean, layer = attention(zeros, zeros, values, kv[0], metas[0], scale=1.0)
+        mean, layer = attention(zeros, zeros, values, kv[0], metas[0], AttentionOptions(1.0))
         count = (positions + 1).astype(jnp.float32)
         return jnp.stack([jnp.round(mean[:, 0, 0] * count), count], axis=1), (layer,)
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from penstock.runtime.engine import Engine
 from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.loop.interface import Observer
-from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, AttentionOptions
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from tests.support.models.toy import EOS, VOCAB, plain_rules, toy_engine, toy_model
 
@@ -85,7 +85,9 @@ class TableLM(nnx.Module):
         """Hidden [T, 2]: the sum of all tokens so far, and the newest token."""
         zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)
         newest = token_ids.astype(jnp.float32)
-        mean, layer = attention(zeros, zeros, zeros.at[:, 0, 0].set(newest), kv[0], metas[0], scale=1.0)
+        mean, layer = attention(
+            zeros, zeros, zeros.at[:, 0, 0].set(newest), kv[0], metas[0], AttentionOptions(1.0)
+        )
         total = jnp.round(mean[:, 0, 0] * (positions + 1).astype(jnp.float32))
         return jnp.stack([total, newest], axis=1), (layer,)
 

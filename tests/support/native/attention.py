@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from penstock.runtime.ops.attention import make_meta
+from penstock.runtime.ops.attention import AttentionOptions, make_meta
 from penstock.runtime.ops.kv_rows import kv_layer_shape, kv_storage_dtype
 
 
@@ -218,12 +218,14 @@ def runner(
             v,
             kv,
             meta,
-            scale=shape.dim**-0.5,
-            sliding_window=options.window,
-            softcap=options.softcap,
-            sinks=sinks,
-            chunk=options.chunk,
-            value_dim=shape.value_dim,
+            AttentionOptions(
+                shape.dim**-0.5,
+                sliding_window=options.window,
+                softcap=options.softcap,
+                sinks=sinks,
+                chunk=options.chunk,
+                value_dim=shape.value_dim,
+            ),
         )
 
     compiled = jax.jit(step)

@@ -67,6 +67,24 @@ class AttentionMeta(NamedTuple):
     state_cut_to: Array | None = None  # int32[R] the entries that keep it; past the end: none
 
 
+class AttentionOptions(NamedTuple):
+    """What differs between the layers of models."""
+
+    scale: float
+    """Queries are multiplied by it."""
+    sliding_window: int | None = None
+    """With w, a token attends to itself and the w - 1 tokens before it."""
+    softcap: float | None = None
+    """With c, a score s becomes c * tanh(s / c) (Gemma 2)."""
+    sinks: Array | None = None
+    """float32 [H]: one more score without a value in each softmax (gpt-oss)."""
+    chunk: int | None = None
+    """With c, a token attends only to positions of its own chunk, position // c (Llama 4)."""
+    value_dim: int | None = None
+    """With d, the cache holds keys only, there are no new values, and the value of a position is the first d
+    channels of its key (latent attention)."""
+
+
 class AttentionOp(Protocol):
     """`paged_attention` as models call it; kv is the layer's cache, which models do not look into."""
 
@@ -77,13 +95,7 @@ class AttentionOp(Protocol):
         v_new: Array | None,
         kv: Array,
         meta: AttentionMeta,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Array | None = None,
-        chunk: int | None = None,
-        value_dim: int | None = None,
+        options: AttentionOptions,
     ) -> tuple[Array, Array]: ...
 
 
@@ -179,27 +191,19 @@ def paged_attention(
     v_new: Array | None,
     kv: Array,
     meta: AttentionMeta,
+    options: AttentionOptions,
     *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Array | None = None,
-    chunk: int | None = None,
-    value_dim: int | None = None,
     span: KVSpan = SHORT_SPAN,
 ) -> tuple[Array, Array]:
     """Causal attention of a ragged batch against its paged cache, in XLA. It also writes the cache.
 
-    q [T, H, D], k_new and v_new [T, KH, D] in the model's dtype, after RoPE; kv as in `kv_layer_shape` and
-    `kv_storage_dtype`. In a cache of int8 a token attends to the quantized keys and values, also to its own,
-    so it does not matter in which step they were written. H is a multiple of KH. With `sliding_window` w a
-    token attends to itself and the w - 1 tokens before it; with `chunk` c only to positions of its own chunk,
-    position // c (Llama 4). With `softcap` scores s become softcap * tanh(s / softcap) (Gemma 2). `sinks`
-    float32 [H] joins each softmax as one more score without a value (gpt-oss). With `value_dim` the cache
-    holds keys only, `v_new` is None, and the value of a position is the first `value_dim` channels of its key
-    (latent attention). Returns out [T, H, D], or [T, H, value_dim], in q's dtype (padding tokens hold finite
-    values) and the updated cache.
+    q [T, H, D], k_new and v_new [T, KH, D] in the model's dtype, after RoPE; v_new is None where
+    `options.value_dim` is set. kv as in `kv_layer_shape` and `kv_storage_dtype`. In a cache of int8 a token
+    attends to the quantized keys and values, also to its own, so it does not matter in which step they were
+    written. H is a multiple of KH. Returns out [T, H, D], or [T, H, value_dim], in q's dtype (padding tokens
+    hold finite values) and the updated cache.
     """
+    scale, sliding_window, softcap, sinks, chunk, value_dim = options
     check_cache(q, v_new, kv, value_dim)
     _, num_heads, dim = q.shape
     _, _, kv_heads, page_size, _ = kv.shape

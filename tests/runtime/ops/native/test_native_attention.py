@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.ops.attention import make_meta
+from penstock.runtime.ops.attention import AttentionOptions, make_meta
 from penstock.runtime.ops.kv_rows import kv_layer_shape
 from penstock.runtime.ops.native import attention as kernels
 from penstock.runtime.ops.native import library
@@ -309,7 +309,9 @@ def test_all_layers_share_the_plan_of_their_window() -> None:
         for layer, kv in enumerate(kvs):
             new = q[:, : BASE.kv_heads]
             window = None if layer % 3 else 32
-            out, kv = native_paged_attention(q, new, new, kv, meta, scale=1.0, sliding_window=window)
+            out, kv = native_paged_attention(
+                q, new, new, kv, meta, AttentionOptions(1.0, sliding_window=window)
+            )
             q = q + out
             caches.append(kv)
         return q, tuple(caches)
@@ -335,8 +337,7 @@ def plan_of(lens: np.ndarray, q_lens: np.ndarray, table: np.ndarray, heads: int)
         num_tokens=int(q_lens.sum()),
         num_heads=heads,
         kv_shape=(int(table.max()) + 1, 2, 1, 16, 64),
-        sliding_window=None,
-        chunk=None,
+        options=AttentionOptions(1.0),
     )
     return np.asarray(made)
 

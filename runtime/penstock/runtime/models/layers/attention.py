@@ -17,6 +17,7 @@ from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import Linear, LinearFormat, project, project_gate
 from penstock.runtime.models.norms import RMSNorm, Vector
 from penstock.runtime.models.pools import PoolPlanners
+from penstock.runtime.ops.attention import AttentionOptions
 from penstock.runtime.ops.native.linear import can_rotate, rotate_qkv
 
 
@@ -91,11 +92,13 @@ class Attention(nnx.Module):
             v,
             kv,
             inputs.metas[self.group],
-            scale=config.scale,
-            sliding_window=config.window,
-            softcap=config.softcap,
-            sinks=None if self.sinks is None else self.sinks(pools).astype(jnp.float32),
-            chunk=config.chunk,
+            AttentionOptions(
+                scale=config.scale,
+                sliding_window=config.window,
+                softcap=config.softcap,
+                sinks=None if self.sinks is None else self.sinks(pools).astype(jnp.float32),
+                chunk=config.chunk,
+            ),
         )
         out = out.reshape(x.shape[0], -1)
         if self.q_gate is not None:

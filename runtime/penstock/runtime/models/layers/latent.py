@@ -36,6 +36,7 @@ from penstock.runtime.models.load_rules import (
 )
 from penstock.runtime.models.norms import RMSNorm
 from penstock.runtime.models.pools import PoolPlanners
+from penstock.runtime.ops.attention import AttentionOptions
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.experts import PackedExperts, batched
 from penstock.runtime.ops.native.linear import can_rotate, rotate
@@ -113,8 +114,7 @@ class LatentAttention(nnx.Module):
             None,
             kv,
             inputs.metas[self.group],
-            scale=config.scale,
-            value_dim=config.latent_dim,
+            AttentionOptions(config.scale, value_dim=config.latent_dim),
         )
         values = self.value_up(out, inputs).reshape(num_tokens, -1)
         return residual.add_projected(self.o_proj, values, x, inputs), kv

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from penstock.runtime.ops.attention import AttentionMeta, check_cache, paged_attention
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOptions, check_cache, paged_attention
 from penstock.runtime.ops.native import library
 
 _DTYPES = {np.dtype(jnp.bfloat16): np.dtype(np.uint16), np.dtype(np.float32): np.dtype(np.float32)}
@@ -74,8 +74,7 @@ def plan(
     num_tokens: int,
     num_heads: int,
     kv_shape: tuple[int, ...],
-    sliding_window: int | None,
-    chunk: int | None,
+    options: AttentionOptions,
 ) -> Array:
     """The work of a step's attention, for `attend`: int32, as src/attention/attention_plan.h writes it.
 
@@ -103,8 +102,8 @@ def plan(
         page_size=np.int32(page_size),
         group=np.int32(group),
         kv_heads=np.int32(kv_heads),
-        window=np.int32(sliding_window or 0),
-        chunk=np.int32(chunk or 0),
+        window=np.int32(options.sliding_window or 0),
+        chunk=np.int32(options.chunk or 0),
     )
     return made
 
@@ -116,11 +115,7 @@ def attend(
     kv: Array,
     step_plan: Array,
     page_table: Array,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Array | None,
-    value_dim: int | None,
+    options: AttentionOptions,
 ) -> tuple[Array, Array]:
     """`penstock.runtime.ops.attention.paged_attention` for the rows that `step_plan` was made for.
 
@@ -128,7 +123,7 @@ def attend(
     """
     library.load()
     num_tokens, num_heads, dim = q.shape
-    out_shape = (num_tokens, num_heads, value_dim or dim)
+    out_shape = (num_tokens, num_heads, options.value_dim or dim)
     shapes = (jax.ShapeDtypeStruct(out_shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype))
     call = jax.ffi.ffi_call("penstock_attention", shapes, input_output_aliases={3: 1})
     out, kv = call(
@@ -138,9 +133,9 @@ def attend(
         kv,
         step_plan,
         page_table,
-        library.absent(jnp.float32) if sinks is None else sinks.astype(jnp.float32),
-        scale=np.float32(scale),
-        softcap=np.float32(softcap or 0.0),
+        library.absent(jnp.float32) if options.sinks is None else options.sinks.astype(jnp.float32),
+        scale=np.float32(options.scale),
+        softcap=np.float32(options.softcap or 0.0),
     )
     return out, kv
 
@@ -151,32 +146,14 @@ def native_paged_attention(
     v_new: Array | None,
     kv: Array,
     meta: AttentionMeta,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Array | None = None,
-    chunk: int | None = None,
-    value_dim: int | None = None,
+    options: AttentionOptions,
 ) -> tuple[Array, Array]:
     """`paged_attention` by the native CPU kernels for the shapes that they support, else in XLA. Native
     output of padding tokens is 0.
     """
-    check_cache(q, v_new, kv, value_dim)
-    if not supports(q, kv, value_dim):
-        return paged_attention(
-            q,
-            k_new,
-            v_new,
-            kv,
-            meta,
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-            chunk=chunk,
-            value_dim=value_dim,
-        )
+    check_cache(q, v_new, kv, options.value_dim)
+    if not supports(q, kv, options.value_dim):
+        return paged_attention(q, k_new, v_new, kv, meta, options)
     planned = plan(
         meta.starts,
         meta.q_lens,
@@ -184,18 +161,6 @@ def native_paged_attention(
         num_tokens=q.shape[0],
         num_heads=q.shape[1],
         kv_shape=kv.shape,
-        sliding_window=sliding_window,
-        chunk=chunk,
+        options=options,
     )
-    return attend(
-        q,
-        k_new,
-        v_new,
-        kv,
-        planned,
-        meta.page_table,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        value_dim=value_dim,
-    )
+    return attend(q, k_new, v_new, kv, planned, meta.page_table, options)
