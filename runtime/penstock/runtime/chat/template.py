@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
-from penstock.runtime.chat.template_demands import Demands, demands_of
+from penstock.runtime.chat.template_reading import Demands, demands_of
 from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.images.image import Image

@@ -19,8 +19,8 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from penstock.runtime.chat.messages import Chat, ChatTurn
 from penstock.runtime.chat.template import render, render_here
+from penstock.runtime.chat.template_reading import variables_of
 from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
-from penstock.runtime.chat.template_variables import variables_of
 from penstock.runtime.chat.tool_formats import harmony
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.text.decoder import (

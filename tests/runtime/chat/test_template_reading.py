@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool, ToolCall
-from penstock.runtime.chat.template_demands import Demands, demands_of
+from penstock.runtime.chat.template_reading import Demands, demands_of
 from penstock.runtime.text.codec import TextCodec
 from tests.support.chat import LLAMA3, MISTRAL, QWEN, R1, bytes_tokenizer
 
