@@ -15,7 +15,8 @@ from penstock.cli.measuring.stats import RequestTrace
 from penstock.runtime import Engine, EngineConfig
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.loop.interface import StepRecord
-from penstock.runtime.requests.request import Request, ResolvedSampling, StepOutput, StoppingParams
+from penstock.runtime.requests.request import Request, StepOutput, StoppingParams
+from penstock.runtime.requests.sampling import ResolvedSampling
 
 _GREEDY = ResolvedSampling(temperature=0.0)
 _TIMEOUT_S = 1800.0

@@ -31,7 +31,7 @@ from penstock.runtime.models.params import bind, state_to_leaves
 from penstock.runtime.ops.attention import make_meta
 from penstock.runtime.ops.cache_spec import cache_dtype
 from penstock.runtime.requests.request import StoppingParams
-from penstock.runtime.requests.sampling_params import SamplingParams
+from penstock.runtime.requests.sampling import SamplingParams
 
 PROMPTS = ("Once upon a time", "The little", "What is 3 + 4?", "Tell me about", "Hello", "In the morning")
 LENGTH = 128

@@ -21,7 +21,8 @@ from bench.probes.features import made_up_vocabulary
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.grammar import Grammar
-from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
+from penstock.runtime.requests.request import Request, StoppingParams
+from penstock.runtime.requests.sampling import ResolvedSampling
 
 PATTERN = "[a-z ]{100000}"
 """Matches longer texts than any measurement generates, so its row stays until the end."""

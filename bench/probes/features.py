@@ -26,7 +26,8 @@ from penstock.runtime.grammar.compile.compiler import CompiledGrammar, GrammarCo
 from penstock.runtime.grammar.vocabulary import Vocabulary
 from penstock.runtime.loop.interface import StepRecord
 from penstock.runtime.requests.grammar import Grammar
-from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
+from penstock.runtime.requests.request import Request, StoppingParams
+from penstock.runtime.requests.sampling import ResolvedSampling
 
 SCHEMA = json.dumps(
     {

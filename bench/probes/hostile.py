@@ -22,7 +22,8 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.requests.grammar import Grammar
-from penstock.runtime.requests.request import Request, ResolvedSampling, StepOutput, StoppingParams
+from penstock.runtime.requests.request import Request, StepOutput, StoppingParams
+from penstock.runtime.requests.sampling import ResolvedSampling
 
 AMBIGUOUS = 'start: s\ns: s s s | s s | t\nt: /[a-z]/ | /[a-y]/ | /[ a-z]/ | ""\n'
 _WIDE = range(60)

@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from penstock.runtime.errors import InvalidRequest
-from penstock.runtime.requests.sampling_defaults import FIELDS, GenerationDefaults
+from penstock.runtime.requests.sampling import FIELDS, GenerationDefaults
 from penstock.service.requests.control import (
     check_discard,
     to_begin,

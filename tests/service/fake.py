@@ -66,7 +66,7 @@ from penstock.runtime.requests.request import (
     RequestTiming,
     StepOutput,
 )
-from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+from penstock.runtime.requests.sampling import GenerationDefaults
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.status import OutputStatus

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Sequence
 
 from penstock.runtime import Engine, SamplingParams, StoppingParams
-from penstock.runtime.requests.request import Request, ResolvedSampling, StepOutput
+from penstock.runtime.requests.request import Request, StepOutput
+from penstock.runtime.requests.sampling import ResolvedSampling
 
 GREEDY = ResolvedSampling(temperature=0.0)
 GREEDY_PARAMS = SamplingParams(temperature=0.0)

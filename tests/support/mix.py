@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.runtime.requests.constraint import Mask, mask_words
-from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
+from penstock.runtime.requests.request import Request, StoppingParams
+from penstock.runtime.requests.sampling import ResolvedSampling
 from tests.support.models.table import VOCAB, Tables
 from tests.support.models.witness import greedy_tokens
 

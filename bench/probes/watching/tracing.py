@@ -25,7 +25,8 @@ from penstock.runtime.loop.interface import StepRecord, StepShape
 from penstock.runtime.loop.journal import Ended, Entry, Journal, Noted, Queued
 from penstock.runtime.prompting.jobs import Job
 from penstock.runtime.prompting.prompts import TokenPrompt
-from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
+from penstock.runtime.requests.request import Request, StoppingParams
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.plan import StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from penstock.service.telemetry.options import TraceLevel

@@ -17,15 +17,8 @@ if TYPE_CHECKING:
     from penstock.runtime.prompting.prompts import ContextParams, Truncation
     from penstock.runtime.prompting.results import Generation, Output, Score
     from penstock.runtime.requests.output_constraints import Choice, Ebnf, JsonObject, JsonSchema, Regex
-    from penstock.runtime.requests.request import (
-        CacheParams,
-        Finish,
-        FinishReason,
-        Pooling,
-        ResolvedSampling,
-        StoppingParams,
-    )
-    from penstock.runtime.requests.sampling_params import SamplingParams
+    from penstock.runtime.requests.request import CacheParams, Finish, FinishReason, Pooling, StoppingParams
+    from penstock.runtime.requests.sampling import ResolvedSampling, SamplingParams
     from penstock.runtime.text.assembler import Delta
 
 __all__ = [
@@ -79,8 +72,8 @@ _HOME = {
     "Output": "penstock.runtime.prompting.results",
     "Pooling": "penstock.runtime.requests.request",
     "Regex": "penstock.runtime.requests.output_constraints",
-    "ResolvedSampling": "penstock.runtime.requests.request",
-    "SamplingParams": "penstock.runtime.requests.sampling_params",
+    "ResolvedSampling": "penstock.runtime.requests.sampling",
+    "SamplingParams": "penstock.runtime.requests.sampling",
     "Score": "penstock.runtime.prompting.results",
     "StoppingParams": "penstock.runtime.requests.request",
     "Tool": "penstock.runtime.chat.messages",

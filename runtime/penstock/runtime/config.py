@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.requests.sampling_defaults import GenerationDefaults, override_defaults
+from penstock.runtime.requests.sampling import GenerationDefaults, override_defaults
 from penstock.runtime.scheduling.scheduler_config import SCHEDULING_POLICIES
 
 MAX_DECODE_STEPS = 64

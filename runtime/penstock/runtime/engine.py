@@ -72,7 +72,8 @@ from penstock.runtime.profiling.profile import (
 from penstock.runtime.profiling.profiler import Profiler
 from penstock.runtime.prompting.prompts import Truncation
 from penstock.runtime.prompting.results import Generation, Score, VectorForm
-from penstock.runtime.requests.request import Pooling, PreparedPrompt, Request, ResolvedSampling
+from penstock.runtime.requests.request import Pooling, PreparedPrompt, Request
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.requests.word_table import WordTable
 from penstock.runtime.text.codec import TextCodec
 from penstock.runtime.updating.interface import UpdateOptions, UpdateReport

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.runtime.images.image import ImageLimits
 from penstock.runtime.requests.request import Pooling
-from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+from penstock.runtime.requests.sampling import GenerationDefaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.profiling.profile import ProfileOptions, ProfileRun
 from penstock.runtime.requests.request import Finish, Pooling, PreparedPrompt, Request, StepOutput
-from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+from penstock.runtime.requests.sampling import GenerationDefaults
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.status import OutputStatus

@@ -17,7 +17,8 @@ import pytest
 from penstock.runtime import Engine, StoppingParams
 from penstock.runtime.errors import GenerationError, InvalidRequest, NonFiniteLogits, Violation
 from penstock.runtime.requests.constraint import Mask
-from penstock.runtime.requests.request import Finish, FinishReason, Request, ResolvedSampling
+from penstock.runtime.requests.request import Finish, FinishReason, Request
+from penstock.runtime.requests.sampling import ResolvedSampling
 from tests.support.batch import Answer, answers
 from tests.support.mix import Mixer, Turns
 from tests.support.models.table import EOS, Tables, random_tables, serve, table_engine

@@ -14,7 +14,8 @@ import pytest
 
 from penstock.runtime import Engine, StoppingParams
 from penstock.runtime.errors import InvalidRequest
-from penstock.runtime.requests.request import Finish, FinishReason, Request, ResolvedSampling
+from penstock.runtime.requests.request import Finish, FinishReason, Request
+from penstock.runtime.requests.sampling import ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.mix import Mixer
 from tests.support.models.table import EOS, VOCAB, Tables, random_tables, serve, table_engine

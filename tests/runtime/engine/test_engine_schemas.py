@@ -20,7 +20,8 @@ from penstock.runtime.loading.hub import resolve_model
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.requests.constraint import TokenConstraint, mask_words
 from penstock.runtime.requests.grammar import Grammar
-from penstock.runtime.requests.request import FinishReason, Request, ResolvedSampling
+from penstock.runtime.requests.request import FinishReason, Request
+from penstock.runtime.requests.sampling import ResolvedSampling
 from tests.support.batch import Answer, answers
 from tests.support.collector import Collector, at_gate
 from tests.support.models.compilation_cache import TEST_CACHE

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature
-from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
-from penstock.runtime.requests.sampling_params import SamplingParams
+from penstock.runtime.requests.request import Request, StoppingParams
+from penstock.runtime.requests.sampling import ResolvedSampling, SamplingParams
 from tests.support.models.toy import VOCAB, toy_config, toy_model, toy_tokens
 
 PROMPT = (5, 9, 2)

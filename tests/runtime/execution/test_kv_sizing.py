@@ -31,7 +31,7 @@ from penstock.runtime.execution.kv_sizing import (
 from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.ops.cache_spec import CacheGroup
-from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+from penstock.runtime.requests.sampling import GenerationDefaults
 from tests.support.models.toy import toy_backend, toy_engine, toy_model
 
 CONFIG = resolve(EngineConfig(max_num_seqs=2, page_size=16), CPU_SIZES)

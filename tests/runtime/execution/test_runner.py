@@ -38,7 +38,8 @@ from penstock.runtime.execution.step_buffer import (
 )
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.ops.sampling_codes import LOGPROBS, PENALTIES, SAMPLING
-from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, ResolvedSampling, StoppingParams
+from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, StoppingParams
+from penstock.runtime.requests.sampling import FLOATS, INTS, ResolvedSampling
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.toy import OFFSET, VOCAB, ToyLM, toy_backend, toy_model, toy_tokens
@@ -418,13 +419,9 @@ def test_layout_round_trip() -> None:
     assert rows.features[1] == PENALTIES | SAMPLING | LOGPROBS
     assert rows.num_logprobs[1] == 4
     assert rows.feature_slots[1] == 3
-    assert rows.temperature[1] == np.float32(0.7)
-    assert rows.top_k[1] == 50
-    assert rows.top_p[1] == np.float32(0.9)
-    assert rows.min_p[1] == np.float32(0.05)
-    assert rows.presence_penalty[1] == np.float32(0.5)
-    assert rows.frequency_penalty[1] == np.float32(-1.5)
-    assert rows.repetition_penalty[1] == np.float32(1.1)
+    for name in (*INTS, *FLOATS):
+        value = rows.number(name)[1]
+        assert value == np.asarray(getattr(params, name), value.dtype), name
     assert rows.seed[1].tolist() == [7, 0xFFFFFFFE]
     assert rows.banned.tolist() == [False, True, False, True]
     assert int(out.num_steps) == 5
@@ -446,9 +443,9 @@ def test_a_small_value_does_not_become_0_which_means_off() -> None:
         fields[row, -PARAM_FIELDS:] = pack_params(Request("r", (1,), params))
     rows = layout.unpack_rows(jax.numpy.asarray(buffer)).sampling
     for name in ("temperature", "top_p", "min_p"):
-        column = jax.numpy.asarray(getattr(rows, name))
+        column = rows.number(name)
         assert (column[:3] > 0).tolist() == [True] * 3, name
-    assert [float(x[3]) for x in (rows.temperature, rows.top_p, rows.min_p)] == [0.0, 1.0, 0.0]
+    assert [float(rows.number(name)[3]) for name in ("temperature", "top_p", "min_p")] == [0.0, 1.0, 0.0]
 
 
 def test_too_many_eos_ids_are_refused() -> None:

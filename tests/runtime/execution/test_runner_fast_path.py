@@ -24,7 +24,8 @@ from penstock.runtime.execution.runner import AwaitingTokens, ModelRunner, Pendi
 from penstock.runtime.execution.slots import Slots
 from penstock.runtime.ops.device_arrays import zeros, zeros_maker
 from penstock.runtime.ops.sampler import RowState
-from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
+from penstock.runtime.requests.request import Request, StoppingParams
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow
 from tests.support.models.toy import VOCAB, toy_model, toy_runner
 from tests.support.scheduler.put_off import Anything

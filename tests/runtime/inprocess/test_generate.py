@@ -30,8 +30,8 @@ from penstock.runtime.errors import (
     QueueFull,
     UnsupportedFeature,
 )
-from penstock.runtime.requests.request import Request, ResolvedSampling, output_seed
-from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+from penstock.runtime.requests.request import Request, output_seed
+from penstock.runtime.requests.sampling import GenerationDefaults, ResolvedSampling
 from tests.support.collector import GREEDY_PARAMS, Collector, at_gate, long, submit
 from tests.support.models.toy import VOCAB, toy_config, toy_engine, toy_model, toy_tokens
 

@@ -26,13 +26,8 @@ from penstock.runtime.errors import (
 )
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import InFlightPolicy
-from penstock.runtime.requests.request import (
-    FinishReason,
-    Request,
-    ResolvedSampling,
-    StoppingParams,
-    outputs_of,
-)
+from penstock.runtime.requests.request import FinishReason, Request, StoppingParams, outputs_of
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.plan import StepResult
 from tests.runtime.loop.test_core_streams import MAX_LEN, core
 from tests.support.collector import GREEDY, Collector

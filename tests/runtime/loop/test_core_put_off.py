@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.runtime.loop.stepping import Pacer
-from penstock.runtime.requests.request import (
-    Request,
-    ResolvedSampling,
-    StoppingParams,
-    TokenLogprobs,
-    outputs_of,
-)
+from penstock.runtime.requests.request import Request, StoppingParams, TokenLogprobs, outputs_of
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.plan import StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.runtime.loop.test_core_streams import MAX_LEN, Apart, core

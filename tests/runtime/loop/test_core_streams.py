@@ -21,11 +21,11 @@ from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
     Request,
-    ResolvedSampling,
     StepOutput,
     StoppingParams,
     outputs_of,
 )
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.plan import Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.collector import Collector

@@ -12,13 +12,8 @@ import pytest
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.requests import checks
-from penstock.runtime.requests.request import (
-    CacheParams,
-    Request,
-    ResolvedSampling,
-    StoppingParams,
-    outputs_of,
-)
+from penstock.runtime.requests.request import CacheParams, Request, StoppingParams, outputs_of
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.prefix_cache import PrefixCache
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.collector import GREEDY, Collector

@@ -18,7 +18,8 @@ sys.meta_path.insert(0, NoJax())
 import threading
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.stepping import Pacer
-from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
+from penstock.runtime.requests.request import (Request, StoppingParams)
+from penstock.runtime.requests.sampling import (ResolvedSampling)
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.scheduler.fake_runner import EOS, VOCAB, LazyRunner, Rota, run_alone
 

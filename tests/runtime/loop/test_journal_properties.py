@@ -28,11 +28,11 @@ from penstock.runtime.requests.request import (
     FinishReason,
     Request,
     RequestTiming,
-    ResolvedSampling,
     StepOutput,
     StoppingParams,
     outputs_of,
 )
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.load import Totals
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.runtime.loop.test_changes_properties import slow_down

@@ -12,7 +12,8 @@ import pytest
 
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.stepping import Pacer
-from penstock.runtime.requests.request import Request, ResolvedSampling, StepOutput, StoppingParams
+from penstock.runtime.requests.request import Request, StepOutput, StoppingParams
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.collector import Collector
 from tests.support.scheduler.fake_runner import EOS, VOCAB, LazyRunner

@@ -23,6 +23,7 @@ from penstock.runtime.ops.sampling_codes import (
     SAMPLING,
 )
 from penstock.runtime.ops.sampling_rows import SamplingRows
+from penstock.runtime.requests.sampling import FLOATS, INTS, SamplingNumbers
 
 filter_logits = jax.jit(filters.filter_logits)  # without jit every operation would be compiled by itself
 choose = jax.jit(sampler.sample, static_argnames="num_top")
@@ -38,6 +39,7 @@ def token_logprobs(request: pytest.FixtureRequest) -> sampler.LogprobsOp:
     return LOGPROBS[request.param]
 
 
+NEUTRAL = SamplingNumbers()
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 
 
@@ -54,13 +56,8 @@ def rows(
         "banned": (False, np.bool_),
         "features": (0, np.int32),
         "num_logprobs": (-1, np.int32),
-        "top_k": (0, np.int32),
-        "temperature": (1.0, np.float32),
-        "top_p": (1.0, np.float32),
-        "min_p": (0.0, np.float32),
-        "presence_penalty": (0.0, np.float32),
-        "frequency_penalty": (0.0, np.float32),
-        "repetition_penalty": (1.0, np.float32),
+        **{name: (getattr(NEUTRAL, name), np.int32) for name in INTS},
+        **{name: (getattr(NEUTRAL, name), np.float32) for name in FLOATS},
     }
     stop_ids = jnp.asarray(params.pop("stop_ids", np.full((n, 2), 2**30)), jnp.int32)
     fields = {
@@ -70,7 +67,10 @@ def rows(
     assert not params
     at = jnp.zeros(n, jnp.int32) if positions is None else jnp.asarray(positions, jnp.int32)
     fields["feature_slots"] = jnp.arange(n, dtype=jnp.int32)
-    return SamplingRows(seed=jnp.asarray(seed), positions=at, stop_ids=stop_ids, **fields)
+    ints, floats = (jnp.stack([fields.pop(name) for name in names], axis=1) for names in (INTS, FLOATS))
+    return SamplingRows(
+        seed=jnp.asarray(seed), positions=at, stop_ids=stop_ids, ints=ints, floats=floats, **fields
+    )
 
 
 def sample(
@@ -238,7 +238,7 @@ def test_both_words_of_the_seed_and_the_position_count() -> None:
 
 def test_greedy_rows_take_the_argmax_in_a_mixed_batch_and_alone() -> None:
     logits = jnp.asarray(np.stack([LOGITS[::-1], LOGITS]))
-    mixed = rows(2, top_k=1)._replace(temperature=jnp.array([0.0, 1.0], jnp.float32))
+    mixed = rows(2, top_k=1, temperature=np.array([0.0, 1.0], np.float32))
     assert np.asarray(sample(logits, mixed, jnp.array(True))).tolist() == [4, 0]
     assert np.asarray(sample(logits, rows(2, temperature=0.0), jnp.array(False))).tolist() == [4, 0]
 

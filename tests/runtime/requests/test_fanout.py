@@ -14,12 +14,12 @@ from penstock.runtime.requests.request import (
     MAX_OUTPUTS,
     CacheParams,
     Request,
-    ResolvedSampling,
     output_id,
     output_seed,
     outputs_of,
     request_id_of,
 )
+from penstock.runtime.requests.sampling import ResolvedSampling
 
 SEEDS = st.integers(0, 2**64 - 1)
 

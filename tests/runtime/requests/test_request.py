@@ -15,10 +15,10 @@ from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
     Request,
-    ResolvedSampling,
     StepOutput,
     StoppingParams,
 )
+from penstock.runtime.requests.sampling import ResolvedSampling
 
 NAN, INF = math.nan, math.inf
 

@@ -11,9 +11,9 @@ import pytest
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.requests.request import ResolvedSampling
-from penstock.runtime.requests.sampling_defaults import (
+from penstock.runtime.requests.sampling import (
     GenerationDefaults,
+    ResolvedSampling,
     override_defaults,
     read_generation_defaults,
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from penstock.runtime.requests.request import ResolvedSampling
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.requests.token_bias import bias_row
 
 VOCAB = 20

@@ -12,12 +12,12 @@ from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.requests.request import (
     CacheParams,
     Request,
-    ResolvedSampling,
     StoppingParams,
     output_id,
     output_seed,
     outputs_of,
 )
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.plan import PageCopy, PageWrite, Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler
 from tests.support.scheduler.scheduling import WORD, commit, dispatch, make

@@ -13,13 +13,8 @@ from collections import deque
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.requests.request import (
-    CacheParams,
-    Request,
-    ResolvedSampling,
-    StoppingParams,
-    outputs_of,
-)
+from penstock.runtime.requests.request import CacheParams, Request, StoppingParams, outputs_of
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS, blocks_of
 from penstock.runtime.scheduling.plan import Plan, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler

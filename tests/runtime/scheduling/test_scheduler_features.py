@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.requests.request import Request, ResolvedSampling, StoppingParams
+from penstock.runtime.requests.request import Request, StoppingParams
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.scheduler import Scheduler
 from tests.support.scheduler.scheduling import commit, dispatch, make
 

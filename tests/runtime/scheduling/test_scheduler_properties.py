@@ -17,13 +17,8 @@ from typing import Any
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.requests.request import (
-    CacheParams,
-    Request,
-    ResolvedSampling,
-    StoppingParams,
-    outputs_of,
-)
+from penstock.runtime.requests.request import CacheParams, Request, StoppingParams, outputs_of
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.scheduler_config import GroupLimits, SchedulerConfig
 from tests.support.scheduler.fake_runner import EOS, VOCAB, Rota
 from tests.support.scheduler.traffic import Traffic

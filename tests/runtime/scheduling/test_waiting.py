@@ -14,13 +14,8 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.requests.request import (
-    CacheParams,
-    Request,
-    ResolvedSampling,
-    StoppingParams,
-    outputs_of,
-)
+from penstock.runtime.requests.request import CacheParams, Request, StoppingParams, outputs_of
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.admission import Admission
 from penstock.runtime.scheduling.pages import Prefix
 from penstock.runtime.scheduling.plan import Draft, Plan, StepResult

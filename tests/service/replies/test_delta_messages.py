@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from penstock.runtime.chat.messages import ToolCall
 from penstock.runtime.prompting.prompts import TokenPrompt
-from penstock.runtime.requests.request import ResolvedSampling, StoppingParams, TokenLogprobs
+from penstock.runtime.requests.request import StoppingParams, TokenLogprobs
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.service.replies.messages import encode_logprobs, stream_delta
 from penstock.service.replies.outputs import Taken
 from penstock.service.requests.generate import ServedJob

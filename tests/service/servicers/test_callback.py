@@ -10,7 +10,8 @@ import pytest
 
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import InvalidRequest, Violation
-from penstock.runtime.requests.request import Request, ResolvedSampling
+from penstock.runtime.requests.request import Request
+from penstock.runtime.requests.sampling import ResolvedSampling
 from tests.service.rig import Kept, collect, failure_of, generate, joined, serving, stream, until
 from tests.support.models.toy import toy_config, toy_model, toy_tokens
 

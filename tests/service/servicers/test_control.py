@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from penstock.runtime.errors import EngineFailure
-from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+from penstock.runtime.requests.sampling import GenerationDefaults
 from penstock.service.identity import version
 from penstock.v1 import control_pb2, types_pb2, weights_pb2
 from tests.service.codecs import byte_codec

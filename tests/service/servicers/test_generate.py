@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from penstock.runtime.requests.request import ResolvedSampling
-from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+from penstock.runtime.requests.sampling import GenerationDefaults, ResolvedSampling
 from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import collect, failure_of, fake, generate, ids, joined, serving, stream, until
 from tests.support.models.byte_text import EOS

@@ -28,10 +28,10 @@ from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.loop.interface import Observer
 from penstock.runtime.models.load_rules import LoadRule, LoadRules, Source, Target
-from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, AttentionOptions
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
-from penstock.runtime.requests.sampling_defaults import GenerationDefaults
+from penstock.runtime.requests.sampling import GenerationDefaults
 from tests.support.models.compilation_cache import TEST_CACHE
 
 VOCAB = 61
@@ -66,7 +66,7 @@ class ToyLM(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         zeros = jnp.zeros((token_ids.shape[0], 1, _DIM), jnp.float32)
         values = zeros.at[:, 0, 0].set(token_ids.astype(jnp.float32))
-        mean, layer = attention(zeros, zeros, values, kv[0], metas[0], scale=1.0)
+        mean, layer = attention(zeros, zeros, values, kv[0], metas[0], AttentionOptions(1.0))
         count = (positions + 1).astype(jnp.float32)
         total = jnp.round(mean[:, 0, 0] * count)
         return jnp.stack([total, count], axis=1), (layer,)

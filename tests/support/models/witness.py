@@ -17,7 +17,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.requests.request import Request, ResolvedSampling
+from penstock.runtime.requests.request import Request
+from penstock.runtime.requests.sampling import ResolvedSampling
 from tests.support.models.table import EOS, VOCAB, Tables
 
 Logits = NDArray[np.float64]

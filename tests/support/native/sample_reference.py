@@ -6,11 +6,13 @@ must be among those that the filters keep, and lie where the uniforms point, bot
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.runtime.requests.sampling import FLOATS, INTS
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -36,9 +38,9 @@ class Row:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    presence: float = 0.0
-    frequency: float = 0.0
-    repetition: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     stop_ids: tuple[int, ...] = ()
     banned: bool = False
     num_logprobs: int = -1
@@ -78,9 +80,9 @@ def random_row(rng: np.random.Generator, vocab: int) -> Row:
         top_k=int(one(0, 0, 1, 2, 10, 400, 3000, vocab, 2**31 - 1)),
         top_p=one(1.0, 1.0, 0.05, 0.5, 0.9, 0.99, 0.9999999),
         min_p=one(0.0, 0.0, 0.01, 0.3, 1.0),
-        presence=one(0.0, 0.5, -1.0),
-        frequency=one(0.0, 0.25, -0.5),
-        repetition=one(1.0, 1.25, 0.8, 2.0),
+        presence_penalty=one(0.0, 0.5, -1.0),
+        frequency_penalty=one(0.0, 0.25, -0.5),
+        repetition_penalty=one(1.0, 1.25, 0.8, 2.0),
         stop_ids=tuple(rng.integers(0, vocab + 3, int(rng.integers(0, 33))).tolist()),
         banned=maybe(),
         num_logprobs=int(one(-1, 0, 1, 5, NUM_TOP, 20)),
@@ -107,28 +109,27 @@ def arrays(
     mask = np.zeros((total, (vocab + 31) // 32), np.int32)
     uniforms = np.zeros((total, 2), np.float32)
     stop_ids = np.full((total, 32), vocab, np.int32)
-    ints = {name: np.zeros(total, np.int32) for name in ("features", "top_k", "banned", "num_logprobs")}
-    names = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-    floats = {name: np.zeros(total, np.float32) for name in names}
+    single = {name: np.zeros(total, np.int32) for name in ("features", "banned", "num_logprobs")}
+    ints = np.zeros((total, len(INTS)), np.int32)
+    floats = np.zeros((total, len(FLOATS)), np.float32)
     slots = np.full(total, num_slots, np.int32)
     for r, row in enumerate(rows):
         logits[r], uniforms[r], slots[r] = row.logits, row.uniforms, order[r]
         stop_ids[r, : len(row.stop_ids)] = row.stop_ids
         if row.history is not None:
             history[order[r]] = row.history
-            ints["features"][r] |= 1
+            single["features"][r] |= 1
         if row.bias is not None:
             bias[order[r]] = row.bias
-            ints["features"][r] |= 2
+            single["features"][r] |= 2
         if row.allowed is not None:
             mask[r] = pack_mask(row.allowed)
-            ints["features"][r] |= 4
-        for field in fields(row):
-            if field.name in floats:
-                floats[field.name][r] = getattr(row, field.name)
-            elif field.name in ints:
-                ints[field.name][r] = getattr(row, field.name)
-    return [logits, history, bias, mask, uniforms], {"slots": slots, "stop_ids": stop_ids, **ints, **floats}
+            single["features"][r] |= 4
+        single["banned"][r], single["num_logprobs"][r] = row.banned, row.num_logprobs
+        ints[r] = [getattr(row, name) for name in INTS]
+        floats[r] = [getattr(row, name) for name in FLOATS]
+    named = {"slots": slots, "stop_ids": stop_ids, "ints": ints, "floats": floats, **single}
+    return [logits, history, bias, mask, uniforms], named
 
 
 def edited(row: Row) -> Floats:
@@ -137,12 +138,12 @@ def edited(row: Row) -> Floats:
     vocab = len(x)
     if row.history is not None:
         seen, count = row.history != 0, row.history & (IN_PROMPT - 1)
-        repetition = np.float64(np.float32(row.repetition))
+        repetition = np.float64(np.float32(row.repetition_penalty))
         x = np.where(seen, np.where(x > 0, x / repetition, x * repetition), x)
         x = (
             x
-            - np.float64(np.float32(row.frequency)) * count
-            - np.float64(np.float32(row.presence)) * (count > 0)
+            - np.float64(np.float32(row.frequency_penalty)) * count
+            - np.float64(np.float32(row.presence_penalty)) * (count > 0)
         )
     masked: Floats = x if row.allowed is None else np.where(row.allowed, x, -np.inf)
     out: Floats = masked if row.bias is None else masked + row.bias.astype(np.float64)

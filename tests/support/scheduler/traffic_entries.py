@@ -17,13 +17,8 @@ from penstock.runtime.errors import EngineDead
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.journal import Entry, Journal
 from penstock.runtime.loop.stepping import Pacer
-from penstock.runtime.requests.request import (
-    CacheParams,
-    Request,
-    ResolvedSampling,
-    StoppingParams,
-    outputs_of,
-)
+from penstock.runtime.requests.request import CacheParams, Request, StoppingParams, outputs_of
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.load import Totals
 from penstock.runtime.scheduling.plan import StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig

@@ -81,6 +81,7 @@ from penstock.client.values.results import (
     WeightsSpan,
     WeightsVersion,
 )
+from penstock.client.values.sampling_values import SamplingDefaults
 from penstock.client.values.server_values import (
     AbortOutcome,
     AbortResult,
@@ -89,7 +90,6 @@ from penstock.client.values.server_values import (
     Load,
     ModelInfo,
     Profile,
-    SamplingDefaults,
     ServerInfo,
     TensorInfo,
     Tokens,

@@ -12,7 +12,9 @@ decode ever adds. When a sequence enters, its whole tables are sent before the s
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -25,7 +27,8 @@ from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.ops.sampling_codes import BIAS, LOGPROBS, PENALTIES, SAMPLING
 from penstock.runtime.ops.sampling_rows import SamplingRows
 from penstock.runtime.ops.state_copies import SnapshotRows
-from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, ResolvedSampling
+from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request
+from penstock.runtime.requests.sampling import FLOATS, INTS
 
 HEADER = 2
 FLAGS, NUM_STEPS = range(HEADER)
@@ -34,29 +37,29 @@ SLOT, START, NUM_TOKENS, MAX_SAMPLES, BANS, PAGE_INDEX, PAGE = range(PARAMS)
 """The fields of a row that each step sets. Behind them, from PARAMS on, stand those of the request, and from
 NUM_FIELDS on the PAGE of each group of layers after the first. Where there are snapshots of state, the fields
 of `SnapshotRows` come last."""
-PARAM_INTS = ("features", "num_logprobs", "top_k", "feature_slots")
-PARAM_FLOATS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-PARAM_WORDS = ("seed_high", "seed_low")
-"""The fields of the request, which stay the same while it holds its slot. `SamplingRows` has the same names,
-except for the two words of the seed."""
-PARAM_COLUMN = {name: i for i, name in enumerate((*PARAM_INTS, *PARAM_FLOATS, *PARAM_WORDS))}
-"""Field to column, counted from PARAMS."""
-PARAM_FIELDS = len(PARAM_COLUMN)
+_WIDTHS = {
+    "features": 1,
+    "num_logprobs": 1,
+    "feature_slots": 1,
+    "seed": 2,
+    "ints": len(INTS),
+    "floats": len(FLOATS),
+}
+"""The fields of the request, which stay the same while it holds its slot, as `SamplingRows` names them, and
+how many columns each has."""
+_ENDS = list(itertools.accumulate(_WIDTHS.values()))
+PARAM_COLUMNS = {name: slice(end - _WIDTHS[name], end) for name, end in zip(_WIDTHS, _ENDS, strict=True)}
+"""Field to columns, counted from PARAMS."""
+PARAM_FIELDS = _ENDS[-1]
 NUM_FIELDS = PARAMS + PARAM_FIELDS
-FEATURES = PARAMS + PARAM_COLUMN["features"]
+FEATURES = PARAMS + PARAM_COLUMNS["features"].start
 """Column of the bits that say which features a row uses; the header's flags are the bits of all rows."""
 FEEDBACK = -1
 """An input token that stands for the last token that the row's slot sampled."""
-_LEAST = float(np.finfo(np.float32).tiny)
-"""The smallest positive number of float32 that is not denormal."""
-_MOST_PENALTY = 1e30
+_LEAST, _MOST = 1e-30, 1e30
+"""The size of every number that is not 0 lies between them. A smaller one may become 0, which for some means
+that they are off, or denormal, which the device takes for 0. A logit times a larger one may leave the range
+of float32."""
 
 Ints = NDArray[np.int32]
 Buffer = TypeVar("Buffer", Ints, Array)
@@ -77,28 +80,24 @@ def pack_params(request: Request, feature_slot: int = 0) -> Ints:
     """The fields of a row that are constant for a request, int32[PARAM_FIELDS]. If the caller set no seed,
     the engine has drawn one. Without penalties and bias the feature slot is not looked at.
     """
-    sampling: ResolvedSampling = request.sampling
+    sampling = request.sampling
     seed = sampling.seed or 0
-    ints = {
-        "features": row_features(request),
-        "num_logprobs": -1 if request.logprobs is None else request.logprobs,
-        "top_k": sampling.top_k,
-        "feature_slots": feature_slot,
-    }
-    floats = {name: getattr(sampling, name) for name in PARAM_FLOATS}
-    # A small positive value may not become 0, which is greedy for the temperature and off for min_p. It may
-    # not become a denormal number either, which the device takes for 0.
-    for name in ("temperature", "top_p", "min_p"):
-        if floats[name] > 0.0:
-            floats[name] = max(floats[name], _LEAST)
-    # Neither the penalty nor a logit times the penalty may leave the range of float32.
-    floats["repetition_penalty"] = min(max(sampling.repetition_penalty, 1 / _MOST_PENALTY), _MOST_PENALTY)
-    words = {"seed_high": seed >> 32, "seed_low": seed & 0xFFFFFFFF}
     row = np.zeros(PARAM_FIELDS, np.int32)
-    for part, view in ((ints, row), (floats, row.view(np.float32)), (words, row.view(np.uint32))):
-        for name, value in part.items():
-            view[PARAM_COLUMN[name]] = value
+
+    def put(name: str, values: Sequence[float], dtype: type[np.generic] = np.int32) -> None:
+        row[PARAM_COLUMNS[name]] = np.array(values, dtype).view(np.int32)
+
+    put("features", [row_features(request)])
+    put("num_logprobs", [-1 if request.logprobs is None else request.logprobs])
+    put("feature_slots", [feature_slot])
+    put("seed", [seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+    put("ints", [getattr(sampling, name) for name in INTS])
+    put("floats", [_bounded(getattr(sampling, name)) for name in FLOATS], np.float32)
     return row
+
+
+def _bounded(value: float) -> float:
+    return math.copysign(min(max(abs(value), _LEAST), _MOST), value) if value else 0.0
 
 
 class Unpacked(NamedTuple):
@@ -176,16 +175,22 @@ class Layout:
     def unpack_rows(self, packed: Array) -> Unpacked:
         """Unpacks everything but the tokens, inside the program; `packed` may have the tokens or not."""
         header, fields, stop_ids = self.row_views(packed)
-        params = {name: fields[:, PARAMS + column] for name, column in PARAM_COLUMN.items()}
-        words = jnp.stack([params[name] for name in PARAM_WORDS], axis=1)
+        params = fields[:, PARAMS:]
+
+        def words(name: str) -> Array:
+            return params[:, PARAM_COLUMNS[name]]
+
         sampling = SamplingRows(
             slots=fields[:, SLOT],
+            feature_slots=words("feature_slots")[:, 0],
             positions=fields[:, START] + fields[:, NUM_TOKENS],
             stop_ids=stop_ids,
             banned=fields[:, BANS] > 0,
-            seed=lax.bitcast_convert_type(words, jnp.uint32),
-            **{name: params[name] for name in PARAM_INTS},
-            **{name: lax.bitcast_convert_type(params[name], jnp.float32) for name in PARAM_FLOATS},
+            features=words("features")[:, 0],
+            num_logprobs=words("num_logprobs")[:, 0],
+            ints=words("ints"),
+            floats=lax.bitcast_convert_type(words("floats"), jnp.float32),
+            seed=lax.bitcast_convert_type(words("seed"), jnp.uint32),
         )
         return Unpacked(
             flags=header[FLAGS],

@@ -17,7 +17,7 @@ from penstock.runtime.prompting.jobs import Job
 from penstock.runtime.prompting.prompts import ChatPrompt, ContextParams, Prompt, TextPrompt, TokenPrompt
 from penstock.runtime.requests.output_constraints import Constraint, grammar_of
 from penstock.runtime.requests.request import MAX_OUTPUTS, SEPARATOR, CacheParams, StoppingParams
-from penstock.runtime.requests.sampling_params import SamplingParams
+from penstock.runtime.requests.sampling import SamplingParams
 
 
 class RequestOptions(TypedDict, total=False):

@@ -27,7 +27,7 @@ from penstock.runtime.models.params import abstract_model, load_rules, model_dty
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.requests.request import Pooling
-from penstock.runtime.requests.sampling_defaults import GenerationDefaults, read_generation_defaults
+from penstock.runtime.requests.sampling import GenerationDefaults, read_generation_defaults
 from penstock.runtime.text.codec import TextCodec
 
 

@@ -45,12 +45,13 @@ def filter_logits(logits: Array, rows: SamplingRows) -> Array:
     -inf.
     """
     vocab = logits.shape[1]
+    temperature, top_k, top_p = rows.number("temperature"), rows.number("top_k"), rows.number("top_p")
     # Relative to the largest logit, so that a tiny temperature overflows to -inf and never to several +inf.
     scaled = logits - logits.max(axis=1, keepdims=True)
-    scaled /= jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, _TINY), 1.0)[:, None]
+    scaled /= jnp.where(temperature > 0, jnp.maximum(temperature, _TINY), 1.0)[:, None]
 
     def cut_top_k(x: Array) -> Array:
-        k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab).astype(jnp.float32)
+        k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab).astype(jnp.float32)
         keys = _ordered_bits(x)
         threshold = _largest_threshold(keys, jnp.ones_like(x), k)
         return jnp.where(keys >= threshold[:, None], x, -jnp.inf)
@@ -60,12 +61,12 @@ def filter_logits(logits: Array, rows: SamplingRows) -> Array:
         # The threshold is a probability, not a logit, so an impossible token (-inf) never survives rounding.
         keys = _ordered_bits(probs)
         # If top_p underflowed to 0, no token at all would be enough.
-        need = jnp.maximum(rows.top_p, _TINY) * probs.sum(axis=1)
+        need = jnp.maximum(top_p, _TINY) * probs.sum(axis=1)
         threshold = _largest_threshold(keys, probs, need)
-        keep = (keys >= threshold[:, None]) | (rows.top_p >= 1.0)[:, None]
+        keep = (keys >= threshold[:, None]) | (top_p >= 1.0)[:, None]
         return jnp.where(keep, x, -jnp.inf)
 
-    scaled = lax.cond(jnp.any(rows.top_k > 0), cut_top_k, lambda x: x, scaled)
-    scaled = lax.cond(jnp.any(rows.top_p < 1.0), cut_top_p, lambda x: x, scaled)
-    floor = scaled.max(axis=1) + jnp.log(rows.min_p)  # log(0) = -inf keeps all
+    scaled = lax.cond(jnp.any(top_k > 0), cut_top_k, lambda x: x, scaled)
+    scaled = lax.cond(jnp.any(top_p < 1.0), cut_top_p, lambda x: x, scaled)
+    floor = scaled.max(axis=1) + jnp.log(rows.number("min_p"))  # log(0) = -inf keeps all
     return jnp.where(scaled >= floor[:, None], scaled, -jnp.inf)

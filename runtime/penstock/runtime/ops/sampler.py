@@ -146,7 +146,7 @@ def sample(
     greedy = argmax(shaped)
 
     def mixed(x: Array) -> Array:
-        return jnp.where(rows.temperature > 0, draw(filter_logits(x, rows), rows), greedy)
+        return jnp.where(rows.number("temperature") > 0, draw(filter_logits(x, rows), rows), greedy)
 
     tokens = lax.cond(_any(flags, SAMPLING), mixed, lambda _: greedy, shaped)
     tokens = jnp.where(jnp.isfinite(peak), tokens, NON_FINITE)
@@ -173,10 +173,14 @@ def _shape(logits: Array, state: RowState, rows: SamplingRows, flags: Array, mas
     def penalise(x: Array) -> Array:
         history = jnp.where(has(PENALTIES), state.history[rows.feature_slots], 0)
         counts = (history & (IN_PROMPT - 1)).astype(jnp.float32)
-        factor = jnp.where(history != 0, rows.repetition_penalty[:, None], 1.0)
+        factor = jnp.where(history != 0, rows.number("repetition_penalty")[:, None], 1.0)
         x = jnp.where(x > 0, x / factor, x * factor)
         present = (counts > 0).astype(jnp.float32)
-        return x - counts * rows.frequency_penalty[:, None] - present * rows.presence_penalty[:, None]
+        return (
+            x
+            - counts * rows.number("frequency_penalty")[:, None]
+            - present * rows.number("presence_penalty")[:, None]
+        )
 
     def add_bias(x: Array) -> Array:
         return x + jnp.where(has(BIAS), state.bias[rows.feature_slots], 0.0)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from jax import Array
 
+from penstock.runtime.requests.sampling import FLOATS, INTS
+
 
 class SamplingRows(NamedTuple):
     """The rows' sampling parameters."""
@@ -17,11 +19,10 @@ class SamplingRows(NamedTuple):
     banned: Array  # bool[R] whether these are forbidden in this step
     features: Array  # int32[R] bits
     num_logprobs: Array  # int32[R] likeliest tokens to report, -1 = not even that of the token itself
-    top_k: Array  # int32[R]; 0 = off
-    temperature: Array  # float32[R]; 0 = greedy
-    top_p: Array  # float32[R]; 1 = off
-    min_p: Array  # float32[R]; 0 = off
-    presence_penalty: Array  # float32[R]
-    frequency_penalty: Array  # float32[R]
-    repetition_penalty: Array  # float32[R]
+    ints: Array  # int32[R, len(INTS)] the whole numbers of `SamplingNumbers`
+    floats: Array  # float32[R, len(FLOATS)] its other numbers
     seed: Array  # uint32[R, 2]: high and low word
+
+    def number(self, name: str) -> Array:
+        """A number of `SamplingNumbers`: int32[R] if it is whole, else float32[R]."""
+        return self.ints[:, INTS.index(name)] if name in INTS else self.floats[:, FLOATS.index(name)]

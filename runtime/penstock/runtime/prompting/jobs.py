@@ -31,14 +31,8 @@ from penstock.runtime.prompting.prompts import (
 )
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.grammar import Grammar, GrammarKind
-from penstock.runtime.requests.request import (
-    CacheParams,
-    PreparedPrompt,
-    Request,
-    ResolvedSampling,
-    StoppingParams,
-    outputs_of,
-)
+from penstock.runtime.requests.request import CacheParams, PreparedPrompt, Request, StoppingParams, outputs_of
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.text.assembler import Assembler
 from penstock.runtime.text.interface import Text
 

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Collection
 
 from penstock.runtime.errors import InvalidRequest, Violation
-from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request, ResolvedSampling
+from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS, Request
+from penstock.runtime.requests.sampling import ResolvedSampling
 
 MAX_BAD_IDS = 100
 """Of ids outside the vocabulary, at most this many are named in an error."""

@@ -1,7 +1,7 @@
 """What a request asks for and what it gets: frozen values shared by scheduler, engine and service. No jax.
 
 The defaults here are neutral values; the model's own defaults are filled in before such a value is made
-(`sampling_defaults`). What a request asks for checks itself once, on construction, and raises
+(`sampling`). What a request asks for checks itself once, on construction, and raises
 `InvalidRequest` with all violations, each with the contract's field path.
 
 A `PromptReading` says what is wanted of a prompt after which nothing is generated: an embedding, or scores of
@@ -17,10 +17,8 @@ the request's id, and an error of one output ends all.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import enum
-import itertools
 import math
 import secrets
 from collections.abc import Sequence
@@ -33,14 +31,13 @@ from numpy.typing import NDArray
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.images import MediaItem, RotaryPositions, media_problem
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.requests.word_table import WordTable
 
 MAX_STOP_TOKEN_IDS = 32
 """Width of each row's list of ids that the compiled sampler masks before `min_tokens`; EOS ids count."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
-MAX_BAD_BIASES = 20
-"""Of biases that are not numbers, at most this many are named in an error."""
 MAX_REQUEST_ID_CHARS = 128
 """Longest id that a caller may choose."""
 MAX_ENGINE_ID_CHARS = 256
@@ -87,97 +84,6 @@ class PromptReading:
 def _raise_if(violations: list[Violation]) -> None:
     if violations:
         raise InvalidRequest(violations)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedSampling:
-    """How the next token is drawn from the logits.
-
-    The steps, in this order: repetition penalty; frequency and presence penalty; bias; removal of tokens that
-    are not allowed; then, as in Hugging Face's processors, temperature, top_k, top_p, min_p. `temperature` 0
-    is greedy, and the steps after it have no effect. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is an
-    unsigned 64-bit number; None lets the engine draw one.
-
-    `repetition_penalty` is Hugging Face's (CTRL, Keskar et al. 2019): the logit of every token of prompt or
-    output is divided by it if positive, else multiplied. `frequency_penalty` and `presence_penalty` are
-    OpenAI's: the former is subtracted for each occurrence in the output, the latter once if there is any.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs (token id, number that is added to its logit); -inf forbids the token."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids that the output must not contain."""
-    allowed_token_ids: tuple[int, ...] = ()
-    """The only tokens that may be sampled; empty: all."""
-
-    def __post_init__(self) -> None:
-        bad: list[Violation] = []
-        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
-            bad.append(Violation("sampling.temperature", f"must be from 0 to 100, not {self.temperature}"))
-        if not 0 <= self.top_k < 2**31:
-            bad.append(Violation("sampling.top_k", f"must be from 0 (off) to 2147483647, not {self.top_k}"))
-        if not 0.0 < self.top_p <= 1.0:
-            bad.append(Violation("sampling.top_p", f"must be above 0 and at most 1, not {self.top_p}"))
-        if not 0.0 <= self.min_p <= 1.0:
-            bad.append(Violation("sampling.min_p", f"must be from 0 to 1, not {self.min_p}"))
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            bad.append(Violation("sampling.seed", "must be an unsigned 64-bit number"))
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            if not -2.0 <= value <= 2.0:
-                bad.append(Violation(f"sampling.{name}", f"must be from -2 to 2, not {value}"))
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
-            described = f"must be above 0, not {self.repetition_penalty}"
-            bad.append(Violation("sampling.repetition_penalty", described))
-        no_numbers = ((token, bias) for token, bias in self.logit_bias if not bias < math.inf)
-        for token, bias in itertools.islice(no_numbers, MAX_BAD_BIASES):
-            bad.append(Violation(f"sampling.logit_bias[{token}]", f"must be a number, not {bias}"))
-        if not all(self.bad_words):
-            bad.append(Violation("sampling.bad_words", "must not hold an empty word"))
-        _raise_if(bad)
-
-    def seeded(self, seed: int) -> ResolvedSampling:
-        """A copy with another seed, from 0 to 2^64 - 1. The other fields are shared, and not checked
-        again.
-        """
-        if not 0 <= seed < 2**64:
-            raise InvalidRequest([Violation("sampling.seed", "must be an unsigned 64-bit number")])
-        twin = copy.copy(self)  # `dataclasses.replace` would check all fields again, maybe a whole vocabulary
-        object.__setattr__(twin, "seed", seed)
-        return twin
-
-    def shares_tokens(self, other: ResolvedSampling) -> bool:
-        """Whether both have the very same token fields: `seeded` made one from the other, or both from a
-        third.
-        """
-        return (
-            self.logit_bias is other.logit_bias
-            and self.bad_words is other.bad_words
-            and self.allowed_token_ids is other.allowed_token_ids
-        )
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature == 0.0
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether the tokens so far change the logits."""
-        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether a fixed value per token is added to the logits; -inf where the token is forbidden."""
-        return bool(self.logit_bias or self.allowed_token_ids) or any(len(w) == 1 for w in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)

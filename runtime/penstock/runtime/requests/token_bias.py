@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.requests.request import ResolvedSampling
+from penstock.runtime.requests.sampling import ResolvedSampling
 
 _HUGE = 1e30
 """Above every logit, and so far below float32's largest number that sums of a few such numbers stay finite.

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 from penstock.client import RequestOptions
 from penstock.openai.requests.refusing import invalid_value
 from penstock.openai.schemas.sampling import GenerationBody
+from penstock.v1 import types_pb2
 
 _SEEDS = 2**64
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
+_SAMPLING = tuple(
+    field.name
+    for field in types_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.name in GenerationBody.model_fields
 )
 _STOPPING = ("min_tokens", "stop", "stop_token_ids", "ignore_eos", "time_limit")
 
@@ -44,19 +38,13 @@ def generation_options(body: GenerationBody, vocab_size: int) -> RequestOptions:
     second is a part of the answer's id. Raises ApiError for a key of `logit_bias` that is no token id, and
     for more keys than the model has tokens.
     """
+    sampling = {name: getattr(body, name) for name in _SAMPLING}
+    sampling["top_k"] = None if body.top_k is None else max(body.top_k, 0)
+    sampling["seed"] = None if body.seed is None else body.seed % _SEEDS
+    sampling["logit_bias"] = _biases(body.logit_bias, vocab_size)
     return RequestOptions(
+        **cast(RequestOptions, sampling),
         model=body.model,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=None if body.top_k is None else max(body.top_k, 0),
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        seed=None if body.seed is None else body.seed % _SEEDS,
-        logit_bias=_biases(body.logit_bias, vocab_size),
-        bad_words=body.bad_words,
-        allowed_token_ids=body.allowed_token_ids,
         min_tokens=body.min_tokens,
         stop=body.stop,
         stop_token_ids=body.stop_token_ids,

@@ -6,15 +6,18 @@ back the names that the caller knows.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
 from penstock.runtime.errors import InvalidRequest, RequestError, UnsupportedFeature, Violation
+from penstock.runtime.requests.sampling import SamplingNumbers
 from penstock.service.gateways import vllm_engine_pb2 as vllm
 from penstock.service.requests.generate import Violations
 from penstock.v1 import inference_pb2, types_pb2
 
 MAX_TOP_K = 2**31 - 1
+_NEUTRAL = types_pb2.SamplingParams(**dataclasses.asdict(SamplingNumbers()))
 _MAX_SEED = 2**64
 _FIELDS: Mapping[str, str] = {
     "prompt_token_ids.ids": "tokenized.input_ids",
@@ -119,7 +122,9 @@ def _kept(message: vllm.GenerateRequest, max_context_tokens: int, bad: Violation
 
 def _sample(params: vllm.SamplingParams, sampling: types_pb2.SamplingParams, bad: Violations) -> None:
     """Everything is set, because a gateway has applied the defaults of the model by itself."""
-    sampling.temperature = _plain(params.temperature) if params.HasField("temperature") else 1.0
+    sampling.MergeFrom(_NEUTRAL)
+    if params.HasField("temperature"):
+        sampling.temperature = _plain(params.temperature)
     sampling.top_p = _plain(params.top_p) or 1.0
     sampling.top_k = params.top_k if params.top_k <= MAX_TOP_K else 0  # -1, "off", as an unsigned number
     sampling.min_p = _plain(params.min_p)

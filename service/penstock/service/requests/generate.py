@@ -45,11 +45,9 @@ from penstock.runtime.requests.request import (
     MAX_STOP_TOKEN_IDS,
     SEPARATOR,
     CacheParams,
-    ResolvedSampling,
     StoppingParams,
 )
-from penstock.runtime.requests.sampling_defaults import FIELDS
-from penstock.runtime.requests.sampling_params import SamplingParams
+from penstock.runtime.requests.sampling import FIELDS, ResolvedSampling, SamplingParams
 from penstock.runtime.text.interface import Text
 from penstock.service.access.callers import Caller
 from penstock.service.access.ownership import engine_id

@@ -10,7 +10,8 @@ from typing import Self
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.prompting.prompts import Prompt, TextPrompt, TokenPrompt, Truncation, most_cut_tokens
 from penstock.runtime.prompting.results import VectorForm
-from penstock.runtime.requests.request import CacheParams, Pooling, ResolvedSampling, StoppingParams
+from penstock.runtime.requests.request import CacheParams, Pooling, StoppingParams
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.service.requests.generate import (
     TRUNCATIONS,
     Ids,

@@ -5,6 +5,7 @@ back.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import tempfile
 import zipfile
@@ -207,17 +208,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         """Describe the model and the sampling values in force."""
         check_supported(request)
         info = self._engine.info
-        defaults = info.defaults
-        sampling = types_pb2.SamplingParams(
-            temperature=defaults.temperature,
-            top_p=defaults.top_p,
-            top_k=defaults.top_k,
-            min_p=defaults.min_p,
-            presence_penalty=defaults.presence_penalty,
-            frequency_penalty=defaults.frequency_penalty,
-            repetition_penalty=defaults.repetition_penalty,
-            n=1,
-        )
+        sampling = types_pb2.SamplingParams(**dataclasses.asdict(info.defaults), n=1)
         specs = self._engine.tensor_specs() if request.include_tensors else ()
         return control_pb2.GetModelInfoResponse(
             model=info.name,

@@ -13,7 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.runtime import Engine, StoppingParams
-from penstock.runtime.requests.request import Request, ResolvedSampling
+from penstock.runtime.requests.request import Request
+from penstock.runtime.requests.sampling import ResolvedSampling
 from tests.support.batch import answers
 from tests.support.mix import Turns
 from tests.support.models.table import VOCAB, Tables, table_engine

@@ -25,7 +25,8 @@ from penstock.runtime import Engine, EngineConfig, StoppingParams
 from penstock.runtime.errors import NonFiniteLogits
 from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
 from penstock.runtime.ops.native import library
-from penstock.runtime.requests.request import Request, ResolvedSampling, outputs_of
+from penstock.runtime.requests.request import Request, outputs_of
+from penstock.runtime.requests.sampling import ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.collector import Gate, at_gate

@@ -11,7 +11,8 @@ import pytest
 
 from penstock.runtime import Engine, SamplingParams
 from penstock.runtime.loop.interface import StepRecord
-from penstock.runtime.requests.request import CacheParams, Request, ResolvedSampling, outputs_of
+from penstock.runtime.requests.request import CacheParams, Request, outputs_of
+from penstock.runtime.requests.sampling import ResolvedSampling
 from tests.support.collector import GREEDY, Collector, at_gate, long
 from tests.support.models.toy import VOCAB, toy_engine, toy_tokens
 

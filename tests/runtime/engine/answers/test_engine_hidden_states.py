@@ -19,14 +19,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from penstock.runtime import Engine, StoppingParams
-from penstock.runtime.requests.request import (
-    Finish,
-    FinishReason,
-    Pooling,
-    PromptReading,
-    Request,
-    ResolvedSampling,
-)
+from penstock.runtime.requests.request import Finish, FinishReason, Pooling, PromptReading, Request
+from penstock.runtime.requests.sampling import ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk
 from tests.support.goldens import CONFIG, GOLDEN, KINDS, small_config

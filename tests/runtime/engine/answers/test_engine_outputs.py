@@ -20,13 +20,13 @@ from penstock.runtime.requests.request import (
     CacheParams,
     FinishReason,
     Request,
-    ResolvedSampling,
     StepOutput,
     output_id,
     output_seed,
     outputs_of,
     request_id_of,
 )
+from penstock.runtime.requests.sampling import ResolvedSampling
 from tests.support.batch import answer, answers
 from tests.support.collector import Collector
 from tests.support.mix import Turns

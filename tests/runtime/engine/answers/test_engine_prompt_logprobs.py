@@ -16,7 +16,8 @@ import pytest
 
 from penstock.runtime import Engine, StoppingParams
 from penstock.runtime.loop.interface import InFlightPolicy
-from penstock.runtime.requests.request import Request, ResolvedSampling, StepOutput, TokenLogprobs
+from penstock.runtime.requests.request import Request, StepOutput, TokenLogprobs
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.updating.interface import UpdateReport
 from tests.support.batch import Answer, answer, answers
 from tests.support.chunks import set_chunk

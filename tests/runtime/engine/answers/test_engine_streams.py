@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.runtime.requests.request import FinishReason, Request, StoppingParams
-from penstock.runtime.requests.sampling_params import SamplingParams
+from penstock.runtime.requests.sampling import SamplingParams
 from tests.support.collector import GREEDY, Collector
 from tests.support.models.toy import EOS, VOCAB, toy_engine, toy_tokens
 

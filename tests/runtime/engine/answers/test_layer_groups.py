@@ -20,7 +20,8 @@ import pytest
 from penstock.runtime import Engine, EngineConfig
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.native import library
-from penstock.runtime.requests.request import Request, ResolvedSampling, outputs_of
+from penstock.runtime.requests.request import Request, outputs_of
+from penstock.runtime.requests.sampling import ResolvedSampling
 from tests.support.batch import Answer, answer, answers
 from tests.support.collector import long
 from tests.support.models.compilation_cache import TEST_CACHE

@@ -22,6 +22,7 @@ from penstock.runtime.ops.native import library, linear, sample
 from penstock.runtime.ops.native.attention import native_paged_attention
 from penstock.runtime.ops.native.build import BuildFailed, build
 from penstock.runtime.ops.native.library import NotAvailable
+from penstock.runtime.requests.sampling import FLOATS, INTS
 from tests.support.native.attention import Case, Options, Shape, draw, runner
 
 needs_kernels = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
@@ -44,25 +45,20 @@ def run_rotate(rows: int) -> jax.Array:
 
 
 def run_sample(rows: int, vocab: int = 4096) -> jax.Array:
-    ints, floats = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
+    zeros = jnp.zeros(rows, jnp.int32)
     tokens, _, _, _ = sample.sample(
         jnp.zeros((rows, vocab), jnp.float32),
         jnp.zeros((1, vocab), jnp.int32),
         jnp.zeros((1, vocab), jnp.float32),
         jnp.zeros((rows, vocab // 32), jnp.int32),
         jnp.zeros((rows, 2), jnp.float32),
-        slots=ints,
-        features=ints,
-        temperature=floats,
-        top_k=ints,
-        top_p=floats + 1,
-        min_p=floats,
-        presence=floats,
-        frequency=floats,
-        repetition=floats + 1,
+        slots=zeros,
+        features=zeros,
+        ints=jnp.zeros((rows, len(INTS)), jnp.int32),
+        floats=jnp.zeros((rows, len(FLOATS)), jnp.float32),
         stop_ids=jnp.zeros((rows, 1), jnp.int32),
-        banned=ints,
-        num_logprobs=ints - 1,
+        banned=zeros,
+        num_logprobs=zeros - 1,
         num_top=1,
     )
     return tokens

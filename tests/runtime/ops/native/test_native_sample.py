@@ -129,16 +129,26 @@ def test_rounding_decides_little() -> None:
 @pytest.mark.parametrize(
     ("x", "history", "options", "expected"),  # of the first token; the others have 1.5 and 0
     [
-        (2.0, IN_PROMPT, {"repetition": 2.0}, 1.0),
-        (2.0, 3, {"repetition": 2.0}, 1.0),
-        (-2.0, 1, {"repetition": 2.0}, -4.0),
-        (-2.0, 1, {"repetition": 0.5}, -1.0),
-        (2.0, IN_PROMPT, {"presence": 2.0, "frequency": 2.0}, 2.0),  # neither penalty counts the prompt
-        (2.0, 2, {"presence": 0.4}, 1.6),
-        (2.0, 2, {"frequency": 0.2}, 1.6),
-        (2.0, 2, {"frequency": -1.0}, 4.0),
-        (2.0, 3 | IN_PROMPT, {"repetition": 0.5, "frequency": 0.75, "presence": 0.25}, 1.5),
-        (2.0, 0, {"repetition": 4.0, "frequency": 1.0, "presence": 1.0}, 2.0),
+        (2.0, IN_PROMPT, {"repetition_penalty": 2.0}, 1.0),
+        (2.0, 3, {"repetition_penalty": 2.0}, 1.0),
+        (-2.0, 1, {"repetition_penalty": 2.0}, -4.0),
+        (-2.0, 1, {"repetition_penalty": 0.5}, -1.0),
+        (
+            2.0,
+            IN_PROMPT,
+            {"presence_penalty": 2.0, "frequency_penalty": 2.0},
+            2.0,
+        ),  # neither penalty counts the prompt
+        (2.0, 2, {"presence_penalty": 0.4}, 1.6),
+        (2.0, 2, {"frequency_penalty": 0.2}, 1.6),
+        (2.0, 2, {"frequency_penalty": -1.0}, 4.0),
+        (
+            2.0,
+            3 | IN_PROMPT,
+            {"repetition_penalty": 0.5, "frequency_penalty": 0.75, "presence_penalty": 0.25},
+            1.5,
+        ),
+        (2.0, 0, {"repetition_penalty": 4.0, "frequency_penalty": 1.0, "presence_penalty": 1.0}, 2.0),
     ],
 )
 def test_penalties_by_hand(x: float, history: int, options: dict[str, Any], expected: float) -> None:
@@ -202,7 +212,7 @@ def test_extreme_numbers() -> None:
     got = tokens(
         Row(x, temperature=1e-38, uniforms=(0.999, 0.999)),
         Row(huge, temperature=100.0),
-        Row(huge, temperature=1.0, top_p=0.3, history=seen, repetition=1e-30),
+        Row(huge, temperature=1.0, top_p=0.3, history=seen, repetition_penalty=1e-30),
         Row(x, temperature=1.0, top_p=1e-40),
         Row(x, temperature=1.0, top_k=1),
         Row(x, temperature=1.0, min_p=1.0),
@@ -272,7 +282,6 @@ def test_it_agrees_with_the_sampler_in_xla() -> None:
         jnp.nan_to_num(bias, neginf=-jnp.inf),
     )
     seeds = np.stack([np.zeros(num_rows), np.arange(num_rows)], axis=1).astype(np.uint32)
-    named |= {name + "_penalty": named.pop(name) for name in ("presence", "frequency", "repetition")}
     rows = SamplingRows(
         feature_slots=jnp.asarray(named["slots"]),
         seed=jnp.asarray(seeds),

@@ -6,6 +6,7 @@ import re
 
 from penstock.runtime.ops import sampling_codes
 from penstock.runtime.ops.native.build import SOURCES
+from penstock.runtime.requests.sampling import FLOATS, INTS
 
 
 def test_both_files_have_the_same_numbers() -> None:
@@ -20,3 +21,13 @@ def test_both_files_have_the_same_numbers() -> None:
     }
     assert sampling_codes.IN_PROMPT.bit_count() == 1
     assert found == expected
+    columns = {end: names.split() for names, end in re.findall(r"{\s*((?:k\w+,\s+)+)k(Sample\w+)", header)}
+    assert {end: [_snake(name) for name in names] for end, names in columns.items()} == {
+        "SampleFloats": list(FLOATS),
+        "SampleInts": list(INTS),
+    }
+
+
+def _snake(name: str) -> str:
+    """kTopP, -> top_p"""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.strip("k,")).lower()

@@ -14,14 +14,8 @@ from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.loop.journal import Noted
 from penstock.runtime.loop.stepping import Pacer
-from penstock.runtime.requests.request import (
-    CacheParams,
-    Request,
-    ResolvedSampling,
-    StoppingParams,
-    output_id,
-    outputs_of,
-)
+from penstock.runtime.requests.request import CacheParams, Request, StoppingParams, output_id, outputs_of
+from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from penstock.service.telemetry.options import TraceLevel
 from penstock.service.telemetry.tracing.notes import Opened

@@ -9,21 +9,10 @@ from typing import TYPE_CHECKING
 from penstock.cli.calling.changes import version
 from penstock.cli.calling.common import add_addr, print_json, visible, with_client
 from penstock.client import Client, ImageLimits, Load, ModelInfo, ServerInfo
+from penstock.client.values.sampling_values import NEUTRAL
 
 if TYPE_CHECKING:
     from penstock.cli.calling.common import Subparsers
-
-
-NEUTRAL = {
-    "top_p": 1,
-    "top_k": 0,
-    "min_p": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "n": 1,
-}
-"""Sampling values that have no effect."""
 
 
 def add_parser(subparsers: Subparsers) -> None:

@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.client.errors import ProtocolError
 from penstock.client.tensor_messages import spelled, tensor_info
-from penstock.client.values import results, server_values, weights_values
+from penstock.client.values import results, sampling_values, server_values, weights_values
 from penstock.client.values.chat_values import ToolCall
 from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2
 
@@ -142,20 +142,10 @@ def abort_results(message: inference_pb2.AbortResponse) -> tuple[server_values.A
     )
 
 
-def _sampling_defaults(message: types_pb2.SamplingParams) -> server_values.SamplingDefaults:
-    def given(name: str) -> bool:
-        return message.HasField(name)  # type: ignore[arg-type]  # the stub wants literals
-
-    return server_values.SamplingDefaults(
-        temperature=message.temperature if given("temperature") else None,
-        top_p=message.top_p if given("top_p") else None,
-        top_k=message.top_k if given("top_k") else None,
-        min_p=message.min_p if given("min_p") else None,
-        presence_penalty=message.presence_penalty if given("presence_penalty") else None,
-        frequency_penalty=message.frequency_penalty if given("frequency_penalty") else None,
-        repetition_penalty=message.repetition_penalty if given("repetition_penalty") else None,
-        seed=message.seed if given("seed") else None,
-        n=message.n if given("n") else None,
+def _sampling_defaults(message: types_pb2.SamplingParams) -> sampling_values.SamplingDefaults:
+    numbers = {field.name: value for field, value in message.ListFields() if field.has_presence}
+    return sampling_values.SamplingDefaults(
+        **numbers,
         logit_bias=tuple(sorted(message.logit_bias.items())),
         bad_words=tuple(message.bad_words),
         allowed_token_ids=tuple(message.allowed_token_ids),

@@ -12,6 +12,8 @@ from penstock.client.requests.constraints import Constraint
 from penstock.client.values.chat_values import ToolLike, Turn
 from penstock.client.values.image_values import Image
 from penstock.client.values.results import WeightsVersion
+from penstock.client.values.sampling_values import SamplingOptions
+from penstock.v1 import types_pb2
 
 
 class Truncation(enum.Enum):
@@ -50,7 +52,7 @@ class ChatOptions(TypedDict, total=False):
     """Whether an output may call several tools (default true); if not, it ends with its first call."""
 
 
-class RequestOptions(ChatOptions, total=False):
+class RequestOptions(ChatOptions, SamplingOptions, total=False):
     """Keyword arguments of `generate` and `stream`. What is left out, or None, takes the server's default,
     which is the model's for sampling values.
 
@@ -73,30 +75,6 @@ class RequestOptions(ChatOptions, total=False):
     """The smallest generation of weights that the request may start on, such as the `current` of a weight
     update. On older weights it fails with WeightsTooOld.
     """
-
-    temperature: float | None
-    """From 0 to 100; 0 always takes the likeliest token."""
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    """From 0 to 1: tokens less likely than this share of the likeliest token are dropped."""
-    presence_penalty: float | None
-    """Subtracted from the logit of each token that was generated before; from -2 to 2."""
-    frequency_penalty: float | None
-    """Subtracted from the logit of each token once for each time it was generated before; from -2 to 2."""
-    repetition_penalty: float | None
-    """The logits of tokens that occur in the prompt or the output are divided by it if they are positive, and
-    multiplied if they are negative; 1 switches it off.
-    """
-    seed: int | None
-    n: int | None
-    """The number of outputs of the prompt (default 1). Output i draws with a seed made of (seed, i)."""
-    logit_bias: Mapping[int, float] | None
-    """From a token id to what is added to its logit."""
-    bad_words: Sequence[str] | None
-    """Words that are never generated, with or without a space before them."""
-    allowed_token_ids: Sequence[int] | None
-    """The only tokens that may be generated; empty allows all."""
 
     max_tokens: int | None
     """The most tokens of an output; by default it may fill the context."""
@@ -156,9 +134,7 @@ def _paths(parent: str, *names: str) -> dict[str, str]:
 FIELDS: Mapping[str, str] = {
     **{name: name for name in ("media", "request_id", "model", "adapter", "priority", "constraint")},
     "min_weights": "min_weights.generation",
-    **_paths("sampling", "temperature", "top_p", "top_k", "min_p"),
-    **_paths("sampling", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    **_paths("sampling", "seed", "n", "logit_bias", "bad_words", "allowed_token_ids"),
+    **_paths("sampling", *types_pb2.SamplingParams.DESCRIPTOR.fields_by_name),
     **_paths("stopping", "max_tokens", "min_tokens", "stop", "stop_token_ids"),
     **_paths("stopping", "ignore_eos", "include_stop", "time_limit"),
     "return_text": "output.text",

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from penstock.client.values.results import WeightsVersion
+from penstock.client.values.sampling_values import SamplingDefaults
 
 
 class AbortOutcome(enum.Enum):
@@ -24,26 +25,6 @@ class AbortOutcome(enum.Enum):
 class AbortResult:
     request_id: str
     outcome: AbortOutcome
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What unset sampling fields mean on this server; None if the server did not say."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    n: int | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of token id and bias, in order of the ids."""
-    bad_words: tuple[str, ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    """Empty allows all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,8 @@ bits. On two cores 16 rows of 151,936 tokens take 0.3 ms greedily, and 1.2 ms wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,9 @@ from penstock.runtime.ops.sampler import RowState, Sampled, uniforms
 from penstock.runtime.ops.sampling_codes import BIAS, MASK, NON_FINITE, PENALTIES, SAMPLING
 from penstock.runtime.ops.sampling_rows import SamplingRows
 from penstock.runtime.requests.constraint import mask_words
+from penstock.runtime.requests.sampling import FLOATS, INTS, SamplingNumbers
+
+_GREEDY = SamplingNumbers(temperature=0.0)
 
 
 def can_sample() -> bool:
@@ -42,13 +47,8 @@ def sample(
     *,
     slots: Array,
     features: Array,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    min_p: Array,
-    presence: Array,
-    frequency: Array,
-    repetition: Array,
+    ints: Array,
+    floats: Array,
     stop_ids: Array,
     banned: Array,
     num_logprobs: Array,
@@ -60,10 +60,10 @@ def sample(
     logits float32[R, V]. history int32[F, V] (see `sampling_codes`) and bias float32[F, V] (-inf forbids a
     token): row r uses their row slots[r], int32[R]. mask int32[R, ceil(V / 32)]: bit t % 32 of word t // 32
     says whether t is allowed. uniforms float32[R, 2] in [0, 1). features int32[R]: bits PENALTIES, BIAS and
-    MASK. temperature (0: greedy), top_p (1: off), min_p (0: off), presence, frequency and repetition (1: off)
-    are float32[R]; top_k int32[R] (0: off). stop_ids int32[R, N] are forbidden where banned, bool or
-    int32[R]; ids from V on are skipped. num_logprobs int32[R], -1: none. A row whose slot is F or more is
-    padding: its token is 0, and it costs nothing.
+    MASK. ints int32[R, ...] and floats float32[R, ...] are those of `SamplingRows`; a temperature of 0 is
+    greedy. stop_ids int32[R, N] are forbidden where banned, bool or int32[R]; ids from V on are skipped.
+    num_logprobs int32[R], -1: none. A row whose slot is F or more is padding: its token is 0, and it costs
+    nothing.
 
     The order of the steps is that of `penstock.runtime.ops.sampler`. If bias, mask and bans leave no token
     with a finite logit, only the mask counts; if that leaves none either, the first token of the mask is
@@ -95,13 +95,8 @@ def sample(
         uniforms,
         slots,
         features,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        presence,
-        frequency,
-        repetition,
+        ints,
+        floats,
         stop_ids,
         banned.astype(jnp.int32),
         num_logprobs,
@@ -119,8 +114,12 @@ def native_token_logprobs(
     row = jnp.arange(count)
     mask = jnp.zeros((count, mask_words(vocab)), jnp.int32).at[row, tokens // 32].set(1 << tokens % 32)
 
-    def every(value: int, dtype: type[np.generic] = np.int32) -> Array:
-        return jnp.full((count,), value, dtype)
+    def every(value: int) -> Array:
+        return jnp.full((count,), value, jnp.int32)
+
+    def numbers(names: Sequence[str], dtype: type[np.generic]) -> Array:
+        greedy = np.array([getattr(_GREEDY, name) for name in names], dtype)
+        return jnp.broadcast_to(greedy, (count, len(names)))
 
     taken, sampled, ids, values = sample(
         logits,
@@ -130,13 +129,8 @@ def native_token_logprobs(
         jnp.zeros((count, 2), jnp.float32),
         slots=jnp.where(row < num_rows, 0, 1),  # rows of a slot that is not there are padding
         features=every(MASK),
-        temperature=every(0, np.float32),
-        top_k=every(0),
-        top_p=every(1, np.float32),
-        min_p=every(0, np.float32),
-        presence=every(0, np.float32),
-        frequency=every(0, np.float32),
-        repetition=every(1, np.float32),
+        ints=numbers(INTS, np.int32),
+        floats=numbers(FLOATS, np.float32),
         stop_ids=jnp.full((count, 1), vocab, jnp.int32),
         banned=every(0),
         num_logprobs=every(num_top),
@@ -163,13 +157,8 @@ def native_sample(
             drawn,
             slots=jnp.where(rows.slots < state.tokens.shape[0], rows.feature_slots, state.history.shape[0]),
             features=rows.features & (PENALTIES | BIAS | (0 if mask is None else MASK)),
-            temperature=rows.temperature,
-            top_k=rows.top_k,
-            top_p=rows.top_p,
-            min_p=rows.min_p,
-            presence=rows.presence_penalty,
-            frequency=rows.frequency_penalty,
-            repetition=rows.repetition_penalty,
+            ints=rows.ints,
+            floats=rows.floats,
             stop_ids=rows.stop_ids,
             banned=rows.banned,
             num_logprobs=rows.num_logprobs,

@@ -47,9 +47,8 @@ struct Inputs {
   Ints mask;
   Floats uniforms;
   Ints slots, features;
-  Floats temperature;
-  Ints top_k;
-  Floats top_p, min_p, presence, frequency, repetition;
+  Ints ints;
+  Floats floats;
   Ints stop_ids, banned, num_logprobs;
 
   int64_t rows() const { return logits.dimensions()[0]; }
@@ -64,9 +63,8 @@ struct Inputs {
     return vocab() > 0 && history.dimensions().size() == 2 && is(history.dimensions(), bias.dimensions()[0], vocab()) &&
            is(bias.dimensions(), history.dimensions()[0], vocab()) && is(mask.dimensions(), rows(), words) &&
            is(uniforms.dimensions(), rows(), 2) && stop_ids.dimensions().size() == 2 &&
-           stop_ids.dimensions()[0] == rows() && column(slots) && column(features) && column(temperature) &&
-           column(top_k) && column(top_p) && column(min_p) && column(presence) && column(frequency) &&
-           column(repetition) && column(banned) && column(num_logprobs);
+           stop_ids.dimensions()[0] == rows() && column(slots) && column(features) &&
+           is(ints.dimensions(), rows(), kSampleInts) && is(floats.dimensions(), rows(), kSampleFloats) && column(banned) && column(num_logprobs);
   }
 
   SampleRow MakeRow(int64_t r, int64_t most_top) const {
@@ -81,13 +79,8 @@ struct Inputs {
     const int64_t width = stop_ids.dimensions()[1];
     row.stop_ids = stop_ids.typed_data() + r * width;
     row.num_stop_ids = banned.typed_data()[r] ? width : 0;
-    row.repetition = repetition.typed_data()[r];
-    row.frequency = frequency.typed_data()[r];
-    row.presence = presence.typed_data()[r];
-    row.temperature = temperature.typed_data()[r];
-    row.top_k = top_k.typed_data()[r];
-    row.top_p = top_p.typed_data()[r];
-    row.min_p = min_p.typed_data()[r];
+    row.ints = ints.typed_data() + r * kSampleInts;
+    row.floats = floats.typed_data() + r * kSampleFloats;
     row.uniforms = uniforms.typed_data() + r * 2;
     row.num_top = std::min<int64_t>(num_logprobs.typed_data()[r], most_top);
     return row;
@@ -95,16 +88,15 @@ struct Inputs {
 };
 
 ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Ints history, Floats bias, Ints mask, Floats uniforms,
-                  Ints slots, Ints features, Floats temperature, Ints top_k, Floats top_p, Floats min_p,
-                  Floats presence, Floats frequency, Floats repetition, Ints stop_ids, Ints banned, Ints num_logprobs,
+                  Ints slots, Ints features, Ints ints, Floats floats, Ints stop_ids, Ints banned, Ints num_logprobs,
                   ffi::Result<Ints> tokens, ffi::Result<Floats> logprobs, ffi::Result<Ints> top_ids,
                   ffi::Result<Floats> top_logprobs) {
   const SampleKernel* kernel = Kernel();
   if (!kernel) {
     return ffi::Error(ffi::ErrorCode::kUnimplemented, "no kernel for this processor");
   }
-  const Inputs in{logits, history, bias,     mask,      uniforms,   slots,    features, temperature, top_k,
-                  top_p,  min_p,   presence, frequency, repetition, stop_ids, banned,   num_logprobs};
+  const Inputs in{logits,   history, bias,   mask,     uniforms, slots,
+                  features, ints,    floats, stop_ids, banned,   num_logprobs};
   if (logits.dimensions().size() != 2 || !in.Fit()) {
     return ffi::Error::InvalidArgument("sample: shapes do not fit");
   }
@@ -172,12 +164,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_sample
                              .Arg<Floats>()
                              .Arg<Ints>()
                              .Arg<Ints>()
-                             .Arg<Floats>()
                              .Arg<Ints>()
-                             .Arg<Floats>()
-                             .Arg<Floats>()
-                             .Arg<Floats>()
-                             .Arg<Floats>()
                              .Arg<Floats>()
                              .Arg<Ints>()
                              .Arg<Ints>()

@@ -23,9 +23,8 @@ struct SampleRow {
   const int32_t* mask;      // [vocab / 32 rounded up] or null; bit t % 32 of word t / 32: t is allowed
   const int32_t* stop_ids;  // [num_stop_ids] forbidden ids; numbers that are no ids are skipped
   int64_t num_stop_ids;
-  float repetition, frequency, presence;
-  float temperature, top_p, min_p;
-  int32_t top_k;
+  const float* floats;    // [kSampleFloats]
+  const int32_t* ints;    // [kSampleInts]
   const float* uniforms;  // [2]
   int64_t num_top;        // log-probabilities of the sampled token and of so many others; -1: none
 

@@ -10,6 +10,18 @@ constexpr int32_t kPenalties = 1;
 constexpr int32_t kBias = 2;
 constexpr int32_t kMask = 4;
 
+// Columns of a row's numbers, in the order of FLOATS and INTS of requests/sampling.py.
+enum SampleFloat : int64_t {
+  kTemperature,
+  kTopP,
+  kMinP,
+  kPresencePenalty,
+  kFrequencyPenalty,
+  kRepetitionPenalty,
+  kSampleFloats,
+};
+enum SampleInt : int64_t { kTopK, kSampleInts };
+
 // The bit of a token's count of occurrences that says that the token is in the prompt; the bits below it are the count.
 constexpr int kInPromptBit = 30;
 

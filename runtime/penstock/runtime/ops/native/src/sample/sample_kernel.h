@@ -24,11 +24,11 @@ inline const float* X(const SampleRow& row, const SampleWork& work) { return row
 
 // Applies Hugging Face's penalty, then OpenAI's.
 inline F Penalise(const SampleRow& row, I history, M seen, F x) {
-  const F repetition = Vec::Set(row.repetition);
+  const F repetition = Vec::Set(row.floats[kRepetitionPenalty]);
   const F count = LowBits(history, kInPromptBit);
   const F repeated = Vec::Less(Vec::Set(0.0f), x, Vec::Div(x, repetition), Vec::Mul(x, repetition));
-  const F present = Vec::Less(Vec::Set(0.0f), count, Vec::Set(row.presence), Vec::Set(0.0f));
-  const F less = Vec::Sub(repeated, Vec::Add(Vec::Mul(Vec::Set(row.frequency), count), present));
+  const F present = Vec::Less(Vec::Set(0.0f), count, Vec::Set(row.floats[kPresencePenalty]), Vec::Set(0.0f));
+  const F less = Vec::Sub(repeated, Vec::Add(Vec::Mul(Vec::Set(row.floats[kFrequencyPenalty]), count), present));
   return Choose(seen, less, x);
 }
 

@@ -74,7 +74,7 @@ class RowSampler {
       }
       return FindIn(row_.logits, work_.raw_peaks, raw_peak);
     }
-    return row_.temperature > 0.0f ? Draw() : FindIn(x(), work_.peaks, peak_);
+    return row_.floats[kTemperature] > 0.0f ? Draw() : FindIn(x(), work_.peaks, peak_);
   }
 
   const float* x() const { return row_.edited() ? work_.x : row_.logits; }
@@ -87,14 +87,14 @@ class RowSampler {
   }
 
   int64_t Draw() {
-    const float temperature = std::min(std::max(row_.temperature, kTiny), kHuge);
+    const float temperature = std::min(std::max(row_.floats[kTemperature], kTiny), kHuge);
     scale_ = kLog2E / temperature;
-    const float limit = row_.min_p > 0.0f ? -std::log(row_.min_p) * temperature : HUGE_VALF;
+    const float limit = row_.floats[kMinP] > 0.0f ? -std::log(row_.floats[kMinP]) * temperature : HUGE_VALF;
     float reach = HUGE_VALF;
-    if (row_.top_k > 0 && row_.top_k < row_.vocab) {
+    if (row_.ints[kTopK] > 0 && row_.ints[kTopK] < row_.vocab) {
       reach = CutTopK();
     }
-    if (row_.top_p < 1.0f) {
+    if (row_.floats[kTopP] < 1.0f) {
       reach = std::min(reach, CutTopP(reach, limit));
     }
     reach = std::min(reach, limit);
@@ -114,7 +114,7 @@ class RowSampler {
     // The k-th largest of some of the tokens is a bound. They are the largest tokens of all chunks, or of all lanes of
     // all chunks.
     float bound = FLT_MAX;
-    const int64_t k = row_.top_k;
+    const int64_t k = row_.ints[kTopK];
     const float* of = k <= chunks_ ? work_.peaks : work_.lane_peaks;
     const int64_t count = k <= chunks_ ? chunks_ : chunks_ * kernel_.lanes;
     if (k <= count) {
@@ -134,9 +134,9 @@ class RowSampler {
     }
     // If all tokens of the vocabulary had this weight, they would add up to half of what may be missing; half, because
     // of rounding. So lighter tokens need not be searched.
-    const double light = (1.0 - row_.top_p) * total / (2.0 * static_cast<double>(row_.vocab));
+    const double light = (1.0 - row_.floats[kTopP]) * total / (2.0 * static_cast<double>(row_.vocab));
     const double bound = std::min<double>({-std::log2(light) / scale_, reach, limit, FLT_MAX});
-    const double share = std::max(row_.top_p, kTiny);  // the largest is kept even if top_p is 0
+    const double share = std::max(row_.floats[kTopP], kTiny);  // the largest is kept even if top_p is 0
     return Reach(scale_, share * total, total, static_cast<float>(bound));
   }
 
