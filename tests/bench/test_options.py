@@ -11,7 +11,7 @@ import pytest
 from bench.drivers import options
 from penstock.runtime.config import EngineConfig
 from penstock.server_cli.commands import serve
-from penstock.server_cli.serving import engine_flags
+from penstock.server_cli.serving import serve_flags
 
 
 def test_parse():
@@ -77,7 +77,7 @@ def test_every_option_is_the_same_on_the_command_line():
     parser = argparse.ArgumentParser()
     serve.add_parser(parser.add_subparsers())
     args = parser.parse_args(["serve", "model", *options.serve_arguments(given)])
-    assert engine_flags.engine_config(args) == options.engine_config(given)
+    assert serve_flags.engine_config(args) == options.engine_config(given)
 
 
 def test_flags():

@@ -12,7 +12,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # ships no hints
 
 from penstock.runtime.errors import ConfigError
-from penstock.server_cli.serving.openai_flags import front_settings
+from penstock.server_cli.processes.openai_front import front_settings
 from penstock.server_cli.serving.serve_flags import server_options
 from tests.deploy.files import ROOT
 from tests.deploy.manifests import FOLDER, VARIANTS, Manifests, health_arguments, manifests, text_of_manifests

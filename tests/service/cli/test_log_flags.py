@@ -14,7 +14,7 @@ import pytest
 
 from penstock.server_cli.commands import serve
 from penstock.server_cli.serving import serve_flags
-from penstock.server_cli.serving.telemetry_flags import log_options
+from penstock.server_cli.serving.serve_flags import log_options
 from penstock.service.telemetry.logs.writing import LogOptions
 from penstock.v1 import inference_pb2_grpc
 from tests.service.cli.test_serve import fake_process

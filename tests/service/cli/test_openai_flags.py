@@ -12,7 +12,7 @@ import pytest
 from penstock.openai.settings import Settings
 from penstock.runtime.errors import ConfigError
 from penstock.server_cli.commands import openai, serve
-from penstock.server_cli.serving.openai_flags import front_settings, socket_for_the_front
+from penstock.server_cli.processes.openai_front import front_settings, socket_for_the_front
 from penstock.server_cli.serving.serve_flags import server_options
 
 

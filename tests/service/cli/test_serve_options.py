@@ -17,7 +17,7 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.prompting.prompts import Truncation
 from penstock.server_cli.commands import serve
-from penstock.server_cli.serving import engine_flags, flag_names, option_values, serve_flags
+from penstock.server_cli.serving import flags, serve_flags
 from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.connections import ConnectionOptions
 from penstock.service.listening.listen_options import ListenOptions
@@ -143,7 +143,7 @@ def test_an_error_names_flags_where_it_means_options(message: str, told: str) ->
     """The message of an embedded engine names its fields. What only looks like one stays as it is: a word of
     the sentence, a part of a path, the name of a file, and a value.
     """
-    assert flag_names.with_flags(message, parse("demo").flags) == told
+    assert flags.with_flags(message, parse("demo").flags) == told
 
 
 def test_the_message_of_an_embedded_engine_names_fields() -> None:
@@ -189,7 +189,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 def test_defaults_are_those_of_the_configurations() -> None:
     args = parse("demo")
-    assert engine_flags.engine_config(args) == EngineConfig()
+    assert serve_flags.engine_config(args) == EngineConfig()
     assert (args.host, args.port) == (ServerOptions().host, ServerOptions().port)
     assert (args.stall_limit_s, args.grace_s) == (ServerOptions().stall_limit_s, ServerOptions().grace_s)
     assert serve_flags.server_options(args) == ServerOptions()
@@ -366,7 +366,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         "--reasoning-parser": "none",
         "--compilation-cache": str(tmp_path),
     }
-    config = engine_flags.engine_config(parse("demo", *(x for pair in given.items() for x in pair)))
+    config = serve_flags.engine_config(parse("demo", *(x for pair in given.items() for x in pair)))
     assert config == EngineConfig(
         served_model_name="m",
         dtype="float16",
@@ -404,10 +404,10 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         reasoning_parser="none",
         compilation_cache=tmp_path,
     )
-    assert engine_flags.engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
-    assert not engine_flags.engine_config(parse("demo", "--no-overlap")).overlap
-    assert engine_flags.engine_config(parse("demo")).metrics
-    assert not engine_flags.engine_config(parse("demo", "--no-metrics")).metrics
+    assert serve_flags.engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
+    assert not serve_flags.engine_config(parse("demo", "--no-overlap")).overlap
+    assert serve_flags.engine_config(parse("demo")).metrics
+    assert not serve_flags.engine_config(parse("demo", "--no-metrics")).metrics
 
 
 def test_every_option_of_the_engine_can_be_given() -> None:
@@ -462,13 +462,13 @@ def test_what_was_resolved_is_told(
     ],
 )
 def test_size(text: str, value: int) -> None:
-    assert option_values.size(text) == value
+    assert flags.size(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "G", "2X", "-1", "0", "inf", "nan", "1e400G", "0.1", "2 G G"])
 def test_bad_size(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
-        option_values.size(text)
+        flags.size(text)
 
 
 def test_help_has_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ def _ranged(neutral: float, described: str, holds: Callable[[float], bool]) -> A
     return field(default=neutral, metadata={"described": described, "holds": holds})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingNumbers:
     """The numbers that say how a token is drawn. A value out of range raises InvalidRequest, which names all.
 
@@ -73,7 +73,7 @@ FLOATS = tuple(number.name for number in _NUMBERS if isinstance(number.default, 
 """The others of `FIELDS`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults(SamplingNumbers):
     """The values that a request's unset sampling fields have on this server."""
 

@@ -11,8 +11,7 @@ from penstock.cli.calling.common import add_addr, complain
 from penstock.cli.calling.connection import WrongConnection, connection
 from penstock.openai.serving.run import serve
 from penstock.openai.settings import LOG_FORMATS, Settings
-from penstock.server_cli.serving.flag_names import flags_of, with_flags
-from penstock.server_cli.serving.option_values import path, size
+from penstock.server_cli.serving.flags import AddFlag, Flags, size, size_text, with_flags
 
 if TYPE_CHECKING:
     from penstock.cli.calling.common import Subparsers
@@ -47,10 +46,11 @@ def add_parser(subparsers: Subparsers) -> None:
         insecure="allow keys to cross the network without TLS, to the server and from callers, and let other "
         "machines use the key of --token",
     )
-    _add_listening(parser)
-    _add_limits(parser)
-    _add_rest(parser)
-    parser.set_defaults(flags=flags_of(parser))
+    flags = Flags(parser, _DEFAULTS)
+    _add_listening(flags.group("listening"))
+    _add_limits(flags.group("limits"))
+    _add_rest(flags.group("what else it serves and logs"))
+    parser.set_defaults(flags={"addr": "--addr", "token": "--token", **flags.by_option})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,105 +84,44 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(**found)
 
 
-def _add_listening(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("listening")
-    group.add_argument(
-        "--host", default=_DEFAULTS.host, help="address to listen on; default: %(default)s, this machine only"
-    )
-    group.add_argument(
-        "--port",
-        type=int,
-        default=_DEFAULTS.port,
-        metavar="N",
-        help="0 lets the system choose; default: %(default)s",
-    )
-    group.add_argument(
-        "--tls-cert",
-        type=path,
-        metavar="FILE",
-        help="certificate chain in PEM form: the port speaks HTTPS; read again when it changes; default: "
+def _add_listening(flag: AddFlag) -> None:
+    flag("host", "address to listen on; default: %(default)s, this machine only")
+    flag("port", "0 lets the system choose", "N")
+    flag(
+        "tls_cert",
+        "certificate chain in PEM form: the port speaks HTTPS; read again when it changes; default: "
         "plain HTTP",
+        "FILE",
     )
-    group.add_argument("--tls-key", type=path, metavar="FILE", help="private key of --tls-cert in PEM form")
-    group.add_argument(
-        "--client-ca",
-        type=path,
-        metavar="FILE",
-        help="authorities of clients' certificates in PEM form; clients without such a certificate are "
+    flag("tls_key", "private key of --tls-cert in PEM form", "FILE")
+    flag(
+        "client_ca",
+        "authorities of clients' certificates in PEM form; clients without such a certificate are "
         "refused; default: clients need none",
+        "FILE",
     )
-    group.add_argument(
-        "--workers",
-        type=int,
-        default=_DEFAULTS.workers,
-        metavar="N",
-        help="how many processes serve the port; default: %(default)s",
-    )
-    group.add_argument(
-        "--cors-origin",
-        dest="cors_origins",
+    flag("workers", "how many processes serve the port", "N")
+    flag(
+        "cors_origins",
+        "let pages of this origin, such as https://example.org, call the front from browsers; * lets "
+        "all; may be given several times; default: none",
+        "ORIGIN",
+        name="--cors-origin",
         action="append",
         default=[],
-        metavar="ORIGIN",
-        help="let pages of this origin, such as https://example.org, call the front from browsers; * lets "
-        "all; may be given several times; default: none",
     )
 
 
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("limits")
-    group.add_argument(
-        "--max-connections",
-        type=int,
-        default=_DEFAULTS.max_connections,
-        metavar="N",
-        help="connections at once; each worker has an equal share of them; default: %(default)s",
-    )
-    group.add_argument(
-        "--max-connections-per-address",
-        type=int,
-        default=_DEFAULTS.max_connections_per_address,
-        metavar="N",
-        help="of one IPv4 address or IPv6 /64 network; default: %(default)s",
-    )
+def _add_limits(flag: AddFlag) -> None:
+    flag("max_connections", "connections at once; each worker has an equal share of them", "N")
+    flag("max_connections_per_address", "of one IPv4 address or IPv6 /64 network", "N")
     for name, text in _SIZES.items():
-        group.add_argument(
-            _flag(name),
-            dest=name,
-            type=size,
-            default=getattr(_DEFAULTS, name),
-            metavar="SIZE",
-            help=f"{text}; default: {_size(getattr(_DEFAULTS, name))}",
-        )
+        flag(name, f"{text}; default: {size_text(getattr(_DEFAULTS, name))}", "SIZE", type=size)
     for name, text in _TIMES.items():
-        default = getattr(_DEFAULTS, name)
-        group.add_argument(
-            _flag(name.removesuffix("_s")),
-            dest=name,
-            type=type(default),
-            default=default,
-            metavar="SECONDS",
-            help=f"{text}; default: {default:g}",
-        )
+        flag(name, f"{text}; default: %(default)g", "SECONDS")
 
 
-def _add_rest(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what else it serves and logs")
-    group.add_argument("--no-page", dest="page", action="store_false", help="serve no web page at /")
-    group.add_argument(
-        "--log-format",
-        default=_DEFAULTS.log_format,
-        choices=LOG_FORMATS,
-        help="text for people, or a JSON object on each line; default: %(default)s",
-    )
-    group.add_argument(
-        "--no-access-log", dest="access_log", action="store_false", help="no line for each request"
-    )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _size(count: int) -> str:
-    return f"{count >> 20}M" if count >= 1 << 20 else f"{count >> 10}K"
+def _add_rest(flag: AddFlag) -> None:
+    flag("page", "serve no web page at /", name="--no-page", action="store_false")
+    flag("log_format", "text for people, or a JSON object on each line", choices=LOG_FORMATS)
+    flag("access_log", "no line for each request", name="--no-access-log", action="store_false")

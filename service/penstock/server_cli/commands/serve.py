@@ -17,12 +17,15 @@ from penstock import runtime
 from penstock.openai.settings import Settings
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError, PenstockError
-from penstock.server_cli.processes.openai_front import OpenAIFront
-from penstock.server_cli.serving.engine_flags import engine_config
-from penstock.server_cli.serving.flag_names import with_flags
-from penstock.server_cli.serving.openai_flags import front_settings, socket_for_the_front
-from penstock.server_cli.serving.serve_flags import add_parser, server_options
-from penstock.server_cli.serving.telemetry_flags import log_options, tracing_options
+from penstock.server_cli.processes.openai_front import OpenAIFront, front_settings, socket_for_the_front
+from penstock.server_cli.serving.flags import with_flags
+from penstock.server_cli.serving.serve_flags import (
+    add_parser,
+    engine_config,
+    log_options,
+    server_options,
+    tracing_options,
+)
 from penstock.service.identity import new_instance_id, version
 from penstock.service.limits.bounds import FOR_OTHERS, MANY, raise_limit
 from penstock.service.options import ServerOptions

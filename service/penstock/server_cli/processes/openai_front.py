@@ -1,5 +1,5 @@
-"""Keeps the OpenAI front of `penstock serve --openai-port`: a process beside the server, and another one
-whenever it dies.
+"""Settles and keeps the OpenAI front of `penstock serve --openai-port`: a process beside the server, and
+another one whenever it dies.
 
 The server's process holds the port, so that another program's use of it is told before the model is loaded,
 and so that callers who connect while one front follows another wait for a second and are not refused.
@@ -7,6 +7,7 @@ and so that callers who connect while one front follows another wait for a secon
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import logging
@@ -14,12 +15,19 @@ import math
 import os
 import pickle
 import signal
+import socket
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 from penstock.openai.settings import Settings
-from penstock.service.listening.listen_options import tcp_address
+from penstock.runtime.errors import ConfigError
+from penstock.service.limits.bounds import MANY
+from penstock.service.listening.listen_options import host_problems, tcp_address, unix_address
 from penstock.service.listening.listeners import bound_socket
+from penstock.service.options import ServerOptions
 
 log = logging.getLogger("penstock.serve")
 
@@ -40,6 +48,10 @@ _BACKLOG = 2048
 """Connections that wait while there is no front."""
 KILL_AFTER_S = 6.0
 """A front that has not ended so long after its grace is killed."""
+_FOLDER, _SOCKET = "penstock-front-", "grpc"
+"""What the names of these folders begin with, and the name of the socket within."""
+_LAST_REPLIES_S = 1.0
+"""Seconds after the server's grace that callers may take for what is left of their answers."""
 
 
 class OpenAIFront:
@@ -172,3 +184,73 @@ def _read_all(descriptor: int) -> bytes:
     """Read until the other end is closed, and close this one."""
     with open(descriptor, "rb") as file:
         return file.read()
+
+
+def front_settings(args: argparse.Namespace, options: ServerOptions) -> Settings | None:
+    """What the OpenAI front of a server with these options is told; None if there is to be none. Raises
+    ConfigError.
+    """
+    host, wanted, listen = args.openai_host, args.openai_port, options.listen
+    if wanted is None:
+        if host is not None:
+            raise ConfigError("openai_host: needs an openai_port")
+        return None
+    if not 0 <= wanted <= 65535:
+        raise ConfigError(f"openai_port: must be from 0 to 65535, not {wanted}")
+    if host is not None and (bad := host_problems("openai_host", host)):
+        raise ConfigError("; ".join(bad))
+    host = host or options.host
+    problem = listen.exposure_problem((host,), keys=options.keys is not None)
+    if problem is not None:
+        raise ConfigError(f"openai_{problem}")
+    # JSON takes more bytes than the message that is made of it.
+    defaults = Settings()
+    most_bytes = max(2 * options.max_receive_bytes, defaults.max_body_bytes)
+    assert listen.unix_socket is not None, "socket_for_the_front has seen to it"
+    return Settings(
+        addr=unix_address(listen.unix_socket),
+        insecure=True,  # what the server thinks of its own exposure is checked above
+        host=host,
+        port=wanted,
+        tls_cert=listen.tls_cert,
+        tls_key=listen.tls_key,
+        client_ca=listen.client_ca,
+        max_connections=options.bounds.max_connections or MANY,
+        max_body_bytes=most_bytes,
+        max_waiting_body_bytes=max(defaults.max_waiting_body_bytes, 4 * most_bytes),
+        stall_limit_s=options.stall_limit_s,
+        grace_s=options.grace_s + _LAST_REPLIES_S,
+        log_format=args.log_format,
+        access_log=options.access_log,
+    )
+
+
+@contextlib.contextmanager
+def socket_for_the_front(args: argparse.Namespace) -> Iterator[bool]:
+    """Have the server listen on a Unix socket, through which the OpenAI front calls it. Gives whether it is a
+    private one that is made up here, because the command line has none.
+
+    Such a socket speaks no TLS, and no bound of one address or connection counts for it, so the front needs
+    no certificates and its callers have all the room that there is.
+    """
+    if args.openai_port is None or args.unix_socket is not None:
+        yield False
+        return
+    _remove_left_sockets()
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:  # which only this user may enter
+        args.unix_socket = Path(folder) / _SOCKET
+        yield True
+
+
+def _remove_left_sockets() -> None:
+    """Remove such folders of servers that were killed, and so could not remove their own. Those of other
+    users cannot be entered.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_SOCKET}"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+                path.parent.rmdir()

@@ -10,8 +10,7 @@ import pytest
 
 from penstock.cli.__main__ import main
 from penstock.runtime.errors import ConfigError
-from penstock.server_cli.serving.serve_flags import add_parser
-from penstock.server_cli.serving.telemetry_flags import metrics_options, tracing_options
+from penstock.server_cli.serving.serve_flags import add_parser, metrics_options, tracing_options
 from penstock.service.options import ServerOptions
 from penstock.service.telemetry.metrics.exports import INTERVAL, open_collector
 from penstock.service.telemetry.metrics.options import MetricsOptions
