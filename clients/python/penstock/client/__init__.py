@@ -9,9 +9,8 @@ runtime.
 
 from penstock.client.aio import AsyncClient
 from penstock.client.client import Client
-from penstock.client.connection.channel import DEFAULT_ADDR, Metadata
-from penstock.client.connection.retries import Retry
-from penstock.client.connection.tls import Tls
+from penstock.client.connection.channel import DEFAULT_ADDR, Metadata, Retry, Tls
+from penstock.client.control import TraceLevel
 from penstock.client.errors import (
     Busy,
     Cancelled,
@@ -52,17 +51,30 @@ from penstock.client.errors import (
     UpdateUnderWay,
     WeightsTooOld,
 )
-from penstock.client.replies.server_streams import AsyncServerStream, ServerStream
-from penstock.client.replies.streams import AsyncGenerationStream, GenerationStream
-from penstock.client.requests.constraints import Choice, Constraint, Ebnf, JsonObject, JsonSchema, Regex
-from penstock.client.requests.control_requests import TraceLevel
-from penstock.client.requests.options import ChatOptions, RequestOptions, Truncation
-from penstock.client.requests.reading_requests import EmbedOptions, Pooling, ReadingOptions
-from penstock.client.requests.weights_requests import InFlightPolicy, Progress, Staging, UpdateOptions
+from penstock.client.generation.options import (
+    ChatOptions,
+    Choice,
+    Constraint,
+    Ebnf,
+    JsonObject,
+    JsonSchema,
+    Regex,
+    RequestOptions,
+    Truncation,
+)
+from penstock.client.generation.receiving import AsyncServerStream, ServerStream
+from penstock.client.generation.streams import AsyncGenerationStream, GenerationStream
+from penstock.client.reading import (
+    ContinuationScore,
+    Embedding,
+    Embeddings,
+    EmbedOptions,
+    Pooling,
+    ReadingOptions,
+    Scores,
+)
 from penstock.client.status import Violation
-from penstock.client.values.chat_values import ChatMessage, Tool, ToolCall, ToolLike, Turn
-from penstock.client.values.image_values import Image
-from penstock.client.values.reading_values import ContinuationScore, Embedding, Embeddings, Scores
+from penstock.client.values.chat_values import ChatMessage, Image, Tool, ToolCall, ToolLike, Turn
 from penstock.client.values.results import (
     Delta,
     Finish,
@@ -96,7 +108,16 @@ from penstock.client.values.server_values import (
     TracingStatus,
     Vocabulary,
 )
-from penstock.client.values.watch_values import (
+from penstock.client.values.weights_values import (
+    CommittedWeights,
+    InFlight,
+    Paused,
+    TensorProblem,
+    TensorReason,
+    UpdateOutcome,
+    WeightsUpdate,
+)
+from penstock.client.watch import (
     EndedRequests,
     LatencySummary,
     LoadLatencies,
@@ -108,17 +129,8 @@ from penstock.client.values.watch_values import (
     StepCounts,
     StepTime,
 )
-from penstock.client.values.weights_values import (
-    CommittedWeights,
-    InFlight,
-    Paused,
-    TensorProblem,
-    TensorReason,
-    UpdateOutcome,
-    WeightsUpdate,
-)
 from penstock.client.weights.tensors import Tensors
-from penstock.client.weights.update import weights_digest
+from penstock.client.weights.update import InFlightPolicy, Progress, Staging, UpdateOptions, weights_digest
 
 __all__ = [
     "DEFAULT_ADDR",

@@ -9,19 +9,14 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Self, Unpack
 
-from penstock.client.async_readings import AsyncReadings
-from penstock.client.connection.channel import Metadata
-from penstock.client.connection.timeouts import TEXT_TIMEOUT
-from penstock.client.replies import messages
-from penstock.client.replies.profiles import received_async
-from penstock.client.replies.server_streams import AsyncServerStream
-from penstock.client.replies.streams import AsyncGenerationStream
-from penstock.client.replies.vocabulary_pages import VocabularyPages
-from penstock.client.replies.watch_messages import load_report
-from penstock.client.requests import control_requests, generation_requests, weights_requests
-from penstock.client.requests.control_requests import TraceLevel
-from penstock.client.requests.options import ChatOptions, RequestOptions
-from penstock.client.requests.weights_requests import InFlightPolicy, UpdateOptions
+from penstock.client import control
+from penstock.client.connection.channel import TEXT_TIMEOUT, Metadata
+from penstock.client.control import TraceLevel, VocabularyPages, received_async
+from penstock.client.generation import messages, requests
+from penstock.client.generation.options import ChatOptions, RequestOptions
+from penstock.client.generation.receiving import AsyncServerStream
+from penstock.client.generation.streams import AsyncGenerationStream
+from penstock.client.reading import AsyncReadings
 from penstock.client.values.results import Generation
 from penstock.client.values.server_values import (
     AbortResult,
@@ -34,11 +29,12 @@ from penstock.client.values.server_values import (
     TracingStatus,
     Vocabulary,
 )
-from penstock.client.values.watch_values import LoadReport
 from penstock.client.values.weights_values import CommittedWeights, Paused, WeightsUpdate
-from penstock.client.weights import async_sending
+from penstock.client.watch import LoadReport, load_report
+from penstock.client.weights import update as updates
+from penstock.client.weights.sending import async_send, start
 from penstock.client.weights.tensors import Tensors
-from penstock.client.weights.update import chunk_bytes_of, described, update_of
+from penstock.client.weights.update import InFlightPolicy, UpdateOptions, chunk_bytes_of, described, update_of
 from penstock.v1 import control_pb2, inference_pb2
 
 
@@ -62,7 +58,7 @@ class AsyncClient(AsyncReadings):
 
         It is not idempotent: calling it again generates again.
         """
-        request = generation_requests.fill_request(inference_pb2.GenerateRequest(), prompt, options)
+        request = requests.fill_request(inference_pb2.GenerateRequest(), prompt, options)
         return messages.generation(
             await self._unary(self.inference.Generate, request, timeout, metadata, None)
         )
@@ -81,7 +77,7 @@ class AsyncClient(AsyncReadings):
         `min_tokens_per_message` is the least number of tokens in a delta (default 1); higher values make
         fewer and larger messages. Use the stream in an `async with` block, or close it.
         """
-        request = generation_requests.stream_request(prompt, min_tokens_per_message, options)
+        request = requests.stream_request(prompt, min_tokens_per_message, options)
         sent = self._sent(metadata)
 
         start = self._noted(lambda left: self.inference.Stream(request, timeout=left, metadata=sent))
@@ -103,7 +99,7 @@ class AsyncClient(AsyncReadings):
         Returns once their slots and KV pages are free. An unknown id is an outcome, not an error. `reason` is
         sent to whoever waits for the aborted requests.
         """
-        request = control_requests.abort_request(ids, prefix, all, reason)
+        request = control.abort_request(ids, prefix, all, reason)
         return messages.abort_results(await self._unary(self.inference.Abort, request, timeout, metadata))
 
     async def model_info(
@@ -142,7 +138,7 @@ class AsyncClient(AsyncReadings):
         `max_requests`, up to 1000, adds that many of the requests that the engine has, oldest first; that
         needs the role "control", else Forbidden. There is no default `timeout`.
         """
-        request = control_requests.watch_request(interval, max_requests)
+        request = control.watch_request(interval, max_requests)
         return self._server_stream(self.control.WatchLoad, request, timeout, metadata, load_report)
 
     async def set_tracing(
@@ -156,7 +152,7 @@ class AsyncClient(AsyncReadings):
         Without a `level` nothing changes. A server without a collector can only be "off"; any other level
         raises Unsupported there.
         """
-        request = control_requests.tracing_request(level)
+        request = control.tracing_request(level)
         reply = await self._unary(self.control.SetTracing, request, timeout, metadata)
         return messages.tracing_status(reply)
 
@@ -174,7 +170,7 @@ class AsyncClient(AsyncReadings):
         also sent, and unpacked to a new folder there. There is no default `timeout`. Raises ProfileUnderWay.
         """
         self._check_one_server()
-        request = control_requests.profile_request(steps, max_time, send_files=folder is not None)
+        request = control.profile_request(steps, max_time, send_files=folder is not None)
         answer = self._server_stream(
             self.control.Profile, request, timeout, metadata, lambda message: message
         )
@@ -219,9 +215,9 @@ class AsyncClient(AsyncReadings):
         update = await asyncio.to_thread(described, update)  # it reads all tensors
         sent = self._sent(metadata)
         reply = await self._repeated(
-            lambda left: async_sending.start(self.channel, left, sent),
+            lambda left: start(self.channel, left, sent),
             attempts,
-            lambda call: async_sending.send(call, update, chunk_bytes),
+            lambda call: async_send(call, update, chunk_bytes),
             update.update_id,
         )
         return messages.weights_update(reply, update.update_id)
@@ -240,7 +236,7 @@ class AsyncClient(AsyncReadings):
         answer was lost. Raises UnknownUpdate, GenerationChanged and DrainTimeout.
         """
         self._check_one_server()
-        request = weights_requests.commit_request(update_id, policy, drain_timeout_s)
+        request = updates.commit_request(update_id, policy, drain_timeout_s)
         reply = await self._unary(self.control.CommitWeights, request, timeout, metadata, None)
         return messages.committed_weights(reply, update_id)
 
@@ -251,7 +247,7 @@ class AsyncClient(AsyncReadings):
         with this id was staged.
         """
         self._check_one_server()
-        request = weights_requests.discard_request(update_id)
+        request = updates.discard_request(update_id)
         return (await self._unary(self.control.DiscardWeights, request, timeout, metadata)).discarded
 
     async def pause(
@@ -271,7 +267,7 @@ class AsyncClient(AsyncReadings):
         server's host memory, both until `resume`. There is no default `timeout`.
         """
         self._check_one_server()
-        request = weights_requests.pause_request(policy, drain_timeout_s, free_kv_cache, offload_weights)
+        request = updates.pause_request(policy, drain_timeout_s, free_kv_cache, offload_weights)
         return messages.paused(await self._unary(self.control.Pause, request, timeout, metadata, None))
 
     async def resume(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> None:
@@ -294,7 +290,7 @@ class AsyncClient(AsyncReadings):
         `add_special_tokens` is true by default for a text, and false for a conversation, whose template
         writes them. Give exactly one of `text` and `messages`; otherwise TypeError.
         """
-        request = control_requests.tokenize_request(text, add_special_tokens, chat)
+        request = control.tokenize_request(text, add_special_tokens, chat)
         return messages.tokens(
             await self._unary(self.control.Tokenize, request, timeout, metadata, TEXT_TIMEOUT)
         )
@@ -308,7 +304,7 @@ class AsyncClient(AsyncReadings):
         metadata: Metadata | None = None,
     ) -> str:
         """Return the text of token ids. Special tokens are left out unless `skip_special_tokens` is false."""
-        request = control_requests.detokenize_request(token_ids, skip_special_tokens)
+        request = control.detokenize_request(token_ids, skip_special_tokens)
         return (await self._unary(self.control.Detokenize, request, timeout, metadata, TEXT_TIMEOUT)).text
 
     async def vocabulary(

@@ -14,14 +14,11 @@ import grpc
 import grpc.aio
 
 from penstock.client.base import BaseClient
-from penstock.client.connection.channel import Metadata
-from penstock.client.connection.endpoint import Endpoint
+from penstock.client.connection.address import Endpoint
+from penstock.client.connection.channel import INFO_TIMEOUT, Attempts, Metadata
 from penstock.client.connection.readiness import AsyncReadiness
-from penstock.client.connection.retries import Attempts
-from penstock.client.connection.timeouts import INFO_TIMEOUT
 from penstock.client.error_table import from_rpc_error
-from penstock.client.replies.receiving import cancelled_call, is_task_cancelled
-from penstock.client.replies.server_streams import AsyncServerStream
+from penstock.client.generation.receiving import AsyncServerStream, cancelled_call, is_task_cancelled
 from penstock.v1 import control_pb2_grpc, inference_pb2_grpc
 
 RequestT = TypeVar("RequestT")

@@ -9,11 +9,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
-from penstock.client.connection.channel import ChannelOptions, Metadata, pairs
-from penstock.client.connection.endpoint import Access, Endpoint, check_existing, endpoint
-from penstock.client.connection.retries import Attempts, Retry
-from penstock.client.connection.timeouts import Timeouts
-from penstock.client.connection.tls import Tls
+from penstock.client.connection.address import Access, Endpoint, check_existing, endpoint
+from penstock.client.connection.channel import Attempts, ChannelOptions, Metadata, Retry, Timeouts, Tls, pairs
 from penstock.v1 import control_pb2_grpc, inference_pb2_grpc
 
 ChannelT = TypeVar("ChannelT", grpc.Channel, grpc.aio.Channel)

@@ -9,13 +9,11 @@ from typing import TypeVar
 import grpc
 
 from penstock.client.base import BaseClient
-from penstock.client.connection.channel import Metadata
-from penstock.client.connection.endpoint import Endpoint
+from penstock.client.connection.address import Endpoint
+from penstock.client.connection.channel import INFO_TIMEOUT, Attempts, Metadata
 from penstock.client.connection.readiness import Readiness
-from penstock.client.connection.retries import Attempts
-from penstock.client.connection.timeouts import INFO_TIMEOUT
 from penstock.client.error_table import from_rpc_error
-from penstock.client.replies.server_streams import ServerStream
+from penstock.client.generation.receiving import ServerStream
 from penstock.v1 import control_pb2_grpc, inference_pb2_grpc
 
 RequestT = TypeVar("RequestT")

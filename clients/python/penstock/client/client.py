@@ -6,19 +6,14 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Self, Unpack
 
-from penstock.client.connection.channel import Metadata
-from penstock.client.connection.timeouts import TEXT_TIMEOUT
-from penstock.client.readings import Readings
-from penstock.client.replies import messages
-from penstock.client.replies.profiles import received
-from penstock.client.replies.server_streams import ServerStream
-from penstock.client.replies.streams import GenerationStream
-from penstock.client.replies.vocabulary_pages import VocabularyPages
-from penstock.client.replies.watch_messages import load_report
-from penstock.client.requests import control_requests, generation_requests, weights_requests
-from penstock.client.requests.control_requests import TraceLevel
-from penstock.client.requests.options import ChatOptions, RequestOptions
-from penstock.client.requests.weights_requests import InFlightPolicy, UpdateOptions
+from penstock.client import control
+from penstock.client.connection.channel import TEXT_TIMEOUT, Metadata
+from penstock.client.control import TraceLevel, VocabularyPages, received
+from penstock.client.generation import messages, requests
+from penstock.client.generation.options import ChatOptions, RequestOptions
+from penstock.client.generation.receiving import ServerStream
+from penstock.client.generation.streams import GenerationStream
+from penstock.client.reading import Readings
 from penstock.client.values.results import Generation
 from penstock.client.values.server_values import (
     AbortResult,
@@ -31,11 +26,12 @@ from penstock.client.values.server_values import (
     TracingStatus,
     Vocabulary,
 )
-from penstock.client.values.watch_values import LoadReport
 from penstock.client.values.weights_values import CommittedWeights, Paused, WeightsUpdate
-from penstock.client.weights import sending
+from penstock.client.watch import LoadReport, load_report
+from penstock.client.weights import update as updates
+from penstock.client.weights.sending import send
 from penstock.client.weights.tensors import Tensors
-from penstock.client.weights.update import chunk_bytes_of, described, update_of
+from penstock.client.weights.update import InFlightPolicy, UpdateOptions, chunk_bytes_of, described, update_of
 from penstock.v1 import control_pb2, inference_pb2
 
 
@@ -73,7 +69,7 @@ class Client(Readings):
 
         It is not idempotent: calling it again generates again.
         """
-        request = generation_requests.fill_request(inference_pb2.GenerateRequest(), prompt, options)
+        request = requests.fill_request(inference_pb2.GenerateRequest(), prompt, options)
         return messages.generation(self._unary(self.inference.Generate, request, timeout, metadata, None))
 
     def stream(
@@ -90,7 +86,7 @@ class Client(Readings):
         `min_tokens_per_message` is the least number of tokens in a delta (default 1); higher values make
         fewer and larger messages. Use the stream in a `with` block, or close it.
         """
-        request = generation_requests.stream_request(prompt, min_tokens_per_message, options)
+        request = requests.stream_request(prompt, min_tokens_per_message, options)
         sent = self._sent(metadata)
         return GenerationStream(
             lambda left: self.inference.Stream(request, timeout=left, metadata=sent), self._attempts(timeout)
@@ -112,7 +108,7 @@ class Client(Readings):
         Returns once their slots and KV pages are free. An unknown id is an outcome, not an error. `reason` is
         sent to whoever waits for the aborted requests.
         """
-        request = control_requests.abort_request(ids, prefix, all, reason)
+        request = control.abort_request(ids, prefix, all, reason)
         return messages.abort_results(self._unary(self.inference.Abort, request, timeout, metadata))
 
     def model_info(
@@ -149,7 +145,7 @@ class Client(Readings):
         `max_requests`, up to 1000, adds that many of the requests that the engine has, oldest first; that
         needs the role "control", else Forbidden. There is no default `timeout`.
         """
-        request = control_requests.watch_request(interval, max_requests)
+        request = control.watch_request(interval, max_requests)
         return self._server_stream(self.control.WatchLoad, request, timeout, metadata, load_report)
 
     def set_tracing(
@@ -163,7 +159,7 @@ class Client(Readings):
         Without a `level` nothing changes. A server without a collector can only be "off"; any other level
         raises Unsupported there.
         """
-        request = control_requests.tracing_request(level)
+        request = control.tracing_request(level)
         reply = self._unary(self.control.SetTracing, request, timeout, metadata)
         return messages.tracing_status(reply)
 
@@ -181,7 +177,7 @@ class Client(Readings):
         also sent, and unpacked to a new folder there. There is no default `timeout`. Raises ProfileUnderWay.
         """
         self._check_one_server()
-        request = control_requests.profile_request(steps, max_time, send_files=folder is not None)
+        request = control.profile_request(steps, max_time, send_files=folder is not None)
         answer = self._server_stream(
             self.control.Profile, request, timeout, metadata, lambda message: message
         )
@@ -224,7 +220,7 @@ class Client(Readings):
         update = described(update)
         sent = self._sent(metadata)
         reply = self._repeated(
-            lambda left: sending.send(
+            lambda left: send(
                 lambda steps: self.inference.UpdateWeights.future(steps, timeout=left, metadata=sent),
                 update,
                 chunk_bytes,
@@ -248,7 +244,7 @@ class Client(Readings):
         answer was lost. Raises UnknownUpdate, GenerationChanged and DrainTimeout.
         """
         self._check_one_server()
-        request = weights_requests.commit_request(update_id, policy, drain_timeout_s)
+        request = updates.commit_request(update_id, policy, drain_timeout_s)
         reply = self._unary(self.control.CommitWeights, request, timeout, metadata, None)
         return messages.committed_weights(reply, update_id)
 
@@ -259,7 +255,7 @@ class Client(Readings):
         with this id was staged.
         """
         self._check_one_server()
-        request = weights_requests.discard_request(update_id)
+        request = updates.discard_request(update_id)
         return self._unary(self.control.DiscardWeights, request, timeout, metadata).discarded
 
     def pause(
@@ -279,7 +275,7 @@ class Client(Readings):
         server's host memory, both until `resume`. There is no default `timeout`.
         """
         self._check_one_server()
-        request = weights_requests.pause_request(policy, drain_timeout_s, free_kv_cache, offload_weights)
+        request = updates.pause_request(policy, drain_timeout_s, free_kv_cache, offload_weights)
         return messages.paused(self._unary(self.control.Pause, request, timeout, metadata, None))
 
     def resume(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> None:
@@ -302,7 +298,7 @@ class Client(Readings):
         `add_special_tokens` is true by default for a text, and false for a conversation, whose template
         writes them. Give exactly one of `text` and `messages`; otherwise TypeError.
         """
-        request = control_requests.tokenize_request(text, add_special_tokens, chat)
+        request = control.tokenize_request(text, add_special_tokens, chat)
         return messages.tokens(self._unary(self.control.Tokenize, request, timeout, metadata, TEXT_TIMEOUT))
 
     def detokenize(
@@ -314,7 +310,7 @@ class Client(Readings):
         metadata: Metadata | None = None,
     ) -> str:
         """Return the text of token ids. Special tokens are left out unless `skip_special_tokens` is false."""
-        request = control_requests.detokenize_request(token_ids, skip_special_tokens)
+        request = control.detokenize_request(token_ids, skip_special_tokens)
         return self._unary(self.control.Detokenize, request, timeout, metadata, TEXT_TIMEOUT).text
 
     def vocabulary(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> Vocabulary:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.client import Choice, Ebnf, JsonObject, JsonSchema, Regex, Tool
-from penstock.client.requests.constraints import Constraint
+from penstock.client.generation.options import Constraint
 from penstock.openai.requests.refusing import invalid_value, missing, unsupported_value
 from penstock.openai.schemas.sampling import ResponseFormat, StructuredOutputs
 

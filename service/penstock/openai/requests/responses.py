@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.client import JsonObject, JsonSchema, RequestOptions, Tool
-from penstock.client.requests.constraints import Constraint
+from penstock.client.generation.options import Constraint
 from penstock.openai.backend import ModelFacts
 from penstock.openai.requests.constraints import check_beside_tools, constraint_of, constraint_params
 from penstock.openai.requests.generation import PARAMS, generation_options

@@ -6,8 +6,7 @@ import grpc
 import pytest
 
 from penstock.client import AsyncClient, Client, Tls
-from penstock.client.connection.address import Address, parse, proxy_of
-from penstock.client.connection.endpoint import Access, endpoint
+from penstock.client.connection.address import Access, Address, endpoint, parse, proxy_of
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock import client as api
 from penstock.client import AsyncClient, Client, Retry
-from penstock.client.connection.retries import Attempts
+from penstock.client.connection.channel import Attempts
 from penstock.client.error_table import BY_REASON
 from penstock.client.errors import PenstockClientError
 from penstock.client.status import StatusDetails
@@ -170,7 +170,7 @@ def refused(reason="NOT_READY", code=Code.UNAVAILABLE, retry_after=None):
 @pytest.fixture
 def longest(monkeypatch):
     """Make the random parts as long as they can be."""
-    monkeypatch.setattr("penstock.client.connection.retries.random.uniform", lambda low, high: high)
+    monkeypatch.setattr("penstock.client.connection.channel.random.uniform", lambda low, high: high)
 
 
 def test_waits_grow_up_to_a_limit(longest):
@@ -185,7 +185,7 @@ def test_waits_are_random(monkeypatch):
         asked.append(bounds)
         return 0.25
 
-    monkeypatch.setattr("penstock.client.connection.retries.random.uniform", drawn)
+    monkeypatch.setattr("penstock.client.connection.channel.random.uniform", drawn)
     attempts = Attempts(Retry(attempts=3), None)
     assert [attempts.delay_after(refused()) for _ in range(2)] == [0.25, 0.25]
     assert asked == [(0, 0.5), (0, 1.0)]

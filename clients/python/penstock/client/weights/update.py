@@ -8,16 +8,136 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final, Literal, Required, TypedDict, get_args
 
-from penstock.client.requests.checks import checked
-from penstock.client.requests.weights_requests import Progress, UpdateOptions, begin_message
-from penstock.client.weights.arrays import tensors_of
-from penstock.client.weights.safetensors_files import tensors_in
-from penstock.client.weights.tensors import Tensor, Tensors, digest_of, manifest_of
-from penstock.v1 import weights_pb2
+from penstock.client.generation.checks import Violations, checked, named, one_of
+from penstock.client.generation.requests import given_of
+from penstock.client.values.results import WeightsVersion
+from penstock.client.weights.tensors import Tensor, Tensors, digest_of, manifest_of, tensors_in, tensors_of
+from penstock.v1 import control_pb2, weights_pb2
+
+InFlightPolicy = Literal["wait", "abort", "keep", "recompute"]
+"""What happens to the requests that run when weights are swapped or the server pauses: they finish first,
+they end with what they have, they go on with the KV that they have, or they go on after it was computed
+again.
+"""
+Staging = Literal["host", "device", "in_place"]
+"""Where new weights wait until they are complete: in the server's host memory, on its device (the shortest
+pause, and twice the memory there), or nowhere: each tensor replaces the old one as it comes. "in_place" needs
+no memory, but nothing runs meanwhile, and an update that fails leaves the server not ready until another one
+succeeds.
+"""
+Progress = Callable[[int, int], None]
+"""Is called with the bytes that were sent and those that there are."""
+
+
+class UpdateOptions(TypedDict, total=False):
+    """Keyword arguments of `update_weights`. What is left out, or None, takes the server's default."""
+
+    label: Required[str]
+    """The label of the new version, such as "step-17"."""
+    policy: InFlightPolicy | None
+    """What happens to the requests that run when the weights are swapped (default "wait")."""
+    drain_timeout_s: float | None
+    """With "wait", the longest time to wait for running requests, in seconds; after it the update fails with
+    DrainTimeout and changes nothing. By default there is no limit.
+    """
+    partial: bool | None
+    """Tensors that are not given keep their value. Otherwise every tensor is required."""
+    staging: Staging | None
+    """Where the new weights wait until they are complete (default "host")."""
+    expected_generation: int | WeightsVersion | None
+    """Update only if these are the weights in use; otherwise the update fails with GenerationChanged."""
+    stage_only: bool | None
+    """Send and check everything, but leave the swap to `commit_weights`."""
+    validate_only: bool | None
+    """Check names, dtypes and shapes only, and send no tensor."""
+    refuse_non_finite: bool | None
+    """Refuse tensors that hold NaN or infinity."""
+    update_id: str | None
+    """An id of the update, to ask for its outcome with; by default one is made, which the result and errors
+    tell. Sending an update again under its id never applies it twice.
+    """
+    progress: bool | Progress | None
+    """Whether to show a bar on stderr (default true, and only on a terminal), or a function that is called
+    with the bytes that were sent and those that there are, from another thread.
+    """
+
+
+_FIELDS: Mapping[str, str] = {
+    "label": "version_label",
+    "policy": "in_flight",
+    "drain_timeout_s": "drain_timeout",
+    **{name: name for name in ("update_id", "partial", "staging", "expected_generation")},
+    **{name: name for name in ("stage_only", "validate_only", "refuse_non_finite")},
+}
+"""From an option to its field, for all options but `progress`. The other requests have some of them, too."""
+
+
+def begin_message(options: UpdateOptions) -> weights_pb2.UpdateWeightsBegin:
+    """Build the message that begins an update, without its source. Raises TypeError for an unknown option or
+    a value of a wrong type, and InvalidRequest, with every bad field, for values that the wire cannot carry.
+    """
+    given = given_of(options, (*_FIELDS, "progress"))
+    if "label" not in given:
+        raise TypeError("give a label for the new weights: label='step-17'")
+    begin = weights_pb2.UpdateWeightsBegin()
+    _fill(begin, "begin.", {name: value for name, value in given.items() if name in _FIELDS})
+    return begin
+
+
+def commit_request(
+    update_id: str, policy: InFlightPolicy | None, drain_timeout_s: float | None
+) -> control_pb2.CommitWeightsRequest:
+    request = control_pb2.CommitWeightsRequest()
+    _fill(request, "", {"update_id": update_id, "policy": policy, "drain_timeout_s": drain_timeout_s})
+    return request
+
+
+def discard_request(update_id: str) -> control_pb2.DiscardWeightsRequest:
+    request = control_pb2.DiscardWeightsRequest()
+    _fill(request, "", {"update_id": update_id})
+    return request
+
+
+def pause_request(
+    policy: InFlightPolicy | None, drain_timeout_s: float | None, free_kv_cache: bool, offload_weights: bool
+) -> control_pb2.PauseRequest:
+    request = control_pb2.PauseRequest(free_kv_cache=free_kv_cache, offload_weights=offload_weights)
+    _fill(request, "", {"policy": policy, "drain_timeout_s": drain_timeout_s})
+    return request
+
+
+def _fill(message: Any, prefix: str, options: Mapping[str, Any]) -> None:
+    """Set the fields of the options that are not None. Raises InvalidRequest with every bad field."""
+    violations = Violations()
+    for option, value in options.items():
+        with violations.of(f"{prefix}{_FIELDS[option]}"), named(option):
+            if value is not None:
+                _set(message, _FIELDS[option], value)
+    violations.tell()
+
+
+def _set(message: Any, name: str, value: Any) -> None:
+    match name:
+        case "in_flight":
+            chosen = one_of(value, get_args(InFlightPolicy))
+            message.in_flight = weights_pb2.InFlightPolicy.Value(f"IN_FLIGHT_POLICY_{chosen}")
+        case "staging":
+            message.staging = weights_pb2.StagingMode.Value(
+                f"STAGING_MODE_{one_of(value, get_args(Staging))}"
+            )
+        case "drain_timeout":
+            if not value >= 0:  # NaN too
+                raise ValueError(f"must be at least 0 seconds, not {value}")
+            message.drain_timeout.FromNanoseconds(round(value * 1e9))
+        case "expected_generation":
+            message.expected_generation = value.generation if isinstance(value, WeightsVersion) else value
+        case _:
+            setattr(message, name, value)
+
 
 _MOST_CHUNK_BYTES: Final = 8 << 20
 """A server may take more, but that would only cost memory."""

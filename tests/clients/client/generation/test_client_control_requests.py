@@ -6,7 +6,7 @@ import pytest
 from google.protobuf import text_format
 
 from penstock.client import ChatMessage, InvalidRequest, Tool
-from penstock.client.requests.control_requests import abort_request, detokenize_request, tokenize_request
+from penstock.client.control import abort_request, detokenize_request, tokenize_request
 from penstock.v1 import control_pb2, inference_pb2
 
 

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import text_format
 
 from penstock.client import Choice, Ebnf, InvalidRequest, JsonObject, JsonSchema, Regex, RequestOptions
-from penstock.client.requests.generation_requests import fill_request
+from penstock.client.generation.requests import fill_request
 from penstock.v1 import inference_pb2, types_pb2
 
 

@@ -14,7 +14,7 @@ from penstock.client import (
     WeightsSpan,
     WeightsVersion,
 )
-from penstock.client.replies.accumulate import Accumulator
+from penstock.client.generation.streams import Accumulator
 from penstock.client.values.results import Finish
 from penstock.v1 import inference_pb2
 

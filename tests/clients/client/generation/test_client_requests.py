@@ -8,8 +8,8 @@ import pytest
 from google.protobuf import text_format
 
 from penstock.client import Choice, Image, InvalidRequest, RequestOptions, Truncation, WeightsVersion
-from penstock.client.requests.generation_requests import fill_request, stream_request
-from penstock.client.requests.options import CHAT_FIELDS, FIELDS
+from penstock.client.generation.options import CHAT_FIELDS, FIELDS
+from penstock.client.generation.requests import fill_request, stream_request
 from penstock.v1 import inference_pb2, types_pb2
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from google.protobuf.duration_pb2 import Duration
 
 from penstock.client.errors import ProtocolError
-from penstock.client.tensor_messages import spelled, tensor_info
+from penstock.client.status import spelled, tensor_info
 from penstock.client.values import results, sampling_values, server_values, weights_values
 from penstock.client.values.chat_values import ToolCall
 from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.client import ChatMessage, ChatOptions, InvalidRequest, RequestOptions, Tool, ToolCall
-from penstock.client.requests.chat_requests import chat_prompt
-from penstock.client.requests.generation_requests import fill_request
+from penstock.client.generation.requests import chat_prompt, fill_request
 from penstock.v1 import inference_pb2, types_pb2
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

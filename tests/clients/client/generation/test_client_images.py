@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from penstock.client import AsyncClient, ChatMessage, ChatOptions, Client, Image
-from penstock.client.requests.chat_requests import chat_prompt
+from penstock.client.generation.requests import chat_prompt
 from penstock.v1 import types_pb2
 
 PNG = b"\x89PNG\r\n\x1a\n and more"

@@ -1,0 +1,1 @@
+"""Generate and Stream: their options, requests, answers and running streams."""

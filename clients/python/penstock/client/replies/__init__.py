@@ -1,1 +1,0 @@
-"""From the contract's replies and streams to the client's values."""

@@ -1,1 +1,0 @@
-"""From keyword arguments to the contract's requests."""
