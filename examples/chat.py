@@ -27,7 +27,7 @@ def run_tool(name: str) -> str:
 
 
 def answer(engine: Engine, messages: list[ChatTurn], max_tokens: int) -> Generation:
-    """Prints the model's answer as it comes."""
+    """Print the model's answer as it comes."""
     stopping = StoppingParams(max_tokens=max_tokens)
     with engine.chat(messages, tools=[CLOCK], stopping=stopping, stream=True) as stream:
         for delta in stream:

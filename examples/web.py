@@ -38,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(HTTPStatus.OK, {"running": load.num_running, "waiting": load.num_waiting})
 
     def do_POST(self) -> None:
-        """Generates; everything that is wrong is said before the first event."""
+        """Generate; everything that is wrong is said before the first event."""
         if self.path != "/generate":
             self.answer(HTTPStatus.NOT_FOUND, {"error": "there is POST /generate and GET /load"})
             return

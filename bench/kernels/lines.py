@@ -112,7 +112,7 @@ def decode_line(shape: str, format: Format, rows: int, context: int) -> Line:
 
 
 def prefill_line(shape: str, format: Format, context: int) -> Line:
-    """Raises ValueError for a context that is shorter than a chunk."""
+    """Raise ValueError for a context that is shorter than a chunk."""
     if context < CHUNK:
         raise ValueError(f"context: a chunk has {CHUNK} tokens, more than {context}")
     pairs = CHUNK * (context - CHUNK) + CHUNK * (CHUNK + 1) // 2

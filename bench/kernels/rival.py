@@ -41,7 +41,7 @@ class OneDNN:
             raise
 
     def prepare(self, product: Product, least_bytes: int) -> None:
-        """Makes the weights of one product's layers."""
+        """Make the weights of one product's layers."""
         self._child.ask({"outputs": product.outputs, "inputs": product.inputs, "least_bytes": least_bytes})
 
     def runners(self, rows: int, operations: float) -> dict[str, Callable[[], float]]:
@@ -56,7 +56,7 @@ class OneDNN:
         return found
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._child.close()
 
     def _seconds(self, dtype: str, rows: int, operations: float) -> float:

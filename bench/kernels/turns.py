@@ -49,7 +49,7 @@ def sets() -> list[Isa]:
 
 
 def measure(wanted: Wanted, rival: OneDNN | None) -> Iterator[Timed | limits.Limits]:
-    """Yields lines as they are measured, and before each the machine's limits at that time."""
+    """Yield lines as they are measured, and before each the machine's limits at that time."""
     for shape, format in product(wanted.shapes, wanted.formats):
         yield from _products(shape, format, wanted, rival)
         yield from _attention(shape, format, wanted)

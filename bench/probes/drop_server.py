@@ -17,7 +17,7 @@ Message = weights_pb2.UpdateWeightsRequest
 
 
 async def drop(messages: AsyncIterator[Message], context: Any) -> weights_pb2.UpdateWeightsResponse:
-    """Reads every message."""
+    """Read every message."""
     received = 0
     async for message in messages:
         received += len(message.chunk.data)

@@ -48,7 +48,7 @@ def messages(entries: Mapping[str, TensorEntry], **begin: Any) -> Iterator[Messa
 
 
 def pushed(entries: Mapping[str, TensorEntry], address: str, **begin: Any) -> dict[str, Any]:
-    """Sends one update and says how it went."""
+    """Send one update and say how it went."""
     with grpc.insecure_channel(address) as channel:
         grpc.channel_ready_future(channel).result(60)
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)

@@ -48,7 +48,7 @@ def train(client: Client, options: Options, *, steps: int, evaluate_every: int, 
 
 
 def show(done: Step) -> None:
-    """Prints a line about a step."""
+    """Print a line about a step."""
     print(
         f"step {done.step:3}: reward {done.reward:.3f}, log-probabilities differ by "
         f"{done.mean_difference:.1e} (at most {done.max_difference:.1e}); sampled {done.sample_s:.1f} s, "

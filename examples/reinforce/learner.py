@@ -50,7 +50,7 @@ Update: TypeAlias = Callable[[Params, State, Batch], tuple[Params, State, Figure
 
 
 def batch_of(groups: Sequence[Sequence[Sample]]) -> Batch:
-    """Puts the samples into arrays. Each group holds the samples of one question.
+    """Put the samples into arrays. Each group holds the samples of one question.
 
     A group whose samples all have the same reward teaches nothing: its advantages are 0.
     """

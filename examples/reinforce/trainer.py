@@ -52,7 +52,7 @@ class Trainer:
     """Holds the weights in float32, and keeps a server's weights equal to them, up to the server's dtype."""
 
     def __init__(self, client: Client, options: Options) -> None:
-        """Reads the demo model's checkpoint and pushes it, so that both sides begin with the same weights."""
+        """Read the demo model's checkpoint and push it, so that both sides begin with the same weights."""
         self._client = client
         self._options = options
         self._training, self.held_out = split_questions(options.seed)
@@ -72,7 +72,7 @@ class Trainer:
         return figures
 
     def push(self, label: str) -> None:
-        """Gives the server the trainer's weights. When this returns, they serve."""
+        """Give the server the trainer's weights. When this returns, they serve."""
         update = self._client.update_weights(to_push(self.params, self._dtype), label=label)
         self.generation = update.current.generation
 

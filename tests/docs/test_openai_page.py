@@ -9,8 +9,8 @@ from typing import Any, get_args
 import pytest
 
 from penstock.openai.app import ENDPOINTS
-from penstock.openai.counts.meters import Meters
-from penstock.openai.describing.document import ERRORS
+from penstock.openai.counts import Meters
+from penstock.openai.describing import ERRORS
 from penstock.openai.failures import TABLE
 from penstock.openai.schemas.base import IGNORED, Body
 from penstock.openai.settings import Settings

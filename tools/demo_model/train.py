@@ -162,7 +162,7 @@ def prepare(seed: int, num_documents: int, late_kind: str) -> tuple[Tokenizer, l
 
 
 def train(args: argparse.Namespace) -> None:
-    """Steps 1 to 6 of the module's path."""
+    """Step 1 to 6 of the module's path."""
     args.work.mkdir(parents=True, exist_ok=True)
     config, schedule = ModelConfig(), Schedule(args.steps, late_share=args.late_share)
     tokenizer, (early, late, held_out) = prepare(args.seed, args.documents, args.late)

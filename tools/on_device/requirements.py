@@ -42,7 +42,7 @@ def canonical(name: str) -> str:
 
 
 def requirement(text: str) -> Requirement | None:
-    """Reads a line such as "jax[cuda13]>=0.10,<0.11 ; python_version < '3.12'"; None if only an extra or
+    """Read a line such as "jax[cuda13]>=0.10,<0.11 ; python_version < '3.12'"; None if only an extra or
     another Python wants it. Other conditions count as met, which costs no more than a look at a package that
     is not needed.
     """

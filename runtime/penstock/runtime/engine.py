@@ -108,7 +108,7 @@ class RequestRules:
         """May be replaced at any time."""
 
     def prepare(self, request: Request, prepared: PreparedPrompt) -> PreparedPrompt:
-        """Adds a table of the request's bad words to `prepared`; making it takes longer for more words. There
+        """Add a table of the request's bad words to `prepared`; making it takes longer for more words. There
         is no table if the sampling mentions tokens that the model does not have.
         """
         words = _long_words(request.sampling)
@@ -117,7 +117,7 @@ class RequestRules:
         return dataclasses.replace(prepared, words=WordTable(words, self._vocab_size))
 
     def apply(self, request: Request, prepared: PreparedPrompt | None) -> Request:
-        """Returns the request as the loop is to have it. Raises InvalidRequest if it asks for too many
+        """Return the request as the loop is to have it. Raises InvalidRequest if it asks for too many
         log-probabilities or has a picture that the model cannot take, TypeError if the callback does not
         return ResolvedSampling, and whatever the callback raises.
         """
@@ -185,7 +185,7 @@ class Engine(EngineCore):
         observer: Observer | None = None,
         sampling_params_callback: SamplingCallback | None = None,
     ) -> None:
-        """Makes all parts of the engine; programs are compiled by `start`. ConfigError where the options
+        """Make all parts of the engine; programs are compiled by `start`. ConfigError where the options
         cannot be met.
 
         `backend` is the one that the model was loaded for; None: that of the device on which its weights are.
@@ -300,7 +300,7 @@ class Engine(EngineCore):
         return [(spec.name, np.dtype(spec.dtype).name, tuple(spec.shape)) for spec in tensors]
 
     def __enter__(self) -> Self:
-        """Starts the engine; leaving the block shuts it down."""
+        """Start the engine; leaving the block shuts it down."""
         self.start()
         return self
 
@@ -466,7 +466,7 @@ class Engine(EngineCore):
         truncation: Truncation | str = Truncation.REJECT,
         **options: Unpack[ReadingOptions],
     ) -> NDArray[np.float32]:
-        """Makes a vector of each text, or of each sequence of token ids: float32[inputs, numbers].
+        """Make a vector of each text, or of each sequence of token ids: float32[inputs, numbers].
 
         `pooling` says what a vector is made of: "last_token" or "mean"; None: what the model is made for.
         Only the first `dimensions` numbers are kept (None: all), and then each vector is divided by its
@@ -519,7 +519,7 @@ class Engine(EngineCore):
     def chat(
         self, messages: Messages, *, stream: bool = False, **options: Unpack[ChatOptions]
     ) -> Generation | GenerationStream:
-        """Generates the assistant's next turn of a conversation: whole, or with `stream` as it comes.
+        """Generate the assistant's next turn of a conversation: whole, or with `stream` as it comes.
 
         `messages` are turns, or mappings with "role" and "content". The model's chat template, or
         `chat_template`, makes the prompt. What the model thinks and which tools it calls is taken out of the

@@ -19,7 +19,7 @@ def describe(error: BaseException) -> str:
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Returns the error itself or, if raising it would end the thread or event loop of its reader, a
+    """Return the error itself or, if raising it would end the thread or event loop of its reader, a
     GenerationError that has it as its cause.
     """
     if isinstance(error, Exception):

@@ -17,24 +17,21 @@ from starlette.types import ASGIApp
 
 from penstock.client import PenstockClientError, UnknownModel
 from penstock.openai.calls import call_of
+from penstock.openai.describing import openapi
 from penstock.openai.edge import Edge
 from penstock.openai.endpoints import Endpoint, mark, params_of
 from penstock.openai.failures import ApiError, ClientGone, defect, error_response, of_client_error
 from penstock.openai.front import Front, front_of
-from penstock.openai.requests.tokens import PARAMS
 from penstock.openai.routes.chat import chat
 from penstock.openai.routes.completions import completions
 from penstock.openai.routes.embeddings import embed
-from penstock.openai.routes.health import health
-from penstock.openai.routes.metrics import metrics
+from penstock.openai.routes.health import health, metrics
 from penstock.openai.routes.models import list_models, show_model
-from penstock.openai.routes.openapi import openapi
 from penstock.openai.routes.page import show_page, show_page_file
-from penstock.openai.routes.responses import create_response
-from penstock.openai.routes.tokens import detokenize, tokenize
+from penstock.openai.routes.responses.responses import create_response
+from penstock.openai.routes.tokens import PARAMS, detokenize, tokenize
 from penstock.openai.schemas.chat import ChatBody
-from penstock.openai.schemas.completions import CompletionBody
-from penstock.openai.schemas.embeddings import EmbeddingBody
+from penstock.openai.schemas.completions import CompletionBody, EmbeddingBody
 from penstock.openai.schemas.responses import ResponsesBody
 from penstock.openai.schemas.tokens import DetokenizeBody, TokenizeBody
 

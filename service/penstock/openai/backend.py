@@ -1,13 +1,15 @@
 """The server behind the front: its client, and what is known of its model.
 
 Facts of the model are asked for with the key of the caller who needs them, and `/v1/models` always asks, so
-that nobody learns from what others may know.
+that nobody learns from what others may know. The vocabulary, which shows what tokens look like without a
+tokenizer, is fetched once for as long as the same server runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +24,59 @@ from penstock.client import (
 from penstock.openai.calls import Call, Shared
 from penstock.openai.failures import ApiError
 from penstock.openai.settings import Settings
-from penstock.openai.vocabulary import Vocabularies
+
+CHECK_S: Final = 10.0
+"""For how long a vocabulary is used before the server is asked whether it still runs."""
+MOST_INSTANCES: Final = 64
+"""How many starts of servers with the same vocabulary are remembered: there are several where the address
+names several servers.
+"""
+_TIMEOUT_S: Final = 10.0
+
+
+class Vocabularies:
+    """Keeps one vocabulary. It belongs to one event loop."""
+
+    def __init__(self, client: AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` tells seconds."""
+        self._client = client
+        self._clock = clock
+        self._kept: Vocabulary | None = None
+        self._instances: dict[str, None] = {}
+        """The starts of servers that have the kept vocabulary, the oldest ones first."""
+        self._until = 0.0
+        self._asking = Shared(self._ask)
+
+    async def of(self, call: Call) -> Vocabulary:
+        """The vocabulary, asked for with the caller's key where it is not known. Raises the client's
+        errors.
+        """
+        if self._kept is not None and self._clock() < self._until:
+            return self._kept
+        return await self._asking.of(call)
+
+    def forget(self) -> None:
+        """Look at the next request whether the same server still runs."""
+        self._until = 0.0
+
+    async def close(self) -> None:
+        """End what is under way."""
+        await self._asking.close()
+
+    async def _ask(self, call: Call) -> Vocabulary:
+        server = await self._client.server_info(timeout=_TIMEOUT_S, metadata=call.metadata)
+        kept = self._kept
+        if kept is None or server.instance_id not in self._instances:
+            new = await self._client.vocabulary(timeout=_TIMEOUT_S, metadata=call.metadata)
+            if kept is None or new != kept:
+                kept = self._kept = new
+                self._instances.clear()
+            self._instances[server.instance_id] = None
+            if len(self._instances) > MOST_INSTANCES:
+                del self._instances[next(iter(self._instances))]
+        self._until = self._clock() + CHECK_S
+        return kept
+
 
 FACTS_S: Final = 10.0
 """For how long facts are used before they are asked for again."""
@@ -52,7 +106,7 @@ class Backend:
     """The client of the server, for one event loop. Make it inside a coroutine."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises ValueError for files of TLS that cannot be used, and for a token that is none."""
+        """Raise ValueError for files of TLS that cannot be used, and for a token that is none."""
         self.client = AsyncClient(
             settings.addr, tls=settings.tls, token=settings.token, insecure=settings.insecure
         )

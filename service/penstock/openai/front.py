@@ -9,9 +9,7 @@ from typing import Self
 from starlette.requests import Request
 
 from penstock.openai.backend import Backend
-from penstock.openai.counts.incoming import Incoming
-from penstock.openai.counts.life import Life
-from penstock.openai.counts.meters import Meters
+from penstock.openai.counts import Incoming, Life, Meters
 from penstock.openai.settings import Settings
 
 

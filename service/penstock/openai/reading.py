@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
+from penstock.openai import failures
 from penstock.openai.failures import INVALID, ApiError, ClientGone
 from penstock.openai.front import front_of
-from penstock.openai.requests import refusing
 from penstock.openai.schemas.base import Body
 from penstock.openai.settings import Settings
 
@@ -220,15 +220,15 @@ def _told(errors: Sequence[ErrorDetails], path: tuple[str | int, ...], model: ty
     name, kind = _written(path), errors[0]["type"]
     if kind == "extra_forbidden":
         why = _why_unsupported(path, model)
-        return refusing.unknown(name) if why is None else refusing.unsupported_parameter(name, f"{why}.")
+        return failures.unknown(name) if why is None else failures.unsupported_parameter(name, f"{why}.")
     if kind == "missing":
-        return refusing.missing(name)
+        return failures.missing(name)
     said = " or ".join(dict.fromkeys(_said(error) for error in errors)) + "."
     if kind == "literal_error" or kind in _UNKNOWN_KIND:
-        return refusing.unsupported_value(name, said)
+        return failures.unsupported_value(name, said)
     if kind.endswith("_type"):
-        return refusing.invalid_type(name, said)
-    return refusing.invalid_value(name, said)
+        return failures.invalid_type(name, said)
+    return failures.invalid_value(name, said)
 
 
 def _said(error: ErrorDetails) -> str:

@@ -15,7 +15,7 @@ import openai
 from penstock.openai.app import ENDPOINTS
 from penstock.openai.endpoints import Endpoint
 from penstock.openai.front import Front
-from penstock.openai.serving.server import HttpServer
+from penstock.openai.serving.worker import HttpServer
 from penstock.openai.settings import Settings
 from tests.service.rig import WAIT_S, Rig, serving
 

@@ -14,8 +14,7 @@ import jsonschema
 import pytest
 
 from penstock.openai.app import ENDPOINTS
-from penstock.openai.describing.answers import ANSWERS, SCHEMAS
-from penstock.openai.describing.document import document
+from penstock.openai.describing import ANSWERS, SCHEMAS, document
 from tests.deploy.environments import environment
 from tests.service.openai.rig import front_rig
 

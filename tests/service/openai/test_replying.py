@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.openai import app
-from penstock.openai.answers.frames import DONE
 from penstock.openai.calls import call_of
 from penstock.openai.endpoints import Endpoint
 from penstock.openai.front import front_of
+from penstock.openai.generation.frames import DONE
 from penstock.openai.jsonbytes import json_bytes
 from penstock.openai.reading import read_body
 from penstock.openai.replying import Events, answered, event, json_response, sse

@@ -7,8 +7,8 @@ from typing import Any
 
 from penstock.client import ProtocolError, ServerInfo
 from penstock.client import Vocabulary as Told
+from penstock.openai.backend import CHECK_S, Vocabularies
 from penstock.openai.calls import Call
-from penstock.openai.vocabulary import CHECK_S, Vocabularies
 from tests.service.openai.rig import front_rig
 from tests.service.rig import fake
 

@@ -136,7 +136,7 @@ class Chat:
         *,
         parallel_tool_calls: bool = True,
     ) -> Chat:
-        """Makes a chat from the contract's texts; an empty text is unset. Raises InvalidRequest with every
+        """Make a chat from the contract's texts; an empty text is unset. Raises InvalidRequest with every
         violation.
         """
         bad: list[Violation] = []

@@ -137,7 +137,7 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, sandbox: TemplateSand
 
 
 def render_here(variables: dict[str, Any]) -> str:
-    """Renders by a template of the model's own, in this process. TemplateFailed if it refuses or fails."""
+    """Render by a template of the model's own, in this process. TemplateFailed if it refuses or fails."""
     try:
         text = render_jinja_template(**variables)[0][0]
     except TemplateError as error:

@@ -133,7 +133,7 @@ def variables_of(templates: Iterable[str], special_tokens: Iterable[str]) -> tup
 
 
 def _read(parts: Iterable[nodes.Node], known: Set[str], found: set[str]) -> frozenset[str]:
-    """Adds the names to `found` that these parts of a template read before they set them; `known` are those
+    """Add the names to `found` that these parts of a template read before they set them; `known` are those
     that were set before. Returns the names that are set after the parts.
     """
     now = frozenset(known)

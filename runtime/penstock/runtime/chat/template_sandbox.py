@@ -48,7 +48,7 @@ class TemplateSandbox:
         self._worker: Worker | None = None
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Returns the text of transformers' `render_jinja_template(**variables)`; `variables` are JSON
+        """Return the text of transformers' `render_jinja_template(**variables)`; `variables` are JSON
         values.
 
         Raises TemplateFailed if the template raises, or exceeds a limit.
@@ -75,7 +75,7 @@ class TemplateSandbox:
         return worker.pid if worker is not None and worker.alive else None
 
     def close(self) -> None:
-        """Ends the process, if one runs; the next template starts another."""
+        """End the process, if one runs; the next template starts another."""
         with self._lock:
             if self._worker is not None:
                 self._worker.close()

@@ -168,7 +168,7 @@ def single_device_mesh(device: jax.Device) -> Mesh:
 
 
 def check_required(config: EngineConfig, backend: Backend, dtype: np.dtype[np.generic]) -> None:
-    """Raises ConfigError if the native kernels are required and cannot compute everything in this dtype."""
+    """Raise ConfigError if the native kernels are required and cannot compute everything in this dtype."""
     if config.native == "require" and dtype != backend.packed_dtype:
         raise ConfigError(
             "native: the kernels are required, and cannot be used: "

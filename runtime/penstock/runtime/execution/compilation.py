@@ -22,7 +22,7 @@ _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
 def use_compilation_cache(folder: Path | None) -> None:
-    """Makes JAX keep compiled programs in `folder` (made if absent); None leaves JAX's own setting as it is.
+    """Make JAX keep compiled programs in `folder` (made if absent); None leaves JAX's own setting as it is.
 
     JAX has this setting once per process. Programs of any size and compile time are kept, since a start needs
     them all.
@@ -62,7 +62,7 @@ class CompileCounter:
             self._listening = True
 
     def stop(self) -> None:
-        """Stops counting; `count` keeps its value."""
+        """Stop counting; `count` keeps its value."""
         if self._listening:
             jax.monitoring.unregister_event_duration_listener(self._on_duration)
             self._listening = False
@@ -71,7 +71,7 @@ class CompileCounter:
 def compile_all(
     jobs: Mapping[Key, Callable[[], jax.stages.Compiled]], *, threads: int, show_progress: bool
 ) -> dict[Key, jax.stages.Compiled]:
-    """Runs every job, in their order, on up to 8 of `threads` threads (XLA compiles without the interpreter's
+    """Run every job, in their order, on up to 8 of `threads` threads (XLA compiles without the interpreter's
     lock).
     """
     programs: dict[Key, jax.stages.Compiled] = {}

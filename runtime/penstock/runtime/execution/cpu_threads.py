@@ -23,7 +23,7 @@ _NAME = "tf_XLAEigen"
 
 
 def start_backends(threads: int) -> list[jax.Device]:
-    """Starts JAX's backends, the CPU's with this many threads, and returns the devices of the default one.
+    """Start JAX's backends, the CPU's with this many threads, and return the devices of the default one.
 
     Backends that run already keep the threads they have; see `check_pool`.
     """
@@ -39,7 +39,7 @@ def start_backends(threads: int) -> list[jax.Device]:
 
 
 def check_pool(threads: int) -> None:
-    """Logs a warning if XLA's pool does not have this many threads."""
+    """Log a warning if XLA's pool does not have this many threads."""
     size = pool_size()
     if size and size != threads:
         log.warning(

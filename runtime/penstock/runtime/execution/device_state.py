@@ -66,14 +66,14 @@ class DeviceState:
         return dict(zip(self._paths, self.leaves, strict=True))
 
     def place(self, path: ParamPath, leaf: npt.NDArray[Any]) -> jax.Array:
-        """Puts a host array where the leaf at this path lies now. On CPU an aligned array is taken as it is,
+        """Put a host array where the leaf at this path lies now. On CPU an aligned array is taken as it is,
         and must not be written again.
         """
         placed: jax.Array = jax.device_put(leaf, self.leaves_by_path[path].sharding)
         return placed
 
     def replace_leaves(self, new: Mapping[ParamPath, jax.Array | npt.NDArray[Any]]) -> None:
-        """Swaps in new leaves. They have the old ones' shapes and dtypes, so nothing is compiled again. If
+        """Swap in new leaves. They have the old ones' shapes and dtypes, so nothing is compiled again. If
         they are placed as the old ones are, only references are exchanged. While the weights are offloaded,
         the new ones go to host memory too.
 
@@ -97,7 +97,7 @@ class DeviceState:
         self.leaves = tuple(leaves.values())
 
     def offload_weights(self) -> int:
-        """Moves the weights to host memory until `restore_weights`. Returns how many bytes of the device are
+        """Move the weights to host memory until `restore_weights`. Returns how many bytes of the device are
         free then, unless other code holds these weights too; 0 where they are in host memory anyway. No
         program can run meanwhile. If this raises, nothing has changed.
         """
@@ -110,7 +110,7 @@ class DeviceState:
         return sum(int(leaf.nbytes) for leaf, moved in pairs if leaf is not moved)
 
     def restore_weights(self) -> None:
-        """Moves the weights back to the device, if they were offloaded. If this raises, nothing has
+        """Move the weights back to the device, if they were offloaded. If this raises, nothing has
         changed.
         """
         self.leaves = _placed(self.leaves, self._homes)
@@ -191,7 +191,7 @@ class DeviceState:
     # -- programs --
 
     def builder(self, num_pages: tuple[int, ...]) -> ProgramBuilder:
-        """Makes the programs for a cache of so many pages in each group of layers, which need not be
+        """Make the programs for a cache of so many pages in each group of layers, which need not be
         allocated.
         """
         kv = jax.tree.map(

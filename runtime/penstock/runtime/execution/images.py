@@ -59,7 +59,7 @@ def shift_of(request: Request) -> int:
 def fill_tokens(
     section: Ints, plan: Plan, starts: Ints, nums: Ints, shifts: Ints, request_of: RequestOf
 ) -> None:
-    """Fills the section of a step, int32[4, T]: the rotary positions of its tokens, and their rows of the
+    """Fill the section of a step, int32[4, T]: the rotary positions of its tokens, and their rows of the
     pool, which is past its end before. Of each row of the plan: the first position and how many there are,
     and its `shift_of`, int32[rows].
     """

@@ -84,7 +84,7 @@ def plan_kv(
     snapshot_bytes: int = 0,
     device_bytes: int | None,
 ) -> KVPlan:
-    """Resolves the numbers of pages and of snapshots, and the context length.
+    """Resolve the numbers of pages and of snapshots, and the context length.
 
     The budget is kv_cache_bytes, else `device_bytes`, and all of it is taken: pages beyond what the rows can
     fill keep prefixes. Without either the budget is a default, which is logged, and of which only as much is

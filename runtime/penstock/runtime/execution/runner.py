@@ -122,7 +122,7 @@ class AwaitingTokens:
         return any(wanted is not None for wanted in self.logprobs)
 
     def sent(self) -> AwaitingTokens:
-        """Starts to copy to the host what it will read of this step. Returns the step."""
+        """Start to copy to the host what it will read of this step. Returns the step."""
         self.chosen.tokens.copy_to_host_async()
         if self.wants_logprobs:
             self.chosen.logprobs.copy_to_host_async()
@@ -179,14 +179,14 @@ class ProgramCalls:
         }
 
     def forward(self, key: ProgramKey, packed: Ints) -> tuple[jax.Array, jax.Array]:
-        """Runs the model. Returns logits float32[R, V] and hidden states, see `Forward`."""
+        """Run the model. Returns logits float32[R, V] and hidden states, see `Forward`."""
         device = self._device
         forward = self.programs.steps[key](device.leaves, device.kv, device.rows, packed, device.pool)
         device.kv, device.rows, logits, hidden = forward
         return logits, hidden
 
     def window(self, key: ProgramKey, packed: Ints) -> Chosen:
-        """Runs a window of decode steps."""
+        """Run a window of decode steps."""
         device = self._device
         device.kv, device.rows, chosen = self.programs.steps[key](
             device.leaves, device.kv, device.rows, packed
@@ -213,7 +213,7 @@ class ProgramCalls:
         return result
 
     def write_features(self, feature_slot: int, request: Request, made: tuple[int, ...]) -> None:
-        """Fills a feature slot for a request that has generated the tokens `made` so far."""
+        """Fill a feature slot for a request that has generated the tokens `made` so far."""
         packed = pack_admission(feature_slot, request, made, self._config.max_model_len)
         bias = request.bias_row
         if bias is None:
@@ -221,18 +221,18 @@ class ProgramCalls:
         self._device.rows = self.programs.admission(self._device.rows, packed, bias)
 
     def write_tables(self, buffers: Iterable[Ints]) -> None:
-        """Writes whole page tables, from the buffers of `Slots.table_rows`."""
+        """Write whole page tables, from the buffers of `Slots.table_rows`."""
         for packed in buffers:
             self._device.rows = self.programs.table_rows(self._device.rows, packed)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copies pages within the cache."""
+        """Copy pages within the cache."""
         device = self._device
         pairs = pack_page_copies(copies, self._config.max_num_seqs, device.num_pages)
         device.kv = self.programs.copy_pages(device.kv, pairs)
 
     def encode(self, encodes: Sequence[Encode]) -> None:
-        """Encodes pictures into the pool."""
+        """Encode pictures into the pool."""
         config, vision = self._config, self._config.vision
         assert vision is not None, "a plan encodes pictures for a model that reads none"
         for encode in encodes:
@@ -244,7 +244,7 @@ class ProgramCalls:
         device.pool = program(device.leaves, device.pool, call.inputs, call.packed)
 
     def warm_up(self, slots: Slots) -> None:
-        """Runs every program once on padding only, and waits for it. The first call with arguments of one
+        """Run every program once on padding only, and wait for it. The first call with arguments of one
         kind is slow, because JAX finds its fast path for each kind. Of the programs that encode pictures only
         the smallest runs, because a large one takes seconds whatever it encodes.
         """
@@ -335,7 +335,7 @@ class ModelRunner:
         self._calls.warm_up(self._slots)
 
     def start(self) -> None:
-        """Counts the compilations of the calling thread, the engine's, from now on."""
+        """Count the compilations of the calling thread, the engine's, from now on."""
         self.compiles_after_warmup.start()
 
     def shutdown(self) -> None:
@@ -375,7 +375,7 @@ class ModelRunner:
     # -- steps --
 
     def execute(self, plan: Plan) -> StepResult:
-        """Runs one step and waits for its tokens."""
+        """Run one step and wait for its tokens."""
         return self.wait(self.choose(self.execute_async(plan)))
 
     def execute_async(self, plan: Plan) -> PendingStep:
@@ -392,7 +392,7 @@ class ModelRunner:
         return dataclasses.replace(step, shape=step.shape._replace(compiled=True))
 
     def _pack(self, plan: Plan) -> _Packed:
-        """Prepares all that the step sends to the device."""
+        """Prepare all that the step sends to the device."""
         slots = self._slots
         self._prepare_slots(plan)
         constraints = slots.constraints(plan)
@@ -410,7 +410,7 @@ class ModelRunner:
         return _Packed(key, buffer, constraints, targets, parts, logprobs, time.monotonic_ns())
 
     def _dispatch(self, plan: Plan, step: _Packed) -> PendingStep:
-        """Calls the step's programs, and waits for none of them."""
+        """Call the step's programs, and wait for none of them."""
         calls, slots, key = self.calls, self._slots, step.key
         shape = StepShape(key.tokens, key.rows)
         if key.window:
@@ -494,7 +494,7 @@ class ModelRunner:
         return step.read(self.config.num_top)
 
     def _prepare_slots(self, plan: Plan) -> None:
-        """Takes in what the plan says about slots and pages, and sends to the device what the buffer of the
+        """Take in what the plan says about slots and pages, and send to the device what the buffer of the
         step has no room for.
         """
         calls, slots = self.calls, self._slots

@@ -64,7 +64,7 @@ class Slots:
         self._blanks: dict[ProgramKey, NDArray[np.int32]] = {}
 
     def admit(self, slot: int, request: Request, feature_slot: int = 0) -> None:
-        """Gives a slot to a request and, if it has penalties or a bias, a feature slot. ConfigError if there
+        """Give a slot to a request and, if it has penalties or a bias, a feature slot. ConfigError if there
         is no such feature slot: what is written there would be lost.
         """
         if feature_slot >= self._config.num_feature_slots:
@@ -86,7 +86,7 @@ class Slots:
         self._stop_ids[slot, len(ids) :] = self._config.vocab_size
 
     def write_pages(self, plan: Plan) -> list[int]:
-        """Takes a plan's new page-table entries. Returns the slots whose whole tables must be sent before the
+        """Take a plan's new page-table entries. Returns the slots whose whole tables must be sent before the
         step: a row of the step has room for the entries at one index, and these slots get more.
         """
         opened = {row.slot: _NONE for row in plan.rows}  # the index of the entries that a row has

@@ -329,14 +329,14 @@ class _Window(NamedTuple):
 
 
 def _keep(state: RowState, batch: Unpacked, sampled: Array) -> RowState:
-    """Stores the newest tokens as the input of the next step."""
+    """Store the newest tokens as the input of the next step."""
     num_slots = state.tokens.shape[0]
     slots = jnp.where(batch.max_samples > 0, batch.sampling.slots, num_slots)
     return state._replace(tokens=state.tokens.at[slots].set(sampled, mode="drop"))
 
 
 def _add_history(state: RowState, batch: Unpacked, sampled: Array, alive: Array) -> RowState:
-    """Counts the sampled tokens of rows with penalties."""
+    """Count the sampled tokens of rows with penalties."""
     counts = alive & ((batch.sampling.features & PENALTIES) != 0) & (sampled >= 0)
     slots = jnp.where(counts, batch.sampling.feature_slots, state.history.shape[0])
     return state._replace(history=state.history.at[slots, sampled].add(1, mode="drop"))

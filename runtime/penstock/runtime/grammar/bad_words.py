@@ -48,7 +48,7 @@ def bad_word_ids(codec: Encoder, words: Sequence[str]) -> tuple[tuple[int, ...],
 
 
 def check_bad_words(words: Sequence[str]) -> None:
-    """Raises InvalidRequest on `sampling.bad_words`. If there are too many words, none of them is checked."""
+    """Raise InvalidRequest on `sampling.bad_words`. If there are too many words, none of them is checked."""
     if len(words) > MAX_BAD_WORDS:
         described = f"at most {MAX_BAD_WORDS} words, not {len(words)}"
         raise InvalidRequest([Violation("sampling.bad_words", described)])
@@ -87,7 +87,7 @@ class BadWords:
         return self._inner is not None and self._inner.is_complete
 
     def fill(self, mask: Mask) -> None:
-        """Overwrites `mask`, int32[mask_words(vocab_size)], contiguous, with the tokens that may come
+        """Overwrite `mask`, int32[mask_words(vocab_size)], contiguous, with the tokens that may come
         next.
         """
         if self._inner is None:
@@ -119,7 +119,7 @@ class BadWords:
         self._forbid(mask)
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Takes in the tokens that came next."""
+        """Take in the tokens that came next."""
         if self._inner is not None:
             self._inner.accept(token_ids)
         self._recent.extend(token_ids)

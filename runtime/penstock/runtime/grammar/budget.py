@@ -33,11 +33,11 @@ class Budget:
         self._left_s = most_s
 
     def earn(self) -> None:
-        """Gives back the time of one token."""
+        """Give back the time of one token."""
         self._left_s = min(self._most_s, self._left_s + self._token_s)
 
     def use(self, seconds: float) -> None:
-        """Takes time from the budget, in seconds."""
+        """Take time from the budget, in seconds."""
         self._left_s -= seconds
 
     @property
@@ -62,12 +62,12 @@ class Account:
         self._num_tokens = 0
 
     def earn(self) -> None:
-        """Notes that an output has one more token."""
+        """Note that an output has one more token."""
         self._num_tokens += 1
         self._budget.earn()
 
     def use(self, seconds: float) -> bool:
-        """Uses time, in seconds. Returns whether there is time left."""
+        """Use time, in seconds. Returns whether there is time left."""
         self._budget.use(seconds)
         if not self._budget.is_spent:
             return True
@@ -75,6 +75,6 @@ class Account:
         return False
 
     def refuse(self) -> None:
-        """Notes that the request costs too much, as its budget or llguidance shows."""
+        """Note that the request costs too much, as its budget or llguidance shows."""
         if self._num_tokens < FEW_TOKENS:
             self._on_costly()

@@ -50,7 +50,7 @@ class Lexer:
         return self._num_quick >= _PROVEN
 
     def took(self, seconds: float) -> None:
-        """Notes that a mask took this long."""
+        """Note that a mask took this long."""
         self._num_quick = self._num_quick + 1 if seconds < QUICK_S else 0
 
 
@@ -105,7 +105,7 @@ class GrammarConstraint:
         return self._complete
 
     def fill(self, mask: Mask) -> None:
-        """Overwrites `mask`, int32[mask_words(vocab_size)], contiguous, with the tokens that may come
+        """Overwrite `mask`, int32[mask_words(vocab_size)], contiguous, with the tokens that may come
         next.
         """
         if not mask.flags.c_contiguous:
@@ -125,7 +125,7 @@ class GrammarConstraint:
         return None if self._complete or self._shared.is_spent else self._matcher
 
     def shared(self, seconds: float) -> None:
-        """Notes that its mask was filled with others in a call that took this long."""
+        """Note that its mask was filled with others in a call that took this long."""
         self._shared.use(seconds)
 
     def finish(self, mask: Mask) -> None:
@@ -146,7 +146,7 @@ class GrammarConstraint:
             raise self._stuck("no token can follow")
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Takes in the tokens that came next."""
+        """Take in the tokens that came next."""
         for token in token_ids:
             if self._ended:
                 raise RuntimeError(f"token {token} came after an end token")
@@ -177,7 +177,7 @@ class GrammarConstraint:
         self._charge(self._clock() - started)
 
     def _charge(self, seconds: float) -> None:
-        """Counts the time that was used. Raises InvalidRequest if the grammar, which is then very ambiguous,
+        """Count the time that was used. Raises InvalidRequest if the grammar, which is then very ambiguous,
         has no time left.
         """
         if not self._account.use(seconds):

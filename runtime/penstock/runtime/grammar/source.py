@@ -37,7 +37,7 @@ def to_llguidance(grammar: Grammar) -> str:
 
 
 def _after(before: str, text: str) -> str:
-    """Puts `before` in front of the grammars in `text`. The first of these is where an answer begins; it gets
+    """Put `before` in front of the grammars in `text`. The first of these is where an answer begins; it gets
     the name by which `before` refers to it.
     """
     first, *others = json.loads(text)["grammars"]
@@ -63,7 +63,7 @@ def _regex(source: str) -> str:
 
 
 def _ebnf(source: str) -> str:
-    """Reads Lark, or llama.cpp's GBNF, which is recognised by its `name ::=` rules."""
+    """Read Lark, or llama.cpp's GBNF, which is recognised by its `name ::=` rules."""
     if not _GBNF_RULE.search(source):
         return _lark(source)
     try:

@@ -63,7 +63,7 @@ class ImageReader:
         *,
         room: int,
     ) -> Placed:
-        """Puts the pictures, in their order, in the places of the prompt's image tokens. `fields` are the
+        """Put the pictures, in their order, in the places of the prompt's image tokens. `fields` are the
         contract's paths of the pictures, and `where` is that of all of them.
 
         Raises InvalidRequest with every picture that cannot be read, or if there are too many, of too many

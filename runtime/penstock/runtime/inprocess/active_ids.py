@@ -22,7 +22,7 @@ class ActiveIds:
         self._owners: dict[str, object] = {}
 
     def take(self, request_id: str) -> None:
-        """Raises DuplicateRequestId where the id is taken."""
+        """Raise DuplicateRequestId where the id is taken."""
         owner = object()
         if self._owners.setdefault(request_id, owner) is not owner:
             raise DuplicateRequestId(request_id)

@@ -187,7 +187,7 @@ class AsyncEngine:
 
 
 async def _read(work: Callable[[ReadingInbox], ReadT]) -> ReadT:
-    """Runs `work` on another thread, with an inbox through which it is ended if the task is cancelled."""
+    """Run `work` on another thread, with an inbox through which it is ended if the task is cancelled."""
     inbox: ReadingInbox = queue.SimpleQueue()
     reading = asyncio.ensure_future(asyncio.to_thread(work, inbox))
     try:

@@ -54,7 +54,7 @@ class Batch:
         return len(self._ended) == len(self._jobs)
 
     def fill(self) -> None:
-        """Starts as many jobs as may run. Raises what is refused; a queue that others have filled is waited
+        """Start as many jobs as may run. Raises what is refused; a queue that others have filled is waited
         for, as long as something of this list runs.
         """
         while self._next < len(self._jobs) and self._num_outputs() < self._most:
@@ -72,7 +72,7 @@ class Batch:
             self._next += 1
 
     def _start(self, prepared: PreparedJob) -> bool:
-        """Submits the next job; false where the batch was closed meanwhile."""
+        """Submit the next job; false where the batch was closed meanwhile."""
         with self._lock:
             if self._closed:
                 return False
@@ -84,7 +84,7 @@ class Batch:
         return sum(request.num_unread for request in self._running.values())
 
     def take(self, number: int, index: int, output: StepOutput) -> None:
-        """Takes in what a step made of an output of the job of that number. Raises the error that it ended
+        """Take in what a step made of an output of the job of that number. Raises the error that it ended
         with.
         """
         request = self._running[number]
@@ -98,7 +98,7 @@ class Batch:
         return [self._ended[number] for number in range(len(self._jobs))]
 
     def close(self) -> None:
-        """Cancels what still runs. `fill` may be at work on another thread: then it starts nothing more."""
+        """Cancel what still runs. `fill` may be at work on another thread: then it starts nothing more."""
         with self._lock:
             self._closed = True
             for request in self._running.values():
@@ -107,7 +107,7 @@ class Batch:
 
 
 def generate_all(engine: EmbeddedEngine, jobs: Sequence[Job], show_progress: bool | None) -> list[Generation]:
-    """Runs every job to its end; the results are in the order of the jobs. The first error ends all of them
+    """Run every job to its end; the results are in the order of the jobs. The first error ends all of them
     and is raised.
     """
     inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()

@@ -52,7 +52,7 @@ class OutputSoFar:
     timing: RequestTiming | None = None
 
     def add(self, delta: Delta) -> None:
-        """Appends a delta."""
+        """Append a delta."""
         if delta.token_ids and (not self.weights or self.weights[-1][1] != delta.weights_generation):
             self.weights.append((len(self.token_ids), delta.weights_generation))
         if delta.delta:
@@ -89,7 +89,7 @@ class RunningRequest:
     """A request in the engine. It is used by one thread at a time; only `leave` may be called on any."""
 
     def __init__(self, engine: EmbeddedEngine, prepared: PreparedJob, sink_of: SinkOf) -> None:
-        """Submits every output. The sinks must hold no reference to this object, so that it is freed when
+        """Submit every output. The sinks must hold no reference to this object, so that it is freed when
         nobody reads it. Raises what `submit` refuses; then nothing runs.
         """
         self.request_id = prepared.job.request_id
@@ -271,7 +271,7 @@ class GenerationStream(Progress, Iterator[Delta]):
             raise
 
     def result(self) -> Generation:
-        """Reads to the end and returns the whole, as `Engine.generate` would. RuntimeError where the stream
+        """Read to the end and return the whole, as `Engine.generate` would. RuntimeError where the stream
         was closed before.
         """
         for _ in self:
@@ -279,7 +279,7 @@ class GenerationStream(Progress, Iterator[Delta]):
         return self._whole()
 
     def close(self) -> None:
-        """Ends the request if it still runs; iteration ends. Any thread may call it, also twice."""
+        """End the request if it still runs; iteration ends. Any thread may call it, also twice."""
         self._closed = True
         self._begun().leave()
         self._inbox.put(None)
@@ -311,7 +311,7 @@ class Inbox:
         self._changed = asyncio.Event()
 
     def put(self, key: Key, output: StepOutput) -> None:
-        """Adds what a step made of the output that `key` names."""
+        """Add what a step made of the output that `key` names."""
         self._items.append((key, output))
         self._changed.set()
 
@@ -403,7 +403,7 @@ class AsyncGenerationStream(Progress, AsyncIterator[Delta]):
             self._deltas.append(delta)
 
     async def result(self) -> Generation:
-        """Reads to the end and returns the whole, as `AsyncEngine.generate` would. RuntimeError where the
+        """Read to the end and return the whole, as `AsyncEngine.generate` would. RuntimeError where the
         stream was closed before.
         """
         async for _ in self:
@@ -411,7 +411,7 @@ class AsyncGenerationStream(Progress, AsyncIterator[Delta]):
         return self._whole()
 
     async def aclose(self) -> None:
-        """Ends the request if it still runs; iteration ends."""
+        """End the request if it still runs; iteration ends."""
         self._closed = True
         if self._request is not None:
             self._request.leave()

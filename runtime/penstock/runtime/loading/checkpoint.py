@@ -43,7 +43,7 @@ _COMPARED_AT_ONCE = 1 << 24  # bytes
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """Parses config.json. The eos_token_id of generation_config.json replaces that of config.json, as in
+    """Parse config.json. The eos_token_id of generation_config.json replaces that of config.json, as in
     transformers. What the names of tensors begin with is read from the files of weights, if there are any. A
     decoder saved by itself, without a head (as the larger Qwen3-Embedding), gets its embeddings as the head.
 
@@ -97,7 +97,7 @@ def load_weights(
     progress: Progress = True,
     threads: int | None = None,
 ) -> ModelState:
-    """Loads a checkpoint's weights onto the device.
+    """Load a checkpoint's weights onto the device.
 
     dtype: that of the parameters; None or "auto": the checkpoint's own. linear: how the weights of products
     are stored. threads: how many convert; None: as many as the process has processors. placement: a device, a
@@ -160,7 +160,7 @@ def load_weights(
 
 
 def check_tensors(rules: LoadRules, found: Mapping[str, Tensor], *, where: str, compare: bool = True) -> None:
-    """Raises CheckpointError unless `found` is what the rules need. Values are read only to `compare` tensors
+    """Raise CheckpointError unless `found` is what the rules need. Values are read only to `compare` tensors
     that must be copies of others.
     """
     sent = [SentTensor(name, name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in found.items()]

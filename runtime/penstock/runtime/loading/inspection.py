@@ -88,7 +88,7 @@ class Inspection:
 
 
 def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend) -> Inspection:
-    """Reads config.json, the headers of the weights' files, and the tokenizer.
+    """Read config.json, the headers of the weights' files, and the tokenizer.
 
     Values of weights are not read, so values beyond the range of the dtype, and a stored copy of a tied head
     that differs, are not found. Raises what loading would raise: UnknownArchitecture, CheckpointError,

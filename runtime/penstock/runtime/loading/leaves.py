@@ -99,7 +99,7 @@ class LeafMaker:
         """
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes a tensor, of which the values may be read until the rules that need it are done. May block
+        """Take a tensor, of which the values may be read until the rules that need it are done. May block
         while others are converted. A tensor that no rule reads is not kept.
         """
         readers = self._readers.pop(name, [])
@@ -111,7 +111,7 @@ class LeafMaker:
                 self._start(waiting.rule)
 
     def finish(self) -> None:
-        """Waits until all leaves are complete. RuntimeError if one is not, because a tensor was not added or
+        """Wait until all leaves are complete. RuntimeError if one is not, because a tensor was not added or
         an earlier call raised.
         """
         while self._ahead:
@@ -120,7 +120,7 @@ class LeafMaker:
             raise RuntimeError("not all leaves are complete")
 
     def close(self) -> None:
-        """Stops, and lets go of everything that is held. May be called twice."""
+        """Stop, and let go of everything that is held. May be called twice."""
         self._pool.shutdown(cancel_futures=True)
         for held in (self._readers, self._tensors, self._open, self._ahead):
             held.clear()
@@ -161,7 +161,7 @@ class LeafMaker:
             self._done(rule)
 
     def _filled(self, rule: LoadRule, path: ParamPath) -> None:
-        """Notes that a rule's tensors are in a leaf, and hands the leaf over if it is complete now."""
+        """Note that a rule's tensors are in a leaf, and hand the leaf over if it is complete now."""
         self._missing[path] -= 1
         if path in self._parts:
             self._parts[path] += rule.parts_of(path)
@@ -190,7 +190,7 @@ def _rows_of(rule: LoadRule, num_values: int) -> int:
 
 
 def _fill(rule: LoadRule, tensors: Mapping[str, Tensor], leaves: Leaves, begin: int, end: int) -> list[str]:
-    """Fills some rows of a rule. Returns the tensors with values that its dtype cannot hold."""
+    """Fill some rows of a rule. Returns the tensors with values that its dtype cannot hold."""
     too_large: list[str] = []
     step = _rows_of(rule, _STEP_VALUES)
     for first in range(begin, end, step):

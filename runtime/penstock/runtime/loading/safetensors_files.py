@@ -131,7 +131,7 @@ def joined(directory: Path, headers: Iterable[Mapping[str, TensorEntry]]) -> dic
 
 
 def check_places(index: Path, places: Mapping[str, str], found: Mapping[str, TensorEntry]) -> None:
-    """Raises ConfigError unless each tensor is where the index says."""
+    """Raise ConfigError unless each tensor is where the index says."""
     misplaced = sorted(n for n, s in places.items() if n not in found or found[n].file.name != s)
     if misplaced:
         raise ConfigError(

@@ -65,7 +65,7 @@ class ServedModel:
 
 
 def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedModel:
-    """Loads "demo", a checkpoint directory or a hub id onto the backend's devices, with a progress bar.
+    """Load "demo", a checkpoint directory or a hub id onto the backend's devices, with a progress bar.
 
     Raises ConfigError (unknown architecture, bad config or checkpoint, a hub that cannot be reached), which
     says what to do.

@@ -156,7 +156,7 @@ def refuse(changes: Iterable[Change], error: Exception) -> None:
 
 
 def settle(change: Change, outcome: Outcome | Exception) -> None:
-    """Sets the outcome of a change whose turn has come.
+    """Set the outcome of a change whose turn has come.
 
     To be called without the engine's lock: a future's callbacks run at once and may call the engine. A
     callback that raises is logged, and does not keep the others from being called.
@@ -207,7 +207,7 @@ class BetweenSteps:
     # -- the queue --
 
     def add(self, change: Change) -> None:
-        """Puts a change behind all others."""
+        """Put a change behind all others."""
         self._queue.append(change)
 
     def running(self, policy: InFlightPolicy, timeout_s: float | None) -> ForRunning:
@@ -221,18 +221,18 @@ class BetweenSteps:
         )
 
     def take_all(self) -> list[Change]:
-        """Removes and returns all changes that wait."""
+        """Remove and return all changes that wait."""
         changes, self._queue = self._queue, []
         return changes
 
     def take_pauses(self) -> list[Change]:
-        """Removes and returns the pauses that wait."""
+        """Remove and return the pauses that wait."""
         pauses: list[Change] = [change for change in self._queue if isinstance(change, Pause)]
         self._queue = [change for change in self._queue if not isinstance(change, Pause)]
         return pauses
 
     def take_unfinished(self) -> list[Change]:
-        """Removes and returns all changes that wait, and the one that was being made when the engine's thread
+        """Remove and return all changes that wait, and the one that was being made when the engine's thread
         failed.
         """
         return [*self.take_all(), *([] if self._making is None else [self._making])]
@@ -287,7 +287,7 @@ class BetweenSteps:
         return None
 
     def make_due(self, idle_since_ns: int) -> None:
-        """Makes the changes whose turn has come. Called on the engine's thread, without the lock and with no
+        """Make the changes whose turn has come. Called on the engine's thread, without the lock and with no
         step in flight. `idle_since_ns`: when the last step had ended, in monotonic ns.
         """
         while True:
@@ -309,7 +309,7 @@ class BetweenSteps:
     # -- how they are made --
 
     def _make(self, change: Change, idle_since_ns: int) -> Outcome | Exception:
-        """Makes a change. Returns its outcome, or the error that has kept it from being made."""
+        """Make a change. Returns its outcome, or the error that has kept it from being made."""
         try:
             match change:
                 case Update():
@@ -357,7 +357,7 @@ class BetweenSteps:
         return report
 
     def release(self, label: str) -> Applied | None:
-        """Ends a hold: the weights that the runner has now go live. None if no hold is in force."""
+        """End a hold: the weights that the runner has now go live. None if no hold is in force."""
         hold, self._hold = self._hold, None
         if hold is None:
             return None
@@ -365,11 +365,11 @@ class BetweenSteps:
         return self._go_live(label, report, start_ns)
 
     def drop_hold(self) -> None:
-        """Ends a hold, if one is in force, and keeps the version of the weights."""
+        """End a hold, if one is in force, and keep the version of the weights."""
         self._hold = None
 
     def break_weights(self, reason: str) -> None:
-        """Ends a hold, if one is in force, with weights that cannot serve."""
+        """End a hold, if one is in force, with weights that cannot serve."""
         self._life.weights_problem = reason
         self._hold = None
         self._recording.changed(WeightsBroken(reason))
@@ -496,7 +496,7 @@ class Changes:
         drain_timeout_s: float | None = None,
         whole: bool = True,
     ) -> Future[Applied]:
-        """Runs `install`, which swaps the runner's weights, or raises and leaves them as they are, between
+        """Run `install`, which swaps the runner's weights, or raises and leaves them as they are, between
         two steps. `whole`: whether it replaces all weights.
 
         The future holds what `install` raised, DrainTimeout if the running requests did not end within
@@ -513,7 +513,7 @@ class Changes:
     def hold_for_update(
         self, policy: InFlightPolicy, *, drain_timeout_s: float | None = None, whole: bool = True
     ) -> Future[InFlightReport]:
-        """Stops between two steps, so that the caller can replace the runner's weights in place. Once the
+        """Stop between two steps, so that the caller can replace the runner's weights in place. Once the
         future has its result, no step is made before `release_hold`, `drop_hold` or `break_weights`, of which
         the caller must call one. `whole`: whether all weights are replaced. The future's errors are those of
         `update`.
@@ -524,7 +524,7 @@ class Changes:
         return hold.done
 
     def release_hold(self, label: str) -> Applied:
-        """Ends a hold: the weights that the runner has now are whole, and go live. Raises EngineDead or
+        """End a hold: the weights that the runner has now are whole, and go live. Raises EngineDead or
         Draining if the engine has ended meanwhile, and RuntimeError if no hold is in force.
         """
         with self._guard.lock, self._guard.changing():
@@ -538,7 +538,7 @@ class Changes:
         return applied
 
     def drop_hold(self) -> None:
-        """Ends a hold, if there is one, before any weight was replaced."""
+        """End a hold, if there is one, before any weight was replaced."""
         with self._guard.lock, self._guard.changing():
             self._between.drop_hold()
 
@@ -565,7 +565,7 @@ class Changes:
         free_kv_cache: bool = False,
         offload_weights: bool = False,
     ) -> Future[Paused]:
-        """Stops between two steps until `resume`, and frees memory of the device if asked to. New requests
+        """Stop between two steps until `resume`, and free memory of the device if asked to. New requests
         queue up, and time limits go on. A paused engine can be paused again: that does to the requests which
         the first pause has kept what `policy` says, and frees more.
 
@@ -583,7 +583,7 @@ class Changes:
         return pause.done
 
     def resume(self) -> Future[None]:
-        """Takes back the pauses that wait for their turn, and ends the one in force, if there is one, after
+        """Take back the pauses that wait for their turn, and end the one in force, if there is one, after
         what it has freed was restored. If that fails, the future has the error, and the engine stays paused.
         """
         resume = Resume()
@@ -597,7 +597,7 @@ class Changes:
 
     @contextlib.contextmanager
     def _asking(self, policy: InFlightPolicy, drain_timeout_s: float | None) -> Iterator[ForRunning]:
-        """Holds the lock while a change is asked for."""
+        """Hold the lock while a change is asked for."""
         if drain_timeout_s is not None and not (math.isfinite(drain_timeout_s) and drain_timeout_s >= 0):
             described = f"must be a time in seconds, not {drain_timeout_s}"
             raise InvalidRequest([Violation("drain_timeout", described)])
@@ -606,5 +606,5 @@ class Changes:
             yield self._between.running(policy, drain_timeout_s)
 
     def take_all(self) -> Sequence[Change]:
-        """Removes and returns all changes that wait; to be called with the engine's lock held."""
+        """Remove and return all changes that wait; to be called with the engine's lock held."""
         return self._between.take_all()

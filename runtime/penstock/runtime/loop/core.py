@@ -108,7 +108,7 @@ class EngineCore:
         return self._life.failure
 
     def check_running(self) -> None:
-        """Raises EngineDead, Draining or NotReady unless the engine's thread runs and will go on."""
+        """Raise EngineDead, Draining or NotReady unless the engine's thread runs and will go on."""
         self._life.check_running()
 
     def pulse(self) -> Pulse:
@@ -123,7 +123,7 @@ class EngineCore:
         )
 
     def on_failure(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once when the engine dies, before its requests are told; at once if it is dead.
+        """Call `callback` once when the engine dies, before its requests are told; at once if it is dead.
         The callback may run on any thread, and must not block.
         """
         with self.guard.lock:
@@ -132,7 +132,7 @@ class EngineCore:
             callback()
 
     def on_ready_changed(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` whenever the weights break, so that the engine is not ready, and whenever they are
+        """Call `callback` whenever the weights break, so that the engine is not ready, and whenever they are
         whole again; it asks `ready` which of these. It may be called on any thread, and must not block. A
         start, a drain and a death are not told here.
         """
@@ -164,7 +164,7 @@ class EngineCore:
         return self._scheduler.load()
 
     def _drop_cancelled(self) -> None:
-        """Drops cancelled requests before the scheduler is looked at; with the lock held."""
+        """Drop cancelled requests before the scheduler is looked at; with the lock held."""
         if self._requests.has_cancelled:
             with self.guard.changing():
                 self._requests.drop_cancelled()
@@ -192,7 +192,7 @@ class EngineCore:
             return self._scheduler.oldest(most)
 
     def limit_prefill_chunk(self, size: int | None) -> None:
-        """Sets the most prompt tokens of one request in a step, from the next step on; None: the token budget
+        """Set the most prompt tokens of one request in a step, from the next step on; None: the token budget
         is the only bound.
         """
         with self.guard.lock:
@@ -203,7 +203,7 @@ class EngineCore:
         self._loop.watch = watch
 
     def check(self) -> None:
-        """Checks the scheduler's invariants, for tests; the AssertionError says what is wrong."""
+        """Check the scheduler's invariants, for tests; the AssertionError says what is wrong."""
         with self.guard.lock:
             self._scheduler.check()
 
@@ -244,7 +244,7 @@ class EngineCore:
             self.guard.doorbell.ring()
 
     def finish(self, request_id: str, finish: Finish) -> None:
-        """Ends a request for a reason found outside the engine, such as a stop string. Its sink gets a last
+        """End a request for a reason found outside the engine, such as a stop string. Its sink gets a last
         output. Unknown ids are ignored, and so is every id after the engine died.
         """
         with self.guard.lock, self.guard.changing():
@@ -260,7 +260,7 @@ class EngineCore:
         all_requests: bool = False,
         message: str = "",
     ) -> list[tuple[str, AbortOutcome]]:
-        """Ends requests, with all their outputs: by exact ids, by a non-empty prefix, or all. ValueError
+        """End requests, with all their outputs: by exact ids, by a non-empty prefix, or all. ValueError
         unless exactly one of these is given.
 
         Their slots and pages are free when this returns. The result has one entry for each id asked for, or
@@ -286,7 +286,7 @@ class EngineCore:
     # -- life --
 
     def start(self) -> None:
-        """Starts the engine's thread; the runner must be compiled. RuntimeError if it was started before."""
+        """Start the engine's thread; the runner must be compiled. RuntimeError if it was started before."""
         if self._life.thread is not None:
             raise RuntimeError("the engine was started before")
         thread = threading.Thread(target=self._loop.run, name="penstock-engine", daemon=True)
@@ -307,7 +307,7 @@ class EngineCore:
             return self.guard.changed.wait_for(is_drained, timeout_s)
 
     def shutdown(self) -> None:
-        """Ends all requests (ABORTED), stops the thread and frees the device's memory. May be called
+        """End all requests (ABORTED), stop the thread and free the device's memory. May be called
         twice.
         """
         with self.guard.lock:

@@ -69,7 +69,7 @@ class Doorbell:
             self._rings.put(None)
 
     def listen(self) -> None:
-        """Makes rings count from now on."""
+        """Make rings count from now on."""
         self._listening = True
 
     def sleep(self, timeout_s: float) -> None:
@@ -78,7 +78,7 @@ class Doorbell:
             self._rings.get(timeout=timeout_s)
 
     def answer(self) -> None:
-        """Makes rings not count until the next `listen`."""
+        """Make rings not count until the next `listen`."""
         self._listening = False
         with contextlib.suppress(queue.Empty):
             while True:
@@ -163,13 +163,13 @@ class Life:
         return is_alive and not self.is_draining and self.weights_problem is None
 
     def check_alive(self) -> None:
-        """Raises EngineDead if the engine is dead."""
+        """Raise EngineDead if the engine is dead."""
         failure = self.failure
         if failure is not None:
             raise EngineDead(f"the engine is dead: {failure}") from failure
 
     def check_running(self) -> None:
-        """Raises EngineDead, Draining or NotReady unless the engine's thread runs and will go on."""
+        """Raise EngineDead, Draining or NotReady unless the engine's thread runs and will go on."""
         self.check_alive()
         if self.is_stopping:
             raise Draining
@@ -177,7 +177,7 @@ class Life:
             raise NotReady
 
     def check_takes_requests(self) -> None:
-        """Raises EngineDead, Draining, NotReady or WeightsIncomplete unless requests are taken."""
+        """Raise EngineDead, Draining, NotReady or WeightsIncomplete unless requests are taken."""
         self.check_running()
         if self.is_draining:
             raise Draining
@@ -185,20 +185,20 @@ class Life:
             raise WeightsIncomplete(self.weights_problem)
 
     def watch(self, callback: Callable[[], None]) -> bool:
-        """Keeps a callback for `die`. False if the engine is dead, so that it would never be called."""
+        """Keep a callback for `die`. False if the engine is dead, so that it would never be called."""
         if self.is_dead:
             return False
         self._watches.append(callback)
         return True
 
     def die(self, failure: EngineFailure) -> Sequence[Callable[[], None]]:
-        """Makes the engine dead. Returns the callbacks, which are to be called without the lock."""
+        """Make the engine dead. Returns the callbacks, which are to be called without the lock."""
         self._died_of = failure
         watches, self._watches = self._watches, []
         return watches
 
     def watch_ready(self, callback: Callable[[], None]) -> None:
-        """Keeps a callback for `tell_ready`."""
+        """Keep a callback for `tell_ready`."""
         self._ready_watches.append(callback)
 
     def tell_ready(self) -> None:

@@ -319,14 +319,14 @@ class Runner(Protocol[StepT]):
         ...
 
     def offload_weights(self) -> int:
-        """Moves the weights from the device to host memory until `restore_weights`, and returns how many
+        """Move the weights from the device to host memory until `restore_weights`, and return how many
         bytes of the device that has freed: 0 where they are in host memory anyway. Weights that are swapped
         in meanwhile stay there too.
         """
         ...
 
     def restore_weights(self) -> None:
-        """Moves the weights back to the device, if they were offloaded."""
+        """Move the weights back to the device, if they were offloaded."""
         ...
 
     def shutdown(self) -> None:

@@ -128,7 +128,7 @@ class Journal:
     # -- writing --
 
     def write(self, entry: Entry) -> None:
-        """Adds an entry. It never waits. Without a reader, nothing is kept."""
+        """Add an entry. It never waits. Without a reader, nothing is kept."""
         if not self.is_read:
             return
         num_waiting = len(self._entries)
@@ -141,7 +141,7 @@ class Journal:
             self._wake.set()
 
     def before_flush(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` at the beginning of each `flush`: it waits until the writer has written what it
+        """Call `callback` at the beginning of each `flush`: it waits until the writer has written what it
         holds back.
         """
         self._before_flush = callback
@@ -149,7 +149,7 @@ class Journal:
     # -- reading --
 
     def read_by(self, reader: Reader) -> Callable[[], None]:
-        """Adds a reader, which gets the entries that are written from now on. It is called on the journal's
+        """Add a reader, which gets the entries that are written from now on. It is called on the journal's
         thread, every INTERVAL_S or when BATCH entries wait, and by whoever flushes. If it raises, that is
         logged, and it gets no more entries.
 
@@ -211,7 +211,7 @@ class Journal:
     # -- life --
 
     def start(self) -> None:
-        """Starts the thread that reads. RuntimeError if it was started before."""
+        """Start the thread that reads. RuntimeError if it was started before."""
         if self._thread is not None:
             raise RuntimeError("the journal was started before")
         self._thread = threading.Thread(target=self._run, name="penstock-journal", daemon=True)
@@ -331,7 +331,7 @@ class Recording:
             self._changed.notify_all()
 
     def wait_until_written(self) -> None:
-        """Waits until the record of the step that was committed last is written. Does not wait on the
+        """Wait until the record of the step that was committed last is written. Does not wait on the
         engine's own thread, which writes it.
         """
         step = self._step

@@ -50,19 +50,19 @@ class Delivery:
         return not (self._outbox or self._delivering)
 
     def attach(self, seq: ScheduledSequence, sink: Sink) -> None:
-        """Sends the outputs of this sequence, which was queued, to `sink`, up to the last one."""
+        """Send the outputs of this sequence, which was queued, to `sink`, up to the last one."""
         self._readers[seq.request_id] = sink, seq
         self._recording.queued(seq.request)
 
     def detach(self, request_id: str) -> None:
-        """Drops all further outputs of this request, because nobody reads them."""
+        """Drop all further outputs of this request, because nobody reads them."""
         reader = self._readers.pop(request_id, None)
         if reader is not None:
             _, seq = reader
             self._recording.cancelled(seq.request, seq.timing(time.monotonic_ns()), seq.num_generated)
 
     def post(self, outputs: Sequence[StepOutput]) -> None:
-        """Posts outputs, except those of detached requests."""
+        """Post outputs, except those of detached requests."""
         readers = self._readers
         for output in outputs:
             reader = readers.get(output.request_id)
@@ -84,7 +84,7 @@ class Delivery:
         self.hand_over(outbox)
 
     def fail(self, error: Exception) -> list[tuple[Sink, StepOutput]]:
-        """Returns what is posted, followed by a last output with `error` for every request that had none, for
+        """Return what is posted, followed by a last output with `error` for every request that had none, for
         `hand_over`. `is_done` stays false until that was called.
         """
         outbox, self._outbox = self._outbox, []
@@ -132,7 +132,7 @@ class LiveRequests:
         return bool(self._cancelled)
 
     def cancel(self, request_ids: tuple[str, ...]) -> None:
-        """Notes, without the lock, that nobody reads these requests any more. Whoever takes the lock next to
+        """Note, without the lock, that nobody reads these requests any more. Whoever takes the lock next to
         look at the scheduler drops them first.
         """
         self._cancelled.append(request_ids)
@@ -146,7 +146,7 @@ class LiveRequests:
             self._changed.notify_all()
 
     def forget_cancelled(self) -> None:
-        """Drops the notes of cancelled requests, because the engine is dead."""
+        """Drop the notes of cancelled requests, because the engine is dead."""
         self._cancelled.clear()
 
     def queue(self, seq: ScheduledSequence, sink: Sink) -> None:
@@ -155,7 +155,7 @@ class LiveRequests:
         self._delivery.attach(seq, sink)
 
     def end(self, request_id: str, finish: Finish) -> bool:
-        """Ends the output with this id of the engine's, with a last output for its sink. False if it is not
+        """End the output with this id of the engine's, with a last output for its sink. False if it is not
         active.
         """
         output = self._scheduler.abort(
@@ -167,19 +167,19 @@ class LiveRequests:
         return True
 
     def end_all(self, request_ids: Iterable[str], message: str) -> None:
-        """Ends the outputs with these ids of the engine's, as ABORTED."""
+        """End the outputs with these ids of the engine's, as ABORTED."""
         for request_id in request_ids:
             self.end(request_id, Finish(FinishReason.ABORTED, message=message))
 
     def fail_all(self, error: Exception) -> None:
-        """Ends all outputs with an error."""
+        """End all outputs with an error."""
         now_ns = time.monotonic_ns()
         self._delivery.post(
             [self._scheduler.fail(name, error, now_ns) for name in self._scheduler.active_ids()]
         )
 
     def abort(self, request_ids: Iterable[str], message: str) -> list[tuple[str, AbortOutcome]]:
-        """Ends requests with all their outputs. Returns the outcome for each id, in the order given,
+        """End requests with all their outputs. Returns the outcome for each id, in the order given,
         duplicates once.
         """
         return [(request_id, self._abort(request_id, message)) for request_id in dict.fromkeys(request_ids)]
@@ -215,7 +215,7 @@ class Intake:
         self._vocab_size = vocab_size
 
     def prepare(self, request: Request) -> PreparedPrompt:
-        """Makes what all outputs of one prompt can share: whether the model knows all tokens, the keys of the
+        """Make what all outputs of one prompt can share: whether the model knows all tokens, the keys of the
         prefix cache, and the array of many biases. Takes about 10 ms for 100,000 tokens, or as many biases.
         Raises nothing.
         """
@@ -230,7 +230,7 @@ class Intake:
         return PreparedPrompt(token_ids, cache, tuple(keys), is_known, sampling, row)
 
     def admit(self, request: Request, prepared: PreparedPrompt | None) -> ScheduledSequence:
-        """Makes the sequence that `Scheduler.queue` takes. A request without a seed gets one.
+        """Make the sequence that `Scheduler.queue` takes. A request without a seed gets one.
 
         Raises ValueError if `prepared` belongs to another prompt, InvalidRequest for tokens that the model
         does not have and for too many stop ids, PromptTooLong and ExceedsKVCapacity.

@@ -71,7 +71,7 @@ class StepLoop:
         return bool(self._steps) or has_requests or not self._delivery.is_done
 
     def run(self) -> None:
-        """Runs steps until the engine is shut down, or something breaks."""
+        """Run steps until the engine is shut down, or something breaks."""
         try:
             self._runner.start()
             self._run()
@@ -95,7 +95,7 @@ class StepLoop:
                 return
 
     def _next_plan(self) -> Planned | None:
-        """Waits until there is something to do. Returns the next step to dispatch, or None if there is
+        """Wait until there is something to do. Returns the next step to dispatch, or None if there is
         something else to do.
         """
         while True:
@@ -150,7 +150,7 @@ class StepLoop:
                 self._scheduler.put_off(put_off.plan, put_off.rows, put_off.late)
 
     def _finish_step(self) -> None:
-        """Waits for the oldest step in flight, takes in its tokens and hands them to their sinks."""
+        """Wait for the oldest step in flight, take in its tokens and hand them to their sinks."""
         done = self._steps.wait()
         plan = done.planned.plan
         with self._annotate("emit", step=plan.step_id):
@@ -163,7 +163,7 @@ class StepLoop:
             watch(done.planned.started_ns, plan.num_steps)
 
     def _commit(self, done: Done) -> None:
-        """Takes in the tokens of a step."""
+        """Take in the tokens of a step."""
         step = (done.planned.plan, done.result, done.waited_ns)
         # Without the lock: callers need not wait while constraints take in the tokens.
         verdicts = self._scheduler.accept(*step)

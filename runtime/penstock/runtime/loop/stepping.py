@@ -84,7 +84,7 @@ class Pacer:
         """Times of the last steps of rows under a constraint alone, in ns."""
 
     def decoded(self, num_steps: int, elapsed_ns: int, *, constrained: bool = False) -> None:
-        """Notes that this many decode steps, one after the other, took `elapsed_ns` on the device.
+        """Note that this many decode steps, one after the other, took `elapsed_ns` on the device.
         `constrained`: rows under a constraint were among others, so the step may have waited for masks; such
         a time counts only until one without them is known.
         """
@@ -97,13 +97,13 @@ class Pacer:
         self._decode_ns = median_low(self._decodes)
 
     def constrained(self, elapsed_ns: int) -> None:
-        """Notes that a decode step of rows under a constraint alone took this long, waiting for masks
+        """Note that a decode step of rows under a constraint alone took this long, waiting for masks
         included.
         """
         self._constrained.append(max(elapsed_ns, 1))
 
     def prefilled(self, num_tokens: int, elapsed_ns: int) -> None:
-        """Notes that a step with this many prompt tokens, with or without decodes, took `elapsed_ns` on the
+        """Note that a step with this many prompt tokens, with or without decodes, took `elapsed_ns` on the
         device.
         """
         if not self._target_ns or num_tokens < LEAST_TOKENS:
@@ -118,7 +118,7 @@ class Pacer:
         self._fits.append(most)
 
     def _check_decode(self, num_tokens: int, elapsed_ns: int) -> None:
-        """Uses a step with prompt tokens, the only kind there is while prompts come in, as a measure of a
+        """Use a step with prompt tokens, the only kind there is while prompts come in, as a measure of a
         decode step: a decode step takes no longer; and if the prompt tokens are few, it takes about as long.
         """
         if not self._decodes:
@@ -272,7 +272,7 @@ class Steps(Generic[StepT]):
         return self._pacer.apart_steps
 
     def dispatch(self, planned: Planned) -> None:
-        """Makes the runner begin with a plan."""
+        """Make the runner begin with a plan."""
         step = self._runner.execute_async(planned.plan)
         now_ns = time.monotonic_ns()
         self._in_flight.append(InFlight(planned, step, now_ns, is_constrained=step.awaits_choice))
@@ -295,7 +295,7 @@ class Steps(Generic[StepT]):
         return None
 
     def wait(self) -> Done:
-        """Waits for the oldest step, which is then no longer in flight."""
+        """Wait for the oldest step, which is then no longer in flight."""
         step = self._in_flight.popleft()
         waiting_ns = time.monotonic_ns()
         with self._annotate("wait", step=step.planned.plan.step_id):
@@ -326,5 +326,5 @@ class Steps(Generic[StepT]):
         )
 
     def forget(self) -> None:
-        """Drops the steps in flight, which nobody will wait for."""
+        """Drop the steps in flight, which nobody will wait for."""
         self._in_flight.clear()

@@ -36,7 +36,7 @@ class BackgroundThread:
         self._thread: int | None = None
 
     def run(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function on the thread, and waits for what it returns or raises. What the function had
+        """Call the function on the thread, and wait for what it returns or raises. What the function had
         in its local variables when it raised is let go.
         """
         try:
@@ -50,7 +50,7 @@ class BackgroundThread:
         self._submit(function, *args, **kwargs)
 
     def close(self) -> None:
-        """Ends the thread when it has done what it was given. May be called twice."""
+        """End the thread when it has done what it was given. May be called twice."""
         self._pool.shutdown()
 
     def _submit(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:

@@ -27,7 +27,7 @@ class Child:
     """
 
     def __init__(self, module: str) -> None:
-        """Starts `module` with the arguments that `confined.connect` reads. Raises OSError."""
+        """Start `module` with the arguments that `confined.connect` reads. Raises OSError."""
         ours, theirs = Pipe()
         ends, lifeline = os.pipe()
         try:

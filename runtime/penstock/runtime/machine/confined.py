@@ -24,14 +24,14 @@ _LANDLOCK_VERSION = 1
 
 
 def connect() -> Connection:
-    """Returns the connection to the server, after making sure that this process cannot outlive the server."""
+    """Return the connection to the server, after making sure that this process cannot outlive the server."""
     connection, lifeline = map(int, sys.argv[1:3])
     _end_with_parent(lifeline)
     return Connection(connection)
 
 
 def _end_with_parent(lifeline: int) -> None:
-    """Makes the kernel kill this process and all that it starts when the server has ended.
+    """Make the kernel kill this process and all that it starts when the server has ended.
 
     The server holds the other end of this pipe. When that is closed, which the kernel does however the server
     ends, the end here becomes readable, and the kernel reports that by a signal of our choice: SIGKILL, which
@@ -49,7 +49,7 @@ def _end_with_parent(lifeline: int) -> None:
 
 
 def confine() -> None:
-    """Gives up files, the network, other processes and privileges, as far as this kernel and this user allow.
+    """Give up files, the network, other processes and privileges, as far as this kernel and this user allow.
 
     None of this can be taken back. If the kernel is too old for one of the measures, the others still hold.
     """
@@ -78,7 +78,7 @@ def address_space() -> int:
 
 
 def _deny_files_and_network(libc: ctypes.CDLL) -> None:
-    """Applies Landlock without any rule that allows something: no file can be opened, made, renamed or
+    """Apply Landlock without any rule that allows something: no file can be opened, made, renamed or
     removed, nothing can be executed, no TCP port can be bound or connected to, and (if the kernel supports
     that) no process outside can be sent a signal.
     """

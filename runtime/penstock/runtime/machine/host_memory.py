@@ -44,6 +44,6 @@ def let_go() -> None:
 
 
 def give_back() -> None:
-    """Makes malloc return unused memory to the system. Never fails: without glibc it does nothing."""
+    """Make malloc return unused memory to the system. Never fails: without glibc it does nothing."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -31,7 +31,7 @@ class SwitchInterval:
         self._set = 0.0
 
     def apply(self) -> None:
-        """Sets the interval; does nothing a second time."""
+        """Set the interval; do nothing a second time."""
         with self._lock:
             if self._seconds is None or self in self._users:
                 return
@@ -42,7 +42,7 @@ class SwitchInterval:
             self._set = sys.getswitchinterval()  # CPython rounds it to microseconds
 
     def restore(self) -> None:
-        """Puts back the interval; does nothing before `apply`, or a second time."""
+        """Put back the interval; do nothing before `apply`, or a second time."""
         with self._lock:
             if self not in self._users:
                 return

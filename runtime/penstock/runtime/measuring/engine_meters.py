@@ -49,7 +49,7 @@ class EngineMeters:
     """Reads a journal into a registry, and sums up what is in it. Any thread may ask for `metrics`."""
 
     def __init__(self, registry: Registry, journal: Journal, sources: Sources, build: BuildInfo) -> None:
-        """Registers all instruments of an engine but those of weight updates, and begins to read."""
+        """Register all instruments of an engine but those of weight updates, and begin to read."""
         self._journal = journal
         self._sources = sources
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class EngineMeters:
         journal.read_by(self.read)
 
     def read(self, entries: Sequence[Entry]) -> None:
-        """Takes the next entries of the journal, on its thread."""
+        """Take the next entries of the journal, on its thread."""
         outputs, steps = self._outputs, self._steps
         with self._lock:
             for entry in entries:

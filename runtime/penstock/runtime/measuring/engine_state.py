@@ -45,7 +45,7 @@ class Sources:
 
 
 def show(registry: Registry, sources: Sources, build: BuildInfo) -> None:
-    """Shows in a registry what an engine keeps."""
+    """Show in a registry what an engine keeps."""
     state = _State(sources)
     registry.on_snapshot(state.look)
     registry.gauge(defined.OUTPUTS_RUNNING, lambda: {(): state.load.num_running})

@@ -91,13 +91,13 @@ class OutputMeters:
         self._together.clear()
 
     def queued(self, entry: Queued) -> None:
-        """Takes an output that was queued."""
+        """Take an output that was queued."""
         self._live[entry.request.request_id] = _Live(entry)
 
     # -- steps --
 
     def step(self, record: StepRecord) -> None:
-        """Takes the tokens that a step made."""
+        """Take the tokens that a step made."""
         plan, outputs, at_ns = record.plan, record.outputs, record.waited_ns
         for _, request in plan.new_requests:
             self._enter(request.request_id, record.started_ns)
@@ -122,7 +122,7 @@ class OutputMeters:
         self.recent_queue.add(at_ns, max(waited_ns, 0) / 1e9)
 
     def _all_alike(self, ids: set[str], at_ns: int, num_new: int) -> None:
-        """Takes a step in which each of these outputs got as many tokens."""
+        """Take a step in which each of these outputs got as many tokens."""
         before, self._together = self._together, ids
         before_ns, self._together_ns = self._together_ns, at_ns
         if ids == before:
@@ -141,7 +141,7 @@ class OutputMeters:
                 self._came(one, at_ns, num_new)
 
     def _one_by_one(self, outputs: Sequence[StepOutput], at_ns: int) -> None:
-        """Takes a step in which outputs got different numbers of tokens."""
+        """Take a step in which outputs got different numbers of tokens."""
         for request_id in self._together:
             self._live[request_id].last_ns = self._together_ns
         self._together, self._together_ns = set(), at_ns
@@ -152,20 +152,20 @@ class OutputMeters:
                 self._together.add(output.request_id)
 
     def _came(self, one: _Live, at_ns: int, num_new: int) -> None:
-        """Takes new tokens of one output. When they came is noted for all of the step."""
+        """Take new tokens of one output. When they came is noted for all of the step."""
         if one.last_ns:
             self._gap(at_ns, at_ns - one.last_ns, num_new, 1)
         else:
             self._begin(one, at_ns, num_new)
 
     def _gap(self, at_ns: int, gap_ns: int, num_new: int, num_rows: int) -> None:
-        """Records that each of some rows has so many new tokens, so long after the token before them."""
+        """Record that each of some rows has so many new tokens, so long after the token before them."""
         share_s, times = gap_ns / num_new / 1e9, num_new * num_rows
         self._inter_token.record(share_s, times)
         self.recent_inter_token.add(at_ns, share_s, times)
 
     def _begin(self, one: _Live, at_ns: int, num_new: int) -> None:
-        """Takes the first tokens of an output."""
+        """Take the first tokens of an output."""
         request = one.request
         self.totals.prompt_tokens += len(request.prompt_token_ids)
         first_ns = at_ns - (request.received_ns or one.queued_ns)
@@ -179,7 +179,7 @@ class OutputMeters:
     # -- ends --
 
     def ended(self, entry: Ended) -> None:
-        """Takes an output that finished or failed."""
+        """Take an output that finished or failed."""
         output = entry.output
         if output.error is not None:
             kind = type(output.error).__name__
@@ -190,7 +190,7 @@ class OutputMeters:
             self._end(entry, output.timing, output.finish.reason.value, "")
 
     def cancelled(self, entry: Cancelled) -> None:
-        """Takes an output that nobody reads any more."""
+        """Take an output that nobody reads any more."""
         self._end(entry, entry.timing, CANCELLED, CANCELLED)
 
     def _end(self, entry: Ended | Cancelled, timing: RequestTiming | None, reason: str, error: str) -> None:
@@ -228,7 +228,7 @@ class OutputMeters:
     def _time(
         self, histogram: Histogram, at_ns: int, value_ns: float, request: Request, labels: Labels = ()
     ) -> None:
-        """Records a time of an output, with the span of its request if that is traced."""
+        """Record a time of an output, with the span of its request if that is traced."""
         value = max(value_ns, 0) / 1e9
         exemplar = None
         if request.trace_id:

@@ -44,7 +44,7 @@ class RecentTotals:
         """What the totals were at which time, the oldest first. The first is as old as the span, or older."""
 
     def see(self, now_ns: int, totals: Sequence[int]) -> None:
-        """Notes the totals of this moment. Of moments that are close together only the last is kept."""
+        """Note the totals of this moment. Of moments that are close together only the last is kept."""
         seen = self._seen
         if len(seen) > 1 and now_ns - seen[-2][0] < _CLOSE_NS:
             seen.pop()
@@ -88,7 +88,7 @@ class RecentValues:
         """One for each second. Each is used again a minute later."""
 
     def add(self, at_ns: int, value: float, times: int = 1) -> None:
-        """Adds a value that was measured at this time, `times` times."""
+        """Add a value that was measured at this time, `times` times."""
         index = at_ns // _SLOT_NS
         slot = self._slots[index % _NUM_SLOTS]
         if slot is None or slot.index < index:

@@ -71,7 +71,7 @@ class Counter:
         self._points = _Points(instrument, _Total)
 
     def add(self, amount: float, labels: Labels = ()) -> None:
-        """Adds to the total of these labels; with 0 they are shown from now on. ValueError if `amount` is
+        """Add to the total of these labels; with 0 they are shown from now on. ValueError if `amount` is
         negative, or if the instrument has another number of labels.
         """
         if not amount >= 0:
@@ -111,7 +111,7 @@ class Histogram:
     def record(
         self, value: float, times: int = 1, labels: Labels = (), exemplar: Exemplar | None = None
     ) -> None:
-        """Counts a value `times` times. ValueError if it is no finite number, or if the instrument has
+        """Count a value `times` times. ValueError if it is no finite number, or if the instrument has
         another number of labels.
         """
         if not math.isfinite(value):
@@ -169,7 +169,7 @@ class Registry:
         self._register(instrument, Kind.COUNTER, lambda: _bounded(instrument, read()))
 
     def on_snapshot(self, before: Callable[[], None]) -> None:
-        """Calls this before each snapshot, so that it has all that happened before."""
+        """Call this before each snapshot, so that it has all that happened before."""
         with self._lock:
             self._before.append(before)
 

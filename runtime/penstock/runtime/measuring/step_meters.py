@@ -56,7 +56,7 @@ class StepMeters:
         """When the tokens of the last step were on the host."""
 
     def step(self, record: StepRecord) -> None:
-        """Takes one step."""
+        """Take one step."""
         plan, shape, at_ns, totals = record.plan, record.shape, record.waited_ns, self.totals
         num_rows = len(plan.rows)
         if plan.num_steps > 1:

@@ -199,7 +199,7 @@ class CausalLM(nnx.Module):
         recurrent: RecurrentOps = XLA_RECURRENT,
         media: MediaInputs | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Runs a ragged batch of tokens through the decoder.
+        """Run a ragged batch of tokens through the decoder.
 
         token_ids, positions: int32 [T]. kv: one cache for each layer that has its own. metas: the row and
         page of each token, one for each group of the cache's layers. media: where rows of the batch may have

@@ -122,13 +122,13 @@ class Fields:
         return value
 
     def only(self, name: str, *supported: object) -> None:
-        """Notes a problem unless the field is absent, null, or one of the values that this build computes."""
+        """Note a problem unless the field is absent, null, or one of the values that this build computes."""
         value = self.raw(name)
         if value is not None and value not in supported:
             self.problem(name, f"{value!r} is not supported; supported: {', '.join(map(repr, supported))}")
 
     def refuse_unread(self, harmless: Collection[str] = ()) -> None:
-        """Notes every field that was not read, is not `harmless`, and is not off (null, false or empty)."""
+        """Note every field that was not read, is not `harmless`, and is not off (null, false or empty)."""
         for name in sorted(set(self._data) - self._read):
             value = self._data[name]
             off = value is None or value is False or value in ("", [], {})

@@ -148,7 +148,7 @@ class Padding:
 
 
 def copy_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
-    """Copies the rows as they are."""
+    """Copy the rows as they are."""
     parts[0][...] = rows[0]
 
 
@@ -158,13 +158,13 @@ def pack_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]
 
 
 def quantize_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
-    """Writes the rows in int8, and their scales as the second part."""
+    """Write the rows in int8, and their scales as the second part."""
     values, parts[1][...] = native.quantize(rows[0])
     parts[0][...] = values
 
 
 def quantize_and_pack_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
-    """Writes the rows as tiles of int8, and their scales as the second part."""
+    """Write the rows as tiles of int8, and their scales as the second part."""
     values, parts[1][...] = native.quantize(rows[0])
     native.pack_into(parts[0], np.ascontiguousarray(values))
 
@@ -207,7 +207,7 @@ class LoadRule:
         return [target.part(0, self.num_rows) for target in self.targets if target.path == path]
 
     def fill(self, leaves: Leaves, tensors: Mapping[str, Tensor], begin: int, end: int) -> list[str]:
-        """Puts rows `begin` to `end` of the tensors into host arrays of the leaves; these are whole units.
+        """Put rows `begin` to `end` of the tensors into host arrays of the leaves; these are whole units.
 
         Returns the tensors with values that the rule's dtype cannot hold, whose result is of no use.
         """

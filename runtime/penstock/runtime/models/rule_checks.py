@@ -11,7 +11,7 @@ from penstock.runtime.models.load_rules import LoadRules, ParamPath, Part, ReadP
 
 
 def check(rules: LoadRules, leaves: Mapping[ParamPath, jax.ShapeDtypeStruct]) -> None:
-    """Raises ValueError, which names tensor and leaf, unless the rules fill every leaf exactly once and read
+    """Raise ValueError, which names tensor and leaf, unless the rules fill every leaf exactly once and read
     all of every tensor that they name. A failure is a mistake in the model, not in a checkpoint.
     """
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
@@ -82,7 +82,7 @@ def _divided(shape: tuple[int, ...], parts: Sequence[ReadPart]) -> tuple[int, ..
 
 
 def _check_inside(what: str, shape: tuple[int, ...], part: ReadPart) -> None:
-    """Raises ValueError if a part exceeds the shape; numpy itself would cut a slice that is too long."""
+    """Raise ValueError if a part exceeds the shape; numpy itself would cut a slice that is too long."""
     if len(part) > len(shape):
         raise ValueError(f"{what} has shape {shape}, and so no {part}")
     for size, index in zip(shape, part, strict=False):

@@ -113,7 +113,7 @@ def make_meta(
     state_cut: Array | None = None,
     state_cut_to: Array | None = None,
 ) -> AttentionMeta:
-    """Expands per-row lengths to per-token and per-block indices, on the device.
+    """Expand per-row lengths to per-token and per-block indices, on the device.
 
     starts int32[R]: position of each row's first token of the step; q_lens int32[R]: number of its tokens (0:
     padding row); page_table int32[R, P]; num_tokens: T, static. `decode_only` promises that T == R and that
@@ -272,7 +272,7 @@ def paged_attention(
 
 
 def check_cache(q: Array, v_new: Array | None, kv: Array, value_dim: int | None) -> None:
-    """Raises ValueError unless arguments and cache agree on how wide KV rows are, and on where values are."""
+    """Raise ValueError unless arguments and cache agree on how wide KV rows are, and on where values are."""
     width = q.shape[2] + (SCALE_BYTES if kv.dtype == jnp.int8 else 0)
     if kv.shape[4] != width:
         raise ValueError(

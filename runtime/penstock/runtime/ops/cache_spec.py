@@ -217,7 +217,7 @@ class CacheSpec:
         return tuple(layer for layer in self.layers if isinstance(layer, PagedKV | LatentKV))
 
     def check_dtype(self, kv_cache_dtype: str) -> None:
-        """Raises ConfigError if int8 is asked for and there are no keys and values."""
+        """Raise ConfigError if int8 is asked for and there are no keys and values."""
         if kv_cache_dtype == "int8" and not self.paged:
             raise ConfigError(
                 "kv_cache_dtype: must be auto or left out, not int8: the model has no layers that attend, so "

@@ -27,7 +27,7 @@ def zeros(
 def zeros_maker(
     shapes: Any, sharding: jax.sharding.Sharding, zeros_of: ZerosOf = jnp.zeros
 ) -> Callable[[], Any]:
-    """Makes trees of arrays of zeros, of a tree of shapes and dtypes (`jax.ShapeDtypeStruct`), each by a
+    """Make trees of arrays of zeros, of a tree of shapes and dtypes (`jax.ShapeDtypeStruct`), each by a
     program that calls `zeros_of`. Each leaf is an array of its own, because slices of a stacked one are off
     XLA's fast paths on CPU. All is compiled here, and nothing when the result is called.
     """

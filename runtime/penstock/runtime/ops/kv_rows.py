@@ -78,7 +78,7 @@ def dequantize_rows(rows: Array) -> Array:
 
 
 def write_kv(kv: Array, k_new: Array, v_new: Array | None, write_slots: Array) -> Array:
-    """Writes this step's keys and values, each [T, KH, D], into one layer's cache; `v_new` is None for a
+    """Write this step's keys and values, each [T, KH, D], into one layer's cache; `v_new` is None for a
     cache of keys only. A write slot is page * page_size + offset; slots past the end are dropped.
     """
     page_size = kv.shape[3]

@@ -281,7 +281,7 @@ def report(sampled: Sampled, flags: Array) -> Array:
 
 
 def read_logprobs(row: np.ndarray, num_top: int, wanted: int) -> TokenLogprobs:
-    """Reads one row of `report`: the sampled token's log-probability (the bits of a float32), the likeliest
+    """Read one row of `report`: the sampled token's log-probability (the bits of a float32), the likeliest
     tokens, and their log-probabilities. Returns the first `wanted` likeliest tokens.
     """
     ids = row[1 : 1 + wanted].tolist()

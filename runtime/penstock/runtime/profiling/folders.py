@@ -16,7 +16,7 @@ _STALE_S = 3600.0
 
 
 def new_folder(parent: Path, now: dt.datetime) -> Path:
-    """Makes a folder of a name that is not taken in `parent`, which is made too; it is unfinished until
+    """Make a folder of a name that is not taken in `parent`, which is made too; it is unfinished until
     `finished`. Its owner alone may read it, because a profile shows what the server does. OSError.
     """
     parent.mkdir(parents=True, exist_ok=True)
@@ -39,14 +39,14 @@ def final_path(unfinished: Path) -> Path:
 
 
 def finished(unfinished: Path) -> Path:
-    """Gives a folder its final name, which is returned. OSError."""
+    """Give a folder its final name, which is returned. OSError."""
     final = final_path(unfinished)
     os.rename(unfinished, final)
     return final
 
 
 def keep_newest(written: Path, number: int) -> None:
-    """Removes all profiles beside `written` but that and the newest others, so that `number` are left, and
+    """Remove all profiles beside `written` but that and the newest others, so that `number` are left, and
     what a process that has died left unfinished. Nothing else is touched there.
 
     `written` stays even if its name is not the newest, as after the clock was set back.

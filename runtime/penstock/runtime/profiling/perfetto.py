@@ -44,7 +44,7 @@ class _Piece(NamedTuple):
 
 
 def improve(folder: Path) -> Path:
-    """Reads the profiler's files below `folder`, and replaces its trace.json.gz by TRACE_FILE in `folder`,
+    """Read the profiler's files below `folder`, and replace its trace.json.gz by TRACE_FILE in `folder`,
     which is returned. MalformedTrace if the files are not of the form that is known.
     """
     raw, xplane = _only(folder, "*.trace.json.gz"), _only(folder, "*.xplane.pb")
@@ -109,7 +109,7 @@ def improved(events: Iterable[Event], operations: Mapping[tuple[str, str], Opera
 
 
 def _explain(event: Event, operations: Mapping[tuple[str, str], Operation]) -> _Piece | None:
-    """Adds to the event of an operation what it is for."""
+    """Add to the event of an operation what it is for."""
     args = event.get("args")
     if args is None:
         return None
@@ -165,7 +165,7 @@ def _metadata(pid: int, tid: int, name: str, args: Event) -> Event:
 
 
 def write_trace(file: TextIO, events: Iterable[Event]) -> None:
-    """Writes events in Chrome's JSON format, which Perfetto reads."""
+    """Write events in Chrome's JSON format, which Perfetto reads."""
     file.write('{"displayTimeUnit":"ns","traceEvents":[')
     separator = "\n"
     for event in events:

@@ -70,11 +70,11 @@ class ProfileRun:
         self._end = end
 
     def stop(self) -> None:
-        """Ends the recording now. What was recorded is written. Waits for nothing."""
+        """End the recording now. What was recorded is written. Waits for nothing."""
         self._end()
 
     def result(self, timeout_s: float | None = None) -> Profile:
-        """Waits until all is written: for at most `timeout_s` seconds, else TimeoutError. Raises
+        """Wait until all is written: for at most `timeout_s` seconds, else TimeoutError. Raises
         ProfileFailed where it could not be written.
         """
         return self.future.result(timeout_s)

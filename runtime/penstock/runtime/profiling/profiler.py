@@ -64,7 +64,7 @@ class StepCount:
         self._over.set()
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until the counting has ended; ends it after `timeout_s` seconds."""
+        """Wait until the counting has ended; end it after `timeout_s` seconds."""
         self._over.wait(timeout_s)
         self._over.set()
 
@@ -82,7 +82,7 @@ class Profiler:
         """Set when nobody waits for the files any more."""
 
     def start(self, folder: Path, options: ProfileOptions, keep: int | None = None) -> ProfileRun:
-        """Returns when the recording has begun. The files will be in a folder of their own in `folder`, of
+        """Return when the recording has begun. The files will be in a folder of their own in `folder`, of
         which the newest `keep` stay; None: all.
 
         Raises ProfileUnderWay, Draining when the engine was shut down, or ProfileFailed where the folder
@@ -110,13 +110,13 @@ class Profiler:
             return run
 
     def stop(self) -> None:
-        """Ends the recording, if there is one. What was recorded is written. Waits for nothing."""
+        """End the recording, if there is one. What was recorded is written. Waits for nothing."""
         count = self._count
         if count is not None:
             count.end()
 
     def close(self) -> None:
-        """Ends the recording, and refuses others. What was recorded is written, unless that takes longer than
+        """End the recording, and refuse others. What was recorded is written, unless that takes longer than
         a moment: nobody should wait for it when the engine ends. May be called twice.
         """
         with self._lock:
@@ -161,7 +161,7 @@ def _new_folder(parent: Path) -> Path:
 
 
 def _write(unfinished: Path, steps: int, duration_s: float, given_up: threading.Event) -> Profile:
-    """Stops to record, and writes everything."""
+    """Stop recording, and write everything."""
     recorder.stop()
     improve_trace(unfinished, given_up)
     folder = folders.finished(unfinished)

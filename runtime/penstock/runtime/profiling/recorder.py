@@ -26,7 +26,7 @@ def start(folder: Path) -> None:
 
 
 def stop() -> None:
-    """Stops to record, and writes the files below the folder. Takes seconds where much was recorded, without
+    """Stop recording, and write the files below the folder. Takes seconds where much was recorded, without
     Python's global lock. ProfileFailed.
     """
     try:

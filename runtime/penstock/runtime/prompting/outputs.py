@@ -62,7 +62,7 @@ class Receiver(Protocol):
     """Who takes in what the steps make of one output, on the event loop."""
 
     def deliver(self, output: StepOutput) -> None:
-        """Takes in what one step made. It must raise nothing: an error would reach the other receivers."""
+        """Take in what one step made. It must raise nothing: an error would reach the other receivers."""
         ...
 
 

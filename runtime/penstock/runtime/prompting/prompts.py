@@ -67,7 +67,7 @@ class ContextParams:
     """
 
     def __post_init__(self) -> None:
-        """Takes a `Truncation` also by its value, such as "left". InvalidRequest for what is none."""
+        """Take a `Truncation` also by its value, such as "left". InvalidRequest for what is none."""
         try:
             object.__setattr__(self, "truncation", Truncation(self.truncation))
         except ValueError:

@@ -236,7 +236,7 @@ class Score:
 
 @contextlib.contextmanager
 def naming(field: str, bad: list[Violation]) -> Iterator[None]:
-    """Adds what is wrong with one of several prompts to `bad`, under the name of its field: one prompt alone
+    """Add what is wrong with one of several prompts to `bad`, under the name of its field: one prompt alone
     is refused without that.
     """
     try:

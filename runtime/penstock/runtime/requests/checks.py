@@ -35,7 +35,7 @@ def _tokens_of(sampling: ResolvedSampling) -> list[tuple[str, Collection[int]]]:
 def check_token_ids(
     request: Request, vocab_size: int, num_eos: int, *, prompt_is_known: bool, sampling_is_known: bool = False
 ) -> None:
-    """Raises InvalidRequest for ids outside the vocabulary (naming the first ones), and for more stop ids
+    """Raise InvalidRequest for ids outside the vocabulary (naming the first ones), and for more stop ids
     than fit beside the model's `num_eos`. With `prompt_is_known` the prompt is not checked, and with
     `sampling_is_known` the sampling is not.
     """

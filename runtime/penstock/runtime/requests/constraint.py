@@ -25,13 +25,13 @@ class TokenConstraint(Protocol):
     """Restricts one output. It has state, so no two outputs share one. It is used on one thread at a time."""
 
     def fill(self, mask: Mask) -> None:
-        """Overwrites `mask`, int32[mask_words(vocab_size)], with the tokens that may come next. At least one
+        """Overwrite `mask`, int32[mask_words(vocab_size)], with the tokens that may come next. At least one
         may.
         """
         ...
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Takes in the tokens that came next."""
+        """Take in the tokens that came next."""
         ...
 
     @property

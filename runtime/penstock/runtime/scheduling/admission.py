@@ -22,12 +22,12 @@ class PageSupply:
         self._roster = roster
 
     def preempt(self, victim: Sequence, draft: Draft) -> None:
-        """Sends a running sequence back to the queue; it gives back its slot and pages."""
+        """Send a running sequence back to the queue; it gives back its slot and pages."""
         self._roster.preempt(victim)
         draft.preempted.append(victim.request_id)
 
     def grow(self, seq: Sequence, end: int, draft: Draft) -> bool:
-        """Gives a sequence the pages for its positions below `end`, and preempts the last of the running
+        """Give a sequence the pages for its positions below `end`, and preempts the last of the running
         sequences until there are enough. False if it cannot have them.
 
         A victim has no row in this plan: it ranks behind `seq`, and rows are made in order of rank. While an
@@ -48,7 +48,7 @@ class PageSupply:
         return True
 
     def exchange(self, seq: Sequence, draft: Draft) -> bool:
-        """Gives a prefill with a sliding window the pages of its next chunk in exchange for those that it
+        """Give a prefill with a sliding window the pages of its next chunk in exchange for those that it
         will not read again. False if it gets none at all.
 
         There are too few only if other requests hold some of the old pages too. Then the sequence computes a
@@ -71,7 +71,7 @@ class Admission:
         self._supply = supply
 
     def may_enter(self, seq: Sequence, draft: Draft) -> Prefix | None:
-        """Returns the prefix with which the first sequence in line can enter now; None if it cannot enter. In
+        """Return the prefix with which the first sequence in line can enter now; None if it cannot enter. In
         that case it has stepped aside if others may pass it; if it has not, no other sequence may enter
         either.
         """
@@ -85,7 +85,7 @@ class Admission:
         return prefix if prefix is not None and roster.can_enter(seq, prefix) else None
 
     def enter(self, seq: Sequence, prefix: Prefix, draft: Draft) -> None:
-        """Starts a waiting sequence on the prefix that `may_enter` has found."""
+        """Start a waiting sequence on the prefix that `may_enter` has found."""
         slot = self._roster.enter(seq, prefix)
         for group, table in enumerate(seq.tables):
             if prefix.partial:
@@ -148,7 +148,7 @@ class Admission:
         return True
 
     def find_prefix(self, seq: Sequence, draft: Draft) -> Prefix | None:
-        """Returns the pages that the first sequence in line can reuse: those of its source if it is a fork,
+        """Return the pages that the first sequence in line can reuse: those of its source if it is a fork,
         else the longest cached prefix. None if running sequences will compute more of its prompt: then it has
         stepped aside until they have. A fork whose source has kept no snapshot of its state, because others
         held all of them, is no different from any other sequence.

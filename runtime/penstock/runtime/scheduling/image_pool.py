@@ -48,7 +48,7 @@ class PicturePool:
         return len(self._pictures)
 
     def begin_plan(self) -> None:
-        """Notes that a new plan is made, which uses no picture yet."""
+        """Note that a new plan is made, which uses no picture yet."""
         self._planned.clear()
 
     def find(self, digest: bytes) -> Encoded | None:
@@ -66,13 +66,13 @@ class PicturePool:
         return missing <= 0
 
     def use(self, picture: Encoded) -> None:
-        """Notes that the plan in the making uses a picture of the pool."""
+        """Note that the plan in the making uses a picture of the pool."""
         self._planned.add(picture)
         del self._pictures[picture.digest]
         self._pictures[picture.digest] = picture
 
     def add(self, digest: bytes, num_tokens: int) -> Encoded:
-        """Takes blocks for a picture that the plan in the making encodes and uses. RuntimeError if there is
+        """Take blocks for a picture that the plan in the making encodes and uses. RuntimeError if there is
         no room, or if the picture is in the pool.
         """
         if digest in self._pictures or not self.has_room(num_tokens):
@@ -91,15 +91,15 @@ class PicturePool:
         return added
 
     def hold(self, picture: Encoded) -> None:
-        """Adds a holder, for whom the picture stays."""
+        """Add a holder, for whom the picture stays."""
         picture.num_holders += 1
 
     def let_go(self, picture: Encoded) -> None:
-        """Takes a holder away."""
+        """Take a holder away."""
         picture.num_holders -= 1
 
     def forget(self) -> None:
-        """Removes all pictures, for example because the weights have changed. Nobody may hold one."""
+        """Remove all pictures, for example because the weights have changed. Nobody may hold one."""
         for picture in list(self._pictures.values()):
             self._remove(picture)
         self._planned.clear()
@@ -112,7 +112,7 @@ class PicturePool:
         self._free.extend(reversed(picture.blocks))
 
     def check(self, held: Iterable[Encoded]) -> None:
-        """Checks all invariants against the pictures that sequences hold, for tests; the AssertionError says
+        """Check all invariants against the pictures that sequences hold, for tests; the AssertionError says
         what is wrong.
         """
         pictures = self._pictures.values()

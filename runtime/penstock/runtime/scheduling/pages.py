@@ -119,7 +119,7 @@ class PagePool:
         return sum(refcounts[page] == 0 for page in beside) <= left
 
     def allocate(self, n: int) -> list[int]:
-        """Takes `n` pages for one holder: free ones first, then cached ones, the oldest first. RuntimeError
+        """Take `n` pages for one holder: free ones first, then cached ones, the oldest first. RuntimeError
         if `can_allocate(n)` is false: call that first.
         """
         free = self._free
@@ -138,7 +138,7 @@ class PagePool:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Adds a holder to each page; each must be held or cached, else RuntimeError."""
+        """Add a holder to each page; each must be held or cached, else RuntimeError."""
         refcounts = self._refcounts
         for page in pages:
             count = refcounts[page]
@@ -149,7 +149,7 @@ class PagePool:
             refcounts[page] = count + 1
 
     def release(self, pages: Items[int]) -> None:
-        """Removes a holder from each page; each must be held, else RuntimeError. A page without holders is
+        """Remove a holder from each page; each must be held, else RuntimeError. A page without holders is
         free at once, or cached if it has a key.
 
         Pages are released in reverse order. So the next `allocate` hands out free pages in their old order,
@@ -178,7 +178,7 @@ class PagePool:
     # -- keys --
 
     def publish(self, page: int, key: bytes) -> None:
-        """Gives a held page a key, so that `lookup` finds it; does nothing if another page has this key.
+        """Give a held page a key, so that `lookup` finds it; do nothing if another page has this key.
         RuntimeError if the page is not held, or has a key.
         """
         if self._refcounts[page] < 1 or self._keys[page] is not None:
@@ -188,7 +188,7 @@ class PagePool:
             self._keys[page] = key
 
     def forget(self, page: int) -> None:
-        """Makes a cached page free. RuntimeError if it is not cached."""
+        """Make a cached page free. RuntimeError if it is not cached."""
         if page not in self._cached:
             raise RuntimeError(f"page {page} is not cached")
         del self._cached[page]
@@ -213,7 +213,7 @@ class PagePool:
         return len(self._index)
 
     def forget_keys(self) -> FlushedPages:
-        """Removes all keys, so that `lookup` finds no page any more. Cached pages become free; held ones stay
+        """Remove all keys, so that `lookup` finds no page any more. Cached pages become free; held ones stay
         held.
         """
         flushed = FlushedPages(freed=len(self._cached), in_use=len(self._index) - len(self._cached))
@@ -224,7 +224,7 @@ class PagePool:
         return flushed
 
     def _evict(self) -> int:
-        """Takes the oldest cached page, which loses its key, for the caller."""
+        """Take the oldest cached page, which loses its key, for the caller."""
         page, _ = self._cached.popitem(last=False)
         self._drop_key(page)
         return page
@@ -236,7 +236,7 @@ class PagePool:
         self._keys[page] = None
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
-        """Checks all invariants against the pages of every holder, for tests; the AssertionError says what is
+        """Check all invariants against the pages of every holder, for tests; the AssertionError says what is
         wrong.
         """
         held: Counter[int] = Counter()
@@ -426,7 +426,7 @@ class PageGroups:
         )
 
     def enter(self, seq: Sequence, prefix: Prefix) -> None:
-        """Gives a sequence its first pages, behind those of `prefix`. To be called if there is room."""
+        """Give a sequence its first pages, behind those of `prefix`. To be called if there is room."""
         tables = []
         for group in self.all:
             num_new = group.num_new(seq, prefix)
@@ -438,18 +438,18 @@ class PageGroups:
         self._cover(seq)
 
     def leave(self, seq: Sequence) -> None:
-        """Takes all pages of a sequence back."""
+        """Take all pages of a sequence back."""
         for pool, table in zip(self.pools, seq.tables, strict=True):
             pool.release(table.held)
         seq.tables, seq.covered = (), 0
 
     def hold(self, prefix: Prefix) -> None:
-        """Keeps the pages of a prefix that a sequence which enters with it would share, until `let_go`."""
+        """Keep the pages of a prefix that a sequence which enters with it would share, until `let_go`."""
         for group in self.all:
             group.pool.retain(group.shared_by(prefix))
 
     def let_go(self, prefix: Prefix) -> None:
-        """Ends what `hold` began."""
+        """End what `hold` began."""
         for group in self.all:
             group.pool.release(group.shared_by(prefix))
 
@@ -499,7 +499,7 @@ class PageGroups:
         return all(pool.can_allocate(max(num_pages - len(table.pages), 0)) for pool, table in pairs)
 
     def grow(self, seq: Sequence, end: int) -> list[tuple[int, int, tuple[int, ...]]]:
-        """Gives a sequence pages for its positions below `end`. Returns, for each group in which it gets
+        """Give a sequence pages for its positions below `end`. Returns, for each group in which it gets
         some, the group's index, the index of the first new page, and the pages.
         """
         num_pages, grown = -(-end // self.page_size), []
@@ -518,12 +518,12 @@ class PageGroups:
         return min(len(table.pages) + pool.num_available for pool, table in pairs) * self.page_size
 
     def drop_unread(self, seq: Sequence, start: int) -> None:
-        """Gives back the pages of a sequence that no position from `start` on attends to."""
+        """Give back the pages of a sequence that no position from `start` on attends to."""
         for group in self.windowed:
             self._drop(group, seq.tables[group.index], group.num_unread(start))
 
     def drop_behind(self, running: Iterable[Sequence]) -> None:
-        """Gives back the pages that no position attends to that is still to be computed, or that a fork of a
+        """Give back the pages that no position attends to that is still to be computed, or that a fork of a
         prompt that was just computed will compute. A dispatched step may use them, but the device runs it
         first. Pages whose tokens are not all known yet are kept, so that they can be published, and so are
         those that a prefill can exchange.
@@ -550,18 +550,18 @@ class PageGroups:
     # -- keys --
 
     def publish(self, seq: Sequence, keys: list[bytes], first: int, until: int) -> None:
-        """Gives the pages [first, until) of a sequence their keys."""
+        """Give the pages [first, until) of a sequence their keys."""
         for pool, table in zip(self.pools, seq.tables, strict=True):
             for index in range(first, until):
                 pool.publish(table.pages[index], keys[index])
 
     def forget_keys(self) -> FlushedPages:
-        """Removes all keys, see `PagePool.forget_keys`; the numbers are those of all groups together."""
+        """Remove all keys, see `PagePool.forget_keys`; the numbers are those of all groups together."""
         flushed = [pool.forget_keys() for pool in self.pools]
         return FlushedPages(sum(one.freed for one in flushed), sum(one.in_use for one in flushed))
 
     def check(self, running: Items[Sequence]) -> None:
-        """Checks all invariants against the sequences that run, for tests; the AssertionError says what is
+        """Check all invariants against the sequences that run, for tests; the AssertionError says what is
         wrong.
         """
         for group in self.all:

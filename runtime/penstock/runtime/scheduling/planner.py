@@ -82,7 +82,7 @@ class Windows:
         """Decode steps of the other rows since rows that take part in no window last had a step."""
 
     def choose(self, draft: Draft, most: int) -> None:
-        """Sets how many decode steps the plan has, at most `most`, and which rows take part."""
+        """Set how many decode steps the plan has, at most `most`, and which rows take part."""
         decodes = self._decodes()
         if decodes is None:
             return
@@ -168,7 +168,7 @@ class Planner:
         self._prefills = Prefills(config, roster, self._admission)
 
     def make(self, draft: Draft, max_steps: int) -> None:
-        """Fills in `draft`, a plan of up to `max_steps` decode steps. It stays without rows if nothing can be
+        """Fill in `draft`, a plan of up to `max_steps` decode steps. It stays without rows if nothing can be
         computed now.
         """
         waiting, snapshots = self._roster.waiting, self._roster.snapshots
@@ -187,7 +187,7 @@ class Planner:
             self._prefills.add(draft, prefills)
 
     def _add_decodes(self, draft: Draft) -> list[Sequence]:
-        """Adds a row for every decode. Returns the running sequences that are partly prefilled. No later
+        """Add a row for every decode. Returns the running sequences that are partly prefilled. No later
         decode preempts one of these, because victims are taken from the end of the order.
         """
         supply = self._supply

@@ -191,7 +191,7 @@ class Prefills:
         """The first sequence in line, if it could not enter in the last step."""
 
     def add(self, draft: Draft, prefills: list[Sequence]) -> None:
-        """Adds chunks of `prefills`, which are running sequences, and of the sequences that enter, in order
+        """Add chunks of `prefills`, which are running sequences, and of the sequences that enter, in order
         of rank.
         """
         waiting = self._roster.waiting
@@ -249,7 +249,7 @@ class Prefills:
             _add_row(draft, seq, start)
 
     def _budget(self, draft: Draft, num_prefills: int) -> int:
-        """Returns the prompt tokens of this step: what the decodes leave and, if there are decodes, at most
+        """Return the prompt tokens of this step: what the decodes leave and, if there are decodes, at most
         what `draft.prefill_budget` allows.
 
         `draft.prefill_budget` is meant for one prompt. For n prompts it is multiplied by the square root of
@@ -278,7 +278,7 @@ class Prefills:
         return min(budget, wanted - num_decodes)
 
     def _advance(self, seq: Sequence, most: int, draft: Draft) -> int:
-        """Adds up to `most` tokens to the next chunk of a prefill. Returns how many it added."""
+        """Add up to `most` tokens to the next chunk of a prefill. Returns how many it added."""
         start = seq.num_computed
         # With a sliding window, perhaps fewer positions than `prefill_until` have pages.
         end = min(start + most, seq.prefill_until, seq.covered)
@@ -299,7 +299,7 @@ class Prefills:
 
 
 def _add_row(draft: Draft, seq: Sequence, start: int) -> None:
-    """Adds the row of a prefill's chunk, from `start` to where the sequence has advanced. The last chunk
+    """Add the row of a prefill's chunk, from `start` to where the sequence has advanced. The last chunk
     samples the next token, unless the request ends with its prompt.
     """
     assert seq.slot is not None

@@ -137,7 +137,7 @@ class PrefixCache:
         return pages
 
     def promised(self, seq: Sequence, num_found: int) -> bytes | None:
-        """Returns the key to wait for, if a running prefill of no lower priority is about to publish the page
+        """Return the key to wait for, if a running prefill of no lower priority is about to publish the page
         after the `num_found` pages that `match` has found: the key of the last page that both have in common.
         None if there is no such prefill.
         """
@@ -156,7 +156,7 @@ class PrefixCache:
         return None
 
     def begin(self, seq: Sequence, num_shared: int) -> None:
-        """Notes that a sequence enters with this many shared pages."""
+        """Note that a sequence enters with this many shared pages."""
         sharing = seq.sharing
         sharing.num_published, sharing.is_shareable = num_shared, True
         if self.serves(seq.request):
@@ -168,7 +168,7 @@ class PrefixCache:
                 self._promising[seq] = None
 
     def publish(self, seq: Sequence, end: int) -> None:
-        """Publishes the full pages of a sequence below position `end`: their tokens are known, and their KV
+        """Publish the full pages of a sequence below position `end`: their tokens are known, and their KV
         is written once the dispatched steps have run. To be called when `end` is at least `publish_at`.
         """
         sharing, keys = seq.sharing, seq.sharing.keys
@@ -185,7 +185,7 @@ class PrefixCache:
             del self._promising[seq]
 
     def leave(self, seq: Sequence) -> None:
-        """Notes that a sequence stops running, or that its KV is older than a flush: it shares no more pages,
+        """Note that a sequence stops running, or that its KV is older than a flush: it shares no more pages,
         and its promises fall.
         """
         sharing = seq.sharing
@@ -219,7 +219,7 @@ class PrefixCache:
         return keys if len(keys) == num_pages else keys[:num_pages]
 
     def _extend(self, keys: list[bytes], request: Request, token_ids: list[int] | tuple[int, ...]) -> None:
-        """Appends the missing keys of the full pages of these tokens."""
+        """Append the missing keys of the full pages of these tokens."""
         page_size = self._page_size
         first, last = len(keys), len(token_ids) // page_size
         if first < last:

@@ -107,7 +107,7 @@ class Roster:
         return bool(self._free_feature_slots) or not seq.needs_feature_slot
 
     def add(self, seq: Sequence) -> None:
-        """Adds a new sequence to the queue."""
+        """Add a new sequence to the queue."""
         self._active[seq.request_id] = seq
         name = request_id_of(seq.request_id)
         outputs = self._outputs.setdefault(name, [])
@@ -117,7 +117,7 @@ class Roster:
         self.waiting.add(seq)
 
     def source_of(self, seq: Sequence) -> Sequence | None:
-        """Finds the running output whose prompt a waiting fork is to share, whether computed already or not.
+        """Find the running output whose prompt a waiting fork is to share, whether computed already or not.
         None if there is none, or if the fork ran before: then it computes what the prefix cache does not
         have.
 
@@ -155,7 +155,7 @@ class Roster:
         return self.groups.have_room(seq, prefix, self.running)
 
     def enter(self, seq: Sequence, prefix: Prefix) -> int:
-        """Starts a waiting sequence behind its prefix, in the lowest free slots, with pages for all its known
+        """Start a waiting sequence behind its prefix, in the lowest free slots, with pages for all its known
         tokens or, in groups with a window, for as many as it can use at a time. Returns the slot.
 
         So a prefill takes no page without giving one back, and two prefills never deadlock halfway. If
@@ -179,14 +179,14 @@ class Roster:
         return slot
 
     def _start(self, seq: Sequence) -> None:
-        """Notes that the first output of a request enters."""
+        """Note that the first output of a request enters."""
         seq.has_started = True
         for other in self._outputs[request_id_of(seq.request_id)]:
             if other is not seq:
                 self.waiting.start(other)
 
     def preempt(self, seq: Sequence) -> None:
-        """Sends a running sequence back to the queue.
+        """Send a running sequence back to the queue.
 
         It gives back its slot and pages and keeps its tokens, which are prefilled again after it enters
         again.
@@ -200,7 +200,7 @@ class Roster:
         self.waiting.add(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Ends a running or waiting sequence; what it held is free at once."""
+        """End a running or waiting sequence; what it held is free at once."""
         if seq.status is Status.RUNNING:
             self._leave(seq)
         else:
@@ -227,7 +227,7 @@ class Roster:
         seq.slot = seq.feature_slot = None
 
     def let_go_of_picture(self, seq: Sequence) -> None:
-        """Notes that a sequence computes no further token of the picture that it holds, if it holds one."""
+        """Note that a sequence computes no further token of the picture that it holds, if it holds one."""
         if seq.picture is not None:
             self.pictures.let_go(seq.picture)
             seq.picture = None
@@ -251,7 +251,7 @@ class Roster:
         )
 
     def check(self) -> None:
-        """Checks all invariants, for tests; valid between any two moves. The AssertionError says what is
+        """Check all invariants, for tests; valid between any two moves. The AssertionError says what is
         wrong.
         """
         running, waiting = self.running, list(self.waiting)
@@ -298,7 +298,7 @@ class Roster:
             _expect(flags == {True} or flags == {has}, f"{name} has started: {has}, not {flags}")
 
     def _check_awaited(self, seq: Sequence) -> None:
-        """Checks that what a sequence awaits will happen."""
+        """Check that what a sequence awaits will happen."""
         event, name, size = seq.awaits, seq.request_id, self.groups.page_size
         if isinstance(event, Sequence):
             will = event.status is Status.RUNNING and event.sharing.is_shareable

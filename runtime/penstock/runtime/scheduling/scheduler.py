@@ -54,7 +54,7 @@ class Endings:
         ended."""
 
     def expect(self, seq: Sequence) -> None:
-        """Notes the time limit of a sequence that was queued."""
+        """Note the time limit of a sequence that was queued."""
         self.next_deadline_ns = min(self.next_deadline_ns, seq.rules.deadline_ns)
 
     def end(
@@ -69,7 +69,7 @@ class Endings:
         logprobs: tuple[TokenLogprobs, ...] = (),
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> StepOutput:
-        """Ends a sequence, by `finish` or `error`, and makes its last StepOutput. Its slot and pages are free
+        """End a sequence, by `finish` or `error`, and make its last StepOutput. Its slot and pages are free
         when this returns.
         """
         self._roster.remove(seq)
@@ -89,7 +89,7 @@ class Endings:
         )
 
     def expire(self, now_ns: int, *, weights_generation: int) -> list[StepOutput]:
-        """Ends the active sequences whose time limit has passed. Costs nothing while no time limit is due."""
+        """End the active sequences whose time limit has passed. Costs nothing while no time limit is due."""
         if now_ns < self.next_deadline_ns:
             return []
         active = self._roster.active()
@@ -161,11 +161,11 @@ class Commits:
         return bool(self._plans)
 
     def expect(self, step_id: int, draft: Draft, weights_generation: int) -> None:
-        """Notes a new plan, which weights of this generation will compute."""
+        """Note a new plan, which weights of this generation will compute."""
         self._plans[step_id] = _Uncommitted(weights_generation, draft.sampling, draft.prompts)
 
     def accept(self, plan: Plan, result: StepResult, now_ns: int) -> Verdicts:
-        """Gives the constraints of a plan's rows their tokens. See `Scheduler.accept`."""
+        """Give the constraints of a plan's rows their tokens. See `Scheduler.accept`."""
         verdicts: dict[int, bool | Exception] = {}
         for i, seq in enumerate(self._plans[plan.step_id].sampling):
             if seq is None or not seq.is_constrained or seq.status is _FINISHED:
@@ -177,7 +177,7 @@ class Commits:
         return verdicts
 
     def put_off(self, plan: Plan, rows: Collection[int], late: Collection[int]) -> None:
-        """Makes these rows of a plan yield no token. See `Scheduler.put_off`."""
+        """Make these rows of a plan yield no token. See `Scheduler.put_off`."""
         sampling = self._plans[plan.step_id].sampling
         self._roster.counts.put_off_rows += len(rows)
         for i in rows:
@@ -191,7 +191,7 @@ class Commits:
                     seq.put_offs += 1
 
     def commit(self, plan: Plan, result: StepResult, now_ns: int, verdicts: Verdicts) -> list[StepOutput]:
-        """Takes in the tokens of a plan. See `Scheduler.commit`."""
+        """Take in the tokens of a plan. See `Scheduler.commit`."""
         weights_generation, sampling, prompts = self._plans.pop(plan.step_id)
         if prompts:
             _take_prompts(prompts, plan, result)
@@ -262,7 +262,7 @@ class Commits:
         now_ns: int,
         weights_generation: int,
     ) -> list[StepOutput]:
-        """Ends the sequences that end with their prompts and whose last chunk was computed."""
+        """End the sequences that end with their prompts and whose last chunk was computed."""
         outputs: list[StepOutput] = []
         for i, seq in prompts.items():
             if seq.request.reading is None or seq.status is _FINISHED:
@@ -311,7 +311,7 @@ def _ending(
 
 
 def _take_prompts(prompts: Mapping[int, Sequence], plan: Plan, result: StepResult) -> None:
-    """Adds what is new of the prompts' log-probabilities and embeddings."""
+    """Add what is new of the prompts' log-probabilities and embeddings."""
     for i, seq in prompts.items():
         if seq.status is not _FINISHED:
             row = plan.rows[i]
@@ -332,7 +332,7 @@ def _with_hidden_states(outputs: Items[StepOutput], plan: Plan, result: StepResu
 
 
 def _accept(seq: Sequence, token_ids: Items[int]) -> bool | Exception:
-    """Gives a sequence's constraint its tokens, and returns the verdict."""
+    """Give a sequence's constraint its tokens, and return the verdict."""
     constraint = seq.request.constraint
     assert constraint is not None
     try:
@@ -366,7 +366,7 @@ class Scheduler:
         self.queue(self.prepare(request, now_ns, self.page_keys(request)))
 
     def page_keys(self, request: Request) -> Iterable[bytes]:
-        """Returns the prefix cache's keys of a prompt, and none for a prompt that is too long anyway. Any
+        """Return the prefix cache's keys of a prompt, and none for a prompt that is too long anyway. Any
         thread may call this and `prepare` at any time, because they touch nothing that changes.
         """
         if len(request.prompt_token_ids) >= self.config.max_model_len:
@@ -374,7 +374,7 @@ class Scheduler:
         return self.roster.cache.keys_of(request)
 
     def prepare(self, request: Request, now_ns: int, page_keys: Iterable[bytes]) -> Sequence:
-        """Makes the sequence that `queue` takes. Raises PromptTooLong or ExceedsKVCapacity, see
+        """Make the sequence that `queue` takes. Raises PromptTooLong or ExceedsKVCapacity, see
         `SchedulerConfig.context_limit`.
         """
         rules = StopRules.of(
@@ -448,7 +448,7 @@ class Scheduler:
         return plan
 
     def limit_prefill_chunk(self, size: int | None) -> None:
-        """Sets the most prompt tokens of one request in a step, at least 1, from the next plan on; None: the
+        """Set the most prompt tokens of one request in a step, at least 1, from the next plan on; None: the
         token budget is the only bound.
         """
         self._max_chunk = size
@@ -456,7 +456,7 @@ class Scheduler:
     # -- results --
 
     def accept(self, plan: Plan, result: StepResult, now_ns: int) -> Verdicts:
-        """Gives the constraints of a plan's rows their tokens, and returns what `commit` needs to know of the
+        """Give the constraints of a plan's rows their tokens, and return what `commit` needs to know of the
         answers.
 
         This may take long, so it is called without the engine's lock. That is safe if the caller is the
@@ -466,7 +466,7 @@ class Scheduler:
         return self._commits.accept(plan, result, now_ns)
 
     def put_off(self, plan: Plan, rows: Collection[int], late: Collection[int]) -> None:
-        """Makes these rows of a plan yield no token, although they were to. The next plan that has such a row
+        """Make these rows of a plan yield no token, although they were to. The next plan that has such a row
         computes its last position again or, with `SchedulerConfig.has_state`, all that the row computed in
         this plan. While other sequences have something to do, the row's sequence is left out of one plan; if
         the row is in `late`, of two plans, then four, and so on. To be called before the next plan is made.
@@ -476,7 +476,7 @@ class Scheduler:
     def commit(
         self, plan: Plan, result: StepResult, now_ns: int, verdicts: Verdicts = NO_VERDICTS
     ) -> list[StepOutput]:
-        """Takes in the tokens of a plan. Returns one StepOutput for each row that sampled and whose sequence
+        """Take in the tokens of a plan. Returns one StepOutput for each row that sampled and whose sequence
         is still active. If rows have constraints, `accept` must be called before, with the same arguments.
 
         The token that ends a request (EOS or a stop id) is the last one of its StepOutput; the text layer
@@ -494,7 +494,7 @@ class Scheduler:
         reason: FinishReason = FinishReason.ABORTED,
         stop: str | None = None,
     ) -> StepOutput | None:
-        """Ends an active output in any state, and returns its last StepOutput; None if no output has exactly
+        """End an active output in any state, and return its last StepOutput; None if no output has exactly
         this id.
 
         The slot and pages are free when this returns, and tokens still in flight are dropped when they are
@@ -508,7 +508,7 @@ class Scheduler:
         return self._endings.end(seq, now_ns, weights_generation=self._weights_generation, finish=finish)
 
     def fail(self, request_id: str, error: Exception, now_ns: int) -> StepOutput:
-        """Ends an active output with an error, and returns its last StepOutput. KeyError if there is none of
+        """End an active output with an error, and return its last StepOutput. KeyError if there is none of
         this id.
         """
         seq = self.roster.find(request_id)
@@ -517,7 +517,7 @@ class Scheduler:
         return self._endings.end(seq, now_ns, weights_generation=self._weights_generation, error=error)
 
     def expire(self, now_ns: int) -> list[StepOutput]:
-        """Ends the active requests whose time limit has passed. Costs nothing while no time limit is due."""
+        """End the active requests whose time limit has passed. Costs nothing while no time limit is due."""
         return self._endings.expire(now_ns, weights_generation=self._weights_generation)
 
     @property
@@ -536,7 +536,7 @@ class Scheduler:
     # -- all at once --
 
     def preempt_all(self) -> tuple[str, ...]:
-        """Sends all running sequences back to the queue; they keep their tokens. Returns their ids, in order
+        """Send all running sequences back to the queue; they keep their tokens. Returns their ids, in order
         of arrival.
         """
         victims = sorted(self.roster.running, key=lambda seq: seq.order)
@@ -545,7 +545,7 @@ class Scheduler:
         return tuple(seq.request_id for seq in victims)
 
     def use_weights(self, generation: int) -> None:
-        """Records that new weights went live, with no step in flight. Outputs carry this weights' generation
+        """Record that new weights went live, with no step in flight. Outputs carry this weights' generation
         from now on, and KV of the old weights is not shared any more. Running sequences go on with their own
         KV; preempted ones compute theirs again, and so do those that end with their prompts, because an
         embedding or a score is of one version of the weights.
@@ -626,7 +626,7 @@ class Scheduler:
         return taken
 
     def check(self) -> None:
-        """Checks all invariants, for tests; valid between any two calls. The AssertionError says what is
+        """Check all invariants, for tests; valid between any two calls. The AssertionError says what is
         wrong.
         """
         self.roster.check()

@@ -78,7 +78,7 @@ class StopRules:
         )
 
     def first_end(self, tokens: Items[int], num_before: int, now_ns: int) -> tuple[int, Finish | None]:
-        """Returns how many of these samples count, and why the request ends with the last of them; None if it
+        """Return how many of these samples count, and why the request ends with the last of them; None if it
         goes on.
 
         The request had `num_before` tokens. The time limit is checked once, at the last sample, because all
@@ -92,7 +92,7 @@ class StopRules:
         return len(tokens), None
 
     def decide(self, token_id: int, num_total: int, now_ns: int) -> Finish | None:
-        """Returns why the request ends with `token_id`, its `num_total`-th token (prompt included); None if
+        """Return why the request ends with `token_id`, its `num_total`-th token (prompt included); None if
         it goes on.
 
         The reasons are checked in this order: EOS, STOP, MAX_TOKENS, CONTEXT_FULL, TIME_LIMIT. The token that
@@ -149,7 +149,7 @@ class PromptValues:
     # -- log-probabilities --
 
     def add_logprobs(self, end: int, values: Items[TokenLogprobs]) -> None:
-        """Takes the log-probabilities that a chunk up to position `end` has given. A sequence that was
+        """Take the log-probabilities that a chunk up to position `end` has given. A sequence that was
         preempted computes some of them again.
         """
         known = min(end, self._num_prompt - 1)
@@ -175,7 +175,7 @@ class PromptValues:
         return first - start
 
     def add_hidden(self, hidden: NDArray[np.float32]) -> None:
-        """Adds the hidden states, float32[E], that a chunk has added up."""
+        """Add the hidden states, float32[E], that a chunk has added up."""
         self._sum = hidden.astype(np.float64) if self._sum is None else self._sum + hidden
 
     def pooled(self) -> NDArray[np.float32] | None:
@@ -336,7 +336,7 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     def forget_prompt_values(self) -> None:
-        """Drops what is known of the prompt and was not handed out: it belongs to old weights, so the whole
+        """Drop what is known of the prompt and was not handed out: it belongs to old weights, so the whole
         prompt is to be computed again.
         """
         if self.first_token_ns == 0:

@@ -65,7 +65,7 @@ class Snapshots:
     # -- a new plan --
 
     def begin_plan(self, has_forks: Callable[[Sequence], bool]) -> None:
-        """Makes readable what the plan before has written, and lets go of what no sequence needs any more.
+        """Make readable what the plan before has written, and let go of what no sequence needs any more.
         `has_forks` says of a running sequence whether forks wait to begin with its prompt.
         """
         for entry, key in self._written:
@@ -87,7 +87,7 @@ class Snapshots:
     # -- sequences --
 
     def enter(self, seq: Sequence, prefix: Prefix, *, for_forks: bool) -> None:
-        """Notes that a sequence enters behind this prefix; with `for_forks`, that its forks will too."""
+        """Note that a sequence enters behind this prefix; with `for_forks`, that its forks will too."""
         kept = seq.recurrence
         kept.begin, kept.branch = prefix.num_computed, prefix.num_found
         if prefix.snapshot is not None:
@@ -99,7 +99,7 @@ class Snapshots:
                 kept.for_forks = prefix.snapshot
 
     def leave(self, seq: Sequence) -> None:
-        """Notes that a sequence stops running."""
+        """Note that a sequence stops running."""
         kept, seq.recurrence = seq.recurrence, Recurrence()
         self._pool.release([entry for entry in (kept.source, kept.for_forks) if entry is not None])
         self._holders.pop(seq, None)
@@ -112,7 +112,7 @@ class Snapshots:
     # -- writing --
 
     def write(self, key: bytes | None) -> int | None:
-        """Takes a snapshot for a row of the plan that is being made to write, and returns it; None if others
+        """Take a snapshot for a row of the plan that is being made to write, and return it; None if others
         hold all of them. From the next plan on it can be found by its key, if it has one.
         """
         if not self._pool.can_allocate(1):
@@ -135,7 +135,7 @@ class Snapshots:
         return written
 
     def hold_for_forks(self, seq: Sequence, entry: int) -> None:
-        """Keeps a snapshot that `write` has given a sequence until its forks have begun behind it."""
+        """Keep a snapshot that `write` has given a sequence until its forks have begun behind it."""
         self._pool.retain([entry])
         seq.recurrence.for_forks = entry
         self._holders[seq] = None
@@ -149,7 +149,7 @@ class Snapshots:
         self._pool.forget_keys()
 
     def check(self, running: Iterable[Sequence]) -> None:
-        """Checks all invariants against the sequences that run, for tests; the AssertionError says what is
+        """Check all invariants against the sequences that run, for tests; the AssertionError says what is
         wrong.
         """
         held = [[entry] for entry, _ in self._written]

@@ -73,7 +73,7 @@ class Waiting:
         return new if new.rank < started.rank else started
 
     def add(self, seq: Sequence) -> None:
-        """Adds a sequence to the line."""
+        """Add a sequence to the line."""
         seq.status = Status.WAITING
         self._num += 1
         self.prompt_tokens += seq.num_prompt
@@ -81,7 +81,7 @@ class Waiting:
         insort(self._line_of(seq), seq, key=rank_of)
 
     def take(self, seq: Sequence) -> None:
-        """Removes a sequence, which waits no more."""
+        """Remove a sequence, which waits no more."""
         if seq.awaits is None:
             self._leave_line(seq)
         seq.awaits = None
@@ -90,7 +90,7 @@ class Waiting:
         self.num_started -= seq.has_started
 
     def start(self, seq: Sequence) -> None:
-        """Notes that the request of a waiting sequence has started."""
+        """Note that the request of a waiting sequence has started."""
         if seq.awaits is None:
             take_ranked(self._new, seq)
             insort(self._started, seq, key=rank_of)
@@ -104,7 +104,7 @@ class Waiting:
         self._aside.setdefault(event, []).append(seq)
 
     def happened(self, event: Hashable) -> None:
-        """Puts the sequences that awaited this event back in line."""
+        """Put the sequences that awaited this event back in line."""
         seqs = self._aside.pop(event, None)
         if seqs is None:
             return
@@ -122,7 +122,7 @@ class Waiting:
         take_ranked(self._line_of(seq), seq)
 
     def check(self) -> None:
-        """Checks all invariants, for tests; the AssertionError says what is wrong."""
+        """Check all invariants, for tests; the AssertionError says what is wrong."""
         everybody = list(self)
         if len(everybody) != self._num or len(set(everybody)) != self._num:
             raise AssertionError(f"{self._num} should wait, each once, not {len(everybody)}")
@@ -139,7 +139,7 @@ class Waiting:
 
 
 def take_ranked(seqs: list[Sequence], seq: Sequence) -> None:
-    """Removes a sequence from a list in order of rank. Ranks are unique, so a search by rank finds it."""
+    """Remove a sequence from a list in order of rank. Ranks are unique, so a search by rank finds it."""
     index = bisect_left(seqs, seq.rank, key=rank_of)
     assert seqs[index] is seq
     del seqs[index]

@@ -69,7 +69,7 @@ def _guidance(asked: Any) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """Parses JSON. A name that is given twice, which JSON readers drop silently, is an error."""
+    """Parse JSON. A name that is given twice, which JSON readers drop silently, is an error."""
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_decimal)
     except GrammarError:

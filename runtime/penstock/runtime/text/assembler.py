@@ -83,7 +83,7 @@ class TextStream:
     def push(
         self, token_ids: Sequence[int], *, final: bool = False, mute_last_token: bool = False
     ) -> TextDelta:
-        """Adds tokens. `final`: no more follow. `mute_last_token`: the last token, such as EOS, has no
+        """Add tokens. `final`: no more follow. `mute_last_token`: the last token, such as EOS, has no
         text.
         """
         if self._ended:
@@ -106,7 +106,7 @@ class TextStream:
         return TextDelta(self._take(end if self._include_stop else start), stop, num_tokens)
 
     def _decode(self, token_ids: Sequence[int], final: bool) -> list[int]:
-        """Appends the tokens' text to `_pending`. Returns the length of the whole text after each token."""
+        """Append the tokens' text to `_pending`. Returns the length of the whole text after each token."""
         ends: list[int] = []
         parts: list[str] = []
         for token_id in token_ids:

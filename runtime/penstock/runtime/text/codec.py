@@ -132,7 +132,7 @@ class TextCodec:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> TextCodec:
-        """Reads the tokenizer of a checkpoint folder. ConfigError if there is none, or if it cannot be
+        """Read the tokenizer of a checkpoint folder. ConfigError if there is none, or if it cannot be
         read.
         """
         try:
@@ -150,7 +150,7 @@ class TextCodec:
 
     @classmethod
     def find(cls, folder: str | Path) -> TextCodec | None:
-        """Reads the tokenizer of a checkpoint folder; None if the folder has none: the server then takes
+        """Read the tokenizer of a checkpoint folder; None if the folder has none: the server then takes
         token ids only. ConfigError if it cannot be read.
         """
         if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):

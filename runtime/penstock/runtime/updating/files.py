@@ -45,7 +45,7 @@ class UpdateFiles:
     """The tensors of the files that a URI names. To be closed."""
 
     def __init__(self, uri: str, roots: Sequence[Path]) -> None:
-        """Opens the files and reads their headers.
+        """Open the files and read their headers.
 
         `uri`: file:// with the path of a safetensors file, or of a directory that has one, shards with an
         index, or several without. `roots`: where files may lie; symbolic links are followed before this is
@@ -86,7 +86,7 @@ class UpdateFiles:
                 _check_unchanged(file)
 
     def close(self) -> None:
-        """Closes the files. May be called twice."""
+        """Close the files. May be called twice."""
         for file in self._files.values():
             os.close(file.descriptor)
         self._files.clear()
@@ -121,7 +121,7 @@ class UpdateFiles:
         return real
 
     def _opened(self, path: Path) -> _OpenFile:
-        """Opens a file below a root. On the way no symbolic link is followed any more, so that none can be
+        """Open a file below a root. On the way no symbolic link is followed any more, so that none can be
         put there after the check.
         """
         real = self._below_a_root(path)

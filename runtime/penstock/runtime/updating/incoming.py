@@ -64,7 +64,7 @@ class IncomingTensor:
         return self._num_bytes - self.received
 
     def append(self, data: bytes) -> None:
-        """Takes the next bytes, of which there are no more than are missing."""
+        """Take the next bytes, of which there are no more than are missing."""
         if self._bytes is not None:
             self._bytes[self.received : self.received + len(data)] = np.frombuffer(data, np.uint8)
         if self._sent.crc32c:

@@ -53,11 +53,11 @@ class NewLeaves(Protocol):
         ...
 
     def take(self, path: ParamPath, leaf: npt.NDArray[Any], parts: Parts) -> None:
-        """Takes a complete leaf, of which `parts` are new."""
+        """Take a complete leaf, of which `parts` are new."""
         ...
 
     def install(self) -> None:
-        """Makes all leaves those that serve; called between two steps. If it raises, nothing has changed,
+        """Make all leaves those that serve; called between two steps. If it raises, nothing has changed,
         unless `break_weights` was called.
         """
         ...
@@ -229,7 +229,7 @@ class NewWeights:
     def put(
         self, name: str, values: npt.NDArray[Any] | None, sha256: bytes, *, is_intact: bool = True
     ) -> None:
-        """Takes a whole tensor, of which the values must not change any more; they are contiguous, and None
+        """Take a whole tensor, of which the values must not change any more; they are contiguous, and None
         if they are not needed. sha256: of its bytes. is_intact: whether they have the sender's checksums. May
         block while others are converted.
         """
@@ -245,7 +245,7 @@ class NewWeights:
             self._leaves.drop()
 
     def finish(self) -> bytes:
-        """Waits until all leaves are complete, and returns the digest of the update.
+        """Wait until all leaves are complete, and return the digest of the update.
 
         Raises TensorsRefused with every tensor that has not come or is bad: ChecksumMismatch if one does not
         have its checksum. Raises InvalidRequest if a tensor that is to be a copy of another is none.
@@ -270,7 +270,7 @@ class NewWeights:
         return digest_of((tensor, self._hashes[name]) for name, tensor in self._sent.items())
 
     def install(self) -> None:
-        """Makes the new leaves those that serve, see `NewLeaves.install`."""
+        """Make the new leaves those that serve, see `NewLeaves.install`."""
         self.is_spent = True
         self._leaves.install()
 
@@ -281,14 +281,14 @@ class NewWeights:
         self._leaves.drop()
 
     def _note(self, problem: TensorProblem) -> None:
-        """Keeps the first problem of each tensor."""
+        """Keep the first problem of each tensor."""
         if not self._problems:
             self._maker.is_refused = True
             self._leaves.drop()
         self._problems.setdefault(problem.name, problem)
 
     def _check_copies(self) -> None:
-        """Compares by hashes, so that neither tensor need be kept until the other has come."""
+        """Compare by hashes, so that neither tensor need be kept until the other has come."""
         wrong = [
             f"{name} differs from {other}, though config.json ties them"
             for name, other in self._rules.copies.items()
@@ -312,7 +312,7 @@ class Target:
 
 
 def check_generation(options: UpdateOptions, current: WeightsVersion) -> None:
-    """Raises GenerationChanged unless the generation serves that the caller expects, if it expects one."""
+    """Raise GenerationChanged unless the generation serves that the caller expects, if it expects one."""
     expected = options.expected_generation
     if expected is not None and expected != current.generation:
         raise GenerationChanged(expected, current.generation)
@@ -372,18 +372,18 @@ class OneUpdate:
             )
 
     def received(self, num_bytes: int) -> None:
-        """Counts bytes of tensors that have come."""
+        """Count bytes of tensors that have come."""
         self._meters.received(num_bytes)
 
     def finish(self, num_bytes: int) -> None:
-        """Waits until all leaves are complete; `num_bytes` were sent. Raises as `NewWeights.finish`."""
+        """Wait until all leaves are complete; `num_bytes` were sent. Raises as `NewWeights.finish`."""
         self._digest = self.new.finish()
         self._num_bytes = num_bytes
         self._staged_s = time.monotonic() - self._began
         self._meters.staged(self._staged_s)
 
     def go_live(self, policy: InFlightPolicy, drain_timeout_s: float | None) -> Future[Applied]:
-        """Makes the new weights those that serve, between two steps. The future may hold GenerationChanged,
+        """Make the new weights those that serve, between two steps. The future may hold GenerationChanged,
         and what `Changes.update` says; an update in place is live when this returns, or raises.
         """
         if self._in_place is None:
@@ -402,7 +402,7 @@ class OneUpdate:
         return live
 
     def stop_waiting(self) -> None:
-        """Ends the wait for the engine to stand still, if there is one. Any thread may call this, and must
+        """End the wait for the engine to stand still, if there is one. Any thread may call this, and must
         call `drop` then.
         """
         hold = self._hold  # another thread may end the hold meanwhile
@@ -423,7 +423,7 @@ class OneUpdate:
             self._changes.drop_hold()
 
     def _stand_still(self) -> None:
-        """Waits until the engine stands still. Raises what the future of `Changes.hold_for_update` may hold,
+        """Wait until the engine stands still. Raises what the future of `Changes.hold_for_update` may hold,
         GenerationChanged if another update went live before, and WeightsError if this one was taken back.
         """
         assert self._hold is not None, "an update in place is not live yet"
@@ -471,11 +471,11 @@ class PendingReport(Future[UpdateReport]):
         self._applied = applied
 
     def cancel(self) -> bool:
-        """Takes the update back. False if its turn has come."""
+        """Take the update back. False if its turn has come."""
         return self._applied.cancel()
 
     def end(self, outcome: UpdateReport | BaseException) -> None:
-        """Sets the result, or the error."""
+        """Set the result, or the error."""
         if isinstance(outcome, CancelledError):
             super().cancel()
             self.set_running_or_notify_cancel()

@@ -66,7 +66,7 @@ class UpdatePlace:
         return holder.update_id if holder is not None and holder.is_staged else ""
 
     def reserve(self, update_id: str) -> None:
-        """Takes the place for an update that is about to be made. Raises UpdateUnderWay if it is taken, or
+        """Take the place for an update that is about to be made. Raises UpdateUnderWay if it is taken, or
         if an update of this id has gone live: who asks again will be told so.
         """
         with self._lock:
@@ -77,13 +77,13 @@ class UpdatePlace:
             self._holder = _Holder(update_id)
 
     def occupy(self, update: OneUpdate) -> None:
-        """Gives the reserved place to its update."""
+        """Give the reserved place to its update."""
         with self._lock:
             assert self._holder is not None
             self._holder.update = update
 
     def stage(self, update: OneUpdate) -> None:
-        """Notes that the update that has the place waits to be committed."""
+        """Note that the update that has the place waits to be committed."""
         with self._lock:
             assert self._holder is not None
             assert self._holder.update is update
@@ -109,7 +109,7 @@ class UpdatePlace:
                 self._holder = None
 
     def remember(self, update_id: str, report: UpdateReport) -> None:
-        """Notes that an update is live; an empty id is not remembered."""
+        """Note that an update is live; an empty id is not remembered."""
         with self._lock:
             self.digest = report.digest
             if update_id:
@@ -146,7 +146,7 @@ _MOST_VIOLATIONS = 100
 
 
 def check_manifest(rules: LoadRules, sent: Sequence[SentTensor], *, partial: bool, field: str) -> None:
-    """Raises InvalidRequest if the list itself is wrong, and TensorsRefused with every tensor that does not
+    """Raise InvalidRequest if the list itself is wrong, and TensorsRefused with every tensor that does not
     fit the model. `field`: what the caller calls the list.
     """
     counts = Counter(tensor.name for tensor in sent)
@@ -219,11 +219,11 @@ class Updater:
     # -- one update at a time --
 
     def validate(self, options: UpdateOptions, sent: Sequence[SentTensor]) -> None:
-        """Raises what `begin` would, but for UpdateUnderWay: another update may be under way."""
+        """Raise what `begin` would, but for UpdateUnderWay: another update may be under way."""
         self._check(options, sent, _MANIFEST)
 
     def validate_uri(self, options: UpdateOptions, uri: str, *, roots: Sequence[Path]) -> None:
-        """Raises what `open_uri` would, but for UpdateUnderWay."""
+        """Raise what `open_uri` would, but for UpdateUnderWay."""
         files = UpdateFiles(uri, roots)
         try:
             self._check(options, files.tensors, FIELD)
@@ -386,7 +386,7 @@ class Updater:
         field: str,
         upload_of: Callable[[OneUpdate], UploadT],
     ) -> UploadT:
-        """Takes the place for an update, and makes what takes its tensors."""
+        """Take the place for an update, and make what takes its tensors."""
         self._place.reserve(options.update_id)
         try:
             update = OneUpdate(self._target(rules), options, sent, field=field)

@@ -33,7 +33,7 @@ def described(tensors: Arrays) -> list[SentTensor]:
 
 
 def put_all(thread: BackgroundThread, new: NewWeights, sent: Sequence[SentTensor], tensors: Arrays) -> int:
-    """Puts all arrays into the new weights, on the thread, and returns how many bytes they have. Each is
+    """Put all arrays into the new weights, on the thread, and return how many bytes they have. Each is
     asked for on the calling thread. InvalidRequest if one is not what it was before.
     """
     return sum(thread.run(_put, new, tensor, np.asarray(tensors[tensor.name])) for tensor in sent)
@@ -58,7 +58,7 @@ class Place(Protocol):
         ...
 
     def keep_staged(self, update: OneUpdate) -> UpdateReport:
-        """Keeps a complete update until it is committed or discarded."""
+        """Keep a complete update until it is committed or discarded."""
         ...
 
     def give_up(self, update: OneUpdate) -> None:
@@ -84,7 +84,7 @@ class Upload:
         thread.run(self._take_empty)
 
     def write(self, tensor_index: int, offset: int, data: bytes) -> None:
-        """Takes the next bytes of a tensor. As soon as all tensors of a rule are there they become parts of
+        """Take the next bytes of a tensor. As soon as all tensors of a rule are there they become parts of
         leaves, and are let go.
 
         Raises InvalidRequest for an index that the manifest has not and for bytes that are not the next ones,
@@ -107,13 +107,13 @@ class Upload:
         return self._thread.run(self._commit, total_bytes)
 
     def stage(self, total_bytes: int) -> UpdateReport:
-        """Keeps the complete update until `Updater.commit_staged` or `discard`. Raises as `commit`, and
+        """Keep the complete update until `Updater.commit_staged` or `discard`. Raises as `commit`, and
         InvalidRequest for an update in place.
         """
         return self._thread.run(self._stage, total_bytes)
 
     def close(self) -> None:
-        """Ends the upload. Unless it is live or staged nothing has changed, and its memory is free: an update
+        """End the upload. Unless it is live or staged nothing has changed, and its memory is free: an update
         that is committed and waits for its turn is taken back. Another method that runs on another thread
         ends soon. May be called twice.
 
@@ -201,7 +201,7 @@ class FileUpload(Upload):
         self._is_stopped = threading.Event()
 
     def read(self) -> None:
-        """Reads all tensors. Raises InvalidRequest if a file was changed since it was opened, and
+        """Read all tensors. Raises InvalidRequest if a file was changed since it was opened, and
         WeightsError if the upload is closed meanwhile.
         """
         self._thread.run(self._read)

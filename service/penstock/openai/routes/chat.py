@@ -1,24 +1,280 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: the request's keyword arguments for the client, the answer, and its chunks."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.openai.answers.chat import chat_answer
-from penstock.openai.answers.chat_chunks import chat_chunks
-from penstock.openai.answers.frames import Wanted, usage_wanted
-from penstock.openai.answers.large import Bound, read_whole
+from penstock.client import (
+    AsyncGenerationStream,
+    Delta,
+    Finished,
+    Generation,
+    Output,
+    RequestOptions,
+    Started,
+    Summary,
+    ToolCall,
+)
+from penstock.openai.backend import ModelFacts
 from penstock.openai.calls import call_of
 from penstock.openai.endpoints import name_params
+from penstock.openai.failures import invalid_value
 from penstock.openai.front import front_of
+from penstock.openai.generation.frames import (
+    DONE,
+    Frame,
+    UsageWanted,
+    Wanted,
+    finish_reason,
+    stop_reason,
+    usage_dict,
+    usage_wanted,
+)
+from penstock.openai.generation.logprobs import (
+    Bound,
+    chat_logprobs,
+    chat_logprobs_json,
+    prompt_logprobs_json,
+    read_whole,
+    spliced,
+)
+from penstock.openai.generation.options import check_beside_tools, sampling_options, sampling_params
+from penstock.openai.jsonbytes import json_bytes, json_string
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, sse
-from penstock.openai.requests.chat import chat_options, chat_params
-from penstock.openai.requests.turns import has_pictures
+from penstock.openai.routes.turns import (
+    choice_of,
+    has_pictures,
+    picture_params,
+    template_options,
+    tools_of,
+    turns_of,
+)
 from penstock.openai.schemas.chat import ChatBody
+
+
+def chat_options(body: ChatBody, facts: ModelFacts) -> RequestOptions:
+    """The keyword arguments of `generate` or `stream`. Raises ApiError, with the field, for what the front
+    can tell to be wrong; the rest is the server's to tell.
+    """
+    tools = tools_of(body.tools or ())
+    choice = choice_of(body.tool_choice, [tool.name for tool in tools])
+    options = sampling_options(body, facts)
+    if options["constraint"] is not None:
+        param = "response_format" if body.structured_outputs is None else "structured_outputs"
+        check_beside_tools(param, tools, choice)
+    options["messages"] = turns_of(body.messages)
+    options["tools"] = tools or None
+    options["tool_choice"] = choice
+    options["parallel_tool_calls"] = body.parallel_tool_calls if tools else None
+    options["chat_template"] = body.chat_template
+    options["template_options"] = template_options(
+        body.reasoning_effort, facts.template_variables, body.chat_template_kwargs
+    )
+    options["max_tokens"] = _max_tokens(body)
+    options["logprobs"] = _num_logprobs(body)
+    if options["logprobs"] is not None:
+        options["return_token_ids"] = True
+    return options
+
+
+def chat_params(body: ChatBody) -> dict[str, str]:
+    """From the contract's path of a field to the name of the field of this request that it was made of."""
+    by_old_name = body.max_tokens is not None
+    params = sampling_params(body) | {
+        "input": "messages",
+        "chat": "messages",
+        "chat.messages": "messages",
+        "chat.tools": "tools",
+        "chat.tool_choice": "tool_choice",
+        "chat.parallel_tool_calls": "parallel_tool_calls",
+        "chat.chat_template": "chat_template",
+        "chat.template_options_json": "chat_template_kwargs",
+        "stopping.max_tokens": "max_tokens" if by_old_name else "max_completion_tokens",
+        "output.logprobs": "top_logprobs",
+    }
+    for i in range(len(body.tools or ())):
+        for name, field in (
+            ("name", "name"),
+            ("description", "description"),
+            ("parameters_json", "parameters"),
+        ):
+            params[f"chat.tools[{i}].{name}"] = f"tools[{i}].function.{field}"
+        params[f"chat.tools[{i}].strict"] = f"tools[{i}].function.strict"
+    for i, message in enumerate(body.messages):
+        for j in range(len(message.tool_calls or ())):
+            call, made_of = f"chat.messages[{i}].tool_calls[{j}]", f"messages[{i}].tool_calls[{j}]"
+            params[f"{call}.name"] = f"{made_of}.function.name"
+            params[f"{call}.arguments_json"] = f"{made_of}.function.arguments"
+    return params | picture_params("messages", body.messages)
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise invalid_value("max_tokens", "it is an older name of max_completion_tokens; give one of them.")
+    return new if new is not None else old
+
+
+def _num_logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid_value("top_logprobs", "it goes with logprobs: true.")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+async def chat_answer(answer: Generation, created: int, wanted: Wanted) -> bytes:
+    """The JSON of `chat_completion`, with log-probabilities. Raises ApiError if an output was aborted."""
+    made = chat_completion(answer, created, wanted)
+    if wanted.vocabulary is None:
+        return json_bytes(made)
+    choices = [{"logprobs": await chat_logprobs_json(output, wanted.vocabulary)} for output in answer.outputs]
+    more = {}
+    if answer.prompt.logprobs is not None:
+        more["prompt_logprobs"] = await prompt_logprobs_json(answer.prompt, wanted.vocabulary)
+    return spliced(made, more, choices)
+
+
+def chat_completion(answer: Generation, created: int, wanted: Wanted) -> dict[str, Any]:
+    """The object "chat.completion", without log-probabilities. Raises ApiError if an output was aborted."""
+    made: dict[str, Any] = {
+        "id": answer.request_id,
+        "object": "chat.completion",
+        "created": created,
+        "model": answer.model,
+        "choices": [_choice(output, wanted) for output in answer.outputs],
+        "usage": usage_dict(answer.usage),
+    }
+    if wanted.token_ids:
+        made["prompt_token_ids"] = answer.prompt.token_ids
+    return made
+
+
+def tool_call_dict(call: ToolCall) -> dict[str, Any]:
+    """A call as it stands in a message."""
+    function = {"name": call.name, "arguments": call.arguments_json}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _choice(output: Output, wanted: Wanted) -> dict[str, Any]:
+    calls = [tool_call_dict(call) for call in output.tool_calls]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": output.text if output.text or not calls else None,
+        "refusal": None,
+        "annotations": [],
+    }
+    if calls:
+        message["tool_calls"] = calls
+    if output.reasoning and wanted.reasoning:
+        message["reasoning"] = output.reasoning
+    choice: dict[str, Any] = {
+        "index": output.index,
+        "message": message,
+        "logprobs": None,
+        "finish_reason": finish_reason(output.finish, has_calls=bool(calls)),
+        **stop_reason(output.finish),
+    }
+    if wanted.token_ids:
+        choice["token_ids"] = output.token_ids
+    return choice
+
+
+async def chat_chunks(
+    stream: AsyncGenerationStream, created: int, num_choices: int, wanted: Wanted, usage: UsageWanted
+) -> AsyncGenerator[bytes, None]:
+    """The bytes of the events that are sent, to the end of `stream`, which is closed in any case. Raises
+    ApiError if an output was aborted, and what `stream` raises.
+    """
+    async with stream:
+        started = await anext(stream)
+        assert isinstance(started, Started), "the client makes sure of the order"
+        chunks = ChatChunks(started, created, wanted, usage)
+        yield b"".join(chunks.roles(started, num_choices))
+        async for event in stream:
+            if isinstance(event, Delta):
+                if made := chunks.delta(event):
+                    yield made
+            elif isinstance(event, Finished):
+                yield chunks.finished(event)
+            elif isinstance(event, Summary) and usage.at_end:
+                yield chunks.frame.end(event.usage)
+    yield DONE
+
+
+class ChatChunks:
+    """The chunks of one stream."""
+
+    def __init__(self, started: Started, created: int, wanted: Wanted, usage: UsageWanted) -> None:
+        self.frame = Frame("chat.completion.chunk", started.request_id, created, started.model, usage)
+        self.frame.count(prompt_tokens=started.prompt.token_count)
+        self._wanted = wanted
+        self._is_plain = not wanted.token_ids and wanted.vocabulary is None and not usage.always
+        self._num_calls: dict[int, int] = {}
+        """From a choice to the number of its calls so far."""
+
+    def roles(self, started: Started, num_choices: int) -> Iterator[bytes]:
+        """The first chunk of each choice, which says who speaks."""
+        for index in range(num_choices):
+            choice = _chunk_choice(index, '"role":"assistant","content":"","refusal":null')
+            if self._wanted.token_ids and index == 0:
+                yield self.frame.first(choice, json_bytes(started.prompt.token_ids).decode())
+            else:
+                yield self.frame.chunk(choice)
+
+    def delta(self, event: Delta) -> bytes | None:
+        """The chunk of what was added to a choice; None if that is nothing to be sent."""
+        if self._is_plain and event.delta and not event.reasoning and not event.tool_calls:
+            return self.frame.chunk(_chunk_choice(event.index, f'"content":{json_string(event.delta)}'))
+        if event.token_ids:
+            self.frame.count(completion_tokens=len(event.token_ids))
+        parts = []
+        if event.reasoning and self._wanted.reasoning:
+            parts.append(f'"reasoning":{json_string(event.reasoning)}')
+        if event.delta:
+            parts.append(f'"content":{json_string(event.delta)}')
+        if event.tool_calls:
+            parts.append(f'"tool_calls":{self._calls(event)}')
+        logprobs, ids = self._logprobs(event), ""
+        if self._wanted.token_ids:
+            ids = f',"token_ids":{json_bytes(event.token_ids).decode()}'
+        if not parts and logprobs == "null" and not ids:
+            return None
+        return self.frame.chunk(_chunk_choice(event.index, ",".join(parts), logprobs, ids))
+
+    def finished(self, event: Finished) -> bytes:
+        """The last chunk of a choice. Raises ApiError if the output was aborted."""
+        reason = finish_reason(event.finish, has_calls=event.index in self._num_calls)
+        stopped = "".join(
+            f',"{name}":{json_bytes(at).decode()}' for name, at in stop_reason(event.finish).items()
+        )
+        return self.frame.chunk(_chunk_choice(event.index, "", "null", stopped, f'"{reason}"'))
+
+    def _calls(self, event: Delta) -> str:
+        first = self._num_calls.get(event.index, 0)
+        self._num_calls[event.index] = first + len(event.tool_calls)
+        calls = [
+            {"index": number, **tool_call_dict(call)} for number, call in enumerate(event.tool_calls, first)
+        ]
+        return json_bytes(calls).decode()
+
+    def _logprobs(self, event: Delta) -> str:
+        if self._wanted.vocabulary is None or event.logprobs is None:
+            return "null"
+        content = chat_logprobs(event.logprobs, event.token_ids, self._wanted.vocabulary)
+        return json_bytes({"content": content, "refusal": None}).decode()
+
+
+def _chunk_choice(
+    index: int, delta: str, logprobs: str = "null", more: str = "", reason: str = "null"
+) -> str:
+    """The JSON of a choice, of the JSON of its parts."""
+    return f'{{"index":{index},"delta":{{{delta}}},"logprobs":{logprobs},"finish_reason":{reason}{more}}}'
+
 
 PREFIX = "chatcmpl"
 

@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.openai.answers.embeddings import embeddings_answer
+from penstock.client import Embedding, Embeddings
 from penstock.openai.calls import call_of
 from penstock.openai.endpoints import name_params
 from penstock.openai.front import front_of
+from penstock.openai.jsonbytes import json_bytes
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered
-from penstock.openai.schemas.completions import prompts_of
-from penstock.openai.schemas.embeddings import EmbeddingBody
+from penstock.openai.schemas.completions import EmbeddingBody, prompts_of
+
+
+async def embeddings_answer(made: Embeddings, encoding: str) -> bytes:
+    """The body of the answer. A million numbers take a second to write, so a thread does it."""
+    return await asyncio.to_thread(_body, made, encoding)
+
+
+def _body(made: Embeddings, encoding: str) -> bytes:
+    tokens = made.usage.prompt_tokens
+    return json_bytes(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": i, "embedding": _written(one, encoding)}
+                for i, one in enumerate(made.embeddings)
+            ],
+            "model": made.model,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+    )
+
+
+def _written(embedding: Embedding, encoding: str) -> Any:
+    return list(embedding.numbers) if encoding == "float" else base64.b64encode(embedding.values).decode()
+
 
 PREFIX = "embd"
 

@@ -1,7 +1,8 @@
-"""Whether requests are taken, for load balancers and people."""
+"""Whether requests are taken, for load balancers and people, and what the front measures, for Prometheus."""
 
 from __future__ import annotations
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,3 +20,8 @@ async def health(request: Request) -> Response:
     if not await front.backend.is_ready():
         return json_response({"status": "unavailable"}, 503)
     return json_response({"status": "ok"})
+
+
+async def metrics(request: Request) -> Response:
+    """The metrics of all workers in Prometheus' text format. It needs no key."""
+    return Response(front_of(request).meters.page(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})

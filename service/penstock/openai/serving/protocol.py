@@ -23,7 +23,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from penstock.openai.counts.meters import Meters
+from penstock.openai.counts import Meters
 from penstock.openai.failures import INVALID, ApiError, error_response
 
 DRAIN_BYTES_PER_S: Final = 64 << 10

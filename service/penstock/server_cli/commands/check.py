@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps our own notes out of the output. Afterwards they are logged as before, for whoever calls `run`
+    """Keep our own notes out of the output. Afterwards they are logged as before, for whoever calls `run`
     from a program that goes on.
     """
     logger = logging.getLogger("penstock")

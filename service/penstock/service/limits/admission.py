@@ -188,7 +188,7 @@ class Room:
         self.name, self.most, self.pace = name, most, Pace(clock)
 
     def check(self) -> None:
-        """Raises Busy if there is no place."""
+        """Raise Busy if there is no place."""
         if 0 < self.most <= self.pace.active:
             raise Busy(self.name, self.most, self.pace.retry_after_s())
 

@@ -57,7 +57,7 @@ class ReadingJob(ServedJob):
 
 
 def to_embed_job(message: inference_pb2.EmbedRequest, limits: Limits) -> ReadingJob:
-    """Checks the whole message. Raises what `to_job` raises."""
+    """Check the whole message. Raises what `to_job` raises."""
     check_model(message.model, limits)
     if not limits.has_hidden_states:
         raise UnsupportedFeature(["Embed"], "its engine tells no hidden states")
@@ -87,7 +87,7 @@ def to_embed_job(message: inference_pb2.EmbedRequest, limits: Limits) -> Reading
 
 
 def to_score_job(message: inference_pb2.ScoreRequest, limits: Limits) -> ReadingJob:
-    """Checks the whole message. Raises what `to_job` raises."""
+    """Check the whole message. Raises what `to_job` raises."""
     check_model(message.model, limits)
     check_supported(message, _lacking(limits))
     bad = Violations()

@@ -9,8 +9,8 @@ import pytest
 from penstock.client import RequestOptions, SamplingDefaults
 from penstock.openai.backend import ModelFacts
 from penstock.openai.failures import ApiError
-from penstock.openai.requests.chat import chat_options
-from penstock.openai.requests.completions import PromptOptions, completion_options, one_by_one
+from penstock.openai.routes.chat import chat_options
+from penstock.openai.routes.completions import PromptOptions, completion_options, one_by_one
 from penstock.openai.schemas.chat import ChatBody
 from penstock.openai.schemas.completions import CompletionBody
 

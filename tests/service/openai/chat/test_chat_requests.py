@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.client import ChatMessage, Choice, Ebnf, Image, JsonObject, JsonSchema, Regex, Tool, ToolCall
-from penstock.openai.requests.chat import chat_options, chat_params
+from penstock.openai.routes.chat import chat_options, chat_params
 from tests.service.openai.chat.bodies import HI, asked, chat_body, facts, refusal
 
 WEATHER = {

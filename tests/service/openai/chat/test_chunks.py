@@ -25,13 +25,11 @@ from penstock.client import (
     Usage,
     WeightsVersion,
 )
-from penstock.openai.answers.chat_chunks import chat_chunks
-from penstock.openai.answers.completion_chunks import completion_chunks
-from penstock.openai.answers.finishing import finish_reason
-from penstock.openai.answers.frames import UsageWanted, Wanted
-from penstock.openai.answers.merging import merged
 from penstock.openai.failures import ApiError
+from penstock.openai.generation.frames import UsageWanted, Wanted, finish_reason
 from penstock.openai.jsonbytes import json_string
+from penstock.openai.routes.chat import chat_chunks
+from penstock.openai.routes.completion_answers import completion_chunks, merged
 from tests.service.openai.chat import shapes
 
 EOS = Finish(FinishReason.EOS)

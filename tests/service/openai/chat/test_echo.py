@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from penstock.client import Delta, Logprobs, Vocabulary
-from penstock.openai.answers import echo, large
-from penstock.openai.answers.completion_chunks import CompletionChunks
-from penstock.openai.answers.frames import Frame, UsageWanted, Wanted
-from penstock.openai.answers.logprobs import completion_logprobs
+from penstock.openai.generation import logprobs
+from penstock.openai.generation.frames import Frame, UsageWanted, Wanted
+from penstock.openai.generation.logprobs import Bound, completion_logprobs
+from penstock.openai.routes import completion_answers
+from penstock.openai.routes.completion_answers import CompletionChunks, Repeated
 from tests.service.openai.chat import shapes
 from tests.service.openai.rig import FrontRig, front_rig
 from tests.service.rig import fake
@@ -180,7 +181,7 @@ def test_offsets_of_a_stream_go_on_where_its_prompt_ends() -> None:
     words = Vocabulary((b" a", b" b"), frozenset(), is_exact=True, dropped_leading_spaces=1)
     frame = Frame("text_completion", "cmpl-1", 0, "m", UsageWanted())
     chunks = CompletionChunks(frame, 1, Wanted(vocabulary=words), is_plain=True)
-    assert b'"text":"a b"' in b"".join(chunks.repeated(0, echo.Repeated("a b", None)))
+    assert b'"text":"a b"' in b"".join(chunks.repeated(0, Repeated("a b", None)))
     offsets = []
     for text, token in ("a", 0), (" b", 1), (" a", 0):
         made = chunks.delta(0, Delta(0, text, (token,), Logprobs((-1.0,))))
@@ -194,8 +195,8 @@ async def test_what_is_repeated_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     async with front() as rig:
         for prompt in ["hi", "ho"], [[104, 105], [104, 111]]:
             for most, status in (8, 200), (7, 400):
-                monkeypatch.setattr(echo, "MOST_CHARACTERS", most)
-                monkeypatch.setattr(echo, "_SLICE", 1)
+                monkeypatch.setattr(completion_answers, "MOST_CHARACTERS", most)
+                monkeypatch.setattr(completion_answers, "_SLICE", 1)
                 for stream in False, True:
                     body = {"model": "fake", "prompt": prompt, "n": 2, "echo": True, "stream": stream}
                     reply = await rig.http.post("/v1/completions", json=body)
@@ -217,7 +218,7 @@ async def test_log_probabilities_of_prompts_are_bounded(monkeypatch: pytest.Monk
             (True, 8, 200),
             (True, 7, 400),
         ):
-            monkeypatch.setattr(large.Bound.__init__, "__defaults__", (most,))
+            monkeypatch.setattr(Bound.__init__, "__defaults__", (most,))
             reply = await rig.http.post("/v1/completions", json=body | {"stream": stream})
             assert reply.status_code == status, (stream, most)
             assert status == 200 or reply.json()["error"]["code"] == "response_too_large"
@@ -227,7 +228,7 @@ async def test_slices_join(monkeypatch: pytest.MonkeyPatch) -> None:
     async with front() as rig:
         made = []
         for size in 256, 3, 1:
-            monkeypatch.setattr(large, "_SLICE", size)
+            monkeypatch.setattr(logprobs, "_SLICE", size)
             answer = await answered(rig, prompt="some words", logprobs=1, max_tokens=4)
             made.append(answer["choices"])
     assert made[0] == made[1] == made[2]

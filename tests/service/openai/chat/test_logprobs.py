@@ -11,8 +11,8 @@ from openai.types.chat.chat_completion_chunk import ChoiceLogprobs
 from openai.types.completion_choice import Logprobs as CompletionLogprobs
 
 from penstock.client import Logprobs, Vocabulary
-from penstock.openai.answers import large
-from penstock.openai.answers.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from penstock.openai.generation import logprobs
+from penstock.openai.generation.logprobs import Bound, chat_logprobs, completion_logprobs, prompt_logprobs
 from tests.service.openai.chat import shapes
 from tests.service.openai.rig import front_rig
 from tests.service.rig import fake
@@ -164,7 +164,7 @@ async def test_of_whole_answers_there_are_so_many_at_most(monkeypatch: pytest.Mo
     prompts = {"model": "fake", "prompt": ["hi"] * 2, "logprobs": 2}
     async with front() as rig:
         for most, status in (24, 200), (23, 400):
-            monkeypatch.setattr(large.Bound.__init__, "__defaults__", (most,))
+            monkeypatch.setattr(Bound.__init__, "__defaults__", (most,))
             for path, fields in ("chat/completions", body), ("completions", prompts):
                 reply = await rig.http.post(f"/v1/{path}", json=fields)
                 assert reply.status_code == status
@@ -182,7 +182,7 @@ async def test_slices_join(monkeypatch: pytest.MonkeyPatch) -> None:
                 body |= {"logprobs": True, "top_logprobs": 1}
             made = []
             for size in 256, 3, 1:
-                monkeypatch.setattr(large, "_SLICE", size)
+                monkeypatch.setattr(logprobs, "_SLICE", size)
                 answer = (await rig.http.post(f"/v1/{path}", json=body)).json()
                 made.append((answer["choices"], answer.get("prompt_logprobs")))
             assert made[0] == made[1] == made[2]

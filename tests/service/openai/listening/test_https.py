@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from penstock.openai.front import Front
-from penstock.openai.serving.server import HttpServer
 from penstock.openai.serving.tls import certificate_of
+from penstock.openai.serving.worker import HttpServer
 from penstock.openai.settings import Settings, SettingsError
 from tests.service.openai.rig import listening
 from tests.service.rig import WAIT_S, until

@@ -10,7 +10,7 @@ import pytest
 from penstock.client import JsonObject, JsonSchema, Regex, SamplingDefaults, Tool
 from penstock.openai.backend import ModelFacts
 from penstock.openai.failures import ApiError
-from penstock.openai.requests.responses import response_options, response_params
+from penstock.openai.routes.responses.responses import response_options, response_params
 from penstock.openai.schemas.responses import ResponsesBody
 
 FACTS = ModelFacts(

@@ -12,7 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseFailedEvent, ResponseTextDeltaEvent
 from pydantic import BaseModel
 
-from penstock.openai.answers.responses import writing
+from penstock.openai.routes.responses import writing
 from tests.service.codecs import MARKERS, QWEN_TEMPLATE, QWEN_VOCAB, byte_codec
 from tests.service.openai.responses.sent_events import accumulated, events_of
 from tests.service.openai.rig import FrontRig, front_rig

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.openai.answers.responses.text_logprobs import TextLogprobs
+from penstock.openai.routes.responses.items import TextLogprobs
 
 
 def entries(*texts: str) -> list[dict[str, Any]]:

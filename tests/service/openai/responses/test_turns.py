@@ -8,9 +8,8 @@ import pytest
 
 from penstock.client import ChatMessage, Image, ToolCall
 from penstock.openai.failures import ApiError
-from penstock.openai.requests.response_turns import turn_params, turns_of
-from penstock.openai.schemas.carried_reasoning import carried
-from penstock.openai.schemas.responses import ResponsesBody
+from penstock.openai.routes.responses.turns import turn_params, turns_of
+from penstock.openai.schemas.responses import ResponsesBody, carried
 
 URL = "data:image/png;base64,YWJj"
 USER = {"role": "user", "content": "What is the weather in Rome and in Oslo?"}

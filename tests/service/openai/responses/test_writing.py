@@ -29,10 +29,9 @@ from penstock.client import (
     Usage,
     WeightsVersion,
 )
-from penstock.openai.answers.responses.writing import Asked, ResponseWriter, whole_response
 from penstock.openai.failures import ApiError
-from penstock.openai.schemas.carried_reasoning import text_of
-from penstock.openai.schemas.responses import ResponsesBody
+from penstock.openai.routes.responses.writing import Asked, ResponseWriter, whole_response
+from penstock.openai.schemas.responses import ResponsesBody, text_of
 from tests.service.openai.responses.sent_events import accumulated, events_of, kinds_of
 
 USAGE = Usage(prompt_tokens=7, cached_prompt_tokens=2, completion_tokens=5, reasoning_tokens=3)
@@ -227,7 +226,7 @@ def test_logprobs_are_those_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None
             for i, value in zip(token_ids, logprobs.sampled, strict=True)
         ]
 
-    monkeypatch.setattr("penstock.openai.answers.responses.writing.chat_logprobs", told)
+    monkeypatch.setattr("penstock.openai.routes.responses.writing.chat_logprobs", told)
     vocabulary: Any = object()
     made = Asked(asked().body, "0" * 32, 0, SamplingDefaults(), vocabulary=vocabulary)
     values = [-float(i) for i in range(7)]

@@ -1,4 +1,5 @@
-"""Parses addresses: gRPC's target, whether it stays on this machine, and which proxy gRPC uses to reach it.
+"""Parses addresses (gRPC's target, whether it stays on this machine, and which proxy gRPC uses to reach it),
+and derives a channel's target, credentials, options and metadata from what a client is given.
 
     host:port               one server; also [::1]:50051
     unix:/run/penstock.sock a Unix socket
@@ -6,8 +7,6 @@
     dns:///name:50051       all addresses of a name, called in turn
 
 Other forms that gRPC knows ("ipv4:...", "xds:///...") are passed to it unchanged.
-
-Derives a channel's target, credentials, options and metadata from what a client is given.
 """
 
 from __future__ import annotations

@@ -54,6 +54,6 @@ class Violations:
             self._found += error.violations
 
     def tell(self) -> None:
-        """Raises InvalidRequest when there were any."""
+        """Raise InvalidRequest when there were any."""
         if self._found:
             raise InvalidRequest.local(self._found)

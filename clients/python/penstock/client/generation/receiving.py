@@ -3,8 +3,7 @@
 The call starts at once. It is tried again only until its first message, and cancelled when its receiver is
 closed or dropped before the end.
 
-Running calls that answer with a stream of messages which stand for themselves, sync and async: iterators
-of values that cancel their call if they are closed early.
+Where each message stands for itself, the running call is an iterator of values.
 """
 
 from __future__ import annotations

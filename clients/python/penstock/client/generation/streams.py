@@ -4,9 +4,8 @@ The call starts with the method that makes the stream, not with the first iterat
 calling `close()`, or dropping the last reference ends it on the server, too, which frees the request's slot
 and pages.
 
-Folds the messages of one stream into events, and at the end into the value that `generate` would return.
-
-It checks the order that the contract promises: started; for each output deltas and then finished; summary;
+The messages of a stream are folded into events, and at the end into the value that `generate` would return,
+which checks the order that the contract promises: started; for each output deltas and then finished; summary;
 end. Any other order raises ProtocolError, so that a caller never takes half an answer for a whole one.
 """
 

@@ -37,7 +37,7 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 
 def arguments(g: Lark, chat: Chat, tool: Tool) -> str:
-    """Adds a rule for the arguments as a JSON object; returns its name. InvalidRequest for the schema of a
+    """Add a rule for the arguments as a JSON object; return its name. InvalidRequest for the schema of a
     strict tool that cannot be obeyed.
     """
     if not follows_schema(chat, tool):

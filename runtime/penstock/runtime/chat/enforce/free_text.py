@@ -32,7 +32,7 @@ _OBJECT = rf"\{{{_SPACES}({_OTHER_KEY}{_ANY})?{_NAME_KEY}"
 
 
 def free_text(g: Lark, form: str, chat: Chat) -> str:
-    """Adds rules for an output in this form; returns what derives it."""
+    """Add rules for an output in this form; return what derives it."""
     items = _FORMS[form](g, chat)
     item = g.rule("item", " | ".join(items))
     words = "LINE* TEXT?" if form == "pythonic" else "TEXT?"
@@ -40,7 +40,7 @@ def free_text(g: Lark, form: str, chat: Chat) -> str:
 
 
 def _text(g: Lark, never: Sequence[str], text: str = _ANY, name: str = "TEXT") -> None:
-    """Adds a terminal: what `text` matches as a whole, and none of the other expressions does."""
+    """Add a terminal: what `text` matches as a whole, and none of the other expressions does."""
     g.rule(name, " & ".join([f"/{text}/", *(f"~/{one}/" for one in never)]))
 
 

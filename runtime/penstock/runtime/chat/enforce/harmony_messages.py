@@ -37,13 +37,13 @@ _BEGUN = re.compile(rf"{re.escape(CHANNEL)}({ANALYSIS}|{COMMENTARY}|{FINAL}){re.
 
 
 def calls(g: Lark, chat: Chat, prompt: str) -> str:
-    """Adds rules for a call of a tool that must be called, after any reasoning. Returns what derives it."""
+    """Add rules for a call of a tool that must be called, after any reasoning. Returns what derives it."""
     _words(g)
     return f"{_opening(g, prompt)} {_thoughts(g)} {_call(g, chat)}"
 
 
 def free_text(g: Lark, chat: Chat, prompt: str) -> str:
-    """Adds rules for messages of any channel, the last of which may be a call. Returns what derives them."""
+    """Add rules for messages of any channel, the last of which may be a call. Returns what derives them."""
     _words(g)
     headers = " | ".join(_header(g, channel) for channel in (ANALYSIS, COMMENTARY, FINAL))
     opened = g.rule("opened", f"({headers}) text")
@@ -54,7 +54,7 @@ def free_text(g: Lark, chat: Chat, prompt: str) -> str:
 
 
 def calls_or_answer(g: Lark, chat: Chat, prompt: str) -> str:
-    """Adds rules for what comes after the reasoning: a call, or the answer, of which the caller has a grammar
+    """Add rules for what comes after the reasoning: a call, or the answer, of which the caller has a grammar
     of its own. Returns what derives it.
     """
     if _channel_begun_by(prompt) == FINAL:
@@ -88,7 +88,7 @@ def _opening(g: Lark, prompt: str) -> str:
 
 
 def _words(g: Lark) -> None:
-    """Adds the rule `text`, for the text of a message."""
+    """Add the rule `text`, for the text of a message."""
     g.rule("WORDS", " & ".join(["/(?s:.*)/", *(f"~/(?s:.*){spelt(stop)}(?s:.*)/" for stop in STOPS)]))
     g.rule("text", "WORDS?")
 
@@ -103,13 +103,13 @@ def _header(g: Lark, channel: str) -> str:
 
 
 def _thoughts(g: Lark) -> str:
-    """Adds a rule for any number of messages of reasoning, and what stands before the next header."""
+    """Add a rule for any number of messages of reasoning, and what stands before the next header."""
     thought = g.rule("thought", f"{_header(g, ANALYSIS)} text {g.marker(END)} {_next(g)}")
     return f"{thought}*"
 
 
 def _call(g: Lark, chat: Chat) -> str:
-    """Adds a rule for a call: with the recipient after the role, as gpt-oss' template writes it, or after the
+    """Add a rule for a call: with the recipient after the role, as gpt-oss' template writes it, or after the
     channel, as its description does. InvalidRequest if a recipient cannot spell the name of a tool whose
     calls must follow its schema.
     """

@@ -49,7 +49,7 @@ class Lark:
         return f"<[{self._token_ids[text]}]>" if self.is_token(text) else quote(text)
 
     def rule(self, name: str, body: str) -> str:
-        """Adds a rule; returns its name, by which others refer to it."""
+        """Add a rule; return its name, by which others refer to it."""
         self._rules.append(f"{name}: {body}")
         return name.partition("[")[0]
 
@@ -60,7 +60,7 @@ class Lark:
         return self._terminals[body]
 
     def json(self, schema: Mapping[str, Any], *, exact: bool = False) -> str:
-        """Adds a rule for JSON of a schema, on one line; returns its name. `exact`: the schema is one of
+        """Add a rule for JSON of a schema, on one line; return its name. `exact`: the schema is one of
         `read_schema`, and a keyword in it that llguidance does not know is an error.
         """
         options: dict[str, Any] = dict(_LAYOUT)

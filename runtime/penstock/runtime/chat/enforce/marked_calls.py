@@ -39,7 +39,7 @@ MARKED: Mapping[str, Marked] = {
 
 
 def marked_calls(form: Marked) -> Callable[[Lark, Chat, bool], str]:
-    """Writes one or more calls, and nothing else."""
+    """Write one or more calls, and nothing else."""
 
     def calls(g: Lark, chat: Chat, several: bool) -> str:
         block = g.rule("block", f"{g.marker(form.start)} {form.body(g, chat, several)}")

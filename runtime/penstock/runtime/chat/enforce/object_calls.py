@@ -9,7 +9,7 @@ from penstock.runtime.chat.tool_formats import deepseek, granite, hermes, llama3
 
 
 def objects(g: Lark, chat: Chat, key: str) -> str:
-    """Adds a rule for a call as an object with its name and, under `key`, its arguments. Returns the rule's
+    """Add a rule for a call as an object with its name and, under `key`, its arguments. Returns the rule's
     name.
     """
     bodies = []
@@ -20,7 +20,7 @@ def objects(g: Lark, chat: Chat, key: str) -> str:
 
 
 def tails(g: Lark, chat: Chat) -> str:
-    """Adds a rule for what comes after `{"name": "` in a call of Llama's form; returns its name."""
+    """Add a rule for what comes after `{"name": "` in a call of Llama's form; return its name."""
     bodies = []
     for tool in chat.callable_tools:
         head = f'{quote(tool.name)[1:]}, "parameters": '

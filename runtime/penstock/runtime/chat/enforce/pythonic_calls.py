@@ -27,7 +27,7 @@ class CallList(NamedTuple):
 
 
 def pythonic(g: Lark, chat: Chat, several: bool) -> str:
-    """Adds rules for a list of calls; returns the list's name. InvalidRequest if Python cannot spell the
+    """Add rules for a list of calls; return the list's name. InvalidRequest if Python cannot spell the
     calls.
     """
     calls = call_list(g, calls_of(g, chat), several).whole
@@ -38,7 +38,7 @@ def pythonic(g: Lark, chat: Chat, several: bool) -> str:
 
 
 def calls_of(g: Lark, chat: Chat) -> dict[str, str]:
-    """Adds rules for the keywords of the tools that may be called. Returns the rules' names, by those of the
+    """Add rules for the keywords of the tools that may be called. Returns the rules' names, by those of the
     tools. InvalidRequest if Python cannot spell the calls of a tool that follow its schema; other tools that
     it cannot spell are left out.
     """
@@ -59,7 +59,7 @@ def calls_of(g: Lark, chat: Chat) -> dict[str, str]:
 
 
 def call_list(g: Lark, keywords: Mapping[str, str], several: bool) -> CallList:
-    """Adds rules for a list of one or more calls of `calls_of`."""
+    """Add rules for a list of one or more calls of `calls_of`."""
     call = _any_call(g, keywords)
     others = f' (", " {call})*' if several else ""
     return CallList(g.rule("calls", f'"[" {call}{others} "]"'), f'")"{others} "]"')

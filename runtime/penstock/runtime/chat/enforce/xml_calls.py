@@ -173,7 +173,7 @@ def _member_texts(
 
 
 def _refuse_more(chat: Chat, tool: Tool, name: str, schema: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest for what the grammar of a text cannot obey."""
+    """Raise InvalidRequest for what the grammar of a text cannot obey."""
     listed = members_of(schema) is not None
     obeyed = NOTES | _DEFINITIONS | ({"type", "enum", "const"} if listed else _LENGTHS | {"type"})
     bad = sorted(schema.keys() - obeyed)

@@ -31,7 +31,7 @@ NAME = re.compile(r"[^\s<`{]*")
 
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
-    """Parses an output. The form is explicit, so a name that is not `known` is a call too.
+    """Parse an output. The form is explicit, so a name that is not `known` is a call too.
 
     Each call is reported when it is complete. If another is broken after that, the calls end there, and the
     rest is text.

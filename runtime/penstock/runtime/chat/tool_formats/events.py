@@ -90,19 +90,19 @@ class Events:
         return self._fresh
 
     def text(self, text: str) -> None:
-        """Adds text."""
+        """Add text."""
         _, newline, line = text.rpartition("\n")
         self._fresh = (self._fresh or bool(newline)) and not line.strip(SPACES)
         self._add(self._spaces.push(text))
 
     def call(self, call: Call) -> None:
-        """Adds a call."""
+        """Add a call."""
         self._spaces.drop()
         self._found.append(call)
         self._after_call = self._fresh = True
 
     def end(self) -> None:
-        """Notes that nothing more will come."""
+        """Note that nothing more will come."""
         if not self._after_call:
             self._add(self._spaces.held)
         self._spaces.drop()

@@ -30,7 +30,7 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "Fal
 
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
-    """Parses an output. The form is explicit, so a name that is not `known` is a call too."""
+    """Parse an output. The form is explicit, so a name that is not `known` is a call too."""
     yield from calls(r, out, START, _block)
 
 

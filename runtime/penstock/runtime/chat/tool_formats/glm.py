@@ -24,7 +24,7 @@ MARKERS = (START, END, KEY, KEY_END, VALUE, VALUE_END)
 
 
 def parse(r: Reader, out: Events, tools: Tools) -> Wait[None]:
-    """Parses an output. The form is explicit, so a name that is not known is a call too.
+    """Parse an output. The form is explicit, so a name that is not known is a call too.
 
     Only the closing tag shows that all arguments have come, so a call without it is text.
     """

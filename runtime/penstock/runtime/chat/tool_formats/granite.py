@@ -16,7 +16,7 @@ MARKERS = (START, END)
 
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
-    """Parses an output. The form is explicit, so a name that is not `known` is a call too.
+    """Parse an output. The form is explicit, so a name that is not `known` is a call too.
 
     Each call of an array is reported when it is complete. If the array is broken after that, it ends there,
     and its rest is text.

@@ -151,7 +151,7 @@ class _Found:
         return Parsed(self.text.take(), self.reasoning.take(), calls)
 
     def forget(self) -> None:
-        """Drops what was found in the prompt."""
+        """Drop what was found in the prompt."""
         for words in (self.text, self.reasoning):  # in place, because the parser holds them
             words.take()
             words.has_some = words.breaks = False

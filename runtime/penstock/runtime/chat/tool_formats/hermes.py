@@ -16,12 +16,12 @@ MARKERS = (START, END)
 
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
-    """Parses an output. The form is explicit, so a name that is not `known` is a call too."""
+    """Parse an output. The form is explicit, so a name that is not `known` is a call too."""
     yield from calls(r, out, START, _block)
 
 
 def calls(r: Reader, out: Events, start: str, block: Callable[[Reader], Wait[Call | None]]) -> Wait[None]:
-    """Parses an output whose calls stand in blocks of one each. `block` consumes one that begins with
+    """Parse an output whose calls stand in blocks of one each. `block` consumes one that begins with
     `start`, and returns None if it is none; then `start` is text.
     """
     while (yield from text_until(r, out.text, (start,))):

@@ -18,7 +18,7 @@ MARKERS = (TAG,)
 
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
-    """Parses an output. After the tag any name is a call; without it only a known one is."""
+    """Parse an output. After the tag any name is a call; without it only a known one is."""
     while marker := (yield from text_until(r, out.text, MARKERS, "{", out.fresh)):
         names = None if marker == TAG else known
         r.mark()

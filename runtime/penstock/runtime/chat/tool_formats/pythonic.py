@@ -22,7 +22,7 @@ NAME = re.compile(r"[\w.\-]*")
 
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
-    """Parses an output. Between tags any name is a call, elsewhere only a known one. Calls are reported when
+    """Parse an output. Between tags any name is a call, elsewhere only a known one. Calls are reported when
     the list is closed.
     """
     while marker := (yield from text_until(r, out.text, tuple(ENDS), "[", out.fresh)):

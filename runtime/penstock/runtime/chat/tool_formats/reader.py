@@ -30,23 +30,23 @@ class Reader:
         self._mark: int | None = None
 
     def add(self, text: str) -> None:
-        """Adds text that has arrived."""
+        """Add text that has arrived."""
         if self._mark is None:
             self.text, self.pos = self.text[self.pos :] + text, 0
         else:
             self.text += text
 
     def mark(self) -> None:
-        """Keeps everything from here on, so that `back` can return here."""
+        """Keep everything from here on, so that `back` can return here."""
         self._mark = self.pos
 
     def back(self) -> None:
-        """Returns to the mark and removes it."""
+        """Return to the mark and remove it."""
         assert self._mark is not None
         self.pos, self._mark = self._mark, None
 
     def keep(self) -> None:
-        """Removes the mark: what was read since is consumed."""
+        """Remove the mark: what was read since is consumed."""
         self._mark = None
 
     def take(self, count: int) -> str:
@@ -69,7 +69,7 @@ class Stream:
         next(self._run, None)
 
     def push(self, text: str) -> None:
-        """Parses text that has arrived; none may arrive after `flush`."""
+        """Parse text that has arrived; none may arrive after `flush`."""
         assert not self._reader.ended
         if text:
             self._reader.add(text)
@@ -88,19 +88,19 @@ class SpaceHolder:
         self.held = ""
 
     def push(self, text: str) -> str:
-        """Returns the text that may be handed out: everything but white space at the end."""
+        """Return the text that may be handed out: everything but white space at the end."""
         text = self.held + text
         out = text.rstrip(SPACES)
         self.held = text[len(out) :]
         return out
 
     def drop(self) -> None:
-        """Drops the white space that is held."""
+        """Drop the white space that is held."""
         self.held = ""
 
 
 def more(r: Reader) -> Wait[bool]:
-    """Waits for a character. Returns whether there is one."""
+    """Wait for a character. Returns whether there is one."""
     while r.pos >= len(r.text):
         if r.ended:
             return False

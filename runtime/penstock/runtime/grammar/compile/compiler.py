@@ -185,11 +185,11 @@ class GrammarCompiler:
             raise InvalidRequest([Violation(grammar.field, str(error))]) from error
 
     def warm_up(self) -> None:
-        """Starts a process, so that the first request need not wait seconds for it."""
+        """Start a process, so that the first request need not wait seconds for it."""
         self.compile(Grammar.json_object())
 
     def close(self) -> None:
-        """Ends the processes. Constraints go on; a later compile starts a new process."""
+        """End the processes. Constraints go on; a later compile starts a new process."""
         self._sandbox.close()
 
     def _fulfil(

@@ -26,7 +26,7 @@ class Costly:
         self._until: OrderedDict[bytes, float] = OrderedDict()
 
     def note(self, grammar: Grammar) -> None:
-        """Notes that a grammar cost too much. The server's own grammar for any JSON object cannot do so, and
+        """Note that a grammar cost too much. The server's own grammar for any JSON object cannot do so, and
         is never noted, because everybody uses it.
         """
         if grammar.kind is GrammarKind.JSON_OBJECT:

@@ -39,7 +39,7 @@ class CompilerOnDemand:
             return self._compiler
 
     def close(self) -> None:
-        """Stops the compiler's threads, if it was made."""
+        """Stop the compiler's threads, if it was made."""
         with self._lock:
             self._make = None
             if self._compiler is not None:

@@ -35,7 +35,7 @@ class TimedCalls:
         self._slots = threading.BoundedSemaphore(max_threads)
 
     def run(self, call: Callable[[], T]) -> T:
-        """Returns what `call` returns, and raises what it raises.
+        """Return what `call` returns, and raise what it raises.
 
         Raises TimeoutError if it takes more than `time_limit_s`, and UnavailableError if no thread comes free
         in that time.

@@ -62,7 +62,7 @@ def _try(grammar: Grammar, tokenizer: LLTokenizer, bits: TokenBits, limits: Tria
 
 
 def _limit_cpu(more_s: float) -> None:
-    """Makes the kernel end this process some time after the server would have, in case the server is
+    """Make the kernel end this process some time after the server would have, in case the server is
     held up.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)

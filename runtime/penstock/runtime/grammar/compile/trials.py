@@ -49,7 +49,7 @@ class Sandbox:
         self._idle: list[_Trial] = []
 
     def check(self, grammar: Grammar) -> str:
-        """Returns the grammar as llguidance takes it, if it compiles within the limits.
+        """Return the grammar as llguidance takes it, if it compiles within the limits.
 
         Raises GrammarError if it does not; UnavailableError if all processes stay busy for the time limit, or
         if none can be started.
@@ -67,7 +67,7 @@ class Sandbox:
             self._slots.release()
 
     def close(self) -> None:
-        """Ends the idle processes; later calls start new ones."""
+        """End the idle processes; later calls start new ones."""
         while self._idle:
             self._idle.pop().kill()
 
@@ -110,7 +110,7 @@ class _Trial:
         return self._child.alive
 
     def kill(self) -> None:
-        """Ends the process, if it runs."""
+        """End the process, if it runs."""
         self._child.close()
 
     def run(self, grammar: Grammar) -> str:
@@ -136,5 +136,5 @@ class _Trial:
         return str(text)
 
     def _receive(self) -> Any:
-        """Reads an answer as JSON, because a hostile grammar may control the process that wrote it."""
+        """Read an answer as JSON, because a hostile grammar may control the process that wrote it."""
         return json.loads(self._connection.recv_bytes(_MOST_ANSWER_BYTES))

@@ -57,7 +57,7 @@ class MaskFiller:
         return self._executor is not None
 
     def fill_all(self, constraints: Mapping[int, TokenConstraint], masks: Mask) -> dict[int, Exception]:
-        """Overwrites the rows of `masks`, int32[rows, mask_words(vocab_size)], contiguous, that `constraints`
+        """Overwrite the rows of `masks`, int32[rows, mask_words(vocab_size)], contiguous, that `constraints`
         names; others stay.
 
         Returns row to error for rows whose output cannot go on; their masks allow all tokens.
@@ -80,7 +80,7 @@ class MaskFiller:
     def _fill_ahead(
         self, constraints: Mapping[int, TokenConstraint], masks: Mask
     ) -> dict[int, GrammarConstraint | BadWords]:
-        """Fills raw masks in parallel, if there are enough rows for it. Returns the rows that are still to be
+        """Fill raw masks in parallel, if there are enough rows for it. Returns the rows that are still to be
         finished.
 
         If that fails nobody knows which row was at fault, so no row is returned, and each is filled alone.

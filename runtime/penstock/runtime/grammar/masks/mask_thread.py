@@ -36,14 +36,14 @@ class Job:
         self._ended.acquire()
 
     def wait(self, seconds: float) -> bool:
-        """Waits for the job's end. Returns whether it came within that time."""
+        """Wait for the job's end. Returns whether it came within that time."""
         if not self._ended.acquire(timeout=seconds):
             return False
         self._ended.release()
         return True
 
     def leave(self) -> tuple[Rows, Job]:
-        """Stops the job after its current batch, because nobody waits any longer. Returns the rows of that
+        """Stop the job after its current batch, because nobody waits any longer. Returns the rows of that
         batch, and a job with what was done until now, which does not change any more.
         """
         with self._lock:
@@ -53,7 +53,7 @@ class Job:
             return self._current, until_now
 
     def run(self, fill: FillRows) -> None:
-        """Fills the batches, on the thread that does so."""
+        """Fill the batches, on the thread that does so."""
         try:
             for batch in self.batches:
                 with self._lock:

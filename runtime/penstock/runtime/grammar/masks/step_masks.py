@@ -101,7 +101,7 @@ class StepMasks:
         its request."""
 
     def fill(self, constraints: Rows, masks: Mask, *, others: bool) -> Filled:
-        """Fills the rows of `masks` that `constraints` names. `masks` is contiguous and holds -1 throughout,
+        """Fill the rows of `masks` that `constraints` names. `masks` is contiguous and holds -1 throughout,
         and belongs to the masks' thread from now on.
 
         `others`: whether the step has a token for rows that slow masks should not hold up.
@@ -130,7 +130,7 @@ class StepMasks:
         return self._filled(constraints, made, ready)
 
     def _make(self, rows: list[tuple[int, TokenConstraint]], masks: Mask, *, patient: bool) -> Job:
-        """Makes the masks of these rows in the time that a step has, or in more if `patient` and none was
+        """Make the masks of these rows in the time that a step has, or in more if `patient` and none was
         made. Returns what was made.
         """
         job = Job(list(self._batches(rows)), masks)
@@ -161,7 +161,7 @@ class StepMasks:
         return True
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         if self._thread is not None:
             self._thread.close()
             self._thread = None
@@ -209,7 +209,7 @@ class StepMasks:
         return {lexer_of(late.constraint) for late in self._late.values()}
 
     def _keep_finished(self) -> None:
-        """Keeps masks that came late, until their row asks for them or its request is gone."""
+        """Keep masks that came late, until their row asks for them or its request is gone."""
         if self._kept:
             self._kept = {key: kept for key, kept in self._kept.items() if kept.constraint() is not None}
         for key, late in list(self._late.items()):

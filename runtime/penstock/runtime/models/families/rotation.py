@@ -66,7 +66,7 @@ def read_sections(fields: Fields, rope: RopeConfig, family: RopeConfig) -> RopeC
 
 
 def check_rotation(fields: Fields, attention: AttentionConfig | LatentConfig | RecurrentConfig) -> None:
-    """Notes a problem unless whole pairs of channels are rotated, each of which has its factors."""
+    """Note a problem unless whole pairs of channels are rotated, each of which has its factors."""
     if not isinstance(attention, AttentionConfig) or attention.rope is None:
         return
     pairs, rest = divmod(attention.rotary_dim, 2)

@@ -68,7 +68,7 @@ def _parse_granite(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_ministral3(architecture: str, fields: Fields) -> ModelConfig:
-    """Queries that grow with their position, by a field among those of RoPE."""
+    """Query that grow with their position, by a field among those of RoPE."""
     fields.only("model_type", "ministral3")
     sizes = read_sizes(fields, head_dim=128)
     others = ("llama_4_scaling_beta", "max_position_embeddings")

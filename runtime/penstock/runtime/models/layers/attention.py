@@ -143,7 +143,7 @@ class Attention(nnx.Module):
         return q, self._turned(k, self.k_norm, inputs), _normalised(v, self.eps) if config.v_norm else v
 
     def _turned(self, x: jax.Array, norm: RMSNorm | None, inputs: LayerInputs) -> jax.Array:
-        """Queries or keys [T, heads * D] -> [T, heads, D], normalised and rotated."""
+        """Query or keys [T, heads * D] -> [T, heads, D], normalised and rotated."""
         config, pools = self.config, inputs.pools
         if norm is not None and config.qk_norm == "all":
             x = norm(x, pools)

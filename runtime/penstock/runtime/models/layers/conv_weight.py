@@ -53,6 +53,6 @@ class ConvWeight(nnx.Module):
 
 
 def tap_by_tap(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
-    """Writes each tap of channels [n, 1, K] to a part of its own."""
+    """Write each tap of channels [n, 1, K] to a part of its own."""
     for tap, part in enumerate(parts):
         part[...] = rows[0][:, 0, tap]

@@ -74,13 +74,13 @@ class Residual(NamedTuple):
     """Whether the CPU kernel does it where no product can."""
 
     def add_projected(self, linear: Linear, y: jax.Array, x: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """Adds linear(y): y [T, in], x [T, E] -> [T, E]."""
+        """Add linear(y): y [T, in], x [T, E] -> [T, E]."""
         if self.norm is None:
             return add_projected(linear, y, x, inputs.num_tokens, inputs.pools, multiplier=self.multiplier)
         return self.add(project(linear, y, inputs.num_tokens, inputs.pools), x, inputs)
 
     def add(self, y: jax.Array, x: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """Adds y: y and x [T, E] -> [T, E]."""
+        """Add y: y and x [T, E] -> [T, E]."""
         return add_normalised(
             y,
             x,

@@ -196,7 +196,7 @@ class HeadProducts(nnx.Module):
 
 
 def copy_columns(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
-    """Makes the rows columns of the part."""
+    """Make the rows columns of the part."""
     parts[0][...] = rows[0].T
 
 

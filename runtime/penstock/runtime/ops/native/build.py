@@ -160,7 +160,7 @@ def _run(command: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Builds the library now. Failing is an error only if a folder is named, since everything runs without
+    """Build the library now. Failing is an error only if a folder is named, since everything runs without
     the library.
     """
     parser = argparse.ArgumentParser(description="Compile the native CPU kernels.")

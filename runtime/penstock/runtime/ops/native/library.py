@@ -125,7 +125,7 @@ def limit_isa(isa: Isa) -> Isa:
 
 
 def use_pairs(pairs: bool | None) -> None:
-    """Sets whether kernels for AVX512_BF16 multiply pairs of bfloat16, or values widened to float32; None:
+    """Set whether kernels for AVX512_BF16 multiply pairs of bfloat16, or values widened to float32; None:
     what this processor does faster. It holds for the whole process, and is for tests.
     """
     if available():
@@ -133,7 +133,7 @@ def use_pairs(pairs: bool | None) -> None:
 
 
 def limit_scratch(num_bytes: int | None) -> None:
-    """Makes kernels fail that need more than this much scratch memory, as if there were no more; None: no
+    """Make kernels fail that need more than this much scratch memory, as if there were no more; None: no
     limit. It holds for the whole process, and is for tests.
     """
     load().penstock_limit_scratch(_NO_LIMIT if num_bytes is None else num_bytes)

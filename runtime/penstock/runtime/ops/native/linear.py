@@ -75,7 +75,7 @@ def pack(weight: NDArray[np.generic]) -> NDArray[np.generic]:
 
 
 def pack_into(tiles: NDArray[np.generic], weight: NDArray[np.generic]) -> None:
-    """Writes the tiles of a weight [N, K] into `tiles`; both arrays are C-contiguous.
+    """Write the tiles of a weight [N, K] into `tiles`; both arrays are C-contiguous.
 
     A group of a tile has 4 bytes in either format, so each block of 16 outputs is a transposition of 32-bit
     words: numpy copies these seven times as fast as the elements of the groups.

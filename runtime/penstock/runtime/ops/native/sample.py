@@ -54,7 +54,7 @@ def sample(
     num_logprobs: Array,
     num_top: int,
 ) -> tuple[Array, Array, Array, Array]:
-    """Samples the next token of each row: (tokens int32[R], logprobs float32[R], top_ids int32[R, num_top],
+    """Sample the next token of each row: (tokens int32[R], logprobs float32[R], top_ids int32[R, num_top],
     top_logprobs float32[R, num_top]).
 
     logits float32[R, V]. history int32[F, V] (see `sampling_codes`) and bias float32[F, V] (-inf forbids a

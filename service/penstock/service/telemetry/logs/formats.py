@@ -18,7 +18,7 @@ _ATTRIBUTE = "penstock_span"
 
 
 def note_span(record: logging.LogRecord) -> bool:
-    """Notes the span of the RPC that the running task serves, if that is recorded. A filter of a handler, so
+    """Note the span of the RPC that the running task serves, if that is recorded. A filter of a handler, so
     it is called where the record is made. Always true.
     """
     context = CURRENT_RPC.get().get_span_context()

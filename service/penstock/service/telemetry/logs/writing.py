@@ -79,7 +79,7 @@ _NAME = "penstock.log"
 
 
 def open_logs(options: LogOptions) -> None:
-    """Sends all that is logged in this process where the options say. Raises ConfigError if the file cannot
+    """Send all that is logged in this process where the options say. Raises ConfigError if the file cannot
     be written.
     """
     target = _target(options)

@@ -181,7 +181,7 @@ class HttpTransport:
     """A connection to one collector, which is kept between batches."""
 
     def __init__(self, destination: Destination) -> None:
-        """Connects at the first batch. Raises ConfigError for a bad certificate."""
+        """Connect at the first batch. Raises ConfigError for a bad certificate."""
         self._destination = destination
         self._context = destination.tls_context() if destination.is_tls else None
         self._proxy = _proxy(destination)

@@ -34,7 +34,7 @@ class WallClock:
         """Added to a monotonic time, it makes a Unix time. Any thread may read it."""
 
     def looked_at(self) -> int:
-        """Compares the two clocks again, and returns the difference that counts from now on."""
+        """Compare the two clocks again, and return the difference that counts from now on."""
         offset_ns = self._unix_ns() - self._now_ns()
         if abs(offset_ns - self.offset_ns) >= _SMALLEST_STEP_NS:
             self.offset_ns = offset_ns

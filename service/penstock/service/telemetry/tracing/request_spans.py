@@ -216,7 +216,7 @@ class FollowedRequest:
         return self.closed is not None and self.num_settled >= self.closed.num_queued
 
     def happened(self, what: Happened) -> None:
-        """Notes an event of its span."""
+        """Note an event of its span."""
         if len(self.events) >= MOST_EVENTS:
             self.num_events_left_out += 1
             return
@@ -276,14 +276,14 @@ class FollowedOutput:
         return request.child(new_id(8), request.decode_id, _DECODE_STEP, step.begin_ns, step.waited_ns, rest)
 
     def decoded(self, new_id: NewId, step: Step, num_tokens: int) -> bytes | None:
-        """Adds a step to the window. Returns the span of the window if it is complete with that."""
+        """Add a step to the window. Returns the span of the window if it is complete with that."""
         window = self.window
         window.append(step)
         self.window_tokens += num_tokens
         return self.take_window(new_id) if len(window) >= MOST_STEPS_OF_WINDOW else None
 
     def take_window(self, new_id: NewId) -> bytes | None:
-        """Ends the window. Returns its span, unless it has no steps or there is no more room for it."""
+        """End the window. Returns its span, unless it has no steps or there is no more room for it."""
         window = self.window
         if not window:
             return None

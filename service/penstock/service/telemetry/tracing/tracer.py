@@ -113,7 +113,7 @@ class Tracer:
         return len(self._outputs)
 
     def read(self, entries: Sequence[Entry]) -> None:
-        """Takes the next entries of the journal."""
+        """Take the next entries of the journal."""
         level = self._outlet.level
         if level is not self._level:
             self._end_windows(self._outputs.values())
@@ -128,11 +128,11 @@ class Tracer:
         self._send()
 
     def follow(self, journal: Journal) -> None:
-        """Reads this journal from now on, until `close`."""
+        """Read this journal from now on, until `close`."""
         self._stop_reading = journal.read_by(self.read)
 
     def close(self) -> None:
-        """Reads what was written, and records the requests that have ended for their caller."""
+        """Read what was written, and record the requests that have ended for their caller."""
         self._stop_reading()
         self._give_up(self._now_ns())
         self._send()
@@ -192,7 +192,7 @@ class Tracer:
         return output
 
     def _settle(self, output: FollowedOutput, timing: RequestTiming | None, num_tokens: int) -> None:
-        """Notes how an output, which is followed no more, ended in the engine."""
+        """Note how an output, which is followed no more, ended in the engine."""
         self._end_windows([output])
         followed = output.request
         if timing is not None:
@@ -202,7 +202,7 @@ class Tracer:
         self._finish(followed)
 
     def _finish(self, followed: FollowedRequest) -> bool:
-        """Records a request, if it has ended for its caller and in the engine. Returns whether it has."""
+        """Record a request, if it has ended for its caller and in the engine. Returns whether it has."""
         if followed.closed is None or not followed.is_settled:
             return False
         self._forget(followed)
@@ -281,7 +281,7 @@ class Tracer:
     def _rows(
         self, rows: Sequence[tuple[PlanRow, FollowedOutput]], step: Step, made: Mapping[str, int]
     ) -> list[FollowedRequest]:
-        """Records what a step did for each row. `made` has the numbers of tokens. Returns the requests that
+        """Record what a step did for each row. `made` has the numbers of tokens. Returns the requests that
         have their first token after this step.
         """
         new_id, is_detailed = self._new_id, self._level >= TraceLevel.DETAILED

@@ -1,13 +1,79 @@
-"""What of an answer is sent, and what all chunks of a stream have around their choice."""
+"""What of an answer is sent, why an output ended, usage, and what all chunks of a stream have around their
+choice.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from penstock.client import Usage, Vocabulary
-from penstock.openai.answers.usage import usage_dict, usage_so_far
+from penstock.client import Finish, FinishReason, Usage, Vocabulary
+from penstock.openai.failures import ApiError
 from penstock.openai.jsonbytes import json_bytes, json_string
 from penstock.openai.schemas.sampling import StreamOptions
+
+
+def usage_dict(usage: Usage) -> dict[str, Any]:
+    """The figures that the server counted, which are those of its ledger."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """What vLLM sends with every chunk when it is asked for continuous_usage_stats."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def total_usage(parts: Iterable[Usage]) -> Usage:
+    """The usage of several calls to the server together."""
+    parts = tuple(parts)
+    return Usage(
+        prompt_tokens=sum(part.prompt_tokens for part in parts),
+        cached_prompt_tokens=sum(part.cached_prompt_tokens for part in parts),
+        completion_tokens=sum(part.completion_tokens for part in parts),
+        reasoning_tokens=sum(part.reasoning_tokens for part in parts),
+    )
+
+
+_REASONS = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.MAX_TOKENS: "length",
+    FinishReason.CONTEXT_FULL: "length",
+    FinishReason.TIME_LIMIT: "length",
+}
+
+
+def finish_reason(finish: Finish, *, has_calls: bool = False) -> str:
+    """OpenAI's word for it. A limit of any kind, also of time, is "length".
+
+    Raises ApiError where the output was aborted, for which OpenAI has no word: half an answer must not look
+    like a whole one. Clients do not try again by themselves then, as somebody has ended the request on
+    purpose.
+    """
+    reason = _REASONS.get(finish.reason)
+    if reason is None:
+        why = f": {finish.message}" if finish.message else ""
+        raise ApiError(503, f"The request was aborted{why}", "server_error", code="aborted", may_retry=False)
+    return "tool_calls" if has_calls and reason == "stop" else reason
+
+
+def stop_reason(finish: Finish) -> dict[str, Any]:
+    """vLLM's field that names what the output stopped at; empty unless it is one of the caller's stops."""
+    if finish.reason is not FinishReason.STOP:
+        return {}
+    return {"stop_reason": finish.stop if finish.stop is not None else finish.token_id}
+
 
 DONE = b"data: [DONE]\n\n"
 """The end of a stream."""

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.client import ChatMessage, Image, ToolCall
-from penstock.openai.requests.refusing import invalid_value, unsupported_value
-from penstock.openai.requests.turns import joined, part_params, picture_of
-from penstock.openai.schemas.carried_reasoning import text_of
-from penstock.openai.schemas.response_items import (
+from penstock.openai.failures import invalid_value, unsupported_value
+from penstock.openai.routes.turns import joined, part_params, picture_of
+from penstock.openai.schemas.responses import (
     FunctionCallItem,
     FunctionCallOutputItem,
     InputImage,
@@ -24,6 +23,7 @@ from penstock.openai.schemas.response_items import (
     OutputText,
     Part,
     ReasoningItem,
+    text_of,
 )
 
 _MEDIA = {"input_audio": "audio", "input_file": "files"}

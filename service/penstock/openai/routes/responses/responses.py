@@ -1,20 +1,33 @@
-"""Converts the body of a response to keyword arguments of the client."""
+"""/v1/responses, which keeps nothing: each request brings the whole conversation."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from penstock.client import JsonObject, JsonSchema, RequestOptions, Tool
 from penstock.client.generation.options import Constraint
 from penstock.openai.backend import ModelFacts
-from penstock.openai.requests.constraints import check_beside_tools, constraint_of, constraint_params
-from penstock.openai.requests.generation import PARAMS, generation_options
-from penstock.openai.requests.refusing import invalid_value, missing, unsupported_value
-from penstock.openai.requests.response_turns import turn_params, turns_of
-from penstock.openai.requests.templates import template_options
-from penstock.openai.requests.turns import named_choice
-from penstock.openai.schemas.response_items import Other
-from penstock.openai.schemas.responses import NamedFunction, ResponsesBody, TextFormat
+from penstock.openai.calls import call_of
+from penstock.openai.endpoints import name_params
+from penstock.openai.failures import invalid_value, missing, unsupported_value
+from penstock.openai.front import front_of
+from penstock.openai.generation.options import (
+    PARAMS,
+    check_beside_tools,
+    constraint_of,
+    constraint_params,
+    generation_options,
+)
+from penstock.openai.reading import read_body
+from penstock.openai.replying import answered, sse
+from penstock.openai.routes.responses.turns import has_pictures, turn_params, turns_of
+from penstock.openai.routes.responses.writing import Asked, read_response, response_events, whole_response
+from penstock.openai.routes.turns import named_choice, template_options
+from penstock.openai.schemas.responses import NamedFunction, Other, ResponsesBody, TextFormat
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -158,3 +171,38 @@ def _num_logprobs(body: ResponsesBody) -> int | None:
     if body.top_logprobs:
         raise invalid_value("top_logprobs", f'it goes with include: ["{LOGPROBS}"].')
     return None
+
+
+async def create_response(request: Request) -> Response:
+    """POST /v1/responses."""
+    call, backend = call_of(request), front_of(request).backend
+    body = await read_body(request, ResponsesBody)
+    name_params(request.scope, lambda: response_params(body))
+    facts = await backend.facts(call)
+    if has_pictures(body.input):
+        # Base64 of megabytes is read in a thread, so that other requests do not wait for it.
+        options = await asyncio.to_thread(response_options, body, facts)
+    else:
+        options = response_options(body, facts)
+    wants_logprobs = options["logprobs"] is not None
+    asked = Asked(
+        body=body,
+        number=body.request_id or call.number,
+        created=call.created,
+        defaults=facts.default_sampling,
+        carries_reasoning=is_included(body, ENCRYPTED_REASONING),
+        vocabulary=await backend.vocabulary(call) if wants_logprobs else None,
+    )
+    options["request_id"] = asked.response_id
+    if body.stream:
+        stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
+        return await sse(request, response_events(stream, asked, lambda: response_params(body)))
+    if wants_logprobs:
+        stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
+        made = await answered(request, read_response(stream, asked))
+    else:
+        answer = await answered(
+            request, backend.client.generate(timeout=call.timeout, metadata=call.metadata, **options)
+        )
+        made = whole_response(answer, asked)
+    return Response(made, media_type="application/json")

@@ -1,1 +1,0 @@
-"""From values of the client to the bodies and chunks of replies."""

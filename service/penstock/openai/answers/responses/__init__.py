@@ -1,1 +1,0 @@
-"""Answers of /v1/responses, whole and as events."""

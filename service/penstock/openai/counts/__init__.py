@@ -1,1 +1,0 @@
-"""What a worker counts: its requests, the bodies on their way in, and metrics."""

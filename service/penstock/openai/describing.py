@@ -1,0 +1,281 @@
+"""The OpenAPI document, made of the table of endpoints, of the models of their bodies, and of the shapes of
+answers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.openai.endpoints import Endpoint
+from penstock.openai.failures import TABLE
+from penstock.openai.jsonbytes import json_bytes
+from penstock.openai.schemas.base import Body
+
+Schema = Mapping[str, Any]
+
+_TEXT: Final[Schema] = {"type": "string"}
+_TEXT_OR_NULL: Final[Schema] = {"type": ["string", "null"]}
+_COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
+_IDS: Final[Schema] = {"type": "array", "items": _COUNT}
+_OBJECT_OR_NULL: Final[Schema] = {"type": ["object", "null"]}
+
+
+def _always(**fields: Schema) -> dict[str, Any]:
+    """An object that always has these fields, and sometimes further ones."""
+    return {"type": "object", "required": list(fields), "properties": fields}
+
+
+def _word(*words: str | bool | None) -> dict[str, Any]:
+    return {"enum": list(words)}
+
+
+def _list_of(schema: Schema) -> dict[str, Any]:
+    return {"type": "array", "items": schema}
+
+
+def _of(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_ENDINGS: Final = ("stop", "length", "tool_calls", None)
+
+SCHEMAS: Final[Mapping[str, Schema]] = {
+    "Error": _always(
+        error=_always(
+            message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code={"type": ["string", "integer", "null"]}
+        )
+    ),
+    "Usage": _always(
+        prompt_tokens=_COUNT,
+        completion_tokens=_COUNT,
+        total_tokens=_COUNT,
+        prompt_tokens_details=_always(cached_tokens=_COUNT),
+        completion_tokens_details=_always(reasoning_tokens=_COUNT),
+    ),
+    "Model": _always(
+        id=_TEXT,
+        object=_word("model"),
+        created=_COUNT,
+        owned_by=_TEXT,
+        max_model_len=_COUNT,
+        input_modalities=_list_of(_word("text", "image")),
+    ),
+    "ModelList": _always(object=_word("list"), data=_list_of(_of("Model"))),
+    "ToolCall": _always(id=_TEXT, type=_word("function"), function=_always(name=_TEXT, arguments=_TEXT)),
+    "ChatCompletion": _always(
+        id=_TEXT,
+        object=_word("chat.completion"),
+        created=_COUNT,
+        model=_TEXT,
+        choices=_list_of(
+            _always(
+                index=_COUNT,
+                finish_reason=_word(*_ENDINGS[:3]),
+                logprobs=_OBJECT_OR_NULL,
+                message={
+                    "type": "object",
+                    "required": ["role", "content"],
+                    "properties": {
+                        "role": _word("assistant"),
+                        "content": _TEXT_OR_NULL,
+                        "reasoning": _TEXT,
+                        "tool_calls": _list_of(_of("ToolCall")),
+                    },
+                },
+            )
+        ),
+        usage=_of("Usage"),
+    ),
+    "ChatCompletionChunk": _always(
+        id=_TEXT,
+        object=_word("chat.completion.chunk"),
+        created=_COUNT,
+        model=_TEXT,
+        choices=_list_of(_always(index=_COUNT, delta={"type": "object"}, finish_reason=_word(*_ENDINGS))),
+    ),
+    "Completion": _always(
+        id=_TEXT,
+        object=_word("text_completion"),
+        created=_COUNT,
+        model=_TEXT,
+        choices=_list_of(
+            _always(index=_COUNT, text=_TEXT, logprobs=_OBJECT_OR_NULL, finish_reason=_word("stop", "length"))
+        ),
+        usage=_of("Usage"),
+    ),
+    "CompletionChunk": _always(
+        id=_TEXT,
+        object=_word("text_completion"),
+        created=_COUNT,
+        model=_TEXT,
+        choices=_list_of(_always(index=_COUNT, text=_TEXT, finish_reason=_word("stop", "length", None))),
+    ),
+    "Response": _always(
+        id=_TEXT,
+        object=_word("response"),
+        created_at={"type": "number"},
+        model=_TEXT,
+        status=_word("completed", "incomplete", "failed", "in_progress"),
+        output=_list_of(_always(id=_TEXT, type=_TEXT)),
+        error=_OBJECT_OR_NULL,
+        incomplete_details=_OBJECT_OR_NULL,
+        store=_word(False),
+    ),
+    "ResponseEvent": _always(type=_TEXT, sequence_number=_COUNT),
+    "Embeddings": _always(
+        object=_word("list"),
+        data=_list_of(
+            _always(
+                object=_word("embedding"),
+                index=_COUNT,
+                embedding={"anyOf": [{"type": "array", "items": {"type": "number"}}, _TEXT]},
+            )
+        ),
+        model=_TEXT,
+        usage=_always(prompt_tokens=_COUNT, total_tokens=_COUNT),
+    ),
+    "Tokens": _always(count=_COUNT, max_model_len=_COUNT, tokens=_IDS),
+    "Text": _always(prompt=_TEXT),
+    "Health": _always(status=_word("ok", "draining", "unavailable")),
+}
+"""The schemas by name."""
+
+ANSWERS: Final[Mapping[str, tuple[str, str | None]]] = {
+    "/v1/models": ("ModelList", None),
+    "/v1/models/{model:path}": ("Model", None),
+    "/v1/chat/completions": ("ChatCompletion", "ChatCompletionChunk"),
+    "/v1/completions": ("Completion", "CompletionChunk"),
+    "/v1/responses": ("Response", "ResponseEvent"),
+    "/v1/embeddings": ("Embeddings", None),
+    "/tokenize": ("Tokens", None),
+    "/detokenize": ("Text", None),
+    "/health": ("Health", None),
+}
+"""By path, the schema of the answer, and that of each event where the request may ask for a stream."""
+
+
+_BY_THE_FRONT: Final = (400, 404, 408, 413, 415, 500, 503)
+"""The statuses of the front's own errors."""
+_MEANINGS: Final = {
+    400: "A field is missing, wrong or not supported; `param` names it.",
+    401: "The key is missing, unknown or has expired.",
+    403: "The key does not allow this.",
+    404: "There is no such model or path.",
+    408: "The request arrived too slowly.",
+    409: "The state of the server, or another request, does not allow this.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "Too many requests; retry-after says when to come back.",
+    500: "The server has failed.",
+    501: "This server cannot do this.",
+    503: "The server does not take requests now; retry-after says when to come back.",
+    504: "The request took longer than it may.",
+}
+ERRORS: Final = sorted({*_BY_THE_FRONT, *(row.status for row in TABLE.values())})
+_PARAMETER: Final = re.compile(r"\{(\w+)(?::\w+)?\}")
+
+
+def document(endpoints: Iterable[Endpoint], version: str) -> dict[str, Any]:
+    """The OpenAPI document of these endpoints. Pages for people are not in it."""
+    told = [endpoint for endpoint in endpoints if endpoint.path in ANSWERS or endpoint.body is not None]
+    bodies = {endpoint.body for endpoint in told if endpoint.body is not None}
+    _, models = models_json_schema(
+        [(body, "validation") for body in sorted(bodies, key=lambda body: body.__name__)],
+        ref_template="#/components/schemas/{model}",
+    )
+    schemas = {**models.get("$defs", {}), **SCHEMAS}
+    for body in bodies:
+        _add_ignored(schemas[body.__name__], body)
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in told:
+        path = _PARAMETER.sub(r"{\1}", endpoint.path)
+        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Penstock's OpenAI front",
+            "version": version,
+            "description": "OpenAI's HTTP API for a server of penstock.v1, as docs/openai.md explains it.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _add_ignored(schema: dict[str, Any], body: type[Body]) -> None:
+    """Name the fields that are taken and ignored."""
+    properties = schema.setdefault("properties", {})
+    for name in sorted(body.ignored):
+        properties.setdefault(name, {"description": "Taken and ignored."})
+
+
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
+    words = re.sub(r"[^a-z]+", "_", _PARAMETER.sub("one", endpoint.path))
+    made: dict[str, Any] = {
+        "operationId": f"{endpoint.method.lower()}{words}",
+        "summary": endpoint.summary,
+        "responses": {"200": _answer(endpoint.path), **_errors(endpoint)},
+    }
+    names = _PARAMETER.findall(endpoint.path)
+    if names:
+        made["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
+        ]
+    if endpoint.body is not None:
+        made["requestBody"] = {"required": True, "content": _json(endpoint.body.__name__)}
+    return made
+
+
+def _answer(path: str) -> dict[str, Any]:
+    if path not in ANSWERS:
+        return {"description": "The answer."}
+    whole, event = ANSWERS[path]
+    content = _json(whole)
+    if event is not None:
+        content |= {"text/event-stream": {"schema": _event(event)}}
+    return {"description": "The answer.", "content": content}
+
+
+def _event(name: str) -> dict[str, Any]:
+    """An event of a stream. OpenAPI 3.1 does not say what a schema of a stream describes; programs that look
+    into streams take it for that of one event, as OpenAPI 3.2 does.
+    """
+    told = [{"$ref": f"#/components/schemas/{kind}"} for kind in (name, "Error")]
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": told}}
+    return {
+        "type": "object",
+        "description": f"With `stream`: server-sent events, whose data are objects of {name}.",
+        "required": ["data"],
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+    }
+
+
+def _errors(endpoint: Endpoint) -> dict[str, Any]:
+    if not endpoint.is_api:
+        return {"503": {"description": _MEANINGS[503], "content": _json(ANSWERS[endpoint.path][0])}}
+    return {str(status): {"description": _MEANINGS[status], "content": _json("Error")} for status in ERRORS}
+
+
+def _json(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+
+
+async def openapi(request: Request) -> Response:
+    """GET /openapi.json. It needs no key. It is made when it is first asked for."""
+    state = request.app.state
+    if not hasattr(state, "openapi"):
+        version = importlib.metadata.version("penstock")
+        state.openapi = json_bytes(document(state.endpoints, version))
+    return Response(state.openapi, media_type="application/json")

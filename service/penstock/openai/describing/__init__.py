@@ -1,1 +1,0 @@
-"""Describes the front to programs: `/openapi.json`."""

@@ -1,0 +1,199 @@
+"""Converts the fields that requests which generate have to keyword arguments of the client, and what they say
+about the output's form to a constraint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from penstock.client import Choice, Ebnf, JsonObject, JsonSchema, Regex, RequestOptions, Tool
+from penstock.client.generation.options import Constraint
+from penstock.openai.backend import ModelFacts
+from penstock.openai.failures import invalid_value, missing, unsupported_value
+from penstock.openai.schemas.sampling import GenerationBody, ResponseFormat, SamplingBody, StructuredOutputs
+from penstock.v1 import types_pb2
+
+
+def constraint_of(form: ResponseFormat | None, structured: StructuredOutputs | None) -> Constraint | None:
+    """The constraint that `response_format` or `structured_outputs` asks for; None if neither asks for one.
+
+    Raises ApiError if both do, or if one is not complete.
+    """
+    of_form = None if form is None else _of_response_format(form)
+    of_structured = None if structured is None else _of_structured_outputs(structured)
+    if of_form is not None and of_structured is not None:
+        raise invalid_value("structured_outputs", "it cannot go together with response_format.")
+    return of_form or of_structured
+
+
+def check_beside_tools(param: str, tools: Sequence[Tool], choice: str | None) -> None:
+    """Raise ApiError for a constraint, which the field `param` asks for, that would keep the model from
+    calling tools. Where it is free to call strict ones, the output is either calls or the answer.
+    """
+    if not tools or choice == "none":
+        return
+    if choice not in (None, "auto"):
+        raise unsupported_value(param, "it contradicts a tool_choice that requires a call.")
+    if not any(tool.strict for tool in tools):
+        raise unsupported_value(
+            param,
+            "it keeps the model from calling tools of which none is strict; make one strict, leave them out, "
+            "or give tool_choice none.",
+        )
+
+
+def constraint_params(form: ResponseFormat | None) -> dict[str, str]:
+    """From contract paths of the constraint to the fields of the request that it was made of."""
+    if form is not None and form.type != "text":
+        return {
+            "constraint": "response_format",
+            "constraint.json_schema": "response_format.json_schema.schema",
+        }
+    return {
+        "constraint": "structured_outputs",
+        "constraint.json_schema": "structured_outputs.json",
+        "constraint.json_object": "structured_outputs.json_object",
+        "constraint.regex": "structured_outputs.regex",
+        "constraint.ebnf": "structured_outputs.grammar",
+        "constraint.choice": "structured_outputs.choice",
+        "constraint.choice.choices": "structured_outputs.choice",
+    }
+
+
+def _of_response_format(form: ResponseFormat) -> Constraint | None:
+    if form.type == "json_schema" and form.json_schema is None:
+        raise missing("response_format.json_schema")
+    if form.type != "json_schema" and form.json_schema is not None:
+        raise invalid_value("response_format.json_schema", 'it goes with the type "json_schema".')
+    if form.json_schema is not None:
+        return JsonSchema(form.json_schema.schema_)
+    return JsonObject() if form.type == "json_object" else None
+
+
+def _of_structured_outputs(structured: StructuredOutputs) -> Constraint:
+    asked: list[Constraint] = []
+    if structured.json_ is not None:
+        asked.append(JsonSchema(structured.json_))
+    if structured.regex is not None:
+        asked.append(Regex(structured.regex))
+    if structured.choice is not None:
+        asked.append(Choice(structured.choice))
+    if structured.grammar is not None:
+        asked.append(Ebnf(structured.grammar))
+    if structured.json_object is not None:
+        asked.append(JsonObject())
+    if len(asked) != 1:
+        raise invalid_value("structured_outputs", "give one of json, regex, choice, grammar and json_object.")
+    return asked[0]
+
+
+_SEEDS = 2**64
+_SAMPLING = tuple(
+    field.name
+    for field in types_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.name in GenerationBody.model_fields
+)
+_STOPPING = ("min_tokens", "stop", "stop_token_ids", "ignore_eos", "time_limit")
+
+PARAMS: Mapping[str, str] = {
+    **{f"sampling.{name}": name for name in _SAMPLING},
+    **{f"stopping.{name}": name for name in _STOPPING},
+    "stopping.include_stop": "include_stop_str_in_output",
+    "output.skip_special_tokens": "skip_special_tokens",
+    "cache.cache_salt": "cache_salt",
+    "model": "model",
+    "priority": "priority",
+    "request_id": "request_id",
+}
+"""From the contract's path of a field to the name of the field in HTTP that it was made of."""
+
+
+def generation_options(body: GenerationBody, vocab_size: int) -> RequestOptions:
+    """The keyword arguments for how tokens are drawn and when outputs end.
+
+    `structured_outputs` and `request_id` are left to others: the first may contradict another field, and the
+    second is a part of the answer's id. Raises ApiError for a key of `logit_bias` that is no token id, and
+    for more keys than the model has tokens.
+    """
+    sampling = {name: getattr(body, name) for name in _SAMPLING}
+    sampling["top_k"] = None if body.top_k is None else max(body.top_k, 0)
+    sampling["seed"] = None if body.seed is None else body.seed % _SEEDS
+    sampling["logit_bias"] = _biases(body.logit_bias, vocab_size)
+    return RequestOptions(
+        **cast(RequestOptions, sampling),
+        model=body.model,
+        min_tokens=body.min_tokens,
+        stop=body.stop,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+        include_stop=body.include_stop_str_in_output,
+        time_limit=body.time_limit,
+        skip_special_tokens=body.skip_special_tokens,
+        cache_salt=body.cache_salt,
+        priority=None if body.priority is None else -body.priority,
+    )
+
+
+def _biases(biases: Mapping[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    if biases is None:
+        return None
+    if len(biases) > vocab_size:  # so many would take long to convert, only to be refused by the server
+        why = f"it has {len(biases)} token ids, and the model has {vocab_size} tokens."
+        raise invalid_value("logit_bias", why)
+    for key in biases:
+        # "01" would be a second key for the token 1.
+        if not (key.isascii() and key.isdigit() and len(key) < 11 and str(int(key)) == key):
+            raise invalid_value("logit_bias", f"its keys are token ids, and {key[:40]!r} is none.")
+    return {int(key): bias for key, bias in biases.items()}
+
+
+def sampling_params(body: SamplingBody) -> dict[str, str]:
+    """From the contract's path of a field to the name of the field of this request that it was made of."""
+    return {
+        **PARAMS,
+        **constraint_params(body.response_format),
+        "sampling.n": "n",
+        "output.prompt_logprobs": "prompt_logprobs",
+        "output.token_ids": "return_token_ids",
+        "output.echo_prompt_token_ids": "return_token_ids",
+        "context": "truncate_prompt_tokens",
+    }
+
+
+def sampling_options(body: SamplingBody, facts: ModelFacts) -> RequestOptions:
+    """The keyword arguments for everything but the input, `max_tokens` and log-probabilities of the output.
+
+    Raises ApiError for fields that contradict each other.
+    """
+    asked = body.stream_options
+    if asked is not None and not body.stream:
+        raise invalid_value("stream_options", "it goes with stream: true.")
+    if asked is not None and asked.continuous_usage_stats and not asked.include_usage:
+        raise invalid_value("stream_options.continuous_usage_stats", "it goes with include_usage: true.")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid_value("prompt_logprobs", "a stream has none; leave stream out.")
+    wants_ids = bool(body.return_token_ids)
+    options = generation_options(body, facts.vocab_size)
+    options["n"] = body.n
+    options["return_token_ids"] = wants_ids or counts_tokens(body)
+    options["prompt_logprobs"] = body.prompt_logprobs
+    options["echo_prompt_token_ids"] = wants_ids or body.prompt_logprobs is not None
+    options["constraint"] = constraint_of(body.response_format, body.structured_outputs)
+    if body.truncate_prompt_tokens is not None:
+        options["truncation"] = "left"
+        options["reserve_tokens"] = _reserved(body.truncate_prompt_tokens, facts.max_context_tokens)
+    return options
+
+
+def counts_tokens(body: SamplingBody) -> bool:
+    """Whether every chunk of the stream tells the usage so far, for which the tokens of each are counted."""
+    asked = body.stream_options
+    return asked is not None and bool(asked.continuous_usage_stats)
+
+
+def _reserved(kept: int, max_context_tokens: int) -> int | None:
+    """The room that leaves `kept` tokens to the prompt; None to take the server's default."""
+    if kept == 0:
+        raise invalid_value("truncate_prompt_tokens", "at least one token must be kept.")
+    return max_context_tokens - kept if 0 < kept < max_context_tokens else None

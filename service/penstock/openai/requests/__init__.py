@@ -1,1 +1,0 @@
-"""From the bodies of requests to the arguments of the client."""
