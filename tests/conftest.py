@@ -52,7 +52,7 @@ what they need first.
 """
 LONGEST = tuple((ROOT / "tests" / "support" / "suite" / "longest.txt").read_text().split())
 """The files that take longest, which start first. `pytest --durations=0` finds them."""
-APART = ("tests/service/fronts/test_all_tests.py",)
+APART = ("tests/service/relay/test_all_tests.py",)
 """Files whose tests share nothing, and take minutes each: workers take them one by one."""
 
 

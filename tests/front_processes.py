@@ -1,6 +1,6 @@
 """Tests' servers have front processes where PENSTOCK_TEST_FRONT_PROCESSES says how many.
 
-tests/service/fronts/test_all_tests.py runs tests so that know nothing of front processes: all that they say
+tests/service/relay/test_all_tests.py runs tests so that know nothing of front processes: all that they say
 of a server must be true of such a one, too.
 """
 

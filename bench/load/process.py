@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-_FRONT = "penstock.service.fronts.process"
+_FRONT = "penstock.service.relay.process"
 """Is in the command line of a front process."""
 _MODEL_THREADS = "tf_XLA"
 """How the names begin of the threads that compute the model on a CPU."""

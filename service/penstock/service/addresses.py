@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from penstock.runtime.errors import ConfigError
-from penstock.service.fronts.server import link_server
 from penstock.service.limits.bounds import grpc_options
 from penstock.service.listening.grpc_server import MakeServer, Refuse, refusing_server
 from penstock.service.listening.listen_options import tcp_address
 from penstock.service.listening.listeners import HeldPort, UnixSocket, listen_tcp
 from penstock.service.listening.tls import Certificates
 from penstock.service.options import ServerOptions
+from penstock.service.relay.processes import link_server
 from penstock.service.rpcs.surface import control_surface, main_surface
 
 Serve = Callable[[MakeServer], grpc.aio.Server]

@@ -154,7 +154,7 @@ def test_front_processes_are_told_apart_from_the_server_and_its_other_children()
         subprocess.Popen(
             [sys.executable, "-c", busy, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        for arguments in (["penstock.service.fronts.process"], ["another"])
+        for arguments in (["penstock.service.relay.process"], ["another"])
     ]
     try:
         for child in children:

@@ -1,8 +1,8 @@
 """In a front process: carries each call between gRPC and the link.
 
-It decides nothing. A message is received from the client only when the engine's process asks for one, and
-the engine's process hears that a message was sent only when gRPC asks for more. So who is admitted, and how
-long a message may take either way, is decided in the engine's process as if gRPC ran there.
+It decides nothing. A message is received from the client only when the engine's process asks for one, and the
+engine's process hears that a message was sent only when gRPC asks for more. So who is admitted, and how long
+a message may take either way, is decided in the engine's process as if gRPC ran there.
 
 The engine's process hears of a call once the link has room for it. Peers that begin and cancel calls faster
 than the engine's process can hear of them would fill the memory otherwise.
@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from penstock.service.fronts.frames import Kind, Opening, Status
-from penstock.service.fronts.link import Link
+from penstock.service.relay.link import Kind, Link, Opening, Status
 from penstock.service.rpcs.ending import Ender
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

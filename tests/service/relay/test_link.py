@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.service.fronts.frames import PART_BYTES, Kind, Line, Opening, Status
-from penstock.service.fronts.link import Link
+from penstock.service.relay.link import PART_BYTES, Kind, Line, Link, Opening, Status
 from tests.service.rig import WAIT_S
 
 MIB = 2**20

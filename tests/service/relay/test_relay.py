@@ -6,10 +6,9 @@ import asyncio
 import socket
 from typing import Any
 
-from penstock.service.fronts.frames import Kind
-from penstock.service.fronts.link import MOST_WAITING_BYTES, Link
-from penstock.service.fronts.relay import Relay
 from penstock.service.listening.grpc_server import refusing_server
+from penstock.service.relay.link import MOST_WAITING_BYTES, Kind, Link
+from penstock.service.relay.relay import Relay
 from tests.service.h2peer import Peer
 from tests.service.rig import WAIT_S, until
 

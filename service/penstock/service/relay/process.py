@@ -1,4 +1,4 @@
-"""The program of a front process: `python -m penstock.service.fronts.process FILE_DESCRIPTOR`.
+"""The program of a front process: `python -m penstock.service.relay.process FILE_DESCRIPTOR`.
 
 The engine's process starts it, and gives it one end of a link as that file descriptor. It ends when the other
 end is closed, which is also what happens when the engine's process dies; signals that end a server are meant
@@ -19,14 +19,13 @@ from functools import partial
 import grpc
 
 from penstock.runtime.errors import ConfigError
-from penstock.service.fronts.frames import Kind, Line, seconds_of
-from penstock.service.fronts.link import Link
-from penstock.service.fronts.relay import Relay
-from penstock.service.fronts.settings import FrontSettings
 from penstock.service.lifecycle.underway import Calls
 from penstock.service.limits.bounds import FOR_OTHERS, MANY, connection_options, raise_limit
 from penstock.service.listening.grpc_server import refusing_server
 from penstock.service.listening.tls import Certificates
+from penstock.service.relay.link import Kind, Line, Link, seconds_of
+from penstock.service.relay.relay import Relay
+from penstock.service.relay.settings import FrontSettings
 from penstock.service.telemetry.logs import grpc_log
 
 

@@ -17,15 +17,15 @@ import grpc
 import pytest
 
 from penstock.runtime.errors import ConfigError
-from penstock.service.fronts import processes
-from penstock.service.fronts.server import LinkServer
 from penstock.service.listening.listeners import HeldPort
 from penstock.service.options import ServerOptions
+from penstock.service.relay import processes
+from penstock.service.relay.processes import LinkServer
 from penstock.service.server import PenstockServer
 from penstock.v1 import inference_pb2_grpc
 from tests.service.cli.test_serve import START_S, fake_process
-from tests.service.fronts.test_fronts import nothing_left
 from tests.service.h2peer import Peer
+from tests.service.relay.test_relay_server import nothing_left
 from tests.service.rig import WAIT_S, Rig, failure_of, fake, generate, serving, stream, until
 from tests.service.tls_rig import install, listening, secure, shown
 

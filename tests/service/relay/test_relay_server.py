@@ -12,11 +12,11 @@ import grpc
 import pytest
 
 from penstock.runtime.errors import ConfigError
-from penstock.service.fronts import server as fronts_server
 from penstock.service.limits.admission import Kind
 from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
+from penstock.service.relay import processes
 from penstock.service.rpcs import ending
 from penstock.v1 import control_pb2, inference_pb2, inference_pb2_grpc
 from tests.service.access.test_key_certificates import certificate, flushed
@@ -179,7 +179,7 @@ async def test_places_are_counted_over_all_front_processes() -> None:
 
 async def test_a_front_process_carries_so_many_calls_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here two. Such a number waits only where the engine's process does not keep up."""
-    monkeypatch.setattr(fronts_server, "backlog_of", lambda bounds: 1)
+    monkeypatch.setattr(processes, "backlog_of", lambda bounds: 1)
     async with serving(fake(hold=True), front_processes=1) as rig:
         running = [asyncio.ensure_future(rig.inference.Generate(generate("y"))) for _ in range(2)]
         await until(lambda: len(rig.engine.seen) == 2)
