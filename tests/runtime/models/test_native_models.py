@@ -277,7 +277,7 @@ def test_a_token_has_the_same_bits_alone_and_beside_others(name: str) -> None:
     config = MODELS[name]
     leaves = params.state_to_leaves(state(config, "bfloat16", PACKED))
 
-    def own(q: jax.Array, k: jax.Array, v: jax.Array, kv: Any, meta: Any, **others: Any) -> Any:
+    def own(q: jax.Array, k: jax.Array, v: jax.Array, kv: Any, meta: Any, options: Any) -> Any:
         return q.at[:, 0].set(k[:, 0]).at[:, 1].set(v[:, 0]), kv
 
     attention: Any = own

@@ -38,7 +38,7 @@ def test_answers_are_as_the_page_says(endpoint: Endpoint, tmp_path: Path) -> Non
             *("--header", f"Authorization: Bearer {endpoint.key}"),
             *("--checks", "all", "--exclude-checks", MADE_UP),
             *("--phases", "examples,coverage,fuzzing", "--max-examples", "40", "--generation-deterministic"),
-            *("--continue-on-failure", "--request-timeout", "120", "--no-color"),
+            *("--continue-on-failure", "--request-timeout", "600", "--no-color"),
             *("--report", "json", "--report-json-path", report),
         ],
         tmp_path,
