@@ -64,7 +64,8 @@ struct Inputs {
            is(bias.dimensions(), history.dimensions()[0], vocab()) && is(mask.dimensions(), rows(), words) &&
            is(uniforms.dimensions(), rows(), 2) && stop_ids.dimensions().size() == 2 &&
            stop_ids.dimensions()[0] == rows() && column(slots) && column(features) &&
-           is(ints.dimensions(), rows(), kSampleInts) && is(floats.dimensions(), rows(), kSampleFloats) && column(banned) && column(num_logprobs);
+           is(ints.dimensions(), rows(), kSampleInts) && is(floats.dimensions(), rows(), kSampleFloats) &&
+           column(banned) && column(num_logprobs);
   }
 
   SampleRow MakeRow(int64_t r, int64_t most_top) const {
@@ -95,8 +96,7 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats logits, Ints history, Floats bias
   if (!kernel) {
     return ffi::Error(ffi::ErrorCode::kUnimplemented, "no kernel for this processor");
   }
-  const Inputs in{logits,   history, bias,   mask,     uniforms, slots,
-                  features, ints,    floats, stop_ids, banned,   num_logprobs};
+  const Inputs in{logits, history, bias, mask, uniforms, slots, features, ints, floats, stop_ids, banned, num_logprobs};
   if (logits.dimensions().size() != 2 || !in.Fit()) {
     return ffi::Error::InvalidArgument("sample: shapes do not fit");
   }
