@@ -5,12 +5,13 @@ engine, its RPC at the server, and its task in the front.
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from tests.service.openai.rig import FrontRig, front_rig
-from tests.service.rig import fake, until
+from tests.service.rig import WAIT_S, fake, until
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "a"}]}
 TEXT = {"model": "fake", "prompt": "a"}
@@ -51,6 +52,22 @@ async def test_in_the_middle_of_a_stream(path: str, body: dict[str, Any], output
             assert (await anext(lines)).startswith(("data: ", "event: "))
             await until(lambda: rig.engine.load().num_running == outputs)
         await until(lambda: is_free(rig))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_client_that_closes_its_side_is_one_that_goes_away(stream: bool) -> None:
+    """TCP does not tell them apart, and a client that has gone must not hold the engine to the end."""
+    body = json.dumps(TEXT | {"stream": stream}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    async with front_rig(fake(hold=True)) as rig:
+        reader, writer = await asyncio.open_connection(*rig.address)
+        writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        await until(lambda: rig.engine.load().num_running == 1)
+        writer.write_eof()
+        await until(lambda: is_free(rig))
+        async with asyncio.timeout(WAIT_S):
+            assert await reader.read() == b""
+        writer.close()
 
 
 async def test_another_request_takes_the_place_of_one_that_has_gone() -> None:

@@ -4,6 +4,10 @@ The connection bounds how large and how slow headers, trailers and bodies may be
 wait to be taken. A sweep twice a second looks at all connections, so there is no timer for a request or an
 event. A stream that is not taken waits, its RPC waits with it, and nothing gathers in between. uvicorn marks
 only the newest request of a connection as disconnected; this protocol marks the one that runs.
+
+A peer that closes its side of the connection counts as gone, as in uvicorn. It may only have closed the side
+that it writes to, but TCP tells the two apart no sooner than the server writes, which for a reply that is no
+stream is at its end: to wait for that would let every request of a client that has gone run to its end.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import ipaddress
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -31,6 +36,10 @@ DRAIN_BYTES_PER_S: Final = 64 << 10
 MOST_PIPELINED: Final = 8
 """How many requests of a connection may wait for an earlier one of it."""
 _HEADER_BYTES: Final = len(b": \r\n")
+_HOST: Final = re.compile(
+    rb"(\[[\w.~!$&'()*+,;=:%-]+\]|([\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(:[0-9]*)?", re.ASCII
+)
+"""What the header Host may hold (RFC 9112, 3.2): a name, which may be empty, or an address, and a port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +244,34 @@ class BoundedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + _HEADER_BYTES for name, value in self.headers)
         if size > self._all.bounds.max_header_bytes:
             self._refuse_head()
+        self._check_host()
+        self._check_transfer_coding()
         if not self._is_refused:
             super().on_headers_complete()
+
+    def _check_host(self) -> None:
+        """Refuse what RFC 9112, 3.2 wants refused. HTTP/1.0 has no need of a host."""
+        hosts = self._values(b"host")
+        is_missing = not hosts and self.parser.get_http_version() == "1.1"
+        if is_missing or len(hosts) > 1 or not all(map(_HOST.fullmatch, hosts)):
+            self._refuse(400, "a request has one header Host, with a name or an address", "invalid_http")
+
+    def _check_transfer_coding(self) -> None:
+        """Refuse a body of which nobody can tell where it ends, or that is coded in a way that nobody here
+        reads (RFC 9112, 6.1). The parser refuses the first too, but only when the request runs already.
+        """
+        codings = b",".join(self._values(b"transfer-encoding")).lower()
+        if codings in (b"", b"chunked"):
+            return
+        if codings.rpartition(b",")[2].strip() != b"chunked":
+            self._refuse(400, "the last Transfer-Encoding of a request must be chunked", "invalid_http")
+        else:
+            message = "the only Transfer-Encoding that is read is chunked"
+            self._refuse(501, message, "unsupported_transfer_encoding")
+
+    def _values(self, name: bytes) -> list[bytes]:
+        """The values of all headers of this name, which is in lower case."""
+        return [value.strip() for found, value in self.headers if found == name]
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0

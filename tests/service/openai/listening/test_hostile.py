@@ -173,7 +173,9 @@ async def test_trailers_that_do_not_end_are_refused(trailer: bytes) -> None:
 async def test_requests_that_wait_for_an_earlier_one_are_bounded() -> None:
     seen = Seen()
     async with hostile_rig(seen) as rig, peer(rig) as (reader, writer):
-        writer.write(b"GET /flood HTTP/1.1\r\nhost: x\r\n\r\n" + b"GET /health HTTP/1.1\r\n\r\n" * 1000)
+        writer.write(
+            b"GET /flood HTTP/1.1\r\nhost: x\r\n\r\n" + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 1000
+        )
         await closed(reader)
         await until(lambda: seen.ended == ["flood"])
         await serves(rig)
@@ -225,6 +227,58 @@ async def test_what_is_not_http_is_refused() -> None:
     async with hostile_rig() as rig, peer(rig) as (reader, writer):
         writer.write(b"\x16\x03\x01 hello\r\n\r\n")
         assert await told(reader) == (400, "invalid_http")
+
+
+ASKED = b"GET /health HTTP/1.1\r\n"
+POSTED = b"POST /size HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+CHUNKED = b'c\r\n{"text":"a"}\r\n0\r\n\r\n'
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        # RFC 9112, 3.2: one Host, also where it is empty, and a valid one
+        (ASKED + b"\r\n", 400),
+        (ASKED + b"host: x\r\nHost: x\r\n\r\n", 400),
+        (ASKED + b"host: a b\r\n\r\n", 400),
+        (ASKED + b"host: user@x\r\n\r\n", 400),
+        (ASKED + b"host: x/y\r\n\r\n", 400),
+        (ASKED + b"host: x:y\r\n\r\n", 400),
+        (ASKED + b"host: %4\r\n\r\n", 400),
+        (ASKED + b"host: \xc3\xa9\r\n\r\n", 400),
+        (ASKED + b"host: ::1\r\n\r\n", 400),
+        (b"GET /health HTTP/1.0\r\nhost: x\r\nhost: y\r\n\r\n", 400),
+        (b"GET /health HTTP/1.0\r\n\r\n", 200),
+        (ASKED + b"host:\r\n\r\n", 200),
+        (ASKED + b"host: \t my_host.example:8000 \r\n\r\n", 200),
+        (ASKED + b"host: 127.0.0.1:\r\n\r\n", 200),
+        (ASKED + b"host: [::1]:80\r\n\r\n", 200),
+        (ASKED + b"host: %c3%A9\r\n\r\n", 200),
+        # RFC 9112, 6.1: chunked is the last transfer coding, and all are understood
+        (POSTED + b"transfer-encoding: gzip\r\n\r\n" + CHUNKED, 400),
+        (POSTED + b"transfer-encoding: identity\r\n\r\n" + CHUNKED, 400),
+        (POSTED + b"transfer-encoding: xchunked\r\n\r\n" + CHUNKED, 400),
+        (POSTED + b"transfer-encoding: chunked;a=b\r\n\r\n" + CHUNKED, 400),
+        (POSTED + b"transfer-encoding: chunked, gzip\r\n\r\n" + CHUNKED, 400),
+        (POSTED + b"transfer-encoding: chunked\r\ntransfer-encoding: gzip\r\n\r\n" + CHUNKED, 400),
+        (POSTED + b"transfer-encoding: chunked\r\ncontent-length: 12\r\n\r\n" + CHUNKED, 400),
+        (ASKED + b"host: x\r\ntransfer-encoding: gzip\r\n\r\n", 400),
+        (POSTED + b"transfer-encoding: gzip, chunked\r\n\r\n" + CHUNKED, 501),
+        (POSTED + b"transfer-encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKED, 501),
+        (POSTED + b"Transfer-Encoding: CHUNKED \r\n\r\n" + CHUNKED, 200),
+    ],
+    ids=repr,
+)
+async def test_heads_are_checked_as_http_wants_it(sent: bytes, status: int) -> None:
+    async with hostile_rig() as rig, peer(rig) as (reader, writer):
+        writer.write(sent)
+        async with asyncio.timeout(WAIT_S):
+            if status == 200:
+                assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200")
+                return
+        code = "unsupported_transfer_encoding" if status == 501 else "invalid_http"
+        assert await told(reader) == (status, code)
+        await until(lambda: rig.front.life.num_running == 0)
 
 
 async def test_a_reply_is_not_mixed_with_a_refusal_of_the_next_request() -> None:
