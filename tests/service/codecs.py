@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from penstock.runtime.text.codec import TextCodec
@@ -66,6 +67,37 @@ def byte_codec(
     tokenizer = byte_tokenizer(end, markers)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
     fast.chat_template = chat_template
+    return TextCodec(fast)
+
+
+SPACE, THE, A = 258, 263, 261
+"""Tokens of `llama2_codec`: U+2581, "\u2581the" and "\u2581a"."""
+LLAMA2_VOCAB = 272
+
+
+def llama2_codec() -> TextCodec:
+    """A codec of Llama 2's kind, as Mistral's and Phi 3's are, too: U+2581 is a space and is put before each
+    text, and the decoder strips one space from the beginning. The first 256 tokens are bytes, and 256 is the
+    special end token.
+    """
+    words = ["</s>", "<s>", "\u2581", "a", "b", "\u2581a", "\u2581b", "\u2581the", *"the", "th", "the"]
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {w: 256 + i for i, w in enumerate(words)}
+    merges = [("\u2581", "a"), ("\u2581", "b"), ("t", "h"), ("th", "e"), ("\u2581", "the")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(["</s>", "<s>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast.chat_template = CHAT_TEMPLATE
     return TextCodec(fast)
 
 

@@ -55,6 +55,13 @@ def spell_utf8(text: str) -> list[int]:
     return list(text.encode())
 
 
+def joined(words: list[list[int]]) -> list[int]:
+    return [i for word in words for i in word]
+
+
+LETTERS = st.text(max_size=3).map(spell_utf8)
+
+
 @pytest.mark.parametrize("name", ["llama2", "gemma"])
 @settings(max_examples=150, deadline=None)
 @given(
@@ -66,6 +73,26 @@ def test_sentencepiece_is_the_whole_decode(name: str, words: list[list[int]], cu
     ids = [i for word in words for i in word]
     text, _, _ = stream_text(TextStream(CODECS[name]), chunks_of(ids, cuts))
     assert text == reference(name, ids, skip=True)
+
+
+WORDS = {name: st.lists(st.integers(0, VOCABULARY[name] - 1)) for name in ("wordpiece", "metaspace")} | {
+    name: st.lists(st.one_of(st.integers(256, VOCABULARY[name] - 1).map(lambda i: [i]), LETTERS)).map(joined)
+    for name in ("bytes", "llama2", "gemma")
+}
+"""Tokens that end no text within a character, for each kind of decoder."""
+
+
+@pytest.mark.parametrize("name", WORDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_prompt_and_what_follows_it_are_the_decode_of_both(name: str, data: st.DataObject) -> None:
+    """Hugging Face's decode of all tokens is that of the prompt's, with the text of the others after it."""
+    prompt, ids = data.draw(WORDS[name]), data.draw(WORDS[name])
+    cuts = data.draw(st.lists(st.integers(0, 40), max_size=10))
+    skip = data.draw(st.booleans())
+    stream = TextStream(CODECS[name], skip_special_tokens=skip, after=prompt)
+    text, _, _ = stream_text(stream, chunks_of(ids, cuts))
+    assert reference(name, prompt, skip) + text == reference(name, prompt + ids, skip)
 
 
 def test_sentencepiece_keeps_valid_bytes_next_to_invalid_ones() -> None:

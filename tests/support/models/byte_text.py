@@ -68,7 +68,11 @@ class ByteText:
         return decoder.push(token_ids) + decoder.flush()
 
     def decoder(
-        self, *, skip_special_tokens: bool = True, visible: Set[str] = frozenset()
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        visible: Set[str] = frozenset(),
+        after: Sequence[int] = (),  # a text of bytes loses nothing at its start
     ) -> IncrementalDecoder:
         pieces = {token_id: _piece(token_id) for token_id in range(VOCAB)}
         if skip_special_tokens and END not in visible:

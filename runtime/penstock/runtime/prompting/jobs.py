@@ -235,9 +235,11 @@ def assembler_of(
     job: Job, request: Request, index: int, text: str, codec: Text | None, forms: ChatForms
 ) -> Assembler:
     """What makes text, reasoning and calls of tools of output `index`, which `request` asks for. `text` is
-    what a conversation was rendered to.
+    what a conversation was rendered to. Its answer is a text of its own; any other output goes on from its
+    prompt.
     """
     parser, visible, ends_at_call = None, frozenset[str](), False
+    after = () if isinstance(job.prompt, ChatPrompt) else request.prompt_token_ids
     if isinstance(job.prompt, ChatPrompt) and job.return_text:
         ends_at_call = job.ends_at_call
         parser = forms.parser(job.prompt.chat, text)
@@ -250,4 +252,5 @@ def assembler_of(
         parser=parser,
         visible=visible,
         ends_at_call=ends_at_call,
+        after=after,
     )

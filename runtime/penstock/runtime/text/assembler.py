@@ -66,8 +66,10 @@ class TextStream:
         skip_special_tokens: bool = True,
         visible: Set[str] = frozenset(),
         min_tokens: int = 0,
+        after: Sequence[int] = (),
     ) -> None:
-        self._decoder = text.decoder(skip_special_tokens=skip_special_tokens, visible=visible)
+        """The text goes on from that of the tokens `after`."""
+        self._decoder = text.decoder(skip_special_tokens=skip_special_tokens, visible=visible, after=after)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -211,10 +213,12 @@ class Assembler:
         parser: OutputParser | None = None,
         visible: Set[str] = frozenset(),
         ends_at_call: bool = False,
+        after: Sequence[int] = (),
     ) -> None:
         """`codec` None: token ids only, no text and no stop strings. `parser` takes reasoning and calls out
         of the text, after stop strings were searched in all of it; `visible` are special tokens that it must
-        see. `ends_at_call`: the output ends with the token that completes its first call.
+        see. `ends_at_call`: the output ends with the token that completes its first call. `after` are the
+        tokens from which the text goes on.
         """
         self._index = index
         self._ends_at_call = ends_at_call
@@ -236,6 +240,7 @@ class Assembler:
                 skip_special_tokens=skip_special_tokens,
                 min_tokens=stopping.min_tokens,
                 visible=visible,
+                after=after,
             )
 
     @property

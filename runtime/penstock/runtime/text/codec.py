@@ -30,6 +30,7 @@ from penstock.runtime.text.decoder import (
     TokenBytes,
     WindowDecoder,
     decoder_state,
+    left_to_strip,
     piece_rule,
 )
 
@@ -250,17 +251,28 @@ class TextCodec:
         return decoder.push(token_ids) + decoder.flush()
 
     def decoder(
-        self, *, skip_special_tokens: bool = True, visible: Set[str] = frozenset()
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        visible: Set[str] = frozenset(),
+        after: Sequence[int] = (),
     ) -> IncrementalDecoder:
-        """A decoder for one sequence of tokens. `visible` are special tokens that have text all the same."""
+        """A decoder for one sequence of tokens. `visible` are special tokens that have text all the same. The
+        text goes on from that of the tokens `after`: together they are the text of all the tokens, so that
+        only one of the two loses the space that a tokenizer drops at the start.
+        """
         hidden = self._special if skip_special_tokens else frozenset[int]()
         if visible:
             hidden = hidden - {i for token, i in self.added_tokens.items() if token in visible}
         if self._rule is not None:
-            return PieceDecoder(self._pieces_without(hidden), self._rule.strip_leading_spaces)
+            pieces = self._pieces_without(hidden)
+            left = left_to_strip(self._rule.strip_leading_spaces, map(pieces.__getitem__, after))
+            return PieceDecoder(pieces, left)
         if not visible:
-            return WindowDecoder(lambda ids: self._decode_whole(ids, skip_special_tokens))
-        return WindowDecoder(lambda ids: self._decode_whole([i for i in ids if i not in hidden], False))
+            return WindowDecoder(lambda ids: self._decode_whole(ids, skip_special_tokens), after)
+        return WindowDecoder(
+            lambda ids: self._decode_whole([i for i in ids if i not in hidden], False), after
+        )
 
     def _decode_whole(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         text = self._tokenizer.decode(

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -132,6 +132,16 @@ class Pieces(dict[int, bytes]):
         return piece
 
 
+def left_to_strip(strip_leading_spaces: int, pieces: Iterable[bytes]) -> int:
+    """How many of the leading spaces that a text loses are not in these pieces, with which it begins."""
+    left = strip_leading_spaces
+    for piece in pieces if left else ():
+        if len(piece) >= left or piece.strip(b" "):
+            return 0
+        left -= len(piece)
+    return left
+
+
 class PieceDecoder:
     """Joins the bytes of tokens and hands out whole characters."""
 
@@ -179,10 +189,14 @@ class WindowDecoder:
     tokens.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], after: Sequence[int] = ()) -> None:
+        """The text goes on from that of the tokens `after`."""
         self._decode = decode
-        self._window: list[int] = []
-        self._sent = 0
+        size = 1
+        while size < len(after) and not decode(after[-size:]):
+            size *= 2
+        self._window = list(after[-size:])
+        self._sent = len(self._window)
         """How many tokens at the start of the window have been handed out."""
 
     def push(self, token_ids: Sequence[int]) -> str:

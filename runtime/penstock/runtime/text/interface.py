@@ -69,7 +69,13 @@ class Text(Protocol):
         ...
 
     def decoder(
-        self, *, skip_special_tokens: bool = True, visible: Set[str] = frozenset()
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        visible: Set[str] = frozenset(),
+        after: Sequence[int] = (),
     ) -> IncrementalDecoder:
-        """A decoder for one sequence of tokens. `visible` are special tokens that have text all the same."""
+        """A decoder for one sequence of tokens. `visible` are special tokens that have text all the same. The
+        text goes on from that of the tokens `after`.
+        """
         ...

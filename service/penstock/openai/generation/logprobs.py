@@ -48,20 +48,23 @@ def completion_logprobs(
     text_offset: int,
     *,
     start: int = 0,
+    dropped: int | None = None,
     prompt: str | None = None,
 ) -> tuple[dict[str, Any], int]:
     """The `logprobs` of a completion's choice, and where in the text the next token begins. `text_offset` is
     where the first of these tokens begins, and `start` where the output or the prompt begins that they are
-    of. The token itself is among the likeliest in any case, as in OpenAI's API.
+    of. It loses `dropped` leading spaces there, by default those of a text of its own. The token itself is
+    among the likeliest in any case, as in OpenAI's API.
 
     The tokens of a prompt go with its text. The first of them has no log-probability, so it has null.
     """
     made: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    if dropped is None:
+        dropped = vocabulary.dropped_leading_spaces
     for token_id, logprob, top in _places(logprobs, token_ids):
         name = _legacy_name(token_id, vocabulary)
         made["tokens"].append(name)
         made["text_offset"].append(text_offset if prompt is None else min(text_offset, len(prompt)))
-        dropped = vocabulary.dropped_leading_spaces if text_offset == start else 0
         if (
             prompt is not None
             and token_id in vocabulary.special_token_ids
@@ -69,7 +72,7 @@ def completion_logprobs(
         ):
             text_offset += len(name)
         else:
-            text_offset += _num_characters(token_id, vocabulary, dropped)
+            text_offset += _num_characters(token_id, vocabulary, dropped if text_offset == start else 0)
         if prompt is not None and math.isnan(logprob):
             made["token_logprobs"].append(None)
             made["top_logprobs"].append(None)
@@ -81,6 +84,17 @@ def completion_logprobs(
         made["token_logprobs"].append(_finite(logprob))
         made["top_logprobs"].append(likeliest)
     return made, text_offset
+
+
+def dropped_after(prompt_ids: Sequence[int], vocabulary: Vocabulary) -> int:
+    """How many leading spaces the output after these tokens loses: those that the prompt has not lost."""
+    left = vocabulary.dropped_leading_spaces
+    for token_id in prompt_ids if left else ():
+        piece = b"" if token_id in vocabulary.special_token_ids else vocabulary.bytes_of(token_id)
+        if len(piece) >= left or piece.strip(b" "):
+            return 0
+        left -= len(piece)
+    return left
 
 
 def prompt_logprobs(
@@ -210,13 +224,16 @@ async def completion_columns(
     vocabulary: Vocabulary,
     *,
     start: int = 0,
+    dropped: int | None = None,
     prompt: str | None = None,
 ) -> Columns:
-    """The `logprobs` of tokens whose text begins at `start`. Those of a prompt go with its text."""
+    """The `logprobs` of tokens whose text begins at `start`, as `completion_logprobs` makes them."""
     columns: dict[str, list[str]] = {}
     offset = start
     async for some, ids in _slices(logprobs, token_ids):
-        made, offset = completion_logprobs(some, ids, vocabulary, offset, start=start, prompt=prompt)
+        made, offset = completion_logprobs(
+            some, ids, vocabulary, offset, start=start, dropped=dropped, prompt=prompt
+        )
         for name, values in made.items():
             columns.setdefault(name, []).append(json_bytes(values).decode()[1:-1])
     return columns

@@ -36,6 +36,7 @@ from penstock.openai.generation.logprobs import (
     columns_json,
     completion_columns,
     completion_logprobs,
+    dropped_after,
     prompt_logprobs_json,
     spliced,
 )
@@ -184,7 +185,7 @@ async def completion_answer(
             index = i * len(answer.outputs) + output.index
             choices.append(_choice(output, answer, index, wanted, begins.text, is_prompt_only))
             if wanted.vocabulary is not None:
-                told = await _logprobs(output, wanted.vocabulary, begins, is_prompt_only)
+                told = await _logprobs(output, answer.prompt, wanted.vocabulary, begins, is_prompt_only)
                 logprobs.append({"logprobs": told} | of_prompt)
     made = {
         "id": answer_id,
@@ -214,12 +215,18 @@ def _choice(
     return choice
 
 
-async def _logprobs(output: Output, vocabulary: Vocabulary, begins: Repeated, is_prompt_only: bool) -> str:
+async def _logprobs(
+    output: Output, prompt: PromptInfo, vocabulary: Vocabulary, begins: Repeated, is_prompt_only: bool
+) -> str:
     """The `logprobs` of a choice, as JSON."""
     parts = [] if begins.logprobs is None else [begins.logprobs]
     if output.logprobs is not None and not is_prompt_only:
-        start = len(begins.text)
-        parts.append(await completion_columns(output.logprobs, output.token_ids, vocabulary, start=start))
+        start, dropped = len(begins.text), dropped_after(prompt.token_ids, vocabulary)
+        parts.append(
+            await completion_columns(
+                output.logprobs, output.token_ids, vocabulary, start=start, dropped=dropped
+            )
+        )
     return columns_json(*parts) if parts else "null"
 
 
@@ -297,10 +304,14 @@ class CompletionChunks:
         """From a choice to the number of characters of its tokens so far, with the prompt's."""
         self._starts: dict[int, int] = {}
         """From a prompt to where in a choice's text the output begins: after what was repeated of it."""
+        self._dropped: dict[int, int] = {}
+        """From a prompt to how many leading spaces the outputs after it lose."""
 
     def started(self, prompt: int, event: Started) -> None:
         """Count a prompt, and keep the ids of its tokens for the first chunks of its choices."""
         self.frame.count(prompt_tokens=event.prompt.token_count)
+        if self._wanted.vocabulary is not None:
+            self._dropped[prompt] = dropped_after(event.prompt.token_ids, self._wanted.vocabulary)
         if self._wanted.token_ids:
             ids = json_bytes(event.prompt.token_ids).decode()
             for index in range(prompt * self._num_choices, (prompt + 1) * self._num_choices):
@@ -323,7 +334,7 @@ class CompletionChunks:
         self.frame.count(completion_tokens=len(event.token_ids))
         if self._is_prompt_only:
             return None
-        logprobs, ids = self._logprobs(index, self._starts.get(prompt, 0), event), ""
+        logprobs, ids = self._logprobs(index, prompt, event), ""
         if self._wanted.token_ids:
             ids = f'{self._prompt_ids_once(index)},"token_ids":{json_bytes(event.token_ids).decode()}'
         if not event.delta and logprobs == "null" and not ids:
@@ -345,15 +356,17 @@ class CompletionChunks:
         ids = self._prompt_ids.pop(index, None)
         return "" if ids is None else f',"prompt_token_ids":{ids}'
 
-    def _logprobs(self, index: int, start: int, event: Delta) -> str:
+    def _logprobs(self, index: int, prompt: int, event: Delta) -> str:
         if self._wanted.vocabulary is None or event.logprobs is None:
             return "null"
+        start = self._starts.get(prompt, 0)
         made, self._offsets[index] = completion_logprobs(
             event.logprobs,
             event.token_ids,
             self._wanted.vocabulary,
             self._offsets.get(index, start),
             start=start,
+            dropped=self._dropped[prompt],
         )
         return json_bytes(made).decode()
 

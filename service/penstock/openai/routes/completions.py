@@ -41,10 +41,10 @@ def completion_options(body: CompletionBody, facts: ModelFacts) -> RequestOption
     options["logprobs"] = body.logprobs
     if body.logprobs is not None:
         options["return_token_ids"] = True
-    if body.echo:
+    if body.echo or body.logprobs is not None:  # where the output begins in its text depends on the prompt
         options["echo_prompt_token_ids"] = True
-        if body.prompt_logprobs is None:
-            options["prompt_logprobs"] = body.logprobs
+    if body.echo and body.prompt_logprobs is None:
+        options["prompt_logprobs"] = body.logprobs
     return options
 
 

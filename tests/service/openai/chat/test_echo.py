@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from penstock.client import Delta, Logprobs, Vocabulary
+from penstock.client import Delta, Logprobs, PromptInfo, Started, Vocabulary, WeightsVersion
 from penstock.openai.generation import logprobs
 from penstock.openai.generation.frames import Frame, UsageWanted, Wanted
-from penstock.openai.generation.logprobs import Bound, completion_logprobs
+from penstock.openai.generation.logprobs import Bound, completion_logprobs, dropped_after
 from penstock.openai.routes import completion_answers
 from penstock.openai.routes.completion_answers import CompletionChunks, Repeated
 from tests.service.openai.chat import shapes
@@ -177,17 +177,29 @@ def test_offsets_follow_the_text_of_the_prompt() -> None:
 
 
 def test_offsets_of_a_stream_go_on_where_its_prompt_ends() -> None:
-    """An output loses its leading space here, wherever in the whole text it begins."""
+    """The prompt has lost its leading space here, so that the output keeps its own."""
     words = Vocabulary((b" a", b" b"), frozenset(), is_exact=True, dropped_leading_spaces=1)
     frame = Frame("text_completion", "cmpl-1", 0, "m", UsageWanted())
     chunks = CompletionChunks(frame, 1, Wanted(vocabulary=words), is_plain=True)
+    chunks.started(0, Started("r", "m", PromptInfo(2, token_ids=(0, 1)), WeightsVersion("", 0)))
     assert b'"text":"a b"' in b"".join(chunks.repeated(0, Repeated("a b", None)))
     offsets = []
-    for text, token in ("a", 0), (" b", 1), (" a", 0):
+    for text, token in (" a", 0), (" b", 1), (" a", 0):
         made = chunks.delta(0, Delta(0, text, (token,), Logprobs((-1.0,))))
         assert made is not None
         offsets += json.loads(made.removeprefix(b"data: "))["choices"][0]["logprobs"]["text_offset"]
-    assert offsets == [3, 4, 6]
+    assert offsets == [3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "dropped"),
+    [([], 2), ([3], 2), ([3, 0], 0), ([2], 1), ([2, 2], 0), ([2, 3, 0], 0), ([1], 0), ([4, 2], 1), ([5], 0)],
+)
+def test_an_output_loses_the_spaces_that_its_prompt_has_not_lost(prompt: list[int], dropped: int) -> None:
+    """The text of all tokens loses two spaces at its start. A special token has none."""
+    tokens = (b" a", b"b", b" ", b"<s>", b"", b"  ")
+    words = Vocabulary(tokens, frozenset({3}), is_exact=True, dropped_leading_spaces=2)
+    assert dropped_after(prompt, words) == dropped
 
 
 async def test_what_is_repeated_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
