@@ -29,7 +29,6 @@ from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.compile.on_demand import CompilerOnDemand
 from penstock.runtime.images.image import ImageLimits
-from penstock.runtime.images.processor import ImageProcessor
 from penstock.runtime.images.reader import ImageReader
 from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.loop.core import EngineCore
@@ -160,13 +159,8 @@ def grammar_compiler(text: TextCodec | None, info: ModelInfo, config: ResolvedCo
 
 
 def _image_reader(model: ServedModel, config: ResolvedConfig) -> ImageReader | None:
-    """What reads pictures for the model. ConfigError if its image processor cannot be read, or does not make
-    what the model takes.
-    """
-    if model.vision is None or model.directory is None:
-        return None
-    processor = ImageProcessor.find(model.directory, model.vision, config.max_image_tokens)
-    if processor is None:
+    """What reads pictures for the model."""
+    if model.vision is None or model.image_processor is None:
         return None
     limits = ImageLimits(
         max_images=config.max_images,
@@ -174,7 +168,7 @@ def _image_reader(model: ServedModel, config: ResolvedConfig) -> ImageReader | N
         max_pixels=config.max_image_pixels,
         max_tokens=config.max_image_tokens,
     )
-    return ImageReader(model.vision, processor, limits)
+    return ImageReader(model.vision, model.image_processor, limits)
 
 
 def _log_penalties(model: ServedModel, config: ResolvedConfig) -> None:

@@ -22,6 +22,7 @@ from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.params import leaf_shapes, load_rules, state_to_leaves
 from penstock.runtime.ops.native.linear import unpack
+from tests.support.goldens import GOLDEN
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -167,10 +168,58 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(copy):
     before = load(directory)
     embedding = "model.embed_tokens.weight"
     rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].copy()}))
+    assert load_config(directory).tie_word_embeddings
     assert_same(load(directory), before)
-    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding] * 2}))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-        load(directory)
+
+
+OWN_HEADS = sorted(
+    file.parent.name
+    for file in GOLDEN.glob("*/config.json")
+    if not json.loads(file.read_text())["tie_word_embeddings"]
+)
+
+
+@pytest.mark.parametrize("golden", OWN_HEADS)
+def test_a_tied_head_that_differs_is_not_tied(copy, golden_root, golden, caplog):
+    """transformers 5.23 ties parameters of which both are in the checkpoint only if they are equal
+    (`PreTrainedModel.tie_weights`). So a config.json that wrongly ties them changes nothing of the model.
+    """
+    directory = copy(golden)
+    data = json.loads((directory / "config.json").read_text())
+    for level in (data, data.get("text_config", data)):
+        level["tie_word_embeddings"] = True
+    (directory / "config.json").write_text(json.dumps(data))
+    assert load_config(directory) == load_config(golden_root / golden)
+    assert "it ties lm_head.weight to" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("head", "mismatched"),
+    [
+        (lambda embedding: 2 * embedding, None),
+        (lambda embedding: np.where(embedding == embedding[-1, -1], 0, embedding), None),
+        (lambda embedding: embedding.astype(np.float64), None),
+        (lambda embedding: embedding[:-1], "lm_head.weight has shape"),
+        (lambda _: np.float32(1), "lm_head.weight has shape"),
+    ],
+    ids=["twice", "last value", "dtype", "shape", "scalar"],
+)
+def test_what_is_tied_by_mistake_must_fit_all_the_same(copy, by_name, head, mismatched):
+    directory = copy("qwen3")
+    made = rewrite(
+        directory,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": np.ascontiguousarray(head(tensors["model.embed_tokens.weight"]))}
+        ),
+    )
+    config = load_config(directory)
+    assert not config.tie_word_embeddings
+    if mismatched is not None:
+        with pytest.raises(CheckpointError, match=mismatched):
+            load(directory)
+        return
+    for name, values in by_name(config, load(directory)).items():
+        np.testing.assert_array_equal(values, made[name])
 
 
 def test_an_untied_head_is_required(copy):

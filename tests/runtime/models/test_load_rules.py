@@ -307,8 +307,6 @@ def test_a_checkpoint_may_hold_harmless_tensors_and_copies():
     rules = LoadRules(rules=(rule("w", (2, 2)),), harmless=(r"\.inv_freq$",), copies={"head": "w"})
     w = np.ones((2, 2), np.float32)
     check_tensors(rules, {"w": w, "head": w.copy(), "x.inv_freq": w}, where="here")
-    with pytest.raises(CheckpointError, match="head differs from w"):
-        check_tensors(rules, {"w": w, "head": 2 * w}, where="here")
     with pytest.raises(CheckpointError, match="head has dtype F64, expected F32"):
         check_tensors(rules, {"w": w, "head": w.astype(np.float64)}, where="here")
     with pytest.raises(CheckpointError, match=r"unexpected \(1\): inv_freq"):

@@ -5,6 +5,7 @@ sequences.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from pathlib import Path
 
@@ -260,6 +261,32 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="the tokenizer cannot be loaded"):
         TextCodec.find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("places", "counts"),
+    [
+        (("tokenizer_config.json",), "tokenizer_config.json"),
+        (("chat_template.json",), "chat_template.json"),
+        (("chat_template.jinja",), "chat_template.jinja"),
+        (("tokenizer_config.json", "chat_template.json"), "chat_template.json"),
+        (("tokenizer_config.json", "chat_template.jinja"), "chat_template.jinja"),
+        (("chat_template.json", "chat_template.jinja"), "chat_template.jinja"),
+    ],
+)
+def test_where_a_chat_template_is_read(tmp_path: Path, places: tuple[str, ...], counts: str) -> None:
+    """Each place has a template that writes the place's name."""
+    bytes_tokenizer().save_pretrained(tmp_path)
+    for place in places:
+        file, template = tmp_path / place, f"<{place}>"
+        if place.endswith(".jinja"):
+            file.write_text(template)
+        else:
+            data = json.loads(file.read_text()) if file.exists() else {}
+            file.write_text(json.dumps(data | {"chat_template": template}))
+    codec = TextCodec.from_pretrained(tmp_path)
+    assert codec.has_chat_template
+    assert codec.render_chat([{"role": "user", "content": "hi"}]) == f"<{counts}>"
 
 
 def test_no_token_is_longer_than_max_token_chars() -> None:

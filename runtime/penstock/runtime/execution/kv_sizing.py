@@ -34,6 +34,14 @@ DEFAULT_CPU_KV_BYTES = 1 << 30
 memory may be taken."""
 
 
+def check_max_model_len(config: EngineConfig, model_max_len: int) -> None:
+    """Raise ConfigError if requests are to be longer than the model's context."""
+    if config.max_model_len is not None and config.max_model_len > model_max_len:
+        raise ConfigError(
+            f"max_model_len: {config.max_model_len} is more than the model's own {model_max_len}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class KVPlan:
     """The resolved sizes: pages of each group of layers, and most tokens (prompt and generated together) of
@@ -106,10 +114,7 @@ def plan_kv(
         )
     page_size = config.page_size
     asked_for = config.kv_cache_bytes or device_bytes
-    if config.max_model_len is not None and config.max_model_len > model_max_len:
-        raise ConfigError(
-            f"max_model_len: {config.max_model_len} is more than the model's own {model_max_len}"
-        )
+    check_max_model_len(config, model_max_len)
     wanted_len = config.max_model_len or model_max_len
     pages_per_row = -(-wanted_len // page_size)
     most_pages = pages_per_row * config.max_num_seqs

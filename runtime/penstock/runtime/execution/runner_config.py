@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,12 @@ from penstock.runtime.execution.step_buffer import Layout
 from penstock.runtime.images.vision import Vision
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.requests.request import MAX_STOP_TOKEN_IDS
+
+
+def check_end_tokens(eos_token_ids: Sequence[int]) -> None:
+    """Raise ConfigError if a model has more end tokens than a slot has places for."""
+    if len(eos_token_ids) >= MAX_STOP_TOKEN_IDS:
+        raise ConfigError(f"eos_token_ids: at most {MAX_STOP_TOKEN_IDS - 1}, not {len(eos_token_ids)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +60,7 @@ class RunnerConfig:
     """Numbers of patches for which there are programs that encode pictures, in ascending order."""
 
     def __post_init__(self) -> None:
-        if len(self.eos_token_ids) >= MAX_STOP_TOKEN_IDS:
-            raise ConfigError(
-                f"eos_token_ids: at most {MAX_STOP_TOKEN_IDS - 1}, not {len(self.eos_token_ids)}"
-            )
+        check_end_tokens(self.eos_token_ids)
 
     def layout(self, key: ProgramKey, num_groups: int) -> Layout:
         """The layout of the buffer of a program, with page tables for so many groups of layers."""

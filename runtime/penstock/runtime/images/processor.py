@@ -14,6 +14,7 @@ from PIL.Image import Image as PilImage
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.images.decoding import BadImage
 from penstock.runtime.images.vision import Grid, Vision
+from penstock.runtime.model_files import read_json_object
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +52,22 @@ class ImageProcessor:
         """The processor of a checkpoint folder; None, with a line in the log, if the folder has none.
         ConfigError if it cannot be read. It takes seconds, because transformers takes long to import.
         """
-        if not any((folder / name).is_file() for name in FILES):
+        files = [file for name in FILES if (file := folder / name).is_file()]
+        if not files:
             log.warning("%s has none of %s: prompts can have no pictures", folder, " and ".join(FILES))
             return None
+        for file in files:
+            read_json_object(file)  # which says more of a damaged file than transformers does
         auto: Any = transformers.AutoImageProcessor
         try:
             processor = auto.from_pretrained(
                 str(folder), backend="pil", local_files_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ConfigError(f"{folder}: the image processor cannot be loaded: {error}") from error
-        return cls(processor, vision, max_tokens)
+            return cls(processor, vision, max_tokens)
+        except ConfigError as error:
+            raise ConfigError(f"{files[0]}: {error}") from error
+        except Exception as error:  # transformers may raise anything for a value that it does not expect
+            raise ConfigError(f"{files[0]}: the image processor cannot be loaded: {error!r}") from error
 
     def num_tokens(self, width: int, height: int) -> int:
         """How many tokens a picture of so many pixels has. Raises BadImage for one that is too narrow."""

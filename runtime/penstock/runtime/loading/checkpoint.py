@@ -7,7 +7,6 @@ them.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,12 +23,13 @@ from penstock.runtime.loading.leaves import LeafMaker, Parts
 from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.loading.tensor_checks import problems_of
 from penstock.runtime.machine.processors import available_processors
+from penstock.runtime.model_files import read_json_object
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.load_rules import LoadRule, LoadRules, ParamPath, Tensor
 from penstock.runtime.models.params import ModelState, leaf_shapes, load_rules, state_of
-from penstock.runtime.models.registry import parse_config
+from penstock.runtime.models.registry import family_of, parse_config
 from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReason
 
 _log = logging.getLogger(__name__)
@@ -46,13 +46,18 @@ def load_config(directory: Path) -> ModelConfig:
     """Parse config.json. The eos_token_id of generation_config.json replaces that of config.json, as in
     transformers. What the names of tensors begin with is read from the files of weights, if there are any. A
     decoder saved by itself, without a head (as the larger Qwen3-Embedding), gets its embeddings as the head.
+    A head that config.json ties to the embeddings, but that the files have beside them with other values, is
+    not tied, as in transformers.
 
     Raises ConfigError or UnknownArchitecture.
     """
-    config = parse_config(_read_json(directory / "config.json"))
+    file = directory / "config.json"
+    if not file.exists():
+        raise ConfigError(f"{file} is not there; give the directory that holds the model's config.json")
+    config = parse_config(read_json_object(file))
     generation = directory / "generation_config.json"
     if generation.is_file():
-        fields = Fields(_read_json(generation))
+        fields = Fields(read_json_object(generation))
         eos = fields.token_ids("eos_token_id")
         if fields.problems:
             raise ConfigError(f"{generation}: {'; '.join(fields.problems)}")
@@ -70,21 +75,27 @@ def load_config(directory: Path) -> ModelConfig:
             directory,
         )
         tied = True
-    return dataclasses.replace(config, names=names, tie_word_embeddings=tied)
+    config = dataclasses.replace(config, names=names, tie_word_embeddings=tied)
+    differing = _differing_copies(config, tensors)
+    if differing:
+        _log.warning(
+            "%s: %s; so both are used, as in transformers", directory / "config.json", "; ".join(differing)
+        )
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    return config
 
 
-def _read_json(file: Path) -> Mapping[str, object]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{file} is not there; give the directory that holds the model's config.json"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON ({error}); download it again") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file} must hold a JSON object, not {type(data).__name__}")
-    return data
+def _differing_copies(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Which tensors that config.json ties to others have other values. Only where both are there, they are
+    read, until they differ.
+    """
+    spelled = config.names.spelled
+    copies = family_of(config.architecture).copies(config)
+    return [
+        f"it ties {name} to {other}, from which it differs"
+        for name, other in ((spelled(name), spelled(other)) for name, other in copies.items())
+        if name in tensors and other in tensors and not _equal(tensors[name], tensors[other])
+    ]
 
 
 def load_weights(
@@ -159,10 +170,8 @@ def load_weights(
     return state_of(config, values, dtype, linear)
 
 
-def check_tensors(rules: LoadRules, found: Mapping[str, Tensor], *, where: str, compare: bool = True) -> None:
-    """Raise CheckpointError unless `found` is what the rules need. Values are read only to `compare` tensors
-    that must be copies of others.
-    """
+def check_tensors(rules: LoadRules, found: Mapping[str, Tensor], *, where: str) -> None:
+    """Raise CheckpointError unless `found` is what the rules need, by names, shapes and dtypes."""
     sent = [SentTensor(name, name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in found.items()]
     by_reason: dict[TensorReason, list[TensorProblem]] = {}
     for problem in problems_of(rules, sent, partial=False):
@@ -170,12 +179,6 @@ def check_tensors(rules: LoadRules, found: Mapping[str, Tensor], *, where: str, 
     missing = by_reason.pop(TensorReason.MISSING, [])
     extra = by_reason.pop(TensorReason.UNKNOWN_NAME, [])
     mismatched = [str(problem) for problems in by_reason.values() for problem in problems]
-    if compare and not mismatched:
-        mismatched = [
-            f"{name} differs from {other}, though config.json ties them"
-            for name, other in rules.copies.items()
-            if name in found and other in found and not _equal(found[name], found[other])
-        ]
     if missing or extra or mismatched:
         raise CheckpointError(
             missing=[problem.name for problem in missing],
@@ -186,7 +189,9 @@ def check_tensors(rules: LoadRules, found: Mapping[str, Tensor], *, where: str, 
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same bits."""
+    """Whether two tensors have one shape and dtype, and the same bits."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
     rows = max(1, _COMPARED_AT_ONCE // max(1, one.dtype.itemsize * int(np.prod(one.shape[1:]))))
-    parts = [slice(begin, begin + rows) for begin in range(0, one.shape[0], rows)]
+    parts = [slice(begin, begin + rows) for begin in range(0, one.shape[0] if one.shape else 0, rows)]
     return all(one[part].tobytes() == other[part].tobytes() for part in parts)

@@ -11,13 +11,9 @@ import numpy as np
 from flax import nnx
 
 from penstock.runtime.config import EngineConfig
-from penstock.runtime.execution.backend import Backend, check_required
-from penstock.runtime.images.processor import ImageProcessor
-from penstock.runtime.loading.checkpoint import check_tensors, load_config
-from penstock.runtime.loading.pooling import read_pooling
-from penstock.runtime.loading.safetensors_files import find_tensors
-from penstock.runtime.loading.served_model import vision_of
-from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules, model_dtype
+from penstock.runtime.execution.backend import Backend
+from penstock.runtime.loading.served_model import read_checkpoint
+from penstock.runtime.models.params import abstract_model, leaf_shapes
 from penstock.runtime.ops.cache_spec import CacheSpec, cache_dtype
 from penstock.runtime.scheduling.pages import window_pages
 from penstock.runtime.text.codec import TextCodec
@@ -88,44 +84,31 @@ class Inspection:
 
 
 def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend) -> Inspection:
-    """Read config.json, the headers of the weights' files, and the tokenizer.
-
-    Values of weights are not read, so values beyond the range of the dtype, and a stored copy of a tied head
-    that differs, are not found. Raises what loading would raise: UnknownArchitecture, CheckpointError,
-    ConfigError.
+    """Read all files of a checkpoint, of the weights' only the headers, as `read_checkpoint`, whose errors it
+    raises.
     """
-    config = load_config(directory)
-    dtype = model_dtype(config, options.dtype)
-    check_required(options, backend, dtype)
-    config.cache.check_dtype(options.kv_cache_dtype)
-    read_pooling(directory)
-    vision, processor = config.vision, None
-    if vision is not None:
-        tokens = options.max_image_tokens or backend.sizes.image_tokens
-        processor = ImageProcessor.find(directory, vision_of(vision), tokens)
-    linear = backend.linear_format(dtype, int8=options.quantization == "int8")
-    rules = load_rules(config, dtype, linear)
-    check_tensors(rules, find_tensors(directory), where=f"checkpoint {directory}", compare=False)
-    graphdef, shapes = abstract_model(config, dtype, linear)
-    leaves = leaf_shapes(config, dtype, linear).values()
+    facts = read_checkpoint(directory, options, backend)
+    config, vision = facts.config, facts.config.vision
+    graphdef, shapes = abstract_model(config, facts.dtype, facts.linear)
+    leaves = leaf_shapes(config, facts.dtype, facts.linear).values()
     return Inspection(
         architecture=config.architecture,
-        dtype=dtype,
-        kv_dtype=cache_dtype(options.kv_cache_dtype, dtype),
+        dtype=facts.dtype,
+        kv_dtype=cache_dtype(options.kv_cache_dtype, facts.dtype),
         num_layers=config.num_layers,
-        num_parameters=sum(math.prod(tensor.shape) for tensor in rules.tensors),
+        num_parameters=sum(math.prod(tensor.shape) for tensor in facts.rules.tensors),
         weight_bytes=sum(_num_bytes(leaf) for leaf in leaves),
-        is_packed=linear.packed,
+        is_packed=facts.linear.packed,
         is_native=nnx.merge(graphdef, shapes).is_native,
-        max_model_len=min(config.max_position_embeddings, options.max_model_len or 2**62),
+        max_model_len=options.max_model_len or config.max_position_embeddings,
         cache=config.cache,
         page_size=options.page_size,
-        eos_token_ids=config.eos_token_ids,
-        text=TextCodec.find(directory),
+        eos_token_ids=facts.eos_token_ids,
+        text=facts.text,
         image_token_bytes=0
         if vision is None
-        else vision.out_size * (1 + len(vision.deepstack)) * dtype.itemsize,
-        has_image_processor=processor is not None,
+        else vision.out_size * (1 + len(vision.deepstack)) * facts.dtype.itemsize,
+        has_image_processor=facts.image_processor is not None,
     )
 
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.dtypes import DTYPES
+from penstock.runtime.model_files import check_downloaded
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -107,6 +108,7 @@ def read_index(index: Path, text: bytes) -> dict[str, str]:
     """The weight map of an index: tensor to the name of its shard. Raises ConfigError if this is no index, or
     names files outside its directory.
     """
+    check_downloaded(index, text)
     try:
         places = {str(name): str(shard) for name, shard in json.loads(text)["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -152,6 +154,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 def header_of(file: Path, descriptor: int) -> dict[str, TensorEntry]:
     """As `read_header`, of a file that is open."""
     try:
+        check_downloaded(file, os.pread(descriptor, 512, 0))
         size = os.fstat(descriptor).st_size
         prefix = os.pread(descriptor, 8, 0)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size

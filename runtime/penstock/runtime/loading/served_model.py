@@ -13,15 +13,21 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from penstock.runtime.config import EngineConfig
+from penstock.runtime.config import EngineConfig, resolve
 from penstock.runtime.execution.backend import Backend, check_required
+from penstock.runtime.execution.kv_sizing import check_max_model_len
+from penstock.runtime.execution.runner_config import check_end_tokens
+from penstock.runtime.images.processor import ImageProcessor
 from penstock.runtime.images.vision import Vision
-from penstock.runtime.loading.checkpoint import load_config, load_weights
+from penstock.runtime.loading.checkpoint import check_tensors, load_config, load_weights
 from penstock.runtime.loading.hub import resolve_model
 from penstock.runtime.loading.pooling import read_pooling
+from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.processors import available_processors
+from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.vision import VisionConfig
+from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import LoadRules
 from penstock.runtime.models.params import abstract_model, load_rules, model_dtype
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
@@ -62,6 +68,64 @@ class ServedModel:
     """What an embedding is made of where a request does not say it."""
     vision: Vision | None = None
     """What it makes of pictures; None: it reads none."""
+    image_processor: ImageProcessor | None = None
+    """Makes pictures ready for it; None: it reads none, or its files do not say how."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """All that the files of a checkpoint say, except for the values of its weights."""
+
+    config: ModelConfig
+    """For the context that is served."""
+    dtype: np.dtype[np.generic]
+    """Of parameters and activations."""
+    linear: LinearFormat
+    rules: LoadRules
+    text: TextCodec | None
+    defaults: GenerationDefaults
+    eos_token_ids: tuple[int, ...]
+    pooling: Pooling
+    vision: Vision | None
+    image_processor: ImageProcessor | None
+
+
+def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) -> CheckpointFacts:
+    """Read all files of a checkpoint, of the weights' only the headers. A server starts with this function,
+    and `penstock check` calls it, so that both refuse the same: UnknownArchitecture, CheckpointError and
+    ConfigError say what is wrong, and in which file. Only values of weights beyond the range of the dtype are
+    found later.
+    """
+    config = load_config(directory)
+    check_max_model_len(options, config.max_position_embeddings)
+    config = config.for_context(options.max_model_len or config.max_position_embeddings)
+    dtype = model_dtype(config, options.dtype)
+    check_required(options, backend, dtype)
+    config.cache.check_dtype(options.kv_cache_dtype)
+    linear = backend.linear_format(dtype, int8=options.quantization == "int8")
+    rules = load_rules(config, dtype, linear)
+    check_tensors(rules, find_tensors(directory), where=f"checkpoint {directory}")
+    text = TextCodec.find(directory)
+    eos_token_ids = end_tokens(config.eos_token_ids, text, config.vocab_size)
+    check_end_tokens(eos_token_ids)
+    defaults = read_generation_defaults(directory, options.generation_config)
+    vision, processor = None, None
+    if config.vision is not None:
+        vision = vision_of(config.vision)
+        tokens = resolve(options, backend.sizes, defaults=defaults).max_image_tokens
+        processor = ImageProcessor.find(directory, vision, tokens)
+    return CheckpointFacts(
+        config=config,
+        dtype=dtype,
+        linear=linear,
+        rules=rules,
+        text=text,
+        defaults=defaults,
+        eos_token_ids=eos_token_ids,
+        pooling=read_pooling(directory),
+        vision=vision,
+        image_processor=processor,
+    )
 
 
 def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedModel:
@@ -71,44 +135,38 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
     says what to do.
     """
     directory = resolve_model(model)
-    model_config = load_config(directory)
-    model_config = model_config.for_context(config.max_model_len or model_config.max_position_embeddings)
-    dtype = model_dtype(model_config, config.dtype)
-    check_required(config, backend, dtype)
-    linear = backend.linear_format(dtype, int8=config.quantization == "int8")
-    text = TextCodec.find(directory)
-    defaults = read_generation_defaults(directory, config.generation_config)
-    threads = config.threads or available_processors()
+    facts = read_checkpoint(directory, config, backend)
     weights = load_weights(
         directory,
-        model_config,
-        dtype,
-        linear=linear,
+        facts.config,
+        facts.dtype,
+        linear=facts.linear,
         placement=NamedSharding(backend.mesh, PartitionSpec()),
         progress=config.show_progress,
-        threads=threads,
+        threads=config.threads or available_processors(),
     )
     host_memory.give_back()
-    graphdef, shapes = abstract_model(model_config, dtype, linear)
+    graphdef, shapes = abstract_model(facts.config, facts.dtype, facts.linear)
     return ServedModel(
         name=config.served_model_name or (model if not Path(model).exists() else directory.resolve().name),
-        architecture=model_config.architecture,
+        architecture=facts.config.architecture,
         graphdef=graphdef,
         weights=weights,
-        cache=model_config.cache,
-        dtype=dtype,
-        vocab_size=model_config.vocab_size,
-        max_model_len=model_config.max_position_embeddings,
-        eos_token_ids=end_tokens(model_config.eos_token_ids, text, model_config.vocab_size),
-        defaults=defaults,
-        text=text,
-        skips_padding=linear.packed,
+        cache=facts.config.cache,
+        dtype=facts.dtype,
+        vocab_size=facts.config.vocab_size,
+        max_model_len=facts.config.max_position_embeddings,
+        eos_token_ids=facts.eos_token_ids,
+        defaults=facts.defaults,
+        text=facts.text,
+        skips_padding=facts.linear.packed,
         is_native=nnx.merge(graphdef, shapes).is_native,
-        rules=load_rules(model_config, dtype, linear),
+        rules=facts.rules,
         directory=directory,
-        vision=None if model_config.vision is None else vision_of(model_config.vision),
-        hidden_size=model_config.hidden_size,
-        pooling=read_pooling(directory),
+        vision=facts.vision,
+        image_processor=facts.image_processor,
+        hidden_size=facts.config.hidden_size,
+        pooling=facts.pooling,
     )
 
 

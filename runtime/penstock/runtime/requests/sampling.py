@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime.errors import ConfigError, InvalidRequest, Violation
+from penstock.runtime.model_files import read_json_object
 
 log = logging.getLogger(__name__)
 
@@ -245,12 +245,7 @@ def read_generation_defaults(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
+    data = read_json_object(path)
     for name, neutral in _NOT_HONOURED.items():
         if data.get(name) not in (None, neutral):
             log.warning("%s: %s = %s is not honoured", path.name, name, data[name])

@@ -13,9 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from penstock.runtime.chat.messages import Chat, ChatTurn
 from penstock.runtime.chat.template import render, render_here
@@ -23,6 +25,7 @@ from penstock.runtime.chat.template_reading import variables_of
 from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
 from penstock.runtime.chat.tool_formats import harmony
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.model_files import check_downloaded, read_json_object
 from penstock.runtime.text.decoder import (
     IncrementalDecoder,
     PieceDecoder,
@@ -92,6 +95,61 @@ def _written_after_an_answer(tokenizer: PreTrainedTokenizerBase, template: str) 
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_CONFIG = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
+_OLDER_TEMPLATE = "chat_template.json"
+_FURTHER_TEMPLATES = "additional_chat_templates"
+_OTHER_FILES = (
+    _CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    _TEMPLATE,
+    _OLDER_TEMPLATE,
+)
+
+
+def _load(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder with its chat templates. ConfigError, which names the file as far as it
+    can be told, if one of its files is damaged.
+    """
+    files = [folder / name for name in (*TOKENIZER_FILES, *_OTHER_FILES)]
+    for file in [*files, *(folder / _FURTHER_TEMPLATES).glob("*.jinja")]:
+        check_downloaded(file)
+    try:
+        # Else transformers would ask on the terminal whether code of the checkpoint may run. It may not.
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers may raise anything for a value that it does not expect
+        there = [file for file in files if file.exists()]
+        for file in there:
+            if file.suffix == ".json":
+                read_json_object(file)
+        names = ", ".join(file.name for file in there)
+        raise ConfigError(f"{folder}: the tokenizer cannot be loaded from {names}: {error!r}") from error
+    older = folder / _OLDER_TEMPLATE
+    if older.is_file() and not (folder / _TEMPLATE).is_file():
+        tokenizer.chat_template = read_json_object(older).get("chat_template")
+        if not isinstance(tokenizer.chat_template, str):
+            raise ConfigError(f"{older} must have the field chat_template, a text")
+    own = tokenizer.chat_template
+    for name, template in own.items() if isinstance(own, dict) else [("default", own)] if own else []:
+        try:
+            _compile_jinja_template(template)
+        except Exception as error:  # a template may be no text, and Jinja computes constants as it compiles
+            file = _file_of_template(folder, name)
+            line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+            raise ConfigError(f"{file}: the chat template is not valid{line}: {error}") from error
+    return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def _file_of_template(folder: Path, name: str) -> Path:
+    """Where the template of this name is read from."""
+    places = [folder / _FURTHER_TEMPLATES / f"{name}.jinja"]
+    if name == "default":
+        places += [folder / _TEMPLATE, folder / _OLDER_TEMPLATE]
+    return next((place for place in places if place.is_file()), folder / _CONFIG)
 
 
 class TextCodec:
@@ -133,21 +191,15 @@ class TextCodec:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> TextCodec:
-        """Read the tokenizer of a checkpoint folder. ConfigError if there is none, or if it cannot be
-        read.
+        """Read the tokenizer of a checkpoint folder. ConfigError if there is none, or if it or its chat
+        template cannot be read.
         """
-        try:
-            # Else transformers would ask on the terminal whether code of the checkpoint may run. It may not.
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ConfigError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+        tokenizer = _load(Path(folder))
         # The engine decides how long a prompt may be. For prompts above the tokenizer's own limit,
         # transformers would log that "indexing errors" follow, even if they are cut before the model sees
         # them.
         tokenizer.model_max_length = VERY_LARGE_INTEGER
-        return cls(cast("PreTrainedTokenizerBase", tokenizer))
+        return cls(tokenizer)
 
     @classmethod
     def find(cls, folder: str | Path) -> TextCodec | None:

@@ -30,8 +30,8 @@ examples:
   penstock check ./Qwen3-30B-A3B --quantization int8 --max-model-len 32768 --max-num-seqs 8
   penstock check ./gemma-3-4b --json
 
-It reads config.json, the tokenizer, and the headers of the *.safetensors files. Exit codes: 0 the checkpoint
-would serve; 1 it would not, and every reason is named.
+It reads all that `penstock serve` reads at its start, but of the *.safetensors files only the headers. Exit
+codes: 0 the checkpoint would serve; 1 it would not, and what is wrong is named, with its file.
 """
 _DEFAULTS = EngineConfig()
 _ROWS = 16

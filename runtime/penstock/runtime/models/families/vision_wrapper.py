@@ -21,8 +21,8 @@ def text_fields(fields: Fields, model_type: str, defaults: Mapping[str, object] 
     """The fields of the decoder, whose problems are noted among those of `fields`; call it when all else has
     been read. model_type: that of the decoder. defaults: of its fields.
 
-    Heads are tied where either level says so. If only one does and the checkpoint has a head of its own, that
-    one must hold the embeddings' bits, or loading refuses it.
+    Heads are tied where either level says so, unless the checkpoint has a head of its own that differs from
+    the embeddings (`load_config`).
     """
     of_outer = _tied(fields)
     if fields.raw("text_config") is None:
