@@ -220,6 +220,7 @@ class Engine(EngineCore):
             self,
             parts.runner.device,
             model.rules,
+            rules_for=model.rules_for,
             backend=parts.backend,
             meters=UpdateMeters(self.registry),
             threads=max(1, (parts.config.threads or 1) // 2),  # the other half computes steps meanwhile

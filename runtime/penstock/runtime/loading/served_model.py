@@ -4,6 +4,8 @@ built by hand (tests, toys).
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +30,7 @@ from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.vision import VisionConfig
 from penstock.runtime.models.linear import LinearFormat
-from penstock.runtime.models.load_rules import LoadRules
+from penstock.runtime.models.load_rules import LoadRules, RulesFor
 from penstock.runtime.models.params import abstract_model, load_rules, model_dtype
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
 from penstock.runtime.ops.cache_spec import CacheSpec
@@ -60,6 +62,9 @@ class ServedModel:
     """Whether native kernels compute the layers and the head, see `CausalLM.is_native`."""
     rules: LoadRules | None = None
     """What the model makes of the tensors of an update; None: it takes no updates."""
+    rules_for: RulesFor | None = None
+    """The same for an update whose tensors have these names, which may begin otherwise; None: the names are
+    those of `rules`."""
     directory: Path | None = None
     """Where its files lie; None: it has none."""
     hidden_size: int
@@ -162,12 +167,19 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         skips_padding=facts.linear.packed,
         is_native=nnx.merge(graphdef, shapes).is_native,
         rules=facts.rules,
+        rules_for=partial(_rules_for, facts),
         directory=directory,
         vision=facts.vision,
         image_processor=facts.image_processor,
         hidden_size=facts.config.hidden_size,
         pooling=facts.pooling,
     )
+
+
+def _rules_for(facts: CheckpointFacts, names: Collection[str]) -> LoadRules:
+    """The rules for tensors of these names, which are read as those of a checkpoint are."""
+    found = dataclasses.replace(facts.config, names=facts.config.names.found_in(names))
+    return load_rules(found, facts.dtype, facts.linear)
 
 
 def vision_of(config: VisionConfig) -> Vision:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from penstock.runtime.loading.dtypes import is_float, name_of, num_bytes
 from penstock.runtime.models.load_rules import LoadRules, TensorSpec
@@ -28,6 +28,7 @@ def problems_of(rules: LoadRules, sent: Sequence[SentTensor], *, partial: bool) 
         for name in needed
         if name not in found
     ]
+    usual: dict[str, str] | None = None
     for name in sorted(found):
         tensor, other = found[name], rules.copies.get(name)
         if name in expected:
@@ -37,10 +38,28 @@ def problems_of(rules: LoadRules, sent: Sequence[SentTensor], *, partial: bool) 
         elif is_harmless(rules, name):
             problem = _sized(tensor)
         else:
-            problem = TensorProblem(name, TensorReason.UNKNOWN_NAME, received=tensor)
+            usual = _by_ending(expected) if usual is None else usual
+            alike = next((usual[end] for end in _endings(name) if usual.get(end)), None)
+            why = f"is an unknown name; the model has {alike}" if alike else ""
+            problem = TensorProblem(name, TensorReason.UNKNOWN_NAME, received=tensor, why=why)
         if problem is not None:
             problems.append(problem)
     return problems
+
+
+def _endings(name: str) -> list[str]:
+    """The name, and what is left of it without its first part, its first two, and so on."""
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))]
+
+
+def _by_ending(names: Iterable[str]) -> dict[str, str]:
+    """Ending to the one name that has it; to "" where several have."""
+    found: dict[str, str] = {}
+    for name in names:
+        for end in _endings(name):
+            found[end] = "" if end in found else name
+    return found
 
 
 def is_harmless(rules: LoadRules, name: str) -> bool:

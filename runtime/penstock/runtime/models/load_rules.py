@@ -14,7 +14,7 @@ each leaf exactly once, and read every entry of every tensor that they name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -272,6 +272,8 @@ class LoadRules:
         return tuple(found.values())
 
 
+RulesFor: TypeAlias = Callable[[Collection[str]], LoadRules]
+"""The names of an update's tensors to the rules by which they are read."""
 StoredAt: TypeAlias = Callable[[ParamPath, tuple[int, ...]], Stored]
 """(path, shape) of a parameter to where the checkpoint has it. The path is that of a state in which nothing
 is fused or stacked."""

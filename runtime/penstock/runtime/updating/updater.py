@@ -29,7 +29,7 @@ from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import Applied, InFlightPolicy, WeightsVersion
 from penstock.runtime.machine.background import BackgroundThread
 from penstock.runtime.measuring.update_meters import UpdateMeters
-from penstock.runtime.models.load_rules import LoadRules
+from penstock.runtime.models.load_rules import LoadRules, RulesFor
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.updating.files import FIELD, UpdateFiles
 from penstock.runtime.updating.interface import Staging, UpdateOptions, UpdateOutcome, UpdateReport
@@ -183,14 +183,16 @@ class Updater:
         device: DeviceState,
         rules: LoadRules | None,
         *,
+        rules_for: RulesFor | None = None,
         backend: Backend,
         meters: UpdateMeters,
         threads: int,
     ) -> None:
-        """rules: what the model makes of tensors; None: it takes no updates. meters: what counts updates.
-        threads: how many make leaves.
+        """rules: what the model makes of tensors; None: it takes no updates. rules_for: the same for tensors
+        whose names may begin otherwise; None: `rules`. meters: what counts updates. threads: how many make
+        leaves.
         """
-        self._core, self._device, self._rules = core, device, rules
+        self._core, self._device, self._rules, self._rules_for = core, device, rules, rules_for
         self._backend, self._threads = backend, threads
         self._meters = meters
         # An upload in place may wait there for the engine, which others should not wait for.
@@ -355,7 +357,7 @@ class Updater:
     # -- how it is done --
 
     def _check(self, options: UpdateOptions, sent: Sequence[SentTensor], field: str) -> LoadRules:
-        """Everything that can be told before the first byte. Returns the rules that the model has."""
+        """Everything that can be told before the first byte. Returns the model's rules for these tensors."""
         if self._rules is None:
             raise UnsupportedFeature(["UpdateWeights"])
         if options.stage_only and options.staging is Staging.IN_PLACE:
@@ -364,9 +366,10 @@ class Updater:
         problem = self._core.changes.weights_problem
         if problem is not None and options.partial:
             raise WeightsIncomplete(problem)
-        check_manifest(self._rules, sent, partial=options.partial, field=field)
+        rules = self._rules if self._rules_for is None else self._rules_for({tensor.name for tensor in sent})
+        check_manifest(rules, sent, partial=options.partial, field=field)
         check_generation(options, self._core.weights)
-        return self._rules
+        return rules
 
     def _target(self, rules: LoadRules) -> Target:
         return Target(

@@ -1,8 +1,8 @@
 """What the names of a checkpoint's tensors tell: what they begin with, and whether experts are stacked. Both
 differ between checkpoints of one family, because versions of transformers write one model differently.
 
-`load_config` looks at the names in the checkpoint's files. So rules, and with them updates, use the names
-that this checkpoint has.
+`load_config` looks at the names in the checkpoint's files, and an update's names are read in the same way. So
+what would serve if it lay in the checkpoint's files may also be sent.
 """
 
 from __future__ import annotations
