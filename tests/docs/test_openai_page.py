@@ -65,13 +65,16 @@ def test_every_field_of_a_request_is_listed_and_no_other(row: Any) -> None:
     refused = {name for name in body.unsupported if "." not in name}
     ours = listed(own)
     told = ours.union(*map(listed, common))
-    assert set(taken) - {"store"} | refused <= {name.partition(".")[0].partition("[")[0] for name in told}
+    assert set(taken) | refused | body.ignored - IGNORED <= {
+        name.partition(".")[0].partition("[")[0] for name in told
+    }
     assert {re.split(r"[.\[]", name)[0] for name in ours} <= set(taken) | refused | body.ignored
     for name in ours:
         top, _, below = name.replace("[]", "").partition(".")
         if below:
             assert any(
-                below in fields_of(part) or below in part.unsupported for part in inner(taken[top].annotation)
+                below in fields_of(part) or below in part.ignored or below in part.unsupported
+                for part in inner(taken[top].annotation)
             ), name
 
 

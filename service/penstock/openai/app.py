@@ -66,7 +66,7 @@ def create_app(front: Front, endpoints: Sequence[Endpoint] = ENDPOINTS) -> ASGIA
         allow_origins=front.settings.cors_origins,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
-        expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
+        expose_headers=("x-request-id", "x-penstock-ignored", "retry-after", "retry-after-ms"),
     )
     app = Starlette(
         routes=[_route(row) for row in endpoints if front.settings.page or row not in PAGE],

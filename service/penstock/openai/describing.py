@@ -217,7 +217,7 @@ def _add_ignored(schema: dict[str, Any], body: type[Body]) -> None:
     """Name the fields that are taken and ignored."""
     properties = schema.setdefault("properties", {})
     for name in sorted(body.ignored):
-        properties.setdefault(name, {"description": "Taken and ignored."})
+        properties.setdefault(name, {"description": "Taken and ignored, of which x-penstock-ignored tells."})
 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.openai.calls import Call, make_call
-from penstock.openai.endpoints import endpoint_of
+from penstock.openai.endpoints import endpoint_of, ignored_in
 from penstock.openai.failures import ClientGone, draining, error_response
 from penstock.openai.front import Front
 
@@ -38,7 +38,7 @@ class Edge:
         if scope["type"] != "http":  # of the lifespan, which is not used
             raise RuntimeError(f"the front serves HTTP, not {scope['type']}")
         call = make_call(scope, self._front.settings.request_timeout_s)
-        reply = _Reply(send, call.request_id)
+        reply = _Reply(send, call.request_id, ignored_in(scope))
         meters = self._front.meters
         meters.running.inc()
         status = GONE
@@ -83,8 +83,8 @@ class Edge:
 
 
 def _write_line(scope: Scope, call: Call, status: int, seconds: float) -> None:
-    """A line of the access log. It has ids and numbers, and nothing that a caller or the model wrote but the
-    path.
+    """A line of the access log. It has ids, numbers and names of fields, and nothing that a caller or the
+    model wrote but the path.
     """
     fields: dict[str, object] = {
         "method": scope["method"],
@@ -96,9 +96,12 @@ def _write_line(scope: Scope, call: Call, status: int, seconds: float) -> None:
     }
     if call.trace_id:
         fields["trace_id"] = call.trace_id
+    ignored = ", ".join(sorted(ignored_in(scope)))
+    if ignored:
+        fields["ignored"] = ignored
     number = "" if call.request_id.endswith(call.number) else f", number {call.number}"
     access.info(
-        "%s %s: %d after %.3f s, request %r%s%s",
+        "%s %s: %d after %.3f s, request %r%s%s%s",
         fields["method"],
         fields["path"],
         status,
@@ -106,6 +109,7 @@ def _write_line(scope: Scope, call: Call, status: int, seconds: float) -> None:
         call.request_id,
         number,
         f", trace {call.trace_id}" if call.trace_id else "",
+        f", without effect: {ignored}" if ignored else "",
         extra={"fields": fields},
     )
 
@@ -118,21 +122,27 @@ def _refusal() -> Response:
 
 
 class _Reply:
-    """Watches a reply on its way out, and puts the request's id into its headers."""
+    """Watches a reply on its way out, and puts into its headers the request's id, and which fields had no
+    effect.
+    """
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, ignored: set[str]) -> None:
         self.began = time.perf_counter()
         self.request_id = request_id
         self.status = 0
         """The status of HTTP; 0 until the reply has begun."""
         self.first_byte: float | None = None
         self._send = send
+        self._ignored = ignored
 
     async def send(self, message: Message) -> None:
         if self.first_byte is None:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = self.request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = self.request_id
+                if self._ignored:
+                    headers["x-penstock-ignored"] = ", ".join(sorted(self._ignored))
             else:
                 self.first_byte = time.perf_counter()
         await self._send(message)

@@ -14,6 +14,7 @@ from penstock.openai.schemas.base import Body
 
 _KEY: Final = "penstock.endpoint"
 _PARAMS: Final = "penstock.params"
+_IGNORED: Final = "penstock.ignored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +61,11 @@ def params_of(scope: Scope) -> Mapping[str, str]:
         return make()
     endpoint = endpoint_of(scope)
     return {} if endpoint is None else endpoint.params
+
+
+def ignored_in(scope: Scope) -> set[str]:
+    """The fields of a request that have no effect, such as "user" and "messages[].name", of which its caller
+    and the log are told. Whoever finds out about one adds it, in words that no caller wrote.
+    """
+    ignored: set[str] = scope.setdefault(_IGNORED, set())
+    return ignored

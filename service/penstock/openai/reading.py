@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
 from penstock.openai import failures
+from penstock.openai.endpoints import ignored_in
 from penstock.openai.failures import INVALID, ApiError, ClientGone
 from penstock.openai.front import front_of
 from penstock.openai.schemas.base import Body
@@ -37,7 +38,7 @@ _UNKNOWN_KIND: Final = ("union_tag_invalid", "union_tag_not_found")
 
 async def read_body(request: Request, model: type[BodyT]) -> BodyT:
     """Read a request's body as this model. Raises ApiError; its `param` is the path of the first
-    bad field.
+    bad field. What of the body has no effect is noted in `ignored_in`.
     """
     front = front_of(request)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -46,12 +47,13 @@ async def read_body(request: Request, model: type[BodyT]) -> BodyT:
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise ApiError(415, f"the body must not be encoded as {coding!r}", code="unsupported_media_type")
+    ignored = ignored_in(request.scope)
     with front.incoming.counted() as take:
         data = await _receive(request, front.settings, take)
         if len(data) <= INLINE_BYTES:
-            return _parsed(data, model)
+            return _parsed(data, model, ignored)
         async with front.heavy:
-            return await asyncio.to_thread(_parsed, data, model)
+            return await asyncio.to_thread(_parsed, data, model, ignored)
 
 
 async def _receive(request: Request, settings: Settings, take: Callable[[int], None]) -> bytes:
@@ -79,10 +81,11 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body may have at most {most} bytes", code="body_too_large")
 
 
-def _parsed(data: bytes, model: type[BodyT]) -> BodyT:
+def _parsed(data: bytes, model: type[BodyT], ignored: set[str] | None = None) -> BodyT:
+    """The body. The fields that it ignores are added to `ignored`."""
     value = _json(data)
     try:
-        return model.model_validate(value)
+        return model.model_validate(value, context=ignored)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_input=False), value, model) from None
 

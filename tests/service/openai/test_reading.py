@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from penstock.openai import reading
 from penstock.openai.failures import ApiError
-from penstock.openai.schemas.base import Body, RequestBody
+from penstock.openai.schemas.base import Body, OnlyFalse, RequestBody
 
 
 class Part(Body):
@@ -23,10 +23,12 @@ class Part(Body):
 class Chat(RequestBody):
     model: str
     content: str | list[Part] | list[int] = ""
+    part: Part | None = None
     temperature: float | None = None
     n: int = 1
     some: list[int] = Field(default=[1], min_length=1)
     free: dict[str, Any] | None = None
+    only: OnlyFalse | None = None
 
 
 def refused(data: bytes) -> ApiError:
@@ -83,7 +85,7 @@ def test_pairs_of_surrogates_are_characters() -> None:
         ({"n": 1.0}, "n", "invalid_type"),
         ({"temperature": True}, "temperature", "invalid_type"),
         ({"temperature": "1"}, "temperature", "invalid_type"),
-        ({"store": True}, "store", "unsupported_value"),
+        ({"only": True}, "only", "unsupported_value"),
         ({f"x{number}": 1 for number in range(50_000)}, None, "invalid_value"),
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value),
@@ -94,11 +96,16 @@ def test_fields_that_do_not_match(fields: dict[str, Any], param: str | None, cod
     assert len(error.message) < 500
 
 
-def test_messages_speak_of_json_and_not_of_how_it_is_checked() -> None:
-    assert refused(b'{"model": "m", "some": []}').message == (
-        "Invalid value for 'some': list must have at least 1 item, not 0."
-    )
-    assert refused(b'{"model": "m", "store": true}').message == "Unsupported value: 'store': must be false."
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"some": []}, "Invalid value for 'some': list must have at least 1 item, not 0."),
+        ({"only": True}, "Unsupported value: 'only': must be false."),
+        ({"only": 0}, "Invalid type for 'only': must be a valid boolean."),
+    ],
+)
+def test_messages_speak_of_json_and_not_of_how_it_is_checked(fields: dict[str, Any], message: str) -> None:
+    assert refused(json.dumps({"model": "m"} | fields).encode()).message == message
 
 
 def test_a_list_is_not_looked_at_further_once_an_item_is_wrong() -> None:

@@ -76,8 +76,6 @@ ENDPOINTS = (Endpoint("POST", "/read", read, "Reads.", Read),)
             "unsupported_parameter",
             "Unsupported parameter: 'parts[0].audio': it is text.",
         ),
-        ({"store": 0}, "store", "invalid_type", "Invalid type for 'store': must be a valid boolean."),
-        ({"store": True}, "store", "unsupported_value", "Unsupported value: 'store': must be false."),
     ],
 )
 async def test_bodies(fields: dict[str, Any], param: str, code: str, message: str) -> None:

@@ -22,7 +22,7 @@ from penstock.client import (
 )
 from penstock.openai.backend import ModelFacts
 from penstock.openai.calls import call_of
-from penstock.openai.endpoints import name_params
+from penstock.openai.endpoints import ignored_in, name_params
 from penstock.openai.failures import invalid_value
 from penstock.openai.front import front_of
 from penstock.openai.generation.frames import (
@@ -50,10 +50,12 @@ from penstock.openai.replying import answered, sse
 from penstock.openai.routes.turns import (
     choice_of,
     has_pictures,
+    ignored_of,
     picture_params,
     template_options,
     tools_of,
     turns_of,
+    variables_of_effort,
 )
 from penstock.openai.schemas.chat import ChatBody
 
@@ -81,6 +83,14 @@ def chat_options(body: ChatBody, facts: ModelFacts) -> RequestOptions:
     if options["logprobs"] is not None:
         options["return_token_ids"] = True
     return options
+
+
+def chat_ignored(body: ChatBody, facts: ModelFacts) -> set[str]:
+    """The fields that have no effect, besides those that the body itself ignores."""
+    ignored = ignored_of(body.messages)
+    if body.reasoning_effort and not variables_of_effort(body.reasoning_effort, facts.template_variables):
+        ignored.add("reasoning_effort")
+    return ignored
 
 
 def chat_params(body: ChatBody) -> dict[str, str]:
@@ -122,7 +132,7 @@ def _max_tokens(body: ChatBody) -> int | None:
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid_value("top_logprobs", "it goes with logprobs: true.")
     return (body.top_logprobs or 0) if body.logprobs else None
 
@@ -284,6 +294,7 @@ async def chat(request: Request) -> Response:
     call, body, backend = call_of(request), await read_body(request, ChatBody), front_of(request).backend
     name_params(request.scope, lambda: chat_params(body))
     facts = await backend.facts(call)
+    ignored_in(request.scope).update(chat_ignored(body, facts))
     if has_pictures(body.messages):
         # Base64 of megabytes is read in a thread, so that other requests do not wait for it.
         options = await asyncio.to_thread(chat_options, body, facts)

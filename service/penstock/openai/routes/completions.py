@@ -34,7 +34,7 @@ def completion_options(body: CompletionBody, facts: ModelFacts) -> RequestOption
     """The keyword arguments of `generate` or `stream`, but the prompt. Raises ApiError, with the field, for
     what the front can tell to be wrong; the rest is the server's to tell.
     """
-    if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
+    if body.best_of not in (None, body.n):
         raise unsupported_value("best_of", "the best choices are not selected; give n, or the same number.")
     options = sampling_options(body, facts)
     options["max_tokens"] = _max_tokens(body)

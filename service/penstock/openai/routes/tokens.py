@@ -9,11 +9,12 @@ from starlette.responses import Response
 
 from penstock.client import ChatOptions
 from penstock.openai.calls import Call, call_of
+from penstock.openai.endpoints import ignored_in
 from penstock.openai.failures import ApiError, invalid_value, missing
 from penstock.openai.front import Front, front_of
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, json_response
-from penstock.openai.routes.turns import tools_of, turns_of
+from penstock.openai.routes.turns import ignored_of, tools_of, turns_of
 from penstock.openai.schemas.tokens import DetokenizeBody, TokenizeBody
 
 PARAMS: Final = {
@@ -55,6 +56,7 @@ async def tokenize(request: Request) -> Response:
     """Tell the tokens that the model would be given."""
     call, body, front = call_of(request), await read_body(request, TokenizeBody), front_of(request)
     chat = chat_of(body)
+    ignored_in(request.scope).update(ignored_of(body.messages or ()))
     await _check_model(body.model, front, call)
     asked = front.backend.client.tokenize(
         body.prompt,

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from penstock.client import ChatMessage, Image, Tool, ToolCall
-from penstock.openai.failures import invalid_value, missing, unsupported_parameter, unsupported_value
+from penstock.openai.failures import invalid_value, missing, unsupported_value
 from penstock.openai.schemas import chat as schemas
 
 _SWITCHES = ("enable_thinking", "thinking")
@@ -23,26 +23,29 @@ def template_options(
 ) -> dict[str, Any] | None:
     """The variables for the template: `given` ones, and those that stand for the effort; None without any.
 
-    A template that reads `reasoning_effort` is given it as it is. One that has only a switch takes "none",
-    which switches thinking off. `variables` are the names that the model's template reads, and `param` is the
-    field that holds the effort. Raises ApiError for an effort that the template cannot take.
+    `variables` are the names that the model's template reads, and `param` is the field that holds the effort.
+    Raises ApiError if `given` ones say the same.
     """
     options = dict(given or {})
-    if effort is not None:
-        switches = [name for name in _SWITCHES if name in variables]
-        if "reasoning_effort" in variables:
-            made: dict[str, Any] = {"reasoning_effort": effort}
-        elif effort == "none" and switches:
-            made = {switches[0]: False}
-        else:
-            takes = ' It takes "none" only.' if switches else ""
-            raise unsupported_value(
-                param, f"the chat template of this model does not take {effort!r}.{takes}"
-            )
-        if both := made.keys() & options.keys():
-            raise invalid_value(param, f"chat_template_kwargs sets {both.pop()!r} as well.")
-        options |= made
+    made = variables_of_effort(effort, variables)
+    if both := made.keys() & options.keys():
+        raise invalid_value(param, f"chat_template_kwargs sets {both.pop()!r} as well.")
+    options |= made
     return options or None
+
+
+def variables_of_effort(effort: str | None, variables: Collection[str]) -> dict[str, Any]:
+    """The variables that stand for the effort; empty where it has no effect on this template.
+
+    A template that reads `reasoning_effort` is given it as it is. One that has only a switch takes "none",
+    which switches thinking off.
+    """
+    if effort is None:
+        return {}
+    if "reasoning_effort" in variables:
+        return {"reasoning_effort": effort}
+    switches = [name for name in _SWITCHES if name in variables]
+    return {switches[0]: False} if effort == "none" and switches else {}
 
 
 CHOICES = ("none", "auto", "required")
@@ -63,6 +66,12 @@ def turns_of(messages: Sequence[schemas.Message]) -> list[ChatMessage]:
     if sum(len(message.tool_calls or ()) for message in messages) > schemas.MAX_CALLS:
         raise invalid_value("messages", f"all together have more than {schemas.MAX_CALLS} calls of tools.")
     return [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def ignored_of(messages: Sequence[schemas.Message]) -> set[str]:
+    """The fields of messages that have no effect: the contract has no names of those who speak."""
+    has_names = any(message.name is not None and message.role != "tool" for message in messages)
+    return {"messages[].name"} if has_names else set()
 
 
 def tools_of(tools: Sequence[schemas.Tool]) -> list[Tool]:
@@ -103,10 +112,6 @@ def _turn(message: schemas.Message, where: str) -> ChatMessage:
     for field, roles in _OF_ROLE.items():
         if getattr(message, field) is not None and role not in roles:
             raise invalid_value(f"{where}.{field}", f'only messages of the role "{roles[0]}" have it.')
-    if message.name is not None and role != "tool":
-        raise unsupported_parameter(
-            f"{where}.name", "models are not shown names; write them into the content."
-        )
     if message.reasoning and message.reasoning_content not in (None, message.reasoning):
         raise invalid_value(
             f"{where}.reasoning_content", "it is an older name of reasoning; give one of them."

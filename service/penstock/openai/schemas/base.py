@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError
 
 IGNORED: Final = frozenset(
     {
+        "client_metadata",
         "metadata",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
+        "store",
         "user",
     }
 )
-"""Fields of a request's body that change nothing in what a model answers here, and that clients send anyway.
+"""Fields of a request's body that only wish something, or remark on it, and that clients send to every model.
 """
+
+NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
+    "client_metadata": ({},),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+}
+"""What these fields hold where they wish for nothing."""
 
 
 def _no_number(value: Any) -> Any:
@@ -32,6 +49,12 @@ def _no_number(value: Any) -> Any:
 
 OnlyFalse = Annotated[Literal[False], BeforeValidator(_no_number)]
 OnlyTrue = Annotated[Literal[True], BeforeValidator(_no_number)]
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether both are the same in JSON, where 1 is 1.0 and not true."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
 
 MOST_KEYS: Final = 200
 """Of an object whose fields are known."""
@@ -59,8 +82,14 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
+    path: ClassVar[str] = ""
+    """Where these objects stand in a body, as `ignored` fields are told: "reasoning."."""
     ignored: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are taken and ignored, whatever they hold."""
+    """Fields that are taken whatever they hold and have no effect, of which callers are told."""
+    kept: ClassVar[frozenset[str]] = frozenset()
+    """Fields that clients keep of an answer and send back, and that say nothing new."""
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    """From a field to the values by which it asks for nothing. They count as null."""
     unsupported: ClassVar[Mapping[str, str]] = {}
     """Fields that OpenAI or vLLM has and that are refused as such, with the reason that the caller is told.
     """
@@ -75,24 +104,31 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
+    def _without_what_asks_for_nothing(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
         if len(data) > MOST_KEYS:
             raise ValueError(f"an object may have at most {MOST_KEYS} keys here")
-        known = cls.model_fields
-        return {
-            name: value
-            for name, value in data.items()
-            if name not in cls.ignored
-            and (value is not None or not (name in known or name in cls.unsupported))
-        }
+        asked = {name: value for name, value in data.items() if not cls._asks_for_nothing(name, value)}
+        if ignored := asked.keys() & cls.ignored:
+            if info.context is not None:
+                info.context.update(cls.path + name for name in ignored)
+            asked = {name: value for name, value in asked.items() if name not in ignored}
+        return asked
+
+    @classmethod
+    def _asks_for_nothing(cls, name: str, value: Any) -> bool:
+        if name in cls.kept:
+            return True
+        if value is None:
+            return any(
+                name in known for known in (cls.model_fields, cls.ignored, cls.unsupported, cls.neutral)
+            )
+        return any(_is_same(value, neutral) for neutral in cls.neutral.get(name, ()))
 
 
 class RequestBody(Body):
     """The body of a request to an endpoint of OpenAI's API."""
 
     ignored: ClassVar[frozenset[str]] = IGNORED
-
-    store: OnlyFalse | None = None
-    """Nothing is stored, so true is refused."""
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = NEUTRAL

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from penstock.openai.schemas.base import Body
-from penstock.openai.schemas.sampling import LACKING, SamplingBody
+from penstock.openai.schemas.base import IGNORED, Body
+from penstock.openai.schemas.sampling import LACKING, NEUTRAL_LACKING, SamplingBody
 
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1000
@@ -22,7 +22,6 @@ _OF_PARTS = {
     "input_audio": _TEXT_ONLY,
     "file": _TEXT_ONLY,
     "refusal": "write it as text",
-    "prompt_cache_breakpoint": "prompts are cached without breakpoints",
 }
 _OF_MESSAGES = {
     "audio": _TEXT_ONLY,
@@ -45,6 +44,8 @@ class ImageUrl(Body):
 class ContentPart(Body):
     """A part of a message's content."""
 
+    path: ClassVar[str] = "messages[].content[]."
+    ignored: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
     unsupported: ClassVar[Mapping[str, str]] = _OF_PARTS
 
     type: str
@@ -55,7 +56,7 @@ class ContentPart(Body):
 class FunctionCall(Body):
     """The call of a function, as the model wrote it."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
+    kept: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
     """What openai's client adds to the calls that it has parsed; the arguments say the same."""
 
     name: str
@@ -65,7 +66,7 @@ class FunctionCall(Body):
 class ToolCall(Body):
     """A call in a turn of the assistant."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"index", "provider_specific_fields"})
+    kept: ClassVar[frozenset[str]] = frozenset({"index", "provider_specific_fields"})
     """What openai's client and LiteLLM keep of the chunks that a call came in."""
 
     id: str
@@ -76,7 +77,7 @@ class ToolCall(Body):
 class Message(Body):
     """One turn of the conversation. Which fields may go with which role is checked when it is converted."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "parsed", "provider_specific_fields"})
+    kept: ClassVar[frozenset[str]] = frozenset({"annotations", "parsed", "provider_specific_fields"})
     """What clients keep of an answer and send back as a turn: its citations, and what openai's client and
     LiteLLM made of it.
     """
@@ -87,7 +88,9 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
-    """Only of a "tool" turn: the function that was called, which the call says as well."""
+    """Of a "tool" turn the function that was called, which the call says as well; of others who speaks, which
+    no template is told.
+    """
     reasoning: str | None = None
     """What this turn of the assistant thought."""
     reasoning_content: str | None = None
@@ -144,13 +147,24 @@ class ChatBody(SamplingBody):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    ignored: ClassVar[frozenset[str]] = IGNORED | {"prediction", "verbosity"}
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **NEUTRAL_LACKING,
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "verbosity": ("medium",),
+        "echo": (False,),
+        "add_special_tokens": (False,),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "documents": ([],),
+        "mm_processor_kwargs": ({},),
+    }
     unsupported: ClassVar[Mapping[str, str]] = {
         **LACKING,
         "functions": "it is deprecated: use tools",
         "function_call": "it is deprecated: use tool_choice",
         "audio": "the models that are served write text",
-        "prediction": "the server does not use predicted outputs",
-        "verbosity": "say in the prompt how long the answer shall be",
         "web_search_options": "the server does not search the web",
         "echo": "the answer does not repeat the prompt",
         "add_generation_prompt": "the model always answers with a turn of its own",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from penstock.openai.schemas.base import RequestBody
-from penstock.openai.schemas.sampling import LACKING, SamplingBody
+from penstock.openai.schemas.sampling import LACKING, NEUTRAL_LACKING, SamplingBody
 
 MAX_PROMPTS = 256
 """The most prompts of one request. Each is a call of its own to the server."""
@@ -64,10 +64,16 @@ class CompletionBody(SamplingBody):
     """Without it 16 tokens, as in OpenAI's API. 0 goes with `echo` only: then the answer is the prompt."""
     logprobs: int | None = Field(default=None, ge=0)
     best_of: int | None = None
-    """Only the number that `n` has, as the best of n choices are all of them."""
+    """Only 1, which asks for nothing, or the number that `n` has: the best of n choices are all of them."""
     echo: bool | None = None
     """Whether each choice begins with the prompt, and its log-probabilities with those of the prompt."""
 
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **NEUTRAL_LACKING,
+        "add_special_tokens": (True,),
+        "suffix": ("",),
+        "prompt_embeds": ([],),
+    }
     unsupported: ClassVar[Mapping[str, str]] = {
         **{name: why for name, why in LACKING.items() if name != "best_of"},
         "suffix": "the models that are served only continue a text",

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from penstock.openai.schemas.base import IGNORED, Body, OnlyFalse
 from penstock.openai.schemas.chat import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
-from penstock.openai.schemas.sampling import LACKING, GenerationBody
+from penstock.openai.schemas.sampling import LACKING, NEUTRAL_LACKING, GenerationBody
 
 _PREFIX = "penstock-reasoning:"
 
@@ -69,12 +69,18 @@ class Other(Body):
 class InputText(Sent):
     """A text that the model is given."""
 
+    path: ClassVar[str] = "input[].content[]."
+    ignored: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
+
     type: Literal["input_text"]
     text: str
 
 
 class InputImage(Sent):
     """A picture that the model is shown, whose bytes are in the URL: data:image/png;base64,..."""
+
+    path: ClassVar[str] = "input[].content[]."
+    ignored: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
 
     type: Literal["input_image"]
     image_url: str
@@ -238,6 +244,7 @@ class FunctionTool(Body):
     defer_loading: OnlyFalse | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {"async": (False,)}
     unsupported: ClassVar[Mapping[str, str]] = {
         "output_schema": "the model is not told what functions answer",
         "async": "the model waits for what a function answers",
@@ -290,20 +297,27 @@ class TextFormat(Body):
 class TextConfig(Body):
     """What the answer's text is like."""
 
+    path: ClassVar[str] = "text."
+    ignored: ClassVar[frozenset[str]] = frozenset({"verbosity"})
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {"verbosity": ("medium",)}
+
     format: TextFormat | None = None
-    verbosity: str | None = None
-    """Only "medium", which OpenAI's API has as its default: no template is told of it."""
 
 
 class Reasoning(Body):
     """How the model thinks."""
 
+    path: ClassVar[str] = "reasoning."
+    ignored: ClassVar[frozenset[str]] = frozenset({"generate_summary", "summary"})
+    """There is nothing that makes summaries, and the reasoning itself is in the answer."""
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "context": ("auto",),
+        "mode": ("standard",),
+    }
+
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: str | None = None
-    """Only "auto": there is nothing that makes summaries, and the reasoning itself is in the answer."""
 
     unsupported: ClassVar[Mapping[str, str]] = {
-        "generate_summary": "it is an older name of summary",
         "context": "the model's chat template decides which turns' reasoning the model is shown",
         "mode": "the model has one way to think",
     }
@@ -352,6 +366,18 @@ class ResponsesBody(GenerationBody):
         "safety_identifier",
         "user",
     }
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **{name: values for name, values in NEUTRAL_LACKING.items() if name != "metadata"},
+        "add_special_tokens": (False,),
+        "background_options": ({},),
+        "context_management": ([],),
+        "access_programs": ({},),
+        "image": ({},),
+        "n": (1,),
+        "response_format": ({"type": "text"},),
+        "logprobs": (False,),
+        "enable_response_messages": (False,),
+    }
     unsupported: ClassVar[Mapping[str, str]] = LACKING | {
         **{f"tools.{name}": why for name, why in FunctionTool.unsupported.items()},
         "input.namespace": "tools have no namespaces",
@@ -362,7 +388,6 @@ class ResponsesBody(GenerationBody):
         "prompt": "prompts are not kept: send instructions and input",
         "background_options": "a response is made while its caller waits",
         "context_management": "the server does not shorten conversations in words",
-        "prompt_cache_options": "prompts are cached without breakpoints",
         "access_programs": "there are none",
         "image": "put pictures into input, as parts of the type input_image",
         "n": "a response has one output",
@@ -372,7 +397,7 @@ class ResponsesBody(GenerationBody):
         "response_format": "use text.format",
         "reasoning_effort": "use reasoning.effort",
         "logprobs": 'use top_logprobs, and include "message.output_text.logprobs"',
-        "verbosity": "say in the instructions how long the answer shall be",
+        "verbosity": "use text.verbosity",
         "chat_template": "the model's own template is used",
         "enable_response_messages": "items are the only form of the answer",
         "previous_input_messages": "send items as input",

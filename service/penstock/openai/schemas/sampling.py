@@ -5,11 +5,12 @@ Ranges are checked by the server, which names every bad field. What is checked h
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from penstock.openai.schemas.base import Body, OnlyFalse, OnlyTrue, RequestBody
+from penstock.openai.schemas.base import NEUTRAL, Body, OnlyFalse, OnlyTrue, RequestBody
 
 
 class StreamOptions(Body):
@@ -45,6 +46,13 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's way to ask for a form. Exactly one of the fields."""
 
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "json_object": (False,),
+        "disable_fallback": (False,),
+        "disable_any_whitespace": (False,),
+        "disable_additional_properties": (False,),
+    }
+
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
@@ -52,10 +60,52 @@ class StructuredOutputs(Body):
     json_object: OnlyTrue | None = None
 
 
+LACKING = {
+    "use_beam_search": "there is no beam search",
+    "length_penalty": "there is no beam search",
+    "best_of": "ask for n choices",
+    "logits_processors": "the server runs no code of callers",
+    "spaces_between_special_tokens": "the tokenizer decides about spaces",
+    "return_tokens_as_token_ids": "use return_token_ids",
+    "kv_transfer_params": "the server does not hand KV pages over",
+    "vllm_xargs": "the server has no such extensions",
+    "max_repetition_pattern_size": "the server does not look for repetitions",
+    "min_repetition_pattern_size": "the server does not look for repetitions",
+    "repetition_min_count": "the server does not look for repetitions",
+    "add_special_tokens": "the tokenizer adds its own to a text, and the template to a chat",
+    "guided_json": "use structured_outputs",
+    "guided_regex": "use structured_outputs",
+    "guided_choice": "use structured_outputs",
+    "guided_grammar": "use structured_outputs",
+    "guided_decoding_backend": "the server has one way to make grammars",
+    "moderation": "nothing is moderated",
+}
+"""Fields that OpenAI's API or vLLM has and that are refused, with the reason or what to use instead."""
+
+NEUTRAL_LACKING: Final[Mapping[str, Sequence[Any]]] = {
+    **NEUTRAL,
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "best_of": (1,),
+    "logits_processors": ([],),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "max_repetition_pattern_size": (0,),
+    "min_repetition_pattern_size": (0,),
+    "repetition_min_count": (0,),
+    "guided_decoding_backend": ("auto",),
+}
+"""The values of these fields, and of those that every request may have, that ask for nothing."""
+
+
 class GenerationBody(RequestBody):
     """The fields of all requests that generate, also those of /v1/responses. `None` is a field that was left
     out.
     """
+
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = NEUTRAL_LACKING
 
     model: str
     temperature: float | None = None
@@ -99,26 +149,3 @@ class SamplingBody(GenerationBody):
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     """Keep only so many of the prompt's last tokens; -1 keeps what the context has room for."""
     return_token_ids: bool | None = None
-
-
-LACKING = {
-    "use_beam_search": "there is no beam search",
-    "length_penalty": "there is no beam search",
-    "best_of": "ask for n choices",
-    "logits_processors": "the server runs no code of callers",
-    "spaces_between_special_tokens": "the tokenizer decides about spaces",
-    "return_tokens_as_token_ids": "use return_token_ids",
-    "kv_transfer_params": "the server does not hand KV pages over",
-    "vllm_xargs": "the server has no such extensions",
-    "max_repetition_pattern_size": "the server does not look for repetitions",
-    "min_repetition_pattern_size": "the server does not look for repetitions",
-    "repetition_min_count": "the server does not look for repetitions",
-    "add_special_tokens": "the tokenizer adds its own to a text, and the template to a chat",
-    "guided_json": "use structured_outputs",
-    "guided_regex": "use structured_outputs",
-    "guided_choice": "use structured_outputs",
-    "guided_grammar": "use structured_outputs",
-    "guided_decoding_backend": "the server has one way to make grammars",
-    "moderation": "nothing is moderated",
-}
-"""Fields that OpenAI's API or vLLM has and that are refused, with the reason or what to use instead."""

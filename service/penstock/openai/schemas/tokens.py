@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from penstock.openai.schemas.base import RequestBody
+from penstock.openai.schemas.base import NEUTRAL, RequestBody
 from penstock.openai.schemas.chat import Message, Tool
 
 
@@ -28,6 +28,11 @@ class TokenizeBody(RequestBody):
     """The prompt always ends where the model's turn begins."""
     continue_final_message: Literal[False] | None = None
 
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **NEUTRAL,
+        "documents": ([],),
+        "mm_processor_kwargs": ({},),
+    }
     unsupported: ClassVar[Mapping[str, str]] = {
         "documents": "put them into chat_template_kwargs",
         "mm_processor_kwargs": "the model's own settings for pictures are used",

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.client import ChatMessage, Choice, Ebnf, Image, JsonObject, JsonSchema, Regex, Tool, ToolCall
-from penstock.openai.routes.chat import chat_options, chat_params
+from penstock.openai.failures import ApiError
+from penstock.openai.routes.chat import chat_ignored, chat_options, chat_params
 from tests.service.openai.chat.bodies import HI, asked, chat_body, facts, refusal
 
 WEATHER = {
@@ -185,12 +186,19 @@ def test_reasoning_effort(effort: str, variables: tuple[str, ...], expected: dic
     body = chat_body(reasoning_effort=effort, chat_template_kwargs={"date": "today"})
     options = chat_options(body, facts(template_variables=variables))
     assert options["template_options"] == {"date": "today"} | expected
+    assert chat_ignored(body, facts(template_variables=variables)) == set()
+
+
+def test_an_effort_that_is_given_twice_is_refused() -> None:
+    both = chat_body(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+    with pytest.raises(ApiError) as caught:
+        chat_options(both, facts(template_variables=("enable_thinking",)))
+    assert (caught.value.param, caught.value.code) == ("reasoning_effort", "invalid_value")
 
 
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
-        ("reasoning_effort", {"reasoning_effort": "low"}),
         ("stream_options", {"stream_options": {"include_usage": True}}),
         (
             "stream_options.continuous_usage_stats",
@@ -217,7 +225,6 @@ def test_reasoning_effort(effort: str, variables: tuple[str, ...], expected: dic
         ("messages[0].tool_call_id", {"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}),
         ("messages[0].tool_calls", {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}),
         ("messages[0].reasoning", {"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}),
-        ("messages[0].name", {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}),
         ("messages[0].content[1].type", {"messages": [{"role": "user", "content": [
             {"type": "text", "text": "a"}, {"type": "video"}]}]}),
         ("messages[0].content[0].text", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),

@@ -42,7 +42,7 @@ VLLM = {
 
 def known(body: type[Body]) -> set[str]:
     names = {field.alias or name for name, field in body.model_fields.items()}
-    return names | body.ignored | set(body.unsupported)
+    return names | body.ignored | body.kept | set(body.unsupported)
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,6 @@ def test_what_agents_always_send_changes_nothing() -> None:
     [
         ({"background": True}, "background", "unsupported_value"),
         ({"include": ["file_search_call.results"]}, "include[0]", "unsupported_value"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_value"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "unsupported_value"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_value"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_value"),
         ({"tools": [TOOL, {"type": "custom", "name": "x"}]}, "tools[1].type", "unsupported_value"),
         (

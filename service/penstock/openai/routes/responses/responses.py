@@ -12,7 +12,7 @@ from penstock.client import JsonObject, JsonSchema, RequestOptions, Tool
 from penstock.client.generation.options import Constraint
 from penstock.openai.backend import ModelFacts
 from penstock.openai.calls import call_of
-from penstock.openai.endpoints import name_params
+from penstock.openai.endpoints import ignored_in, name_params
 from penstock.openai.failures import invalid_value, missing, unsupported_value
 from penstock.openai.front import front_of
 from penstock.openai.generation.options import (
@@ -26,7 +26,7 @@ from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, sse
 from penstock.openai.routes.responses.turns import has_pictures, turn_params, turns_of
 from penstock.openai.routes.responses.writing import Asked, read_response, response_events, whole_response
-from penstock.openai.routes.turns import named_choice, template_options
+from penstock.openai.routes.turns import named_choice, template_options, variables_of_effort
 from penstock.openai.schemas.responses import NamedFunction, Other, ResponsesBody, TextFormat
 
 LOGPROBS = "message.output_text.logprobs"
@@ -65,6 +65,14 @@ def response_options(body: ResponsesBody, facts: ModelFacts) -> RequestOptions:
     return options
 
 
+def response_ignored(body: ResponsesBody, facts: ModelFacts) -> set[str]:
+    """The fields that have no effect, besides those that the body itself ignores."""
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    if effort and not variables_of_effort(effort, facts.template_variables):
+        return {"reasoning.effort"}
+    return set()
+
+
 def response_params(body: ResponsesBody) -> dict[str, str]:
     """From the contract's path of a field to the name of the field of this request that it was made of."""
     params = {
@@ -100,12 +108,6 @@ def _check_values(body: ResponsesBody) -> None:
     for i, name in enumerate(body.include or ()):
         if name not in _INCLUDABLE:
             raise unsupported_value(f"include[{i}]", f"answers can include {' and '.join(_INCLUDABLE)}.")
-    if body.text is not None and body.text.verbosity not in (None, "medium"):
-        raise unsupported_value("text.verbosity", "say in the instructions how long the answer shall be.")
-    if body.reasoning is not None and body.reasoning.summary not in (None, "auto"):
-        raise unsupported_value(
-            "reasoning.summary", "there are no summaries, because the answer has the reasoning itself."
-        )
 
 
 def _tools(body: ResponsesBody) -> list[Tool]:
@@ -179,6 +181,7 @@ async def create_response(request: Request) -> Response:
     body = await read_body(request, ResponsesBody)
     name_params(request.scope, lambda: response_params(body))
     facts = await backend.facts(call)
+    ignored_in(request.scope).update(response_ignored(body, facts))
     if has_pictures(body.input):
         # Base64 of megabytes is read in a thread, so that other requests do not wait for it.
         options = await asyncio.to_thread(response_options, body, facts)
