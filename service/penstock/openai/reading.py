@@ -32,6 +32,7 @@ _MOST_ERRORS: Final = 100
 """How many of pydantic's errors are looked at."""
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _BIGGEST_INT_DIGITS: Final = 20
+_PYTHONS_OBJECT: Final = re.compile(r"a valid dictionary( or instance of \w+)?")
 _UNKNOWN_KIND: Final = ("union_tag_invalid", "union_tag_not_found")
 """pydantic's errors of an object whose `type` is none of those that are known, or is missing."""
 
@@ -240,6 +241,7 @@ def _said(error: ErrorDetails) -> str:
         return f"must be one of {tags}" if tags else "it is missing, or the value has the wrong type"
     text = error["msg"].removeprefix("Value error, ").replace(" should ", " must ", 1)
     text = text.removeprefix("Input ").replace(" after validation", "")
+    text = _PYTHONS_OBJECT.sub("an object", text).replace("a valid list", "an array")
     if error["type"] == "literal_error":  # pydantic writes its values as Python does, not as JSON
         text = re.sub(r"(?<!')\b(False|True)\b", lambda match: match[0].lower(), text)
     return text[:1].lower() + text[1:]

@@ -100,8 +100,12 @@ def test_fields_that_do_not_match(fields: dict[str, Any], param: str | None, cod
     ("fields", "message"),
     [
         ({"some": []}, "Invalid value for 'some': list must have at least 1 item, not 0."),
+        ({"some": "x"}, "Invalid type for 'some': must be an array."),
         ({"only": True}, "Unsupported value: 'only': must be false."),
         ({"only": 0}, "Invalid type for 'only': must be a valid boolean."),
+        ({"part": "x"}, "Invalid type for 'part': must be an object."),
+        ({"content": 5}, "Invalid type for 'content': must be a valid string or must be an array."),
+        ({"free": 5}, "Invalid type for 'free': must be an object."),
     ],
 )
 def test_messages_speak_of_json_and_not_of_how_it_is_checked(fields: dict[str, Any], message: str) -> None:
