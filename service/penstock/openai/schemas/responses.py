@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
@@ -164,6 +164,7 @@ class FunctionCallItem(Sent):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     id: str | None = None
     status: Status | None = None
@@ -182,7 +183,8 @@ class FunctionCallOutputItem(Sent):
     status: Status | None = None
     caller: Caller | None = None
     name: str | None = None
-    """The function that was called, which the call says as well."""
+    """The function that was called, which the call says as well, as it does its namespace."""
+    namespace: str | None = None
 
 
 class ReasoningItem(Sent):
@@ -241,23 +243,84 @@ class FunctionTool(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     """Whether calls follow the schema in any case. Left out, they need not, as opposed to OpenAI's API."""
-    defer_loading: OnlyFalse | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
-    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {"async": (False,)}
+    path: ClassVar[str] = "tools[]."
+    ignored: ClassVar[frozenset[str]] = frozenset({"defer_loading"})
+    """The model is told of each function at once, because it cannot search for functions."""
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {"async": (False,), "defer_loading": (False,)}
     unsupported: ClassVar[Mapping[str, str]] = {
         "output_schema": "the model is not told what functions answer",
         "async": "the model waits for what a function answers",
     }
 
 
+def _function_tag(value: Any) -> str:
+    return "<function>" if _type_of(value) == "function" else "<other>"
+
+
+class NamespaceTool(Body):
+    """Functions that have a name and a description together."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    """The model is not shown it."""
+    tools: list[
+        Annotated[
+            Annotated[FunctionTool, Tag("<function>")] | Annotated[Other, Tag("<other>")],
+            Discriminator(_function_tag),
+        ]
+    ] = Field(max_length=MAX_TOOLS)
+
+
+BuiltIn = Literal[
+    "apply_patch",
+    "code_interpreter",
+    "computer",
+    "computer_use_preview",
+    "file_search",
+    "image_generation",
+    "local_shell",
+    "mcp",
+    "programmatic_tool_calling",
+    "shell",
+    "tool_search",
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+]
+
+
+class BuiltInTool(Body):
+    """A tool that OpenAI runs, or that only its models know. It is passed over, whatever its further fields
+    are.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: BuiltIn
+
+
+_TOOL_TAGS = {
+    "function": "<function>",
+    "namespace": "<namespace>",
+    **dict.fromkeys(get_args(BuiltIn), "<built-in>"),
+}
+
+
 def _tool_tag(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "<function>" if kind == "function" else "<other>"
+    kind = _type_of(value)
+    return _TOOL_TAGS.get(kind, "<other>") if isinstance(kind, str) else "<other>"
 
 
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")] | Annotated[Other, Tag("<other>")], Discriminator(_tool_tag)
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[BuiltInTool, Tag("<built-in>")]
+    | Annotated[Other, Tag("<other>")],
+    Discriminator(_tool_tag),
 ]
 
 
@@ -269,7 +332,7 @@ class NamedFunction(Body):
 
 
 def _choice_tag(value: Any) -> str:
-    return "<word>" if isinstance(value, str) else _tool_tag(value)
+    return "<word>" if isinstance(value, str) else _function_tag(value)
 
 
 ToolChoice = Annotated[
@@ -380,7 +443,6 @@ class ResponsesBody(GenerationBody):
     }
     unsupported: ClassVar[Mapping[str, str]] = LACKING | {
         **{f"tools.{name}": why for name, why in FunctionTool.unsupported.items()},
-        "input.namespace": "tools have no namespaces",
         "input.async": "the model waits for what a function answers",
         **{f"reasoning.{name}": why for name, why in Reasoning.unsupported.items()},
         "previous_response_id": "responses are not kept: send the items of the conversation as input",

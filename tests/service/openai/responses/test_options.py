@@ -105,7 +105,7 @@ def test_what_agents_always_send_changes_nothing() -> None:
     [
         ({"background": True}, "background", "unsupported_value"),
         ({"include": ["file_search_call.results"]}, "include[0]", "unsupported_value"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_value"),
+        ({"tools": [{"type": "telepathy"}]}, "tools[0].type", "unsupported_value"),
         ({"tools": [TOOL, {"type": "custom", "name": "x"}]}, "tools[1].type", "unsupported_value"),
         (
             {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
@@ -171,7 +171,7 @@ def test_programs_are_told_what_is_taken() -> None:
     taken = {"model": "demo", "input": [user], "tools": [TOOL], "tool_choice": choice}
     schema.validate(taken)
     others: list[dict[str, Any]] = [
-        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "telepathy"}]},
         {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
         {"input": [{"type": "item_reference", "id": "msg_1"}]},
         {"input": [{**user, "content": [{"type": "input_image", "file_id": "x"}]}]},

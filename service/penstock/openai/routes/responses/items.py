@@ -146,10 +146,18 @@ class _Text:
 class OutputItems:
     """The items of one response, from its first event to its last. Each method returns the events, in SSE."""
 
-    def __init__(self, number: str, events: EventWriter, *, carries_reasoning: bool = False) -> None:
+    def __init__(
+        self,
+        number: str,
+        events: EventWriter,
+        *,
+        carries_reasoning: bool = False,
+        names: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
         """`number` makes the ids of items unique. With `carries_reasoning` items of reasoning have
-        `encrypted_content`.
+        `encrypted_content`. `names` has the fields that name a function whose name is not the model's.
         """
+        self._names = names or {}
         self._number = number
         self._events = events
         self._carries_reasoning = carries_reasoning
@@ -201,6 +209,7 @@ class OutputItems:
             "status": "in_progress",
             "call_id": call.id,
             "name": call.name,
+            **self._names.get(call.name, {}),
             "arguments": "",
         }
         place = {"item_id": item["id"], "output_index": index}

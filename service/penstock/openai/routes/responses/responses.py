@@ -24,10 +24,11 @@ from penstock.openai.generation.options import (
 )
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, sse
+from penstock.openai.routes.responses.tools import functions_of, ignored_tools
 from penstock.openai.routes.responses.turns import has_pictures, turn_params, turns_of
 from penstock.openai.routes.responses.writing import Asked, read_response, response_events, whole_response
 from penstock.openai.routes.turns import named_choice, template_options, variables_of_effort
-from penstock.openai.schemas.responses import NamedFunction, Other, ResponsesBody, TextFormat
+from penstock.openai.schemas.responses import NamedFunction, ResponsesBody, TextFormat
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -39,7 +40,15 @@ def response_options(body: ResponsesBody, facts: ModelFacts) -> RequestOptions:
     can tell to be wrong; the rest is the server's to tell.
     """
     _check_values(body)
-    tools = _tools(body)
+    tools = [
+        Tool(
+            name=function.flat_name,
+            description=function.tool.description or "",
+            parameters=function.tool.parameters,
+            strict=bool(function.tool.strict),
+        )
+        for function in functions_of(body.tools)
+    ]
     choice = _choice(body, [tool.name for tool in tools])
     options = generation_options(body, facts.vocab_size)
     constraint = _constraint(body)
@@ -67,10 +76,11 @@ def response_options(body: ResponsesBody, facts: ModelFacts) -> RequestOptions:
 
 def response_ignored(body: ResponsesBody, facts: ModelFacts) -> set[str]:
     """The fields that have no effect, besides those that the body itself ignores."""
+    ignored = ignored_tools(body.tools)
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort and not variables_of_effort(effort, facts.template_variables):
-        return {"reasoning.effort"}
-    return set()
+        ignored.add("reasoning.effort")
+    return ignored
 
 
 def response_params(body: ResponsesBody) -> dict[str, str]:
@@ -89,8 +99,9 @@ def response_params(body: ResponsesBody) -> dict[str, str]:
         "output.logprobs": "top_logprobs",
         "context": "truncation",
     }
-    for i in range(len(body.tools or ())):
-        params[f"chat.tools[{i}].parameters_json"] = f"tools[{i}].parameters"
+    for i, function in enumerate(functions_of(body.tools)):
+        params[f"chat.tools[{i}]"] = function.path
+        params[f"chat.tools[{i}].parameters_json"] = f"{function.path}.parameters"
     return params
 
 
@@ -108,24 +119,6 @@ def _check_values(body: ResponsesBody) -> None:
     for i, name in enumerate(body.include or ()):
         if name not in _INCLUDABLE:
             raise unsupported_value(f"include[{i}]", f"answers can include {' and '.join(_INCLUDABLE)}.")
-
-
-def _tools(body: ResponsesBody) -> list[Tool]:
-    tools = []
-    for i, tool in enumerate(body.tools or ()):
-        if isinstance(tool, Other):
-            raise unsupported_value(
-                f"tools[{i}].type", f"functions are the only tools, and this is {tool.type[:40]!r}."
-            )
-        tools.append(
-            Tool(
-                name=tool.name,
-                description=tool.description or "",
-                parameters=tool.parameters,
-                strict=bool(tool.strict),
-            )
-        )
-    return tools
 
 
 def _choice(body: ResponsesBody, names: Sequence[str]) -> str | None:

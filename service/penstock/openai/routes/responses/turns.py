@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.client import ChatMessage, Image, ToolCall
 from penstock.openai.failures import invalid_value, unsupported_value
+from penstock.openai.routes.responses.tools import flat_name
 from penstock.openai.routes.turns import joined, part_params, picture_of
 from penstock.openai.schemas.responses import (
     FunctionCallItem,
@@ -131,7 +132,7 @@ def _add(turns: list[_AssistantTurn | _OtherTurn], i: int, item: Item) -> None:
         case FunctionCallItem():
             if last is None:
                 turns.append(last := _AssistantTurn(i))
-            last.calls.append(ToolCall(item.call_id, item.name, item.arguments))
+            last.calls.append(ToolCall(item.call_id, flat_name(item.namespace, item.name), item.arguments))
             last.call_items.append(i)
         case FunctionCallOutputItem():
             output = _text(item.output, f"input[{i}].output")

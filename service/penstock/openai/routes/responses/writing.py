@@ -29,7 +29,16 @@ from penstock.openai.failures import ApiError, of_client_error
 from penstock.openai.generation.frames import finish_reason
 from penstock.openai.generation.logprobs import Bound, chat_logprobs
 from penstock.openai.routes.responses.items import EventWriter, OutputItems, TextLogprobs, json_text
-from penstock.openai.schemas.responses import NamedFunction, Other, ResponsesBody, TextFormat, Tool
+from penstock.openai.routes.responses.tools import names_of
+from penstock.openai.schemas.responses import (
+    BuiltInTool,
+    NamedFunction,
+    NamespaceTool,
+    Other,
+    ResponsesBody,
+    TextFormat,
+    Tool,
+)
 
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt", 413: "invalid_prompt"}
 """From a status of HTTP to the code of a response's error, of which OpenAI's API has few."""
@@ -67,7 +76,7 @@ def empty_response(
         "temperature": _first(body.temperature, defaults.temperature, 1.0),
         "text": {"format": _format(body.text.format if body.text is not None else None)},
         "tool_choice": _choice(body),
-        "tools": [_tool(tool) for tool in body.tools or ()],
+        "tools": [_tool(tool) for tool in body.tools or () if not isinstance(tool, BuiltInTool)],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": _first(body.top_p, defaults.top_p, 1.0),
         "presence_penalty": _first(body.presence_penalty, defaults.presence_penalty, 0.0),
@@ -142,7 +151,10 @@ def _choice(body: ResponsesBody) -> Any:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    assert not isinstance(tool, Other), "tools of other types were refused"
+    assert not isinstance(tool, BuiltInTool | Other), "tools of other types were refused or passed over"
+    if isinstance(tool, NamespaceTool):
+        inner = [_tool(function) for function in tool.tools]
+        return {"type": tool.type, "name": tool.name, "description": tool.description or "", "tools": inner}
     return {
         "type": tool.type,
         "name": tool.name,
@@ -183,7 +195,12 @@ class ResponseWriter:
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
         self._events = EventWriter()
-        self._items = OutputItems(asked.number, self._events, carries_reasoning=asked.carries_reasoning)
+        self._items = OutputItems(
+            asked.number,
+            self._events,
+            carries_reasoning=asked.carries_reasoning,
+            names=names_of(asked.body.tools),
+        )
         self._logprobs = TextLogprobs()
         self._bound = Bound(MOST_ENTRIES, instead="ask for fewer")
         self._finish: Finish | None = None
