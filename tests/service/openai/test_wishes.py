@@ -12,6 +12,7 @@ import pytest
 
 from penstock.openai import reading
 from penstock.openai.app import ENDPOINTS
+from penstock.openai.failures import ApiError
 from penstock.openai.schemas.base import Body
 from penstock.openai.serving.logs import JsonLines, OneLine
 from tests.service.openai.rig import FrontRig, front_rig
@@ -162,7 +163,7 @@ def test_each_refused_field_has_a_neutral_value_or_none_at_all(path: str) -> Non
 
 def test_one_is_not_true_and_zero_is_not_false() -> None:
     for name, value in (("echo", 0), ("use_beam_search", 0), ("best_of", True), ("length_penalty", True)):
-        with pytest.raises(reading.ApiError):
+        with pytest.raises(ApiError):
             read("/v1/chat/completions", **{name: value})
     assert read("/v1/chat/completions", length_penalty=1) == read("/v1/chat/completions", length_penalty=1.0)
 
