@@ -19,6 +19,10 @@ object counts twice."""
 MAX_JSON_DEPTH = 100
 _MARK = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{},]', re.DOTALL)
 """A string, or a character that opens, closes or separates values."""
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)"
+)
+"""An escape in a string; two for a surrogate pair."""
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -35,6 +39,11 @@ def parse_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object, not {_kind(value)}")
     return value
+
+
+def with_whole_pairs(json_text: str) -> str:
+    """The JSON text with U+FFFD for each escape of half a surrogate pair, which is no character."""
+    return _ESCAPE.sub(lambda found: r"\ufffd" if found["half"] else found[0], json_text)
 
 
 def _check_bounds(text: str) -> None:

@@ -104,6 +104,10 @@ EXAMPLES: dict[str, list[tuple[str, list[Event] | None]]] = {
         ("<|python_start|>[nobody(a=1)]<|python_end|>", [Call("nobody", '{"a": 1}')]),
         ("Hm <|tool_call_start|>[f()]<|tool_call_end|> ok", [Text("Hm"), CALL, Text(" ok")]),
         ("<|tool_call_start|>[f()]", [CALL]),
+        # A model may write a list for each call, and forget the closing tag between two calls.
+        ("<|tool_call_start|>[f()]\n[nobody(a=1)]<|tool_call_end|>", [CALL, Call("nobody", '{"a": 1}')]),
+        ("<|python_start|>[f()]\n<|python_start|>[g()]<|python_end|>", [CALL, CALL_G]),
+        ("<|python_start|>[f()]\n[g(] so<|python_end|>", [CALL, Text("\n[g(] so<|python_end|>")]),
         ("[nobody(a=1)]", None),
         ("[f(a=1), nobody()]", None),
         ("see [f(a=1)]", None),

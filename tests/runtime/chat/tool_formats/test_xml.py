@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -114,8 +115,8 @@ JSONS = st.recursive(
     max_leaves=5,
 ).filter(lambda value: not isinstance(value, str))
 TEXTS = st.text(max_size=8) | st.sampled_from([
-    "\n", "<parameter=text>", "</parameter> ", "</function>", "</tool_call>", "<tool_call>", "<arg_key>",
-    "</arg_value>!", "null", "[1]",
+    "\n", "a <parameter=text", "<parameter></parameter>!", '<parameter name="x"/>', "</function>", "</tool_call>",
+    "<tool_call>", "<arg_key>", "a <arg_value></arg_value>!", "null", "[1]",
 ])  # fmt: skip
 
 
@@ -174,6 +175,21 @@ EXAMPLES: dict[str, list[tuple[str, list[Event] | None]]] = {
         ("<tool_call>", None),
         ("<tool_cal", None),
         ("a < b, <function=f>", None),
+        # Without the opening tag a known name shows that it is a call.
+        (f"I look.\n\n{QWEN.removeprefix('<tool_call>')}", [Text("I look."), Z]),
+        (QWEN.removeprefix("<tool_call>").replace("=f", "=nobody"), None),
+        ("Write <function=f> and then", None),
+        # Without its closing tag a value ends where the next one begins, or the function ends.
+        (
+            QWEN.replace("Z\n</parameter>", "Z\n<parameter=number>\n2\n</parameter>"),
+            [Call("f", '{"text": "Z", "number": 2}')],
+        ),
+        (QWEN.replace("Z\n</parameter>", "Z"), [Z]),
+        (QWEN.replace("Z\n</parameter>", "Z") + QWEN, [Z, Z]),
+        (QWEN.replace("Z", "Z\n<parameter=unlisted>\n2"), None),
+        (QWEN.replace("Z", "Z\n</parameter>\n2"), None),
+        (QWEN.replace("Z", "Z <parameter=number>"), [Call("f", '{"text": "Z <parameter=number>"}')]),
+        (QWEN.replace("</function>\n", "") + "\n" + QWEN, [Z, Z]),
     ],
     "seed_oss": [
         (SEED, [Z]),
@@ -181,7 +197,9 @@ EXAMPLES: dict[str, list[tuple[str, list[Event] | None]]] = {
             SEED.replace("Z", "\nZ\n"),
             [Call("f", '{"text": "\\nZ\\n"}')],  # this family's line breaks belong to the text
         ),
-        ("<tool_call>\n<function=f>\n</function>\n</tool_call>", None),
+        ("<tool_call>\n<function=nobody>\n</function>\n</tool_call>", None),
+        (f"Hm.\n{SEED.removeprefix('<seed:tool_call>')}", [Text("Hm."), Z]),
+        (SEED.replace("Z</parameter>", "Z"), [Z]),
     ],
     "minimax_m2": [
         (MINIMAX, [Z, Call("g", "{}")]),
@@ -201,6 +219,73 @@ EXAMPLES: dict[str, list[tuple[str, list[Event] | None]]] = {
         ('<tool_call>{"name": "f"}</tool_call>', None),
     ],
 }  # fmt: skip
+# One tag of such calls is missing, written twice, or changes places with the next. The values say which of them
+# swallowed another. Each row has the tags in their order, with the texts between them.
+WEATHER_TOOL: dict[str, Any] = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TEXTS_TOOL: dict[str, Any] = {"properties": {"city": {"type": "string"}, "days": {"type": "string"}}}
+TOOLS_OF_FAULTS: dict[str, dict[str, Any]] = {"typed": WEATHER_TOOL, "texts": TEXTS_TOOL, "nothing said": {}}
+WRITTEN: dict[str, list[str]] = {
+    "qwen3_coder": [
+        "Hm.\n", "<tool_call>\n", "<function=f>\n", "<parameter=city>\n", "Paris\n", "</parameter>\n",
+        "<parameter=days>\n", "2\n", "</parameter>\n", "</function>\n", "</tool_call>\n", "<tool_call>\n",
+        "<function=f>\n", "<parameter=city>\n", "Oslo\n", "</parameter>\n", "</function>\n", "</tool_call>",
+    ],
+    "seed_oss": [
+        "Hm.\n", "<seed:tool_call>\n", "<function=f>\n", "<parameter=city>", "Paris", "</parameter>\n",
+        "<parameter=days>", "2", "</parameter>\n", "</function>\n", "</seed:tool_call>\n",
+        "<seed:tool_call>\n", "<function=f>\n", "<parameter=city>", "Oslo", "</parameter>\n",
+        "</function>\n", "</seed:tool_call>",
+    ],
+    "minimax_m2": [
+        "Hm.\n", "<minimax:tool_call>\n", '<invoke name="f">\n', '<parameter name="city">', "Paris",
+        "</parameter>\n", '<parameter name="days">', "2", "</parameter>\n", "</invoke>\n",
+        '<invoke name="f">\n', '<parameter name="city">', "Oslo", "</parameter>\n", "</invoke>\n",
+        "</minimax:tool_call>",
+    ],
+    "glm": [
+        "Hm.\n", "<tool_call>", "f\n", "<arg_key>", "city", "</arg_key>\n", "<arg_value>", "Paris",
+        "</arg_value>\n", "<arg_key>", "days", "</arg_key>\n", "<arg_value>", "2", "</arg_value>\n",
+        "</tool_call>\n", "<tool_call>", "f\n", "<arg_key>", "city", "</arg_key>\n", "<arg_value>", "Oslo",
+        "</arg_value>\n", "</tool_call>",
+    ],
+    "glm, newer": [
+        "Hm.", "<tool_call>", "f", "<arg_key>", "city", "</arg_key>", "<arg_value>", "Paris", "</arg_value>",
+        "<arg_key>", "days", "</arg_key>", "<arg_value>", "2", "</arg_value>", "</tool_call>",
+        "<tool_call>", "f", "<arg_key>", "city", "</arg_key>", "<arg_value>", "Oslo", "</arg_value>",
+        "</tool_call>",
+    ],
+}  # fmt: skip
+
+
+def _faults(parts: list[str]) -> dict[str, str]:
+    """The text with each of its tags left out, doubled, and exchanged with the next tag."""
+    tags = [i for i, part in enumerate(parts) if part.startswith("<")]
+    made = {}
+    for i in tags:
+        made[f"{i} missing"] = "".join([*parts[:i], *parts[i + 1 :]])
+        made[f"{i} doubled"] = "".join([*parts[:i], parts[i], *parts[i:]])
+    for i, j in itertools.pairwise(tags):
+        swapped = list(parts)
+        swapped[i], swapped[j] = parts[j], parts[i]
+        made[f"{i} and {j} exchanged"] = "".join(swapped)
+    return made
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+@pytest.mark.parametrize("tool", TOOLS_OF_FAULTS)
+def test_no_argument_swallows_another(form: str, tool: str) -> None:
+    """With one tag wrong, each call has the arguments that the model meant, or is text."""
+    days = 2 if tool == "typed" else "2"
+    meant = [("f", {"city": "Paris", "days": days}), ("f", {"city": "Oslo"})]
+    name, schema = form.partition(",")[0], TOOLS_OF_FAULTS[tool]
+    whole = "".join(WRITTEN[form])
+    assert found(name, [whole], schema) == meant
+    for fault, text in _faults(WRITTEN[form]).items():
+        came = found(name, [text], schema)
+        assert came in ([], meant[:1], meant[1:], meant), (fault, text)
+        assert events(name, list(text), schema) == events(name, [text], schema), fault
+
+
 CASES = [(form, text, expected) for form, examples in EXAMPLES.items() for text, expected in examples]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from penstock.runtime.chat.tool_formats.events import Call, Events
+from penstock.runtime.chat.tool_formats.events import Call, Events, call_or_none
 from penstock.runtime.chat.tool_formats.json_scan import json_value
 from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, peek, run_of, spaces, text_until
 
@@ -89,4 +89,4 @@ def _call(r: Reader) -> Wait[Call | None]:
     if is_code and not (yield from literal(r, CODE_END, or_end=True)):
         return None
     yield from spaces(r)
-    return Call(name, arguments) if (yield from literal(r, CALL_END, or_end=True)) else None
+    return call_or_none(name, arguments) if (yield from literal(r, CALL_END, or_end=True)) else None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from penstock.runtime.chat.json_object import parse_object, with_whole_pairs
 from penstock.runtime.chat.tool_formats.reader import SPACES, SpaceHolder
 
 
@@ -69,6 +70,17 @@ def is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def call_or_none(name: str, arguments: str) -> Call | None:
+    """The call, if it can come back with the history of the conversation: its name is a text, and the history's
+    reader accepts the arguments. Halves of surrogate pairs become U+FFFD.
+    """
+    try:
+        parse_object(arguments)
+    except ValueError:
+        return None
+    return Call(name, with_whole_pairs(arguments)) if name and is_text(name) else None
 
 
 class Events:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Collection
 
-from penstock.runtime.chat.tool_formats.events import Call, Events
+from penstock.runtime.chat.tool_formats.events import Call, Events, call_or_none
 from penstock.runtime.chat.tool_formats.hermes import calls
 from penstock.runtime.chat.tool_formats.json_scan import MAX_DEPTH
 from penstock.runtime.chat.tool_formats.python_scan import number
@@ -43,7 +43,7 @@ def _block(r: Reader) -> Wait[Call | None]:
     if arguments is None:
         return None
     yield from spaces(r)
-    return Call(name, arguments) if (yield from literal(r, END, or_end=True)) else None
+    return call_or_none(name, arguments) if (yield from literal(r, END, or_end=True)) else None
 
 
 def _value(r: Reader, depth: int) -> Wait[str | None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from penstock.runtime.chat.tool_formats.events import Call, Events, Tools
 from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, run_of, spaces, text_until
-from penstock.runtime.chat.tool_formats.xml_elements import NAME, call_of, name_before, value_before
+from penstock.runtime.chat.tool_formats.xml_elements import NAME, ArgumentTags, rest_of_function
 
 START = "<tool_call>"
 END = "</tool_call>"
@@ -21,12 +21,22 @@ KEY_END = "</arg_key>"
 VALUE = "<arg_value>"
 VALUE_END = "</arg_value>"
 MARKERS = (START, END, KEY, KEY_END, VALUE, VALUE_END)
+ARGUMENTS = ArgumentTags(
+    name=KEY,
+    named=KEY_END,
+    value=VALUE,
+    begin=VALUE.removesuffix(">"),
+    end=VALUE_END,
+    function_end=END,
+    after_function=(START,),
+    on_lines=False,
+)
 
 
 def parse(r: Reader, out: Events, tools: Tools) -> Wait[None]:
     """Parse an output. The form is explicit, so a name that is not known is a call too.
 
-    Only the closing tag shows that all arguments have come, so a call without it is text.
+    Only the closing tag, or another call, shows that all arguments have come. A call without it is text.
     """
     while (yield from text_until(r, out.text, (START,))):
         r.mark()
@@ -43,17 +53,4 @@ def _block(r: Reader, tools: Tools) -> Wait[Call | None]:
     yield from literal(r, START)
     yield from spaces(r)
     function = (yield from run_of(r, NAME)).strip()
-    arguments: dict[str, str] = {}
-    while function:
-        yield from spaces(r)
-        if (yield from literal(r, END)):
-            return call_of(function, arguments)
-        name = (yield from name_before(r, KEY_END)) if (yield from literal(r, KEY)) else ""
-        yield from spaces(r)
-        if not name or name in arguments or not (yield from literal(r, VALUE)):
-            return None
-        value = yield from value_before(r, VALUE_END, (KEY, END), tools, function, name, on_lines=False)
-        if value is None:
-            return None
-        arguments[name] = value
-    return None
+    return (yield from rest_of_function(r, ARGUMENTS, tools, function)) if function else None

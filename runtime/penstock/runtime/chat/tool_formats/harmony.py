@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from penstock.runtime.chat.tool_formats.events import Call, Parsed
+from penstock.runtime.chat.tool_formats.events import Call, Parsed, call_or_none
 from penstock.runtime.chat.tool_formats.json_scan import json_value
 from penstock.runtime.chat.tool_formats.reader import (
     Reader,
@@ -176,9 +176,10 @@ def _parse(r: Reader, out: _Found, tools: Collection[str] | None) -> Wait[None]:
             if name:
                 out.thinks = False
                 arguments = yield from _arguments(r)
-                if arguments is not None:
+                call = None if arguments is None else call_or_none(name, arguments)
+                if call is not None:
                     r.keep()
-                    out.calls.append(Call(name, arguments))
+                    out.calls.append(call)
                     current = _NONE
                     continue
                 r.back()

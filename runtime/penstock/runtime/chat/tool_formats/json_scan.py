@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Collection
 
-from penstock.runtime.chat.tool_formats.events import Call, is_text
+from penstock.runtime.chat.tool_formats.events import Call, call_or_none
 from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, more, peek, spaces
 
 MAX_DEPTH = 100
@@ -54,7 +54,7 @@ def call_object(r: Reader, known: Collection[str] | None = None) -> Wait[Call | 
             if name is not None:
                 return None
             name = yield from _json_text(r)
-            if not name or not is_text(name) or (known is not None and name not in known):
+            if not name or (known is not None and name not in known):
                 return None
         elif key in ("arguments", "parameters"):
             start = r.pos
@@ -70,7 +70,7 @@ def call_object(r: Reader, known: Collection[str] | None = None) -> Wait[Call | 
             return None
     if name is None or (arguments is None and known is not None):
         return None
-    return Call(name, arguments or "{}")
+    return call_or_none(name, arguments or "{}")
 
 
 def json_value(r: Reader) -> Wait[bool]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from penstock.runtime.chat.tool_formats.events import Call, Events
+from penstock.runtime.chat.tool_formats.events import Call, Events, call_or_none
 from penstock.runtime.chat.tool_formats.json_scan import call_object, json_value
 from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, peek, run_of, spaces, text_until
 
@@ -72,4 +72,4 @@ def _named(r: Reader) -> Wait[Call | None]:
     start = r.pos
     if not name or (yield from peek(r)) != "{" or not (yield from json_value(r)):
         return None
-    return Call(name, r.text[start : r.pos])
+    return call_or_none(name, r.text[start : r.pos])

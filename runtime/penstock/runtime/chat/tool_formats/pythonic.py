@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Collection
 
-from penstock.runtime.chat.tool_formats.events import Call, Events
+from penstock.runtime.chat.tool_formats.events import Call, Events, call_or_none
 from penstock.runtime.chat.tool_formats.python_scan import python_value
 from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, more, run_of, spaces, text_until
 
@@ -23,28 +23,36 @@ NAME = re.compile(r"[\w.\-]*")
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
     """Parse an output. Between tags any name is a call, elsewhere only a known one. Calls are reported when
-    the list is closed.
+    their list is closed. Models also write several lists between tags, and forget the closing tag.
     """
     while marker := (yield from text_until(r, out.text, tuple(ENDS), "[", out.fresh)):
         r.mark()
-        calls = yield from (_tagged(r, marker) if marker in ENDS else _list(r, known))
+        is_tagged = marker in ENDS
+        if is_tagged:
+            yield from literal(r, marker)
+            yield from spaces(r)
+        calls = yield from _list(r, None if is_tagged else known)
         if calls is None:
             r.back()
             out.text(r.take(len(marker)))
-        else:
+        while calls is not None:
             r.keep()
             for call in calls:
                 out.call(call)
+            calls = (yield from _after_list(r, ENDS[marker])) if is_tagged else None
 
 
-def _tagged(r: Reader, start: str) -> Wait[list[Call] | None]:
-    yield from literal(r, start)
+def _after_list(r: Reader, end: str) -> Wait[list[Call] | None]:
+    """Consumes the closing tag, or else another list, if one of them comes."""
+    r.mark()
     yield from spaces(r)
+    if (yield from literal(r, end, or_end=True)):
+        r.keep()
+        return None
     calls = yield from _list(r, None)
     if calls is None:
-        return None
-    yield from spaces(r)
-    return calls if (yield from literal(r, ENDS[start], or_end=True)) else None
+        r.back()
+    return calls
 
 
 def _list(r: Reader, known: Collection[str] | None) -> Wait[list[Call] | None]:
@@ -75,7 +83,7 @@ def python_call(r: Reader, known: Collection[str] | None) -> Wait[Call | None]:
         yield from spaces(r)
         if (yield from literal(r, ")")):
             arguments = ", ".join(f"{json.dumps(key)}: {value}" for key, value in members.items())
-            return Call(name, f"{{{arguments}}}")
+            return call_or_none(name, f"{{{arguments}}}")
         key = (yield from run_of(r, KEYWORD)) if comma else ""
         if not key or key in members:
             return None

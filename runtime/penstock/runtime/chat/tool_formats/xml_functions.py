@@ -19,7 +19,12 @@ from dataclasses import dataclass
 
 from penstock.runtime.chat.tool_formats.events import Call, Events, Tools
 from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, spaces, text_until
-from penstock.runtime.chat.tool_formats.xml_elements import call_of, name_before, value_before
+from penstock.runtime.chat.tool_formats.xml_elements import (
+    ArgumentTags,
+    is_followed,
+    name_before,
+    rest_of_function,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,20 @@ class Tags:
     """What stands after a name."""
     on_lines: bool
     """Whether values stand on lines of their own."""
+
+    @property
+    def arguments(self) -> ArgumentTags:
+        """How arguments are spelled."""
+        return ArgumentTags(
+            name=self.argument,
+            named=self.named,
+            value="",
+            begin=self.argument_end.replace("</", "<").removesuffix(">"),
+            end=self.argument_end,
+            function_end=self.function_end,
+            after_function=(self.end, self.function, self.start),
+            on_lines=self.on_lines,
+        )
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -89,18 +108,32 @@ MINIMAX_M2 = Tags(
 def parser(tags: Tags) -> Callable[[Reader, Events, Tools], Wait[None]]:
     """A parser of outputs with these tags. The form is explicit, so a name that is not known is a call too.
 
-    Each call is reported when its function is closed. If the block is broken after that, it ends there, and
-    its rest is text.
+    Models forget the tag that announces functions. A function without it is a call if its name is known. Each
+    call is reported when its function is closed. If the block is broken after that, it ends there, and its
+    rest is text.
     """
+    arguments = tags.arguments
+
+    def function(r: Reader, tools: Tools, *, is_known: bool = False) -> Wait[Call | None]:
+        yield from spaces(r)
+        if not (yield from literal(r, tags.function)):
+            return None
+        name = yield from name_before(r, tags.named)
+        if not name or (is_known and name not in tools):
+            return None
+        call = yield from rest_of_function(r, arguments, tools, name)
+        if call is not None and call.arguments == "{}" and (yield from is_followed(r, (tags.argument,))):
+            return None  # its arguments come too late
+        return call
 
     def parse(r: Reader, out: Events, tools: Tools) -> Wait[None]:
-        while (yield from text_until(r, out.text, (tags.start,))):
+        while marker := (yield from text_until(r, out.text, (tags.start, tags.function))):
             r.mark()
-            yield from literal(r, tags.start)
-            call = yield from _function(r, tags, tools)
+            is_announced = yield from literal(r, tags.start)
+            call = yield from function(r, tools, is_known=not is_announced)
             if call is None:
                 r.back()
-                out.text(r.take(len(tags.start)))
+                out.text(r.take(len(marker)))
             while call is not None:
                 r.keep()
                 out.call(call)
@@ -109,39 +142,8 @@ def parser(tags: Tags) -> Callable[[Reader, Events, Tools], Wait[None]]:
                 if (yield from literal(r, tags.end, or_end=True)):
                     r.keep()
                     break
-                call = yield from _function(r, tags, tools)
+                call = yield from function(r, tools)
                 if call is None:
                     r.back()
 
     return parse
-
-
-def _function(r: Reader, tags: Tags, tools: Tools) -> Wait[Call | None]:
-    yield from spaces(r)
-    if not (yield from literal(r, tags.function)):
-        return None
-    function = yield from name_before(r, tags.named)
-    if not function:
-        return None
-    arguments: dict[str, str] = {}
-    while True:
-        yield from spaces(r)
-        if (yield from literal(r, tags.function_end)):
-            return call_of(function, arguments)
-        if not (yield from literal(r, tags.argument)):
-            return None
-        name = yield from name_before(r, tags.named)
-        if not name or name in arguments:
-            return None
-        value = yield from value_before(
-            r,
-            tags.argument_end,
-            (tags.argument, tags.function_end),
-            tools,
-            function,
-            name,
-            on_lines=tags.on_lines,
-        )
-        if value is None:
-            return None
-        arguments[name] = value
