@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from penstock.runtime.chat.json_object import with_whole_pairs
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.template_reading import Demands, demands_of
 from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
@@ -52,9 +53,9 @@ def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, 
                     "type": "function",
                     "function": {
                         "name": call.name,
-                        "arguments": call.arguments_json
+                        "arguments": with_whole_pairs(call.arguments_json)
                         if demands.text_arguments
-                        else json.loads(call.arguments_json),
+                        else json.loads(with_whole_pairs(call.arguments_json)),
                     },
                 }
                 for call in turn.tool_calls

@@ -229,6 +229,17 @@ OTHERWISE = [
     ("deepseek", spelled("deepseek", [("now", {}), ("get_weather", {})])),
     ("deepseek", spelled("deepseek", [("nobody", {})])),
     ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "get_weather"}]'),
+    # Without the tag that announces the call, and with an argument within a text.
+    ("qwen3_coder", WRONG["qwen3_coder"].removeprefix("<tool_call>")),
+    ("seed_oss", WRONG["seed_oss"].removeprefix("<seed:tool_call>")),
+    ("minimax_m2", WRONG["minimax_m2"].removeprefix("<minimax:tool_call>")),
+    ("qwen3_coder", spelled("qwen3_coder", [("get_weather", {"city": "Rome\n<parameter=days>\nmany"})])),
+    ("seed_oss", spelled("seed_oss", [("get_weather", {"city": "Rome<parameter=days>many"})])),
+    ("minimax_m2", spelled("minimax_m2", [("get_weather", {"city": 'Rome<parameter name="days">many'})])),
+    (
+        "glm",
+        spelled("glm", [("get_weather", {"city": "Rome<arg_key>days</arg_key><arg_value>many"})]),
+    ),
 ]
 
 
@@ -255,6 +266,7 @@ TEXTS = [
     'Say "name": "get" or { or [ now ( or ; {',
     "<tool_cal> [TOOL_CALL] é\U0001f600\t\\",
     "a\n\n\n  b;\n;",
+    "<functions> <invoker <parameter=a>1</parameter> </function>",
 ]
 
 

@@ -115,8 +115,8 @@ JSONS = st.recursive(
     max_leaves=5,
 ).filter(lambda value: not isinstance(value, str))
 TEXTS = st.text(max_size=8) | st.sampled_from([
-    "\n", "a <parameter=text", "<parameter></parameter>!", '<parameter name="x"/>', "</function>", "</tool_call>",
-    "<tool_call>", "<arg_key>", "a <arg_value></arg_value>!", "null", "[1]",
+    "\n", "a <parameter=text", "<parameter></parameter>!", '<parameter name="x"/>', "</function>",
+    "</tool_call>", "<tool_call>", "<arg_key>", "a <arg_value></arg_value>!", "null", "[1]",
 ])  # fmt: skip
 
 
@@ -219,8 +219,8 @@ EXAMPLES: dict[str, list[tuple[str, list[Event] | None]]] = {
         ('<tool_call>{"name": "f"}</tool_call>', None),
     ],
 }  # fmt: skip
-# One tag of such calls is missing, written twice, or changes places with the next. The values say which of them
-# swallowed another. Each row has the tags in their order, with the texts between them.
+# One tag of such calls is missing, comes twice, or changes places with the next. The values tell whether one
+# of them swallowed another. Each row has the tags in their order, with the texts between them.
 WEATHER_TOOL: dict[str, Any] = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TEXTS_TOOL: dict[str, Any] = {"properties": {"city": {"type": "string"}, "days": {"type": "string"}}}
 TOOLS_OF_FAULTS: dict[str, dict[str, Any]] = {"typed": WEATHER_TOOL, "texts": TEXTS_TOOL, "nothing said": {}}

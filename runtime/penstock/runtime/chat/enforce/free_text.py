@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from penstock.runtime.chat.enforce.lark import Lark, quote, spelt
+from penstock.runtime.chat.enforce.lark import Lark, spelt
 from penstock.runtime.chat.enforce.marked_calls import MARKED, Marked
 from penstock.runtime.chat.enforce.object_calls import mistral_body, objects, tails
 from penstock.runtime.chat.enforce.pythonic_calls import call_list, calls_of
@@ -48,17 +48,18 @@ def _within(text: str) -> str:
     return f"{_ANY}{spelt(text)}{_ANY}"
 
 
-def _announced(g: Lark, marker: str) -> str:
-    """Text up to the marker, and the marker."""
+def _announced(g: Lark, marker: str, also: Sequence[str] = ()) -> str:
+    """Text up to the marker, which holds none of `also`, and the marker."""
     if g.is_token(marker):
         return f"TEXT? {g.marker(marker)}"
-    return g.rule("announced[lazy]", f"/{_ANY}/ {quote(marker)}")
+    _text(g, list(map(_within, also)), f"{_ANY}{spelt(marker)}", "ANNOUNCED")
+    return g.rule("announced[lazy]", "ANNOUNCED")
 
 
 def _marked(form: Marked) -> Callable[[Lark, Chat], list[str]]:
     def items(g: Lark, chat: Chat) -> list[str]:
-        _text(g, [_within(form.start)])
-        return [f"{_announced(g, form.start)} {form.body(g, chat, chat.parallel_tool_calls)}"]
+        _text(g, list(map(_within, (form.start, *form.also))))
+        return [f"{_announced(g, form.start, form.also)} {form.body(g, chat, chat.parallel_tool_calls)}"]
 
     return items
 

@@ -23,13 +23,19 @@ class Marked(NamedTuple):
     calls may come, for forms in which several calls share a marker."""
     between: str | None = '"\\n"'
     """What stands before a second marker; None where all calls share one."""
+    also: tuple[str, ...] = ()
+    """What else may begin a call, if a model forgets the marker."""
+
+
+def _functions(tags: xml_functions.Tags, between: str | None = '"\\n"') -> Marked:
+    return Marked(tags.start, function_bodies(tags), between, (tags.function,))
 
 
 MARKED: Mapping[str, Marked] = {
     "hermes": Marked(hermes.START, lambda g, chat, _: hermes_body(g, chat)),
-    "qwen3_coder": Marked(xml_functions.QWEN3_CODER.start, function_bodies(xml_functions.QWEN3_CODER)),
-    "seed_oss": Marked(xml_functions.SEED_OSS.start, function_bodies(xml_functions.SEED_OSS)),
-    "minimax_m2": Marked(xml_functions.MINIMAX_M2.start, function_bodies(xml_functions.MINIMAX_M2), None),
+    "qwen3_coder": _functions(xml_functions.QWEN3_CODER),
+    "seed_oss": _functions(xml_functions.SEED_OSS),
+    "minimax_m2": _functions(xml_functions.MINIMAX_M2, None),
     "glm": Marked(glm.START, glm_body),
     "deepseek": Marked(deepseek.START, deepseek_body, None),
     "granite": Marked(granite.START, granite_body, None),

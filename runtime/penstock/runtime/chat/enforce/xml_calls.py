@@ -1,7 +1,7 @@
 """The grammars of calls in XML: arguments in the order of the schema's properties.
 
 An argument that cannot be a string is JSON under its own schema. One that can only be a string is any text
-that does not hold the closing tag, because the text has no quotes and no escapes; of its schema, a list of
+that does not hold tags of the form, because the text has no quotes and no escapes; of its schema, a list of
 values and the bounds of the length are obeyed. One that may be a string or something else is such a text too,
 of which the parser decides what it means. A strict tool is refused where its schema asks for more.
 """
@@ -37,11 +37,13 @@ class _Value(NamedTuple):
     line: str
     """A line break that belongs to the tags, or nothing."""
     end: str
+    never: tuple[str, ...]
+    """What a text does not hold: the parser may take it for the end of a text without its closing tag."""
 
 
 def function_bodies(tags: Tags) -> Callable[[Lark, Chat, bool], str]:
     """What comes after the marker of calls with these tags."""
-    ending = _Value("\n" if tags.on_lines else "", tags.argument_end)
+    ending = _Value("\n" if tags.on_lines else "", tags.argument_end, (tags.argument, tags.function_end))
     share_marker = tags.function.startswith("<invoke")
 
     def argument(g: Lark, name: str, body: str) -> str:
@@ -65,7 +67,7 @@ def function_bodies(tags: Tags) -> Callable[[Lark, Chat, bool], str]:
 
 def glm_body(g: Lark, chat: Chat, several: bool) -> str:
     """What comes after the opening tag of a call of GLM."""
-    ending = _Value("", glm.VALUE_END)
+    ending = _Value("", glm.VALUE_END, (glm.KEY, glm.VALUE, glm.END))
 
     def pair(g: Lark, key: str, body: str) -> str:
         tags = f'{g.marker(glm.KEY)} {key} {g.marker(glm.KEY_END)} "\\n"? {g.marker(glm.VALUE)}'
@@ -169,7 +171,8 @@ def _member_texts(
         told = json.dumps(member, ensure_ascii=False)
         if kind_of(told) in kinds:
             texts.append(member if isinstance(member, str) else told)
-    return [text for text in texts if ending.end not in text and (text or ending.line)]
+    tags = (ending.end, *ending.never)
+    return [text for text in texts if not any(tag in text for tag in tags) and (text or ending.line)]
 
 
 def _refuse_more(chat: Chat, tool: Tool, name: str, schema: Mapping[str, Any]) -> None:
@@ -190,15 +193,16 @@ def _refuse_more(chat: Chat, tool: Tool, name: str, schema: Mapping[str, Any]) -
 
 
 def _text(g: Lark, ending: _Value, least: Any = None, most: Any = None) -> str:
-    """Any text without the closing tag, and that tag."""
+    """Any text without the closing tag and what else it never holds, and that tag."""
     first = least if isinstance(least, int) and 0 < least <= _MAX_LENGTH else 0
     last = most if isinstance(most, int) and first <= most <= _MAX_LENGTH else ""
     body = f"(?s:.{{{first},{last}}})" if first or last != "" else "(?s:.*)"
     inside = f"(?s:.*){spelt(ending.end)}"
+    others = f" & ~/(?s:.*)({'|'.join(map(spelt, ending.never))})(?s:.*)/"
     if g.is_token(ending.end):
-        text = g.terminal(f"/{body}{spelt(ending.line)}/ & ~/{inside}(?s:.*)/")
+        text = g.terminal(f"/{body}{spelt(ending.line)}/ & ~/{inside}(?s:.*)/{others}")
         return f"{text}{'' if first or ending.line else '?'} {g.marker(ending.end)}"
-    return g.terminal(f"/{body}{spelt(ending.line + ending.end)}/ & ~/{inside}{inside}/")
+    return g.terminal(f"/{body}{spelt(ending.line + ending.end)}/ & ~/{inside}{inside}/{others}")
 
 
 def _tag(g: Lark, ending: _Value) -> str:

@@ -73,8 +73,8 @@ def is_text(text: str) -> bool:
 
 
 def call_or_none(name: str, arguments: str) -> Call | None:
-    """The call, if it can come back with the history of the conversation: its name is a text, and the history's
-    reader accepts the arguments. Halves of surrogate pairs become U+FFFD.
+    """The call, if it can come back with the history of the conversation: its name is a text, and the reader
+    of the history accepts the arguments. Halves of surrogate pairs become U+FFFD.
     """
     try:
         parse_object(arguments)

@@ -104,8 +104,8 @@ def rest_of_function(r: Reader, tags: ArgumentTags, tools: Tools, function: str)
 
 
 def is_followed(r: Reader, by: Sequence[str], *, or_end: bool = False) -> Wait[bool]:
-    """Tells whether one of `by` comes next, white space aside. Consumes nothing. `or_end`: the end of the text,
-    also in the middle of one of them, counts too.
+    """Tells whether one of `by` comes next, white space aside. Consumes nothing. `or_end`: the end of the
+    text, also in the middle of one of them, counts too.
     """
     at = r.pos
     yield from spaces(r)
@@ -124,8 +124,8 @@ def _value(
     own: str,
     given: Mapping[str, _Value],
 ) -> Wait[_Value | None]:
-    """Consumes the value of an argument and the closing tag, of which `own` is the opening one. Returns None if
-    it is not known where the value ends.
+    """Consumes the value of an argument and the closing tag, of which `own` is the opening one. Returns None
+    if it is not known where the value ends.
     """
     properties = parameters.get("properties")
 
