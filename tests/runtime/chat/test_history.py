@@ -140,8 +140,9 @@ def test_half_a_pair_from_elsewhere_is_rendered_too(form: str) -> None:
 
 SCRAPS = st.sampled_from([
     r"\ud83d", r"\udc00", r"\u0000", "\\", '"', "'", "[", "]", "{", "}", ",", ":", "1e999", "-0", "NaN",
-    "Infinity",     "1" * 4301, "[" * 99, "]" * 99, "[" * 101, "]" * 101, "a", " ", "\n", "é", "null", "None", '"a": 1',
-    r"'\ud800'", r"\N{BULLET}", r"\x00", "</parameter>", "<parameter=number>", "<arg_key>", '<|"|>', "{}", "[]",
+    "Infinity", "1" * 4301, "[" * 99, "]" * 99, "[" * 101, "]" * 101, "a", " ", "\n", "é", "null", "None",
+    '"a": 1', r"'\ud800'", r"\N{BULLET}", r"\x00", "</parameter>", "<parameter=number>", "<arg_key>", '<|"|>',
+    "{}", "[]",
 ])  # fmt: skip
 
 

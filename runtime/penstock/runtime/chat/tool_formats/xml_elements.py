@@ -177,8 +177,9 @@ def _text_before_tag(
     start = r.pos
     is_mended = has_tags = False
     opened = arguments = 0  # elements that are open in the text, and those of them that look like arguments
-    markers = (tags.end, tags.function_end, tags.begin)
-    markers += () if tags.name.startswith(tags.begin) else (tags.name,)
+    markers = [tags.end, tags.function_end, tags.begin]
+    if not tags.name.startswith(tags.begin):
+        markers.append(tags.name)
     while tag := (yield from text_until(r, _drop, markers)):
         at = r.pos
         if tag == tags.end:
