@@ -24,7 +24,10 @@ from tests.support.schemas import violations
             '{"type": "array", "uniqueItems": true}',
             'JSON Schema keywords that are not supported here: "uniqueItems"',
         ),
-        ('{"properties": {"a": {"if": {}}}}', 'JSON Schema keywords that are not supported here: "if"'),
+        (
+            '{"properties": {"a": {"if": {"minLength": 1}, "else": false}}}',
+            'JSON Schema keywords that are not supported here: "else", "if"',
+        ),
         ('{"type": "string", "format": "regex"}', "Unknown format: regex"),
         ('{"type": "strin"}', "Invalid type: strin"),
         ('{"$ref": "#/$defs/nowhere"}', "does not exist"),
@@ -117,6 +120,7 @@ def test_seconds_of_formats_end_at_59():
             "const": {"format": "time"},
             "default": {"format": "time"},
             "$defs": {"enum": {"format": "date"}},
+            "anyOf": [{"$ref": "#/$defs/enum"}],
         })
     )  # fmt: skip
     short = {"pattern": "^[^:]*:[^:]*:[0-5]"}

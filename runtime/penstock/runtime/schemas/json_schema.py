@@ -13,7 +13,8 @@ JSON_WHITESPACE = r" |\n[ ]{0,32}|\n\t{0,8}"
 bounded, because a model might otherwise write white space forever."""
 
 _GUIDANCE_KEY = "x-guidance"
-_GUIDANCE_OPTIONS = ("coerce_one_of", "whitespace_flexible")
+_IGNORES_FORMATS = "ignore_unknown_formats"
+_GUIDANCE_OPTIONS = ("coerce_one_of", "whitespace_flexible", _IGNORES_FORMATS)
 
 _DRAFTS = (
     "https://json-schema.org/draft/2020-12/schema",
@@ -23,6 +24,8 @@ _DRAFTS = (
     "http://json-schema.org/draft-04/schema",
 )
 """The drafts that llguidance distinguishes; it would read an older one as the first of these."""
+_COUNTS_CONTAINED = _DRAFTS[:2]
+"""The drafts that have "minContains"."""
 _MAX_EXPONENT = 1000
 """Largest exponent of a number anywhere in a schema; far beyond what a double holds."""
 
@@ -43,12 +46,18 @@ def read_schema(text: str) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise GrammarError("a JSON Schema is an object or true")
-    options = _guidance(schema.pop(_GUIDANCE_KEY, {}))
+    asked = schema.pop(_GUIDANCE_KEY, {})
+    options = _guidance(asked)
     draft = schema.get("$schema", _DRAFTS[0])
     if not isinstance(draft, str) or draft.removesuffix("#") not in _DRAFTS:
         raise GrammarError(f"$schema must be one of {', '.join(_DRAFTS)}")
     try:
-        return {**narrow(schema), _GUIDANCE_KEY: options}
+        narrowed = narrow(
+            schema,
+            counts_contained=draft.removesuffix("#") in _COUNTS_CONTAINED,
+            ignores_formats=asked.get(_IGNORES_FORMATS, False),
+        )
+        return {**narrowed, _GUIDANCE_KEY: options}
     except RecursionError as error:
         raise GrammarError("the schema is nested too deeply") from error
 

@@ -17,15 +17,22 @@ is left is still useful, and refuses it elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
+
+from penstock.runtime.schemas.neutral import without_neutral
 
 _VALUES = frozenset({"const", "enum"})
 """Keywords that hold values which the output may be."""
 _REMARKS = frozenset({"default", "examples"})
 """Keywords that hold values without effect."""
-_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_DEFINITIONS = frozenset({"$defs", "definitions"})
+_MAPS = _DEFINITIONS | {"properties", "patternProperties"}
 """Keywords that hold schemas by names that the caller chooses."""
+
+_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+"""Keywords whose values are whole numbers, which may be written as 1.0."""
 
 _LARGEST = 2**53
 _DIGITS = 15
@@ -42,6 +49,10 @@ _INWARDS = {
     "exclusiveMaximum": Context(prec=_DIGITS, rounding=ROUND_FLOOR),
 }
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
+FORMATS = frozenset({
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
+})  # fmt: skip
+"""The formats that llguidance knows."""
 _TIMES = frozenset({"date-time", "time"})
 _NO_LEAP_SECOND = {"pattern": "^[^:]*:[^:]*:[0-5]"}
 
@@ -50,11 +61,35 @@ class GrammarError(ValueError):
     """The source of a grammar is refused. The message says why, in llguidance's words if that refused it."""
 
 
-def narrow(schema: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """What the parts of a schema need to know of the whole of it."""
+
+    crowded: frozenset[int]
+    """Whole numbers from which exclusive bounds must keep a distance."""
+    counts_contained: bool
+    """See `without_neutral`."""
+    ignores_formats: bool
+    """Whether a format that is not known is ignored."""
+    refers: bool
+    """Whether there is a reference anywhere, so that definitions may be used."""
+
+
+def narrow(schema: Mapping[str, Any], *, counts_contained: bool, ignores_formats: bool) -> dict[str, Any]:
     """A schema that accepts what `schema` does, less what llguidance would not do exactly. Numbers that are
     not integers come as Decimal and leave as float. Raises GrammarError.
+
+    `counts_contained`: see `without_neutral`. `ignores_formats`: whether a format that is not known is
+    ignored, and not refused.
     """
-    return _narrowed(schema, frozenset(_parts_with_bounds(schema)))
+    crowded = frozenset(_parts_with_bounds(schema))
+    return _narrowed(schema, _Document(crowded, counts_contained, ignores_formats, _refers(schema)))
+
+
+def _refers(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_refers, value))
+    return isinstance(value, dict) and ("$ref" in value or any(map(_refers, value.values())))
 
 
 def _parts_with_bounds(value: Any) -> Iterator[int]:
@@ -71,40 +106,45 @@ def _parts_with_bounds(value: Any) -> Iterator[int]:
                     yield int(bound)
 
 
-def _narrowed(schema: Mapping[str, Any], crowded: frozenset[int]) -> dict[str, Any]:
-    """`crowded`: whole numbers from which exclusive bounds must keep a distance."""
+def _narrowed(schema: Mapping[str, Any], document: _Document) -> dict[str, Any]:
+    schema = without_neutral(schema, counts_contained=document.counts_contained)
+    schema = {key: _count(value) if key in _COUNTS else value for key, value in schema.items()}
+    if document.ignores_formats and isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
+        del schema["format"]
+    if not document.refers:
+        schema = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
     _check_members(schema)
-    new = {key: _under(key, value, schema, crowded) for key, value in schema.items()}
+    new = {key: _under(key, value, schema, document) for key, value in schema.items()}
     named, also = new.get("format"), new.get("allOf", [])
     if isinstance(named, str) and named in _TIMES and isinstance(also, list):
         new["allOf"] = [*also, _NO_LEAP_SECOND]
     return new
 
 
-def _under(key: str, value: Any, schema: Mapping[str, Any], crowded: frozenset[int]) -> Any:
+def _under(key: str, value: Any, schema: Mapping[str, Any], document: _Document) -> Any:
     """The new value of a keyword of the schema."""
     if key in _VALUES:
         return _constant(value)
     if key in _REMARKS:
         return None if key == "default" else []
     if key in _MAPS and isinstance(value, dict):
-        return {name: _schemas(inner, crowded) for name, inner in value.items()}
+        return {name: _schemas(inner, document) for name, inner in value.items()}
     if _is_number(value):
         if key in _INWARDS:
             # In draft 4 a bound is exclusive if a boolean keyword beside it says so.
             exclusive = key.startswith("exclusive") or schema.get(_EXCLUSIVE.get(key, "")) is True
-            return _bound(key, Decimal(value), crowded if exclusive else frozenset())
+            return _bound(key, Decimal(value), document.crowded if exclusive else frozenset())
         if key == "multipleOf":
             return _multiple(Decimal(value))
-    return _schemas(value, crowded)
+    return _schemas(value, document)
 
 
-def _schemas(value: Any, crowded: frozenset[int]) -> Any:
+def _schemas(value: Any, document: _Document) -> Any:
     """A schema, or a list of schemas, narrowed; any other value as it is, for llguidance to judge."""
     if isinstance(value, dict):
-        return _narrowed(value, crowded)
+        return _narrowed(value, document)
     if isinstance(value, list):
-        return [_schemas(item, crowded) for item in value]
+        return [_schemas(item, document) for item in value]
     return float(value) if isinstance(value, Decimal) else value
 
 
@@ -126,6 +166,10 @@ def _constant(value: Any) -> Any:
             f"others have {_DIGITS} digits"
         )
     return _spelt(number)
+
+
+def _count(value: Any) -> Any:
+    return _spelt(value) if isinstance(value, Decimal) else value
 
 
 def _bound(key: str, value: Decimal, crowded: frozenset[int]) -> int | float:

@@ -5,7 +5,7 @@ about the output's form to a constraint.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 from penstock.client import Choice, Ebnf, JsonObject, JsonSchema, Regex, RequestOptions, Tool
 from penstock.client.generation.options import Constraint
@@ -25,6 +25,16 @@ def constraint_of(form: ResponseFormat | None, structured: StructuredOutputs | N
     if of_form is not None and of_structured is not None:
         raise invalid_value("structured_outputs", "it cannot go together with response_format.")
     return of_form or of_structured
+
+
+def schema_constraint(schema: Mapping[str, Any] | str, *, strict: bool) -> JsonSchema:
+    """The constraint of a schema. If that is not strict, a format that the server does not know is a remark;
+    a schema that comes as text says so itself.
+    """
+    asked = {} if isinstance(schema, str) else schema.get("x-guidance", {})
+    if strict or isinstance(schema, str) or not isinstance(asked, Mapping):
+        return JsonSchema(schema)
+    return JsonSchema({**schema, "x-guidance": {"ignore_unknown_formats": True, **asked}})
 
 
 def check_beside_tools(param: str, tools: Sequence[Tool], choice: str | None) -> None:
@@ -67,14 +77,14 @@ def _of_response_format(form: ResponseFormat) -> Constraint | None:
     if form.type != "json_schema" and form.json_schema is not None:
         raise invalid_value("response_format.json_schema", 'it goes with the type "json_schema".')
     if form.json_schema is not None:
-        return JsonSchema(form.json_schema.schema_)
+        return schema_constraint(form.json_schema.schema_, strict=bool(form.json_schema.strict))
     return JsonObject() if form.type == "json_object" else None
 
 
 def _of_structured_outputs(structured: StructuredOutputs) -> Constraint:
     asked: list[Constraint] = []
     if structured.json_ is not None:
-        asked.append(JsonSchema(structured.json_))
+        asked.append(schema_constraint(structured.json_, strict=False))
     if structured.regex is not None:
         asked.append(Regex(structured.regex))
     if structured.choice is not None:

@@ -28,6 +28,8 @@ BARE = {
     "return_token_ids": False,
     "echo_prompt_token_ids": False,
 }
+LENIENT = {"x-guidance": {"ignore_unknown_formats": True}}
+"""What the schema of a form that is not strict says beside itself."""
 
 
 def test_what_is_left_out_is_left_to_the_server() -> None:
@@ -90,7 +92,25 @@ def test_pictures_stay_where_they_stand_in_a_turn() -> None:
             {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}, "strict": True}},
             {"constraint": JsonSchema({"type": "null"})},
         ),
-        ("structured_outputs", {"json": {"a": None}}, {"constraint": JsonSchema({"a": None})}),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"format": "x"}, "strict": False}},
+            {"constraint": JsonSchema({"format": "x", **LENIENT})},
+        ),
+        (
+            "response_format",
+            {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": {"x-guidance": {"coerce_one_of": True}}},
+            },
+            {"constraint": JsonSchema({"x-guidance": {**LENIENT["x-guidance"], "coerce_one_of": True}})},
+        ),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"x-guidance": 7}}},
+            {"constraint": JsonSchema({"x-guidance": 7})},
+        ),
+        ("structured_outputs", {"json": {"a": None}}, {"constraint": JsonSchema({"a": None, **LENIENT})}),
         ("structured_outputs", {"json": "{}"}, {"constraint": JsonSchema("{}")}),
         ("structured_outputs", {"regex": "a+"}, {"constraint": Regex("a+")}),
         ("structured_outputs", {"choice": ["a", "b"]}, {"constraint": Choice(["a", "b"])}),

@@ -53,6 +53,10 @@ def options(**fields: Any) -> dict[str, Any]:
         ({}, {"truncation": "reject", "return_token_ids": False, "model": "demo"}),
         ({"text": {"format": {"type": "json_object"}}}, {"constraint": JsonObject()}),
         ({"text": {"format": FORMAT}}, {"constraint": JsonSchema(SCHEMA)}),
+        (
+            {"text": {"format": FORMAT | {"strict": False}}},
+            {"constraint": JsonSchema({**SCHEMA, "x-guidance": {"ignore_unknown_formats": True}})},
+        ),
         ({"structured_outputs": {"regex": "a+"}}, {"constraint": Regex("a+")}),
         ({"reasoning": {"effort": "none"}}, {"template_options": {"enable_thinking": False}}),
         ({"chat_template_kwargs": {"a": 1}}, {"template_options": {"a": 1}}),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.client import JsonObject, JsonSchema, RequestOptions, Tool
+from penstock.client import JsonObject, RequestOptions, Tool
 from penstock.client.generation.options import Constraint
 from penstock.openai.backend import ModelFacts
 from penstock.openai.calls import call_of
@@ -21,6 +21,7 @@ from penstock.openai.generation.options import (
     constraint_of,
     constraint_params,
     generation_options,
+    schema_constraint,
 )
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, sse
@@ -147,7 +148,7 @@ def _of_format(form: TextFormat) -> Constraint | None:
         for name, value in (("name", form.name), ("schema", form.schema_)):
             if value is None:
                 raise missing(f"text.format.{name}")
-        return JsonSchema(form.schema_ or {})
+        return schema_constraint(form.schema_ or {}, strict=bool(form.strict))
     for name in form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True):
         raise invalid_value(f"text.format.{name}", 'it goes with the type "json_schema".')
     return JsonObject() if form.type == "json_object" else None
