@@ -8,12 +8,23 @@ which two parts are wrong gets the same error: `test_embedded_alike.py` compares
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from penstock.runtime.chat.enforce.enforceable import (
+    Refusal,
+    schema_grammar,
+    with_enforceable_schemas,
+    with_sound_schemas,
+    without_schemas,
+)
 from penstock.runtime.chat.enforce.forced_calls import call_grammar, calls_or_answer, thinking_first
-from penstock.runtime.chat.messages import Chat
+from penstock.runtime.chat.messages import Chat, Tool
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.grammar.bad_words import bad_word_ids
@@ -212,15 +223,65 @@ def _of_chat(
     """The grammar of the whole output to a conversation that was rendered to `text`: of its reasoning, its
     calls, and of the answer, which the caller's grammar is for.
     """
-    calls = call_grammar(forms, chat, text, token_ids)
-    if calls is None:
+    if not chat.enforced_by:
         return answer and dataclasses.replace(answer, before=thinking_first(forms, text, token_ids))
-    of_calls = Grammar(GrammarKind.EBNF, calls, _field_of_calls(chat))
+    chat, of_calls = _calls_of_chat(chat, text, forms, token_ids, compiler)
     if answer is None:
         return of_calls
-    before = calls_or_answer(forms, chat, text, token_ids)
-    compiler.compile(of_calls)  # else what is wrong with a tool would be told of the answer's grammar
-    return dataclasses.replace(answer, before=before)
+    return dataclasses.replace(answer, before=calls_or_answer(forms, chat, text, token_ids))
+
+
+def _calls_of_chat(
+    chat: Chat, text: str, forms: ChatForms, token_ids: Mapping[str, int], compiler: GrammarCompiler
+) -> tuple[Chat, Grammar]:
+    """The grammar of the calls, which compiles, and the chat with as much of its tools' schemas as that
+    enforces. InvalidRequest if it does not enforce all of a strict tool's.
+    """
+
+    def calls_of(chat: Chat) -> str:
+        calls = call_grammar(forms, chat, text, token_ids)
+        assert calls is not None, "calls are enforced"
+        return calls
+
+    def compiled(calls: str) -> Grammar:
+        grammar = Grammar(GrammarKind.EBNF, calls, _field_of_calls(chat))
+        compiler.compile(grammar)
+        return grammar
+
+    chat = with_sound_schemas(chat)
+    calls = calls_of(chat)
+    try:
+        return chat, compiled(calls)
+    except InvalidRequest as error:
+        refused = error
+    enforceable = with_enforceable_schemas(chat, _refusal(compiler))
+    for looser in (enforceable, without_schemas(chat)):
+        if looser != chat:
+            with contextlib.suppress(InvalidRequest):
+                return looser, compiled(calls_of(looser))
+    raise InvalidRequest([Violation(v.field, _without_grammar(v.description)) for v in refused.violations])
+
+
+def _refusal(compiler: GrammarCompiler) -> Refusal:
+    """Tells why the compiler refuses the schema of a tool. After as long as a compile may take it refuses
+    whatever it has not seen, so that many parts cannot take long.
+    """
+    until = time.monotonic() + compiler.config.time_limit_s
+
+    def refusal(tool: Tool, schema: Mapping[str, Any]) -> str | None:
+        if time.monotonic() > until:
+            return "trying all parts of the schema took too long"
+        try:
+            return compiler.refusal(schema_grammar(tool, schema))
+        except InvalidRequest as error:
+            return error.violations[0].description
+
+    return refusal
+
+
+def _without_grammar(message: str) -> str:
+    """An error's message without the lines of the server's own grammar that it shows."""
+    return re.sub(r"^at \d+\(\d+\): |\n +\d+ \| .*", "", message, flags=re.DOTALL)
 
 
 def _field_of_calls(chat: Chat) -> str:

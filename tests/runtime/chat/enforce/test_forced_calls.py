@@ -246,6 +246,11 @@ def test_what_a_model_would_write_is_let_through_and_parsed_back(
         ((Tool("get_weather", "", {"properties": {"a": {"type": "null"}, "b": True}}),), "a=null, b=2", True),
         ((Tool("get_weather", "", {"required": ["x"]}),), 'x="any"', True),
         ((Tool("get_weather", "", {"required": ["x"]}),), "", False),
+        # What cannot be enforced of a tool that is not strict is ignored.
+        ((Tool("get_weather", "", {"properties": {"x y": {}, "a": {}}, "required": ["x y"]}),), "a=1", True),
+        ((Tool("get_weather", "", {"properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}),), "a=1", True),
+        ((Tool("get_weather", "", {"properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}),), "b=1", False),
+        ((Tool("get_weather", "", {"$ref": "#/$defs/a", "$defs": {"a": {}}}),), 'x=1, y="z"', True),
     ],
 )  # fmt: skip
 def test_python_keywords(tools, arguments: str, allowed: bool, marked: Model) -> None:
@@ -321,14 +326,12 @@ def test_refusals_of_tools_that_cannot_be_enforced() -> None:
     ]
     pythonic = ChatForms(TOOL_FORMS["pythonic"])
     assert refused(
-        pythonic, (*TOOLS, Tool("a b"), Tool("f", "", {"properties": {"x y": {}}, "anyOf": []}))
+        pythonic,
+        (*TOOLS, Tool("a b"), Tool("f", "", {"properties": {"x y": {}}, "anyOf": [False]}, strict=True)),
     ) == [
         ("chat.tools[3].name", "'a b' cannot be written as a Python call"),
         ("chat.tools[4].parameters_json", "'x y' cannot be a keyword of a Python call"),
         ("chat.tools[4].parameters_json", "'anyOf' cannot be enforced in a Python call"),
-    ]
-    assert refused(pythonic, (Tool("f", "", {"properties": 3}),)) == [
-        ("chat.tools[0].parameters_json", "is not a JSON Schema")
     ]
 
 

@@ -324,11 +324,20 @@ def test_what_cannot_be_enforced_is_refused() -> None:
     none = "no form of tool calls is known for this model, see the option --tool-call-parser"
     assert refusal("", odd, "auto") == [("chat.tools[1].strict", none)]
     assert refusal("", odd, "required") == [("chat.tool_choice", none)]
-    for key in ("anyOf", "maxProperties", "dependentRequired", "propertyNames"):
-        whole = Tool("f", "", {"properties": {"a": {}}, key: {}}, strict=True)
+    for key, value in (
+        ("anyOf", [{"required": ["a"]}]),
+        ("maxProperties", 1),
+        ("dependentRequired", {"a": ["b"]}),
+        ("propertyNames", {"pattern": "^a"}),
+    ):
+        whole = Tool("f", "", {"properties": {"a": {}}, key: value}, strict=True)
         assert refusal("pythonic", whole, "auto") == [
             ("chat.tools[1].parameters_json", f"'{key}' cannot be enforced in a Python call")
         ]
+    neutral = {"properties": {"a": {"uniqueItems": False}}, "propertyNames": {"type": "string"}, "if": {}}
+    for form in FORMS:
+        chat = Chat(USER, (Tool("f", "", neutral, strict=True),), "required")
+        assert call_grammar(ChatForms(TOOL_FORMS[form]), chat, "", {}) is not None
     assert refusal("pythonic", Tool("a b", strict=True), "auto") == [
         ("chat.tools[1].name", "'a b' cannot be written as a Python call")
     ]

@@ -93,12 +93,13 @@ def test_several_calls_or_one(model: Model, form: str) -> None:
         assert model.allows(grammar_of(model, forms, chat), two) is allowed
 
 
-def refused(
-    form: str, schema: dict[str, Any], name: str = "f", *, strict: bool = True
-) -> list[tuple[str, str]]:
+def refused(form: str, schema: dict[str, Any], name: str = "f") -> list[tuple[str, str]]:
     with pytest.raises(InvalidRequest) as caught:
         call_grammar(
-            ChatForms(TOOL_FORMS[form]), Chat(USER, (Tool(name, "", schema, strict),), "required"), "", {}
+            ChatForms(TOOL_FORMS[form]),
+            Chat(USER, (Tool(name, "", schema, strict=True),), "required"),
+            "",
+            {},
         )
     return [(v.field.removeprefix("chat.tools[0]."), v.description) for v in caught.value.violations]
 
@@ -121,6 +122,6 @@ def test_refusals(form: str) -> None:
         ("parameters_json", "'anyOf' cannot be enforced in a call in XML")
     ]
     assert refused(form, {}, "<f>") == [("name", "'<f>' cannot be written as a call in XML")]
-    assert refused(form, {"properties": {"<": {}}}, strict=False) == [
+    assert refused(form, {"properties": {"<": {}}}) == [
         ("parameters_json", "'<' cannot be a keyword of a call in XML")
     ]

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.runtime.chat.enforce.arguments import check, follows_schema, value
 from penstock.runtime.chat.enforce.lark import Lark, quote, spelt
-from penstock.runtime.chat.enforce.one_by_one import NOTES, in_order, problems
+from penstock.runtime.chat.enforce.one_by_one import NOTES, asked, in_order, problems
 from penstock.runtime.chat.messages import Chat, Tool
 from penstock.runtime.chat.tool_formats.gemma4 import CALL, END, KEY, NAME, QUOTE
 from penstock.runtime.chat.tool_formats.xml_values import members_of, referred
@@ -143,11 +143,11 @@ class _Writer:
         named = "type" in schema
         obeyed = _ALWAYS | frozenset().union(*(_OBEYED[kind] for kind in kinds)) if named else _ALWAYS
         alone = [key for key in ("$ref", "anyOf", "enum", "const") if key in schema]
-        bad = sorted(schema.keys() - obeyed)
+        bad = sorted(asked(schema) - obeyed)
         bad += [key for key in ("minLength", "maxLength") if schema.get(key, 0) > _MAX_LENGTH]
         for key in alone:
             beside = {"type"} if key in ("enum", "const") else set()
-            bad += sorted(schema.keys() - NOTES - {key, "$defs", "definitions"} - beside)
+            bad += sorted(asked(schema) - NOTES - {key, "$defs", "definitions"} - beside)
         if "$ref" in schema and not isinstance(referred(schema["$ref"], self.tool.parameters), dict):
             bad.append("$ref")
         if bad:

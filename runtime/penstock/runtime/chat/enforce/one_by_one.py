@@ -12,13 +12,11 @@ from typing import Any
 from penstock.runtime.chat.enforce.lark import Lark, quote
 from penstock.runtime.chat.messages import Chat, Tool
 from penstock.runtime.errors import Violation
+from penstock.runtime.schemas.neutral import asks_nothing, without_neutral
 
 _DEFINITIONS = ("$defs", "definitions")
-_UNKNOWN = frozenset({
-    "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "patternProperties",
-    "minProperties",
-})  # fmt: skip
-"""Keywords about the arguments as a whole, which a grammar of one argument after the other cannot enforce."""
+_ELSEWHERE = frozenset({"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "patternProperties"})
+"""Keywords under which there may be arguments that "properties" does not list."""
 NOTES = frozenset({
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id",
     "$comment",
@@ -39,29 +37,40 @@ def problems(
     bad = []
     if not names.fullmatch(tool.name):
         bad.append(Violation(f"{at}.name", f"{tool.name[:40]!r} cannot be written as a {call}"))
+    if not tool.strict:
+        return bad
     properties, required = tool.parameters.get("properties", {}), tool.parameters.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        return [*bad, Violation(f"{at}.parameters_json", "is not a JSON Schema")]
     bad += [
-        Violation(f"{at}.parameters_json", f"{str(key)[:40]!r} cannot be a keyword of a {call}")
+        Violation(f"{at}.parameters_json", f"{key[:40]!r} cannot be a keyword of a {call}")
         for key in [*properties, *required]
-        if not (isinstance(key, str) and key and keys.fullmatch(key))
+        if not keys.fullmatch(key)
     ]
-    unknown = tool.parameters.keys() - _OBEYED if tool.strict else _UNKNOWN & tool.parameters.keys()
     bad += [
         Violation(f"{at}.parameters_json", f"{key[:40]!r} cannot be enforced in a {call}")
-        for key in sorted(unknown)
+        for key in sorted(asked(tool.parameters) - _OBEYED)
     ]
     return bad
 
 
-def properties_of(tool: Tool) -> tuple[dict[str, Mapping[str, Any]], frozenset[str]]:
-    """The schemas of the arguments, by name and in order, and the names of the required ones. A schema that
-    refers to definitions has them with it.
+def asked(schema: Mapping[str, Any]) -> set[str]:
+    """The keywords by which the schema asks for something."""
+    return {key for key, value in without_neutral(schema).items() if not asks_nothing({key: value})}
+
+
+def lists_arguments(tool: Tool) -> bool:
+    """Whether the arguments that may come are those which the schema's "properties" and "required" name."""
+    said = tool.parameters.keys()
+    return bool({"properties", "required"} & said) or not _ELSEWHERE & said
+
+
+def properties_of(tool: Tool, keys: re.Pattern[str]) -> tuple[dict[str, Mapping[str, Any]], frozenset[str]]:
+    """The schemas of the arguments whose names `keys` matches, so that they can be written, by name and in
+    order, and the names of the required ones. A schema that refers to definitions has them with it.
     """
     required = tool.parameters.get("required", [])
     said = tool.parameters.get("properties", {})
     said = {**said, **{key: {} for key in required if key not in said}}
+    said = {key: schema for key, schema in said.items() if keys.fullmatch(key)}
     definitions = {key: tool.parameters[key] for key in _DEFINITIONS if key in tool.parameters}
     schemas: dict[str, Mapping[str, Any]] = {}
     for key, schema in said.items():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from penstock.runtime.chat.enforce.arguments import follows_schema, value
 from penstock.runtime.chat.enforce.lark import Lark, quote
-from penstock.runtime.chat.enforce.one_by_one import in_order, problems, properties_of
+from penstock.runtime.chat.enforce.one_by_one import in_order, lists_arguments, problems, properties_of
 from penstock.runtime.chat.messages import Chat, Tool
 from penstock.runtime.chat.tool_formats import olmo3
 from penstock.runtime.chat.tool_formats.pythonic import ENDS, KEYWORD, NAME
@@ -79,12 +79,12 @@ def _any_call(g: Lark, keywords: Mapping[str, str]) -> str:
 
 def _keywords(g: Lark, chat: Chat, tool: Tool, number: int) -> str:
     """The body of a rule for the required keywords and some of the others, in order; of a tool whose calls do
-    not follow its schema, for any keywords.
+    not follow its schema, or whose schema does not list them, for any keywords.
     """
-    if not follows_schema(chat, tool):
+    if not (follows_schema(chat, tool) and lists_arguments(tool)):
         keyword = g.rule(f"any_{number}", f"/[A-Za-z_][A-Za-z0-9_]*=/ {g.json({})}")
         return f'({keyword} (", " {keyword})*)?'
-    properties, required = properties_of(tool)
+    properties, required = properties_of(tool, KEYWORD)
     members = [
         (f"{quote(f'{key}=')} {_value(g, chat, tool, schema)}", key in required)
         for key, schema in properties.items()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from penstock.runtime.chat.enforce.arguments import check, follows_schema, value
 from penstock.runtime.chat.enforce.lark import Lark, quote, spelt
-from penstock.runtime.chat.enforce.one_by_one import NOTES, problems, properties_of
+from penstock.runtime.chat.enforce.one_by_one import NOTES, asked, lists_arguments, problems, properties_of
 from penstock.runtime.chat.messages import Chat, Tool
 from penstock.runtime.chat.tool_formats import glm
 from penstock.runtime.chat.tool_formats.xml_elements import NAME
@@ -111,9 +111,9 @@ def _arguments(
     """What derives the arguments. `write` makes an argument of its name and what derives its value and the
     closing tag, and `write_any` one of any name.
     """
-    if not follows_schema(chat, tool):
+    if not (follows_schema(chat, tool) and lists_arguments(tool)):
         return f"({write_any(g, _text(g, ending))})*"
-    schemas, required = properties_of(tool)
+    schemas, required = properties_of(tool, NAME)
     parts = []
     for i, (name, schema) in enumerate(schemas.items()):
         body = _value(g, chat, tool, name, schema, ending)
@@ -179,7 +179,7 @@ def _refuse_more(chat: Chat, tool: Tool, name: str, schema: Mapping[str, Any]) -
     """Raise InvalidRequest for what the grammar of a text cannot obey."""
     listed = members_of(schema) is not None
     obeyed = NOTES | _DEFINITIONS | ({"type", "enum", "const"} if listed else _LENGTHS | {"type"})
-    bad = sorted(schema.keys() - obeyed)
+    bad = sorted(asked(schema) - obeyed)
     bad += ["type"] if "type" in schema and kinds_of(schema, tool.parameters) is None else []
     bad += [key for key in _LENGTHS & schema.keys() if not listed and schema[key] > _MAX_LENGTH]
     told = ""

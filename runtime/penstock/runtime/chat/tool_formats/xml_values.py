@@ -12,12 +12,13 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from penstock.runtime.chat.tool_formats.json_scan import json_value
 from penstock.runtime.chat.tool_formats.python_scan import python_value
 from penstock.runtime.chat.tool_formats.reader import Reader, T, Wait
 
-_KINDS = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+KINDS = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _MAX_REFERENCES = 16
 """A type is not looked for behind more references and unions than this, which may be circles."""
 _INTEGER = re.compile(r"-?[0-9]+")
@@ -93,7 +94,7 @@ def _whole(scanner: Callable[[Reader], Wait[T]], text: str) -> T | None:
 
 def _named(names: Any) -> frozenset[str] | None:
     listed = names if isinstance(names, list) else [names]
-    if not all(isinstance(name, str) and name in _KINDS for name in listed):
+    if not all(isinstance(name, str) and name in KINDS for name in listed):
         return None
     return frozenset(listed) | ({"integer"} if "number" in listed else set())
 
@@ -105,11 +106,15 @@ def _either(kinds: list[frozenset[str] | None]) -> frozenset[str] | None:
 
 def referred(reference: Any, parameters: Mapping[str, Any]) -> Any:
     """The schema that a reference into `parameters` names; None for any other."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    if not isinstance(reference, str) or not re.match("#(/|$)", reference):
         return None
     found: Any = parameters
-    for step in reference[1:].split("/")[1:]:
-        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    for step in unquote(reference[1:]).split("/")[1:]:
+        if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+            found = found[int(step)]
+        else:
+            name = step.replace("~1", "/").replace("~0", "~")
+            found = found.get(name) if isinstance(found, Mapping) else None
     return found
 
 

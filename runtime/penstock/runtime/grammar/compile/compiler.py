@@ -23,6 +23,9 @@ from penstock.runtime.grammar.vocabulary import Vocabulary
 from penstock.runtime.requests.grammar import Grammar
 from penstock.runtime.schemas.narrowing import GrammarError
 
+_MAX_REFUSALS = 1024
+"""Most grammars of which it is remembered whether they can be compiled."""
+
 
 @dataclass(frozen=True, slots=True)
 class CompilerConfig:
@@ -138,6 +141,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         """The compiled grammars, the least recently used first."""
+        self._refusals: OrderedDict[Grammar, str | None] = OrderedDict()
+        """What `refusal` found, the least recently asked first."""
         self._compiling: dict[Grammar, Future[CompiledGrammar]] = {}
 
     @classmethod
@@ -183,6 +188,25 @@ class GrammarCompiler:
             return future.result()
         except GrammarError as error:
             raise InvalidRequest([Violation(grammar.field, str(error))]) from error
+
+    def refusal(self, grammar: Grammar) -> str | None:
+        """Why a grammar cannot be compiled; None if it can. What was found is kept. Raises UnavailableError
+        as `compile` does.
+        """
+        with self._lock:
+            if grammar in self._refusals:
+                self._refusals.move_to_end(grammar)
+                return self._refusals[grammar]
+        try:
+            self._sandbox.check(grammar)
+            refused = None
+        except GrammarError as error:
+            refused = str(error)
+        with self._lock:
+            self._refusals[grammar] = refused
+            while len(self._refusals) > _MAX_REFUSALS:
+                self._refusals.popitem(last=False)
+        return refused
 
     def warm_up(self) -> None:
         """Start a process, so that the first request need not wait seconds for it."""
