@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.parser import ChatForms
@@ -65,23 +67,26 @@ FAULTY = {
     ),
 }  # fmt: skip
 """The schema of an argument, and where the part is that cannot be enforced."""
+KEYWORDS = [
+    *LIMITS, "type", "pattern", "enum", "const", "required", "properties", "items", "anyOf", "allOf", "$ref",
+    "$defs", "additionalProperties", "patternProperties", "not", "format", "prefixItems", "x",
+]  # fmt: skip
 GOOD = {"type": "integer", "minimum": 1, "maximum": 14}
 USER = (ChatTurn("user", "hi"),)
 
 
-def tool(schema, *, strict=False, required=("a", "days")):
-    parameters = {"type": "object", "properties": {"a": schema, "days": GOOD}, "required": list(required)}
+def tool(schema, *, strict=False):
+    parameters = {"type": "object", "properties": {"a": schema, "days": GOOD}, "required": ["a", "days"]}
     return Tool("pay", "", parameters, strict)
 
 
-def written(form, chat, compiler, backend, vocabulary, writer, seeds=1):
-    """Calls that random models write under the constraint of a conversation."""
+def written(form, chat, compiler, backend, vocabulary, writer):
+    """Calls that a random model writes under the constraint of a conversation; none if it does not end."""
     job = Job(
         request_id="r",
         prompt=ChatPrompt(chat),
         sampling=ResolvedSampling(),
         stopping=StoppingParams(),
-        n=seeds,
     )
     added = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
     forms = ChatForms(TOOL_FORMS[form])
@@ -121,6 +126,27 @@ def test_a_call_comes_and_the_rest_is_enforced(schema, calls):
                 assert jsonschema.Draft202012Validator(GOOD).is_valid(arguments["days"]), form
     # Random models seldom end a text that is not in quotes: in forms with such, only the grammar is tried.
     assert finished >= 8
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 3)
+    | st.sampled_from(["", "x", "string", "(?=x)", "#/$defs/x"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(schema=JUNK, form=st.sampled_from(["hermes", "pythonic", "glm", "gemma4"]))
+def test_no_schema_is_refused(schema, form, compiler):
+    """Whatever stands in it, a tool that is not strict can be called."""
+    parameters = {**schema, "type": "object"} if isinstance(schema, dict) else {"properties": {"a": schema}}
+    chat = Chat(USER, (Tool("pay", "", parameters),), "required")
+    job = Job(request_id="r", prompt=ChatPrompt(chat), sampling=ResolvedSampling(), stopping=StoppingParams())
+    forms = ChatForms(TOOL_FORMS[form])
+    assert constraints_of(job, "", SimpleNamespace(added_tokens={}), forms, compiler)
 
 
 @pytest.mark.parametrize(("schema", "at"), FAULTY.values(), ids=FAULTY)

@@ -118,8 +118,8 @@ async def test_schemas_are_bounded_as_grammars_are():
     async with serving(qwen("", PROMPT)) as rig:
         for more in ({}, CONSTRAINED):
             failure = await failure_of(rig.inference.Generate(generate(chat=strict(tools=tools), **more)))
-            assert list(failure.violations) == ["chat.tools"]
-            assert "at most 262144 bytes" in failure.violations["chat.tools"]
+            assert list(failure.violations) == ["chat.tools[2].parameters_json"]
+            assert "at most 262144 bytes" in failure.violations["chat.tools[2].parameters_json"]
 
 
 async def test_a_server_without_grammars_refuses_strict_tools_by_name():
