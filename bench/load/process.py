@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,11 +61,10 @@ def cpu(pid: int) -> Cpu:
 
 def _fronts(pid: int) -> list[int]:
     """The ids of a server's front processes."""
-    children = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            children += map(int, (task / "children").read_text().split())
     return [child for child in children if _FRONT in Path(f"/proc/{child}/cmdline").read_text()]
 
 
