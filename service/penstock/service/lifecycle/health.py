@@ -52,7 +52,7 @@ class Health(health_pb2_grpc.HealthServicer):
     @property
     def num_watchers(self) -> int:
         """How many watches have not ended."""
-        return len(self._watchers)
+        return self._gate.active
 
     def _wake(self) -> None:
         for changed in self._watchers:
