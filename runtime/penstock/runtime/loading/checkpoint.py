@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from penstock.runtime.errors import CheckpointError, ConfigError
 from penstock.runtime.loading.dtypes import name_of
-from penstock.runtime.loading.leaves import LeafMaker, Parts
-from penstock.runtime.loading.safetensors_files import find_tensors
+from penstock.runtime.loading.leaves import LeafMaker, LeafShape, Parts
+from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors
 from penstock.runtime.loading.tensor_checks import problems_of
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.model_files import read_json_object
@@ -119,10 +119,33 @@ def load_weights(
     and ConfigError for files that are absent, truncated or corrupt. Only values beyond the range of `dtype`
     are found later (CheckpointError too, listing every tensor that has some).
     """
-    found = find_tensors(directory)
-    rules = load_rules(config, dtype, linear)
-    where = f"checkpoint {directory}"
-    check_tensors(rules, found, where=where)
+    rules, found = load_rules(config, dtype, linear), find_tensors(directory)
+    check_tensors(rules, found, where=f"checkpoint {directory}")
+    leaves = load_leaves(
+        directory,
+        rules,
+        found,
+        leaf_shapes(config, dtype, linear),
+        placement=placement,
+        progress=progress,
+        threads=threads,
+    )
+    return state_of(config, leaves, dtype, linear)
+
+
+def load_leaves(
+    directory: Path,
+    rules: LoadRules,
+    found: Mapping[str, TensorEntry],
+    shapes: Mapping[ParamPath, LeafShape],
+    *,
+    placement: Placement = None,
+    progress: Progress = True,
+    threads: int | None = None,
+) -> Mapping[ParamPath, jax.Array]:
+    """Make all leaves, of these shapes, of a checkpoint's tensors, which `check_tensors` has found right. The
+    other arguments are those of `load_weights`, and so is the CheckpointError.
+    """
     total = sum(rule.num_bytes for rule in rules.rules)
     _log.info("loading %d tensors (%.2f GB) from %s", len(rules.tensors), total / 1e9, directory)
     values: dict[ParamPath, jax.Array] = {}
@@ -151,7 +174,7 @@ def load_weights(
         maker = LeafMaker(
             rules.rules,
             found,
-            leaf_shapes(config, dtype, linear),
+            shapes,
             take,
             threads=threads or available_processors(),
             done=done,
@@ -166,8 +189,8 @@ def load_weights(
         problems = [
             f"{name} has values beyond the range of {dtype}" for name, dtype in maker.too_large.items()
         ]
-        raise CheckpointError(mismatched=problems, where=where)
-    return state_of(config, values, dtype, linear)
+        raise CheckpointError(mismatched=problems, where=f"checkpoint {directory}")
+    return values
 
 
 def check_tensors(rules: LoadRules, found: Mapping[str, Tensor], *, where: str) -> None:

@@ -5,7 +5,7 @@ built by hand (tests, toys).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,17 +21,17 @@ from penstock.runtime.execution.kv_sizing import check_max_model_len
 from penstock.runtime.execution.runner_config import check_end_tokens
 from penstock.runtime.images.processor import ImageProcessor
 from penstock.runtime.images.vision import Vision
-from penstock.runtime.loading.checkpoint import check_tensors, load_config, load_weights
+from penstock.runtime.loading.checkpoint import check_tensors, load_config, load_leaves
 from penstock.runtime.loading.hub import resolve_model
 from penstock.runtime.loading.pooling import read_pooling
-from penstock.runtime.loading.safetensors_files import find_tensors
+from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors
 from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.vision import VisionConfig
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import LoadRules, RulesFor
-from penstock.runtime.models.params import abstract_model, load_rules, model_dtype
+from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules, model_dtype, state_of
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.requests.request import Pooling
@@ -87,6 +87,7 @@ class CheckpointFacts:
     """Of parameters and activations."""
     linear: LinearFormat
     rules: LoadRules
+    tensors: Mapping[str, TensorEntry]
     text: TextCodec | None
     defaults: GenerationDefaults
     eos_token_ids: tuple[int, ...]
@@ -109,7 +110,8 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
     config.cache.check_dtype(options.kv_cache_dtype)
     linear = backend.linear_format(dtype, int8=options.quantization == "int8")
     rules = load_rules(config, dtype, linear)
-    check_tensors(rules, find_tensors(directory), where=f"checkpoint {directory}")
+    tensors = find_tensors(directory)
+    check_tensors(rules, tensors, where=f"checkpoint {directory}")
     text = TextCodec.find(directory)
     eos_token_ids = end_tokens(config.eos_token_ids, text, config.vocab_size)
     check_end_tokens(eos_token_ids)
@@ -124,6 +126,7 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
         dtype=dtype,
         linear=linear,
         rules=rules,
+        tensors=tensors,
         text=text,
         defaults=defaults,
         eos_token_ids=eos_token_ids,
@@ -141,11 +144,11 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
     """
     directory = resolve_model(model)
     facts = read_checkpoint(directory, config, backend)
-    weights = load_weights(
+    leaves = load_leaves(
         directory,
-        facts.config,
-        facts.dtype,
-        linear=facts.linear,
+        facts.rules,
+        facts.tensors,
+        leaf_shapes(facts.config, facts.dtype, facts.linear),
         placement=NamedSharding(backend.mesh, PartitionSpec()),
         progress=config.show_progress,
         threads=config.threads or available_processors(),
@@ -156,7 +159,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         name=config.served_model_name or (model if not Path(model).exists() else directory.resolve().name),
         architecture=facts.config.architecture,
         graphdef=graphdef,
-        weights=weights,
+        weights=state_of(facts.config, leaves, facts.dtype, facts.linear),
         cache=facts.config.cache,
         dtype=facts.dtype,
         vocab_size=facts.config.vocab_size,
@@ -167,7 +170,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         skips_padding=facts.linear.packed,
         is_native=nnx.merge(graphdef, shapes).is_native,
         rules=facts.rules,
-        rules_for=partial(_rules_for, facts),
+        rules_for=partial(_rules_for, facts.config, facts.dtype, facts.linear, facts.rules),
         directory=directory,
         vision=facts.vision,
         image_processor=facts.image_processor,
@@ -176,10 +179,18 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
     )
 
 
-def _rules_for(facts: CheckpointFacts, names: Collection[str]) -> LoadRules:
+def _rules_for(
+    config: ModelConfig,
+    dtype: np.dtype[np.generic],
+    linear: LinearFormat,
+    rules: LoadRules,
+    names: Collection[str],
+) -> LoadRules:
     """The rules for tensors of these names, which are read as those of a checkpoint are."""
-    found = dataclasses.replace(facts.config, names=facts.config.names.found_in(names))
-    return load_rules(found, facts.dtype, facts.linear)
+    found = config.names.found_in(names)
+    if found == config.names:
+        return rules
+    return load_rules(dataclasses.replace(config, names=found), dtype, linear)
 
 
 def vision_of(config: VisionConfig) -> Vision:
