@@ -13,10 +13,11 @@ from collections.abc import Collection, Iterable, Set
 from functools import lru_cache
 from typing import NamedTuple
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.runtime.chat.messages import RESERVED_OPTIONS
 
@@ -31,11 +32,18 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-_JINJA = Environment(
+_JINJA = ImmutableSandboxedEnvironment(
     extensions=["jinja2.ext.loopcontrols", _Generation], trim_blocks=True, lstrip_blocks=True
 )
 """Reads templates as transformers' environment does, which renders them."""
 _JINJA.globals |= dict.fromkeys(("raise_exception", "strftime_now"))
+
+
+def check_template(template: str) -> None:
+    """Raise what Jinja raises if it cannot compile the template: TemplateSyntaxError, or anything else,
+    because a template may be no text, and Jinja computes constants as it compiles.
+    """
+    _JINJA.compile(template)
 
 
 class Demands(NamedTuple):

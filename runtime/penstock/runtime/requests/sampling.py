@@ -196,11 +196,11 @@ def _number_problems(given: Mapping[str, Any]) -> list[Violation]:
     return [
         Violation(f"sampling.{name}", f"must be a number, not {value!r}")
         for name, value in given.items()
-        if not _is_ranged(value)
+        if not _is_number(value)
     ]
 
 
-def _is_ranged(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -215,7 +215,7 @@ def _kind_problems(params: SamplingParams) -> list[Violation]:
         if value is not None and not isinstance(value, int):
             bad.append(Violation(f"sampling.{name}", f"must be a whole number, not {value!r}"))
     if not isinstance(bias, Mapping) or not all(
-        isinstance(token, Integral) and _is_ranged(value) for token, value in bias.items()
+        isinstance(token, Integral) and _is_number(value) for token, value in bias.items()
     ):
         bad.append(Violation("sampling.logit_bias", "must map token ids to numbers"))
     if not all(isinstance(token, Integral) for token in params.allowed_token_ids):
@@ -271,11 +271,9 @@ def _over(defaults: GenerationDefaults, data: Mapping[str, Any], where: str) -> 
     if do_sample is False:
         values["temperature"] = 0.0
     try:
-        defaults = dataclasses.replace(defaults, **values)
-        defaults.sampling()
+        return dataclasses.replace(defaults, **values)
     except InvalidRequest as error:
         raise ConfigError(f"{where}: {error}") from error
-    return defaults
 
 
 def _number(where: str, name: str, value: Any) -> float:

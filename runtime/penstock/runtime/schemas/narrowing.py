@@ -31,7 +31,7 @@ _DEFINITIONS = frozenset({"$defs", "definitions"})
 _MAPS = _DEFINITIONS | {"properties", "patternProperties"}
 """Keywords that hold schemas by names that the caller chooses."""
 
-_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 """Keywords whose values are whole numbers, which may be written as 1.0."""
 
 _LARGEST = 2**53
@@ -83,13 +83,14 @@ def narrow(schema: Mapping[str, Any], *, counts_contained: bool, ignores_formats
     ignored, and not refused.
     """
     crowded = frozenset(_parts_with_bounds(schema))
-    return _narrowed(schema, _Document(crowded, counts_contained, ignores_formats, _refers(schema)))
+    return _narrowed(schema, _Document(crowded, counts_contained, ignores_formats, refers(schema)))
 
 
-def _refers(value: Any) -> bool:
+def refers(value: Any) -> bool:
+    """Whether there is a reference anywhere in a schema."""
     if isinstance(value, list):
-        return any(map(_refers, value))
-    return isinstance(value, dict) and ("$ref" in value or any(map(_refers, value.values())))
+        return any(map(refers, value))
+    return isinstance(value, dict) and ("$ref" in value or any(map(refers, value.values())))
 
 
 def _parts_with_bounds(value: Any) -> Iterator[int]:
@@ -108,7 +109,7 @@ def _parts_with_bounds(value: Any) -> Iterator[int]:
 
 def _narrowed(schema: Mapping[str, Any], document: _Document) -> dict[str, Any]:
     schema = without_neutral(schema, counts_contained=document.counts_contained)
-    schema = {key: _count(value) if key in _COUNTS else value for key, value in schema.items()}
+    schema = {key: _count(value) if key in COUNTS else value for key, value in schema.items()}
     if document.ignores_formats and isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
         del schema["format"]
     if not document.refers:

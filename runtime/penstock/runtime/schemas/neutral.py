@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-_KINDS = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+KINDS = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+"""The types of JSON, as schemas name them."""
 _ABOUT: Mapping[str, str] = {
     "format": "string",
     "uniqueItems": "array",
@@ -55,7 +56,7 @@ def without_neutral(schema: Mapping[str, Any], *, counts_contained: bool = True)
     }
 
 
-def asks_nothing(schema: Any, kinds: frozenset[str] = _KINDS) -> bool:
+def asks_nothing(schema: Any, kinds: frozenset[str] = KINDS) -> bool:
     """Whether every value of these types satisfies the schema, as each of its keywords shows by itself."""
     if not isinstance(schema, dict):
         return schema is True
@@ -116,7 +117,7 @@ def _depends_on_nothing(needed: Any, schema: Mapping[str, Any]) -> bool:
 
 def _kinds(schema: Mapping[str, Any]) -> frozenset[str]:
     """The types that the schema's "type" admits; all where it has none that can be read."""
-    return (_named(schema.get("type")) & _KINDS) or _KINDS
+    return (_named(schema.get("type")) & KINDS) or KINDS
 
 
 def _named(names: Any) -> frozenset[str]:

@@ -17,11 +17,10 @@ from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from penstock.runtime.chat.messages import Chat, ChatTurn
 from penstock.runtime.chat.template import render, render_here
-from penstock.runtime.chat.template_reading import variables_of
+from penstock.runtime.chat.template_reading import check_template, variables_of
 from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
 from penstock.runtime.chat.tool_formats import harmony
 from penstock.runtime.errors import ConfigError
@@ -136,8 +135,8 @@ def _load(folder: Path) -> PreTrainedTokenizerBase:
     own = tokenizer.chat_template
     for name, template in own.items() if isinstance(own, dict) else [("default", own)] if own else []:
         try:
-            _compile_jinja_template(template)
-        except Exception as error:  # a template may be no text, and Jinja computes constants as it compiles
+            check_template(template)
+        except Exception as error:  # see `check_template`
             file = _file_of_template(folder, name)
             line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             raise ConfigError(f"{file}: the chat template is not valid{line}: {error}") from error

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.cli.calling.common import add_addr, complain
 from penstock.cli.calling.connection import WrongConnection, connection
 from penstock.openai.serving.run import serve
 from penstock.openai.settings import LOG_FORMATS, Settings
-from penstock.server_cli.serving.flags import AddFlag, Flags, size, size_text, with_flags
+from penstock.server_cli.serving.flags import AddFlag, Flags, options_of, size, size_text, with_flags
 
 if TYPE_CHECKING:
     from penstock.cli.calling.common import Subparsers
@@ -75,13 +74,9 @@ def _with_flags(message: str, flags: Mapping[str, str]) -> str:
 def settings_of(args: argparse.Namespace) -> Settings:
     """The settings that the flags describe. Raises WrongConnection and ValueError."""
     server = connection(args)
-    found: dict[str, Any] = {
-        field.name: getattr(args, field.name)
-        for field in dataclasses.fields(Settings)
-        if hasattr(args, field.name)
-    }
-    found |= {"tls": server["tls"], "token": server["token"], "cors_origins": tuple(args.cors_origins)}
-    return Settings(**found)
+    return options_of(
+        Settings, args, tls=server["tls"], token=server["token"], cors_origins=tuple(args.cors_origins)
+    )
 
 
 def _add_listening(flag: AddFlag) -> None:

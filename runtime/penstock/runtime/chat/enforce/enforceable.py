@@ -16,16 +16,16 @@ from typing import Any
 from penstock.runtime.chat.enforce.arguments import arguments_schema, follows_schema
 from penstock.runtime.chat.enforce.lark import Lark
 from penstock.runtime.chat.messages import Chat, Tool
-from penstock.runtime.chat.tool_formats.xml_values import KINDS, referred
+from penstock.runtime.chat.tool_formats.xml_values import referred
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.requests.grammar import Grammar
 from penstock.runtime.schemas.json_schema import read_schema
-from penstock.runtime.schemas.narrowing import GrammarError
+from penstock.runtime.schemas.narrowing import COUNTS, GrammarError
+from penstock.runtime.schemas.neutral import KINDS
 
 Refusal = Callable[[Tool, Mapping[str, Any]], str | None]
 """Says why a schema of a tool, which has no reference to nowhere, cannot be enforced; None if it can be."""
 
-_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _BOUNDS = frozenset({"minimum", "maximum"})
 _EXCLUSIVE = frozenset({"exclusiveMinimum", "exclusiveMaximum"})
 _ONE = frozenset({
@@ -124,7 +124,7 @@ def _sound(schema: Any, whole: Mapping[str, Any], path: tuple[str, ...], faults:
         if wrong:
             faults.append(_Fault((*path, key), f"{key!r} {wrong}"))
         else:
-            kept[key] = int(value) if key in _COUNTS else value
+            kept[key] = int(value) if key in COUNTS else value
     return _changed(kept, path, lambda inner, at: _sound(inner, whole, at, faults))
 
 
@@ -132,7 +132,7 @@ def _wrong(key: str, value: Any, whole: Mapping[str, Any]) -> str:
     """What is wrong with the value of a keyword; "" if nothing is."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     fine, told = True, ""
-    if key in _COUNTS:
+    if key in COUNTS:
         whole_number = isinstance(value, int) or (number and value.is_integer())
         fine, told = number and whole_number and value >= 0, "must be a whole number, 0 or more"
     elif key in _BOUNDS:

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.runtime.chat.enforce.lark import Lark, quote
 from penstock.runtime.chat.messages import Chat, Tool
 from penstock.runtime.errors import Violation
+from penstock.runtime.schemas.narrowing import refers
 from penstock.runtime.schemas.neutral import asks_nothing, without_neutral
 
 _DEFINITIONS = ("$defs", "definitions")
@@ -76,7 +77,7 @@ def properties_of(tool: Tool, keys: re.Pattern[str]) -> tuple[dict[str, Mapping[
     for key, schema in said.items():
         if not isinstance(schema, dict):
             schema = {} if schema is True else {"not": {}}
-        schemas[key] = {**schema, **definitions} if _refers(schema) else schema
+        schemas[key] = {**schema, **definitions} if refers(schema) else schema
     return schemas, frozenset(required)
 
 
@@ -95,9 +96,3 @@ def in_order(g: Lark, number: str, members: Sequence[tuple[str, bool]], comma: s
             first = g.rule(f"first_{number}_{i}", f"{begin} | {first}" if first else f"({begin})?")
             then = g.rule(f"then_{number}_{i}", f"({quote(comma)} {member})? {then}")
     return first or '""'
-
-
-def _refers(schema: Any) -> bool:
-    if isinstance(schema, dict):
-        return "$ref" in schema or any(map(_refers, schema.values()))
-    return isinstance(schema, list) and any(map(_refers, schema))

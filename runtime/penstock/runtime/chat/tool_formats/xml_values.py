@@ -17,8 +17,8 @@ from urllib.parse import unquote
 from penstock.runtime.chat.tool_formats.json_scan import json_value
 from penstock.runtime.chat.tool_formats.python_scan import python_value
 from penstock.runtime.chat.tool_formats.reader import Reader, T, Wait
+from penstock.runtime.schemas.neutral import KINDS
 
-KINDS = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _MAX_REFERENCES = 16
 """A type is not looked for behind more references and unions than this, which may be circles."""
 _INTEGER = re.compile(r"-?[0-9]+")
