@@ -77,7 +77,7 @@ async def sse(request: Request, events: Events) -> Response:
     """
     try:
         first = await answered(request, _first(events))
-    except BaseException:
+    except BaseException:  # whatever it is, the events do not stay open
         await events.aclose()
         raise
     return _EventStream(front_of(request), request, first, events)
@@ -134,7 +134,7 @@ class _EventStream(Response):
             last = self._cancelled()
         except (ApiError, PenstockClientError) as error:
             last = self._failure(error)
-        except Exception:
+        except Exception:  # a defect: the reply has begun, so its last event must tell of it
             log.exception("request %r failed after its reply began", call_of(self._request).request_id)
             last = self._failure(defect())
         finally:

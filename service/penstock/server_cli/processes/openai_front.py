@@ -112,7 +112,7 @@ class OpenAIFront:
         """Keep a front alive until `stop`."""
         try:
             await self._restart()
-        except Exception:
+        except Exception:  # whatever it is, the server must hear of it and end
             log.exception("no OpenAI front can be kept alive, so the server ends")
         if not self._stopping.is_set():
             self._failed.set()

@@ -106,7 +106,7 @@ def _replace(path: Path, text: str) -> None:
                 _keep_access(path, handle)
             os.fsync(handle)
         os.replace(name, path)
-    except BaseException:
+    except BaseException:  # whatever it is, no half-written file stays
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise

@@ -76,7 +76,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]  # the module has no type h
             await self._refuse(context)
         except (grpc.aio.AbortError, grpc.aio.InternalError):  # the status was sent, or the client is gone
             pass
-        except Exception:
+        except Exception:  # nobody else would hear of it: gRPC runs this as a task of its own
             log.exception("could not refuse a call of an unknown method; this is a bug in the service")
 
 

@@ -154,7 +154,7 @@ def _zipped(folder: Path) -> IO[bytes]:
     except OSError as error:
         file.close()
         raise ProfileFailed(f"the files of the profile cannot be sent: {error}") from error
-    except BaseException:
+    except BaseException:  # whatever it is, the file does not stay open
         file.close()
         raise
     return file

@@ -148,7 +148,7 @@ class StandIn:
                 else:
                     yield f"data: {json.dumps(step)}\n\n"
             yield "data: [DONE]\n\n"
-        except BaseException:
+        except BaseException:  # however the reader leaves
             self.left.set()
             raise
 

@@ -340,7 +340,7 @@ class Endpoint:
             return _error(HTTPStatus.BAD_REQUEST, f"{PATH} has no parameters")
         try:
             page = self._pages.page(head.headers.get("accept", ""), head.headers.get("accept-encoding", ""))
-        except Exception:
+        except Exception:  # a defect of one instrument: the port must go on answering
             if not self._is_failing:
                 log.exception("metrics could not be read; this is told once until they can be read again")
             self._is_failing = True
