@@ -43,11 +43,22 @@ _COMPARED_AT_ONCE = 1 << 24  # bytes
 
 
 def load_config(directory: Path) -> ModelConfig:
+    """Read the config of a checkpoint: `read_config`, and `config_for_tensors` unless the weights are absent
+    or damaged.
+
+    Raises ConfigError or UnknownArchitecture.
+    """
+    config = read_config(directory)
+    try:
+        tensors = find_tensors(directory)
+    except ConfigError:  # `load_weights` says what is wrong with them
+        return config
+    return config_for_tensors(config, tensors, directory)
+
+
+def read_config(directory: Path) -> ModelConfig:
     """Parse config.json. The eos_token_id of generation_config.json replaces that of config.json, as in
-    transformers. What the names of tensors begin with is read from the files of weights, if there are any. A
-    decoder saved by itself, without a head (as the larger Qwen3-Embedding), gets its embeddings as the head.
-    A head that config.json ties to the embeddings, but that the files have beside them with other values, is
-    not tied, as in transformers.
+    transformers.
 
     Raises ConfigError or UnknownArchitecture.
     """
@@ -63,10 +74,17 @@ def load_config(directory: Path) -> ModelConfig:
             raise ConfigError(f"{generation}: {'; '.join(fields.problems)}")
         if eos:
             config = dataclasses.replace(config, eos_token_ids=eos)
-    try:
-        tensors = find_tensors(directory)
-    except ConfigError:  # no weights, or damaged ones, which `load_weights` says
-        return config
+    return config
+
+
+def config_for_tensors(
+    config: ModelConfig, tensors: Mapping[str, TensorEntry], directory: Path
+) -> ModelConfig:
+    """Add what only the checkpoint's tensors say: what their names begin with, and what is tied. A decoder
+    saved by itself, without a head (as the larger Qwen3-Embedding), gets its embeddings as the head. A head
+    that config.json ties to the embeddings, but that the files have beside them with other values, is not
+    tied, as in transformers.
+    """
     names = config.names.found_in(tensors)
     tied = config.tie_word_embeddings
     if not (tied or names.decoder or f"{names.head}weight" in tensors):

@@ -21,7 +21,7 @@ from penstock.runtime.execution.kv_sizing import check_max_model_len
 from penstock.runtime.execution.runner_config import check_end_tokens
 from penstock.runtime.images.processor import ImageProcessor
 from penstock.runtime.images.vision import Vision
-from penstock.runtime.loading.checkpoint import check_tensors, load_config, load_leaves
+from penstock.runtime.loading.checkpoint import check_tensors, config_for_tensors, load_leaves, read_config
 from penstock.runtime.loading.hub import resolve_model
 from penstock.runtime.loading.pooling import read_pooling
 from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors
@@ -102,15 +102,16 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
     ConfigError say what is wrong, and in which file. Only values of weights beyond the range of the dtype are
     found later.
     """
-    config = load_config(directory)
+    config = read_config(directory)
     check_max_model_len(options, config.max_position_embeddings)
+    tensors = find_tensors(directory)
+    config = config_for_tensors(config, tensors, directory)
     config = config.for_context(options.max_model_len or config.max_position_embeddings)
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
     config.cache.check_dtype(options.kv_cache_dtype)
     linear = backend.linear_format(dtype, int8=options.quantization == "int8")
     rules = load_rules(config, dtype, linear)
-    tensors = find_tensors(directory)
     check_tensors(rules, tensors, where=f"checkpoint {directory}")
     text = TextCodec.find(directory)
     eos_token_ids = end_tokens(config.eos_token_ids, text, config.vocab_size)
