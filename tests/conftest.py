@@ -3,6 +3,7 @@
 JAX reads its settings from the environment when it is first imported, so tests that need no JAX load none.
 
 - PENSTOCK_TEST_PLATFORM=cuda runs the suite, and the tests marked `gpu`, on a GPU; the default is the CPU.
+- PENSTOCK_TEST_DEVICES=2 makes so many devices of the CPU, over which goldens are cut.
 - PENSTOCK_TEST_XLA=users compiles all programs as users compile them. The default, `quick`, leaves out most
   of XLA's optimizations, except in files that are marked `users_xla` or drawn.
 - `--draw NUMBER` and `--touched REVISION` choose tests of the sweep: see tests/support/suite/drawing.py.
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 GOLDENS = frozenset(path.parent.name for path in (ROOT / "tests" / "golden").glob("*/config.json"))
 
 os.environ["JAX_PLATFORMS"] = PLATFORM
+os.environ["JAX_NUM_CPU_DEVICES"] = os.environ.get("PENSTOCK_TEST_DEVICES", "1")
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if USERS_XLA else "1"

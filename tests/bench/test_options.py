@@ -39,6 +39,7 @@ OTHERS = {
     "dtype": "float16",
     "quantization": "int8",
     "kv_cache_dtype": "int8",
+    "tensor_parallel_size": 2,
     "native": "require",
     "native_folder": "/kernels",
     "threads": 3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.runtime import EngineConfig
 from penstock.runtime.loading.checkpoint import load_config
+from penstock.runtime.models.cutting import cut
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.witness import log_softmax
 
@@ -72,6 +74,7 @@ WITH_PICTURES = ("qwen2_5_vl", "qwen3_5_vl", "qwen3_vl")
 """The further folders in GOLDEN, whose prompts have pictures."""
 CONFIG = EngineConfig(
     dtype="float32",
+    tensor_parallel_size=int(os.environ.get("PENSTOCK_TEST_DEVICES", "1")),
     max_num_seqs=4,
     max_num_batched_tokens=128,
     page_size=8,
@@ -90,7 +93,8 @@ def small_config(
     """CONFIG with a KV cache of so many tokens. XLA compiles for the size of the cache, and to compile all
     goldens takes minutes, so tests that ask for the same pages of a golden share its compiled programs.
     """
-    cache, num_slots = load_config(GOLDEN / name).cache, CONFIG.max_num_seqs or 0
+    config = cut(load_config(GOLDEN / name), CONFIG.tensor_parallel_size or 1)
+    cache, num_slots = config.cache, CONFIG.max_num_seqs or 0
     pages = -(-cached_tokens // page_size) * cache.page_bytes(page_size, np.dtype(np.float32))
     snapshots = num_slots if cache.has_state else 0
     return dataclasses.replace(

@@ -74,7 +74,8 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
     cannot be met. `backend` None: the backend of the device that holds the model's weights.
     """
     if backend is None:
-        backend = choose_backend(options, next(iter(jax.tree.leaves(model.weights)[0].devices())))
+        first = jax.tree.leaves(model.weights)[0]
+        backend = choose_backend(options, *sorted(first.devices(), key=lambda device: device.id))
     check_required(options, backend, np.dtype(model.dtype))
     threads = options.threads or available_processors()
     cache = model.cache

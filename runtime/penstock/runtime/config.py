@@ -16,6 +16,8 @@ from penstock.runtime.requests.sampling import GenerationDefaults, override_defa
 from penstock.runtime.scheduling.scheduler_config import SCHEDULING_POLICIES
 
 MAX_DECODE_STEPS = 64
+MOST_DEVICES = 1024
+"""Most devices over which a model is cut."""
 MAX_SNAPSHOTS = 65_536
 DEFAULT_FEATURE_SLOTS = 64
 """These take 78 MB with a vocabulary of 152k."""
@@ -85,6 +87,10 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     """What keys and values are kept in: "auto" is the dtype of activations; "int8" keeps 8-bit numbers, with
     a scale for each token and head."""
+    tensor_parallel_size: int | None = 1
+    """Over how many devices the model is cut, so that each has a part of the weights and of the cache. None:
+    as many as there are and the model can be cut over, on a CPU one. A CPU's devices are made by the engine,
+    so load it before other code computes with JAX."""
     native: str = "auto"
     """The native CPU kernels: "auto" uses them where the machine and the model can, "require" refuses to
     start unless they compute all of the model, "off" leaves everything to XLA."""
@@ -127,9 +133,9 @@ class EngineConfig:
     page_size: int = 64
     """Tokens per KV page, a power of two."""
     kv_cache_bytes: int | None = None
-    """Size of the KV cache, taken in full: pages that running requests do not need keep prefixes. None: on an
-    accelerator what `hbm_utilization` leaves; on CPU what max_num_seqs requests of the longest context can
-    fill, at most 1 GiB beside recurrent state (logged)."""
+    """Size of the KV cache on each device, taken in full: pages that running requests do not need keep
+    prefixes. None: on an accelerator what `hbm_utilization` leaves; on CPU what max_num_seqs requests of the
+    longest context can fill, at most 1 GiB beside recurrent state (logged)."""
     hbm_utilization: float = 0.9
     """Share of the accelerator memory that JAX may take, for weights, programs and KV together. JAX may take
     75 % unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; `penstock serve` makes that 95 %."""
@@ -190,6 +196,10 @@ class EngineConfig:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 bad.append(f"{name}: must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        if self.tensor_parallel_size is not None and not 1 <= self.tensor_parallel_size <= MOST_DEVICES:
+            bad.append(
+                f"tensor_parallel_size: must be from 1 to {MOST_DEVICES}, not {self.tensor_parallel_size}"
+            )
         if self.threads is not None and not 1 <= self.threads <= 4096:
             bad.append(f"threads: must be from 1 to 4096, not {self.threads}")
         if self.max_model_len is not None and self.max_model_len < 2:

@@ -46,7 +46,7 @@ from penstock.runtime.inprocess.options import (
 )
 from penstock.runtime.inprocess.scoring import ReadingOptions, embed, score
 from penstock.runtime.inprocess.streams import GenerationStream
-from penstock.runtime.loading.served_model import ServedModel, load_model
+from penstock.runtime.loading.served_model import ServedModel, load_model, with_mesh_size
 from penstock.runtime.loop.core import EngineCore
 from penstock.runtime.loop.interface import (
     InFlightPolicy,
@@ -248,8 +248,10 @@ class Engine(EngineCore):
     ) -> Self:
         """Load "demo", a checkpoint directory or a Hugging Face hub id. Raises ConfigError."""
         config = config or EngineConfig()
-        devices = start_backends(config.threads or available_processors())
-        backend = choose_backend(config, devices[0])
+        threads = config.threads or available_processors()
+        devices = start_backends(threads, config.tensor_parallel_size or 1)
+        config = with_mesh_size(config, model, devices)
+        backend = choose_backend(config, *devices)
         return cls(
             load_model(model, config, backend),
             config,

@@ -18,7 +18,7 @@ import pytest
 import penstock.runtime.execution.backend
 from penstock.runtime.config import ACCELERATOR_SIZES, CPU_SIZES, SMALL_SIZES, EngineConfig
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.execution.backend import Backend, check_required, choose_backend, single_device_mesh
+from penstock.runtime.execution.backend import Backend, check_required, choose_backend, mesh_of, most_devices
 from penstock.runtime.execution.compilation import compile_program
 from penstock.runtime.execution.kv_sizing import DeviceMemory
 from penstock.runtime.ops.attention import LONG_SPAN, paged_attention
@@ -142,7 +142,7 @@ def test_an_engine_computes_with_the_backend_that_it_is_given() -> None:
         return paged_attention(q, k_new, v_new, kv, meta, options)
 
     backend = Backend(
-        mesh=single_device_mesh(CPU),
+        mesh=mesh_of([CPU]),
         attention=attention,
         sizes=CPU_SIZES,
         memory=lambda: DeviceMemory(1 << 30, (1 << 30) - (1 << 22)),
@@ -171,3 +171,10 @@ def test_no_other_module_asks_for_the_platform() -> None:
     naming = [line for line in found if "device_kind" in line]  # an engine reports the kind of its device
     assert len(naming) == 1
     assert found == set(naming)
+
+
+def test_a_model_is_cut_over_as_many_devices_as_the_operator_says() -> None:
+    devices = cast("Any", [Accelerator(None, platform="tpu") for _ in range(4)])
+    assert [most_devices(devices), most_devices([CPU, CPU])] == [4, 1]
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 8 devices are needed, and 4 are here"):
+        choose_backend(EngineConfig(tensor_parallel_size=8), *devices)

@@ -19,10 +19,10 @@ from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.models import params
 from penstock.runtime.models.layers.images import MediaInputs
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
-from tests.runtime.models.conftest import SLOTS, Sequence
 from tests.support.goldens import GOLDEN, WITH_PICTURES, check_greedy, check_last_logits
 from tests.support.models.pictures import cases_of, num_patches, pictures_of
 from tests.support.models.plain_encoder import PlainEncoder
+from tests.support.models.sequence import SLOTS, Sequence
 from tests.support.suite.drawing import few
 
 pytestmark = pytest.mark.ci

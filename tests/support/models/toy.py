@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.engine import Engine
-from penstock.runtime.execution.backend import Backend, choose_backend, single_device_mesh
+from penstock.runtime.execution.backend import Backend, choose_backend, mesh_of
 from penstock.runtime.execution.buckets import Buckets
 from penstock.runtime.execution.compilation import use_compilation_cache
 from penstock.runtime.execution.runner import ModelRunner
@@ -97,7 +97,7 @@ def toy_model(
 ) -> ServedModel:
     """The toy model as a ServedModel, with this tokenizer or none."""
     graphdef, weights = nnx.split(ToyLM())
-    mesh = single_device_mesh(jax.devices()[0])
+    mesh = mesh_of(jax.devices()[:1])
     weights = jax.device_put(weights, NamedSharding(mesh, PartitionSpec()))  # as a checkpoint's
     return ServedModel(
         name="toy",

@@ -25,6 +25,7 @@ from penstock.runtime.execution.cpu_threads import check_pool
 from penstock.runtime.execution.kv_sizing import DeviceMemory
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.models.load_rules import AXIS
 from penstock.runtime.ops.attention import LONG_SPAN, AttentionOp, paged_attention
 from penstock.runtime.ops.device_arrays import ZerosOf
 from penstock.runtime.ops.native import attention as attention_kernels
@@ -74,7 +75,7 @@ class Backend:
     """Made by `choose_backend`. The fields' defaults are those of plain XLA on an accelerator."""
 
     mesh: Mesh
-    """The devices on which weights, cache and state are placed. Today there is one."""
+    """The devices over which the model is cut (`cutting`), along the axis `AXIS`."""
     attention: AttentionOp = _LONG_ATTENTION
     attends_batch_invariantly: Callable[[ArrayShape, ArrayShape, int | None], bool] = _never_batch_invariant
     """Whether the bits that `attention` gives a token depend on its own row alone, for queries [T, H, D] and
@@ -117,12 +118,20 @@ class Backend:
         return LinearFormat(packed=dtype == self.packed_dtype, int8=int8)
 
 
-def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
-    """The backend of an engine on this device. It also limits the native kernels to the engine's threads.
+def choose_backend(config: EngineConfig, *devices: jax.Device) -> Backend:
+    """The backend of an engine on the first of these devices: as many as `tensor_parallel_size` says, or one.
+    It also limits the native kernels to the engine's threads.
 
-    Raises ConfigError if the native kernels are required and cannot be used.
+    Raises ConfigError if there are too few devices, and if the native kernels are required and cannot be
+    used.
     """
-    mesh = single_device_mesh(device)
+    size = config.tensor_parallel_size or 1
+    if size > len(devices):
+        raise ConfigError(
+            f"tensor_parallel_size: {size} devices are needed, and {len(devices)} are here; lower it, or "
+            "start the engine before other code uses JAX, because JAX makes a CPU's devices only once"
+        )
+    device, mesh = devices[0], mesh_of(devices[:size])
     uses_kernels = _uses_kernels(config, device.platform)
     if device.platform != "cpu":
         memory = _memory_of(device)
@@ -155,16 +164,22 @@ def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
         recurs_batch_invariantly=True,
         sampler=native_sample,
         logprobs=native_token_logprobs,
-        zeros=huge_pages.zeros,
+        # On several devices the kernel would make what all of them have together, on each of them.
+        zeros=huge_pages.zeros if size == 1 else jnp.zeros,
         packed_dtype=np.dtype(jnp.bfloat16),
     )
 
 
-def single_device_mesh(device: jax.Device) -> Mesh:
-    """A mesh of one device. Sharding over several devices needs another mesh here, and partition specs for
-    the weights.
+def most_devices(devices: Sequence[jax.Device]) -> int:
+    """Over how many of these devices a model is cut unless an operator says it. Those of a CPU share its
+    processors, so nothing is gained there.
     """
-    return Mesh(np.array([device]), ("model",))
+    return 1 if devices[0].platform == "cpu" else len(devices)
+
+
+def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh of these devices, over which a model is cut."""
+    return Mesh(np.array(devices), (AXIS,))
 
 
 def check_required(config: EngineConfig, backend: Backend, dtype: np.dtype[np.generic]) -> None:

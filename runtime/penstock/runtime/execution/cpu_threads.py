@@ -6,6 +6,7 @@ The number is one for the whole engine, by default what affinity mask and CPU qu
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -22,11 +23,15 @@ _NAME = "tf_XLAEigen"
 """XLA's name for the pool's threads."""
 
 
-def start_backends(threads: int) -> list[jax.Device]:
-    """Start JAX's backends, the CPU's with this many threads, and return the devices of the default one.
+def start_backends(threads: int, num_cpu_devices: int = 1) -> list[jax.Device]:
+    """Start JAX's backends, the CPU's with this many threads and devices, and return the devices of the
+    default one.
 
-    Backends that run already keep the threads they have; see `check_pool`.
+    Backends that run already keep the threads and devices they have; see `check_pool`.
     """
+    if num_cpu_devices > 1:
+        with contextlib.suppress(RuntimeError):  # the backends run already
+            jax.config.update("jax_num_cpu_devices", num_cpu_devices)
     before = os.environ.get(_SIZE)
     os.environ[_SIZE] = str(threads)
     try:

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 import numpy.typing as npt
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.compilation import compile_all
 from penstock.runtime.execution.images import Pool, pool_shapes
+from penstock.runtime.execution.on_mesh import WHOLE, all_shape, cut_sharding, own_shape
 from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_programs import KVCache, Weights
@@ -43,8 +44,8 @@ class DeviceState:
         """The weights as programs take them."""
         self._homes = [leaf.sharding for leaf in leaves]
         self._paths: list[ParamPath] = [cast("ParamPath", path) for path, _ in nnx.to_flat_state(weights)]
-        self.sharding = NamedSharding(backend.mesh, PartitionSpec())
-        """Where whatever programs are given lies."""
+        self.sharding = NamedSharding(backend.mesh, WHOLE)
+        """Where whatever programs are given lies, except for weights and cache: all devices have it."""
         self.num_pages: tuple[int, ...] = ()
         """Pages of each group of layers; none before `allocate_cache`."""
         self._graphdef = graphdef
@@ -146,7 +147,8 @@ class DeviceState:
             raise ConfigError(f"the KV cache needs at least one page, not {min(num_pages)}")
         self.free_cache()
         self.num_pages = tuple(num_pages)
-        self._make_kv = zeros_maker(self.cache_shapes(num_pages), self.sharding, self._backend.zeros)
+        mesh = self._backend.mesh
+        self._make_kv = zeros_maker(self._cut_shapes(num_pages), cut_sharding(mesh), self._backend.zeros)
         self.restore_cache()
 
     def free_cache(self) -> int:
@@ -182,11 +184,21 @@ class DeviceState:
         )
 
     def cache_shapes(self, num_pages: Sequence[int]) -> KVCache:
-        """Shapes and dtypes of a cache of so many pages in each group of layers."""
+        """Shapes and dtypes of a cache of so many pages in each group of layers, as a device has it."""
         config = self._config
         return self._cache.arrays(
             num_pages, config.page_size, config.max_num_seqs, config.kv_dtype, config.num_snapshots
         )
+
+    def _cut_shapes(self, num_pages: Sequence[int]) -> KVCache:
+        """The same of all devices together."""
+        mesh = self._backend.mesh
+        sharding = cut_sharding(mesh)
+        cut: KVCache = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(all_shape(array.shape, mesh), array.dtype, sharding=sharding),
+            self.cache_shapes(num_pages),
+        )
+        return cut
 
     # -- programs --
 
@@ -194,10 +206,6 @@ class DeviceState:
         """Make the programs for a cache of so many pages in each group of layers, which need not be
         allocated.
         """
-        kv = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.sharding),
-            self.cache_shapes(num_pages),
-        )
         return ProgramBuilder(
             config=self._config,
             rebuild=self._rebuild,
@@ -205,7 +213,7 @@ class DeviceState:
             state=self.rows,
             cache=self._cache,
             num_pages=num_pages,
-            kv=kv,
+            kv=self._cut_shapes(num_pages),
             backend=self._backend,
             sharding=self.sharding,
             pool=self.pool,
@@ -243,7 +251,9 @@ class DeviceState:
         config = self._config
         if config.vision is None:
             return ()
-        shapes = pool_shapes(self._rebuild, self.leaves, config.vision, config.pool_rows)
+        mesh = self._backend.mesh
+        own = tuple(jax.ShapeDtypeStruct(own_shape(leaf.shape, mesh), leaf.dtype) for leaf in self.leaves)
+        shapes = pool_shapes(self._rebuild, own, config.vision, config.pool_rows)
         return tuple(array for each in shapes for array in zeros(each.shape, each.dtype, self.sharding))
 
     def _new_rows(self) -> RowState:

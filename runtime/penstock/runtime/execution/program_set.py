@@ -16,6 +16,7 @@ from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.compilation import compile_all, compile_program
 from penstock.runtime.execution.images import Pool, input_shapes, make_encode
+from penstock.runtime.execution.on_mesh import CUT, WHOLE, on_mesh, specs_of
 from penstock.runtime.execution.request_programs import (
     TABLE_ROWS,
     admission_size,
@@ -40,6 +41,8 @@ from penstock.runtime.execution.step_programs import (
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.sampler import RowState
 from penstock.runtime.requests.constraint import mask_words
+
+_FORWARD = Forward(kv=CUT, state=WHOLE, logits=WHOLE, hidden=WHOLE)  # type: ignore[arg-type]  # a prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,7 @@ class ProgramBuilder:
             self.pool,
             donate=(1, 2),
             name=key.name,
+            results=_FORWARD,
         )
 
     def encode(self, patches: int) -> jax.stages.Compiled:
@@ -150,7 +154,14 @@ class ProgramBuilder:
         )
         packed = self._ints(self._layout(key).size)
         return self._compiled(
-            program, self.weights, self.kv, self.state, packed, donate=(1, 2), name=key.name
+            program,
+            self.weights,
+            self.kv,
+            self.state,
+            packed,
+            donate=(1, 2),
+            name=key.name,
+            results=(CUT, WHOLE, WHOLE),
         )
 
     def choice(self, rows: int) -> jax.stages.Compiled:
@@ -186,6 +197,7 @@ class ProgramBuilder:
             self.kv,
             self._ints(self.config.max_num_seqs, len(self.num_pages), 2),
             donate=(0,),
+            results=CUT,
         )
 
     def table_rows(self) -> jax.stages.Compiled:
@@ -193,10 +205,17 @@ class ProgramBuilder:
         return self._compiled(make_table_rows(), self.state, packed, donate=(0,))
 
     def _compiled(
-        self, program: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = (), name: str = ""
+        self,
+        program: Callable[..., Any],
+        *arguments: Any,
+        donate: tuple[int, ...] = (),
+        name: str = "",
+        results: Any = WHOLE,
     ) -> jax.stages.Compiled:
+        """`results`: what of the program's results is cut over devices, see `on_mesh`."""
         options = self.backend.compiler_options
-        return compile_program(program, *arguments, donate=donate, name=name, options=options)
+        for_all = on_mesh(program, self.backend.mesh, specs_of(arguments), results)
+        return compile_program(for_all, *arguments, donate=donate, name=name, options=options)
 
     @property
     def _shapes(self) -> StepShapes:
@@ -218,7 +237,9 @@ class ProgramBuilder:
         """The shape of `Forward.hidden`. The model is traced for it, so it is asked for once."""
         key = self.largest
         packed = self._ints(self._layout(key).size)
-        made = jax.eval_shape(self._forward(key), self.weights, self.kv, self.state, packed, self.pool).hidden
+        arguments = (self.weights, self.kv, self.state, packed, self.pool)
+        forward = on_mesh(self._forward(key), self.backend.mesh, specs_of(arguments), _FORWARD)
+        made = jax.eval_shape(forward, *arguments).hidden
         return self._placed(made.shape, made.dtype)
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:

@@ -31,6 +31,8 @@ class Inspection:
     num_layers: int
     num_parameters: int
     """Numbers in the tensors that are read."""
+    devices: int
+    """Over how many devices it would be cut. All bytes are those of one of them."""
     weight_bytes: int
     """Of the weights as they lie in memory."""
     is_packed: bool
@@ -97,7 +99,8 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
         kv_dtype=cache_dtype(options.kv_cache_dtype, facts.dtype),
         num_layers=config.num_layers,
         num_parameters=sum(math.prod(tensor.shape) for tensor in facts.rules.tensors),
-        weight_bytes=sum(_num_bytes(leaf) for leaf in leaves),
+        devices=config.devices,
+        weight_bytes=sum(_num_bytes(leaf) for leaf in leaves) // config.devices,
         is_packed=facts.linear.packed,
         is_native=nnx.merge(graphdef, shapes).is_native,
         max_model_len=options.max_model_len or config.max_position_embeddings,

@@ -5,19 +5,21 @@ built by hand (tests, toys).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from penstock.runtime.config import EngineConfig, resolve
-from penstock.runtime.execution.backend import Backend, check_required
+from penstock.runtime.execution.backend import Backend, check_required, most_devices
 from penstock.runtime.execution.kv_sizing import check_max_model_len
+from penstock.runtime.execution.on_mesh import cut_sharding
 from penstock.runtime.execution.runner_config import check_end_tokens
 from penstock.runtime.images.processor import ImageProcessor
 from penstock.runtime.images.vision import Vision
@@ -29,6 +31,7 @@ from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.vision import VisionConfig
+from penstock.runtime.models.cutting import cut, sizes_that_work
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import LoadRules, RulesFor
 from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules, model_dtype, state_of
@@ -37,6 +40,8 @@ from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.requests.request import Pooling
 from penstock.runtime.requests.sampling import GenerationDefaults, read_generation_defaults
 from penstock.runtime.text.codec import TextCodec
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +101,19 @@ class CheckpointFacts:
     image_processor: ImageProcessor | None
 
 
+def with_mesh_size(config: EngineConfig, model: str, devices: Sequence[jax.Device]) -> EngineConfig:
+    """The options with a number as `tensor_parallel_size`; `model` and the ConfigErrors are those of
+    `load_model`.
+    """
+    if config.tensor_parallel_size is not None:
+        return config
+    size, most = 1, most_devices(devices)
+    if most > 1:
+        size = max(n for n in sizes_that_work(read_config(resolve_model(model))) if n <= most)
+        _log.info("tensor_parallel_size: the model is cut over %d of %d devices", size, most)
+    return dataclasses.replace(config, tensor_parallel_size=size)
+
+
 def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) -> CheckpointFacts:
     """Read all files of a checkpoint, of the weights' only the headers. A server starts with this function,
     and `penstock check` calls it, so that both refuse the same: UnknownArchitecture, CheckpointError and
@@ -105,7 +123,7 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
     config = read_config(directory)
     check_max_model_len(options, config.max_position_embeddings)
     tensors = find_tensors(directory)
-    config = config_for_tensors(config, tensors, directory)
+    config = cut(config_for_tensors(config, tensors, directory), options.tensor_parallel_size or 1)
     config = config.for_context(options.max_model_len or config.max_position_embeddings)
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
@@ -150,7 +168,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         facts.rules,
         facts.tensors,
         leaf_shapes(facts.config, facts.dtype, facts.linear),
-        placement=NamedSharding(backend.mesh, PartitionSpec()),
+        placement=cut_sharding(backend.mesh),
         progress=config.show_progress,
         threads=config.threads or available_processors(),
     )

@@ -68,6 +68,11 @@ class AttentionConfig:
     output_gate: bool = False
     """Whether each channel of what attention gives is multiplied by the sigmoid of a product of its own
     (Qwen3-Next)."""
+    pieces: int = 1
+    """Into how many pieces the heads are cut (`cutting`). The numbers of heads are those of one piece."""
+    kv_pieces: int = 1
+    """The same for the heads of keys and values. If there are fewer pieces than devices, several devices have
+    the same one."""
 
     @property
     def rotary_dim(self) -> int:
@@ -98,6 +103,8 @@ class LatentConfig:
     query_rank: int | None = None
     bias: bool = False
     norm_eps: float = 1e-6
+    pieces: int = 1
+    """Into how many pieces the heads are cut (`cutting`). The number of heads is that of one piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +114,8 @@ class MLPConfig:
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
+    pieces: int = 1
+    """Into how many pieces the inner channels are cut (`cutting`). The size is that of one piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +157,9 @@ class ExpertsConfig:
     shared_size: int | None = None
     shared_gate: bool = False
     stored_as: Literal["floats", "mxfp4"] = "floats"
+    pieces: int = 1
+    """Into how many pieces the inner channels of each expert are cut (`cutting`). The sizes are those of one
+    piece."""
 
     @property
     def active_size(self) -> int:
@@ -202,7 +214,9 @@ class ModelConfig:
     embedding_scale: embeddings are multiplied by it. logits_scale, logits_softcap: logits are multiplied by
     the first, and then l becomes softcap * tanh(l / softcap). vision: what reads pictures; None: the model
     reads none. names: of the checkpoint's tensors. dtype: that of the checkpoint, as config.json names it;
-    None if it does not.
+    None if it does not. devices: over how many devices the model is cut (`cutting`); sizes of layers are
+    those of one device then. whole: the model before it was cut; None: it is not. head_pieces: into how many
+    pieces the outputs of the head are cut.
     """
 
     architecture: str
@@ -222,6 +236,9 @@ class ModelConfig:
     dtype: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    devices: int = 1
+    whole: ModelConfig | None = None
+    head_pieces: int = 1
 
     @property
     def num_layers(self) -> int:

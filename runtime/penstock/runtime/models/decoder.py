@@ -158,7 +158,11 @@ class CausalLM(nnx.Module):
             [DecoderLayer(config, layer, dtype, linear, planners) for layer in range(config.num_layers)]
         )
         self.norm = RMSNorm(hidden, config.rms_norm_eps, planners, offset=config.norm_offset)
-        self.lm_head = None if tied else Linear(hidden, {"lm_head": vocab}, dtype, planners, linear=linear)
+        pieces = {"lm_head": config.head_pieces}
+        of_head = {"lm_head": vocab // config.head_pieces}
+        self.lm_head = (
+            None if tied else Linear(hidden, of_head, dtype, planners, linear=linear, pieces=pieces)
+        )
         vision = config.vision
         self.visual = None if vision is None else VisionTower(vision, dtype, linear, planners)
         self.vectors = nnx.Param(jnp.zeros((planners.vectors.size,), dtype))

@@ -23,6 +23,8 @@ from flax import nnx
 
 from penstock.runtime.models.config import Activation
 from penstock.runtime.models.load_rules import (
+    AXIS,
+    Cut,
     LoadRule,
     ParamPath,
     Put,
@@ -75,17 +77,21 @@ def part_rules(
     row: int,
     scale_at: int | None,
     bias_at: int | None,
+    pieces: int = 1,
+    sums: int = 1,
 ) -> Iterator[tuple[ParamPath, LoadRule]]:
     """The rules of one layer of a checkpoint, whose weight [out, in] is the rows from `row` on of a leaf, or
     of the matrix `at` that the leaf stacks. scale_at, bias_at: where its scales and its bias begin in their
-    pools; None: it has none.
+    pools; None: it has none. `shape` is that of one piece: pieces, sums: into how many the outputs and the
+    inputs are cut.
     """
     block = native.BLOCK_OUT if linear.packed else 1
     tensor: ParamPath = (*layer, "weight")
     targets = [Target(leaf, at=at, begin=row // block, rows_per_entry=block)]
     if scale_at is not None:
         targets.append(Target(SCALES, begin=scale_at, axis=1))
-    there = stored(tensor, shape)
+    there = stored(tensor, (shape[0] * pieces, shape[1] * sums))
+    by_rows = Cut(pieces=pieces, along="rows", size=shape[0])
     rule = LoadRule(
         sources=there.sources,
         targets=tuple(targets),
@@ -93,10 +99,12 @@ def part_rules(
         dtype=dtype,
         decode=there.decode,
         put=PUTS[linear.packed, linear.int8],
+        cut=by_rows if sums == 1 else Cut(pieces=sums, along="columns", size=shape[1]),
     )
     yield tensor, rule
     if bias_at is not None:
-        yield vector_rule((*layer, "bias"), Place(bias_at, shape[0]), dtype, stored)
+        of_bias = by_rows if sums == 1 else Cut(pieces=sums, along="first")
+        yield vector_rule((*layer, "bias"), Place(bias_at, shape[0]), dtype, stored, cut=of_bias)
 
 
 class Linear(nnx.Module):
@@ -116,7 +124,13 @@ class Linear(nnx.Module):
         *,
         bias: bool = False,
         linear: LinearFormat = PLAIN,
+        pieces: Mapping[str, int] | None = None,
+        sums: int = 1,
     ) -> None:
+        """Sizes are those of one device. pieces: into how many the outputs of a part are cut, if they are.
+        sums: into how many the inputs are cut; what the devices compute is added up then.
+        """
+        self.pieces, self.sums = tuple((pieces or {}).get(part, 1) for part in parts), sums
         out_size = sum(parts.values())
         self.in_size, self.parts = in_size, tuple(parts.items())
         self.packed = linear.packed and all(native.can_pack(size, in_size) for size in parts.values())
@@ -131,7 +145,7 @@ class Linear(nnx.Module):
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
         """See `HasLoadRules`; each part of the outputs is a tensor."""
         row = 0
-        for part, size in self.parts:
+        for (part, size), pieces in zip(self.parts, self.pieces, strict=True):
             yield from part_rules(
                 (*path[:-1], part),
                 (size, self.in_size),
@@ -142,6 +156,8 @@ class Linear(nnx.Module):
                 row=row,
                 scale_at=None if self.scale_at is None else self.scale_at.begin + row,
                 bias_at=None if self.bias_at is None else self.bias_at.begin + row,
+                pieces=pieces,
+                sums=self.sums,
             )
             row += size
 
@@ -218,6 +234,8 @@ def project(
     linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm | None = None
 ) -> jax.Array:
     """linear(norm(x)): x [T, in] -> [T, out] in x's dtype."""
+    if linear.sums > 1:
+        return project_float32(linear, x, num_rows, pools, norm=norm).astype(x.dtype)
     if linear.packed:
         options = _norm_options(norm, pools)
         return native.linear(x, (linear.operands(pools),), num_rows=num_rows, **options)
@@ -230,8 +248,17 @@ def project_float32(
     """linear(norm(x)), not rounded to x's dtype: x [T, in] -> float32 [T, out]."""
     if linear.packed:
         weights, options = (linear.operands(pools),), _norm_options(norm, pools)
-        return native.linear(x, weights, num_rows=num_rows, out_dtype=np.float32, **options)
-    return linear.product(x if norm is None else norm(x, pools), pools)
+        y = native.linear(x, weights, num_rows=num_rows, out_dtype=np.float32, **options)
+    else:
+        y = linear.product(x if norm is None else norm(x, pools), pools)
+    return y if linear.sums == 1 else summed(y)
+
+
+def summed(y: jax.Array) -> jax.Array:
+    """The sum over the devices of what each of them computed of an array, in float32."""
+    with jax.named_scope("sum"):
+        total: jax.Array = jax.lax.psum(y.astype(jnp.float32), AXIS)
+    return total
 
 
 def add_projected(
@@ -244,6 +271,9 @@ def add_projected(
     multiplier: float = 1.0,
 ) -> jax.Array:
     """residual [T, out] + multiplier * linear(x), x [T, in] -> [T, out]."""
+    if linear.sums > 1:
+        y = project_float32(linear, x, num_rows, pools) * np.float32(multiplier)
+        return (residual.astype(jnp.float32) + y).astype(residual.dtype)
     if linear.packed:
         weights = (linear.operands(pools),)
         return native.linear(x, weights, num_rows=num_rows, residual=residual, scale=multiplier)
@@ -321,7 +351,7 @@ def logits(
     tanh(l / softcap).
     """
     if head.packed:
-        return native.linear(
+        out = native.linear(
             x,
             (head.operands(pools),),
             num_rows=num_rows,
@@ -330,10 +360,16 @@ def logits(
             out_dtype=np.float32,
             **_norm_options(norm, pools),
         )
-    out = head.product(norm(x, pools), pools)
-    if scale != 1.0:
-        out = out * np.float32(scale)
-    return out if softcap is None else np.float32(softcap) * jnp.tanh(out / np.float32(softcap))
+    else:
+        out = head.product(norm(x, pools), pools)
+        if scale != 1.0:
+            out = out * np.float32(scale)
+        if softcap is not None:
+            out = np.float32(softcap) * jnp.tanh(out / np.float32(softcap))
+    if head.pieces != (1,):
+        with jax.named_scope("gather"):
+            out = jax.lax.all_gather(out, AXIS, axis=1, tiled=True)
+    return out
 
 
 def _norm_options(norm: RMSNorm | None, pools: Pools) -> native.NormOptions:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +24,8 @@ import numpy.typing as npt
 
 from penstock.runtime.ops.native import linear as native
 
+AXIS = "model"
+"""The axis of the mesh over whose devices a model is cut."""
 ParamPath: TypeAlias = tuple[str | int, ...]
 """The place of a leaf in the model's state."""
 Part: TypeAlias = tuple[int | slice, ...]
@@ -65,6 +67,12 @@ class Source:
     interleaved are put side by side so."""
     dtype: np.dtype[np.generic] | None = None
     """The dtype that the tensor must have; None: any of floats, which is converted to the rule's dtype."""
+
+    def piece(self, first: int, num_rows: int) -> Source:
+        """Rows `first` to `first + num_rows` of this source, as a source of its own."""
+        if self.order is None:
+            return replace(self, begin=self.begin + first)
+        return replace(self, order=self.order[first : first + num_rows])
 
     @property
     def row_size(self) -> int:
@@ -169,6 +177,26 @@ def quantize_and_pack_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt
     native.pack_into(parts[0], np.ascontiguousarray(values))
 
 
+def put_zeros(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
+    """Write zeros, whatever the rows are."""
+    for part in parts:
+        part[...] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How a parameter is cut over the devices of a mesh (`cutting`): into `pieces`, of which device i of n
+    has number i * pieces // n.
+    """
+
+    pieces: int
+    along: Literal["rows", "columns", "first"]
+    """"rows": a piece has some of the rows; "columns": it has some of each row's values. "first": the first
+    device has all of it and the others have zeros, because the results of the devices are added up."""
+    size: int = 0
+    """How many rows, or values of each row, a piece has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRule:
     """`num_rows` rows of the sources become parts of the targets."""
@@ -181,6 +209,11 @@ class LoadRule:
     put: Put = copy_rows
     decode: Decode | None = None
     """Makes what `put` gets of the sources' rows; None: it gets them as they are."""
+    cut: Cut | None = None
+    """How it is cut over devices; None: each device has all of it. `num_rows` are those of one device, and
+    the sources are those of the first piece."""
+    columns: slice | None = None
+    """Which values of each row `put` gets; None: all."""
 
     @property
     def unit(self) -> int:
@@ -228,8 +261,24 @@ class LoadRule:
             rows.append(values)
         if self.decode is not None:
             rows = [self.decode(rows).astype(self.dtype, copy=False)]
+        if self.columns is not None:
+            rows = [values[:, self.columns] for values in rows]
         self.put([leaves[target.path][target.part(begin, end)] for target in self.targets], rows)
         return too_large
+
+    def on_device(self, device: int, devices: int) -> LoadRule:
+        """The rule for one device of a mesh. Leaves have one entry for each device along their first axis."""
+        targets = tuple(replace(target, at=(device, *target.at)) for target in self.targets)
+        rule, cut = replace(self, targets=targets, cut=None), self.cut
+        if cut is None:
+            return rule
+        piece = device * cut.pieces // devices
+        if cut.along == "first":
+            return rule if device == 0 else replace(rule, put=put_zeros)
+        if cut.along == "rows":
+            first = piece * cut.size
+            return replace(rule, sources=tuple(each.piece(first, self.num_rows) for each in self.sources))
+        return replace(rule, columns=slice(piece * cut.size, (piece + 1) * cut.size))
 
 
 def _largest(dtype: np.dtype[Any]) -> float:
@@ -259,6 +308,14 @@ class LoadRules:
     copies: Mapping[str, str] = field(default_factory=dict)
     """Name of a tensor to the name of another one. The tensor may be absent; if it is there, it must hold the
     same bits as the other."""
+
+    def on_devices(self, devices: int) -> LoadRules:
+        """The rules for all devices of a mesh."""
+        return replace(
+            self,
+            rules=tuple(rule.on_device(i, devices) for rule in self.rules for i in range(devices)),
+            padding=tuple(replace(padding, axis=padding.axis + 1) for padding in self.padding),
+        )
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

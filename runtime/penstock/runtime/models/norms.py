@@ -9,21 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from penstock.runtime.models.load_rules import LoadRule, ParamPath, StoredAt, Target
+from penstock.runtime.models.load_rules import Cut, LoadRule, ParamPath, StoredAt, Target
 from penstock.runtime.models.pools import FLOATS, VECTORS, Place, PoolPlanners, Pools
 
 
 def vector_rule(
-    tensor: ParamPath, place: Place, dtype: np.dtype[np.generic], stored: StoredAt, pool: ParamPath = VECTORS
+    tensor: ParamPath,
+    place: Place,
+    dtype: np.dtype[np.generic],
+    stored: StoredAt,
+    pool: ParamPath = VECTORS,
+    cut: Cut | None = None,
 ) -> tuple[ParamPath, LoadRule]:
     """The rule that puts a norm or bias into its place in a pool."""
-    there = stored(tensor, (place.size,))
+    pieces = cut.pieces if cut is not None and cut.along == "rows" else 1
+    there = stored(tensor, (place.size * pieces,))
     rule = LoadRule(
         sources=there.sources,
         targets=(Target(pool, begin=place.begin),),
         num_rows=place.size,
         dtype=dtype,
         decode=there.decode,
+        cut=cut,
     )
     return tensor, rule
 
@@ -31,11 +38,13 @@ def vector_rule(
 class Vector(nnx.Module):
     """A small parameter that is no norm and no bias of a product, such as one number for each head."""
 
-    def __init__(self, name: str, size: int, planners: PoolPlanners, *, float32: bool = False) -> None:
+    def __init__(
+        self, name: str, size: int, planners: PoolPlanners, *, float32: bool = False, pieces: int = 1
+    ) -> None:
         """`name`: the last part of its path in the checkpoint. float32: it keeps this dtype in a model of any
-        dtype.
+        dtype. pieces: into how many it is cut, of which one has `size`.
         """
-        self.name, self.float32 = name, float32
+        self.name, self.float32, self.cut = name, float32, Cut(pieces=pieces, along="rows", size=size)
         self.at = (planners.floats if float32 else planners.vectors).take(size)
 
     def load_rules(
@@ -44,9 +53,9 @@ class Vector(nnx.Module):
         """See `HasLoadRules`."""
         tensor = (*path[:-1], self.name)
         if self.float32:
-            yield vector_rule(tensor, self.at, np.dtype(np.float32), stored, FLOATS)
+            yield vector_rule(tensor, self.at, np.dtype(np.float32), stored, FLOATS, self.cut)
         else:
-            yield vector_rule(tensor, self.at, dtype, stored)
+            yield vector_rule(tensor, self.at, dtype, stored, cut=self.cut)
 
     def __call__(self, pools: Pools) -> jax.Array:
         """The values, [size]."""

@@ -74,14 +74,14 @@ def load_rules(
 def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat) -> LoadRules:
     family = family_of(config.architecture)
     model = nnx.merge(*_abstract_model(config, dtype, linear))
-    stored = _spelled(family.stored(config), config.names)
+    stored = _spelled(family.stored(config.whole or config), config.names)
     listed = [
         rule
         for path, module in nnx.iter_modules(model)
         if isinstance(module, HasLoadRules)
         for rule in module.load_rules(cast(ParamPath, path), dtype, stored)
     ]
-    rules = LoadRules(
+    of_one = LoadRules(
         rules=tuple(rule for _, rule in sorted(listed, key=lambda entry: entry[0])),
         padding=model.padding,
         harmless=(
@@ -94,6 +94,7 @@ def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: Linear
             for copy, other in family.copies(config).items()
         },
     )
+    rules = of_one if config.devices == 1 else of_one.on_devices(config.devices)
     check(rules, leaf_shapes(config, dtype, linear))
     return rules
 
@@ -119,9 +120,15 @@ def _further_layers(config: ModelConfig) -> tuple[str, ...]:
 def leaf_shapes(
     config: ModelConfig, dtype: npt.DTypeLike | None = None, linear: LinearFormat = PLAIN
 ) -> dict[ParamPath, jax.ShapeDtypeStruct]:
-    """Path to leaf of the state, in the state's order."""
+    """Path to leaf of the state, in the state's order. The leaves of a model that is cut over devices have an
+    axis more, the first one, with an entry for each device.
+    """
     leaves = _flat(config, model_dtype(config, dtype), linear)
-    return {cast(ParamPath, path): leaf for path, leaf in leaves}
+    before = () if config.devices == 1 else (config.devices,)
+    return {
+        cast(ParamPath, path): jax.ShapeDtypeStruct((*before, *leaf.shape), leaf.dtype)
+        for path, leaf in leaves
+    }
 
 
 def _flat(config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import sys
@@ -30,8 +31,9 @@ examples:
   penstock check ./Qwen3-30B-A3B --quantization int8 --max-model-len 32768 --max-num-seqs 8
   penstock check ./gemma-3-4b --json
 
-It reads all that `penstock serve` reads at its start, but of the *.safetensors files only the headers. Exit
-codes: 0 the checkpoint would serve; 1 it would not, and what is wrong is named, with its file.
+It reads all that `penstock serve` reads at its start, but of the *.safetensors files only the headers. With
+--tensor-parallel-size all sizes are those of one device. Exit codes: 0 the checkpoint would serve; 1 it would
+not, and what is wrong is named, with its file.
 """
 _DEFAULTS = EngineConfig()
 _ROWS = 16
@@ -73,6 +75,13 @@ def add_parser(subparsers: Subparsers) -> None:
         default=_DEFAULTS.native,
         choices=NATIVE,
         help="the native CPU kernels, as with `penstock serve`; default: %(default)s",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices over which the model would be cut; default: %(default)s",
     )
     parser.add_argument(
         "--max-model-len",
@@ -135,8 +144,10 @@ def _inspect(args: argparse.Namespace) -> Inspection:
         kv_cache_dtype=args.kv_cache_dtype,
         native=args.native,
         max_model_len=args.max_model_len,
+        tensor_parallel_size=args.tensor_parallel_size,
     )
-    return inspect_checkpoint(resolve_model(args.model), options, choose_backend(options, jax.devices()[0]))
+    on_one = dataclasses.replace(options, tensor_parallel_size=1)  # there need not be so many devices here
+    return inspect_checkpoint(resolve_model(args.model), options, choose_backend(on_one, jax.devices()[0]))
 
 
 def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
@@ -153,6 +164,7 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
         "dtype": found.dtype.name,
         "layers": found.num_layers,
         "parameters": found.num_parameters,
+        "devices": found.devices,
         "weight_bytes": found.weight_bytes,
         "packed": found.is_packed,
         "native": found.is_native,
@@ -201,13 +213,17 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
     else:
         tools, reasoning = facts["tool_calls"] or "none", facts["reasoning"] or "none"
         text = f"tokenizer and chat template; tool calls: {tools}; reasoning: {reasoning}"
+    cut = f" on each of {found.devices} devices" if found.devices > 1 else ""
     rows = [
-        ("weights", f"{_size(found.weight_bytes)}: {found.num_parameters:,} parameters"),
+        ("weights", f"{_size(found.weight_bytes)}{cut}: {found.num_parameters:,} parameters"),
         ("computed", f"in {found.dtype.name}, {computed}"),
         ("context", f"{found.max_model_len:,} tokens"),
         ("KV cache", "; ".join(kv) or "none"),
         ("", f"{_size(facts['request_bytes'])} for a request of the whole context"),
-        ("memory", f"{_size(facts['total_bytes'])} for the weights and {facts['requests']} such requests"),
+        (
+            "memory",
+            f"{_size(facts['total_bytes'])}{cut} for the weights and {facts['requests']} such requests",
+        ),
         ("end tokens", ends),
         ("text", text),
         ("images", _images(found)),

@@ -124,6 +124,16 @@ def port(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor none") from None
 
 
+def count_or_auto(text: str) -> int | None:
+    """Parse a number, or "auto" as None."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
+
+
 def octal(text: str) -> int:
     """Parse the mode of a file."""
     try:

@@ -27,6 +27,7 @@ from penstock.runtime.scheduling.scheduler_config import SCHEDULING_POLICIES
 from penstock.server_cli.serving.flags import (
     AddFlag,
     Flags,
+    count_or_auto,
     json_object,
     octal,
     options_of,
@@ -287,6 +288,14 @@ def _add_engine(flag: AddFlag) -> None:
         "same memory holds nearly twice the tokens of bfloat16; auto: the dtype of activations; default: "
         "%(default)s",
         choices=KV_CACHE_DTYPES,
+    )
+    flag(
+        "tensor_parallel_size",
+        "devices over which the model is cut, so that each holds a part of the weights and of the KV cache; "
+        "on CPU the server makes them itself; auto: as many as there are and the model can be cut over, on "
+        "CPU one; default: %(default)s",
+        "N|auto",
+        type=count_or_auto,
     )
     flag(
         "native",

@@ -15,7 +15,7 @@ import pytest
 from penstock.runtime import Engine
 from penstock.runtime.config import CPU_SIZES
 from penstock.runtime.errors import InvalidRequest
-from penstock.runtime.execution.backend import Backend, single_device_mesh
+from penstock.runtime.execution.backend import Backend, mesh_of
 from penstock.runtime.execution.images import encode_buckets, encode_call
 from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
 from penstock.runtime.requests.images import MediaItem
@@ -50,7 +50,7 @@ SIZES: dict[str, Any] = {"max_image_tokens": 40, "media_pool_tokens": 128, "deco
 
 def accelerator() -> Backend:
     """A backend with programs as on an accelerator: one for each length of windows."""
-    return Backend(mesh=single_device_mesh(jax.devices("cpu")[0]), sizes=CPU_SIZES)
+    return Backend(mesh=mesh_of(jax.devices("cpu")[:1]), sizes=CPU_SIZES)
 
 
 def requests(num_tokens: int = 9, **changes: Any) -> list[Request]:

@@ -15,7 +15,7 @@ import pytest
 from penstock.runtime import Engine
 from penstock.runtime.config import CPU_SIZES, EngineConfig, resolve
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.execution.backend import Backend, single_device_mesh
+from penstock.runtime.execution.backend import Backend, mesh_of
 from penstock.runtime.execution.buckets import Buckets
 from penstock.runtime.execution.kv_sizing import (
     DEFAULT_CPU_KV_BYTES,
@@ -47,7 +47,7 @@ def prompt_of(length: int) -> tuple[int, ...]:
 
 def accelerator() -> Backend:
     """A backend with programs as on an accelerator: one for each length of windows."""
-    return Backend(mesh=single_device_mesh(jax.devices("cpu")[0]), sizes=CPU_SIZES)
+    return Backend(mesh=mesh_of(jax.devices("cpu")[:1]), sizes=CPU_SIZES)
 
 
 @pytest.fixture(

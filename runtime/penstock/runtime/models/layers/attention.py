@@ -44,12 +44,25 @@ class Attention(nnx.Module):
             parts["k_proj"] = kv_heads * dim
         if owns and not config.values_are_keys:
             parts["v_proj"] = kv_heads * dim
-        self.qkv_proj = Linear(hidden, parts, dtype, planners, bias=config.qkv_bias, linear=linear)
+        pieces = {"q_proj": config.pieces, "k_proj": config.kv_pieces, "v_proj": config.kv_pieces}
+        self.qkv_proj = Linear(
+            hidden, parts, dtype, planners, bias=config.qkv_bias, linear=linear, pieces=pieces
+        )
         out = {"o_proj": hidden}
-        self.o_proj = Linear(heads * dim, out, dtype, planners, bias=config.o_bias, linear=linear)
+        self.o_proj = Linear(
+            heads * dim, out, dtype, planners, bias=config.o_bias, linear=linear, sums=config.pieces
+        )
         gate = {"q_gate": heads * dim}
         self.q_gate = (
-            Linear(hidden, gate, dtype, planners, bias=config.qkv_bias, linear=linear)
+            Linear(
+                hidden,
+                gate,
+                dtype,
+                planners,
+                bias=config.qkv_bias,
+                linear=linear,
+                pieces={"q_gate": config.pieces},
+            )
             if config.output_gate
             else None
         )
@@ -61,7 +74,7 @@ class Attention(nnx.Module):
             return RMSNorm(size, eps, planners, offset=offset)
 
         self.q_norm, self.k_norm = norm(heads), norm(kv_heads) if owns else None
-        self.sinks = Vector("sinks", heads, planners) if config.sinks else None
+        self.sinks = Vector("sinks", heads, planners, pieces=config.pieces) if config.sinks else None
         self.config, self.layer, self.group, self.eps = config, layer, group, eps
         self.rotates_natively = linear.packed and can_rotate(dim, config.rotary_dim)
 

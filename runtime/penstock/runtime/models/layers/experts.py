@@ -17,7 +17,7 @@ from flax import nnx
 from penstock.runtime.models.config import ExpertsConfig, ModelConfig
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual, normalised
 from penstock.runtime.models.layers.router import Router
-from penstock.runtime.models.linear import LinearFormat, part_rules
+from penstock.runtime.models.linear import LinearFormat, part_rules, summed
 from penstock.runtime.models.load_rules import LoadRule, ParamPath, StoredAt
 from penstock.runtime.models.norms import RMSNorm
 from penstock.runtime.models.pools import Place, PoolPlanners, Pools
@@ -44,10 +44,13 @@ class StackedLinear(nnx.Module):
         *,
         bias: bool,
         numbered: bool,
+        pieces: int = 1,
+        sums: int = 1,
     ) -> None:
         """numbered: the path of a parameter has the expert's number. linear: whether weights are packed is
-        decided by the caller, who must know that they can be.
+        decided by the caller, who must know that they can be. pieces, sums: see `Linear`.
         """
+        self.pieces, self.sums = pieces, sums
         out_size = sum(parts.values())
         self.num_experts, self.in_size, self.out_size = num_experts, in_size, out_size
         self.parts, self.numbered = tuple(parts.items()), numbered
@@ -77,6 +80,8 @@ class StackedLinear(nnx.Module):
                     row=row,
                     scale_at=None if self.scale_at is None else self.scale_at.begin + place,
                     bias_at=None if self.bias_at is None else self.bias_at.begin + place,
+                    pieces=self.pieces,
+                    sums=self.sums,
                 )
                 row += size
 
@@ -122,13 +127,22 @@ class ExpertStack(nnx.Module):
         form = LinearFormat(packed=packed, int8=linear.int8)
         self.packed, self.config = packed, config
 
-        def stacked(in_size: int, parts: dict[str, int]) -> StackedLinear:
+        def stacked(in_size: int, parts: dict[str, int], *, pieces: int = 1, sums: int = 1) -> StackedLinear:
             return StackedLinear(
-                num_experts, in_size, parts, dtype, planners, form, bias=config.bias, numbered=numbered
+                num_experts,
+                in_size,
+                parts,
+                dtype,
+                planners,
+                form,
+                bias=config.bias,
+                numbered=numbered,
+                pieces=pieces,
+                sums=sums,
             )
 
-        self.gate_up_proj = stacked(hidden, {"gate_proj": inner, "up_proj": inner})
-        self.down_proj = stacked(inner, {"down_proj": hidden})
+        self.gate_up_proj = stacked(hidden, {"gate_proj": inner, "up_proj": inner}, pieces=config.pieces)
+        self.down_proj = stacked(inner, {"down_proj": hidden}, sums=config.pieces)
 
     def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array, inputs: LayerInputs) -> jax.Array:
         """The sum of what its experts give each token: x [T, E], ids and weights [T, k] -> [T, E]."""
@@ -168,6 +182,7 @@ class Experts(nnx.Module):
         linear: LinearFormat,
         planners: PoolPlanners,
     ) -> None:
+        self.pieces = config.pieces
         self.router = Router(model, config, dtype, linear, planners)
         count, inner = config.num_experts, config.intermediate_size
         self.experts = ExpertStack(model, config, count, inner, dtype, linear, planners)
@@ -200,4 +215,4 @@ class Experts(nnx.Module):
                 if self.is_native
                 else y + shared
             )
-        return residual.add(y, x, inputs)
+        return residual.add(y if self.pieces == 1 else summed(y).astype(y.dtype), x, inputs)

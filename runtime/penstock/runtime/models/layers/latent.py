@@ -27,6 +27,7 @@ from penstock.runtime.models.config import LatentConfig, ModelConfig
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import Linear, LinearFormat, project
 from penstock.runtime.models.load_rules import (
+    Cut,
     LoadRule,
     ParamPath,
     StoredAt,
@@ -59,22 +60,33 @@ class LatentAttention(nnx.Module):
         hidden, heads, rank = model.hidden_size, config.num_heads, config.query_rank
         query = heads * (config.nope_dim + config.rope_dim)
 
-        def product(size: int, name: str, out: int, *, bias: bool) -> Linear:
-            return Linear(size, {name: out}, dtype, planners, bias=bias, linear=linear)
+        def product(size: int, name: str, out: int, *, bias: bool, pieces: int = 1, sums: int = 1) -> Linear:
+            return Linear(
+                size,
+                {name: out},
+                dtype,
+                planners,
+                bias=bias,
+                linear=linear,
+                pieces={name: pieces},
+                sums=sums,
+            )
 
         if rank is None:
             self.q_a_proj = self.q_a_layernorm = None
-            self.q_proj = product(hidden, "q_proj", query, bias=False)
+            self.q_proj = product(hidden, "q_proj", query, bias=False, pieces=config.pieces)
         else:
             self.q_a_proj = product(hidden, "q_a_proj", rank, bias=config.bias)
             self.q_a_layernorm = RMSNorm(rank, config.norm_eps, planners)
-            self.q_proj = product(rank, "q_b_proj", query, bias=False)
+            self.q_proj = product(rank, "q_b_proj", query, bias=False, pieces=config.pieces)
         kept = config.latent_dim + config.rope_dim
         self.kv_a_proj = product(hidden, "kv_a_proj_with_mqa", kept, bias=config.bias)
         self.kv_a_layernorm = RMSNorm(config.latent_dim, config.norm_eps, planners)
         self.key_up = HeadProducts(config, dtype, linear, keys=True)
         self.value_up = HeadProducts(config, dtype, linear, keys=False)
-        self.o_proj = product(heads * config.value_dim, "o_proj", hidden, bias=config.bias)
+        self.o_proj = product(
+            heads * config.value_dim, "o_proj", hidden, bias=config.bias, sums=config.pieces
+        )
         self.config, self.group = config, group
         self.rotates_natively = linear.packed and can_rotate(config.rope_dim, config.rope_dim)
         self.normalises_natively = linear.packed and can_normalize(config.latent_dim)
@@ -162,7 +174,8 @@ class HeadProducts(nnx.Module):
         per_head = config.nope_dim + config.value_dim
         first, num_rows = (0, config.nope_dim) if self.keys else (config.nope_dim, config.value_dim)
         tensor: ParamPath = (*path[:-1], "kv_b_proj", "weight")
-        there = stored(tensor, (config.num_heads * per_head, config.latent_dim))
+        of_piece = config.num_heads * per_head
+        there = stored(tensor, (config.pieces * of_piece, config.latent_dim))
         if self.keys:
             put = pack_columns if self.packed else copy_columns
             block = self.in_size // self.weight.shape[2] if self.packed else 1
@@ -182,6 +195,7 @@ class HeadProducts(nnx.Module):
                 dtype=dtype,
                 decode=there.decode,
                 put=put,
+                cut=Cut(pieces=config.pieces, along="rows", size=of_piece),
             )
             yield tensor, rule
 

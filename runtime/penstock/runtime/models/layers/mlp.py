@@ -28,8 +28,10 @@ class MLP(nnx.Module):
     ) -> None:
         hidden, inner, bias = model.hidden_size, config.intermediate_size, config.bias
         parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = Linear(hidden, parts, dtype, planners, bias=bias, linear=linear)
-        self.down_proj = Linear(inner, {"down_proj": hidden}, dtype, planners, bias=bias, linear=linear)
+        pieces = dict.fromkeys(parts, config.pieces)
+        self.gate_up_proj = Linear(hidden, parts, dtype, planners, bias=bias, linear=linear, pieces=pieces)
+        down = {"down_proj": hidden}
+        self.down_proj = Linear(inner, down, dtype, planners, bias=bias, linear=linear, sums=config.pieces)
         self.activation = config.activation
 
     @property

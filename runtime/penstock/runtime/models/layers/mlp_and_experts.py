@@ -14,7 +14,7 @@ from penstock.runtime.models.layers.experts import ExpertStack
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual, normalised
 from penstock.runtime.models.layers.mlp import MLP
 from penstock.runtime.models.layers.router import Router
-from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.models.linear import LinearFormat, summed
 from penstock.runtime.models.norms import RMSNorm
 from penstock.runtime.models.pools import PoolPlanners
 
@@ -31,6 +31,7 @@ class MLPAndExperts(nnx.Module):
         planners: PoolPlanners,
     ) -> None:
         experts = config.experts
+        self.pieces = experts.pieces
         self.mlp = MLP(model, config.mlp, dtype, linear, planners)
         self.router = Router(model, experts, dtype, linear, planners)
         self.experts = ExpertStack(
@@ -61,5 +62,6 @@ class MLPAndExperts(nnx.Module):
         dense = through(self.mlp_end_norm, self.mlp.alone(x, norm, inputs))
         choice = self.router(through(self.router_norm, x) * np.asarray(self.router_scale, x.dtype), inputs)
         routed = self.experts(through(self.experts_norm, x), choice.ids, choice.weights, inputs)
+        routed = routed if self.pieces == 1 else summed(routed).astype(routed.dtype)
         both = Residual(self.experts_end_norm, natively=natively).add(routed, dense, inputs)
         return residual.add(both, x, inputs)

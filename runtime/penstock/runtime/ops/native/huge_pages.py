@@ -53,7 +53,8 @@ def _spans(arrays: Iterable[jax.Array]) -> list[tuple[int, int]]:
     """The whole huge pages that the arrays cover. Neighbours are joined, because many arrays lie side by side
     in memory.
     """
-    ranges = sorted((array.unsafe_buffer_pointer(), array.nbytes) for array in arrays)
+    pieces = [shard.data for array in arrays for shard in array.addressable_shards]
+    ranges = sorted((piece.unsafe_buffer_pointer(), piece.nbytes) for piece in pieces)
     joined: list[list[int]] = []
     for begin, size in ranges:
         if (

@@ -1,0 +1,35 @@
+"""The engine's and the server's own tests, with goldens that are cut over two devices of the CPU: schedules,
+log-probabilities, hidden states and weight updates are as on one device.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sweep
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ("tests/runtime/engine/answers/test_engine_prompt_logprobs.py", "-k", "qwen3"),
+        ("tests/runtime/engine/answers/test_engine_hidden_states.py", "-k", "qwen3"),
+        ("tests/service/servicers/test_goldens.py", "-k", "qwen3 or deepseek_v3", "-m", "not sweep"),
+        ("tests/service/servicers/weights/test_update_weights_real.py",),
+        ("tests/service/servicers/images/test_golden_images.py", "-m", "not sweep"),
+    ],
+    ids=lambda tests: Path(tests[0]).stem,
+)
+def test_what_holds_on_one_device_holds_on_two(tests):
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PENSTOCK_TEST_DEVICES": "2"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert " passed" in done.stdout

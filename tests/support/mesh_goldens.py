@@ -1,0 +1,53 @@
+"""Runs goldens that are cut over devices of the CPU.
+
+    python -m tests.support.mesh_goldens DEVICES NAME...
+
+JAX makes the devices of a process only once, so this is a process of its own. It prints one JSON object for
+each golden: its name, what differs from PyTorch's (empty: nothing), and the collectives of its program.
+"""
+
+import json
+import re
+import sys
+from collections import Counter
+
+import jax
+
+from penstock.runtime.execution.backend import mesh_of
+from penstock.runtime.execution.on_mesh import cut_sharding
+from penstock.runtime.loading.checkpoint import load_config, load_weights
+from penstock.runtime.models.cutting import cut
+from tests.support.goldens import GOLDEN, check_greedy, check_last_logits
+from tests.support.models.sequence import Sequence
+
+_COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+def main() -> None:
+    devices, *names = sys.argv[1:]
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    mesh = mesh_of(jax.devices("cpu"))
+    for name in names:
+        directory = GOLDEN / name
+        config = cut(load_config(directory), mesh.size)
+        state = load_weights(directory, config, "float32", placement=cut_sharding(mesh), progress=False)
+        sequence = Sequence(config, state, "float32", mesh=mesh)
+        problem = ""
+        try:
+            for case in json.loads((directory / "expected.json").read_text())["cases"]:
+                sequence.reset()
+                logits = sequence.feed(case["prompt"])
+                check_last_logits(logits, case)
+                check_greedy(logits, sequence.feed, case)
+        except AssertionError as error:
+            problem = str(error) or "it differs"
+        collectives = Counter(_COLLECTIVE.findall(sequence.hlo()))
+        sys.stdout.write(json.dumps({"name": name, "problem": problem, "collectives": collectives}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
