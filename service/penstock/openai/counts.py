@@ -95,6 +95,8 @@ FOLDER_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 """Where workers keep their values in files, so that each can add up those of all. prometheus_client reads it
 when it is imported; a front of one process does without.
 """
+_MOST_CODES: Final = 100
+"""How many codes of errors are told apart. They are the front's own, and reasons of the server."""
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -103,10 +105,11 @@ class Meters:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.requests: Final = Counter(
+        self._codes: set[str] = set()
+        self._requests: Final = Counter(
             "penstock_openai_requests",
-            "Requests that have ended, by endpoint and HTTP status; 499: the client went away.",
-            ("endpoint", "status"),
+            "Requests that have ended, by endpoint, HTTP status and the error's code; 499: the client went away.",
+            ("endpoint", "status", "code"),
             registry=self._registry,
         )
         self.seconds: Final = Histogram(
@@ -141,6 +144,14 @@ class Meters:
             ("reason",),
             registry=self._registry,
         )
+
+    def count(self, endpoint: str, status: int, code: str | None) -> None:
+        """Count a request that has ended. `code` is that of its error, and None without one."""
+        code = code or ""
+        if code not in self._codes and len(self._codes) >= _MOST_CODES:
+            code = "other"
+        self._codes.add(code)
+        self._requests.labels(endpoint, str(status), code).inc()
 
     def page(self) -> bytes:
         """The values of all workers in Prometheus' text format."""

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.openai.calls import Call, make_call
 from penstock.openai.endpoints import endpoint_of, ignored_in
-from penstock.openai.failures import ClientGone, draining, error_response
+from penstock.openai.failures import ApiError, ClientGone, draining, error_of, error_response
 from penstock.openai.front import Front
 
 log = logging.getLogger("penstock.openai")
@@ -25,6 +25,7 @@ GONE: Final = 499
 """The status that the log and the metrics have for a client that went away."""
 _ALWAYS_SERVED: Final = frozenset({"/health", "/metrics"})
 _MAX_PATH: Final = 100
+"""The most characters of a path, and of the path of a field, in a line of the log."""
 
 
 class Edge:
@@ -74,17 +75,18 @@ class Edge:
         name = "other" if endpoint is None else endpoint.path
         seconds = time.perf_counter() - reply.began
         meters = self._front.meters
-        meters.requests.labels(name, str(status)).inc()
+        error = error_of(scope)
+        meters.count(name, status, None if error is None else error.code)
         meters.seconds.labels(name).observe(seconds)
         if reply.first_byte is not None:
             meters.first_byte_seconds.labels(name).observe(reply.first_byte - reply.began)
         if self._front.settings.access_log and (endpoint is None or endpoint.is_api):
-            _write_line(scope, call, status, seconds)
+            _write_line(scope, call, status, error, seconds)
 
 
-def _write_line(scope: Scope, call: Call, status: int, seconds: float) -> None:
+def _write_line(scope: Scope, call: Call, status: int, error: ApiError | None, seconds: float) -> None:
     """A line of the access log. It has ids, numbers and names of fields, and nothing that a caller or the
-    model wrote but the path.
+    model wrote but the path, and the field of an error.
     """
     fields: dict[str, object] = {
         "method": scope["method"],
@@ -96,12 +98,19 @@ def _write_line(scope: Scope, call: Call, status: int, seconds: float) -> None:
     }
     if call.trace_id:
         fields["trace_id"] = call.trace_id
+    failed = ""
+    if error is not None:
+        fields["code"] = error.code
+        failed = f", code {error.code}"
+        if error.param:
+            fields["param"] = error.param[:_MAX_PATH]
+            failed += f", field {fields['param']!r}"
     ignored = ", ".join(sorted(ignored_in(scope)))
     if ignored:
         fields["ignored"] = ignored
     number = "" if call.request_id.endswith(call.number) else f", number {call.number}"
     access.info(
-        "%s %s: %d after %.3f s, request %r%s%s%s",
+        "%s %s: %d after %.3f s, request %r%s%s%s%s",
         fields["method"],
         fields["path"],
         status,
@@ -109,6 +118,7 @@ def _write_line(scope: Scope, call: Call, status: int, seconds: float) -> None:
         call.request_id,
         number,
         f", trace {call.trace_id}" if call.trace_id else "",
+        failed,
         f", without effect: {ignored}" if ignored else "",
         extra={"fields": fields},
     )

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import grpc
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from penstock.client import (
     Cancelled,
@@ -38,6 +39,7 @@ from penstock.client import (
 from penstock.openai.jsonbytes import json_bytes
 
 INVALID: Final = "invalid_request_error"
+_KEY: Final = "penstock.error"
 _AT: Final = re.compile(r"[.\[]")
 _MOST_VIOLATIONS: Final = 20
 
@@ -97,7 +99,30 @@ def error_response(error: ApiError) -> Response:
         headers["x-should-retry"] = "false"  # OpenAI's clients obey it; they try 409 and 5xx again otherwise
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(json_bytes(envelope(error)), error.status, headers, "application/json")
+    return _ErrorReply(error, headers)
+
+
+class _ErrorReply(Response):
+    """The reply that tells of an error. The log and the metrics of its request are told as well."""
+
+    def __init__(self, error: ApiError, headers: Mapping[str, str]) -> None:
+        super().__init__(json_bytes(envelope(error)), error.status, headers, "application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note_error(scope, self._error)
+        await super().__call__(scope, receive, send)
+
+
+def note_error(scope: Scope, error: ApiError) -> None:
+    """Note with which error a request ends, for the log and the metrics."""
+    scope[_KEY] = error
+
+
+def error_of(scope: Scope) -> ApiError | None:
+    """The error with which a request ended; None for one that did not fail, or whose client went away."""
+    error: ApiError | None = scope.get(_KEY)
+    return error
 
 
 @dataclass(frozen=True, slots=True)

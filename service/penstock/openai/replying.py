@@ -18,7 +18,15 @@ from starlette.types import Receive, Scope, Send
 from penstock.client import PenstockClientError
 from penstock.openai.calls import call_of
 from penstock.openai.endpoints import params_of
-from penstock.openai.failures import ApiError, ClientGone, defect, draining, envelope, of_client_error
+from penstock.openai.failures import (
+    ApiError,
+    ClientGone,
+    defect,
+    draining,
+    envelope,
+    note_error,
+    of_client_error,
+)
 from penstock.openai.front import Front, front_of
 from penstock.openai.jsonbytes import json_bytes
 
@@ -81,6 +89,13 @@ async def sse(request: Request, events: Events) -> Response:
         await events.aclose()
         raise
     return _EventStream(front_of(request), request, first, events)
+
+
+def late_error(request: Request, error: ApiError | PenstockClientError) -> ApiError:
+    """What the client is told of an error after its reply began. The log and the metrics are told as well."""
+    told = error if isinstance(error, ApiError) else of_client_error(error, params_of(request.scope))
+    note_error(request.scope, told)
+    return told
 
 
 async def _first(events: Events) -> bytes:
@@ -154,7 +169,4 @@ class _EventStream(Response):
         return self._failure(draining())
 
     def _failure(self, error: ApiError | PenstockClientError) -> bytes:
-        told = (
-            error if isinstance(error, ApiError) else of_client_error(error, params_of(self._request.scope))
-        )
-        return event(json_bytes(envelope(told)))
+        return event(json_bytes(envelope(late_error(self._request, error))))

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.openai import app
+from penstock.openai.counts import Meters
 from penstock.openai.endpoints import Endpoint
 from penstock.openai.serving.logs import JsonLines, OneLine
 from tests.service.key_rig import key, write
@@ -43,6 +44,59 @@ async def test_the_callers_id_is_in_the_headers_and_in_the_log(caplog: pytest.Lo
         fields = json.loads(JsonLines().format(line))
         assert (fields["request_id"], fields["trace_id"]) == ("mine-1", TRACE)
         assert fields["number"] == number
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "param"),
+    [
+        ("/v1/chat/completions", {"model": "fake"}, 400, "missing_required_parameter", "messages"),
+        ("/v1/responses", {"model": "fake", "input": "a", "nobodys": 1}, 400, "unknown_parameter", "nobodys"),
+        ("/v1/completions", {"model": "fake", "prompt": "a", "top_p": 2}, 400, "invalid_value", "top_p"),
+        (
+            "/v1/completions",
+            {"x" * 500: 1},
+            400,
+            "unknown_parameter",
+            "x" * 100,
+        ),
+        ("/v1/nothing", {}, 404, "unknown_url", None),
+        ("/streamed", {"prompt": "a"}, 200, "timeout", None),
+    ],
+)
+async def test_the_log_and_the_metrics_say_why_a_request_failed(
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    body: dict[str, Any],
+    status: int,
+    code: str,
+    param: str | None,
+) -> None:
+    """The last one fails when its reply has begun."""
+    caplog.set_level(logging.INFO)
+    settings = {"request_timeout_s": 0.3}
+    async with front_rig(fake(hold=True), endpoints=ENDPOINTS, settings=settings) as rig:
+        rig.engine.step(2)
+        reply = await rig.http.post(path, json=body)
+        assert reply.status_code == status
+        assert f'"code":"{code}"' in reply.text
+        page = (await rig.http.get("/metrics")).text
+    (line,) = [record for record in caplog.records if record.name == "penstock.openai.access"]
+    fields = json.loads(JsonLines().format(line))
+    assert (fields["status"], fields["code"], fields.get("param")) == (status, code, param)
+    assert OneLine().format(line).endswith(f", code {code}" + (f", field '{param}'" if param else ""))
+    endpoint = "other" if status == 404 else path
+    assert f'requests_total{{code="{code}",endpoint="{endpoint}",status="{status}"}} 1.0' in page
+    assert "nobodys" not in page
+
+
+def test_the_metrics_bound_the_codes() -> None:
+    """Codes come from the server, too, so nothing here bounds them otherwise."""
+    meters = Meters()
+    for i in range(1000):
+        meters.count("/health", 503, f"code_{i}")
+    counts = [line for line in meters.page().decode().splitlines() if "requests_total{" in line]
+    assert len(counts) == 101
+    assert 'penstock_openai_requests_total{code="other",endpoint="/health",status="503"} 900.0' in counts
 
 
 @pytest.mark.parametrize("sent", ["", "two words", "x" * 129])
@@ -179,7 +233,7 @@ async def test_a_defect_is_500_and_says_nothing() -> None:
         assert "secret" not in reply.text
         assert reply.headers["x-should-retry"] == "false"
         page = (await rig.http.get("/metrics")).text
-        assert 'penstock_openai_requests_total{endpoint="/broken",status="500"} 1.0' in page
+        assert 'penstock_openai_requests_total{code="internal",endpoint="/broken",status="500"} 1.0' in page
 
 
 async def test_unknown_paths_and_methods_have_an_envelope() -> None:

@@ -105,7 +105,7 @@ async def test_a_client_that_goes_away_frees_its_request(path: str) -> None:
         (request_id,) = rig.engine.cancelled
         assert request_id.startswith("test-")
         page = (await rig.http.get("/metrics")).text
-        assert f'penstock_openai_requests_total{{endpoint="{path}",status="499"}} 1.0' in page
+        assert f'penstock_openai_requests_total{{code="",endpoint="{path}",status="499"}} 1.0' in page
 
 
 async def test_a_client_that_goes_away_in_the_middle_frees_its_request() -> None:

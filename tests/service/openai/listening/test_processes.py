@@ -22,7 +22,7 @@ from tests.service.rig import WAIT_S, Rig, fake, serving
 
 LIMIT_S = 3 * WAIT_S
 TOTAL = re.compile(
-    r'^penstock_openai_requests_total\{endpoint="/v1/models",status="200"\} ([\d.]+)$', re.MULTILINE
+    r'^penstock_openai_requests_total\{code="",endpoint="/v1/models",status="200"\} ([\d.]+)$', re.MULTILINE
 )
 
 

@@ -24,7 +24,7 @@ from penstock.openai.generation.options import (
     schema_constraint,
 )
 from penstock.openai.reading import read_body
-from penstock.openai.replying import answered, sse
+from penstock.openai.replying import answered, late_error, sse
 from penstock.openai.routes.responses.tools import functions_of, ignored_tools
 from penstock.openai.routes.responses.turns import has_pictures, turn_params, turns_of
 from penstock.openai.routes.responses.writing import Asked, read_response, response_events, whole_response
@@ -193,7 +193,7 @@ async def create_response(request: Request) -> Response:
     options["request_id"] = asked.response_id
     if body.stream:
         stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
-        return await sse(request, response_events(stream, asked, lambda: response_params(body)))
+        return await sse(request, response_events(stream, asked, lambda error: late_error(request, error)))
     if wants_logprobs:
         stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
         made = await answered(request, read_response(stream, asked))

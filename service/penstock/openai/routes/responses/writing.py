@@ -25,7 +25,7 @@ from penstock.client import (
     Usage,
     Vocabulary,
 )
-from penstock.openai.failures import ApiError, of_client_error
+from penstock.openai.failures import ApiError
 from penstock.openai.generation.frames import finish_reason
 from penstock.openai.generation.logprobs import Bound, chat_logprobs
 from penstock.openai.routes.responses.items import EventWriter, OutputItems, TextLogprobs, json_text
@@ -315,9 +315,11 @@ async def read_response(stream: AsyncGenerationStream, asked: Asked) -> str:
 
 
 async def response_events(
-    stream: AsyncGenerationStream, asked: Asked, params: Callable[[], Mapping[str, str]]
+    stream: AsyncGenerationStream,
+    asked: Asked,
+    late: Callable[[PenstockClientError | ApiError], ApiError],
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a response, as they go over the wire. `params` makes the names of fields for errors.
+    """The events of a response, as they go over the wire. `late` makes what the client is told of an error.
 
     Raises the client's errors before the first event. A failure after it is told by the event
     "response.failed", which is then the last one.
@@ -331,5 +333,4 @@ async def response_events(
         except (PenstockClientError, ApiError) as error:
             if not writer.has_begun:
                 raise
-            failure = error if isinstance(error, ApiError) else of_client_error(error, params())
-            yield writer.fail(failure).encode()
+            yield writer.fail(late(error)).encode()
