@@ -108,7 +108,7 @@ class Meters:
         self._codes: set[str] = set()
         self._requests: Final = Counter(
             "penstock_openai_requests",
-            "Requests that have ended, by endpoint, HTTP status and the error's code; 499: the client went away.",
+            "Requests that have ended, by endpoint, HTTP status and code of the error; 499: the client left.",
             ("endpoint", "status", "code"),
             registry=self._registry,
         )

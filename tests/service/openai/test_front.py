@@ -46,6 +46,9 @@ async def test_the_callers_id_is_in_the_headers_and_in_the_log(caplog: pytest.Lo
         assert fields["number"] == number
 
 
+TOO_MUCH = {"model": "fake", "prompt": "a", "x" * 500: 1}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "code", "param"),
     [
@@ -54,7 +57,7 @@ async def test_the_callers_id_is_in_the_headers_and_in_the_log(caplog: pytest.Lo
         ("/v1/completions", {"model": "fake", "prompt": "a", "top_p": 2}, 400, "invalid_value", "top_p"),
         (
             "/v1/completions",
-            {"x" * 500: 1},
+            TOO_MUCH,
             400,
             "unknown_parameter",
             "x" * 100,
