@@ -1,5 +1,6 @@
 import java.io.IOException;
 import java.time.Duration;
+import java.util.Map;
 import penstock.client.PenstockClient;
 import penstock.client.PenstockException;
 import penstock.client.ServerStream;
@@ -9,19 +10,19 @@ import penstock.v1.StoppingParams;
 import penstock.v1.StreamRequest;
 import penstock.v1.StreamResponse;
 
-/**
- * Asks a server to go on with a text, and prints the text while it is generated.
- *
- * <p>Options: --addr, --ca, --cert, --key, --max-tokens, --seed, --timeout-ms.
- */
+/** Asks a server to go on with a text, and prints the text while it is generated. */
 public final class Story {
+    private static final Map<String, String> OPTIONS = Map.of(
+            "max-tokens", "the most tokens to generate; otherwise 60",
+            "seed", "draw the same tokens at every run",
+            "timeout-ms", "how long the call may take; otherwise 60000");
+
     private Story() {}
 
     public static void main(String[] arguments) throws IOException {
-        Arguments given = Arguments.of(arguments);
+        Arguments given = Arguments.of("Story PROMPT", OPTIONS, arguments);
         if (given.words().isEmpty()) {
-            System.err.println("usage: Story [--option value]... PROMPT");
-            System.exit(2);
+            throw given.refused("there is no prompt");
         }
         try {
             print(given, String.join(" ", given.words()));
@@ -36,13 +37,13 @@ public final class Story {
     }
 
     private static void print(Arguments given, String prompt) throws IOException {
-        int maxTokens = Integer.parseInt(given.option("max-tokens").orElse("60"));
+        int maxTokens = Math.toIntExact(given.number("max-tokens").orElse(60));
         StreamRequest.Builder request = StreamRequest.newBuilder()
                 .setPrompt(prompt)
                 .setStopping(StoppingParams.newBuilder().setMaxTokens(maxTokens));
-        given.option("seed")
-                .ifPresent(seed -> request.setSampling(SamplingParams.newBuilder().setSeed(Long.parseLong(seed))));
-        Duration timeout = Duration.ofMillis(Long.parseLong(given.option("timeout-ms").orElse("60000")));
+        given.number("seed")
+                .ifPresent(seed -> request.setSampling(SamplingParams.newBuilder().setSeed(seed)));
+        Duration timeout = Duration.ofMillis(given.number("timeout-ms").orElse(60_000));
         System.out.print(prompt);
         try (PenstockClient client = given.client().build();
                 ServerStream<StreamResponse> events = client.withTimeout(timeout).stream(request.build())) {

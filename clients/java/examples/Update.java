@@ -1,5 +1,6 @@
 import java.io.IOException;
 import java.nio.file.Path;
+import java.util.Map;
 import penstock.client.PenstockClient;
 import penstock.client.PenstockException;
 import penstock.client.RefusedException;
@@ -7,19 +8,17 @@ import penstock.v1.TensorError;
 import penstock.v1.UpdateWeightsBegin;
 import penstock.v1.UpdateWeightsResponse;
 
-/**
- * Sends new weights to a server that goes on serving.
- *
- * <p>Options: --addr, --ca, --cert, --key, --label.
- */
+/** Sends new weights to a server that goes on serving. */
 public final class Update {
+    private static final Map<String, String> OPTIONS =
+            Map.of("label", "the version_label of the new weights; otherwise new");
+
     private Update() {}
 
     public static void main(String[] arguments) throws IOException {
-        Arguments given = Arguments.of(arguments);
+        Arguments given = Arguments.of("Update FILE_OR_FOLDER", OPTIONS, arguments);
         if (given.words().size() != 1) {
-            System.err.println("usage: Update [--option value]... FILE_OR_FOLDER");
-            System.exit(2);
+            throw given.refused("there must be one file or folder");
         }
         UpdateWeightsBegin begin = UpdateWeightsBegin.newBuilder()
                 .setVersionLabel(given.option("label").orElse("new"))

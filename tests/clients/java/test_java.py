@@ -70,6 +70,7 @@ def test_commands_of_the_readme_run(tmp_path: Path) -> None:
     require("java", "mvn")
     said = run_readme(MODULE, tmp_path, left_out=["mvn -B verify"], ignored=["target"])
     assert said.count("Once upon a time") == 3, said
+    assert said.count("draw the same tokens at every run") == 1, "--help tells of the options"
     assert "DeadlineExceededException" in said
     assert "the deadline has passed" in said
     assert 'UPDATE_OUTCOME_COMMITTED: "again" serves as generation 2; 46 tensors' in said
