@@ -52,6 +52,7 @@ CONTRAST = """(() => {
 def full(browser: Chromium, request: pytest.FixtureRequest) -> Iterator[Page]:
     """A page that shows one of everything."""
     with opened(browser, dark=request.param == "dark") as page:
+        page.tab.click("#open-settings")
         page.tab.click(".toggle")
         page.tab.click(".more summary")
         page.tab.choose("#response_format", "json_schema")
@@ -192,8 +193,15 @@ def test_the_settings_lie_above_a_narrow_page_and_give_the_focus_back(browser: C
         page.tab.wait("document.querySelector('#open-settings').getAttribute('aria-expanded') === 'false'")
 
 
-def test_the_settings_stand_beside_a_wide_page_and_stay_closed_once_closed(page: Page) -> None:
+def test_the_settings_stand_beside_a_wide_page_and_are_as_they_were_left(page: Page) -> None:
+    """At the first visit they are closed. Of what is in them, the key is in view at once."""
+    assert page.tab.evaluate("document.querySelector('#panel').open") is False
+    page.tab.click("#open-settings")
     assert page.tab.evaluate("document.querySelector('#panel').matches('[open]:not(:modal)')") is True
+    for field in ("#key", "[name=theme]", "#temperature"):
+        assert page.tab.each(field, "one.getBoundingClientRect().bottom")[0] <= 800
+    page.tab.open(page.server.url)
+    page.tab.wait("document.querySelector('#panel').open")
     page.tab.size(600, 800)
     page.tab.wait("!document.querySelector('#panel').open")
     page.tab.size(1280, 800)

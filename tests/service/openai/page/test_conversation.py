@@ -172,6 +172,33 @@ def test_a_new_chat_forgets_the_old_one_even_while_it_runs(page: Page) -> None:
     assert page.sent["messages"] == [{"role": "user", "content": "Again"}]
 
 
+@pytest.mark.parametrize("text", ["word " * 300, "\n".join("line" for _ in range(60))])
+def test_a_long_message_is_shown_shortened_until_all_of_it_is_asked_for(page: Page, text: str) -> None:
+    page.server.answers = [said("Hi")]
+    page.tab.fill("#question", text)
+    page.tab.click("#send")
+    page.ends()
+    height = "one.getBoundingClientRect().height"
+    short = page.tab.each(".user p", height)[0]
+    page.tab.click(".user .message button")
+    assert page.tab.text(".user .message button") == "Show less"
+    assert page.tab.each(".user p", height)[0] > short
+    page.tab.click(".user .message button")
+    assert page.tab.each(".user p", height)[0] == short
+    assert page.sent["messages"][0]["content"] == text.strip()
+
+
+def test_an_answer_that_comes_at_once_has_a_rate_too(page: Page) -> None:
+    """It is the rate from the question to the end, as no time passed since the first piece."""
+    page.ask("Hello", [Hold(), delta("Hi", tokens=3), delta(tokens=3, finish="stop")])
+    page.shows("Waiting for the first token, 2")
+    page.server.release()
+    page.ends()
+    _, rate, *_ = page.tab.texts(".figures span")
+    assert rate.endswith(" tokens/s")
+    assert 0 < float(rate.split(" ")[0]) <= 3 / 0.2
+
+
 def test_a_message_of_several_lines_is_sent_as_it_was_written(page: Page) -> None:
     page.server.answers = [said("Hi")]
     page.tab.click("#question")
@@ -200,11 +227,13 @@ def test_markdown_is_shown_formatted_or_as_it_is(page: Page) -> None:
     assert page.tab.texts(f"{prose} :is(h2, strong, p code)") == ["Title", "bold", "word"]
     assert page.tab.text(f"{prose} pre") == "print('*not* **bold**')"
     assert page.tab.texts(f"{prose} > ol > li > ul > li") == ["inner"]
+    page.tab.click("#open-settings")
     page.tab.click("#formatted")
     assert page.tab.text(prose) == text
 
 
 def test_an_answer_and_its_request_can_be_copied(page: Page) -> None:
+    page.tab.click("#open-settings")
     page.tab.fill("#key", "secret")
     page.ask("It's me", said("Hi there"))
     page.ends()

@@ -35,6 +35,7 @@ def demo(browser: Chromium, url: str) -> Iterator[Page]:
         page = Page(tab, StandIn())  # which serves nothing here
         tab.open(url)
         tab.wait("document.querySelector('#model').value === 'demo'")
+        tab.click("#open-settings")
         tab.fill("#temperature", "0")
         yield page
         assert [text for text in tab.complaints if not text.startswith("Failed to load resource")] == []

@@ -30,7 +30,7 @@ def error(message: str, **more: Any) -> dict[str, Any]:
         (
             Refusal(400, error("too long", code="context_length_exceeded")),
             "conversation is too long",
-            "New chat",
+            "Edit this message",
         ),
         (Refusal(401, error("a key is needed")), "wants a valid API key", "Open the settings"),
         (Refusal(403, error("not for you")), "may not do that", "Open the settings"),
@@ -39,7 +39,7 @@ def error(message: str, **more: Any) -> dict[str, Any]:
             "this model",
             "settings",
         ),
-        (Refusal(413, error("too large")), "too large", "New chat"),
+        (Refusal(413, error("too large")), "too large", "Edit this message"),
         (Refusal(429, error("busy"), {"retry-after": "7"}), "busy with others", "in 7 seconds"),
         (Refusal(503, error("draining")), "not ready", "in a moment"),
         (Refusal(504, error("deadline")), "took too long", "fewer tokens"),
@@ -68,8 +68,21 @@ def test_trying_again_after_a_refusal_asks_the_same(page: Page) -> None:
     assert page.server.bodies[0] == page.server.bodies[1]
 
 
+def test_a_message_that_is_too_long_is_edited_instead_of_sent_again(page: Page) -> None:
+    page.ask("Hello", said("Hi"))
+    page.ends()
+    page.ask("Far too long", Refusal(400, error("too long", code="context_length_exceeded")))
+    page.ends("failed")
+    assert page.tab.texts(".failure button") == ["Edit this message", "New chat"]
+    page.tab.click(".failure button")
+    assert page.tab.evaluate("document.querySelector('#question').value") == "Far too long"
+    page.tab.fill("#question", "")
+    page.ask("Short", said("Yes"))
+    page.ends()
+    assert [message["content"] for message in page.sent["messages"]] == ["Hello", "Hi", "Short"]
+
+
 def test_a_refused_setting_can_be_reached_from_its_message(page: Page) -> None:
-    page.tab.click("#close-settings")
     page.ask("Hello", Refusal(400, error("must be above 0", param="repetition_penalty")))
     page.ends("failed")
     page.tab.click(".failure .plain:last-child")

@@ -54,6 +54,7 @@ def test_an_answer_in_pieces_is_text(page: Page) -> None:
 
 
 def test_an_answer_as_it_was_written_is_text(page: Page) -> None:
+    page.tab.click("#open-settings")
     page.tab.click("#formatted")
     page.ask("Hello", [delta(ALL), delta(finish="stop")])
     page.ends()

@@ -26,6 +26,12 @@ NUMBERS = {
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
 
 
+@pytest.fixture(autouse=True)
+def shown(page: Page) -> None:
+    """The settings are open."""
+    page.tab.click("#open-settings")
+
+
 def ask(page: Page) -> None:
     page.ask("Hello", said("Hi"))
     page.ends()
@@ -162,6 +168,7 @@ def test_a_page_without_storage_works(page: Page) -> None:
     page.tab.call("Page.addScriptToEvaluateOnNewDocument", {"source": source})
     page.tab.open(page.server.url)
     page.tab.wait("document.querySelector('#model').value === 'toy'")
+    page.tab.click("#open-settings")
     page.tab.fill("#temperature", "0.5")
     ask(page)
     assert page.sent["temperature"] == 0.5

@@ -117,9 +117,18 @@ def test_several_calls_of_one_answer_are_all_run(page: Page) -> None:
     assert [m["tool_call_id"] for m in page.sent["messages"] if m["role"] == "tool"] == ["call_0", "call_1"]
 
 
-def test_a_question_to_begin_with_switches_the_tools_on(page: Page) -> None:
+def test_the_tools_of_a_question_to_begin_with_last_for_that_question(page: Page) -> None:
+    """A model that is offered tools later on calls them, or writes what looks like it."""
     page.server.answers = [called("get_weather", '{"city": "Paris"}'), said("It is dry.")]
     page.tab.click(".starters li:last-child button")
     page.shows("It is dry.")
-    assert page.tab.evaluate("document.querySelector('#tools').checked") is True
-    assert page.server.bodies[0]["tools"]
+    page.ends()
+    page.server.answers = [called("get_weather", '{"city": "Paris"}'), said("It is wet.")]
+    page.tab.click(".answer:last-child [aria-label='Try again']")
+    page.shows("It is wet.")
+    page.ends()
+    page.ask("Tell me a story", said("Once upon a time"))
+    page.shows("Once")
+    page.ends()
+    assert page.tab.evaluate("document.querySelector('#tools').checked") is False
+    assert ["tools" in body for body in page.server.bodies] == [True, True, True, True, False]

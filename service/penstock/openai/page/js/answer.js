@@ -55,18 +55,24 @@ function addCall(calls, { index, id, function: called }) {
 /** A rate over less time than this, in milliseconds, would say more of the network than of the model. */
 const LEAST_SPAN = 20;
 
+/** Tokens per second since the first piece. What came with that is not counted: it took the time until then. Of a short
+ * answer, which came all at once, it is the rate from the question to the end. */
+function rateOf({ started, first, last, firstTokens }, tokens, running) {
+  if (first === null) return null;
+  if (tokens > firstTokens && last - first >= LEAST_SPAN) return ((tokens - firstTokens) * 1000) / (last - first);
+  return running || last === started ? null : (tokens * 1000) / (last - started);
+}
+
 /** Tokens, rate and times of an answer. What is not known is null. Times are in milliseconds. */
 export function figures(answer, now) {
   const tokens = answer.usage?.completion_tokens ?? null;
   const running = answer.state === "waiting" || answer.state === "streaming";
-  const span = answer.first === null ? 0 : answer.last - answer.first;
   return {
     tokens,
     promptTokens: answer.usage?.prompt_tokens ?? null,
     cachedTokens: answer.usage?.prompt_tokens_details?.cached_tokens ?? null,
     firstToken: answer.first === null ? null : answer.first - answer.started,
-    // What came with the first piece is not counted: it took the time until the first piece, not the time since.
-    rate: tokens > answer.firstTokens && span >= LEAST_SPAN ? ((tokens - answer.firstTokens) * 1000) / span : null,
+    rate: tokens ? rateOf(answer, tokens, running) : null,
     waited: answer.state === "waiting" ? now - answer.started : null,
     thinking: answer.reasoning ? (answer.thought ?? (running ? now : (answer.last ?? now))) - answer.first : null,
     running,

@@ -7,7 +7,7 @@ import { thumbnail } from "./view/pictures.js";
 
 export class Chat {
   /** `parts` are elements of the page; `on` has what the chat needs of the rest of it: settings(), key(), edit(turn),
-   * act(action), running(yes), changed(). */
+   * act(way), running(yes). */
   constructor({ list, welcome, said, follower }, on) {
     Object.assign(this, { list, welcome, said, follower, on });
     this.turns = [];
@@ -15,10 +15,11 @@ export class Chat {
     this.controller = null;
   }
 
-  /** Asks the model. `replaced` is an earlier message that this one stands for: it goes, with what came after it. */
-  ask(text, pictures = [], replaced = null) {
+  /** Asks the model. `replaced` is an earlier message that this one stands for: it goes, with what came after it.
+   * `own` are settings that hold for this question alone. */
+  ask(text, pictures = [], replaced = null, own = {}) {
     if (replaced) this.cut(this.turns.indexOf(replaced));
-    const turn = { role: "user", text, pictures };
+    const turn = { role: "user", text, pictures, own };
     this.turns.push(turn);
     this.list.append(this.userView(turn));
     return this.run();
@@ -76,7 +77,7 @@ export class Chat {
     try {
       await exchange({
         turns,
-        settings: this.on.settings(),
+        settings: { ...this.on.settings(), ...question(turns).own },
         key: this.on.key(),
         signal: controller.signal,
         onBegin: (answer) => {
@@ -103,11 +104,18 @@ export class Chat {
   show(answer) {
     const view = new AnswerView(answer, this.on.settings().formatted, {
       again: () => void this.again(),
-      act: (action) => this.on.act(action),
+      act: (way) => this.act(way, answer),
       key: () => this.on.key(),
     });
     this.views.set(answer, view);
     this.list.append(view.root);
+  }
+
+  /** Goes one of the ways on from an answer that failed. */
+  act(way, answer) {
+    if (way.kind === "again") void this.again();
+    else if (way.kind === "edit") this.on.edit(question(this.turns.slice(0, this.turns.indexOf(answer))));
+    else this.on.act(way);
   }
 
   userView(turn) {
@@ -121,7 +129,7 @@ export class Chat {
       element("span", { class: "hidden" }, "You:"),
       element("div", { class: "message" },
         turn.pictures.length ? element("div", { class: "shown" }, ...turn.pictures.map(thumbnail)) : null,
-        turn.text ? element("p", {}, turn.text) : null),
+        ...(turn.text ? textOf(turn.text) : [])),
       edit);
     this.views.set(turn, { root });
     return root;
@@ -135,6 +143,27 @@ export class Chat {
     }
     this.turns = this.turns.slice(0, at);
   }
+}
+
+/** The newest question of these turns. */
+function question(turns) {
+  return turns.findLast(({ role }) => role === "user");
+}
+
+/** The most lines of a message that are shown at first, and how many characters count as so many. */
+const MOST_LINES = 12;
+const MOST_CHARACTERS = 900;
+
+/** The text of a message. A long one is shown shortened, with a button for all of it. */
+function textOf(text) {
+  if (text.length <= MOST_CHARACTERS && text.split("\n").length <= MOST_LINES) return [element("p", {}, text)];
+  const shown = element("span", { class: "short" }, text);
+  const button = element("button", { type: "button", class: "link", "aria-expanded": "false", onclick: () => {
+    const isShort = shown.classList.toggle("short");
+    button.textContent = isShort ? "Show all" : "Show less";
+    button.setAttribute("aria-expanded", String(!isShort));
+  } }, "Show all");
+  return [element("p", {}, shown), button];
 }
 
 /** What a screen reader says of an answer that has ended. Failures have an alert of their own. */

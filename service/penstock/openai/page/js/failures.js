@@ -9,7 +9,11 @@ const FIELDS = {
   tools: "tools", model: "model",
 };
 
-/** {title, next, action}: `action` is {kind: "field", field}, {kind: "new"} or null. Trying again is always offered. */
+const AGAIN = { kind: "again" };
+/** The ways on from what is too long: to ask the same again would fail again. */
+const SHORTER = [{ kind: "edit" }, { kind: "new" }];
+
+/** {title, next, ways}: `ways` are what is offered: {kind: "again"}, {kind: "field", field}, {kind: "edit"}, {kind: "new"}. */
 export function explain(failure) {
   const { kind, status, code, param } = failure;
   if (kind === "network") {
@@ -27,13 +31,15 @@ export function explain(failure) {
     return say("This API key may not do that", "Use another key, or ask who runs the server.", field("key"));
   }
   if (code === "context_length_exceeded") {
-    return say("The conversation is too long for this model", "Begin a new chat, or ask for fewer tokens.", { kind: "new" });
+    return say("The conversation is too long for this model", "Shorten your message, or begin a new chat.", SHORTER);
   }
   if (status === 404 && (param === "model" || code === "model_not_found")) {
     return say("The server does not have this model", "Choose another model.", field("model"));
   }
   if (status === 404) return say("The server does not know this address", "Check what serves this page.");
-  if (status === 413) return say("The conversation is too large for the server", "Begin a new chat.", { kind: "new" });
+  if (status === 413) {
+    return say("The conversation is too large for the server", "Shorten your message, or begin a new chat.", SHORTER);
+  }
   if (status === 429) return say("The server is busy with others", `It asks you to wait. Try again ${later(failure)}.`);
   if (status === 503) return say("The server is not ready", `It may be starting or stopping. Try again ${later(failure)}.`);
   if (status === 504 || status === 408) {
@@ -54,12 +60,13 @@ export function fieldOf(param) {
   return found ? FIELDS[found] : "";
 }
 
-function say(title, next, action = null) {
-  return { title, next, action };
+/** Trying again is offered where it may help. */
+function say(title, next, ways = [AGAIN]) {
+  return { title, next, ways };
 }
 
 function field(name) {
-  return { kind: "field", field: name };
+  return [AGAIN, { kind: "field", field: name }];
 }
 
 function later({ retryAfter }) {

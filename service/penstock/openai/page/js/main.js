@@ -5,7 +5,7 @@ import { Chat } from "./chat.js";
 import { explain } from "./failures.js";
 import { EXAMPLE_SCHEMA, firstInvalid, keepKey, keepSettings, keptKey, readSettings, restoreSettings } from "./settings.js";
 import { Composer } from "./view/composer.js";
-import { element, icon } from "./view/dom.js";
+import { element, icon, wayButton } from "./view/dom.js";
 import { Panel } from "./view/panel.js";
 import { Follower } from "./view/scroll.js";
 
@@ -44,8 +44,8 @@ const composer = new Composer(
 /** Ids of the models that take pictures. */
 let seeing = new Set();
 
-/** Asks, if the settings can be sent. False leaves the message in its field. */
-function ask(text, pictures = [], replaced = null) {
+/** Asks, if the settings can be sent. False leaves the message in its field. `own` are settings of this question alone. */
+function ask(text, pictures = [], replaced = null, own = {}) {
   const invalid = firstInvalid(form);
   if (invalid) {
     panel.show(invalid);
@@ -56,13 +56,13 @@ function ask(text, pictures = [], replaced = null) {
     void loadModels();
     return false;
   }
-  void chat.ask(text, pictures, replaced);
+  void chat.ask(text, pictures, replaced, own);
   return true;
 }
 
-function act(action) {
-  if (action.kind === "new") newChat();
-  else panelOrPage(part(action.field));
+function act(way) {
+  if (way.kind === "new") newChat();
+  else panelOrPage(part(way.field));
 }
 
 function panelOrPage(field) {
@@ -117,7 +117,7 @@ function notice(what) {
   place.hidden = !what;
   place.replaceChildren();
   if (!what) return;
-  const { title, message, next, action } = what;
+  const { title, message, next, ways = [{ kind: "again" }] } = what;
   place.append(
     icon("warning"),
     element(
@@ -127,9 +127,7 @@ function notice(what) {
       message ? element("p", { class: "words" }, message) : null,
       element("p", {}, next),
       element("p", { class: "ways" },
-        element("button", { type: "button", class: "plain", onclick: () => void loadModels() }, "Try again"),
-        action?.kind === "field"
-          ? element("button", { type: "button", class: "plain", onclick: () => act(action) }, "Open the settings") : null),
+        ...ways.map((way) => wayButton(way, way.kind === "again" ? () => void loadModels() : () => act(way)))),
     ),
   );
 }
@@ -167,11 +165,7 @@ part("defaults").addEventListener("click", () => {
 });
 part("starters").append(...STARTERS.map(({ text, tools }) => {
   const choose = () => {
-    if (tools) {
-      form.elements.tools.checked = true;
-      reflect();
-    }
-    if (!ask(text)) composer.fill(text);
+    if (!ask(text, [], null, tools ? { tools } : {})) composer.fill(text);
   };
   return element("li", {}, element("button", { type: "button", onclick: choose }, text,
     tools ? element("span", { class: "with" }, icon("tool"), "with a demo tool") : null));

@@ -3,7 +3,7 @@
 import { figures } from "../answer.js";
 import { explain } from "../failures.js";
 import { curl } from "../request.js";
-import { copyButton, element, icon, iconButton } from "./dom.js";
+import { copyButton, element, icon, iconButton, wayButton } from "./dom.js";
 import { Prose } from "./prose.js";
 
 const FINISHES = {
@@ -12,7 +12,7 @@ const FINISHES = {
 };
 
 export class AnswerView {
-  /** `on` has what the page does: again(), act(action), and key(), the API key. */
+  /** `on` has what the page does: again(), act(way), and key(), the API key. */
   constructor(answer, formatted, on) {
     this.answer = answer;
     this.on = on;
@@ -125,15 +125,13 @@ export class AnswerView {
 
   failure() {
     const { failure } = this.answer;
-    const { title, next, action } = explain(failure);
+    const { title, next, ways } = explain(failure);
     const facts = [
       failure.status ? `HTTP ${failure.status}` : "",
       failure.code || failure.type,
       failure.param ? `parameter ${failure.param}` : "",
       failure.requestId ? `request ${failure.requestId}` : "",
     ].filter(Boolean);
-    const act = action && element("button", { type: "button", class: "plain", onclick: () => this.on.act(action) },
-      action.kind === "new" ? "New chat" : "Open the settings");
     return element(
       "div",
       { class: "failure", role: "alert" },
@@ -146,7 +144,7 @@ export class AnswerView {
         element("p", {}, next),
         facts.length ? element("p", { class: "facts" }, ...facts.map((fact) => element("span", {}, fact))) : null,
         element("p", { class: "ways" },
-          element("button", { type: "button", class: "plain again", onclick: () => this.on.again() }, "Try again"), act),
+          ...ways.map((way) => wayButton(way, () => this.on.act(way)))),
       ),
     );
   }

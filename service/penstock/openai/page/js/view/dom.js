@@ -28,6 +28,13 @@ export function iconButton(name, label, onclick) {
   return element("button", { type: "button", class: "quiet small", "aria-label": label, title: label, onclick }, icon(name));
 }
 
+const WAYS = { again: "Try again", edit: "Edit this message", field: "Open the settings", new: "New chat" };
+
+/** A button for one of the ways on from a failure, see failures.js. */
+export function wayButton({ kind }, onclick) {
+  return element("button", { type: "button", class: kind === "again" ? "plain again" : "plain", onclick }, WAYS[kind]);
+}
+
 /** A button that copies what `text()` returns, and says so for a moment. */
 export function copyButton(name, label, text) {
   const button = iconButton(name, label, async () => {

@@ -58,9 +58,9 @@ export class Panel {
 
   wanted() {
     try {
-      return localStorage.getItem(KEPT) !== "closed";
+      return localStorage.getItem(KEPT) === "open";
     } catch {
-      return true;
+      return false;
     }
   }
 
@@ -68,7 +68,7 @@ export class Panel {
     try {
       localStorage.setItem(KEPT, state);
     } catch {
-      // Then it is open again at the next visit.
+      // Then they are closed again at the next visit.
     }
   }
 }
