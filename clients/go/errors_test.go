@@ -61,9 +61,9 @@ func TestErrorsOfTheStubsAreTyped(t *testing.T) {
 		t.Error(err)
 	}
 	_, err = client.Inference.Generate(limited(t), &penstockv1.GenerateRequest{
-		Input: &penstockv1.GenerateRequest_PromptTokenIds{PromptTokenIds: &penstockv1.TokenIds{Ids: make([]uint32, 3000)}},
+		Input: &penstockv1.GenerateRequest_PromptTokenIds{PromptTokenIds: &penstockv1.TokenIds{Ids: make([]uint32, 30000)}},
 	})
-	if !errors.Is(err, penstock.ErrPromptTooLong) || !errors.As(err, &failed) || failed.Metadata["prompt_tokens"] != "3000" {
+	if !errors.Is(err, penstock.ErrPromptTooLong) || !errors.As(err, &failed) || failed.Metadata["prompt_tokens"] != "30000" {
 		t.Error(err)
 	}
 }

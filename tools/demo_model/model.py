@@ -27,7 +27,7 @@ class ModelConfig:
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
     head_dim: int = 64
-    max_position_embeddings: int = 2048
+    max_position_embeddings: int = 16384
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
 

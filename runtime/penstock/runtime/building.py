@@ -92,6 +92,7 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
         groups=groups,
         state_bytes=cache.slot_bytes * config.max_num_seqs,
         snapshot_bytes=cache.snapshot_bytes,
+        tokens_per_row=model.tokens_per_row,
         device_bytes=_free_bytes(model, config, shapes, backend),
     )
     shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len, num_snapshots=kv.num_snapshots)

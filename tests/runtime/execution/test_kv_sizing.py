@@ -47,6 +47,15 @@ def test_the_default_on_cpu_takes_no_more_pages_than_all_rows_can_fill() -> None
     assert plan() == KVPlan((8,), 64)  # 2 rows of 64 / 16 pages
 
 
+@pytest.mark.parametrize(("rows", "pages"), [(1, 4), (2, 4), (4, 8)])
+def test_the_default_may_count_on_short_requests_but_holds_a_long_one(rows: int, pages: int) -> None:
+    """Each row counts 32 tokens, which are 2 pages; one row of 64 tokens needs 4."""
+    config = dataclasses.replace(CONFIG, max_num_seqs=rows)
+    groups = (CacheGroup(None, 100),)
+    found = plan_kv(config, model_max_len=64, groups=groups, tokens_per_row=32, device_bytes=None)
+    assert found == KVPlan((pages,), 64)
+
+
 def test_the_cache_takes_all_the_bytes_that_were_asked_for() -> None:
     """Pages beyond those that the rows can fill keep prefixes."""
     assert plan(dataclasses.replace(CONFIG, kv_cache_bytes=5050)) == KVPlan((50,), 64)

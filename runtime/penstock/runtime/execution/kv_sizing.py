@@ -90,13 +90,15 @@ def plan_kv(
     groups: Sequence[CacheGroup],
     state_bytes: int = 0,
     snapshot_bytes: int = 0,
+    tokens_per_row: int | None = None,
     device_bytes: int | None,
 ) -> KVPlan:
     """Resolve the numbers of pages and of snapshots, and the context length.
 
     The budget is kv_cache_bytes, else `device_bytes`, and all of it is taken: pages beyond what the rows can
     fill keep prefixes. Without either the budget is a default, which is logged, and of which only as much is
-    taken as all rows could fill, because nobody asked for more. An explicit max_model_len that the budget
+    taken as all rows could fill, because nobody asked for more: with `tokens_per_row`, so many tokens of each
+    row, and one row of the longest context. An explicit max_model_len that the budget
     cannot hold is a ConfigError; a derived one is lowered to what fits, with a log line. The last token of a
     request needs no KV, so `num_pages * page_size` positions hold one token more. If all layers have a
     sliding window, pages out of it are given back, so pages for the window hold any context.
@@ -117,7 +119,8 @@ def plan_kv(
     check_max_model_len(config, model_max_len)
     wanted_len = config.max_model_len or model_max_len
     pages_per_row = -(-wanted_len // page_size)
-    most_pages = pages_per_row * config.max_num_seqs
+    usual_pages = min(pages_per_row, -(-(tokens_per_row or wanted_len) // page_size))
+    most_pages = max(pages_per_row, usual_pages * config.max_num_seqs)
     first, *others = groups
     least = [min(pages_per_row, _pages_for_one(group, config)) for group in others]
     one_request = _bytes(groups, (pages_per_row, *least))

@@ -18,6 +18,10 @@ from penstock.runtime.errors import ConfigError
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo_model"
+DEMO_TOKENS_PER_ROW = 2048
+"""The demo model takes long prompts, so that programs which send them can be tried with it, but few do: a
+first look need not take the memory for many of them at once.
+"""
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*")
 SKIPPED = ("[!0-9]*/*", "*/*/*", "*/*.safetensors", "consolidated*")
 """Other formats of the same weights, in folders or beside. Folders such as "1_Pooling" are those of Sentence

@@ -24,7 +24,7 @@ from penstock.runtime.execution.runner_config import check_end_tokens
 from penstock.runtime.images.processor import ImageProcessor
 from penstock.runtime.images.vision import Vision
 from penstock.runtime.loading.checkpoint import check_tensors, config_for_tensors, load_leaves, read_config
-from penstock.runtime.loading.hub import resolve_model
+from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW, resolve_model
 from penstock.runtime.loading.pooling import read_pooling
 from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors
 from penstock.runtime.machine import host_memory
@@ -58,6 +58,9 @@ class ServedModel:
     dtype: np.dtype[Any]
     vocab_size: int
     max_model_len: int
+    tokens_per_row: int | None = None
+    """How many tokens of each row the KV cache of a CPU has room for where nobody says its size; None: the
+    whole context."""
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults
     text: TextCodec | None
@@ -183,6 +186,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         dtype=facts.dtype,
         vocab_size=facts.config.vocab_size,
         max_model_len=facts.config.max_position_embeddings,
+        tokens_per_row=DEMO_TOKENS_PER_ROW if directory == DEMO_DIRECTORY else None,
         eos_token_ids=facts.eos_token_ids,
         defaults=facts.defaults,
         text=facts.text,

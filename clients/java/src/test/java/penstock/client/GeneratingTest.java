@@ -136,7 +136,7 @@ class GeneratingTest {
     void aPromptThatIsTooLongIsRefusedWithBothNumbers() {
         RefusedException.PromptTooLong error = assertThrows(
                 RefusedException.PromptTooLong.class,
-                () -> client.generate(Requests.generate(1).setPrompt("time ".repeat(4000)).build()));
+                () -> client.generate(Requests.generate(1).setPrompt("time ".repeat(20000)).build()));
         assertEquals(2, error.metadata().size(), error.metadata().toString());
     }
 
