@@ -591,7 +591,12 @@ type ChatMessage struct {
 	// its place. Parts that are all texts are one text.
 	// Default: none: content is what is said. Limits: not together with content; at most 10,000 parts in all turns
 	// together.
-	Parts         []*ContentPart `protobuf:"bytes,6,rep,name=parts,proto3" json:"parts,omitempty"`
+	Parts []*ContentPart `protobuf:"bytes,6,rep,name=parts,proto3" json:"parts,omitempty"`
+	// The name of who speaks, which tells apart several of one role. The template sees it as the message's "name", and
+	// decides whether the model is shown it: FEATURE_NAMES says whether the model's own template does so.
+	// Default: none; of a "tool" turn, the name of the function that was called. Limits: none but the size of the
+	// request.
+	Name          string `protobuf:"bytes,7,opt,name=name,proto3" json:"name,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -666,6 +671,13 @@ func (x *ChatMessage) GetParts() []*ContentPart {
 		return x.Parts
 	}
 	return nil
+}
+
+func (x *ChatMessage) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
 }
 
 // A conversation, rendered to a prompt by the model's chat template. A model without a template, and none given here:
@@ -2268,7 +2280,7 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"\vContentPart\x12\x14\n" +
 	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x12*\n" +
 	"\x05image\x18\x02 \x01(\v2\x12.penstock.v1.ImageH\x00R\x05imageB\x06\n" +
-	"\x04part\"\xe1\x01\n" +
+	"\x04part\"\xf5\x01\n" +
 	"\vChatMessage\x12\x12\n" +
 	"\x04role\x18\x01 \x01(\tR\x04role\x12\x18\n" +
 	"\acontent\x18\x02 \x01(\tR\acontent\x124\n" +
@@ -2277,7 +2289,8 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"\ftool_call_id\x18\x04 \x01(\tR\n" +
 	"toolCallId\x12\x1c\n" +
 	"\treasoning\x18\x05 \x01(\tR\treasoning\x12.\n" +
-	"\x05parts\x18\x06 \x03(\v2\x18.penstock.v1.ContentPartR\x05parts\"\xbc\x02\n" +
+	"\x05parts\x18\x06 \x03(\v2\x18.penstock.v1.ContentPartR\x05parts\x12\x12\n" +
+	"\x04name\x18\a \x01(\tR\x04name\"\xbc\x02\n" +
 	"\n" +
 	"ChatPrompt\x124\n" +
 	"\bmessages\x18\x01 \x03(\v2\x18.penstock.v1.ChatMessageR\bmessages\x121\n" +

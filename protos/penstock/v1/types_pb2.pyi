@@ -321,6 +321,7 @@ class ChatMessage(_message.Message):
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Who speaks.
     Default: none, the field is required. Limits: "system", "user", "assistant" or "tool".
@@ -337,6 +338,12 @@ class ChatMessage(_message.Message):
     """What the assistant thought in this turn, as Output.reasoning told it. The template sees it as the message's
     "reasoning_content", and decides whether the model is shown it.
     Default: nothing. Limits: only in a turn with the role "assistant".
+    """
+    name: _builtins.str
+    """The name of who speaks, which tells apart several of one role. The template sees it as the message's "name", and
+    decides whether the model is shown it: FEATURE_NAMES says whether the model's own template does so.
+    Default: none; of a "tool" turn, the name of the function that was called. Limits: none but the size of the
+    request.
     """
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
@@ -361,10 +368,11 @@ class ChatMessage(_message.Message):
         tool_call_id: _builtins.str = ...,
         reasoning: _builtins.str = ...,
         parts: _abc.Iterable[Global___ContentPart] | None = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "parts", b"parts", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "parts", b"parts", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

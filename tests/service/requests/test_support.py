@@ -52,6 +52,7 @@ EFFECTS = {
         ),
         f"{CHATS}::test_calls_and_what_tools_answered_stand_in_the_prompt",
     ),
+    "chat.messages.name": f"{CHATS}::test_the_template_decides_whether_the_model_sees_who_speaks",
     "chat.messages.reasoning": f"{CHATS}::test_the_template_decides_what_the_model_sees_of_its_reasoning",
     **dict.fromkeys(
         ("chat.messages.parts", "chat.messages.parts.text", "chat.messages.parts.image"),

@@ -43,6 +43,7 @@ class ByteText:
     has_chat_template = True
     template_names: tuple[str, ...] = ()
     template_variables: tuple[str, ...] = ()
+    shows_names = False
     chat_template = CHAT_TEMPLATE
     max_token_chars = len(END)
 

@@ -47,7 +47,7 @@ def _all(
 
 
 def _turn(value: Mapping[str, Any]) -> ChatTurn:
-    _check_keys(value, ("role", "content", "tool_calls", "tool_call_id", "reasoning"), needed="role")
+    _check_keys(value, ("role", "content", "tool_calls", "tool_call_id", "reasoning", "name"), needed="role")
     calls = value.get("tool_calls") or ()
     return ChatTurn(
         role=value["role"],
@@ -55,6 +55,7 @@ def _turn(value: Mapping[str, Any]) -> ChatTurn:
         tool_calls=tuple(c if isinstance(c, ToolCall) else _call(_mapping(c)) for c in calls),
         tool_call_id=_text(value, "tool_call_id"),
         reasoning=_text(value, "reasoning"),
+        name=_text(value, "name"),
     )
 
 

@@ -73,6 +73,9 @@ class ChatTurn:
     """The call that a tool turn answers."""
     reasoning: str = ""
     """What the assistant thought in this turn; the template decides whether the model is shown it."""
+    name: str = ""
+    """Who speaks; the template decides whether the model is shown it. Of a tool turn that has none, the
+    template sees the name of the function."""
 
 
 @dataclass(frozen=True, slots=True)

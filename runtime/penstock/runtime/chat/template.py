@@ -37,8 +37,8 @@ def tool_dict(tool: Tool) -> dict[str, Any]:
 def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, Any]]:
     """Messages as Hugging Face's templates expect them. Arguments are objects, unless the template demands
     texts, and keys without content are left out, because templates ask whether `tool_calls` is there. A
-    tool's turn also has the name of the function. Reasoning is `reasoning_content`, the name that most
-    templates read; transformers adds the one of gpt-oss, `thinking`.
+    tool's turn has the name of the function, unless it has another. Reasoning is `reasoning_content`, the
+    name that most templates read; transformers adds the one of gpt-oss, `thinking`.
     """
     names = {call.id: call.name for turn in turns for call in turn.tool_calls}
     dicts = []
@@ -69,6 +69,8 @@ def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, 
             message["content"] = [{"type": "thinking", "thinking": turn.reasoning}, *words]
         if turn.role == "tool":
             message |= {"tool_call_id": turn.tool_call_id, "name": names[turn.tool_call_id]}
+        if turn.name:
+            message["name"] = turn.name
         dicts.append(message)
     return dicts
 

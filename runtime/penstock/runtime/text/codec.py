@@ -23,7 +23,7 @@ from penstock.runtime.chat.template import render, render_here
 from penstock.runtime.chat.template_reading import check_template, variables_of
 from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
 from penstock.runtime.chat.tool_formats import harmony
-from penstock.runtime.errors import ConfigError
+from penstock.runtime.errors import ConfigError, InvalidRequest
 from penstock.runtime.model_files import check_downloaded, read_json_object
 from penstock.runtime.text.decoder import (
     IncrementalDecoder,
@@ -267,6 +267,20 @@ class TextCodec:
         template = getattr(self._tokenizer, "chat_template", None) or ""
         templates = template.values() if isinstance(template, dict) else [template]
         return variables_of(templates, self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES)
+
+    @cached_property
+    def shows_names(self) -> bool:
+        """Whether the model's own template shows the model who speaks (`ChatTurn.name`). Turns with names are
+        tried, because templates read the names of functions, too.
+        """
+        name = "Mnemosyne"
+        for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
+            try:
+                if name in self.render_chat(Chat(tuple(ChatTurn(role, "x", name=name) for role in roles))):
+                    return True
+            except InvalidRequest:  # there is no template, or it takes no such turns
+                continue
+        return False
 
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:

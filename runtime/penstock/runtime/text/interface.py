@@ -52,6 +52,11 @@ class Text(Protocol):
         ...
 
     @property
+    def shows_names(self) -> bool:
+        """Whether the model's own template shows the model who speaks."""
+        ...
+
+    @property
     def added_tokens(self) -> Mapping[str, int]:
         """Text to id, for the tokens besides the vocabulary."""
         ...

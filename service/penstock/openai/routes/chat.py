@@ -87,7 +87,7 @@ def chat_options(body: ChatBody, facts: ModelFacts) -> RequestOptions:
 
 def chat_ignored(body: ChatBody, facts: ModelFacts) -> set[str]:
     """The fields that have no effect, besides those that the body itself ignores."""
-    ignored = ignored_of(body.messages)
+    ignored = ignored_of(body.messages, facts, body.chat_template)
     if body.reasoning_effort and not variables_of_effort(body.reasoning_effort, facts.template_variables):
         ignored.add("reasoning_effort")
     return ignored

@@ -56,8 +56,10 @@ async def tokenize(request: Request) -> Response:
     """Tell the tokens that the model would be given."""
     call, body, front = call_of(request), await read_body(request, TokenizeBody), front_of(request)
     chat = chat_of(body)
-    ignored_in(request.scope).update(ignored_of(body.messages or ()))
     await _check_model(body.model, front, call)
+    if body.messages is not None:
+        facts = await front.backend.facts(call)
+        ignored_in(request.scope).update(ignored_of(body.messages, facts, body.chat_template))
     asked = front.backend.client.tokenize(
         body.prompt,
         add_special_tokens=body.add_special_tokens,

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from penstock.client import ChatMessage, Image, Tool, ToolCall
+from penstock.openai.backend import ModelFacts
 from penstock.openai.failures import invalid_value, missing, unsupported_value
 from penstock.openai.schemas import chat as schemas
 
@@ -68,8 +69,12 @@ def turns_of(messages: Sequence[schemas.Message]) -> list[ChatMessage]:
     return [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def ignored_of(messages: Sequence[schemas.Message]) -> set[str]:
-    """The fields of messages that have no effect: the contract has no names of those who speak."""
+def ignored_of(messages: Sequence[schemas.Message], facts: ModelFacts, chat_template: str | None) -> set[str]:
+    """The fields of messages that have no effect: names, where the model's own template shows none. Whether a
+    template of the request's own shows them is its author's affair.
+    """
+    if chat_template is not None or "names" in facts.features:
+        return set()
     has_names = any(message.name is not None and message.role != "tool" for message in messages)
     return {"messages[].name"} if has_names else set()
 
@@ -129,6 +134,7 @@ def _turn(message: schemas.Message, where: str) -> ChatMessage:
         tool_calls=calls,
         tool_call_id=message.tool_call_id or "",
         reasoning=_thought(message),
+        name=message.name or "",
     )
 
 

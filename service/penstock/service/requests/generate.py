@@ -366,6 +366,7 @@ def chat_prompt(
                     tuple(ToolCall(c.id, c.name, c.arguments_json) for c in turn.tool_calls),
                     turn.tool_call_id,
                     turn.reasoning,
+                    turn.name,
                 )
                 for turn, content in zip(message.messages, said, strict=True)
             ],

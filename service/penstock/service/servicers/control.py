@@ -168,7 +168,7 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-CONTRACT_REVISION = 5
+CONTRACT_REVISION = 6
 _WATCH_LOAD = "penstock.v1.ControlService/WatchLoad"
 _TOKEN_COST = 8
 """The cost of turning one token into text, in bytes of a message (see `Lanes.convert`)."""
@@ -244,6 +244,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             control_pb2.FEATURE_EMBED: self._limits.has_hidden_states,
             control_pb2.FEATURE_SCORE: True,
             control_pb2.FEATURE_HIDDEN_STATES: self._limits.has_hidden_states,
+            control_pb2.FEATURE_NAMES: self._engine.text is not None and self._engine.text.shows_names,
         }
         return [feature for feature, there in has.items() if there]
 

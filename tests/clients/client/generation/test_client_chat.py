@@ -32,7 +32,7 @@ def test_all_of_a_conversation():
         "messages": [
             {"role": "system", "content": "be brief"},
             ChatMessage("assistant", tool_calls=(ToolCall("c1", "f", '{"a": 1}'),)),
-            {"role": "assistant", "content": "so", "reasoning": "hm"},
+            {"role": "assistant", "content": "so", "reasoning": "hm", "name": "Al"},
             ChatMessage("tool", "4", tool_call_id="c1"),
         ],
         "tools": [
@@ -50,7 +50,7 @@ def test_all_of_a_conversation():
         """
         messages { role: "system" content: "be brief" }
         messages { role: "assistant" tool_calls { id: "c1" name: "f" arguments_json: "{\\"a\\": 1}" } }
-        messages { role: "assistant" content: "so" reasoning: "hm" }
+        messages { role: "assistant" content: "so" reasoning: "hm" name: "Al" }
         messages { role: "tool" content: "4" tool_call_id: "c1" }
         tools { name: "f" description: "adds" parameters_json: "{\\"type\\": \\"object\\"}" }
         tools { name: "g" parameters_json: "{\\"type\\":\\"object\\"}" }
@@ -108,8 +108,8 @@ def test_forms_of_a_turn_that_calls(call):
             r"messages\[1\]: has no role; a turn has role, content",
         ),
         (
-            {"messages": [{"role": "user", "name": "x"}]},
-            r"messages\[0\]: unknown key 'name'; a turn has role",
+            {"messages": [{"role": "user", "nick": "x"}]},
+            r"messages\[0\]: unknown key 'nick'; a turn has role",
         ),
         ({"messages": ["hi"]}, r"messages\[0\]: must be a mapping, not str"),
         (

@@ -160,7 +160,7 @@ def test_turns() -> None:
         ChatMessage("system", "Be brief."),
         ChatMessage("user", "a\nb"),
         ChatMessage("assistant", "", (call,), reasoning="hm"),
-        ChatMessage("tool", "sunny", tool_call_id="c1"),
+        ChatMessage("tool", "sunny", tool_call_id="c1", name="get_weather"),
         ChatMessage("assistant", "Sunny.", reasoning="ah"),
         ChatMessage("user", ""),
     ]
@@ -207,6 +207,25 @@ def test_reasoning_effort(effort: str, variables: tuple[str, ...], expected: dic
     options = chat_options(body, facts(template_variables=variables))
     assert options["template_options"] == {"date": "today"} | expected
     assert chat_ignored(body, facts(template_variables=variables)) == set()
+
+
+@pytest.mark.parametrize(
+    ("features", "fields", "ignored"),
+    [
+        ({"chat"}, {}, {"messages[].name"}),
+        ({"chat", "names"}, {}, set()),
+        ({"chat"}, {"chat_template": "{{ messages[0].name }}"}, set()),
+    ],
+)
+def test_names_go_to_the_template_that_shows_them(
+    features: set[str], fields: dict[str, Any], ignored: set[str]
+) -> None:
+    said = [{"role": role, "name": role[:2], "content": "x"} for role in ("system", "user", "assistant")]
+    body = chat_body(messages=said, **fields)
+    there = facts(features=frozenset(features))
+    turns: Any = chat_options(body, there)["messages"]
+    assert [turn.name for turn in turns] == ["sy", "us", "as"]
+    assert chat_ignored(body, there) == ignored
 
 
 def test_an_effort_that_is_given_twice_is_refused() -> None:

@@ -107,6 +107,28 @@ async def test_the_template_decides_what_the_model_sees_of_its_reasoning():
         assert await prompt_of(rig, chat(*turns)) == ids("u:hi|a:6|u:hi|a:7|a:")
 
 
+async def test_the_template_decides_whether_the_model_sees_who_speaks():
+    """It finds a name where a turn has one. The model's own template does not look for it and shows the turns
+    as if they had none, and the server says so.
+    """
+    turns = [
+        {"role": "system", "name": "Bo", "content": "be"},
+        {**USER, "name": "Al"},
+        {"role": "assistant", "content": "6", "name": "Cy"},
+        USER,
+    ]
+    template = "{% for m in messages %}{{ m.name }}:{{ m.content }};{% endfor %}"
+    named = byte_codec(chat_template=template)
+    for codec, text, shows in (
+        (CODEC, "s:be|u:hi|a:6|u:hi|a:", False),
+        (named, "Bo:be;Al:hi;Cy:6;:hi;", True),
+    ):
+        async with serving(qwen(codec=codec)) as rig:
+            assert await prompt_of(rig, chat(*turns)) == ids(text)
+            info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
+            assert (control_pb2.FEATURE_NAMES in info.features) is shows
+
+
 async def test_a_template_of_the_requests_own():
     """It replaces the model's template, if the model has one."""
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ 'go' if add_generation_prompt }}"

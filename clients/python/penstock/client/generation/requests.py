@@ -65,6 +65,7 @@ def _turn(turn: ChatMessage) -> types_pb2.ChatMessage:
         tool_calls=calls,
         tool_call_id=turn.tool_call_id,
         reasoning=turn.reasoning,
+        name=turn.name,
     )
 
 

@@ -179,6 +179,9 @@ class ChatMessage:
     """The id of the call that a "tool" turn answers."""
     reasoning: str = ""
     """What the assistant thought in this turn; the model's chat template decides whether it is shown."""
+    name: str = ""
+    """Who speaks; the model's chat template decides whether it is shown. If it does, "names" is among
+    `ModelInfo.features`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.content, str):
@@ -199,6 +202,7 @@ class ChatMessage:
             tool_calls=tuple(c if isinstance(c, ToolCall) else ToolCall.from_dict(c) for c in calls),
             tool_call_id=checked.get("tool_call_id") or "",
             reasoning=checked.get("reasoning") or "",
+            name=checked.get("name") or "",
         )
 
 

@@ -82,9 +82,9 @@ class ModelInfo:
     """The optional parts of the contract that the server has; using another one raises Unsupported.
 
     They are "chat", "prompt_logprobs", "json_schema" (also for JsonObject), "regex" (also for Ebnf and
-    Choice), "adapters", "priority", "update_weights", "tracing", "profile", "images", "embed", "score" and
-    "hidden_states". "batch_invariant" is a promise: a token's logits depend on its own request alone, bit for
-    bit.
+    Choice), "adapters", "priority", "update_weights", "tracing", "profile", "images", "embed", "score",
+    "hidden_states" and "names". "batch_invariant" is a promise: a token's logits depend on its own request
+    alone, bit for bit.
     """
     tensors: tuple[TensorInfo, ...] = ()
     weights_digest: bytes = b""
