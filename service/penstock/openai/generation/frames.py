@@ -4,12 +4,13 @@ choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.client import Finish, FinishReason, Usage, Vocabulary
 from penstock.openai.failures import ApiError
+from penstock.openai.generation.logprobs import TextTokens
 from penstock.openai.jsonbytes import json_bytes, json_string
 from penstock.openai.schemas.sampling import StreamOptions
 
@@ -89,6 +90,8 @@ class Wanted:
     """Whether the answer to a completion has vLLM's `prompt_logprobs`. A chat's has what the server sent."""
     vocabulary: Vocabulary | None = None
     """What tokens look like; None unless log-probabilities were asked for."""
+    text_tokens: Callable[[], TextTokens] | None = None
+    """Finds the tokens of a choice's text. None: log-probabilities are told of all tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,20 @@
 """Log-probabilities in OpenAI's shapes, and in vLLM's for prompts; answers with them may be large, and are
 made within a bound and in slices, between which the event loop serves others.
+
+The server sends those of all tokens: also of what the model thought, of tags and of calls, of the end token,
+and of those in which a stop string was found. It may send tokens before the text that they are. `TextTokens`
+finds those of the text.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Final
 
 from penstock.client import (
@@ -121,6 +129,85 @@ def _places(logprobs: Logprobs, token_ids: Sequence[int]) -> Iterator[tuple[int,
     return zip(token_ids, logprobs.sampled, tops, strict=True)
 
 
+class TextTokens:
+    """Finds the tokens of each piece of one output's text among all tokens of the output."""
+
+    def __init__(self, vocabulary: Vocabulary, *, with_special: bool = False, is_parsed: bool = True) -> None:
+        """`with_special` is a text that has its special tokens. Of a text that is not parsed, nothing is left
+        out before its end but spaces and special tokens.
+        """
+        self._vocabulary = vocabulary
+        self._hidden = frozenset[int]() if with_special else vocabulary.special_token_ids
+        self._is_parsed = is_parsed
+        self._waiting: list[tuple[int, float, Top]] = []
+        """Tokens whose text has not come yet."""
+        self._begun = b""
+        """The end of the last token that was taken, if only its beginning was in the text."""
+
+    def of_delta(self, delta: Delta) -> Delta:
+        """The delta with no other tokens than those of its text, which may have come with earlier ones. A
+        token whose text comes in two deltas is told with the first. All that have come are told where their
+        bytes do not hold the text, but for special tokens. Without log-probabilities it stays as it is.
+        """
+        if delta.logprobs is None:
+            return delta
+        self._waiting.extend(_places(delta.logprobs, delta.token_ids))
+        taken = self._taken(delta)
+        ids, sampled, top = zip(*taken, strict=True) if taken else ((), (), ())
+        return replace(delta, token_ids=ids, logprobs=Logprobs(sampled, top))
+
+    def _taken(self, delta: Delta) -> list[tuple[int, float, Top]]:
+        if not delta.delta:
+            if delta.reasoning or delta.tool_calls:
+                self._waiting, self._begun = [], b""
+            return []
+        pieces = [self._begun, *(self._piece(token_id) for token_id, _, _ in self._waiting)]
+        joined, thought, said = b"".join(pieces), delta.reasoning.encode(), delta.delta.encode()
+        after = joined.find(thought) + len(thought) if thought and thought in joined else 0
+        start = _found(said, joined, list(accumulate(map(len, pieces), initial=0)), after)
+        if start < 0:
+            taken = [place for place, piece in zip(self._waiting, pieces[1:], strict=True) if piece]
+            self._waiting, self._begun = [], b""
+            return taken
+        return self._between(pieces[1:], joined, start if self._is_parsed else 0, start + len(said))
+
+    def _piece(self, token_id: int) -> bytes:
+        return b"" if token_id in self._hidden else self._vocabulary.bytes_of(token_id)
+
+    def _between(
+        self, pieces: Sequence[bytes], joined: bytes, start: int, end: int
+    ) -> list[tuple[int, float, Top]]:
+        """Take the tokens that have a byte from `start` to `end`. Those before are dropped, those after
+        wait.
+        """
+        taken, later = [], []
+        first = reached = len(self._begun)
+        for place, piece in zip(self._waiting, pieces, strict=True):
+            last = first + len(piece)
+            if first >= end:
+                later.append(place)
+            else:
+                reached = last
+                if last > max(first, start):
+                    taken.append(place)
+            first = last
+        self._waiting, self._begun = later, joined[end:reached]
+        return taken
+
+
+def _found(said: bytes, joined: bytes, starts: list[int], after: int) -> int:
+    """Where in `joined` the text is: -1 for nowhere. A place at the start of a token, but for white space, is
+    preferred: the text may also be a part of a tag that comes before it.
+    """
+    first = place = joined.find(said, after)
+    while place >= 0:
+        start = starts[bisect_right(starts, place) - 1]
+        if not joined[start:place].strip():
+            return place
+        place = joined.find(said, place + 1)
+    return first
+
+
 def _entry(token_id: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
     piece = vocabulary.bytes_of(token_id)
     return {"token": _text(piece), "logprob": _finite(logprob), "bytes": list(piece)}
@@ -171,6 +258,7 @@ MOST_ENTRIES: Final = 500_000
 """How many log-probabilities an answer may have that is not a stream. Each takes about 80 bytes."""
 Columns = Mapping[str, Sequence[str]]
 """The four lists of a completion's `logprobs`: of each the JSON of its items, in parts, without brackets."""
+_COLUMNS: Final = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 _SLICE: Final = 256
 """How many tokens' log-probabilities are written without a break."""
 
@@ -193,18 +281,42 @@ class Bound:
             raise ApiError(400, message, code="response_too_large")
 
 
-async def read_whole(stream: AsyncGenerationStream, bound: Bound, prompt_copies: int = 1) -> Generation:
+async def read_whole(
+    stream: AsyncGenerationStream,
+    bound: Bound,
+    prompt_copies: int = 1,
+    text_tokens: Callable[[], TextTokens] | None = None,
+) -> Generation:
     """Read a stream to its end. Its messages are small, so that taking them apart holds up nobody. Raises
     ApiError if there are more log-probabilities than the bound allows. Those of the prompt are in the answer
-    `prompt_copies` times.
+    `prompt_copies` times. With `text_tokens` outputs that have log-probabilities have the tokens of their
+    text only.
     """
+    texts: defaultdict[int, TextTokens] | None = None if text_tokens is None else defaultdict(text_tokens)
+    of_text: defaultdict[int, list[Delta]] = defaultdict(list)
     async with stream:
         async for event in stream:
             if isinstance(event, Delta):
                 bound.take(event.logprobs)
+                if texts is not None and event.logprobs is not None:
+                    of_text[event.index].append(texts[event.index].of_delta(event))
             elif isinstance(event, Started):
                 bound.take(event.prompt.logprobs, prompt_copies)
-        return await stream.result()
+        answer = await stream.result()
+    outputs = tuple(_with_tokens(output, of_text.get(output.index)) for output in answer.outputs)
+    return replace(answer, outputs=outputs)
+
+
+def _with_tokens(output: Output, deltas: Sequence[Delta] | None) -> Output:
+    """The output with the tokens of these deltas; as it is without any."""
+    if deltas is None:
+        return output
+    told = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    logprobs = Logprobs(
+        tuple(value for one in told for value in one.sampled), tuple(top for one in told for top in one.top)
+    )
+    token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
+    return replace(output, token_ids=token_ids, logprobs=logprobs)
 
 
 async def chat_logprobs_json(output: Output, vocabulary: Vocabulary) -> str:
@@ -241,8 +353,7 @@ async def completion_columns(
 
 def columns_json(*columns: Columns) -> str:
     """The `logprobs` of a completion's choice, as JSON: these, one after the other."""
-    names = dict.fromkeys(name for part in columns for name in part)
-    lists = {name: ",".join(text for part in columns for text in part.get(name, ())) for name in names}
+    lists = {name: ",".join(text for part in columns for text in part.get(name, ())) for name in _COLUMNS}
     return "{" + ",".join(f'"{name}":[{items}]' for name, items in lists.items()) + "}"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -37,6 +39,7 @@ from penstock.openai.generation.frames import (
 )
 from penstock.openai.generation.logprobs import (
     Bound,
+    TextTokens,
     chat_logprobs,
     chat_logprobs_json,
     prompt_logprobs_json,
@@ -226,6 +229,10 @@ class ChatChunks:
         self._is_plain = not wanted.token_ids and wanted.vocabulary is None and not usage.always
         self._num_calls: dict[int, int] = {}
         """From a choice to the number of its calls so far."""
+        self._texts: defaultdict[int, TextTokens] | None = None
+        """From a choice to what finds the tokens of its text; None where all tokens are told."""
+        if wanted.text_tokens is not None:
+            self._texts = defaultdict(wanted.text_tokens)
 
     def roles(self, started: Started, num_choices: int) -> Iterator[bytes]:
         """The first chunk of each choice, which says who speaks."""
@@ -273,7 +280,9 @@ class ChatChunks:
         return json_bytes(calls).decode()
 
     def _logprobs(self, event: Delta) -> str:
-        if self._wanted.vocabulary is None or event.logprobs is None:
+        if self._texts is not None:
+            event = self._texts[event.index].of_delta(event)
+        if self._wanted.vocabulary is None or event.logprobs is None or not event.token_ids:
             return "null"
         content = chat_logprobs(event.logprobs, event.token_ids, self._wanted.vocabulary)
         return json_bytes({"content": content, "refusal": None}).decode()
@@ -302,10 +311,14 @@ async def chat(request: Request) -> Response:
         options = chat_options(body, facts)
     options["request_id"] = f"{PREFIX}-{body.request_id or call.number}"
     needs_texts = body.logprobs or body.prompt_logprobs is not None
+    vocabulary = await backend.vocabulary(call) if needs_texts else None
     wanted = Wanted(
         reasoning=body.include_reasoning is not False,
         token_ids=bool(body.return_token_ids),
-        vocabulary=await backend.vocabulary(call) if needs_texts else None,
+        vocabulary=vocabulary,
+        text_tokens=None
+        if vocabulary is None or body.return_token_ids
+        else partial(TextTokens, vocabulary, with_special=body.skip_special_tokens is False),
     )
     if body.stream:
         stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
@@ -313,7 +326,7 @@ async def chat(request: Request) -> Response:
         return await sse(request, chunks)
     if needs_texts:
         stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
-        answer = await answered(request, read_whole(stream, Bound()))
+        answer = await answered(request, read_whole(stream, Bound(), text_tokens=wanted.text_tokens))
     else:
         answer = await answered(
             request, backend.client.generate(timeout=call.timeout, metadata=call.metadata, **options)

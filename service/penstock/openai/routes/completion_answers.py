@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -33,6 +34,7 @@ from penstock.openai.generation.frames import (
 from penstock.openai.generation.logprobs import (
     Bound,
     Columns,
+    TextTokens,
     columns_json,
     completion_columns,
     completion_logprobs,
@@ -306,6 +308,10 @@ class CompletionChunks:
         """From a prompt to where in a choice's text the output begins: after what was repeated of it."""
         self._dropped: dict[int, int] = {}
         """From a prompt to how many leading spaces the outputs after it lose."""
+        self._texts: defaultdict[int, TextTokens] | None = None
+        """From a choice to what finds the tokens of its text; None where all tokens are told."""
+        if wanted.text_tokens is not None:
+            self._texts = defaultdict(wanted.text_tokens)
 
     def started(self, prompt: int, event: Started) -> None:
         """Count a prompt, and keep the ids of its tokens for the first chunks of its choices."""
@@ -357,7 +363,9 @@ class CompletionChunks:
         return "" if ids is None else f',"prompt_token_ids":{ids}'
 
     def _logprobs(self, index: int, prompt: int, event: Delta) -> str:
-        if self._wanted.vocabulary is None or event.logprobs is None:
+        if self._texts is not None:
+            event = self._texts[index].of_delta(event)
+        if self._wanted.vocabulary is None or event.logprobs is None or not event.token_ids:
             return "null"
         start = self._starts.get(prompt, 0)
         made, self._offsets[index] = completion_logprobs(

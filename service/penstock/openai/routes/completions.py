@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.client import AsyncClient, Generation, RequestOptions
+from penstock.client import AsyncClient, Generation, RequestOptions, Vocabulary
 from penstock.openai.backend import Backend, ModelFacts
 from penstock.openai.calls import Call, call_of
 from penstock.openai.endpoints import name_params
 from penstock.openai.failures import unsupported_value
 from penstock.openai.front import front_of
 from penstock.openai.generation.frames import Wanted, usage_wanted
-from penstock.openai.generation.logprobs import Bound, read_whole
+from penstock.openai.generation.logprobs import Bound, TextTokens, read_whole
 from penstock.openai.generation.options import sampling_options, sampling_params
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, sse
@@ -99,6 +100,8 @@ class _Reading:
     bound: Bound
     prompt_copies: int
     """How often those of a prompt are in the answer."""
+    text_tokens: Callable[[], TextTokens] | None
+    """As in `Wanted`."""
 
 
 async def completions(request: Request) -> Response:
@@ -113,10 +116,12 @@ async def completions(request: Request) -> Response:
     answer_id = f"{PREFIX}-{body.request_id or call.number}"
     prompts = one_by_one(body, options, answer_id)
     has_logprobs = body.logprobs is not None or body.prompt_logprobs is not None
+    vocabulary = await backend.vocabulary(call) if has_logprobs else None
     wanted = Wanted(
         token_ids=bool(body.return_token_ids),
         prompt_logprobs=body.prompt_logprobs is not None,
-        vocabulary=await backend.vocabulary(call) if has_logprobs else None,
+        vocabulary=vocabulary,
+        text_tokens=_text_tokens(body, vocabulary),
     )
     echo = await _echo(body, prompts, backend, call) if body.echo else None
     if body.stream:
@@ -128,7 +133,7 @@ async def completions(request: Request) -> Response:
         return await sse(
             request, completion_chunks(streams, answer_id, call.created, body.n or 1, wanted, usage, echo)
         )
-    reading = _Reading(Bound(), _prompt_copies(body)) if has_logprobs else None
+    reading = _Reading(Bound(), _prompt_copies(body), wanted.text_tokens) if has_logprobs else None
     answers = await answered(request, _generate(backend.client, prompts, call, reading))
     made = await completion_answer(answers, answer_id, call.created, wanted, echo)
     return Response(made, media_type="application/json")
@@ -150,6 +155,16 @@ async def _echo(body: CompletionBody, prompts: Sequence[PromptOptions], backend:
     return echo
 
 
+def _text_tokens(body: CompletionBody, vocabulary: Vocabulary | None) -> Callable[[], TextTokens] | None:
+    """What finds the tokens of a choice's text. All tokens are told to who asks for their ids, and to who has
+    prompts scored: such programs count the tokens, and take `max_tokens` of them for those of the output.
+    """
+    if vocabulary is None or body.return_token_ids or body.echo:
+        return None
+    with_special = body.skip_special_tokens is False
+    return partial(TextTokens, vocabulary, with_special=with_special, is_parsed=False)
+
+
 def _prompt_copies(body: CompletionBody) -> int:
     in_each_choice = (body.prompt_logprobs is not None) + (bool(body.echo) and body.logprobs is not None)
     return in_each_choice * (body.n or 1)
@@ -166,7 +181,7 @@ async def _generate(
         if reading is None:
             return await client.generate(prompt, timeout=call.timeout, metadata=call.metadata, **own)
         stream = client.stream(prompt, timeout=call.timeout, metadata=call.metadata, **own)
-        return await read_whole(stream, reading.bound, reading.prompt_copies)
+        return await read_whole(stream, reading.bound, reading.prompt_copies, reading.text_tokens)
 
     running = [asyncio.create_task(one(prompt, own)) for prompt, own in prompts]
     try:

@@ -113,11 +113,14 @@ async def test_texts(fields: Any, texts: list[str]) -> None:
 
 
 async def test_log_probabilities() -> None:
-    """They are the prompt's, and then those of the answer without echo, further on in the text."""
+    """They are the prompt's, and then those of all tokens of the output, the end token too: evaluation tools
+    count the tokens from the end of the list.
+    """
     fields: Any = {"prompt": ["hi", "ho"], "logprobs": 2}
     async with front() as rig:
         answer = await answered(rig, **fields)
-        plain = (await rig.http.post("/v1/completions", json={"model": "fake", **fields})).json()
+        body = {"model": "fake", "return_token_ids": True, **fields}
+        plain = (await rig.http.post("/v1/completions", json=body)).json()
         grpc = await rig.front.backend.client.generate(
             "hi", logprobs=2, prompt_logprobs=2, max_tokens=16, echo_prompt_token_ids=True
         )

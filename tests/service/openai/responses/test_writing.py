@@ -27,6 +27,7 @@ from penstock.client import (
     Timing,
     ToolCall,
     Usage,
+    Vocabulary,
     WeightsVersion,
 )
 from penstock.openai.failures import ApiError
@@ -217,17 +218,9 @@ def test_reasoning_is_carried_where_it_is_asked_for() -> None:
     assert "encrypted_content" not in whole("Hello", "Hm, ok.")["output"][0]
 
 
-def test_logprobs_are_those_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = ["<think>", "Hm", "</think>", "\n", "Hel", "lo", "<eos>"]
-
-    def told(logprobs: Logprobs, token_ids: Sequence[int], _: Any) -> list[dict[str, Any]]:
-        return [
-            {"token": texts[i], "bytes": list(texts[i].encode()), "logprob": value, "top_logprobs": []}
-            for i, value in zip(token_ids, logprobs.sampled, strict=True)
-        ]
-
-    monkeypatch.setattr("penstock.openai.routes.responses.writing.chat_logprobs", told)
-    vocabulary: Any = object()
+def test_logprobs_are_those_of_the_text() -> None:
+    texts = (b"<think>", b"Hm", b"</think>", b"\n", b"Hel", b"lo", b"<eos>")
+    vocabulary = Vocabulary(texts, frozenset({6}), is_exact=True, dropped_leading_spaces=0)
     made = Asked(asked().body, "0" * 32, 0, SamplingDefaults(), vocabulary=vocabulary)
     values = [-float(i) for i in range(7)]
 

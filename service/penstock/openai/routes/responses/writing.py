@@ -16,7 +16,6 @@ from penstock.client import (
     Finish,
     Finished,
     Generation,
-    Logprobs,
     PenstockClientError,
     SamplingDefaults,
     Started,
@@ -27,8 +26,8 @@ from penstock.client import (
 )
 from penstock.openai.failures import ApiError
 from penstock.openai.generation.frames import finish_reason
-from penstock.openai.generation.logprobs import Bound, chat_logprobs
-from penstock.openai.routes.responses.items import EventWriter, OutputItems, TextLogprobs, json_text
+from penstock.openai.generation.logprobs import Bound, TextTokens, chat_logprobs
+from penstock.openai.routes.responses.items import EventWriter, OutputItems, json_text
 from penstock.openai.routes.responses.tools import names_of
 from penstock.openai.schemas.responses import (
     BuiltInTool,
@@ -201,7 +200,10 @@ class ResponseWriter:
             carries_reasoning=asked.carries_reasoning,
             names=names_of(asked.body.tools),
         )
-        self._logprobs = TextLogprobs()
+        self._tokens: TextTokens | None = None
+        if asked.vocabulary is not None:
+            with_special = asked.body.skip_special_tokens is False
+            self._tokens = TextTokens(asked.vocabulary, with_special=with_special)
         self._bound = Bound(MOST_ENTRIES, instead="ask for fewer")
         self._finish: Finish | None = None
         self._response: dict[str, Any] | None = None
@@ -273,12 +275,12 @@ class ResponseWriter:
 
     def _of_text(self, delta: Delta) -> list[dict[str, Any]]:
         """The log-probabilities of the tokens that the delta's text is made of."""
-        vocabulary, logprobs = self._asked.vocabulary, delta.logprobs
-        if vocabulary is None:
+        vocabulary = self._asked.vocabulary
+        if vocabulary is None or self._tokens is None:
             return []
-        self._bound.take(logprobs)
-        entries = chat_logprobs(logprobs or Logprobs(), delta.token_ids, vocabulary)
-        return self._logprobs.of_delta(entries, delta.reasoning, delta.delta, bool(delta.tool_calls))
+        self._bound.take(delta.logprobs)
+        told = self._tokens.of_delta(delta)
+        return [] if told.logprobs is None else chat_logprobs(told.logprobs, told.token_ids, vocabulary)
 
 
 def whole_response(answer: Generation, asked: Asked) -> str:
