@@ -123,7 +123,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 NEUTRAL = [(path, name, value) for path, own in OWN.items() for name, value in (VLLM | OPENAI | own).items()]
 WITHOUT_NEUTRAL_VALUE = {
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "moderation", "audio"),
+    *("guided_whitespace_pattern", "moderation", "audio"),
     *("web_search_options", "previous_response_id", "conversation", "prompt", "max_tokens", "messages"),
     *("max_completion_tokens", "reasoning_effort", "verbosity", "chat_template", "previous_input_messages"),
 }
@@ -190,6 +190,10 @@ WISHES: list[tuple[str, dict[str, Any], set[str]]] = [
         (path, {name: value}, set() if path == "/v1/responses" else {name})
         for path in LEAST
         for name, value in REMARKS.items()
+    ),
+    *(
+        (path, {"guided_decoding_backend": "guidance:no-fallback"}, {"guided_decoding_backend"})
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses")
     ),
     ("/v1/chat/completions", {"verbosity": "low"}, {"verbosity"}),
     ("/v1/chat/completions", {"prediction": {"type": "content", "content": "x"}}, {"prediction"}),

@@ -4,8 +4,8 @@ about the output's form to a constraint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, cast
 
 from penstock.client import Choice, Ebnf, JsonObject, JsonSchema, Regex, RequestOptions, Tool
 from penstock.client.generation.options import Constraint
@@ -15,16 +15,36 @@ from penstock.openai.schemas.sampling import GenerationBody, ResponseFormat, Sam
 from penstock.v1 import types_pb2
 
 
-def constraint_of(form: ResponseFormat | None, structured: StructuredOutputs | None) -> Constraint | None:
-    """The constraint that `response_format` or `structured_outputs` asks for; None if neither asks for one.
+def constraint_of(
+    body: GenerationBody, of_form: Constraint | None, form_field: str = "response_format"
+) -> Constraint | None:
+    """The constraint that a request asks for; None if no field asks for one. `of_form` is what the field
+    `form_field` asks for.
 
-    Raises ApiError if both do, or if one is not complete.
+    Raises ApiError if `structured_outputs` is not complete, and if two fields ask for different things.
+    Programs that speak to several releases of vLLM ask for one thing by two names.
     """
-    of_form = None if form is None else _of_response_format(form)
-    of_structured = None if structured is None else _of_structured_outputs(structured)
-    if of_form is not None and of_structured is not None:
-        raise invalid_value("structured_outputs", "it cannot go together with response_format.")
-    return of_form or of_structured
+    asked = [] if of_form is None else [(form_field, of_form)]
+    if body.structured_outputs is not None:
+        asked.append(("structured_outputs", _of_structured_outputs(body.structured_outputs)))
+    for name, made in _OTHER_NAMES.items():
+        if (value := getattr(body, name)) is not None:
+            asked.append((name, made(value)))
+    for name, constraint in asked[1:]:
+        if constraint != asked[0][1]:
+            raise invalid_value(name, f"it cannot go together with {asked[0][0]}.")
+    return asked[0][1] if asked else None
+
+
+def constraint_field(body: GenerationBody, form_field: str | None) -> str | None:
+    """The first field that asks for a constraint, if one does: `form_field` if that is given."""
+    names = ("structured_outputs", *_OTHER_NAMES)
+    return form_field or next((name for name in names if getattr(body, name) is not None), None)
+
+
+def response_format_field(body: SamplingBody) -> str | None:
+    """Its name if it asks for a constraint."""
+    return None if body.response_format is None or body.response_format.type == "text" else "response_format"
 
 
 def schema_constraint(schema: Mapping[str, Any] | str, *, strict: bool) -> JsonSchema:
@@ -53,22 +73,39 @@ def check_beside_tools(param: str, tools: Sequence[Tool], choice: str | None) ->
         )
 
 
-def constraint_params(form: ResponseFormat | None) -> dict[str, str]:
-    """From contract paths of the constraint to the fields of the request that it was made of."""
-    if form is not None and form.type != "text":
-        return {
-            "constraint": "response_format",
-            "constraint.json_schema": "response_format.json_schema.schema",
-        }
-    return {
-        "constraint": "structured_outputs",
-        "constraint.json_schema": "structured_outputs.json",
-        "constraint.json_object": "structured_outputs.json_object",
-        "constraint.regex": "structured_outputs.regex",
-        "constraint.ebnf": "structured_outputs.grammar",
-        "constraint.choice": "structured_outputs.choice",
-        "constraint.choice.choices": "structured_outputs.choice",
+def constraint_params(field: str | None) -> dict[str, str]:
+    """From contract paths of the constraint to the fields of the request that it was made of. `field` is what
+    `constraint_field` tells.
+    """
+    if field == "response_format":
+        return {"constraint": field, "constraint.json_schema": "response_format.json_schema.schema"}
+    if field == "text.format":
+        return {"constraint": field, "constraint.json_schema": "text.format.schema"}
+    inner = field in (None, "structured_outputs")
+    return {"constraint": field or "structured_outputs"} | {
+        f"constraint.{path}": f"structured_outputs.{name}" if inner else str(field)
+        for path, name in _KINDS.items()
     }
+
+
+_KINDS: Final = {
+    "json_schema": "json",
+    "json_object": "json_object",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "choice": "choice",
+    "choice.choices": "choice",
+}
+"""From the contract's kinds of constraints to the fields of `structured_outputs`."""
+_OTHER_NAMES: Final[Mapping[str, Callable[[Any], Constraint]]] = {
+    "guided_json": lambda schema: schema_constraint(schema, strict=False),
+    "guided_regex": Regex,
+    "guided_choice": Choice,
+    "guided_grammar": Ebnf,
+    "regex": Regex,
+    "ebnf": Ebnf,
+}
+"""The fields that ask for a constraint as a field of `structured_outputs` does."""
 
 
 def _of_response_format(form: ResponseFormat) -> Constraint | None:
@@ -162,7 +199,7 @@ def sampling_params(body: SamplingBody) -> dict[str, str]:
     """From the contract's path of a field to the name of the field of this request that it was made of."""
     return {
         **PARAMS,
-        **constraint_params(body.response_format),
+        **constraint_params(constraint_field(body, response_format_field(body))),
         "sampling.n": "n",
         "output.prompt_logprobs": "prompt_logprobs",
         "output.token_ids": "return_token_ids",
@@ -189,7 +226,8 @@ def sampling_options(body: SamplingBody, facts: ModelFacts) -> RequestOptions:
     options["return_token_ids"] = wants_ids or counts_tokens(body)
     options["prompt_logprobs"] = body.prompt_logprobs
     options["echo_prompt_token_ids"] = wants_ids or body.prompt_logprobs is not None
-    options["constraint"] = constraint_of(body.response_format, body.structured_outputs)
+    of_form = None if body.response_format is None else _of_response_format(body.response_format)
+    options["constraint"] = constraint_of(body, of_form)
     if body.truncate_prompt_tokens is not None:
         options["truncation"] = "left"
         options["reserve_tokens"] = _reserved(body.truncate_prompt_tokens, facts.max_context_tokens)

@@ -46,7 +46,13 @@ from penstock.openai.generation.logprobs import (
     read_whole,
     spliced,
 )
-from penstock.openai.generation.options import check_beside_tools, sampling_options, sampling_params
+from penstock.openai.generation.options import (
+    check_beside_tools,
+    constraint_field,
+    response_format_field,
+    sampling_options,
+    sampling_params,
+)
 from penstock.openai.jsonbytes import json_bytes, json_string
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, sse
@@ -70,9 +76,8 @@ def chat_options(body: ChatBody, facts: ModelFacts) -> RequestOptions:
     tools = tools_of(body.tools or ())
     choice = choice_of(body.tool_choice, [tool.name for tool in tools])
     options = sampling_options(body, facts)
-    if options["constraint"] is not None:
-        param = "response_format" if body.structured_outputs is None else "structured_outputs"
-        check_beside_tools(param, tools, choice)
+    if (field := constraint_field(body, response_format_field(body))) is not None:
+        check_beside_tools(field, tools, choice)
     options["messages"] = turns_of(body.messages)
     options["tools"] = tools or None
     options["tool_choice"] = choice

@@ -6,9 +6,10 @@ Ranges are checked by the server, which names every bad field. What is checked h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 from penstock.openai.schemas.base import NEUTRAL, Body, OnlyFalse, OnlyTrue, RequestBody
 
@@ -73,11 +74,7 @@ LACKING = {
     "min_repetition_pattern_size": "the server does not look for repetitions",
     "repetition_min_count": "the server does not look for repetitions",
     "add_special_tokens": "the tokenizer adds its own to a text, and the template to a chat",
-    "guided_json": "use structured_outputs",
-    "guided_regex": "use structured_outputs",
-    "guided_choice": "use structured_outputs",
-    "guided_grammar": "use structured_outputs",
-    "guided_decoding_backend": "the server has one way to make grammars",
+    "guided_whitespace_pattern": "a schema says in x-guidance whether white space is flexible",
     "moderation": "nothing is moderated",
 }
 """Fields that OpenAI's API or vLLM has and that are refused, with the reason or what to use instead."""
@@ -98,6 +95,21 @@ NEUTRAL_LACKING: Final[Mapping[str, Sequence[Any]]] = {
     "guided_decoding_backend": ("auto",),
 }
 """The values of these fields, and of those that every request may have, that ask for nothing."""
+
+
+def _backend_is_a_wish(value: Any, info: ValidationInfo) -> None:
+    """Take the name of a backend for a wish that has no effect; the options after it may change answers."""
+    if not isinstance(value, str):
+        raise PydanticCustomError("string_type", "Input should be a valid string")
+    for option in value.partition(":")[2].split(","):
+        if option not in ("", "no-fallback"):
+            raise PydanticCustomError(
+                "literal_error",
+                "a backend with the option {option} is not there",
+                {"option": repr(option[:40])},
+            )
+    if info.context is not None:
+        info.context.add("guided_decoding_backend")
 
 
 class GenerationBody(RequestBody):
@@ -130,6 +142,16 @@ class GenerationBody(RequestBody):
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    """Its fields by the names that they have in older releases of vLLM; `regex` and `ebnf` are SGLang's."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    guided_decoding_backend: Annotated[
+        None, BeforeValidator(_backend_is_a_wish, json_schema_input_type=str)
+    ] = None
     cache_salt: str | None = None
     priority: int | None = None
     """As in vLLM, a lower number is served first. In the contract it is the other way round."""

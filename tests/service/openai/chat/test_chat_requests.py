@@ -116,6 +116,14 @@ def test_pictures_stay_where_they_stand_in_a_turn() -> None:
         ("structured_outputs", {"choice": ["a", "b"]}, {"constraint": Choice(["a", "b"])}),
         ("structured_outputs", {"grammar": "start: A"}, {"constraint": Ebnf("start: A")}),
         ("structured_outputs", {"json_object": True}, {"constraint": JsonObject()}),
+        ("guided_json", {"a": None}, {"constraint": JsonSchema({"a": None, **LENIENT})}),
+        ("guided_json", "{}", {"constraint": JsonSchema("{}")}),
+        ("guided_regex", "a+", {"constraint": Regex("a+")}),
+        ("guided_choice", ["a", "b"], {"constraint": Choice(["a", "b"])}),
+        ("guided_grammar", "start: A", {"constraint": Ebnf("start: A")}),
+        ("guided_decoding_backend", "guidance:no-fallback", {}),
+        ("regex", "a+", {"constraint": Regex("a+")}),
+        ("ebnf", 'root ::= "a"', {"constraint": Ebnf('root ::= "a"')}),
         ("tools", [], {}),
         ("tools", None, {}),
         ("parallel_tool_calls", False, {}),
@@ -258,6 +266,11 @@ def test_an_effort_that_is_given_twice_is_refused() -> None:
             "structured_outputs",
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
         ),
+        ("guided_json", {"guided_json": {}, "response_format": {"type": "json_object"}}),
+        ("guided_regex", {"guided_regex": "a", "structured_outputs": {"regex": "b"}}),
+        ("guided_grammar", {"guided_grammar": "start: A", "guided_choice": ["a"]}),
+        ("ebnf", {"ebnf": 'root ::= "a"', "regex": "a"}),
+        ("guided_regex", {"guided_regex": "a", "tools": [LOOSE]}),
         ("tool_choice.function.name", {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
         ("messages[0].content", {"messages": [{"role": "user"}]}),
         ("messages[0].tool_call_id", {"messages": [{"role": "tool", "content": "x"}]}),
@@ -275,6 +288,12 @@ def test_an_effort_that_is_given_twice_is_refused() -> None:
 )  # fmt: skip
 def test_what_the_front_refuses(param: str, fields: dict[str, Any]) -> None:
     assert refusal(**fields).param == param
+
+
+def test_one_form_may_be_asked_for_by_two_names() -> None:
+    """guidance does that, because it does not know the server's release."""
+    fields = {"guided_grammar": "start: A", "structured_outputs": {"grammar": "start: A"}}
+    assert asked(**fields)["constraint"] == Ebnf("start: A")
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "required"])

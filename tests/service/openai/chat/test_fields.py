@@ -37,6 +37,8 @@ VLLM = {
         "request_id",
         "return_token_ids",
     ),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"),
+    *("regex", "ebnf"),
 }
 
 

@@ -127,6 +127,16 @@ CASES: Any = [
     ({"priority": 2**31 + 1}, "priority", "invalid_value"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "invalid_value"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "invalid_value"),
+    ({"guided_choice": []}, "guided_choice", "invalid_value"),
+    ({"guided_json": {"type": "x"}}, "guided_json", "invalid_value"),
+    ({"ebnf": "root ::= ("}, "ebnf", "invalid_value"),
+    ({"guided_decoding_backend": 7}, "guided_decoding_backend", "invalid_type"),
+    (
+        {"guided_decoding_backend": "xgrammar:no-fallback,disable-any-whitespace"},
+        "guided_decoding_backend",
+        "unsupported_value",
+    ),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "unsupported_parameter"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "x"}}}},
         "response_format.json_schema.schema",

@@ -58,6 +58,7 @@ def options(**fields: Any) -> dict[str, Any]:
             {"constraint": JsonSchema({**SCHEMA, "x-guidance": {"ignore_unknown_formats": True}})},
         ),
         ({"structured_outputs": {"regex": "a+"}}, {"constraint": Regex("a+")}),
+        ({"guided_regex": "a+"}, {"constraint": Regex("a+")}),
         ({"reasoning": {"effort": "none"}}, {"template_options": {"enable_thinking": False}}),
         ({"chat_template_kwargs": {"a": 1}}, {"template_options": {"a": 1}}),
         ({"include": ["message.output_text.logprobs"]}, {"logprobs": 0, "return_token_ids": True}),

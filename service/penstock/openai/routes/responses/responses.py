@@ -18,6 +18,7 @@ from penstock.openai.front import front_of
 from penstock.openai.generation.options import (
     PARAMS,
     check_beside_tools,
+    constraint_field,
     constraint_of,
     constraint_params,
     generation_options,
@@ -53,10 +54,8 @@ def response_options(body: ResponsesBody, facts: ModelFacts) -> RequestOptions:
     choice = _choice(body, [tool.name for tool in tools])
     options = generation_options(body, facts.vocab_size)
     constraint = _constraint(body)
-    if constraint is not None:
-        check_beside_tools(
-            "text.format" if body.structured_outputs is None else "structured_outputs", tools, choice
-        )
+    if (field := constraint_field(body, _format_field(body))) is not None:
+        check_beside_tools(field, tools, choice)
     options["constraint"] = constraint
     options["messages"] = turns_of(body.input, body.instructions)
     options["tools"] = tools or None
@@ -88,7 +87,7 @@ def response_params(body: ResponsesBody) -> dict[str, str]:
     """From the contract's path of a field to the name of the field of this request that it was made of."""
     params = {
         **PARAMS,
-        **_constraint_params(body),
+        **constraint_params(constraint_field(body, _format_field(body))),
         **turn_params(body.input, body.instructions),
         "input": "input",
         "chat": "input",
@@ -137,10 +136,7 @@ def _constraint(body: ResponsesBody) -> Constraint | None:
     of_format = (
         _of_format(body.text.format) if body.text is not None and body.text.format is not None else None
     )
-    of_structured = constraint_of(None, body.structured_outputs)
-    if of_format is not None and of_structured is not None:
-        raise invalid_value("structured_outputs", "it cannot go together with text.format.")
-    return of_format or of_structured
+    return constraint_of(body, of_format, "text.format")
 
 
 def _of_format(form: TextFormat) -> Constraint | None:
@@ -154,10 +150,10 @@ def _of_format(form: TextFormat) -> Constraint | None:
     return JsonObject() if form.type == "json_object" else None
 
 
-def _constraint_params(body: ResponsesBody) -> dict[str, str]:
-    if body.structured_outputs is not None:
-        return constraint_params(None)
-    return {"constraint": "text.format", "constraint.json_schema": "text.format.schema"}
+def _format_field(body: ResponsesBody) -> str | None:
+    """Its name if it asks for a constraint."""
+    form = None if body.text is None else body.text.format
+    return None if form is None or form.type == "text" else "text.format"
 
 
 def _num_logprobs(body: ResponsesBody) -> int | None:
