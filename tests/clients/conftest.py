@@ -81,7 +81,12 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         self.watch = FakeWatch()
         self.profile = FakeProfile()
         self.max_chunk_bytes = MAX_CHUNK_BYTES
-        self.model_info = control_pb2.GetModelInfoResponse(weights=STEP_1)
+        self.model_info = control_pb2.GetModelInfoResponse(
+            weights=STEP_1,
+            tokenizer=control_pb2.TokenizerInfo(
+                special_tokens={"eos_token": "</s>"}, chat_template="{{ x }}", tokenizer_class="Toy"
+            ),
+        )
         """Merged over what GetModelInfo answers."""
         self.vocabulary: dict[int, control_pb2.GetVocabularyResponse] = {
             0: control_pb2.GetVocabularyResponse(

@@ -140,8 +140,11 @@ type GetModelInfoRequest struct {
 	// Fill GetModelInfoResponse.tensors, which has hundreds of entries on a large model.
 	// Default: false.
 	IncludeTensors bool `protobuf:"varint,1,opt,name=include_tensors,json=includeTensors,proto3" json:"include_tensors,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Fill GetModelInfoResponse.tokenizer, whose chat template may be long.
+	// Default: false.
+	IncludeTokenizer bool `protobuf:"varint,2,opt,name=include_tokenizer,json=includeTokenizer,proto3" json:"include_tokenizer,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *GetModelInfoRequest) Reset() {
@@ -177,6 +180,13 @@ func (*GetModelInfoRequest) Descriptor() ([]byte, []int) {
 func (x *GetModelInfoRequest) GetIncludeTensors() bool {
 	if x != nil {
 		return x.IncludeTensors
+	}
+	return false
+}
+
+func (x *GetModelInfoRequest) GetIncludeTokenizer() bool {
+	if x != nil {
+		return x.IncludeTokenizer
 	}
 	return false
 }
@@ -221,8 +231,10 @@ type GetModelInfoResponse struct {
 	HiddenSize uint32 `protobuf:"varint,15,opt,name=hidden_size,json=hiddenSize,proto3" json:"hidden_size,omitempty"`
 	// What EmbedRequest.pooling means that a request leaves out; POOLING_UNSPECIFIED on a server without FEATURE_EMBED.
 	DefaultPooling Pooling `protobuf:"varint,16,opt,name=default_pooling,json=defaultPooling,proto3,enum=penstock.v1.Pooling" json:"default_pooling,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// What the files of the tokenizer say of it; only with include_tokenizer, and unset where the model has none.
+	Tokenizer     *TokenizerInfo `protobuf:"bytes,17,opt,name=tokenizer,proto3" json:"tokenizer,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GetModelInfoResponse) Reset() {
@@ -367,6 +379,78 @@ func (x *GetModelInfoResponse) GetDefaultPooling() Pooling {
 	return Pooling_POOLING_UNSPECIFIED
 }
 
+func (x *GetModelInfoResponse) GetTokenizer() *TokenizerInfo {
+	if x != nil {
+		return x.Tokenizer
+	}
+	return nil
+}
+
+// A tokenizer, for programs that render conversations themselves and ask Tokenize for tokens.
+type TokenizerInfo struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The special tokens that have a part, by the names that chat templates know, such as "bos_token", "eos_token" and
+	// "pad_token".
+	SpecialTokens map[string]string `protobuf:"bytes,1,rep,name=special_tokens,json=specialTokens,proto3" json:"special_tokens,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// The model's chat template; of several the one named "default". Empty if there is none.
+	ChatTemplate string `protobuf:"bytes,2,opt,name=chat_template,json=chatTemplate,proto3" json:"chat_template,omitempty"`
+	// The class that loads it in Hugging Face transformers.
+	TokenizerClass string `protobuf:"bytes,3,opt,name=tokenizer_class,json=tokenizerClass,proto3" json:"tokenizer_class,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *TokenizerInfo) Reset() {
+	*x = TokenizerInfo{}
+	mi := &file_penstock_v1_control_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TokenizerInfo) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TokenizerInfo) ProtoMessage() {}
+
+func (x *TokenizerInfo) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_control_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TokenizerInfo.ProtoReflect.Descriptor instead.
+func (*TokenizerInfo) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *TokenizerInfo) GetSpecialTokens() map[string]string {
+	if x != nil {
+		return x.SpecialTokens
+	}
+	return nil
+}
+
+func (x *TokenizerInfo) GetChatTemplate() string {
+	if x != nil {
+		return x.ChatTemplate
+	}
+	return ""
+}
+
+func (x *TokenizerInfo) GetTokenizerClass() string {
+	if x != nil {
+		return x.TokenizerClass
+	}
+	return ""
+}
+
 // What a server takes of the images in requests.
 type ImageLimits struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -391,7 +475,7 @@ type ImageLimits struct {
 
 func (x *ImageLimits) Reset() {
 	*x = ImageLimits{}
-	mi := &file_penstock_v1_control_proto_msgTypes[2]
+	mi := &file_penstock_v1_control_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -403,7 +487,7 @@ func (x *ImageLimits) String() string {
 func (*ImageLimits) ProtoMessage() {}
 
 func (x *ImageLimits) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[2]
+	mi := &file_penstock_v1_control_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -416,7 +500,7 @@ func (x *ImageLimits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImageLimits.ProtoReflect.Descriptor instead.
 func (*ImageLimits) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{2}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *ImageLimits) GetMaxImages() uint32 {
@@ -463,7 +547,7 @@ type GetServerInfoRequest struct {
 
 func (x *GetServerInfoRequest) Reset() {
 	*x = GetServerInfoRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[3]
+	mi := &file_penstock_v1_control_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -475,7 +559,7 @@ func (x *GetServerInfoRequest) String() string {
 func (*GetServerInfoRequest) ProtoMessage() {}
 
 func (x *GetServerInfoRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[3]
+	mi := &file_penstock_v1_control_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -488,7 +572,7 @@ func (x *GetServerInfoRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetServerInfoRequest.ProtoReflect.Descriptor instead.
 func (*GetServerInfoRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{3}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{4}
 }
 
 // The server, and its limits.
@@ -530,7 +614,7 @@ type GetServerInfoResponse struct {
 
 func (x *GetServerInfoResponse) Reset() {
 	*x = GetServerInfoResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[4]
+	mi := &file_penstock_v1_control_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -542,7 +626,7 @@ func (x *GetServerInfoResponse) String() string {
 func (*GetServerInfoResponse) ProtoMessage() {}
 
 func (x *GetServerInfoResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[4]
+	mi := &file_penstock_v1_control_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -555,7 +639,7 @@ func (x *GetServerInfoResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetServerInfoResponse.ProtoReflect.Descriptor instead.
 func (*GetServerInfoResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{4}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *GetServerInfoResponse) GetServerVersion() string {
@@ -644,7 +728,7 @@ type GetLoadRequest struct {
 
 func (x *GetLoadRequest) Reset() {
 	*x = GetLoadRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[5]
+	mi := &file_penstock_v1_control_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -656,7 +740,7 @@ func (x *GetLoadRequest) String() string {
 func (*GetLoadRequest) ProtoMessage() {}
 
 func (x *GetLoadRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[5]
+	mi := &file_penstock_v1_control_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -669,7 +753,7 @@ func (x *GetLoadRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetLoadRequest.ProtoReflect.Descriptor instead.
 func (*GetLoadRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{5}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{6}
 }
 
 // How busy the server is. "Request" means one output: a request with n = 4 counts four times.
@@ -700,7 +784,7 @@ type GetLoadResponse struct {
 
 func (x *GetLoadResponse) Reset() {
 	*x = GetLoadResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[6]
+	mi := &file_penstock_v1_control_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -712,7 +796,7 @@ func (x *GetLoadResponse) String() string {
 func (*GetLoadResponse) ProtoMessage() {}
 
 func (x *GetLoadResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[6]
+	mi := &file_penstock_v1_control_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -725,7 +809,7 @@ func (x *GetLoadResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetLoadResponse.ProtoReflect.Descriptor instead.
 func (*GetLoadResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{6}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *GetLoadResponse) GetRunningRequests() uint32 {
@@ -804,7 +888,7 @@ type WatchLoadResponse struct {
 
 func (x *WatchLoadResponse) Reset() {
 	*x = WatchLoadResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[7]
+	mi := &file_penstock_v1_control_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -816,7 +900,7 @@ func (x *WatchLoadResponse) String() string {
 func (*WatchLoadResponse) ProtoMessage() {}
 
 func (x *WatchLoadResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[7]
+	mi := &file_penstock_v1_control_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -829,7 +913,7 @@ func (x *WatchLoadResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchLoadResponse.ProtoReflect.Descriptor instead.
 func (*WatchLoadResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{7}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *WatchLoadResponse) GetAt() *timestamppb.Timestamp {
@@ -907,7 +991,7 @@ type TokenizeRequest struct {
 
 func (x *TokenizeRequest) Reset() {
 	*x = TokenizeRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[8]
+	mi := &file_penstock_v1_control_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -919,7 +1003,7 @@ func (x *TokenizeRequest) String() string {
 func (*TokenizeRequest) ProtoMessage() {}
 
 func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[8]
+	mi := &file_penstock_v1_control_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -932,7 +1016,7 @@ func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeRequest.ProtoReflect.Descriptor instead.
 func (*TokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{8}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *TokenizeRequest) GetInput() isTokenizeRequest_Input {
@@ -1001,7 +1085,7 @@ type TokenizeResponse struct {
 
 func (x *TokenizeResponse) Reset() {
 	*x = TokenizeResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[9]
+	mi := &file_penstock_v1_control_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1013,7 +1097,7 @@ func (x *TokenizeResponse) String() string {
 func (*TokenizeResponse) ProtoMessage() {}
 
 func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[9]
+	mi := &file_penstock_v1_control_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1026,7 +1110,7 @@ func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeResponse.ProtoReflect.Descriptor instead.
 func (*TokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{9}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *TokenizeResponse) GetTokenIds() []uint32 {
@@ -1059,7 +1143,7 @@ type DetokenizeRequest struct {
 
 func (x *DetokenizeRequest) Reset() {
 	*x = DetokenizeRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[10]
+	mi := &file_penstock_v1_control_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1071,7 +1155,7 @@ func (x *DetokenizeRequest) String() string {
 func (*DetokenizeRequest) ProtoMessage() {}
 
 func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[10]
+	mi := &file_penstock_v1_control_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1084,7 +1168,7 @@ func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetokenizeRequest.ProtoReflect.Descriptor instead.
 func (*DetokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{10}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *DetokenizeRequest) GetTokenIds() []uint32 {
@@ -1112,7 +1196,7 @@ type DetokenizeResponse struct {
 
 func (x *DetokenizeResponse) Reset() {
 	*x = DetokenizeResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[11]
+	mi := &file_penstock_v1_control_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1124,7 +1208,7 @@ func (x *DetokenizeResponse) String() string {
 func (*DetokenizeResponse) ProtoMessage() {}
 
 func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[11]
+	mi := &file_penstock_v1_control_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1137,7 +1221,7 @@ func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetokenizeResponse.ProtoReflect.Descriptor instead.
 func (*DetokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{11}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *DetokenizeResponse) GetText() string {
@@ -1162,7 +1246,7 @@ type GetVocabularyRequest struct {
 
 func (x *GetVocabularyRequest) Reset() {
 	*x = GetVocabularyRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[12]
+	mi := &file_penstock_v1_control_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1174,7 +1258,7 @@ func (x *GetVocabularyRequest) String() string {
 func (*GetVocabularyRequest) ProtoMessage() {}
 
 func (x *GetVocabularyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[12]
+	mi := &file_penstock_v1_control_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1187,7 +1271,7 @@ func (x *GetVocabularyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetVocabularyRequest.ProtoReflect.Descriptor instead.
 func (*GetVocabularyRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{12}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *GetVocabularyRequest) GetFirstTokenId() uint32 {
@@ -1230,7 +1314,7 @@ type GetVocabularyResponse struct {
 
 func (x *GetVocabularyResponse) Reset() {
 	*x = GetVocabularyResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[13]
+	mi := &file_penstock_v1_control_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1242,7 +1326,7 @@ func (x *GetVocabularyResponse) String() string {
 func (*GetVocabularyResponse) ProtoMessage() {}
 
 func (x *GetVocabularyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[13]
+	mi := &file_penstock_v1_control_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1255,7 +1339,7 @@ func (x *GetVocabularyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetVocabularyResponse.ProtoReflect.Descriptor instead.
 func (*GetVocabularyResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{13}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *GetVocabularyResponse) GetTokens() [][]byte {
@@ -1322,7 +1406,7 @@ type PauseRequest struct {
 
 func (x *PauseRequest) Reset() {
 	*x = PauseRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[14]
+	mi := &file_penstock_v1_control_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1334,7 +1418,7 @@ func (x *PauseRequest) String() string {
 func (*PauseRequest) ProtoMessage() {}
 
 func (x *PauseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[14]
+	mi := &file_penstock_v1_control_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1347,7 +1431,7 @@ func (x *PauseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseRequest.ProtoReflect.Descriptor instead.
 func (*PauseRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{14}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *PauseRequest) GetInFlight() InFlightPolicy {
@@ -1392,7 +1476,7 @@ type PauseResponse struct {
 
 func (x *PauseResponse) Reset() {
 	*x = PauseResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[15]
+	mi := &file_penstock_v1_control_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1404,7 +1488,7 @@ func (x *PauseResponse) String() string {
 func (*PauseResponse) ProtoMessage() {}
 
 func (x *PauseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[15]
+	mi := &file_penstock_v1_control_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1417,7 +1501,7 @@ func (x *PauseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseResponse.ProtoReflect.Descriptor instead.
 func (*PauseResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{15}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PauseResponse) GetInFlight() *InFlightReport {
@@ -1443,7 +1527,7 @@ type ResumeRequest struct {
 
 func (x *ResumeRequest) Reset() {
 	*x = ResumeRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[16]
+	mi := &file_penstock_v1_control_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1455,7 +1539,7 @@ func (x *ResumeRequest) String() string {
 func (*ResumeRequest) ProtoMessage() {}
 
 func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[16]
+	mi := &file_penstock_v1_control_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1468,7 +1552,7 @@ func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRequest.ProtoReflect.Descriptor instead.
 func (*ResumeRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{16}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{17}
 }
 
 // The pause has ended. It has no fields.
@@ -1480,7 +1564,7 @@ type ResumeResponse struct {
 
 func (x *ResumeResponse) Reset() {
 	*x = ResumeResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[17]
+	mi := &file_penstock_v1_control_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1492,7 +1576,7 @@ func (x *ResumeResponse) String() string {
 func (*ResumeResponse) ProtoMessage() {}
 
 func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[17]
+	mi := &file_penstock_v1_control_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1505,7 +1589,7 @@ func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeResponse.ProtoReflect.Descriptor instead.
 func (*ResumeResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{17}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{18}
 }
 
 // Which update is to be swapped in.
@@ -1528,7 +1612,7 @@ type CommitWeightsRequest struct {
 
 func (x *CommitWeightsRequest) Reset() {
 	*x = CommitWeightsRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[18]
+	mi := &file_penstock_v1_control_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1540,7 +1624,7 @@ func (x *CommitWeightsRequest) String() string {
 func (*CommitWeightsRequest) ProtoMessage() {}
 
 func (x *CommitWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[18]
+	mi := &file_penstock_v1_control_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1553,7 +1637,7 @@ func (x *CommitWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitWeightsRequest.ProtoReflect.Descriptor instead.
 func (*CommitWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{18}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *CommitWeightsRequest) GetUpdateId() string {
@@ -1598,7 +1682,7 @@ type CommitWeightsResponse struct {
 
 func (x *CommitWeightsResponse) Reset() {
 	*x = CommitWeightsResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[19]
+	mi := &file_penstock_v1_control_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1610,7 +1694,7 @@ func (x *CommitWeightsResponse) String() string {
 func (*CommitWeightsResponse) ProtoMessage() {}
 
 func (x *CommitWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[19]
+	mi := &file_penstock_v1_control_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1623,7 +1707,7 @@ func (x *CommitWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitWeightsResponse.ProtoReflect.Descriptor instead.
 func (*CommitWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{19}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *CommitWeightsResponse) GetCurrent() *WeightsVersion {
@@ -1680,7 +1764,7 @@ type DiscardWeightsRequest struct {
 
 func (x *DiscardWeightsRequest) Reset() {
 	*x = DiscardWeightsRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[20]
+	mi := &file_penstock_v1_control_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1692,7 +1776,7 @@ func (x *DiscardWeightsRequest) String() string {
 func (*DiscardWeightsRequest) ProtoMessage() {}
 
 func (x *DiscardWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[20]
+	mi := &file_penstock_v1_control_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1705,7 +1789,7 @@ func (x *DiscardWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscardWeightsRequest.ProtoReflect.Descriptor instead.
 func (*DiscardWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{20}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *DiscardWeightsRequest) GetUpdateId() string {
@@ -1726,7 +1810,7 @@ type DiscardWeightsResponse struct {
 
 func (x *DiscardWeightsResponse) Reset() {
 	*x = DiscardWeightsResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[21]
+	mi := &file_penstock_v1_control_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1738,7 +1822,7 @@ func (x *DiscardWeightsResponse) String() string {
 func (*DiscardWeightsResponse) ProtoMessage() {}
 
 func (x *DiscardWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[21]
+	mi := &file_penstock_v1_control_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1751,7 +1835,7 @@ func (x *DiscardWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscardWeightsResponse.ProtoReflect.Descriptor instead.
 func (*DiscardWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{21}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *DiscardWeightsResponse) GetDiscarded() bool {
@@ -1770,7 +1854,7 @@ type FlushCacheRequest struct {
 
 func (x *FlushCacheRequest) Reset() {
 	*x = FlushCacheRequest{}
-	mi := &file_penstock_v1_control_proto_msgTypes[22]
+	mi := &file_penstock_v1_control_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1782,7 +1866,7 @@ func (x *FlushCacheRequest) String() string {
 func (*FlushCacheRequest) ProtoMessage() {}
 
 func (x *FlushCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[22]
+	mi := &file_penstock_v1_control_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1795,7 +1879,7 @@ func (x *FlushCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushCacheRequest.ProtoReflect.Descriptor instead.
 func (*FlushCacheRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{22}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{23}
 }
 
 // What became of the cached pages.
@@ -1813,7 +1897,7 @@ type FlushCacheResponse struct {
 
 func (x *FlushCacheResponse) Reset() {
 	*x = FlushCacheResponse{}
-	mi := &file_penstock_v1_control_proto_msgTypes[23]
+	mi := &file_penstock_v1_control_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1825,7 +1909,7 @@ func (x *FlushCacheResponse) String() string {
 func (*FlushCacheResponse) ProtoMessage() {}
 
 func (x *FlushCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_control_proto_msgTypes[23]
+	mi := &file_penstock_v1_control_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1838,7 +1922,7 @@ func (x *FlushCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushCacheResponse.ProtoReflect.Descriptor instead.
 func (*FlushCacheResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_control_proto_rawDescGZIP(), []int{23}
+	return file_penstock_v1_control_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *FlushCacheResponse) GetPagesFreed() uint64 {
@@ -1859,9 +1943,10 @@ var File_penstock_v1_control_proto protoreflect.FileDescriptor
 
 const file_penstock_v1_control_proto_rawDesc = "" +
 	"\n" +
-	"\x19penstock/v1/control.proto\x12\vpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bpenstock/v1/telemetry.proto\x1a\x17penstock/v1/types.proto\x1a\x19penstock/v1/weights.proto\">\n" +
+	"\x19penstock/v1/control.proto\x12\vpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bpenstock/v1/telemetry.proto\x1a\x17penstock/v1/types.proto\x1a\x19penstock/v1/weights.proto\"k\n" +
 	"\x13GetModelInfoRequest\x12'\n" +
-	"\x0finclude_tensors\x18\x01 \x01(\bR\x0eincludeTensors\"\x83\x06\n" +
+	"\x0finclude_tensors\x18\x01 \x01(\bR\x0eincludeTensors\x12+\n" +
+	"\x11include_tokenizer\x18\x02 \x01(\bR\x10includeTokenizer\"\xbd\x06\n" +
 	"\x14GetModelInfoResponse\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12\x1d\n" +
@@ -1881,7 +1966,15 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\fimage_limits\x18\x0e \x01(\v2\x18.penstock.v1.ImageLimitsR\vimageLimits\x12\x1f\n" +
 	"\vhidden_size\x18\x0f \x01(\rR\n" +
 	"hiddenSize\x12=\n" +
-	"\x0fdefault_pooling\x18\x10 \x01(\x0e2\x14.penstock.v1.PoolingR\x0edefaultPooling\"\xc5\x01\n" +
+	"\x0fdefault_pooling\x18\x10 \x01(\x0e2\x14.penstock.v1.PoolingR\x0edefaultPooling\x128\n" +
+	"\ttokenizer\x18\x11 \x01(\v2\x1a.penstock.v1.TokenizerInfoR\ttokenizer\"\xf5\x01\n" +
+	"\rTokenizerInfo\x12T\n" +
+	"\x0especial_tokens\x18\x01 \x03(\v2-.penstock.v1.TokenizerInfo.SpecialTokensEntryR\rspecialTokens\x12#\n" +
+	"\rchat_template\x18\x02 \x01(\tR\fchatTemplate\x12'\n" +
+	"\x0ftokenizer_class\x18\x03 \x01(\tR\x0etokenizerClass\x1a@\n" +
+	"\x12SpecialTokensEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc5\x01\n" +
 	"\vImageLimits\x12\x1d\n" +
 	"\n" +
 	"max_images\x18\x01 \x01(\rR\tmaxImages\x12&\n" +
@@ -2036,112 +2129,116 @@ func file_penstock_v1_control_proto_rawDescGZIP() []byte {
 }
 
 var file_penstock_v1_control_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_penstock_v1_control_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_penstock_v1_control_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
 var file_penstock_v1_control_proto_goTypes = []any{
 	(Feature)(0),                   // 0: penstock.v1.Feature
 	(*GetModelInfoRequest)(nil),    // 1: penstock.v1.GetModelInfoRequest
 	(*GetModelInfoResponse)(nil),   // 2: penstock.v1.GetModelInfoResponse
-	(*ImageLimits)(nil),            // 3: penstock.v1.ImageLimits
-	(*GetServerInfoRequest)(nil),   // 4: penstock.v1.GetServerInfoRequest
-	(*GetServerInfoResponse)(nil),  // 5: penstock.v1.GetServerInfoResponse
-	(*GetLoadRequest)(nil),         // 6: penstock.v1.GetLoadRequest
-	(*GetLoadResponse)(nil),        // 7: penstock.v1.GetLoadResponse
-	(*WatchLoadResponse)(nil),      // 8: penstock.v1.WatchLoadResponse
-	(*TokenizeRequest)(nil),        // 9: penstock.v1.TokenizeRequest
-	(*TokenizeResponse)(nil),       // 10: penstock.v1.TokenizeResponse
-	(*DetokenizeRequest)(nil),      // 11: penstock.v1.DetokenizeRequest
-	(*DetokenizeResponse)(nil),     // 12: penstock.v1.DetokenizeResponse
-	(*GetVocabularyRequest)(nil),   // 13: penstock.v1.GetVocabularyRequest
-	(*GetVocabularyResponse)(nil),  // 14: penstock.v1.GetVocabularyResponse
-	(*PauseRequest)(nil),           // 15: penstock.v1.PauseRequest
-	(*PauseResponse)(nil),          // 16: penstock.v1.PauseResponse
-	(*ResumeRequest)(nil),          // 17: penstock.v1.ResumeRequest
-	(*ResumeResponse)(nil),         // 18: penstock.v1.ResumeResponse
-	(*CommitWeightsRequest)(nil),   // 19: penstock.v1.CommitWeightsRequest
-	(*CommitWeightsResponse)(nil),  // 20: penstock.v1.CommitWeightsResponse
-	(*DiscardWeightsRequest)(nil),  // 21: penstock.v1.DiscardWeightsRequest
-	(*DiscardWeightsResponse)(nil), // 22: penstock.v1.DiscardWeightsResponse
-	(*FlushCacheRequest)(nil),      // 23: penstock.v1.FlushCacheRequest
-	(*FlushCacheResponse)(nil),     // 24: penstock.v1.FlushCacheResponse
-	(*SamplingParams)(nil),         // 25: penstock.v1.SamplingParams
-	(*WeightsVersion)(nil),         // 26: penstock.v1.WeightsVersion
-	(*TensorSpec)(nil),             // 27: penstock.v1.TensorSpec
-	(*timestamppb.Timestamp)(nil),  // 28: google.protobuf.Timestamp
-	(Pooling)(0),                   // 29: penstock.v1.Pooling
-	(*LoadTotals)(nil),             // 30: penstock.v1.LoadTotals
-	(*LoadRates)(nil),              // 31: penstock.v1.LoadRates
-	(*LoadLatencies)(nil),          // 32: penstock.v1.LoadLatencies
-	(*RequestStatus)(nil),          // 33: penstock.v1.RequestStatus
-	(*ChatPrompt)(nil),             // 34: penstock.v1.ChatPrompt
-	(InFlightPolicy)(0),            // 35: penstock.v1.InFlightPolicy
-	(*durationpb.Duration)(nil),    // 36: google.protobuf.Duration
-	(*InFlightReport)(nil),         // 37: penstock.v1.InFlightReport
-	(UpdateOutcome)(0),             // 38: penstock.v1.UpdateOutcome
-	(*WatchLoadRequest)(nil),       // 39: penstock.v1.WatchLoadRequest
-	(*SetTracingRequest)(nil),      // 40: penstock.v1.SetTracingRequest
-	(*ProfileRequest)(nil),         // 41: penstock.v1.ProfileRequest
-	(*SetTracingResponse)(nil),     // 42: penstock.v1.SetTracingResponse
-	(*ProfileResponse)(nil),        // 43: penstock.v1.ProfileResponse
+	(*TokenizerInfo)(nil),          // 3: penstock.v1.TokenizerInfo
+	(*ImageLimits)(nil),            // 4: penstock.v1.ImageLimits
+	(*GetServerInfoRequest)(nil),   // 5: penstock.v1.GetServerInfoRequest
+	(*GetServerInfoResponse)(nil),  // 6: penstock.v1.GetServerInfoResponse
+	(*GetLoadRequest)(nil),         // 7: penstock.v1.GetLoadRequest
+	(*GetLoadResponse)(nil),        // 8: penstock.v1.GetLoadResponse
+	(*WatchLoadResponse)(nil),      // 9: penstock.v1.WatchLoadResponse
+	(*TokenizeRequest)(nil),        // 10: penstock.v1.TokenizeRequest
+	(*TokenizeResponse)(nil),       // 11: penstock.v1.TokenizeResponse
+	(*DetokenizeRequest)(nil),      // 12: penstock.v1.DetokenizeRequest
+	(*DetokenizeResponse)(nil),     // 13: penstock.v1.DetokenizeResponse
+	(*GetVocabularyRequest)(nil),   // 14: penstock.v1.GetVocabularyRequest
+	(*GetVocabularyResponse)(nil),  // 15: penstock.v1.GetVocabularyResponse
+	(*PauseRequest)(nil),           // 16: penstock.v1.PauseRequest
+	(*PauseResponse)(nil),          // 17: penstock.v1.PauseResponse
+	(*ResumeRequest)(nil),          // 18: penstock.v1.ResumeRequest
+	(*ResumeResponse)(nil),         // 19: penstock.v1.ResumeResponse
+	(*CommitWeightsRequest)(nil),   // 20: penstock.v1.CommitWeightsRequest
+	(*CommitWeightsResponse)(nil),  // 21: penstock.v1.CommitWeightsResponse
+	(*DiscardWeightsRequest)(nil),  // 22: penstock.v1.DiscardWeightsRequest
+	(*DiscardWeightsResponse)(nil), // 23: penstock.v1.DiscardWeightsResponse
+	(*FlushCacheRequest)(nil),      // 24: penstock.v1.FlushCacheRequest
+	(*FlushCacheResponse)(nil),     // 25: penstock.v1.FlushCacheResponse
+	nil,                            // 26: penstock.v1.TokenizerInfo.SpecialTokensEntry
+	(*SamplingParams)(nil),         // 27: penstock.v1.SamplingParams
+	(*WeightsVersion)(nil),         // 28: penstock.v1.WeightsVersion
+	(*TensorSpec)(nil),             // 29: penstock.v1.TensorSpec
+	(*timestamppb.Timestamp)(nil),  // 30: google.protobuf.Timestamp
+	(Pooling)(0),                   // 31: penstock.v1.Pooling
+	(*LoadTotals)(nil),             // 32: penstock.v1.LoadTotals
+	(*LoadRates)(nil),              // 33: penstock.v1.LoadRates
+	(*LoadLatencies)(nil),          // 34: penstock.v1.LoadLatencies
+	(*RequestStatus)(nil),          // 35: penstock.v1.RequestStatus
+	(*ChatPrompt)(nil),             // 36: penstock.v1.ChatPrompt
+	(InFlightPolicy)(0),            // 37: penstock.v1.InFlightPolicy
+	(*durationpb.Duration)(nil),    // 38: google.protobuf.Duration
+	(*InFlightReport)(nil),         // 39: penstock.v1.InFlightReport
+	(UpdateOutcome)(0),             // 40: penstock.v1.UpdateOutcome
+	(*WatchLoadRequest)(nil),       // 41: penstock.v1.WatchLoadRequest
+	(*SetTracingRequest)(nil),      // 42: penstock.v1.SetTracingRequest
+	(*ProfileRequest)(nil),         // 43: penstock.v1.ProfileRequest
+	(*SetTracingResponse)(nil),     // 44: penstock.v1.SetTracingResponse
+	(*ProfileResponse)(nil),        // 45: penstock.v1.ProfileResponse
 }
 var file_penstock_v1_control_proto_depIdxs = []int32{
-	25, // 0: penstock.v1.GetModelInfoResponse.default_sampling:type_name -> penstock.v1.SamplingParams
-	26, // 1: penstock.v1.GetModelInfoResponse.weights:type_name -> penstock.v1.WeightsVersion
-	27, // 2: penstock.v1.GetModelInfoResponse.tensors:type_name -> penstock.v1.TensorSpec
+	27, // 0: penstock.v1.GetModelInfoResponse.default_sampling:type_name -> penstock.v1.SamplingParams
+	28, // 1: penstock.v1.GetModelInfoResponse.weights:type_name -> penstock.v1.WeightsVersion
+	29, // 2: penstock.v1.GetModelInfoResponse.tensors:type_name -> penstock.v1.TensorSpec
 	0,  // 3: penstock.v1.GetModelInfoResponse.features:type_name -> penstock.v1.Feature
-	28, // 4: penstock.v1.GetModelInfoResponse.weights_since:type_name -> google.protobuf.Timestamp
-	3,  // 5: penstock.v1.GetModelInfoResponse.image_limits:type_name -> penstock.v1.ImageLimits
-	29, // 6: penstock.v1.GetModelInfoResponse.default_pooling:type_name -> penstock.v1.Pooling
-	26, // 7: penstock.v1.GetLoadResponse.weights:type_name -> penstock.v1.WeightsVersion
-	28, // 8: penstock.v1.WatchLoadResponse.at:type_name -> google.protobuf.Timestamp
-	7,  // 9: penstock.v1.WatchLoadResponse.load:type_name -> penstock.v1.GetLoadResponse
-	30, // 10: penstock.v1.WatchLoadResponse.totals:type_name -> penstock.v1.LoadTotals
-	31, // 11: penstock.v1.WatchLoadResponse.rates:type_name -> penstock.v1.LoadRates
-	32, // 12: penstock.v1.WatchLoadResponse.latencies:type_name -> penstock.v1.LoadLatencies
-	33, // 13: penstock.v1.WatchLoadResponse.requests:type_name -> penstock.v1.RequestStatus
-	34, // 14: penstock.v1.TokenizeRequest.chat:type_name -> penstock.v1.ChatPrompt
-	35, // 15: penstock.v1.PauseRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
-	36, // 16: penstock.v1.PauseRequest.drain_timeout:type_name -> google.protobuf.Duration
-	37, // 17: penstock.v1.PauseResponse.in_flight:type_name -> penstock.v1.InFlightReport
-	35, // 18: penstock.v1.CommitWeightsRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
-	36, // 19: penstock.v1.CommitWeightsRequest.drain_timeout:type_name -> google.protobuf.Duration
-	26, // 20: penstock.v1.CommitWeightsResponse.current:type_name -> penstock.v1.WeightsVersion
-	36, // 21: penstock.v1.CommitWeightsResponse.paused_for:type_name -> google.protobuf.Duration
-	26, // 22: penstock.v1.CommitWeightsResponse.previous:type_name -> penstock.v1.WeightsVersion
-	38, // 23: penstock.v1.CommitWeightsResponse.outcome:type_name -> penstock.v1.UpdateOutcome
-	37, // 24: penstock.v1.CommitWeightsResponse.in_flight:type_name -> penstock.v1.InFlightReport
-	1,  // 25: penstock.v1.ControlService.GetModelInfo:input_type -> penstock.v1.GetModelInfoRequest
-	4,  // 26: penstock.v1.ControlService.GetServerInfo:input_type -> penstock.v1.GetServerInfoRequest
-	6,  // 27: penstock.v1.ControlService.GetLoad:input_type -> penstock.v1.GetLoadRequest
-	39, // 28: penstock.v1.ControlService.WatchLoad:input_type -> penstock.v1.WatchLoadRequest
-	9,  // 29: penstock.v1.ControlService.Tokenize:input_type -> penstock.v1.TokenizeRequest
-	11, // 30: penstock.v1.ControlService.Detokenize:input_type -> penstock.v1.DetokenizeRequest
-	13, // 31: penstock.v1.ControlService.GetVocabulary:input_type -> penstock.v1.GetVocabularyRequest
-	15, // 32: penstock.v1.ControlService.Pause:input_type -> penstock.v1.PauseRequest
-	17, // 33: penstock.v1.ControlService.Resume:input_type -> penstock.v1.ResumeRequest
-	19, // 34: penstock.v1.ControlService.CommitWeights:input_type -> penstock.v1.CommitWeightsRequest
-	21, // 35: penstock.v1.ControlService.DiscardWeights:input_type -> penstock.v1.DiscardWeightsRequest
-	23, // 36: penstock.v1.ControlService.FlushCache:input_type -> penstock.v1.FlushCacheRequest
-	40, // 37: penstock.v1.ControlService.SetTracing:input_type -> penstock.v1.SetTracingRequest
-	41, // 38: penstock.v1.ControlService.Profile:input_type -> penstock.v1.ProfileRequest
-	2,  // 39: penstock.v1.ControlService.GetModelInfo:output_type -> penstock.v1.GetModelInfoResponse
-	5,  // 40: penstock.v1.ControlService.GetServerInfo:output_type -> penstock.v1.GetServerInfoResponse
-	7,  // 41: penstock.v1.ControlService.GetLoad:output_type -> penstock.v1.GetLoadResponse
-	8,  // 42: penstock.v1.ControlService.WatchLoad:output_type -> penstock.v1.WatchLoadResponse
-	10, // 43: penstock.v1.ControlService.Tokenize:output_type -> penstock.v1.TokenizeResponse
-	12, // 44: penstock.v1.ControlService.Detokenize:output_type -> penstock.v1.DetokenizeResponse
-	14, // 45: penstock.v1.ControlService.GetVocabulary:output_type -> penstock.v1.GetVocabularyResponse
-	16, // 46: penstock.v1.ControlService.Pause:output_type -> penstock.v1.PauseResponse
-	18, // 47: penstock.v1.ControlService.Resume:output_type -> penstock.v1.ResumeResponse
-	20, // 48: penstock.v1.ControlService.CommitWeights:output_type -> penstock.v1.CommitWeightsResponse
-	22, // 49: penstock.v1.ControlService.DiscardWeights:output_type -> penstock.v1.DiscardWeightsResponse
-	24, // 50: penstock.v1.ControlService.FlushCache:output_type -> penstock.v1.FlushCacheResponse
-	42, // 51: penstock.v1.ControlService.SetTracing:output_type -> penstock.v1.SetTracingResponse
-	43, // 52: penstock.v1.ControlService.Profile:output_type -> penstock.v1.ProfileResponse
-	39, // [39:53] is the sub-list for method output_type
-	25, // [25:39] is the sub-list for method input_type
-	25, // [25:25] is the sub-list for extension type_name
-	25, // [25:25] is the sub-list for extension extendee
-	0,  // [0:25] is the sub-list for field type_name
+	30, // 4: penstock.v1.GetModelInfoResponse.weights_since:type_name -> google.protobuf.Timestamp
+	4,  // 5: penstock.v1.GetModelInfoResponse.image_limits:type_name -> penstock.v1.ImageLimits
+	31, // 6: penstock.v1.GetModelInfoResponse.default_pooling:type_name -> penstock.v1.Pooling
+	3,  // 7: penstock.v1.GetModelInfoResponse.tokenizer:type_name -> penstock.v1.TokenizerInfo
+	26, // 8: penstock.v1.TokenizerInfo.special_tokens:type_name -> penstock.v1.TokenizerInfo.SpecialTokensEntry
+	28, // 9: penstock.v1.GetLoadResponse.weights:type_name -> penstock.v1.WeightsVersion
+	30, // 10: penstock.v1.WatchLoadResponse.at:type_name -> google.protobuf.Timestamp
+	8,  // 11: penstock.v1.WatchLoadResponse.load:type_name -> penstock.v1.GetLoadResponse
+	32, // 12: penstock.v1.WatchLoadResponse.totals:type_name -> penstock.v1.LoadTotals
+	33, // 13: penstock.v1.WatchLoadResponse.rates:type_name -> penstock.v1.LoadRates
+	34, // 14: penstock.v1.WatchLoadResponse.latencies:type_name -> penstock.v1.LoadLatencies
+	35, // 15: penstock.v1.WatchLoadResponse.requests:type_name -> penstock.v1.RequestStatus
+	36, // 16: penstock.v1.TokenizeRequest.chat:type_name -> penstock.v1.ChatPrompt
+	37, // 17: penstock.v1.PauseRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
+	38, // 18: penstock.v1.PauseRequest.drain_timeout:type_name -> google.protobuf.Duration
+	39, // 19: penstock.v1.PauseResponse.in_flight:type_name -> penstock.v1.InFlightReport
+	37, // 20: penstock.v1.CommitWeightsRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
+	38, // 21: penstock.v1.CommitWeightsRequest.drain_timeout:type_name -> google.protobuf.Duration
+	28, // 22: penstock.v1.CommitWeightsResponse.current:type_name -> penstock.v1.WeightsVersion
+	38, // 23: penstock.v1.CommitWeightsResponse.paused_for:type_name -> google.protobuf.Duration
+	28, // 24: penstock.v1.CommitWeightsResponse.previous:type_name -> penstock.v1.WeightsVersion
+	40, // 25: penstock.v1.CommitWeightsResponse.outcome:type_name -> penstock.v1.UpdateOutcome
+	39, // 26: penstock.v1.CommitWeightsResponse.in_flight:type_name -> penstock.v1.InFlightReport
+	1,  // 27: penstock.v1.ControlService.GetModelInfo:input_type -> penstock.v1.GetModelInfoRequest
+	5,  // 28: penstock.v1.ControlService.GetServerInfo:input_type -> penstock.v1.GetServerInfoRequest
+	7,  // 29: penstock.v1.ControlService.GetLoad:input_type -> penstock.v1.GetLoadRequest
+	41, // 30: penstock.v1.ControlService.WatchLoad:input_type -> penstock.v1.WatchLoadRequest
+	10, // 31: penstock.v1.ControlService.Tokenize:input_type -> penstock.v1.TokenizeRequest
+	12, // 32: penstock.v1.ControlService.Detokenize:input_type -> penstock.v1.DetokenizeRequest
+	14, // 33: penstock.v1.ControlService.GetVocabulary:input_type -> penstock.v1.GetVocabularyRequest
+	16, // 34: penstock.v1.ControlService.Pause:input_type -> penstock.v1.PauseRequest
+	18, // 35: penstock.v1.ControlService.Resume:input_type -> penstock.v1.ResumeRequest
+	20, // 36: penstock.v1.ControlService.CommitWeights:input_type -> penstock.v1.CommitWeightsRequest
+	22, // 37: penstock.v1.ControlService.DiscardWeights:input_type -> penstock.v1.DiscardWeightsRequest
+	24, // 38: penstock.v1.ControlService.FlushCache:input_type -> penstock.v1.FlushCacheRequest
+	42, // 39: penstock.v1.ControlService.SetTracing:input_type -> penstock.v1.SetTracingRequest
+	43, // 40: penstock.v1.ControlService.Profile:input_type -> penstock.v1.ProfileRequest
+	2,  // 41: penstock.v1.ControlService.GetModelInfo:output_type -> penstock.v1.GetModelInfoResponse
+	6,  // 42: penstock.v1.ControlService.GetServerInfo:output_type -> penstock.v1.GetServerInfoResponse
+	8,  // 43: penstock.v1.ControlService.GetLoad:output_type -> penstock.v1.GetLoadResponse
+	9,  // 44: penstock.v1.ControlService.WatchLoad:output_type -> penstock.v1.WatchLoadResponse
+	11, // 45: penstock.v1.ControlService.Tokenize:output_type -> penstock.v1.TokenizeResponse
+	13, // 46: penstock.v1.ControlService.Detokenize:output_type -> penstock.v1.DetokenizeResponse
+	15, // 47: penstock.v1.ControlService.GetVocabulary:output_type -> penstock.v1.GetVocabularyResponse
+	17, // 48: penstock.v1.ControlService.Pause:output_type -> penstock.v1.PauseResponse
+	19, // 49: penstock.v1.ControlService.Resume:output_type -> penstock.v1.ResumeResponse
+	21, // 50: penstock.v1.ControlService.CommitWeights:output_type -> penstock.v1.CommitWeightsResponse
+	23, // 51: penstock.v1.ControlService.DiscardWeights:output_type -> penstock.v1.DiscardWeightsResponse
+	25, // 52: penstock.v1.ControlService.FlushCache:output_type -> penstock.v1.FlushCacheResponse
+	44, // 53: penstock.v1.ControlService.SetTracing:output_type -> penstock.v1.SetTracingResponse
+	45, // 54: penstock.v1.ControlService.Profile:output_type -> penstock.v1.ProfileResponse
+	41, // [41:55] is the sub-list for method output_type
+	27, // [27:41] is the sub-list for method input_type
+	27, // [27:27] is the sub-list for extension type_name
+	27, // [27:27] is the sub-list for extension extendee
+	0,  // [0:27] is the sub-list for field type_name
 }
 
 func init() { file_penstock_v1_control_proto_init() }
@@ -2152,20 +2249,20 @@ func file_penstock_v1_control_proto_init() {
 	file_penstock_v1_telemetry_proto_init()
 	file_penstock_v1_types_proto_init()
 	file_penstock_v1_weights_proto_init()
-	file_penstock_v1_control_proto_msgTypes[8].OneofWrappers = []any{
+	file_penstock_v1_control_proto_msgTypes[9].OneofWrappers = []any{
 		(*TokenizeRequest_Text)(nil),
 		(*TokenizeRequest_Chat)(nil),
 	}
-	file_penstock_v1_control_proto_msgTypes[10].OneofWrappers = []any{}
-	file_penstock_v1_control_proto_msgTypes[12].OneofWrappers = []any{}
+	file_penstock_v1_control_proto_msgTypes[11].OneofWrappers = []any{}
 	file_penstock_v1_control_proto_msgTypes[13].OneofWrappers = []any{}
+	file_penstock_v1_control_proto_msgTypes[14].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_penstock_v1_control_proto_rawDesc), len(file_penstock_v1_control_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   24,
+			NumMessages:   26,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -119,18 +119,24 @@ class GetModelInfoRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INCLUDE_TENSORS_FIELD_NUMBER: _builtins.int
+    INCLUDE_TOKENIZER_FIELD_NUMBER: _builtins.int
     include_tensors: _builtins.bool
     """Fill GetModelInfoResponse.tensors, which has hundreds of entries on a large model.
+    Default: false.
+    """
+    include_tokenizer: _builtins.bool
+    """Fill GetModelInfoResponse.tokenizer, whose chat template may be long.
     Default: false.
     """
     def __init__(
         self,
         *,
         include_tensors: _builtins.bool = ...,
+        include_tokenizer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_tensors", b"include_tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_tensors", b"include_tensors", "include_tokenizer", b"include_tokenizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -158,6 +164,7 @@ class GetModelInfoResponse(_message.Message):
     IMAGE_LIMITS_FIELD_NUMBER: _builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     DEFAULT_POOLING_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name that requests may use."""
     architecture: _builtins.str
@@ -215,6 +222,10 @@ class GetModelInfoResponse(_message.Message):
     def image_limits(self) -> Global___ImageLimits:
         """What the model takes of images; unset where it takes none."""
 
+    @_builtins.property
+    def tokenizer(self) -> Global___TokenizerInfo:
+        """What the files of the tokenizer say of it; only with include_tokenizer, and unset where the model has none."""
+
     def __init__(
         self,
         *,
@@ -234,14 +245,69 @@ class GetModelInfoResponse(_message.Message):
         image_limits: Global___ImageLimits | None = ...,
         hidden_size: _builtins.int = ...,
         default_pooling: _types_pb2.Pooling.ValueType = ...,
+        tokenizer: Global___TokenizerInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "image_limits", b"image_limits", "weights", b"weights", "weights_since", b"weights_since"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "image_limits", b"image_limits", "tokenizer", b"tokenizer", "weights", b"weights", "weights_since", b"weights_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "default_pooling", b"default_pooling", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "features", b"features", "hidden_size", b"hidden_size", "image_limits", b"image_limits", "max_context_tokens", b"max_context_tokens", "model", b"model", "staged_update_id", b"staged_update_id", "template_variables", b"template_variables", "tensors", b"tensors", "vocab_size", b"vocab_size", "weights", b"weights", "weights_digest", b"weights_digest", "weights_since", b"weights_since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "default_pooling", b"default_pooling", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "features", b"features", "hidden_size", b"hidden_size", "image_limits", b"image_limits", "max_context_tokens", b"max_context_tokens", "model", b"model", "staged_update_id", b"staged_update_id", "template_variables", b"template_variables", "tensors", b"tensors", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size", "weights", b"weights", "weights_digest", b"weights_digest", "weights_since", b"weights_since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
+
+@_typing.final
+class TokenizerInfo(_message.Message):
+    """A tokenizer, for programs that render conversations themselves and ask Tokenize for tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SpecialTokensEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    TOKENIZER_CLASS_FIELD_NUMBER: _builtins.int
+    chat_template: _builtins.str
+    """The model's chat template; of several the one named "default". Empty if there is none."""
+    tokenizer_class: _builtins.str
+    """The class that loads it in Hugging Face transformers."""
+    @_builtins.property
+    def special_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The special tokens that have a part, by the names that chat templates know, such as "bos_token", "eos_token" and
+        "pad_token".
+        """
+
+    def __init__(
+        self,
+        *,
+        special_tokens: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        chat_template: _builtins.str = ...,
+        tokenizer_class: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template", b"chat_template", "special_tokens", b"special_tokens", "tokenizer_class", b"tokenizer_class"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenizerInfo: _TypeAlias = TokenizerInfo  # noqa: Y015
 
 @_typing.final
 class ImageLimits(_message.Message):

@@ -29,7 +29,7 @@ from penstock.openai.routes.health import health, metrics
 from penstock.openai.routes.models import list_models, show_model
 from penstock.openai.routes.page import show_page, show_page_file
 from penstock.openai.routes.responses.responses import create_response
-from penstock.openai.routes.tokens import PARAMS, detokenize, tokenize
+from penstock.openai.routes.tokens import PARAMS, detokenize, tokenize, tokenizer_info
 from penstock.openai.schemas.chat import ChatBody
 from penstock.openai.schemas.completions import CompletionBody, EmbeddingBody
 from penstock.openai.schemas.responses import ResponsesBody
@@ -49,6 +49,7 @@ ENDPOINTS: Final = (
     Endpoint("POST", "/v1/embeddings", embed, "Makes vectors of texts.", EmbeddingBody),
     Endpoint("POST", "/tokenize", tokenize, "The tokens of a text or a conversation.", TokenizeBody, PARAMS),
     Endpoint("POST", "/detokenize", detokenize, "The text of tokens.", DetokenizeBody, PARAMS),
+    Endpoint("GET", "/tokenizer_info", tokenizer_info, "The special tokens and the chat template."),
     Endpoint("GET", "/v1/models", list_models, "The models that are served."),
     Endpoint("GET", "/v1/models/{model:path}", show_model, "One model."),
     Endpoint("GET", "/health", health, "Whether the front and its server take requests.", is_api=False),

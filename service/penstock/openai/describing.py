@@ -143,6 +143,7 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
     ),
     "Tokens": _always(count=_COUNT, max_model_len=_COUNT, tokens=_IDS),
     "Text": _always(prompt=_TEXT),
+    "Tokenizer": _always(tokenizer_class=_TEXT, chat_template={"type": ["string", "null"]}),
     "Health": _always(status=_word("ok", "draining", "unavailable")),
 }
 """The schemas by name."""
@@ -156,6 +157,7 @@ ANSWERS: Final[Mapping[str, tuple[str, str | None]]] = {
     "/v1/embeddings": ("Embeddings", None),
     "/tokenize": ("Tokens", None),
     "/detokenize": ("Text", None),
+    "/tokenizer_info": ("Tokenizer", None),
     "/health": ("Health", None),
 }
 """By path, the schema of the answer, and that of each event where the request may ask for a stream."""

@@ -26,6 +26,7 @@ from penstock.client import (
     Started,
     Summary,
     Timing,
+    TokenizerInfo,
     Tokens,
     TracingStatus,
     Usage,
@@ -162,7 +163,7 @@ def test_abort(server, client):
 
 
 def test_info(server, client):
-    assert client.model_info(include_tensors=True) == ModelInfo(
+    assert client.model_info(include_tensors=True, include_tokenizer=True) == ModelInfo(
         model="toy",
         architecture="ToyForCausalLM",
         vocab_size=10,
@@ -171,10 +172,11 @@ def test_info(server, client):
         default_sampling=SamplingDefaults(temperature=0.0, top_k=20),
         weights=WeightsVersion("step-1", 1),
         features=("chat", "feature_42"),
+        tokenizer=TokenizerInfo({"eos_token": "</s>"}, "{{ x }}", "Toy"),
     )
     assert client.server_info() == ServerInfo("9.8.7", "i-1", 1, 4, 8, 16, 100, 1024, 5, ("cpu:0",), 8 << 20)
     assert client.load() == Load(1, 2, 30, 7, 100, True, WeightsVersion("step-1", 1))
-    assert server.calls[0] == control_pb2.GetModelInfoRequest(include_tensors=True)
+    assert server.calls[0] == control_pb2.GetModelInfoRequest(include_tensors=True, include_tokenizer=True)
 
 
 def test_flush_cache(server, client):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from penstock.runtime.loading.served_model import end_tokens
 from penstock.runtime.text.codec import TextCodec
 from tests.runtime.chat.test_model_templates import TEMPLATES
 from tests.support.chat import LLAMA3, MISTRAL, bytes_tokenizer
+from tests.support.goldens import GOLDEN
 
 TOKENS = [
     "<|im_start|>", "<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>", "<turn|>", "<|user|>", "[e~[",
@@ -48,6 +51,17 @@ def test_a_turn_in_harmony_ends_with_an_answer_or_a_call() -> None:
     assert ends((TEMPLATES / "gpt_oss.jinja").read_text()) == {"<|end|>", "<|return|>", "<|call|>"}
     assert ends("<|channel|><|message|>{{ messages[1].content }}<|im_end|>") >= {"<|return|>", "<|call|>"}
     assert "<|im_end|>" not in ends("<|channel|><|message|>{{ messages[1].content }}<|im_end|>")
+
+
+def test_what_a_checkpoint_says_of_its_tokenizer() -> None:
+    folder = GOLDEN / "qwen3"
+    told = json.loads((folder / "tokenizer_config.json").read_text())
+    codec = TextCodec.from_pretrained(folder)
+    assert codec.special_tokens == {name: told[name] for name in ("eos_token", "pad_token")}
+    assert codec.default_template == (folder / "chat_template.jinja").read_text()
+    assert codec.tokenizer_class == told["tokenizer_class"]
+    several = {"tool_use": "a", "default": "b"}
+    assert TextCodec(bytes_tokenizer(special=TOKENS, chat_template=several)).default_template == "b"
 
 
 def test_templates_in_the_style_of_others() -> None:

@@ -62,7 +62,7 @@ async def test_the_front_serves_it_and_answers_as_it_says() -> None:
         reply = await rig.http.get("/openapi.json")
         made = reply.json()
         assert made["openapi"] == "3.1.0"
-        for path in ("/v1/models", "/health"):
+        for path in ("/v1/models", "/health", "/tokenizer_info"):
             against(made, ANSWERS[path][0], (await rig.http.get(path)).json())
         prompts: dict[str, Any] = {
             "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize as vLLM's clients use them."""
+"""/tokenize, /detokenize and /tokenizer_info as vLLM's clients use them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.service.codecs import THINK, qwen_codec
 from tests.service.openai.rig import FrontRig, front_rig
 from tests.service.rig import fake, ids
-from tests.support.models.byte_text import EOS
+from tests.support.models.byte_text import CHAT_TEMPLATE, EOS
 
 
 async def post(rig: FrontRig, path: str, **body: Any) -> tuple[int, Any]:
@@ -38,6 +38,22 @@ async def test_a_conversation() -> None:
             chat_template_kwargs={"thinking": True},
         )
     assert told["tokens"] == [*ids("T:f|u:x|a:"), THINK]
+
+
+async def test_what_a_remote_tokenizer_reads() -> None:
+    """lm-evaluation-harness reads the names at the top, and tokenizes parts of texts, which may be empty."""
+    async with front_rig() as rig:
+        reply = await rig.http.get("/tokenizer_info")
+        assert reply.json() == {
+            "eos_token": "<|end|>",
+            "tokenizer_class": "TokenizersBackend",
+            "chat_template": CHAT_TEMPLATE,
+        }
+        _, empty = await post(rig, "/tokenize", prompt="", add_special_tokens=False)
+        assert empty["tokens"] == []
+    async with front_rig(fake(codec=None)) as rig:
+        reply = await rig.http.get("/tokenizer_info")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (501, "unsupported_endpoint")
 
 
 async def test_tokens_become_text_again() -> None:

@@ -145,6 +145,7 @@ EFFECTS = {
     "token_ids": f"{CONTROL}::test_detokenize",
     "skip_special_tokens": f"{CONTROL}::test_detokenize",
     "include_tensors": f"{CONTROL}::test_model_info",
+    "include_tokenizer": f"{CONTROL}::test_model_info",
     "first_token_id": "test_vocabulary::test_pages_join_to_the_whole_vocabulary",
     "max_tokens": "test_vocabulary::test_pages_join_to_the_whole_vocabulary",
     "level": "test_tracing::test_a_level_is_set_and_told",

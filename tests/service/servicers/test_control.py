@@ -39,6 +39,11 @@ async def test_model_info():
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
         assert not info.tensors
         full = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest(include_tensors=True))
+        told = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest(include_tokenizer=True))
+    assert not info.HasField("tokenizer")
+    assert told.tokenizer == control_pb2.TokenizerInfo(
+        special_tokens={"eos_token": "<|end|>"}, chat_template=CHAT_TEMPLATE, tokenizer_class="TokenizersBackend"
+    )
     assert (info.model, info.architecture) == ("fake", "FakeForCausalLM")
     assert (info.vocab_size, info.max_context_tokens) == (260, 77)
     assert list(info.eos_token_ids) == [EOS, 3]

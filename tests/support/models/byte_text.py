@@ -45,6 +45,9 @@ class ByteText:
     template_variables: tuple[str, ...] = ()
     shows_names = False
     chat_template = CHAT_TEMPLATE
+    default_template = CHAT_TEMPLATE
+    special_tokens: Mapping[str, str] = {"eos_token": END}
+    tokenizer_class = "TokenizersBackend"
     max_token_chars = len(END)
 
     def __init__(self) -> None:

@@ -103,12 +103,19 @@ class AsyncClient(AsyncReadings):
         return messages.abort_results(await self._unary(self.inference.Abort, request, timeout, metadata))
 
     async def model_info(
-        self, *, include_tensors: bool = False, timeout: float | None = None, metadata: Metadata | None = None
+        self,
+        *,
+        include_tensors: bool = False,
+        include_tokenizer: bool = False,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
     ) -> ModelInfo:
         """Return the served model and the sampling values in force. `include_tensors` adds name, dtype and
-        shape of every tensor.
+        shape of every tensor, and `include_tokenizer` the special tokens and the chat template.
         """
-        request = control_pb2.GetModelInfoRequest(include_tensors=include_tensors)
+        request = control_pb2.GetModelInfoRequest(
+            include_tensors=include_tensors, include_tokenizer=include_tokenizer
+        )
         return messages.model_info(await self._unary(self.control.GetModelInfo, request, timeout, metadata))
 
     async def server_info(

@@ -112,12 +112,19 @@ class Client(Readings):
         return messages.abort_results(self._unary(self.inference.Abort, request, timeout, metadata))
 
     def model_info(
-        self, *, include_tensors: bool = False, timeout: float | None = None, metadata: Metadata | None = None
+        self,
+        *,
+        include_tensors: bool = False,
+        include_tokenizer: bool = False,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
     ) -> ModelInfo:
         """Return the served model and the sampling values in force. `include_tensors` adds name, dtype and
-        shape of every tensor.
+        shape of every tensor, and `include_tokenizer` the special tokens and the chat template.
         """
-        request = control_pb2.GetModelInfoRequest(include_tensors=include_tensors)
+        request = control_pb2.GetModelInfoRequest(
+            include_tensors=include_tensors, include_tokenizer=include_tokenizer
+        )
         return messages.model_info(self._unary(self.control.GetModelInfo, request, timeout, metadata))
 
     def server_info(self, *, timeout: float | None = None, metadata: Metadata | None = None) -> ServerInfo:

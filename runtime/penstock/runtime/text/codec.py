@@ -259,6 +259,22 @@ class TextCodec:
         template = getattr(self._tokenizer, "chat_template", None)
         return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
+    @property
+    def default_template(self) -> str:
+        """The model's template, or the one named "default" if it has several; empty if there is none."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        return (template.get("default") if isinstance(template, dict) else template) or ""
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The special tokens that have a part, by its name, such as "eos_token"."""
+        return dict(self._tokenizer.special_tokens_map)
+
+    @property
+    def tokenizer_class(self) -> str:
+        """The class that loads the tokenizer in Hugging Face transformers."""
+        return type(self._tokenizer).__name__
+
     @cached_property
     def template_variables(self) -> tuple[str, ...]:
         """The variables that the model's templates read and a request may set, such as "enable_thinking";

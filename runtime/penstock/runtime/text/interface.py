@@ -47,6 +47,21 @@ class Text(Protocol):
         ...
 
     @property
+    def default_template(self) -> str:
+        """The template, or the one named "default"; empty if there is none."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The special tokens that have a part, by its name, such as "eos_token"."""
+        ...
+
+    @property
+    def tokenizer_class(self) -> str:
+        """The class that loads the tokenizer in Hugging Face transformers."""
+        ...
+
+    @property
     def template_variables(self) -> tuple[str, ...]:
         """The variables of the templates that a request may set."""
         ...

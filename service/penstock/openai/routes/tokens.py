@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, and GET /tokenizer_info, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -90,6 +90,22 @@ async def detokenize(request: Request) -> Response:
         body.tokens, skip_special_tokens=False, timeout=call.timeout, metadata=call.metadata
     )
     return json_response({"prompt": await answered(request, asked)})
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """Tell the special tokens and the chat template, as they stand in tokenizer_config.json."""
+    call, client = call_of(request), front_of(request).backend.client
+    asked = client.model_info(include_tokenizer=True, timeout=call.timeout, metadata=call.metadata)
+    told = (await answered(request, asked)).tokenizer
+    if told is None:
+        raise ApiError(501, "the served model has no tokenizer", code="unsupported_endpoint")
+    return json_response(
+        {
+            **told.special_tokens,
+            "tokenizer_class": told.tokenizer_class,
+            "chat_template": told.chat_template or None,
+        }
+    )
 
 
 async def _check_model(model: str | None, front: Front, call: Call) -> None:

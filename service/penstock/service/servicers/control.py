@@ -20,6 +20,7 @@ from penstock.runtime.errors import ProfileFailed, UnsupportedFeature
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.profiling.profile import Profile, ProfileRun
 from penstock.runtime.prompting.prompts import ChatPrompt, Prompt, TextPrompt
+from penstock.runtime.text.interface import Text
 from penstock.service.access.roles import check_controls
 from penstock.service.replies import messages
 from penstock.service.replies.messages import PAGE_BYTES, pause_response, timestamp, vocabulary_page
@@ -168,6 +169,14 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
+def _tokenizer_info(text: Text) -> control_pb2.TokenizerInfo:
+    return control_pb2.TokenizerInfo(
+        special_tokens=text.special_tokens,
+        chat_template=text.default_template,
+        tokenizer_class=text.tokenizer_class,
+    )
+
+
 CONTRACT_REVISION = 6
 _WATCH_LOAD = "penstock.v1.ControlService/WatchLoad"
 _TOKEN_COST = 8
@@ -210,6 +219,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         info = self._engine.info
         sampling = types_pb2.SamplingParams(**dataclasses.asdict(info.defaults), n=1)
         specs = self._engine.tensor_specs() if request.include_tensors else ()
+        text = self._engine.text
         return control_pb2.GetModelInfoResponse(
             model=info.name,
             architecture=info.architecture,
@@ -225,8 +235,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             staged_update_id=self._engine.updater.staged_update_id,
             hidden_size=info.hidden_size,
             default_pooling=POOLINGS[info.pooling],
-            template_variables=() if self._engine.text is None else self._engine.text.template_variables,
+            template_variables=() if text is None else text.template_variables,
             image_limits=messages.image_limits(self._engine.info.images, self._engine.images),
+            tokenizer=None if text is None or not request.include_tokenizer else _tokenizer_info(text),
         )
 
     def _features(self) -> list[control_pb2.Feature.ValueType]:

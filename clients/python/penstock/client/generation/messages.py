@@ -170,6 +170,15 @@ def model_info(message: control_pb2.GetModelInfoResponse) -> server_values.Model
         image_limits=_image_limits(message.image_limits) if message.HasField("image_limits") else None,
         hidden_size=message.hidden_size,
         default_pooling=spelled(_POOLING_NAMES, message.default_pooling, "POOLING_"),
+        tokenizer=_tokenizer(message.tokenizer) if message.HasField("tokenizer") else None,
+    )
+
+
+def _tokenizer(message: control_pb2.TokenizerInfo) -> server_values.TokenizerInfo:
+    return server_values.TokenizerInfo(
+        special_tokens=dict(message.special_tokens),
+        chat_template=message.chat_template,
+        tokenizer_class=message.tokenizer_class,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -101,6 +101,20 @@ class ModelInfo:
     """How many numbers a hidden state has, and so an embedding; 0 where the server sends neither."""
     default_pooling: str = "unspecified"
     """What `embed` makes vectors of where a call does not say it: "last_token" or "mean"."""
+    tokenizer: TokenizerInfo | None = None
+    """None unless it was asked for, and if the model has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerInfo:
+    """A tokenizer, for programs that render conversations themselves and have the server tokenize them."""
+
+    special_tokens: Mapping[str, str]
+    """The special tokens that have a part, by the names that chat templates know, such as "eos_token"."""
+    chat_template: str
+    """The model's chat template; of several the one named "default". Empty if there is none."""
+    tokenizer_class: str
+    """The class that loads it in Hugging Face transformers."""
 
 
 @dataclass(frozen=True, slots=True)
