@@ -86,6 +86,13 @@ func TestEveryMethodOfTheContract(t *testing.T) {
 		t.Error(scored)
 	}
 
+	ranked := must[*penstockv1.RerankResponse](t)(client.Inference.Rerank(ctx, &penstockv1.RerankRequest{
+		Query: "Once upon", Documents: []string{"a time", "Once upon"},
+	}))
+	if len(ranked.Results) != 2 || ranked.Results[0].Index != 1 {
+		t.Error(ranked)
+	}
+
 	page := must[*penstockv1.GetVocabularyResponse](t)(
 		client.Control.GetVocabulary(ctx, &penstockv1.GetVocabularyRequest{FirstTokenId: split.TokenIds[0]}))
 	if !page.IsExact || !strings.HasPrefix("Once upon a time", string(page.Tokens[0])) || len(page.Tokens[0]) == 0 {

@@ -69,6 +69,8 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         """What Embed answers."""
         self.scores = inference_pb2.ScoreResponse()
         """What Score answers."""
+        self.ranking = inference_pb2.RerankResponse()
+        """What Rerank answers."""
         self.hold_after: int | None = None
         """The number of events after which a stream sends nothing until it is cancelled."""
         self.asked = threading.Event()
@@ -137,6 +139,10 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
     def Score(self, request, context):
         self._note(request, context)
         return self.scores
+
+    def Rerank(self, request, context):
+        self._note(request, context)
+        return self.ranking
 
     def Abort(self, request, context):
         self._note(request, context)

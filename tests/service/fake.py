@@ -95,6 +95,7 @@ class FakeEngine:
         kv_tokens: int = 1 << 30,
         defaults: GenerationDefaults | None = None,
         eos_token_ids: tuple[int, ...] = (EOS,),
+        answer_token_ids: tuple[int, int] | None = None,
         start: Callable[[], None] = lambda: None,
         cached_prompt_tokens: int = 0,
         cached_pages: int = 0,
@@ -113,6 +114,7 @@ class FakeEngine:
             page_size=16,
             devices=("fake:0",),
             hidden_size=HIDDEN_SIZE,
+            answer_token_ids=answer_token_ids,
         )
         self.text: Text | None = codec
         self.changes = FakeChanges()

@@ -26,8 +26,8 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Optional parts of the contract; using one that is not listed is UNIMPLEMENTED, except for FEATURE_NAMES.
-// FEATURE_BATCH_INVARIANT is nothing to use, but a promise.
+// Optional parts of the contract; using one that is not listed is UNIMPLEMENTED. FEATURE_BATCH_INVARIANT is nothing
+// to use, but a promise.
 type Feature int32
 
 const (
@@ -62,9 +62,8 @@ const (
 	Feature_FEATURE_SCORE Feature = 13
 	// OutputOptions.hidden_states.
 	Feature_FEATURE_HIDDEN_STATES Feature = 14
-	// ChatMessage.name: the model's own chat template shows it to the model. Without the feature the name is taken, and
-	// changes nothing unless ChatPrompt.chat_template reads it.
-	Feature_FEATURE_NAMES Feature = 15
+	// InferenceService.Rerank.
+	Feature_FEATURE_RERANK Feature = 15
 )
 
 // Enum value maps for Feature.
@@ -85,7 +84,7 @@ var (
 		12: "FEATURE_EMBED",
 		13: "FEATURE_SCORE",
 		14: "FEATURE_HIDDEN_STATES",
-		15: "FEATURE_NAMES",
+		15: "FEATURE_RERANK",
 	}
 	Feature_value = map[string]int32{
 		"FEATURE_UNSPECIFIED":     0,
@@ -103,7 +102,7 @@ var (
 		"FEATURE_EMBED":           12,
 		"FEATURE_SCORE":           13,
 		"FEATURE_HIDDEN_STATES":   14,
-		"FEATURE_NAMES":           15,
+		"FEATURE_RERANK":          15,
 	}
 )
 
@@ -232,9 +231,13 @@ type GetModelInfoResponse struct {
 	// What EmbedRequest.pooling means that a request leaves out; POOLING_UNSPECIFIED on a server without FEATURE_EMBED.
 	DefaultPooling Pooling `protobuf:"varint,16,opt,name=default_pooling,json=defaultPooling,proto3,enum=penstock.v1.Pooling" json:"default_pooling,omitempty"`
 	// What the files of the tokenizer say of it; only with include_tokenizer, and unset where the model has none.
-	Tokenizer     *TokenizerInfo `protobuf:"bytes,17,opt,name=tokenizer,proto3" json:"tokenizer,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Tokenizer *TokenizerInfo `protobuf:"bytes,17,opt,name=tokenizer,proto3" json:"tokenizer,omitempty"`
+	// What RerankRequest.method means that a request leaves out: RERANK_METHOD_YES_NO where the checkpoint says which
+	// tokens mean yes and no, or its chat template knows the roles "query" and "document", else
+	// RERANK_METHOD_EMBEDDINGS. RERANK_METHOD_UNSPECIFIED on a server without FEATURE_RERANK.
+	DefaultRerankMethod RerankMethod `protobuf:"varint,18,opt,name=default_rerank_method,json=defaultRerankMethod,proto3,enum=penstock.v1.RerankMethod" json:"default_rerank_method,omitempty"`
+	unknownFields       protoimpl.UnknownFields
+	sizeCache           protoimpl.SizeCache
 }
 
 func (x *GetModelInfoResponse) Reset() {
@@ -384,6 +387,13 @@ func (x *GetModelInfoResponse) GetTokenizer() *TokenizerInfo {
 		return x.Tokenizer
 	}
 	return nil
+}
+
+func (x *GetModelInfoResponse) GetDefaultRerankMethod() RerankMethod {
+	if x != nil {
+		return x.DefaultRerankMethod
+	}
+	return RerankMethod_RERANK_METHOD_UNSPECIFIED
 }
 
 // A tokenizer, for programs that render conversations themselves and ask Tokenize for tokens.
@@ -1946,7 +1956,7 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\x19penstock/v1/control.proto\x12\vpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bpenstock/v1/telemetry.proto\x1a\x17penstock/v1/types.proto\x1a\x19penstock/v1/weights.proto\"k\n" +
 	"\x13GetModelInfoRequest\x12'\n" +
 	"\x0finclude_tensors\x18\x01 \x01(\bR\x0eincludeTensors\x12+\n" +
-	"\x11include_tokenizer\x18\x02 \x01(\bR\x10includeTokenizer\"\xbd\x06\n" +
+	"\x11include_tokenizer\x18\x02 \x01(\bR\x10includeTokenizer\"\x8c\a\n" +
 	"\x14GetModelInfoResponse\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12\x1d\n" +
@@ -1967,7 +1977,8 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\vhidden_size\x18\x0f \x01(\rR\n" +
 	"hiddenSize\x12=\n" +
 	"\x0fdefault_pooling\x18\x10 \x01(\x0e2\x14.penstock.v1.PoolingR\x0edefaultPooling\x128\n" +
-	"\ttokenizer\x18\x11 \x01(\v2\x1a.penstock.v1.TokenizerInfoR\ttokenizer\"\xf5\x01\n" +
+	"\ttokenizer\x18\x11 \x01(\v2\x1a.penstock.v1.TokenizerInfoR\ttokenizer\x12M\n" +
+	"\x15default_rerank_method\x18\x12 \x01(\x0e2\x19.penstock.v1.RerankMethodR\x13defaultRerankMethod\"\xf5\x01\n" +
 	"\rTokenizerInfo\x12T\n" +
 	"\x0especial_tokens\x18\x01 \x03(\v2-.penstock.v1.TokenizerInfo.SpecialTokensEntryR\rspecialTokens\x12#\n" +
 	"\rchat_template\x18\x02 \x01(\tR\fchatTemplate\x12'\n" +
@@ -2077,7 +2088,7 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\vpages_freed\x18\x01 \x01(\x04R\n" +
 	"pagesFreed\x12 \n" +
 	"\fpages_in_use\x18\x02 \x01(\x04R\n" +
-	"pagesInUse*\xf4\x02\n" +
+	"pagesInUse*\xf5\x02\n" +
 	"\aFeature\x12\x17\n" +
 	"\x13FEATURE_UNSPECIFIED\x10\x00\x12\x10\n" +
 	"\fFEATURE_CHAT\x10\x01\x12\x1b\n" +
@@ -2094,8 +2105,8 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\x0eFEATURE_IMAGES\x10\v\x12\x11\n" +
 	"\rFEATURE_EMBED\x10\f\x12\x11\n" +
 	"\rFEATURE_SCORE\x10\r\x12\x19\n" +
-	"\x15FEATURE_HIDDEN_STATES\x10\x0e\x12\x11\n" +
-	"\rFEATURE_NAMES\x10\x0f2\x9e\t\n" +
+	"\x15FEATURE_HIDDEN_STATES\x10\x0e\x12\x12\n" +
+	"\x0eFEATURE_RERANK\x10\x0f2\x9e\t\n" +
 	"\x0eControlService\x12X\n" +
 	"\fGetModelInfo\x12 .penstock.v1.GetModelInfoRequest\x1a!.penstock.v1.GetModelInfoResponse\"\x03\x90\x02\x01\x12[\n" +
 	"\rGetServerInfo\x12!.penstock.v1.GetServerInfoRequest\x1a\".penstock.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12I\n" +
@@ -2163,20 +2174,21 @@ var file_penstock_v1_control_proto_goTypes = []any{
 	(*TensorSpec)(nil),             // 29: penstock.v1.TensorSpec
 	(*timestamppb.Timestamp)(nil),  // 30: google.protobuf.Timestamp
 	(Pooling)(0),                   // 31: penstock.v1.Pooling
-	(*LoadTotals)(nil),             // 32: penstock.v1.LoadTotals
-	(*LoadRates)(nil),              // 33: penstock.v1.LoadRates
-	(*LoadLatencies)(nil),          // 34: penstock.v1.LoadLatencies
-	(*RequestStatus)(nil),          // 35: penstock.v1.RequestStatus
-	(*ChatPrompt)(nil),             // 36: penstock.v1.ChatPrompt
-	(InFlightPolicy)(0),            // 37: penstock.v1.InFlightPolicy
-	(*durationpb.Duration)(nil),    // 38: google.protobuf.Duration
-	(*InFlightReport)(nil),         // 39: penstock.v1.InFlightReport
-	(UpdateOutcome)(0),             // 40: penstock.v1.UpdateOutcome
-	(*WatchLoadRequest)(nil),       // 41: penstock.v1.WatchLoadRequest
-	(*SetTracingRequest)(nil),      // 42: penstock.v1.SetTracingRequest
-	(*ProfileRequest)(nil),         // 43: penstock.v1.ProfileRequest
-	(*SetTracingResponse)(nil),     // 44: penstock.v1.SetTracingResponse
-	(*ProfileResponse)(nil),        // 45: penstock.v1.ProfileResponse
+	(RerankMethod)(0),              // 32: penstock.v1.RerankMethod
+	(*LoadTotals)(nil),             // 33: penstock.v1.LoadTotals
+	(*LoadRates)(nil),              // 34: penstock.v1.LoadRates
+	(*LoadLatencies)(nil),          // 35: penstock.v1.LoadLatencies
+	(*RequestStatus)(nil),          // 36: penstock.v1.RequestStatus
+	(*ChatPrompt)(nil),             // 37: penstock.v1.ChatPrompt
+	(InFlightPolicy)(0),            // 38: penstock.v1.InFlightPolicy
+	(*durationpb.Duration)(nil),    // 39: google.protobuf.Duration
+	(*InFlightReport)(nil),         // 40: penstock.v1.InFlightReport
+	(UpdateOutcome)(0),             // 41: penstock.v1.UpdateOutcome
+	(*WatchLoadRequest)(nil),       // 42: penstock.v1.WatchLoadRequest
+	(*SetTracingRequest)(nil),      // 43: penstock.v1.SetTracingRequest
+	(*ProfileRequest)(nil),         // 44: penstock.v1.ProfileRequest
+	(*SetTracingResponse)(nil),     // 45: penstock.v1.SetTracingResponse
+	(*ProfileResponse)(nil),        // 46: penstock.v1.ProfileResponse
 }
 var file_penstock_v1_control_proto_depIdxs = []int32{
 	27, // 0: penstock.v1.GetModelInfoResponse.default_sampling:type_name -> penstock.v1.SamplingParams
@@ -2187,58 +2199,59 @@ var file_penstock_v1_control_proto_depIdxs = []int32{
 	4,  // 5: penstock.v1.GetModelInfoResponse.image_limits:type_name -> penstock.v1.ImageLimits
 	31, // 6: penstock.v1.GetModelInfoResponse.default_pooling:type_name -> penstock.v1.Pooling
 	3,  // 7: penstock.v1.GetModelInfoResponse.tokenizer:type_name -> penstock.v1.TokenizerInfo
-	26, // 8: penstock.v1.TokenizerInfo.special_tokens:type_name -> penstock.v1.TokenizerInfo.SpecialTokensEntry
-	28, // 9: penstock.v1.GetLoadResponse.weights:type_name -> penstock.v1.WeightsVersion
-	30, // 10: penstock.v1.WatchLoadResponse.at:type_name -> google.protobuf.Timestamp
-	8,  // 11: penstock.v1.WatchLoadResponse.load:type_name -> penstock.v1.GetLoadResponse
-	32, // 12: penstock.v1.WatchLoadResponse.totals:type_name -> penstock.v1.LoadTotals
-	33, // 13: penstock.v1.WatchLoadResponse.rates:type_name -> penstock.v1.LoadRates
-	34, // 14: penstock.v1.WatchLoadResponse.latencies:type_name -> penstock.v1.LoadLatencies
-	35, // 15: penstock.v1.WatchLoadResponse.requests:type_name -> penstock.v1.RequestStatus
-	36, // 16: penstock.v1.TokenizeRequest.chat:type_name -> penstock.v1.ChatPrompt
-	37, // 17: penstock.v1.PauseRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
-	38, // 18: penstock.v1.PauseRequest.drain_timeout:type_name -> google.protobuf.Duration
-	39, // 19: penstock.v1.PauseResponse.in_flight:type_name -> penstock.v1.InFlightReport
-	37, // 20: penstock.v1.CommitWeightsRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
-	38, // 21: penstock.v1.CommitWeightsRequest.drain_timeout:type_name -> google.protobuf.Duration
-	28, // 22: penstock.v1.CommitWeightsResponse.current:type_name -> penstock.v1.WeightsVersion
-	38, // 23: penstock.v1.CommitWeightsResponse.paused_for:type_name -> google.protobuf.Duration
-	28, // 24: penstock.v1.CommitWeightsResponse.previous:type_name -> penstock.v1.WeightsVersion
-	40, // 25: penstock.v1.CommitWeightsResponse.outcome:type_name -> penstock.v1.UpdateOutcome
-	39, // 26: penstock.v1.CommitWeightsResponse.in_flight:type_name -> penstock.v1.InFlightReport
-	1,  // 27: penstock.v1.ControlService.GetModelInfo:input_type -> penstock.v1.GetModelInfoRequest
-	5,  // 28: penstock.v1.ControlService.GetServerInfo:input_type -> penstock.v1.GetServerInfoRequest
-	7,  // 29: penstock.v1.ControlService.GetLoad:input_type -> penstock.v1.GetLoadRequest
-	41, // 30: penstock.v1.ControlService.WatchLoad:input_type -> penstock.v1.WatchLoadRequest
-	10, // 31: penstock.v1.ControlService.Tokenize:input_type -> penstock.v1.TokenizeRequest
-	12, // 32: penstock.v1.ControlService.Detokenize:input_type -> penstock.v1.DetokenizeRequest
-	14, // 33: penstock.v1.ControlService.GetVocabulary:input_type -> penstock.v1.GetVocabularyRequest
-	16, // 34: penstock.v1.ControlService.Pause:input_type -> penstock.v1.PauseRequest
-	18, // 35: penstock.v1.ControlService.Resume:input_type -> penstock.v1.ResumeRequest
-	20, // 36: penstock.v1.ControlService.CommitWeights:input_type -> penstock.v1.CommitWeightsRequest
-	22, // 37: penstock.v1.ControlService.DiscardWeights:input_type -> penstock.v1.DiscardWeightsRequest
-	24, // 38: penstock.v1.ControlService.FlushCache:input_type -> penstock.v1.FlushCacheRequest
-	42, // 39: penstock.v1.ControlService.SetTracing:input_type -> penstock.v1.SetTracingRequest
-	43, // 40: penstock.v1.ControlService.Profile:input_type -> penstock.v1.ProfileRequest
-	2,  // 41: penstock.v1.ControlService.GetModelInfo:output_type -> penstock.v1.GetModelInfoResponse
-	6,  // 42: penstock.v1.ControlService.GetServerInfo:output_type -> penstock.v1.GetServerInfoResponse
-	8,  // 43: penstock.v1.ControlService.GetLoad:output_type -> penstock.v1.GetLoadResponse
-	9,  // 44: penstock.v1.ControlService.WatchLoad:output_type -> penstock.v1.WatchLoadResponse
-	11, // 45: penstock.v1.ControlService.Tokenize:output_type -> penstock.v1.TokenizeResponse
-	13, // 46: penstock.v1.ControlService.Detokenize:output_type -> penstock.v1.DetokenizeResponse
-	15, // 47: penstock.v1.ControlService.GetVocabulary:output_type -> penstock.v1.GetVocabularyResponse
-	17, // 48: penstock.v1.ControlService.Pause:output_type -> penstock.v1.PauseResponse
-	19, // 49: penstock.v1.ControlService.Resume:output_type -> penstock.v1.ResumeResponse
-	21, // 50: penstock.v1.ControlService.CommitWeights:output_type -> penstock.v1.CommitWeightsResponse
-	23, // 51: penstock.v1.ControlService.DiscardWeights:output_type -> penstock.v1.DiscardWeightsResponse
-	25, // 52: penstock.v1.ControlService.FlushCache:output_type -> penstock.v1.FlushCacheResponse
-	44, // 53: penstock.v1.ControlService.SetTracing:output_type -> penstock.v1.SetTracingResponse
-	45, // 54: penstock.v1.ControlService.Profile:output_type -> penstock.v1.ProfileResponse
-	41, // [41:55] is the sub-list for method output_type
-	27, // [27:41] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	32, // 8: penstock.v1.GetModelInfoResponse.default_rerank_method:type_name -> penstock.v1.RerankMethod
+	26, // 9: penstock.v1.TokenizerInfo.special_tokens:type_name -> penstock.v1.TokenizerInfo.SpecialTokensEntry
+	28, // 10: penstock.v1.GetLoadResponse.weights:type_name -> penstock.v1.WeightsVersion
+	30, // 11: penstock.v1.WatchLoadResponse.at:type_name -> google.protobuf.Timestamp
+	8,  // 12: penstock.v1.WatchLoadResponse.load:type_name -> penstock.v1.GetLoadResponse
+	33, // 13: penstock.v1.WatchLoadResponse.totals:type_name -> penstock.v1.LoadTotals
+	34, // 14: penstock.v1.WatchLoadResponse.rates:type_name -> penstock.v1.LoadRates
+	35, // 15: penstock.v1.WatchLoadResponse.latencies:type_name -> penstock.v1.LoadLatencies
+	36, // 16: penstock.v1.WatchLoadResponse.requests:type_name -> penstock.v1.RequestStatus
+	37, // 17: penstock.v1.TokenizeRequest.chat:type_name -> penstock.v1.ChatPrompt
+	38, // 18: penstock.v1.PauseRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
+	39, // 19: penstock.v1.PauseRequest.drain_timeout:type_name -> google.protobuf.Duration
+	40, // 20: penstock.v1.PauseResponse.in_flight:type_name -> penstock.v1.InFlightReport
+	38, // 21: penstock.v1.CommitWeightsRequest.in_flight:type_name -> penstock.v1.InFlightPolicy
+	39, // 22: penstock.v1.CommitWeightsRequest.drain_timeout:type_name -> google.protobuf.Duration
+	28, // 23: penstock.v1.CommitWeightsResponse.current:type_name -> penstock.v1.WeightsVersion
+	39, // 24: penstock.v1.CommitWeightsResponse.paused_for:type_name -> google.protobuf.Duration
+	28, // 25: penstock.v1.CommitWeightsResponse.previous:type_name -> penstock.v1.WeightsVersion
+	41, // 26: penstock.v1.CommitWeightsResponse.outcome:type_name -> penstock.v1.UpdateOutcome
+	40, // 27: penstock.v1.CommitWeightsResponse.in_flight:type_name -> penstock.v1.InFlightReport
+	1,  // 28: penstock.v1.ControlService.GetModelInfo:input_type -> penstock.v1.GetModelInfoRequest
+	5,  // 29: penstock.v1.ControlService.GetServerInfo:input_type -> penstock.v1.GetServerInfoRequest
+	7,  // 30: penstock.v1.ControlService.GetLoad:input_type -> penstock.v1.GetLoadRequest
+	42, // 31: penstock.v1.ControlService.WatchLoad:input_type -> penstock.v1.WatchLoadRequest
+	10, // 32: penstock.v1.ControlService.Tokenize:input_type -> penstock.v1.TokenizeRequest
+	12, // 33: penstock.v1.ControlService.Detokenize:input_type -> penstock.v1.DetokenizeRequest
+	14, // 34: penstock.v1.ControlService.GetVocabulary:input_type -> penstock.v1.GetVocabularyRequest
+	16, // 35: penstock.v1.ControlService.Pause:input_type -> penstock.v1.PauseRequest
+	18, // 36: penstock.v1.ControlService.Resume:input_type -> penstock.v1.ResumeRequest
+	20, // 37: penstock.v1.ControlService.CommitWeights:input_type -> penstock.v1.CommitWeightsRequest
+	22, // 38: penstock.v1.ControlService.DiscardWeights:input_type -> penstock.v1.DiscardWeightsRequest
+	24, // 39: penstock.v1.ControlService.FlushCache:input_type -> penstock.v1.FlushCacheRequest
+	43, // 40: penstock.v1.ControlService.SetTracing:input_type -> penstock.v1.SetTracingRequest
+	44, // 41: penstock.v1.ControlService.Profile:input_type -> penstock.v1.ProfileRequest
+	2,  // 42: penstock.v1.ControlService.GetModelInfo:output_type -> penstock.v1.GetModelInfoResponse
+	6,  // 43: penstock.v1.ControlService.GetServerInfo:output_type -> penstock.v1.GetServerInfoResponse
+	8,  // 44: penstock.v1.ControlService.GetLoad:output_type -> penstock.v1.GetLoadResponse
+	9,  // 45: penstock.v1.ControlService.WatchLoad:output_type -> penstock.v1.WatchLoadResponse
+	11, // 46: penstock.v1.ControlService.Tokenize:output_type -> penstock.v1.TokenizeResponse
+	13, // 47: penstock.v1.ControlService.Detokenize:output_type -> penstock.v1.DetokenizeResponse
+	15, // 48: penstock.v1.ControlService.GetVocabulary:output_type -> penstock.v1.GetVocabularyResponse
+	17, // 49: penstock.v1.ControlService.Pause:output_type -> penstock.v1.PauseResponse
+	19, // 50: penstock.v1.ControlService.Resume:output_type -> penstock.v1.ResumeResponse
+	21, // 51: penstock.v1.ControlService.CommitWeights:output_type -> penstock.v1.CommitWeightsResponse
+	23, // 52: penstock.v1.ControlService.DiscardWeights:output_type -> penstock.v1.DiscardWeightsResponse
+	25, // 53: penstock.v1.ControlService.FlushCache:output_type -> penstock.v1.FlushCacheResponse
+	45, // 54: penstock.v1.ControlService.SetTracing:output_type -> penstock.v1.SetTracingResponse
+	46, // 55: penstock.v1.ControlService.Profile:output_type -> penstock.v1.ProfileResponse
+	42, // [42:56] is the sub-list for method output_type
+	28, // [28:42] is the sub-list for method input_type
+	28, // [28:28] is the sub-list for extension type_name
+	28, // [28:28] is the sub-list for extension extendee
+	0,  // [0:28] is the sub-list for field type_name
 }
 
 func init() { file_penstock_v1_control_proto_init() }

@@ -25,6 +25,7 @@ const (
 	InferenceService_Stream_FullMethodName        = "/penstock.v1.InferenceService/Stream"
 	InferenceService_Embed_FullMethodName         = "/penstock.v1.InferenceService/Embed"
 	InferenceService_Score_FullMethodName         = "/penstock.v1.InferenceService/Score"
+	InferenceService_Rerank_FullMethodName        = "/penstock.v1.InferenceService/Rerank"
 	InferenceService_Abort_FullMethodName         = "/penstock.v1.InferenceService/Abort"
 	InferenceService_UpdateWeights_FullMethodName = "/penstock.v1.InferenceService/UpdateWeights"
 )
@@ -37,14 +38,15 @@ const (
 // weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
 // call everything.
 //
-// Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
+// Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
 //
 //	INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
 //	                    INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
 //	                    be larger than the server sends, or has become so
 //	NOT_FOUND           UNKNOWN_MODEL
 //	ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-//	ABORTED             REQUEST_ABORTED: of Embed and Score alone, which Abort, a pause or a weight update has ended
+//	ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+//	                    ended
 //	UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
 //	PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
 //	FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
@@ -76,6 +78,10 @@ type InferenceServiceClient interface {
 	// Tells how likely the model finds given continuations of a prompt, token by token; nothing is generated. Each
 	// continuation counts as an output. UNIMPLEMENTED where GetModelInfo does not list FEATURE_SCORE. Role: infer.
 	Score(ctx context.Context, in *ScoreRequest, opts ...grpc.CallOption) (*ScoreResponse, error)
+	// Tells how relevant each document is to a query, the most relevant first. RerankMethod says what relevance is; a
+	// method counts one output for the query and one for each document, or two for each document. UNIMPLEMENTED where
+	// GetModelInfo does not list FEATURE_RERANK. Role: infer.
+	Rerank(ctx context.Context, in *RerankRequest, opts ...grpc.CallOption) (*RerankResponse, error)
 	// Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with OK,
 	// FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
 	// request can be aborted from the moment its RPC starts. What others have is NOT_FOUND, as what does not exist.
@@ -158,6 +164,16 @@ func (c *inferenceServiceClient) Score(ctx context.Context, in *ScoreRequest, op
 	return out, nil
 }
 
+func (c *inferenceServiceClient) Rerank(ctx context.Context, in *RerankRequest, opts ...grpc.CallOption) (*RerankResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(RerankResponse)
+	err := c.cc.Invoke(ctx, InferenceService_Rerank_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *inferenceServiceClient) Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(AbortResponse)
@@ -189,14 +205,15 @@ type InferenceService_UpdateWeightsClient = grpc.ClientStreamingClient[UpdateWei
 // weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
 // call everything.
 //
-// Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
+// Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
 //
 //	INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
 //	                    INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
 //	                    be larger than the server sends, or has become so
 //	NOT_FOUND           UNKNOWN_MODEL
 //	ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-//	ABORTED             REQUEST_ABORTED: of Embed and Score alone, which Abort, a pause or a weight update has ended
+//	ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+//	                    ended
 //	UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
 //	PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
 //	FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
@@ -228,6 +245,10 @@ type InferenceServiceServer interface {
 	// Tells how likely the model finds given continuations of a prompt, token by token; nothing is generated. Each
 	// continuation counts as an output. UNIMPLEMENTED where GetModelInfo does not list FEATURE_SCORE. Role: infer.
 	Score(context.Context, *ScoreRequest) (*ScoreResponse, error)
+	// Tells how relevant each document is to a query, the most relevant first. RerankMethod says what relevance is; a
+	// method counts one output for the query and one for each document, or two for each document. UNIMPLEMENTED where
+	// GetModelInfo does not list FEATURE_RERANK. Role: infer.
+	Rerank(context.Context, *RerankRequest) (*RerankResponse, error)
 	// Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with OK,
 	// FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
 	// request can be aborted from the moment its RPC starts. What others have is NOT_FOUND, as what does not exist.
@@ -272,6 +293,9 @@ func (UnimplementedInferenceServiceServer) Embed(context.Context, *EmbedRequest)
 }
 func (UnimplementedInferenceServiceServer) Score(context.Context, *ScoreRequest) (*ScoreResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Score not implemented")
+}
+func (UnimplementedInferenceServiceServer) Rerank(context.Context, *RerankRequest) (*RerankResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Rerank not implemented")
 }
 func (UnimplementedInferenceServiceServer) Abort(context.Context, *AbortRequest) (*AbortResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Abort not implemented")
@@ -365,6 +389,24 @@ func _InferenceService_Score_Handler(srv interface{}, ctx context.Context, dec f
 	return interceptor(ctx, in, info, handler)
 }
 
+func _InferenceService_Rerank_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(RerankRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceServiceServer).Rerank(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: InferenceService_Rerank_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceServiceServer).Rerank(ctx, req.(*RerankRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _InferenceService_Abort_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(AbortRequest)
 	if err := dec(in); err != nil {
@@ -408,6 +450,10 @@ var InferenceService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Score",
 			Handler:    _InferenceService_Score_Handler,
+		},
+		{
+			MethodName: "Rerank",
+			Handler:    _InferenceService_Rerank_Handler,
 		},
 		{
 			MethodName: "Abort",

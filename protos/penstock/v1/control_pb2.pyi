@@ -64,14 +64,12 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     """InferenceService.Score."""
     FEATURE_HIDDEN_STATES: _Feature.ValueType  # 14
     """OutputOptions.hidden_states."""
-    FEATURE_NAMES: _Feature.ValueType  # 15
-    """ChatMessage.name: the model's own chat template shows it to the model. Without the feature the name is taken, and
-    changes nothing unless ChatPrompt.chat_template reads it.
-    """
+    FEATURE_RERANK: _Feature.ValueType  # 15
+    """InferenceService.Rerank."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
-    """Optional parts of the contract; using one that is not listed is UNIMPLEMENTED, except for FEATURE_NAMES.
-    FEATURE_BATCH_INVARIANT is nothing to use, but a promise.
+    """Optional parts of the contract; using one that is not listed is UNIMPLEMENTED. FEATURE_BATCH_INVARIANT is nothing
+    to use, but a promise.
     """
 
 FEATURE_UNSPECIFIED: Feature.ValueType  # 0
@@ -106,10 +104,8 @@ FEATURE_SCORE: Feature.ValueType  # 13
 """InferenceService.Score."""
 FEATURE_HIDDEN_STATES: Feature.ValueType  # 14
 """OutputOptions.hidden_states."""
-FEATURE_NAMES: Feature.ValueType  # 15
-"""ChatMessage.name: the model's own chat template shows it to the model. Without the feature the name is taken, and
-changes nothing unless ChatPrompt.chat_template reads it.
-"""
+FEATURE_RERANK: Feature.ValueType  # 15
+"""InferenceService.Rerank."""
 Global___Feature: _TypeAlias = Feature  # noqa: Y015
 
 @_typing.final
@@ -165,6 +161,7 @@ class GetModelInfoResponse(_message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     DEFAULT_POOLING_FIELD_NUMBER: _builtins.int
     TOKENIZER_FIELD_NUMBER: _builtins.int
+    DEFAULT_RERANK_METHOD_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name that requests may use."""
     architecture: _builtins.str
@@ -187,6 +184,11 @@ class GetModelInfoResponse(_message.Message):
     """
     default_pooling: _types_pb2.Pooling.ValueType
     """What EmbedRequest.pooling means that a request leaves out; POOLING_UNSPECIFIED on a server without FEATURE_EMBED."""
+    default_rerank_method: _types_pb2.RerankMethod.ValueType
+    """What RerankRequest.method means that a request leaves out: RERANK_METHOD_YES_NO where the checkpoint says which
+    tokens mean yes and no, or its chat template knows the roles "query" and "document", else
+    RERANK_METHOD_EMBEDDINGS. RERANK_METHOD_UNSPECIFIED on a server without FEATURE_RERANK.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens that end an output, unless StoppingParams.ignore_eos is set."""
@@ -246,10 +248,11 @@ class GetModelInfoResponse(_message.Message):
         hidden_size: _builtins.int = ...,
         default_pooling: _types_pb2.Pooling.ValueType = ...,
         tokenizer: Global___TokenizerInfo | None = ...,
+        default_rerank_method: _types_pb2.RerankMethod.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "image_limits", b"image_limits", "tokenizer", b"tokenizer", "weights", b"weights", "weights_since", b"weights_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "default_pooling", b"default_pooling", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "features", b"features", "hidden_size", b"hidden_size", "image_limits", b"image_limits", "max_context_tokens", b"max_context_tokens", "model", b"model", "staged_update_id", b"staged_update_id", "template_variables", b"template_variables", "tensors", b"tensors", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size", "weights", b"weights", "weights_digest", b"weights_digest", "weights_since", b"weights_since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "default_pooling", b"default_pooling", "default_rerank_method", b"default_rerank_method", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "features", b"features", "hidden_size", b"hidden_size", "image_limits", b"image_limits", "max_context_tokens", b"max_context_tokens", "model", b"model", "staged_update_id", b"staged_update_id", "template_variables", b"template_variables", "tensors", b"tensors", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size", "weights", b"weights", "weights_digest", b"weights_digest", "weights_since", b"weights_since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

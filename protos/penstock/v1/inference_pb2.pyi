@@ -1062,6 +1062,188 @@ class ContinuationScore(_message.Message):
 Global___ContinuationScore: _TypeAlias = ContinuationScore  # noqa: Y015
 
 @_typing.final
+class RerankRequest(_message.Message):
+    """A query, and documents that may answer it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    QUERY_FIELD_NUMBER: _builtins.int
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    TOP_N_FIELD_NUMBER: _builtins.int
+    INSTRUCTION_FIELD_NUMBER: _builtins.int
+    MAX_DOCUMENT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's name, by which Abort finds it and errors tell of it.
+    Default: the server makes one of 32 hexadecimal digits. Limits: those of GenerateRequest.request_id.
+    """
+    model: _builtins.str
+    """The model that the request is meant for.
+    Default: the served model. Limits: the name of the served model.
+    """
+    query: _builtins.str
+    """What is looked for.
+    Default: none, the field is required. Limits: not empty; what the context has room for.
+    """
+    method: _types_pb2.RerankMethod.ValueType
+    """What relevance is computed from.
+    Default: GetModelInfoResponse.default_rerank_method. Limits: a value of RerankMethod.
+    """
+    top_n: _builtins.int
+    """Answer with so many documents only, the most relevant ones.
+    Unit: documents. Default: all. Limits: at least one.
+    """
+    instruction: _builtins.str
+    """What the model judges by. Only RERANK_METHOD_YES_NO shows it to the model.
+    Default: "Given a web search query, retrieve relevant passages that answer the query". Limits: only with
+    RERANK_METHOD_YES_NO.
+    """
+    max_document_tokens: _builtins.int
+    """Keep only so many tokens from the start of each document.
+    Unit: tokens. Default: all. Limits: at least one.
+    """
+    priority: _builtins.int
+    """Requests with a higher number are served first, and take slots and pages of those with a lower one.
+    Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY.
+    """
+    @_builtins.property
+    def documents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts of which some may answer the query.
+        Default: none. Limits: at least one; as outputs, which RerankMethod counts, at most
+        GetServerInfoResponse.max_queued_requests; none empty; each what the context has room for, with the query and what
+        the model is asked for RERANK_METHOD_YES_NO, and 16,777,216 tokens in all.
+        """
+
+    @_builtins.property
+    def cache(self) -> _types_pb2.CacheOptions:
+        """How the request uses the cache of prompts.
+        Default: it shares prefixes with all requests that have no salt.
+        """
+
+    @_builtins.property
+    def min_weights(self) -> _types_pb2.WeightsVersion:
+        """Refuse to start on older weights; compared by generation, so the label is ignored.
+        Default: any weights will do.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        query: _builtins.str = ...,
+        documents: _abc.Iterable[_builtins.str] | None = ...,
+        method: _types_pb2.RerankMethod.ValueType = ...,
+        top_n: _builtins.int | None = ...,
+        instruction: _builtins.str = ...,
+        max_document_tokens: _builtins.int | None = ...,
+        cache: _types_pb2.CacheOptions | None = ...,
+        priority: _builtins.int = ...,
+        min_weights: _types_pb2.WeightsVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_document_tokens", b"_max_document_tokens", "_top_n", b"_top_n", "cache", b"cache", "max_document_tokens", b"max_document_tokens", "min_weights", b"min_weights", "top_n", b"top_n"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_document_tokens", b"_max_document_tokens", "_top_n", b"_top_n", "cache", b"cache", "documents", b"documents", "instruction", b"instruction", "max_document_tokens", b"max_document_tokens", "method", b"method", "min_weights", b"min_weights", "model", b"model", "priority", b"priority", "query", b"query", "request_id", b"request_id", "top_n", b"top_n"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_document_tokens: _TypeAlias = _typing.Literal["max_document_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_document_tokens: _TypeAlias = _typing.Literal["_max_document_tokens", b"_max_document_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__top_n: _TypeAlias = _typing.Literal["top_n"]  # noqa: Y015
+    _WhichOneofArgType__top_n: _TypeAlias = _typing.Literal["_top_n", b"_top_n"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_document_tokens) -> _WhichOneofReturnType__max_document_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_n) -> _WhichOneofReturnType__top_n | None: ...
+
+Global___RerankRequest: _TypeAlias = RerankRequest  # noqa: Y015
+
+@_typing.final
+class RerankResponse(_message.Message):
+    """The documents by their relevance."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id: the caller's, or the one that the server made."""
+    model: _builtins.str
+    """The name of the model that answered."""
+    method: _types_pb2.RerankMethod.ValueType
+    """What the relevance was computed from."""
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankedDocument]:
+        """The documents, the most relevant first, and equal ones in the order of the request."""
+
+    @_builtins.property
+    def usage(self) -> _types_pb2.Usage:
+        """How many tokens it took; prompt_tokens counts those of the query and of all documents, or what the model was shown of
+        each document with RERANK_METHOD_YES_NO.
+        """
+
+    @_builtins.property
+    def timing(self) -> _types_pb2.Timing:
+        """How long it took."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        method: _types_pb2.RerankMethod.ValueType = ...,
+        results: _abc.Iterable[Global___RankedDocument] | None = ...,
+        usage: _types_pb2.Usage | None = ...,
+        timing: _types_pb2.Timing | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["method", b"method", "model", b"model", "request_id", b"request_id", "results", b"results", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RerankResponse: _TypeAlias = RerankResponse  # noqa: Y015
+
+@_typing.final
+class RankedDocument(_message.Message):
+    """How relevant one document is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    RELEVANCE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which document, counted from 0."""
+    relevance: _builtins.float
+    """The relevance, as RerankMethod says. It compares documents of one model and one query."""
+    @_builtins.property
+    def weights(self) -> _types_pb2.WeightsVersion:
+        """The weights that computed it."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        relevance: _builtins.float = ...,
+        weights: _types_pb2.WeightsVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "relevance", b"relevance", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankedDocument: _TypeAlias = RankedDocument  # noqa: Y015
+
+@_typing.final
 class RequestIds(_message.Message):
     """Ids of requests."""
 

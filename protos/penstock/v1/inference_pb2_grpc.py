@@ -31,13 +31,14 @@ class InferenceServiceStub:
     weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
     call everything.
 
-    Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
     NOT_FOUND           UNKNOWN_MODEL
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-    ABORTED             REQUEST_ABORTED: of Embed and Score alone, which Abort, a pause or a weight update has ended
+    ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+    ended
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
     PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
     FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
@@ -82,6 +83,11 @@ class InferenceServiceStub:
                 request_serializer=penstock_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.Rerank = channel.unary_unary(
+                '/penstock.v1.InferenceService/Rerank',
+                request_serializer=penstock_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_inference__pb2.RerankResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/penstock.v1.InferenceService/Abort',
                 request_serializer=penstock_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -99,13 +105,14 @@ class InferenceServiceServicer:
     weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
     call everything.
 
-    Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
     NOT_FOUND           UNKNOWN_MODEL
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-    ABORTED             REQUEST_ABORTED: of Embed and Score alone, which Abort, a pause or a weight update has ended
+    ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+    ended
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
     PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
     FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
@@ -152,6 +159,15 @@ class InferenceServiceServicer:
     def Score(self, request, context):
         """Tells how likely the model finds given continuations of a prompt, token by token; nothing is generated. Each
         continuation counts as an output. UNIMPLEMENTED where GetModelInfo does not list FEATURE_SCORE. Role: infer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rerank(self, request, context):
+        """Tells how relevant each document is to a query, the most relevant first. RerankMethod says what relevance is; a
+        method counts one output for the query and one for each document, or two for each document. UNIMPLEMENTED where
+        GetModelInfo does not list FEATURE_RERANK. Role: infer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -211,6 +227,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
             ),
+            'Rerank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rerank,
+                    request_deserializer=penstock_dot_v1_dot_inference__pb2.RerankRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_inference__pb2.RerankResponse.SerializeToString,
+            ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
                     request_deserializer=penstock_dot_v1_dot_inference__pb2.AbortRequest.FromString,
@@ -234,13 +255,14 @@ class InferenceService:
     weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
     call everything.
 
-    Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
     NOT_FOUND           UNKNOWN_MODEL
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-    ABORTED             REQUEST_ABORTED: of Embed and Score alone, which Abort, a pause or a weight update has ended
+    ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+    ended
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
     PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
     FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
@@ -357,6 +379,33 @@ class InferenceService:
             '/penstock.v1.InferenceService/Score',
             penstock_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
             penstock_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rerank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.InferenceService/Rerank',
+            penstock_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
+            penstock_dot_v1_dot_inference__pb2.RerankResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,13 +32,14 @@ class InferenceServiceStub:
     weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
     call everything.
 
-    Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
       INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
                           INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
                           be larger than the server sends, or has become so
       NOT_FOUND           UNKNOWN_MODEL
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-      ABORTED             REQUEST_ABORTED: of Embed and Score alone, which Abort, a pause or a weight update has ended
+      ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+                          ended
       UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
       PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
       FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
@@ -77,6 +78,11 @@ class InferenceServiceStub:
     """Tells how likely the model finds given continuations of a prompt, token by token; nothing is generated. Each
     continuation counts as an output. UNIMPLEMENTED where GetModelInfo does not list FEATURE_SCORE. Role: infer.
     """
+    Rerank: _grpc.UnaryUnaryMultiCallable[_inference_pb2.RerankRequest, _inference_pb2.RerankResponse]
+    """Tells how relevant each document is to a query, the most relevant first. RerankMethod says what relevance is; a
+    method counts one output for the query and one for each document, or two for each document. UNIMPLEMENTED where
+    GetModelInfo does not list FEATURE_RERANK. Role: infer.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with OK,
     FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
@@ -107,13 +113,14 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
     call everything.
 
-    Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
       INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
                           INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
                           be larger than the server sends, or has become so
       NOT_FOUND           UNKNOWN_MODEL
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-      ABORTED             REQUEST_ABORTED: of Embed and Score alone, which Abort, a pause or a weight update has ended
+      ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+                          ended
       UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
       PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
       FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
@@ -149,6 +156,11 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Tells how likely the model finds given continuations of a prompt, token by token; nothing is generated. Each
     continuation counts as an output. UNIMPLEMENTED where GetModelInfo does not list FEATURE_SCORE. Role: infer.
     """
+    Rerank: _aio.UnaryUnaryMultiCallable[_inference_pb2.RerankRequest, _inference_pb2.RerankResponse]  # type: ignore[assignment]
+    """Tells how relevant each document is to a query, the most relevant first. RerankMethod says what relevance is; a
+    method counts one output for the query and one for each document, or two for each document. UNIMPLEMENTED where
+    GetModelInfo does not list FEATURE_RERANK. Role: infer.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with OK,
     FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
@@ -178,13 +190,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
     call everything.
 
-    Errors of Generate, Stream, Embed and Score, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
       INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
                           INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
                           be larger than the server sends, or has become so
       NOT_FOUND           UNKNOWN_MODEL
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-      ABORTED             REQUEST_ABORTED: of Embed and Score alone, which Abort, a pause or a weight update has ended
+      ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+                          ended
       UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
       PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
       FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
@@ -241,6 +254,17 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_inference_pb2.ScoreResponse, _abc.Awaitable[_inference_pb2.ScoreResponse]]:
         """Tells how likely the model finds given continuations of a prompt, token by token; nothing is generated. Each
         continuation counts as an output. UNIMPLEMENTED where GetModelInfo does not list FEATURE_SCORE. Role: infer.
+        """
+
+    @_abc_1.abstractmethod
+    def Rerank(
+        self,
+        request: _inference_pb2.RerankRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.RerankResponse, _abc.Awaitable[_inference_pb2.RerankResponse]]:
+        """Tells how relevant each document is to a query, the most relevant first. RerankMethod says what relevance is; a
+        method counts one output for the query and one for each document, or two for each document. UNIMPLEMENTED where
+        GetModelInfo does not list FEATURE_RERANK. Role: infer.
         """
 
     @_abc_1.abstractmethod

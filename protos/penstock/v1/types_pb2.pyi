@@ -61,6 +61,38 @@ POOLING_MEAN: Pooling.ValueType  # 2
 """The mean of the states of all tokens."""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
+class _RerankMethod:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RerankMethodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RerankMethod.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RERANK_METHOD_UNSPECIFIED: _RerankMethod.ValueType  # 0
+    """The server's default, see GetModelInfoResponse.default_rerank_method."""
+    RERANK_METHOD_EMBEDDINGS: _RerankMethod.ValueType  # 1
+    """The cosine of the angle between the vectors that Embed makes of query and document, from -1 to 1. The query counts
+    as an output, and so does each document.
+    """
+    RERANK_METHOD_YES_NO: _RerankMethod.ValueType  # 2
+    """The probability that the model answers "yes" and not "no" when its chat template shows it query and document, from
+    0 to 1. Each document counts as two outputs, one for each answer.
+    """
+
+class RerankMethod(_RerankMethod, metaclass=_RerankMethodEnumTypeWrapper):
+    """What the relevance of a document is computed from."""
+
+RERANK_METHOD_UNSPECIFIED: RerankMethod.ValueType  # 0
+"""The server's default, see GetModelInfoResponse.default_rerank_method."""
+RERANK_METHOD_EMBEDDINGS: RerankMethod.ValueType  # 1
+"""The cosine of the angle between the vectors that Embed makes of query and document, from -1 to 1. The query counts
+as an output, and so does each document.
+"""
+RERANK_METHOD_YES_NO: RerankMethod.ValueType  # 2
+"""The probability that the model answers "yes" and not "no" when its chat template shows it query and document, from
+0 to 1. Each document counts as two outputs, one for each answer.
+"""
+Global___RerankMethod: _TypeAlias = RerankMethod  # noqa: Y015
+
 class _Truncation:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015

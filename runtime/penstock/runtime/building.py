@@ -138,6 +138,7 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
             images=None if images is None else images.limits,
             hidden_size=model.hidden_size,
             pooling=model.pooling,
+            answer_token_ids=model.answer_token_ids,
             batch_invariant=batch_invariant,
         ),
         backend=backend,

@@ -38,6 +38,9 @@ class ModelInfo:
     """How many numbers a hidden state has; 0: this is not known."""
     pooling: Pooling = Pooling.LAST_TOKEN
     """What an embedding is made of where a request does not say it."""
+    answer_token_ids: tuple[int, int] | None = None
+    """The tokens that mean yes and no in a checkpoint that was made to judge documents; None: its files name
+    none."""
     batch_invariant: bool = False
     """Whether a token's logits depend on its own request alone, bit for bit. They do where native kernels
     compute the whole model (on CPU, in bfloat16, weights and KV cache with or without int8). XLA's products

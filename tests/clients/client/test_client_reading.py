@@ -1,4 +1,4 @@
-"""Embed and Score of both clients, on a server that answers what it is told to."""
+"""Embed, Score and Rerank of both clients, on a server that answers what it is told to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import struct
 
 import pytest
 
-from penstock.client import AsyncClient, Client, InvalidRequest, Pooling, ProtocolError, Truncation
+from penstock.client import (
+    AsyncClient,
+    Client,
+    InvalidRequest,
+    Pooling,
+    ProtocolError,
+    RerankMethod,
+    Truncation,
+)
 from penstock.v1 import inference_pb2, types_pb2
 
 
@@ -99,6 +107,47 @@ async def test_score(server, is_async):
     )
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_rerank(server, is_async):
+    server.ranking = inference_pb2.RerankResponse(
+        request_id="r",
+        model="m",
+        method=types_pb2.RERANK_METHOD_YES_NO,
+        results=[
+            inference_pb2.RankedDocument(
+                index=1, relevance=0.75, weights=types_pb2.WeightsVersion(label="w", generation=4)
+            )
+        ],
+        usage=types_pb2.Usage(prompt_tokens=5),
+    )
+    reply = await call(
+        server,
+        is_async,
+        "rerank",
+        "q",
+        ["a", "b"],
+        method=RerankMethod.YES_NO,
+        top_n=1,
+        instruction="i",
+        max_document_tokens=9,
+        min_weights=3,
+    )
+    (one,) = reply.results
+    assert (one.index, one.relevance, one.weights.generation) == (1, 0.75, 4)
+    assert (reply.request_id, reply.model, reply.method, reply.usage.prompt_tokens) == ("r", "m", "yes_no", 5)
+    assert server.calls[-1] == inference_pb2.RerankRequest(
+        query="q",
+        documents=["a", "b"],
+        method=types_pb2.RERANK_METHOD_YES_NO,
+        top_n=1,
+        instruction="i",
+        max_document_tokens=9,
+        min_weights=types_pb2.WeightsVersion(generation=3),
+    )
+    with pytest.raises(ProtocolError):
+        await call(server, is_async, "rerank", "q", ["a"])
+
+
 async def test_an_answer_that_lacks_a_vector_is_no_answer(server):
     server.embeddings = vectors((1, 2, 3))
     with pytest.raises(ProtocolError):
@@ -110,8 +159,13 @@ async def test_what_cannot_be_sent_is_refused_here(server):
         await call(server, False, "embed", "a")
     with pytest.raises(TypeError, match="continuations"):
         await call(server, False, "score", "a", "b")
+    with pytest.raises(TypeError, match="documents"):
+        await call(server, False, "rerank", "a", "b")
     with pytest.raises(TypeError, match="did you mean 'pooling'"):
         await call(server, False, "embed", ["a"], poolin="mean")
     with pytest.raises(InvalidRequest) as refusal:
         await call(server, False, "embed", ["a", [-1]], pooling="max", dimensions=-1)
     assert {one.field for one in refusal.value.violations} == {"inputs[1]", "pooling", "dimensions"}
+    with pytest.raises(InvalidRequest) as refusal:
+        await call(server, False, "rerank", "q", ["a", "\ud800"], method="guess", top_n=-1)
+    assert {one.field for one in refusal.value.violations} == {"documents[1]", "method", "top_n"}

@@ -23,6 +23,7 @@ CALLS: dict[str, Any] = {
     "InferenceService/Score": inference_pb2.ScoreRequest(
         prompt="a", continuations=[inference_pb2.Continuation(text="b")]
     ),
+    "InferenceService/Rerank": inference_pb2.RerankRequest(query="a", documents=["b"]),
     "InferenceService/Abort": inference_pb2.AbortRequest(all=inference_pb2.AllRequests()),
     "InferenceService/UpdateWeights": None,
     "ControlService/GetModelInfo": control_pb2.GetModelInfoRequest(),
@@ -42,7 +43,7 @@ CALLS: dict[str, Any] = {
 }
 FOR_ALL = {
     *("Generate", "Stream", "Abort", "GetModelInfo", "GetServerInfo", "GetLoad", "Tokenize", "Detokenize"),
-    *("WatchLoad", "GetVocabulary", "Embed", "Score"),
+    *("WatchLoad", "GetVocabulary", "Embed", "Score", "Rerank"),
 }
 
 

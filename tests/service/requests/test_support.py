@@ -28,9 +28,9 @@ UPDATE, PAUSE, PROFILE = "test_update_weights", "test_pause", "test_profile"
 WATCH, IMAGES = "test_watch", "test_images"
 
 FIELDS_REQUIRED = {
-    "Generate", "Embed", "Score", "Abort", "Tokenize", "CommitWeights", "DiscardWeights",
+    "Generate", "Embed", "Score", "Rerank", "Abort", "Tokenize", "CommitWeights", "DiscardWeights",
 }  # fmt: skip
-EMBED, SCORE = "test_embed", "test_score"
+EMBED, SCORE, RERANK = "test_embed", "test_score", "test_rerank"
 
 EFFECTS = {
     "request_id": f"{GENERATE}::test_request_id_reaches_the_engine",
@@ -112,6 +112,12 @@ EFFECTS = {
         ("inputs", "inputs.text", "inputs.token_ids", "inputs.token_ids.ids"),
         f"{EMBED}::test_one_vector_for_each_input_in_their_order",
     ),
+    **dict.fromkeys(
+        ("query", "documents", "top_n", "max_document_tokens"),
+        f"{RERANK}::test_documents_are_ordered_by_the_cosines_of_vectors",
+    ),
+    "method": f"{RERANK}::test_the_checkpoint_chooses_the_method",
+    "instruction": f"{RERANK}::test_a_model_that_judges_is_shown_each_pair_with_both_answers",
     **dict.fromkeys(("pooling", "normalize", "dimensions"), f"{EMBED}::test_pooling_dimensions_and_length"),
     "truncation": f"{EMBED}::test_inputs_that_are_too_long",
     **dict.fromkeys(

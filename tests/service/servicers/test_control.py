@@ -21,7 +21,12 @@ FEATURES = [
     control_pb2.FEATURE_REGEX,
     control_pb2.FEATURE_UPDATE_WEIGHTS,
 ]
-READINGS = [control_pb2.FEATURE_EMBED, control_pb2.FEATURE_SCORE, control_pb2.FEATURE_HIDDEN_STATES]
+READINGS = [
+    control_pb2.FEATURE_EMBED,
+    control_pb2.FEATURE_SCORE,
+    control_pb2.FEATURE_HIDDEN_STATES,
+    control_pb2.FEATURE_RERANK,
+]
 """The features of every model with a tokenizer."""
 
 
@@ -42,7 +47,9 @@ async def test_model_info():
         told = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest(include_tokenizer=True))
     assert not info.HasField("tokenizer")
     assert told.tokenizer == control_pb2.TokenizerInfo(
-        special_tokens={"eos_token": "<|end|>"}, chat_template=CHAT_TEMPLATE, tokenizer_class="TokenizersBackend"
+        special_tokens={"eos_token": "<|end|>"},
+        chat_template=CHAT_TEMPLATE,
+        tokenizer_class="TokenizersBackend",
     )
     assert (info.model, info.architecture) == ("fake", "FakeForCausalLM")
     assert (info.vocab_size, info.max_context_tokens) == (260, 77)
@@ -114,7 +121,7 @@ async def test_batch_invariance_is_a_feature_where_the_engine_promises_it():
 async def test_without_a_tokenizer_there_are_neither_chats_nor_grammars():
     async with serving(fake(codec=None)) as rig:
         info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
-    assert list(info.features) == [FEATURES[0], FEATURES[-1], *READINGS]
+    assert list(info.features) == [FEATURES[0], FEATURES[-1], *READINGS[:-1]]
     assert not info.template_variables
 
 
@@ -123,7 +130,7 @@ async def test_server_info():
         info = await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())
         assert info.instance_id == rig.server.instance_id
     assert info.server_version == version()
-    assert info.contract_revision == 6
+    assert info.contract_revision == 7
     assert info.max_request_bytes == 8 * 2**20
     assert info.max_chunk_bytes == 2 << 20
     assert (info.max_running_requests, info.max_queued_requests, info.max_logprobs) == (3, 5, 7)

@@ -67,6 +67,9 @@ class ByteText:
             raise InvalidRequest([Violation("chat.messages", "the chat template says: system comes first")])
         return "".join(f"{turn.role[0]}:{turn.content}|" for turn in chat.messages)
 
+    def render_turns(self, turns: Sequence[Mapping[str, str]], options: Mapping[str, object]) -> str:
+        return "".join(f"{turn['role'][0]}:{turn['content']}|" for turn in turns)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         decoder = self.decoder(skip_special_tokens=skip_special_tokens)
         return decoder.push(token_ids) + decoder.flush()

@@ -70,7 +70,10 @@ from penstock.client.reading import (
     Embeddings,
     EmbedOptions,
     Pooling,
+    RankedDocument,
+    Ranking,
     ReadingOptions,
+    RerankMethod,
     Scores,
 )
 from penstock.client.status import Violation
@@ -204,6 +207,8 @@ __all__ = [
     "PromptTooLong",
     "ProtocolError",
     "QueueFull",
+    "RankedDocument",
+    "Ranking",
     "RateLimited",
     "ReadingOptions",
     "RefusedError",
@@ -211,6 +216,7 @@ __all__ = [
     "RequestOptions",
     "RequestPhase",
     "RequestStatus",
+    "RerankMethod",
     "ResponseTooLarge",
     "Retry",
     "SamplingDefaults",

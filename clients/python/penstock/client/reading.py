@@ -1,10 +1,10 @@
-"""Embeddings and scores: their values, their requests and answers, and the methods of both clients."""
+"""Embeddings, scores and relevance: their values, requests and answers, and the methods of both clients."""
 
 from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypedDict, Unpack
 
@@ -13,9 +13,10 @@ from penstock.client.calls import Calls
 from penstock.client.connection.channel import Metadata
 from penstock.client.errors import ProtocolError
 from penstock.client.generation.checks import Violations, named
-from penstock.client.generation.messages import prompt_info, timing, usage, weights_version
+from penstock.client.generation.messages import METHOD_NAMES, prompt_info, timing, usage, weights_version
 from penstock.client.generation.options import Truncation
 from penstock.client.generation.requests import assign, given_of
+from penstock.client.status import spelled
 from penstock.client.values.results import PromptInfo, Timing, Usage, WeightsVersion
 from penstock.v1 import inference_pb2, types_pb2
 
@@ -75,6 +76,30 @@ class Scores:
     timing: Timing
 
 
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
+    """How relevant one document is."""
+
+    index: int
+    """Which of the documents it is, counted from 0."""
+    relevance: float
+    weights: WeightsVersion
+    """The weights that computed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Documents by their relevance to a query, the most relevant first."""
+
+    request_id: str
+    model: str
+    method: str
+    """What the relevance was computed from: "embeddings" or "yes_no"."""
+    results: tuple[RankedDocument, ...]
+    usage: Usage
+    timing: Timing
+
+
 TextOrIds: TypeAlias = str | Sequence[int]
 """A text, which the server tokenizes, or token ids, which are used as they are."""
 
@@ -88,9 +113,18 @@ class Pooling(enum.Enum):
     """The mean of those of all tokens."""
 
 
+class RerankMethod(enum.Enum):
+    """What the relevance of a document is computed from."""
+
+    EMBEDDINGS = "embeddings"
+    """The cosine of the angle between the vectors of query and document, from -1 to 1."""
+    YES_NO = "yes_no"
+    """The probability that the model answers "yes" and not "no", shown query and document, from 0 to 1."""
+
+
 class ReadingOptions(TypedDict, total=False):
-    """Keyword arguments of `score`, and of `embed` beside its own. What is left out, or None, takes the
-    server's default.
+    """Keyword arguments of `score`, and of `embed` and `rerank` beside their own. What is left out, or None,
+    takes the server's default.
     """
 
     request_id: str | None
@@ -119,6 +153,20 @@ class EmbedOptions(ReadingOptions, total=False):
     """How to shorten an input that is too long: a Truncation, or its value, such as "left"."""
 
 
+class RerankOptions(ReadingOptions, total=False):
+    """Keyword arguments of `rerank`."""
+
+    method: RerankMethod | str | None
+    """A RerankMethod, or its value; by default what the model is made for
+    (`ModelInfo.default_rerank_method`)."""
+    top_n: int | None
+    """How many documents the answer has, by default all."""
+    instruction: str | None
+    """What the model judges by; only with RerankMethod.YES_NO."""
+    max_document_tokens: int | None
+    """How many tokens are kept from the start of each document, by default all."""
+
+
 _FIELDS = {
     **{name: name for name in ("request_id", "model", "priority")},
     "min_weights": "min_weights.generation",
@@ -128,6 +176,12 @@ _FIELDS = {
 _EMBED_FIELDS = {
     **_FIELDS,
     **{name: name for name in ("pooling", "normalize", "dimensions", "truncation")},
+}
+
+
+_RERANK_FIELDS = {
+    **_FIELDS,
+    **{name: name for name in ("method", "top_n", "instruction", "max_document_tokens")},
 }
 
 
@@ -144,8 +198,8 @@ def embed_request(inputs: Sequence[TextOrIds], options: EmbedOptions) -> inferen
     pooling = given.pop("pooling", None)
     if pooling is not None:
         with violations.of("pooling"):
-            request.pooling = _pooling(pooling)
-    _set_all(request, given, violations)
+            request.pooling = types_pb2.Pooling.Value(_spelled(Pooling, pooling, "POOLING_"))
+    _set_all(request, given, _EMBED_FIELDS, violations)
     return request
 
 
@@ -167,7 +221,29 @@ def score_request(
     for i, each in enumerate(continuations):
         with violations.of(f"continuations[{i}]"), named(f"continuations[{i}]"):
             _set_part(request.continuations.add(), each)
-    _set_all(request, given, violations)
+    _set_all(request, given, _FIELDS, violations)
+    return request
+
+
+def rerank_request(
+    query: str, documents: Sequence[str], options: RerankOptions
+) -> inference_pb2.RerankRequest:
+    """Build a RerankRequest. Raises TypeError and InvalidRequest as `fill_request`."""
+    given = given_of(options, _RERANK_FIELDS)
+    violations = Violations()
+    if isinstance(documents, str):
+        raise TypeError("documents: give a sequence of texts, not one text")
+    request = inference_pb2.RerankRequest()
+    with violations.of("query"), named("query"):
+        request.query = query
+    for i, each in enumerate(documents):
+        with violations.of(f"documents[{i}]"), named(f"documents[{i}]"):
+            request.documents.append(each)
+    method = given.pop("method", None)
+    if method is not None:
+        with violations.of("method"):
+            request.method = types_pb2.RerankMethod.Value(_spelled(RerankMethod, method, "RERANK_METHOD_"))
+    _set_all(request, given, _RERANK_FIELDS, violations)
     return request
 
 
@@ -180,22 +256,24 @@ def _set_part(part: inference_pb2.EmbedInput | inference_pb2.Continuation, value
 
 
 def _set_all(
-    request: inference_pb2.EmbedRequest | inference_pb2.ScoreRequest,
+    request: inference_pb2.EmbedRequest | inference_pb2.ScoreRequest | inference_pb2.RerankRequest,
     given: dict[str, Any],
+    fields: Mapping[str, str],
     violations: Violations,
 ) -> None:
     for name, value in given.items():
-        with violations.of(_EMBED_FIELDS[name]), named(name):
-            assign(request, _EMBED_FIELDS[name], value)
+        with violations.of(fields[name]), named(name):
+            assign(request, fields[name], value)
     violations.tell()
 
 
-def _pooling(value: Pooling | str) -> types_pb2.Pooling.ValueType:
-    names = [member.value for member in Pooling]
-    name = value.value if isinstance(value, Pooling) else value
+def _spelled(kind: type[enum.Enum], value: enum.Enum | str, prefix: str) -> str:
+    """The contract's name of a member, which is given itself or by its value."""
+    names = [str(member.value) for member in kind]
+    name = value.value if isinstance(value, enum.Enum) else value
     if name not in names:
         raise ValueError(f"must be one of {', '.join(names)}, not {name!r}")
-    return types_pb2.Pooling.Value(f"POOLING_{name.upper()}")
+    return f"{prefix}{str(name).upper()}"
 
 
 def embeddings(message: inference_pb2.EmbedResponse, num_inputs: int) -> Embeddings:
@@ -225,6 +303,22 @@ def scores(message: inference_pb2.ScoreResponse, num_continuations: int) -> Scor
                 tuple(one.token_ids), tuple(one.logprobs), one.total_logprob, weights_version(one.weights)
             )
             for one in message.scores
+        ),
+        usage=usage(message.usage),
+        timing=timing(message.timing),
+    )
+
+
+def ranking(message: inference_pb2.RerankResponse, num_documents: int) -> Ranking:
+    """Convert the answer of Rerank. Raises ProtocolError unless each of its documents was asked about."""
+    if any(one.index >= num_documents for one in message.results):
+        raise ProtocolError.local(f"the server ranked a document that is not among the {num_documents}")
+    return Ranking(
+        request_id=message.request_id,
+        model=message.model,
+        method=spelled(METHOD_NAMES, message.method, "RERANK_METHOD_"),
+        results=tuple(
+            RankedDocument(one.index, one.relevance, weights_version(one.weights)) for one in message.results
         ),
         usage=usage(message.usage),
         timing=timing(message.timing),
@@ -272,6 +366,22 @@ class Readings(Calls):
         reply = self._unary(self.inference.Score, request, timeout, metadata, None)
         return scores(reply, len(request.continuations))
 
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+        **options: Unpack[RerankOptions],
+    ) -> Ranking:
+        """Tell how relevant each document is to a query, the most relevant first. For options see
+        `RerankOptions`.
+        """
+        request = rerank_request(query, documents, options)
+        reply = self._unary(self.inference.Rerank, request, timeout, metadata, None)
+        return ranking(reply, len(request.documents))
+
 
 # ruff: noqa: ASYNC109 - `timeout` is the deadline of the RPC, which gRPC also sends to the server
 
@@ -311,3 +421,19 @@ class AsyncReadings(AsyncCalls):
         request = score_request(prompt, continuations, options)
         reply = await self._unary(self.inference.Score, request, timeout, metadata, None)
         return scores(reply, len(request.continuations))
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+        **options: Unpack[RerankOptions],
+    ) -> Ranking:
+        """Tell how relevant each document is to a query, the most relevant first. For options see
+        `RerankOptions`.
+        """
+        request = rerank_request(query, documents, options)
+        reply = await self._unary(self.inference.Rerank, request, timeout, metadata, None)
+        return ranking(reply, len(request.documents))

@@ -8,6 +8,7 @@ runs in a process of its own (`template_sandbox`), with bounds on time, memory a
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -137,6 +138,27 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, sandbox: TemplateSand
     except UnicodeEncodeError as error:
         raise InvalidRequest([Violation(field, f"the rendered chat is no Unicode text: {error}")]) from error
     return text
+
+
+def render_turns(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]], options: Mapping[str, Any]
+) -> str:
+    """The prompt that the model's own template makes of turns of any roles. InvalidRequest if it refuses."""
+    try:
+        return render_here(
+            {
+                **tokenizer.special_tokens_map,
+                **options,
+                "conversations": [[dict(turn) for turn in turns]],
+                "tools": None,
+                "chat_template": tokenizer.get_chat_template(),
+                "add_generation_prompt": True,
+            }
+        )
+    except ValueError as error:  # several templates, and none is the default
+        raise InvalidRequest([Violation("chat", str(error))]) from error
+    except TemplateFailed as error:
+        raise InvalidRequest([Violation("chat", f"the chat template {error}")]) from error
 
 
 def render_here(variables: dict[str, Any]) -> str:

@@ -1,15 +1,18 @@
-"""Reads how a checkpoint's embeddings are made, from the files that Sentence Transformers has beside it."""
+"""Reads how a checkpoint's embeddings and judgements are made, from the files that Sentence Transformers has
+beside it.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.model_files import read_json, read_json_object
 from penstock.runtime.requests.request import Pooling
 
 MODULES = "modules.json"
-_KNOWN = ("Transformer", "Pooling", "Normalize")
+_KNOWN = ("Transformer", "Pooling", "Normalize", "LogitScore")
 _SUPPORTED = {
     "pooling_mode_lasttoken": Pooling.LAST_TOKEN,
     "pooling_mode_mean_tokens": Pooling.MEAN,
@@ -20,25 +23,46 @@ def read_pooling(directory: Path) -> Pooling:
     """The pooling of a checkpoint that was made for embeddings; the last token's for all others. ConfigError
     where its files ask for another kind of pooling.
     """
-    file = directory / MODULES
-    if not file.exists():
-        return Pooling.LAST_TOKEN
-    modules = read_json(file)
-    if not isinstance(modules, list) or not all(
-        isinstance(each, dict) and isinstance(each.get("type"), str) and isinstance(each.get("path"), str)
-        for each in modules
-    ):
-        raise ConfigError(f"{file} must hold a list of modules, each with a type and a path")
-    others = sorted({kind for each in modules if (kind := each["type"].rpartition(".")[2]) not in _KNOWN})
+    modules = _modules(directory)
+    others = sorted({kind for kind, _ in modules if kind not in _KNOWN})
     if others:
-        raise ConfigError(f"{file}: {', '.join(others)} is not supported in embeddings")
-    folders = [each["path"] for each in modules if each["type"].endswith(".Pooling")]
-    if not folders:
+        raise ConfigError(f"{directory / MODULES}: {', '.join(others)} is not supported in embeddings")
+    paths = [path for kind, path in modules if kind == "Pooling"]
+    if not paths:
         return Pooling.LAST_TOKEN
-    path = directory / folders[0] / "config.json"
+    path = paths[0]
     config = read_json_object(path)
     modes = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
     if len(modes) != 1 or modes[0] not in _SUPPORTED:
         described = " and ".join(modes) or "none"
         raise ConfigError(f"{path}: the pooling must be one of {', '.join(_SUPPORTED)}, not {described}")
     return _SUPPORTED[modes[0]]
+
+
+def read_answer_tokens(directory: Path, vocab_size: int) -> tuple[int, int] | None:
+    """The tokens that mean yes and no in a checkpoint that was made to judge documents; None for all others.
+    ConfigError where its files do not name both.
+    """
+    for kind, path in _modules(directory):
+        if kind == "LogitScore":
+            config = read_json_object(path)
+            yes, no = (config.get(name) for name in ("true_token_id", "false_token_id"))
+            for token_id in (yes, no):
+                if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                    raise ConfigError(f"{path}: true_token_id and false_token_id must be two token ids")
+            return cast("tuple[int, int]", (yes, no))
+    return None
+
+
+def _modules(directory: Path) -> list[tuple[str, Path]]:
+    """The kind of each module of the checkpoint, and the file with its options."""
+    file = directory / MODULES
+    if not file.exists():
+        return []
+    modules = read_json(file)
+    if not isinstance(modules, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("type"), str) and isinstance(each.get("path"), str)
+        for each in modules
+    ):
+        raise ConfigError(f"{file} must hold a list of modules, each with a type and a path")
+    return [(each["type"].rpartition(".")[2], directory / each["path"] / "config.json") for each in modules]

@@ -25,7 +25,7 @@ from penstock.runtime.images.processor import ImageProcessor
 from penstock.runtime.images.vision import Vision
 from penstock.runtime.loading.checkpoint import check_tensors, config_for_tensors, load_leaves, read_config
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW, resolve_model
-from penstock.runtime.loading.pooling import read_pooling
+from penstock.runtime.loading.pooling import read_answer_tokens, read_pooling
 from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors
 from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.processors import available_processors
@@ -79,6 +79,8 @@ class ServedModel:
     """How many numbers a hidden state has."""
     pooling: Pooling = Pooling.LAST_TOKEN
     """What an embedding is made of where a request does not say it."""
+    answer_token_ids: tuple[int, int] | None = None
+    """The tokens that mean yes and no; None: its files name none."""
     vision: Vision | None = None
     """What it makes of pictures; None: it reads none."""
     image_processor: ImageProcessor | None = None
@@ -100,6 +102,7 @@ class CheckpointFacts:
     defaults: GenerationDefaults
     eos_token_ids: tuple[int, ...]
     pooling: Pooling
+    answer_token_ids: tuple[int, int] | None
     vision: Vision | None
     image_processor: ImageProcessor | None
 
@@ -153,6 +156,7 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
         defaults=defaults,
         eos_token_ids=eos_token_ids,
         pooling=read_pooling(directory),
+        answer_token_ids=read_answer_tokens(directory, config.vocab_size),
         vision=vision,
         image_processor=processor,
     )
@@ -199,6 +203,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         image_processor=facts.image_processor,
         hidden_size=facts.config.hidden_size,
         pooling=facts.pooling,
+        answer_token_ids=facts.answer_token_ids,
     )
 
 

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBacke
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from penstock.runtime.chat.messages import Chat, ChatTurn
-from penstock.runtime.chat.template import render, render_here
+from penstock.runtime.chat.template import render, render_here, render_turns
 from penstock.runtime.chat.template_reading import check_template, variables_of
 from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
 from penstock.runtime.chat.tool_formats import harmony
@@ -313,6 +313,12 @@ class TextCodec:
         if not isinstance(chat, Chat):
             chat = Chat(tuple(ChatTurn(turn["role"], turn["content"]) for turn in chat))
         return render(self._tokenizer, chat, self._sandbox)
+
+    def render_turns(self, turns: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> str:
+        """What the model's own template makes of turns, which may have roles that no conversation has.
+        InvalidRequest if it refuses them.
+        """
+        return render_turns(self._tokenizer, turns, options)
 
     def encode_chat(
         self, chat: Chat | Sequence[Mapping[str, str]], *, add_special_tokens: bool = False

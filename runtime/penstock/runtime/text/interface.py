@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
@@ -82,6 +82,12 @@ class Text(Protocol):
 
     def render_chat(self, chat: Chat | Sequence[Mapping[str, str]]) -> str:
         """The prompt that asks for the assistant's next turn. Raises InvalidRequest."""
+        ...
+
+    def render_turns(self, turns: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> str:
+        """What the model's own template makes of turns, which may have roles that no conversation has.
+        Raises InvalidRequest.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

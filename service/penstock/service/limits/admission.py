@@ -132,7 +132,7 @@ class Kind(enum.Enum):
     REFLECTION = "reflection_rpcs"
 
 
-_WORK = frozenset({"Generate", "Stream", "Embed", "Score"})
+_WORK = frozenset({"Generate", "Stream", "Embed", "Score", "Rerank"})
 _UPDATE = "UpdateWeights"
 _WATCH = "WatchLoad"
 _TOKENIZE = frozenset({"Tokenize", "Detokenize"})

@@ -1,14 +1,20 @@
-"""Converts the contract's requests for embeddings and scores to validated frozen values."""
+"""Converts the contract's requests for embeddings, scores and relevance to validated frozen values."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, TypedDict
 
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.runtime.prompting.prompts import Prompt, TextPrompt, TokenPrompt, Truncation, most_cut_tokens
+from penstock.runtime.prompting.relevance import (
+    INSTRUCTION,
+    RelevanceMethod,
+    answer_tokens,
+    default_method,
+)
 from penstock.runtime.prompting.results import VectorForm
 from penstock.runtime.requests.request import CacheParams, Pooling, StoppingParams
 from penstock.runtime.requests.sampling import ResolvedSampling
@@ -30,12 +36,17 @@ _POOLINGS = {
     types_pb2.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
     types_pb2.POOLING_MEAN: Pooling.MEAN,
 }
+_METHODS = {
+    types_pb2.RERANK_METHOD_EMBEDDINGS: RelevanceMethod.EMBEDDINGS,
+    types_pb2.RERANK_METHOD_YES_NO: RelevanceMethod.YES_NO,
+}
+RERANK_METHODS = {method: value for value, method in _METHODS.items()}
 POOLINGS = {pooling: value for value, pooling in _POOLINGS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingJob(ServedJob):
-    """What one call of Embed or Score asks for. Each of `parts` becomes an output of the engine."""
+    """What one call of Embed, Score or Rerank asks for. Each of `parts` becomes an output of the engine."""
 
     parts: tuple[Prompt, ...]
     """The inputs of Embed, or the continuations of Score, which follow `prompt`."""
@@ -54,6 +65,27 @@ class ReadingJob(ServedJob):
     def without_load(self) -> Self:
         """The job without what is no longer needed once its requests are made."""
         return dataclasses.replace(self, prompt=TokenPrompt(()), parts=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankingJob(ReadingJob):
+    """What one call of Rerank asks for. It has no `parts`: what is read is made of query and documents."""
+
+    query: str
+    documents: tuple[str, ...]
+    method: RelevanceMethod
+    instruction: str
+    """What the model judges by."""
+    answer_token_ids: tuple[int, int] | None
+    """The tokens that mean yes and no, if the model is asked."""
+    max_document_tokens: int | None
+    """How many tokens are kept of each document; None: all."""
+    top_n: int | None
+    """How many documents are told; None: all."""
+
+    def without_load(self) -> Self:
+        """The job without what is no longer needed once its requests are made."""
+        return dataclasses.replace(self, query="", documents=())
 
 
 def to_embed_job(message: inference_pb2.EmbedRequest, limits: Limits) -> ReadingJob:
@@ -108,6 +140,55 @@ def to_score_job(message: inference_pb2.ScoreRequest, limits: Limits) -> Reading
     return _job(message, prompt, parts, bad, pooling=None)
 
 
+def to_ranking_job(message: inference_pb2.RerankRequest, limits: Limits) -> RankingJob:
+    """Check the whole message. Raises what `to_job` raises."""
+    check_model(message.model, limits)
+    if not limits.has_text:
+        raise UnsupportedFeature(["Rerank"], "the model has no tokenizer")
+    check_supported(message, _lacking(limits))
+    bad = Violations()
+    method: RelevanceMethod | None = default_method(limits.info.answer_token_ids, limits.codec)
+    if message.method != types_pb2.RERANK_METHOD_UNSPECIFIED:
+        method = _METHODS.get(message.method)
+        if method is None:
+            bad.add("method", f"unknown value {message.method}")
+    asks = method is RelevanceMethod.YES_NO
+    answers = answer_tokens(limits.info.answer_token_ids, limits.codec) if asks else None
+    if method is RelevanceMethod.EMBEDDINGS and not limits.has_hidden_states:
+        raise UnsupportedFeature(["method"], "the engine tells no hidden states")
+    if message.instruction and not asks:
+        bad.add("instruction", "goes with RERANK_METHOD_YES_NO: no other method shows it to the model")
+    if not message.query:
+        bad.add("query", "must not be empty")
+    if not message.documents:
+        bad.add("documents", "at least one is required")
+    most = limits.max_outputs_queued // 2 if asks else limits.max_outputs_queued - 1
+    if bad.allows("documents", len(message.documents), most, "documents"):
+        for i, document in enumerate(message.documents):
+            if not document:
+                bad.add(f"documents[{i}]", "must not be empty")
+    for name in ("top_n", "max_document_tokens"):
+        if message.HasField(name) and not getattr(message, name):
+            bad.add(name, "must be at least 1")
+    num_documents = len(message.documents)
+    common = _common(message, bad)
+    assert method is not None, "what is wrong was raised"
+    return RankingJob(
+        **common,
+        prompt=TokenPrompt(()),
+        parts=(),
+        n=2 * num_documents if asks else num_documents + 1,
+        pooling=None if asks else limits.info.pooling,
+        query=message.query,
+        documents=tuple(message.documents),
+        method=method,
+        instruction=message.instruction or INSTRUCTION,
+        answer_token_ids=answers,
+        max_document_tokens=message.max_document_tokens if message.HasField("max_document_tokens") else None,
+        top_n=message.top_n if message.HasField("top_n") else None,
+    )
+
+
 def _lacking(limits: Limits) -> Refused:
     return {
         **({} if limits.has_priority else {"priority": ()}),
@@ -125,20 +206,42 @@ def _job(
     truncation: Truncation = Truncation.REJECT,
     form: VectorForm | None = None,
 ) -> ReadingJob:
-    request_id = request_id_of(message.request_id, bad)
-    cache = bad.build(lambda: CacheParams(message.cache.cache_salt, message.cache.bypass_prefix_cache))
-    bad.raise_if_any()
-    assert cache is not None
     return ReadingJob(
-        request_id=request_id,
+        **_common(message, bad),
         prompt=prompt,
         parts=tuple(parts),
-        sampling=ResolvedSampling(),
-        stopping=StoppingParams(),
         n=len(parts),
         pooling=pooling,
         truncation=truncation,
         form=form or VectorForm(),
+    )
+
+
+class _Common(TypedDict):
+    """The arguments of a job that all of these requests have."""
+
+    request_id: str
+    sampling: ResolvedSampling
+    stopping: StoppingParams
+    cache: CacheParams
+    priority: int
+    min_generation: int
+    return_text: bool
+
+
+def _common(
+    message: inference_pb2.EmbedRequest | inference_pb2.ScoreRequest | inference_pb2.RerankRequest,
+    bad: Violations,
+) -> _Common:
+    """What all of these requests have. Raises InvalidRequest if anything of the message was found wrong."""
+    request_id = request_id_of(message.request_id, bad)
+    cache = bad.build(lambda: CacheParams(message.cache.cache_salt, message.cache.bypass_prefix_cache))
+    bad.raise_if_any()
+    assert cache is not None
+    return _Common(
+        request_id=request_id,
+        sampling=ResolvedSampling(),
+        stopping=StoppingParams(),
         cache=cache,
         priority=message.priority,
         min_generation=message.min_weights.generation,

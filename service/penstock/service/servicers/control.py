@@ -20,6 +20,7 @@ from penstock.runtime.errors import ProfileFailed, UnsupportedFeature
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.profiling.profile import Profile, ProfileRun
 from penstock.runtime.prompting.prompts import ChatPrompt, Prompt, TextPrompt
+from penstock.runtime.prompting.relevance import default_method
 from penstock.runtime.text.interface import Text
 from penstock.service.access.roles import check_controls
 from penstock.service.replies import messages
@@ -27,7 +28,7 @@ from penstock.service.replies.messages import PAGE_BYTES, pause_response, timest
 from penstock.service.replies.reply_budget import ID_BYTES, Share
 from penstock.service.requests.control import to_page, to_pause, to_profile, to_watch
 from penstock.service.requests.generate import Violations, chat_prompt, encode_prompt, message_cost, token_ids
-from penstock.service.requests.reading import POOLINGS
+from penstock.service.requests.reading import POOLINGS, RERANK_METHODS
 from penstock.service.requests.support import check_supported
 from penstock.service.servicers.serving import Serving
 from penstock.service.servicers.weights import Ended, WeightUpdates
@@ -177,7 +178,7 @@ def _tokenizer_info(text: Text) -> control_pb2.TokenizerInfo:
     )
 
 
-CONTRACT_REVISION = 6
+CONTRACT_REVISION = 7
 _WATCH_LOAD = "penstock.v1.ControlService/WatchLoad"
 _TOKEN_COST = 8
 """The cost of turning one token into text, in bytes of a message (see `Lanes.convert`)."""
@@ -237,6 +238,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             default_pooling=POOLINGS[info.pooling],
             template_variables=() if text is None else text.template_variables,
             image_limits=messages.image_limits(self._engine.info.images, self._engine.images),
+            default_rerank_method=RERANK_METHODS[default_method(info.answer_token_ids, text)]
+            if self._limits.has_text
+            else types_pb2.RERANK_METHOD_UNSPECIFIED,
             tokenizer=None if text is None or not request.include_tokenizer else _tokenizer_info(text),
         )
 
@@ -256,6 +260,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             control_pb2.FEATURE_SCORE: True,
             control_pb2.FEATURE_HIDDEN_STATES: self._limits.has_hidden_states,
             control_pb2.FEATURE_NAMES: self._engine.text is not None and self._engine.text.shows_names,
+            control_pb2.FEATURE_RERANK: self._limits.has_text,
         }
         return [feature for feature, there in has.items() if there]
 

@@ -1,9 +1,9 @@
-"""InferenceService: Generate, Stream, Embed, Score, Abort and UpdateWeights. Each RPC checks, converts, calls
-and converts back.
+"""InferenceService: Generate, Stream, Embed, Score, Rerank, Abort and UpdateWeights. Each RPC checks,
+converts, calls and converts back.
 
 `ServedRequest` is what Generate and Stream share: it tokenizes, submits, takes deltas and cleans up.
-`ServedReading` is one call of Embed or Score, whose prompts become requests of the engine that generate
-nothing.
+`ServedReading` is one call of Embed, Score or Rerank, whose prompts become requests of the engine that
+generate nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,22 @@ from penstock.runtime.prompting.jobs import (
     constraints_of,
     with_bad_words,
 )
-from penstock.runtime.prompting.prompts import Fitted, Prompt, Truncation, fit
+from penstock.runtime.prompting.prompts import (
+    ContextParams,
+    Fitted,
+    Prompt,
+    TextPrompt,
+    Truncation,
+    fit,
+)
+from penstock.runtime.prompting.relevance import (
+    RelevanceMethod,
+    best_first,
+    check_fits,
+    cosine,
+    judged,
+    yes_against_no,
+)
 from penstock.runtime.prompting.results import Score, VectorForm, fit_inputs, join, merged_timing, naming
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.images import MediaItem
@@ -44,6 +59,7 @@ from penstock.runtime.requests.request import (
     outputs_of,
     request_id_of,
 )
+from penstock.runtime.text.interface import Text
 from penstock.service.access.callers import CURRENT_CALLER, Caller
 from penstock.service.access.ownership import engine_id, own_id, owner_of
 from penstock.service.access_errors import Forbidden
@@ -53,7 +69,14 @@ from penstock.service.replies import messages
 from penstock.service.replies.messages import Collected, encode_logprobs
 from penstock.service.replies.outputs import Buffer, Encode, RequestReader, Taken
 from penstock.service.requests.generate import ServedJob, encode_prompt, encode_words, message_cost, to_job
-from penstock.service.requests.reading import ReadingJob, to_embed_job, to_score_job
+from penstock.service.requests.reading import (
+    RERANK_METHODS,
+    RankingJob,
+    ReadingJob,
+    to_embed_job,
+    to_ranking_job,
+    to_score_job,
+)
 from penstock.service.requests.support import check_supported
 from penstock.service.rpcs.interceptors import Undecoded
 from penstock.service.servicers.serving import AbortTarget, Arrival, Arrivals, Serving, to_target
@@ -130,6 +153,7 @@ def _end_own(
 
 
 T = TypeVar("T")
+ReadingT = TypeVar("ReadingT", bound=ReadingJob)
 TOKEN_COST, BIAS_COST = 2, 16
 """The cost of checking and preparing one token of a prompt, and one bias or bad word, in bytes of a message
 (`Lanes.convert`): 2,000 tokens take a fraction of a millisecond.
@@ -398,6 +422,19 @@ class ServedReading(ServedRequest):
 
     async def prepare(self) -> PreparedJob:
         """Tokenize everything, and make a request of each part."""
+        self.fitted, readings = await self._read()
+        self._trace.tokenized(self.num_prompt_tokens)
+        requests = [
+            self._request(i, one.token_ids, reading)
+            for i, (one, reading) in enumerate(zip(self.fitted, readings, strict=True))
+        ]
+        self._trace.enters("submit")
+        shared = [await self._prepared(request) async for request in in_turns(requests)]
+        self._reading_job = self._reading_job.without_load()
+        return PreparedJob(job=self.job, requests=requests, shared=shared, prompt=self.prompt, text="")
+
+    async def _read(self) -> tuple[Sequence[Fitted], Sequence[PromptReading]]:
+        """What the engine is to read for each output, and what of it is told."""
         job, room = self._reading_job, self.serving.engine.info.max_model_len
         special = job.pooling is not None  # a continuation gets no special tokens
         parts = await self._tokens_of_all(job, special=special)
@@ -417,16 +454,7 @@ class ServedReading(ServedRequest):
             fitted = [Fitted(one, job.stopping) for one in joined]
             self.num_prompt_tokens = len(prompt) + sum(map(len, parts))
             readings = [PromptReading(scores_from=len(prompt))] * len(fitted)
-        self._trace.tokenized(self.num_prompt_tokens)
-        self.fitted = fitted
-        requests = [
-            self._request(i, one.token_ids, reading)
-            for i, (one, reading) in enumerate(zip(fitted, readings, strict=True))
-        ]
-        self._trace.enters("submit")
-        shared = [await self._prepared(request) async for request in in_turns(requests)]
-        self._reading_job = job.without_load()
-        return PreparedJob(job=self.job, requests=requests, shared=shared, prompt=self.prompt, text="")
+        return fitted, readings
 
     async def _tokens_of_all(self, job: ReadingJob, *, special: bool) -> list[tuple[int, ...]]:
         """The tokens of each part. Short texts are tokenized on the event loop, so other tasks have a turn
@@ -481,6 +509,102 @@ class ServedReading(ServedRequest):
                 raise RequestAborted(one.finish.message)
             taken[index] = one
         return [taken[index] for index in range(len(taken))]
+
+
+class ServedRanking(ServedReading):
+    """A call of Rerank in the engine, as an async context."""
+
+    def __init__(self, job: RankingJob, serving: Serving) -> None:
+        super().__init__(job, serving)
+        self._ranking = job
+
+    async def _read(self) -> tuple[Sequence[Fitted], Sequence[PromptReading]]:
+        """Query and documents, or what the model is asked about each document with both answers."""
+        job = self._ranking
+        self._ranking = job.without_load()
+        if job.method is RelevanceMethod.YES_NO:
+            return await self._questions(job)
+        bad = list[Violation]()
+        fitted: list[Fitted] = []
+        async for i, text in in_turns(list(enumerate((job.query, *job.documents)))):
+            with naming(f"documents[{i - 1}]" if i else "query", bad):
+                kept = await self._cut(text, job.max_document_tokens if i else None)
+                token_ids = await self._tokens_of(TextPrompt(kept), Truncation.REJECT, special=True)
+                fitted.append(fit(token_ids, ContextParams(), job.stopping, self._room))
+        if bad:
+            raise InvalidRequest(bad)
+        self.num_prompt_tokens = sum(len(one.token_ids) for one in fitted)
+        _check_joined("documents", self.num_prompt_tokens)
+        return fitted, [PromptReading(pooling=job.pooling)] * len(fitted)
+
+    async def _questions(self, job: RankingJob) -> tuple[Sequence[Fitted], Sequence[PromptReading]]:
+        assert job.answer_token_ids is not None, "the job asks the model"
+        bad = list[Violation]()
+        fitted: list[Fitted] = []
+        readings: list[PromptReading] = []
+        async for i, document in in_turns(list(enumerate(job.documents))):
+            with naming(f"documents[{i}]", bad):
+                kept = await self._cut(document, job.max_document_tokens)
+                work = partial(judged, self._text, job.instruction, job.query, kept)
+                shown = await self.serving.lanes.text(work, len(job.query) + len(kept) + len(job.instruction))
+                asked = await self._tokens_of(TextPrompt(shown), Truncation.REJECT, special=False)
+                check_fits(len(asked), self._room)
+                self.num_prompt_tokens += len(asked)
+                _check_joined("documents", 2 * self.num_prompt_tokens)
+                fitted += [Fitted((*asked, answer), job.stopping) for answer in job.answer_token_ids]
+                readings += [PromptReading(scores_from=len(asked))] * 2
+        if bad:
+            raise InvalidRequest(bad)
+        return fitted, readings
+
+    async def _cut(self, document: str, most: int | None) -> str:
+        """The document, or the text of so many of its first tokens."""
+        if most is None:
+            return document
+        encoded = await encode_prompt(
+            self._text,
+            TextPrompt(document),
+            self.serving.lanes,
+            room=self._room,
+            cuts=True,
+            add_special_tokens=False,
+        )
+        if len(encoded.token_ids) <= most:
+            return document
+        return self._text.decode(encoded.token_ids[:most])
+
+    @property
+    def _text(self) -> Text:
+        text = self.serving.engine.text
+        assert text is not None, "conversion refuses Rerank where there is no tokenizer"
+        return text
+
+    @property
+    def _room(self) -> int:
+        return self.serving.engine.info.max_model_len
+
+    def relevances(self, outputs: Sequence[Taken]) -> list[tuple[float, int]]:
+        """The relevance of each document, and the generation of the weights that computed it."""
+        if self._ranking.method is RelevanceMethod.YES_NO:
+            pairs = zip(outputs[::2], outputs[1::2], strict=True)
+            return [(yes_against_no(_answer(yes), _answer(no)), no.weights_generation) for yes, no in pairs]
+        query, *documents = (np.frombuffer(taken.hidden, "<f4") for taken in outputs)
+        generations = [taken.weights_generation for taken in outputs[1:]]
+        return [
+            (cosine(query, document), generation)
+            for document, generation in zip(documents, generations, strict=True)
+        ]
+
+
+def _answer(taken: Taken) -> float:
+    """The log-probability of the answer, which is the last token of what was read."""
+    return taken.prompt_logprobs[-1].sampled
+
+
+def _check_joined(field: str, num_tokens: int) -> None:
+    if num_tokens > MAX_JOINED_TOKENS:
+        described = f"{num_tokens} tokens in all; at most {MAX_JOINED_TOKENS}"
+        raise InvalidRequest([Violation(field, described)])
 
 
 def embedding(
@@ -659,7 +783,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 timing=messages.timing(served.timing),
             )
 
-    async def _reading_job(self, work: Callable[[], ReadingJob], cost: int) -> ReadingJob:
+    async def Rerank(
+        self, request: inference_pb2.RerankRequest, context: Context
+    ) -> inference_pb2.RerankResponse:
+        """Tell how relevant each document is. The first that fails ends all."""
+        work = partial(to_ranking_job, request, self._serving.limits)
+        job = await self._reading_job(work, request.ByteSize())
+        del request
+        async with ServedRanking(job, self._serving) as served:
+            outputs = await served.take_all()
+            relevances = served.relevances(outputs)
+            return inference_pb2.RerankResponse(
+                request_id=job.request_id,
+                model=self._engine.info.name,
+                method=RERANK_METHODS[job.method],
+                results=[
+                    inference_pb2.RankedDocument(
+                        index=i, relevance=relevances[i][0], weights=self._version(relevances[i][1])
+                    )
+                    for i in best_first([relevance for relevance, _ in relevances], job.top_n)
+                ],
+                usage=self._usage(served),
+                timing=messages.timing(served.timing),
+            )
+
+    async def _reading_job(self, work: Callable[[], ReadingT], cost: int) -> ReadingT:
         async with self._serving.calls.preparing():
             job = await self._serving.lanes.convert(work, cost)
         return job.of(CURRENT_CALLER.get())

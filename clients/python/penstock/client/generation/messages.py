@@ -26,6 +26,7 @@ def _member(kind: type[EnumT], number: int, names: Mapping[Any, str], prefix: st
 _FINISH_NAMES = {number: name for name, number in types_pb2.FinishReason.items()}
 _OUTCOME_NAMES = {number: name for name, number in inference_pb2.AbortOutcome.items()}
 _POOLING_NAMES = {number: name for name, number in types_pb2.Pooling.items()}
+METHOD_NAMES = {number: name for name, number in types_pb2.RerankMethod.items()}
 _FEATURE_NAMES = {number: name for name, number in control_pb2.Feature.items()}
 _LEVEL_NAMES = {number: name for name, number in telemetry_pb2.TraceLevel.items()}
 _UPDATE_NAMES = {number: name for name, number in weights_pb2.UpdateOutcome.items()}
@@ -170,6 +171,7 @@ def model_info(message: control_pb2.GetModelInfoResponse) -> server_values.Model
         image_limits=_image_limits(message.image_limits) if message.HasField("image_limits") else None,
         hidden_size=message.hidden_size,
         default_pooling=spelled(_POOLING_NAMES, message.default_pooling, "POOLING_"),
+        default_rerank_method=spelled(METHOD_NAMES, message.default_rerank_method, "RERANK_METHOD_"),
         tokenizer=_tokenizer(message.tokenizer) if message.HasField("tokenizer") else None,
     )
 

@@ -83,8 +83,8 @@ class ModelInfo:
 
     They are "chat", "prompt_logprobs", "json_schema" (also for JsonObject), "regex" (also for Ebnf and
     Choice), "adapters", "priority", "update_weights", "tracing", "profile", "images", "embed", "score",
-    "hidden_states" and "names". "batch_invariant" is a promise: a token's logits depend on its own request
-    alone, bit for bit.
+    "hidden_states", "names" and "rerank". "batch_invariant" is a promise: a token's logits depend on its own
+    request alone, bit for bit.
     """
     tensors: tuple[TensorInfo, ...] = ()
     weights_digest: bytes = b""
@@ -101,6 +101,8 @@ class ModelInfo:
     """How many numbers a hidden state has, and so an embedding; 0 where the server sends neither."""
     default_pooling: str = "unspecified"
     """What `embed` makes vectors of where a call does not say it: "last_token" or "mean"."""
+    default_rerank_method: str = "unspecified"
+    """What `rerank` computes relevance from where a call does not say it: "embeddings" or "yes_no"."""
     tokenizer: TokenizerInfo | None = None
     """None unless it was asked for, and if the model has none."""
 

@@ -40,6 +40,8 @@ import penstock.v1.PauseRequest;
 import penstock.v1.PauseResponse;
 import penstock.v1.ProfileRequest;
 import penstock.v1.ProfileResponse;
+import penstock.v1.RerankRequest;
+import penstock.v1.RerankResponse;
 import penstock.v1.ResumeRequest;
 import penstock.v1.ResumeResponse;
 import penstock.v1.ScoreRequest;
@@ -161,6 +163,16 @@ public final class PenstockClient implements AutoCloseable {
      */
     public ScoreResponse score(ScoreRequest request) {
         return unary(InferenceServiceGrpc.getScoreMethod(), request);
+    }
+
+    /**
+     * Asks how relevant documents are to a query.
+     *
+     * @param request the query and the documents
+     * @return the relevance of each, the most relevant first
+     */
+    public RerankResponse rerank(RerankRequest request) {
+        return unary(InferenceServiceGrpc.getRerankMethod(), request);
     }
 
     /**

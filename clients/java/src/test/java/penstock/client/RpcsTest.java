@@ -27,6 +27,7 @@ import penstock.v1.PauseRequest;
 import penstock.v1.ProfileRequest;
 import penstock.v1.ProfileResponse;
 import penstock.v1.RequestIds;
+import penstock.v1.RerankRequest;
 import penstock.v1.ScoreRequest;
 import penstock.v1.SetTracingRequest;
 import penstock.v1.StreamResponse;
@@ -74,6 +75,12 @@ class RpcsTest {
                 .addContinuations(Continuation.newBuilder().setText(" a time"))
                 .build();
         assertTrue(client.score(score).getScores(0).getTotalLogprob() < 0);
+        RerankRequest rerank = RerankRequest.newBuilder()
+                .setQuery("Once upon")
+                .addDocuments("a time")
+                .addDocuments("Once upon")
+                .build();
+        assertEquals(1, client.rerank(rerank).getResults(0).getIndex());
         RequestIds ids = RequestIds.newBuilder().addIds("nobody").build();
         assertEquals(
                 AbortOutcome.ABORT_OUTCOME_NOT_FOUND,
