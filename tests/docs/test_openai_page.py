@@ -23,7 +23,9 @@ COMMON = {
     "/v1/responses": ("Fields of all requests that generate",),
 }
 """The sections that list fields of several endpoints. Each endpoint has a section of its own name besides."""
-BODIES = [row for row in ENDPOINTS if row.body is not None]
+ALIASES = {"/v2/rerank": "/v1/rerank", "/rerank": "/v1/rerank", "/score": "/v1/score"}
+"""Paths that are answered as another one is, whose section tells of both."""
+BODIES = [row for row in ENDPOINTS if row.body is not None and row.path not in ALIASES]
 
 
 def section(heading: str) -> str:

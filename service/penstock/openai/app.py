@@ -28,10 +28,13 @@ from penstock.openai.routes.embeddings import embed
 from penstock.openai.routes.health import health, metrics
 from penstock.openai.routes.models import list_models, show_model
 from penstock.openai.routes.page import show_page, show_page_file
+from penstock.openai.routes.rerank import PARAMS as RERANK_PARAMS
+from penstock.openai.routes.rerank import rerank, score
 from penstock.openai.routes.responses.responses import create_response
 from penstock.openai.routes.tokens import PARAMS, detokenize, tokenize, tokenizer_info
 from penstock.openai.schemas.chat import ChatBody
 from penstock.openai.schemas.completions import CompletionBody, EmbeddingBody
+from penstock.openai.schemas.rerank import RerankBody, ScoreBody
 from penstock.openai.schemas.responses import ResponsesBody
 from penstock.openai.schemas.tokens import DetokenizeBody, TokenizeBody
 
@@ -47,6 +50,14 @@ ENDPOINTS: Final = (
     Endpoint("POST", "/v1/completions", completions, "Continues texts.", CompletionBody),
     Endpoint("POST", "/v1/responses", create_response, "Answers a list of items.", ResponsesBody),
     Endpoint("POST", "/v1/embeddings", embed, "Makes vectors of texts.", EmbeddingBody),
+    *(
+        Endpoint("POST", path, rerank, "Sorts documents by relevance.", RerankBody, RERANK_PARAMS)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+    *(
+        Endpoint("POST", path, score, "The relevance of pairs of texts.", ScoreBody, RERANK_PARAMS)
+        for path in ("/v1/score", "/score")
+    ),
     Endpoint("POST", "/tokenize", tokenize, "The tokens of a text or a conversation.", TokenizeBody, PARAMS),
     Endpoint("POST", "/detokenize", detokenize, "The text of tokens.", DetokenizeBody, PARAMS),
     Endpoint("GET", "/tokenizer_info", tokenizer_info, "The special tokens and the chat template."),

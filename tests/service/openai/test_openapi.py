@@ -76,6 +76,11 @@ async def test_the_front_serves_it_and_answers_as_it_says() -> None:
             events = (await rig.http.post(path, json=body | {"stream": True})).text.split("\n\n")[:-2]
             for event in events:
                 against(made, part, json.loads(event.removeprefix("data: ")))
+        for path, asked in (
+            ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+            ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ):
+            against(made, ANSWERS[path][0], (await rig.http.post(path, json=asked)).json())
         refused = await rig.http.get("/v1/models/other")
         assert str(refused.status_code) in made["paths"]["/v1/models/{model}"]["get"]["responses"]
         against(made, "Error", refused.json())

@@ -23,6 +23,8 @@ LEAST: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "fake", "prompt": "hi"},
     "/v1/responses": {"model": "fake", "input": "hi"},
     "/v1/embeddings": {"model": "fake", "input": "hi"},
+    **{path: {"query": "a", "documents": ["b"]} for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
+    **{path: {"text_1": "a", "text_2": "b"} for path in ("/v1/score", "/score")},
     "/tokenize": {"model": "fake", "prompt": "hi"},
     "/detokenize": {"model": "fake", "tokens": [5]},
 }

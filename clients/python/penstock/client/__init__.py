@@ -74,6 +74,7 @@ from penstock.client.reading import (
     Ranking,
     ReadingOptions,
     RerankMethod,
+    RerankOptions,
     Scores,
 )
 from penstock.client.status import Violation
@@ -217,6 +218,7 @@ __all__ = [
     "RequestPhase",
     "RequestStatus",
     "RerankMethod",
+    "RerankOptions",
     "ResponseTooLarge",
     "Retry",
     "SamplingDefaults",

@@ -1,0 +1,164 @@
+"""POST /v1/rerank and /v1/score: how relevant documents are, sorted, or score by score."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.client import PenstockClientError, Ranking, RerankOptions
+from penstock.openai.calls import Call, call_of
+from penstock.openai.failures import invalid_value, missing, of_client_error
+from penstock.openai.front import Front, front_of
+from penstock.openai.generation.frames import total_usage
+from penstock.openai.reading import read_body
+from penstock.openai.replying import answered, json_response
+from penstock.openai.schemas.rerank import (
+    MAX_DOCUMENTS,
+    MAX_QUERIES,
+    Document,
+    RelevanceBody,
+    RerankBody,
+    ScoreBody,
+)
+
+PARAMS: Final = {"max_document_tokens": "max_tokens_per_doc"}
+"""From the contract's paths to the fields of both, where the names differ."""
+
+
+def _options(body: RelevanceBody, request_id: str) -> RerankOptions:
+    return RerankOptions(
+        model=body.model,
+        request_id=request_id,
+        method=body.method,
+        instruction=body.instruction,
+        max_document_tokens=body.max_tokens_per_doc,
+        priority=None if body.priority is None else -body.priority,
+    )
+
+
+def _usage(rankings: Sequence[Ranking]) -> Mapping[str, int]:
+    tokens = total_usage(ranking.usage for ranking in rankings).prompt_tokens
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+async def rerank(request: Request) -> Response:
+    """Sort documents by their relevance to a query."""
+    call, body, front = call_of(request), await read_body(request, RerankBody), front_of(request)
+    texts = [one.text if isinstance(one, Document) else one for one in body.documents]
+    options = _options(body, call.answer_id("rerank"))
+    options["top_n"] = body.top_n
+    asked = front.backend.client.rerank(
+        body.query, texts, timeout=call.timeout, metadata=call.metadata, **options
+    )
+    made = await answered(request, asked)
+    has_documents = body.return_documents is not False
+    return json_response(
+        {
+            "id": made.request_id,
+            "model": made.model,
+            "usage": _usage([made]),
+            "results": [
+                {
+                    "index": one.index,
+                    **({"document": {"text": texts[one.index]}} if has_documents else {}),
+                    "relevance_score": one.relevance,
+                }
+                for one in made.results
+            ],
+        }
+    )
+
+
+async def score(request: Request) -> Response:
+    """Tell how relevant the second text of each pair is to the first."""
+    call, body, front = call_of(request), await read_body(request, ScoreBody), front_of(request)
+    queries, documents, field = pairs_of(body)
+    numbers: dict[str, list[int]] = {}
+    for i, query in enumerate(queries):
+        numbers.setdefault(query, []).append(i)
+    if len(numbers) > MAX_QUERIES:
+        raise invalid_value(field, f"at most {MAX_QUERIES} different queries go into one request.")
+    rankings = await answered(request, _rank_all(numbers, documents, body, field, call, front))
+    scores = [0.0] * len(documents)
+    for places, ranking in zip(numbers.values(), rankings, strict=True):
+        for one in ranking.results:
+            scores[places[one.index]] = one.relevance
+    return json_response(
+        {
+            "id": call.answer_id("score"),
+            "object": "list",
+            "created": call.created,
+            "model": rankings[0].model,
+            "data": [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)],
+            "usage": _usage(rankings),
+        }
+    )
+
+
+def pairs_of(body: ScoreBody) -> tuple[list[str], list[str], str]:
+    """The first and the second text of each pair, and the field that has the second ones. Raises ApiError
+    unless there is one first text, or as many as second ones.
+    """
+    first_field, first = _side(body, "text_1", "queries")
+    second_field, second = _side(body, "text_2", "documents")
+    if len(second) > MAX_DOCUMENTS:
+        raise invalid_value(second_field, f"it has more than {MAX_DOCUMENTS} texts.")
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        why = f"it has {len(first)} texts and {second_field} has {len(second)}; give one, or as many."
+        raise invalid_value(first_field, why)
+    return first, second, second_field
+
+
+def _side(body: ScoreBody, name: str, other: str) -> tuple[str, list[str]]:
+    """The texts of one side, and the field that has them."""
+    given = [(field, value) for field in (name, other) if (value := getattr(body, field)) is not None]
+    if not given:
+        raise missing(name)
+    if len(given) > 1:
+        raise invalid_value(other, f"it is another name of {name}; give one of them.")
+    ((field, value),) = given
+    if not value:
+        raise invalid_value(field, "it must not be empty.")
+    return field, [value] if isinstance(value, str) else value
+
+
+async def _rank_all(
+    numbers: Mapping[str, Sequence[int]],
+    documents: Sequence[str],
+    body: ScoreBody,
+    field: str,
+    call: Call,
+    front: Front,
+) -> list[Ranking]:
+    """The relevance of the documents to each query, whose numbers are given. The first error of one ends the
+    others, and names the document as the request does.
+    """
+
+    async def one(i: int, query: str, places: Sequence[int]) -> Ranking:
+        request_id = call.answer_id("score")
+        options = _options(body, request_id if len(numbers) == 1 else f"{request_id}-{i}")
+        texts = [documents[place] for place in places]
+        try:
+            return await front.backend.client.rerank(
+                query, texts, timeout=call.timeout, metadata=call.metadata, **options
+            )
+        except PenstockClientError as error:
+            first = "text_1" if body.queries is None else "queries"
+            names = {f"documents[{at}]": f"{field}[{place}]" for at, place in enumerate(places)}
+            raise of_client_error(error, {**PARAMS, **names, "documents": field, "query": first}) from error
+
+    running = [
+        asyncio.create_task(one(i, query, places)) for i, (query, places) in enumerate(numbers.items())
+    ]
+    try:
+        return await asyncio.gather(*running)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
