@@ -1,9 +1,12 @@
-"""OpenAI's own clients, LiteLLM, LangChain and the OpenAI Agents SDK, with the front as what they call."""
+"""OpenAI's own clients, LiteLLM, LangChain, the OpenAI Agents SDK, guidance and lm-evaluation-harness, which
+call the front.
+"""
 
 from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import openai
@@ -37,14 +40,17 @@ def test_openai_for_node(endpoint: Endpoint, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "package", "driver"),
+    ("name", "packages", "driver"),
     [
-        ("litellm", "litellm", "litellm_checks"),
-        ("langchain", "langchain-openai", "langchain_checks"),
-        ("agents", "openai-agents", "agents_checks"),
+        ("litellm", ["litellm"], "litellm_checks"),
+        ("langchain", ["langchain-openai"], "langchain_checks"),
+        ("agents", ["openai-agents"], "agents_checks"),
+        ("guidance", ["guidance", f"openai=={openai.__version__}"], "guidance_checks"),
+        ("lm-eval", ["lm_eval[api]"], "lm_eval_checks"),
     ],
-    ids=["LiteLLM", "LangChain", "OpenAI Agents SDK"],
+    ids=["LiteLLM", "LangChain", "OpenAI Agents SDK", "guidance", "lm-evaluation-harness"],
 )
-def test_library(name: str, package: str, driver: str, endpoint: Endpoint, tmp_path: Path) -> None:
-    python = environment(f"{package}=={read(name).version}") / "bin" / "python"
+def test_library(name: str, packages: Sequence[str], driver: str, endpoint: Endpoint, tmp_path: Path) -> None:
+    first, *others = packages
+    python = environment(f"{first}=={read(name).version}", *others) / "bin" / "python"
     judge(name, python_driver(python, driver, endpoint, tmp_path))

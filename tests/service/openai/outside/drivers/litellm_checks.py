@@ -182,3 +182,30 @@ def check_router(endpoint):
     router = litellm.Router(model_list=[{"model_name": "any", "litellm_params": upstream(endpoint)}])
     answer = router.completion(model="any", messages=SUM, temperature=0)
     assert answer.choices[0].message.content == "3 + 4 = 7.", answer
+
+
+def check_rerank_of_hosted_vllm(endpoint):
+    documents = ["The fox sleeps.", "Once upon a time", {"text": "3 + 4 = 7."}]
+    answer = litellm.rerank(
+        query="Once upon a time",
+        documents=documents,
+        top_n=2,
+        return_documents=True,
+        **upstream(endpoint) | {"model": f"hosted_vllm/{endpoint.model}"},
+    )
+    first, second = answer.results
+    assert first["index"] == 1, answer
+    assert abs(first["relevance_score"] - 1) < 1e-3, answer
+    assert first["document"]["text"] == "Once upon a time", answer
+    assert second["relevance_score"] < first["relevance_score"], answer
+
+
+async def check_arerank_without_documents(endpoint):
+    answer = await litellm.arerank(
+        query="a",
+        documents=["b", "a"],
+        return_documents=False,
+        **upstream(endpoint) | {"model": f"hosted_vllm/{endpoint.model}"},
+    )
+    assert [result["index"] for result in answer.results] == [1, 0], answer
+    assert "document" not in answer.results[0], answer
