@@ -31,6 +31,7 @@ def wrong(capsys, *argv):
 
 
 ARGUMENTS = {
+    "rerank": ["q"],
     "generate": ["p"],
     "serve": ["demo"],
     "check": ["demo"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from penstock.cli.calling.connection import WrongConnection, add_addr, connection
@@ -72,3 +72,11 @@ def read_stdin(line: bool = False) -> str:
     if not text.isprintable() and any("\udc80" <= char <= "\udcff" for char in text):
         raise NotText("stdin is not UTF-8 text")  # a C locale passes undecodable bytes on as surrogates
     return text
+
+
+def stdin_lines() -> Iterator[str]:
+    """The lines of stdin, without their ends; empty ones are left out. Raises NotText."""
+    while line := read_stdin(line=True):
+        text = line.rstrip("\r\n")
+        if text:
+            yield text

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from penstock.cli.calling.common import NotText, add_addr, complain, read_stdin, with_client
+from penstock.cli.calling.common import NotText, add_addr, complain, stdin_lines, with_client
 from penstock.cli.calling.flag_values import words
 from penstock.client import Client, EmbedOptions, Pooling, Truncation
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 def _embed(client: Client, args: argparse.Namespace, options: EmbedOptions) -> int:
     number = 0
     try:
-        for texts in _parts(args.texts or _lines()):
+        for texts in _parts(args.texts or stdin_lines()):
             for one in client.embed(texts, **options).embeddings:
                 line = {"index": number, "tokens": one.token_count, "embedding": one.numbers}
                 print(json.dumps(line), flush=True)
@@ -71,14 +71,6 @@ def _embed(client: Client, args: argparse.Namespace, options: EmbedOptions) -> i
         complain(args.command, str(error))
         return 2
     return 0
-
-
-def _lines() -> Iterator[str]:
-    """The lines of stdin, without their ends; empty ones are left out."""
-    while line := read_stdin(line=True):
-        text = line.rstrip("\r\n")
-        if text:
-            yield text
 
 
 def _parts(texts: Iterable[str]) -> Iterator[list[str]]:
