@@ -26,8 +26,8 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Optional parts of the contract; using one that is not listed is UNIMPLEMENTED. FEATURE_BATCH_INVARIANT is nothing
-// to use, but a promise.
+// Optional parts of the contract; using one that is not listed is UNIMPLEMENTED, except for FEATURE_NAMES.
+// FEATURE_BATCH_INVARIANT is nothing to use, but a promise.
 type Feature int32
 
 const (
@@ -62,8 +62,11 @@ const (
 	Feature_FEATURE_SCORE Feature = 13
 	// OutputOptions.hidden_states.
 	Feature_FEATURE_HIDDEN_STATES Feature = 14
+	// ChatMessage.name: the model's own chat template shows it to the model. Without the feature the name is taken, and
+	// changes nothing unless ChatPrompt.chat_template reads it.
+	Feature_FEATURE_NAMES Feature = 15
 	// InferenceService.Rerank.
-	Feature_FEATURE_RERANK Feature = 15
+	Feature_FEATURE_RERANK Feature = 16
 )
 
 // Enum value maps for Feature.
@@ -84,7 +87,8 @@ var (
 		12: "FEATURE_EMBED",
 		13: "FEATURE_SCORE",
 		14: "FEATURE_HIDDEN_STATES",
-		15: "FEATURE_RERANK",
+		15: "FEATURE_NAMES",
+		16: "FEATURE_RERANK",
 	}
 	Feature_value = map[string]int32{
 		"FEATURE_UNSPECIFIED":     0,
@@ -102,7 +106,8 @@ var (
 		"FEATURE_EMBED":           12,
 		"FEATURE_SCORE":           13,
 		"FEATURE_HIDDEN_STATES":   14,
-		"FEATURE_RERANK":          15,
+		"FEATURE_NAMES":           15,
+		"FEATURE_RERANK":          16,
 	}
 )
 
@@ -2088,7 +2093,7 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\vpages_freed\x18\x01 \x01(\x04R\n" +
 	"pagesFreed\x12 \n" +
 	"\fpages_in_use\x18\x02 \x01(\x04R\n" +
-	"pagesInUse*\xf5\x02\n" +
+	"pagesInUse*\x88\x03\n" +
 	"\aFeature\x12\x17\n" +
 	"\x13FEATURE_UNSPECIFIED\x10\x00\x12\x10\n" +
 	"\fFEATURE_CHAT\x10\x01\x12\x1b\n" +
@@ -2105,8 +2110,9 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\x0eFEATURE_IMAGES\x10\v\x12\x11\n" +
 	"\rFEATURE_EMBED\x10\f\x12\x11\n" +
 	"\rFEATURE_SCORE\x10\r\x12\x19\n" +
-	"\x15FEATURE_HIDDEN_STATES\x10\x0e\x12\x12\n" +
-	"\x0eFEATURE_RERANK\x10\x0f2\x9e\t\n" +
+	"\x15FEATURE_HIDDEN_STATES\x10\x0e\x12\x11\n" +
+	"\rFEATURE_NAMES\x10\x0f\x12\x12\n" +
+	"\x0eFEATURE_RERANK\x10\x102\x9e\t\n" +
 	"\x0eControlService\x12X\n" +
 	"\fGetModelInfo\x12 .penstock.v1.GetModelInfoRequest\x1a!.penstock.v1.GetModelInfoResponse\"\x03\x90\x02\x01\x12[\n" +
 	"\rGetServerInfo\x12!.penstock.v1.GetServerInfoRequest\x1a\".penstock.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12I\n" +

@@ -64,12 +64,16 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     """InferenceService.Score."""
     FEATURE_HIDDEN_STATES: _Feature.ValueType  # 14
     """OutputOptions.hidden_states."""
-    FEATURE_RERANK: _Feature.ValueType  # 15
+    FEATURE_NAMES: _Feature.ValueType  # 15
+    """ChatMessage.name: the model's own chat template shows it to the model. Without the feature the name is taken, and
+    changes nothing unless ChatPrompt.chat_template reads it.
+    """
+    FEATURE_RERANK: _Feature.ValueType  # 16
     """InferenceService.Rerank."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
-    """Optional parts of the contract; using one that is not listed is UNIMPLEMENTED. FEATURE_BATCH_INVARIANT is nothing
-    to use, but a promise.
+    """Optional parts of the contract; using one that is not listed is UNIMPLEMENTED, except for FEATURE_NAMES.
+    FEATURE_BATCH_INVARIANT is nothing to use, but a promise.
     """
 
 FEATURE_UNSPECIFIED: Feature.ValueType  # 0
@@ -104,7 +108,11 @@ FEATURE_SCORE: Feature.ValueType  # 13
 """InferenceService.Score."""
 FEATURE_HIDDEN_STATES: Feature.ValueType  # 14
 """OutputOptions.hidden_states."""
-FEATURE_RERANK: Feature.ValueType  # 15
+FEATURE_NAMES: Feature.ValueType  # 15
+"""ChatMessage.name: the model's own chat template shows it to the model. Without the feature the name is taken, and
+changes nothing unless ChatPrompt.chat_template reads it.
+"""
+FEATURE_RERANK: Feature.ValueType  # 16
 """InferenceService.Rerank."""
 Global___Feature: _TypeAlias = Feature  # noqa: Y015
 
