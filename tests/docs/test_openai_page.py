@@ -1,4 +1,4 @@
-"""What docs/openai.md says of endpoints, fields, errors and limits is what the OpenAI front does."""
+"""What docs/openai.md and docs/anthropic.md say of endpoints, fields, errors and limits is what is done."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import pytest
 from penstock.openai.app import ENDPOINTS
 from penstock.openai.counts import Meters
 from penstock.openai.describing import ERRORS
-from penstock.openai.failures import TABLE
+from penstock.openai.failures import ANTHROPIC_TYPES, INVALID, TABLE
 from penstock.openai.schemas.base import IGNORED, Body
 from penstock.openai.settings import Settings
 from tests.docs.pages import ROOT, text_of
 
-PAGE = ROOT / "docs" / "openai.md"
+PAGES = "".join(text_of(ROOT / "docs" / name) for name in ("openai.md", "anthropic.md"))
 COMMON = {
     "/v1/chat/completions": ("Fields of all requests that generate", "Fields of chats and completions"),
     "/v1/completions": ("Fields of all requests that generate", "Fields of chats and completions"),
     "/v1/responses": ("Fields of all requests that generate",),
+    "/v1/messages": ("Fields of a conversation",),
+    "/v1/messages/count_tokens": ("Fields of a conversation",),
 }
 """The sections that list fields of several endpoints. Each endpoint has a section of its own name besides."""
 ALIASES = {"/v2/rerank": "/v1/rerank", "/rerank": "/v1/rerank", "/score": "/v1/score"}
@@ -30,7 +32,7 @@ BODIES = [row for row in ENDPOINTS if row.body is not None and row.path not in A
 
 def section(heading: str) -> str:
     """The text below a heading, down to the next one."""
-    found = re.search(rf"^#+ `?{re.escape(heading)}`?\n(.*?)(?=^#|\Z)", text_of(PAGE), re.M | re.S)
+    found = re.search(rf"^#+ `?{re.escape(heading)}`?\n(.*?)(?=^#|\Z)", PAGES, re.M | re.S)
     assert found, heading
     return found[1]
 
@@ -110,6 +112,12 @@ def test_every_error_is_listed_with_its_status_and_type() -> None:
     assert set(ERRORS) <= {status for status, _ in told}
     codes = {code for _, _, text in said for code in re.findall(r"`(\w+)`", text)}
     assert {row.code for row in TABLE.values() if row.code is not None} <= codes
+
+
+def test_every_status_has_its_type_of_anthropics_api() -> None:
+    said = re.findall(r"^\| ([\d, ]+) \| `(\w+)` \|$", section("Errors of Anthropic's form"), re.M)
+    told = {int(status): kind for statuses, kind in said for status in statuses.split(",")}
+    assert told == {status: ANTHROPIC_TYPES.get(status, INVALID) for status in {*ERRORS, 405}}
 
 
 def test_every_limit_is_listed_with_its_default() -> None:

@@ -26,6 +26,7 @@ from penstock.openai.routes.chat import chat
 from penstock.openai.routes.completions import completions
 from penstock.openai.routes.embeddings import embed
 from penstock.openai.routes.health import health, metrics
+from penstock.openai.routes.messages.messages import count_tokens, create_message
 from penstock.openai.routes.models import list_models, show_model
 from penstock.openai.routes.page import show_page, show_page_file
 from penstock.openai.routes.rerank import PARAMS as RERANK_PARAMS
@@ -34,6 +35,7 @@ from penstock.openai.routes.responses.responses import create_response
 from penstock.openai.routes.tokens import PARAMS, detokenize, tokenize, tokenizer_info
 from penstock.openai.schemas.chat import ChatBody
 from penstock.openai.schemas.completions import CompletionBody, EmbeddingBody
+from penstock.openai.schemas.messages import CountTokensBody, MessagesBody
 from penstock.openai.schemas.rerank import RerankBody, ScoreBody
 from penstock.openai.schemas.responses import ResponsesBody
 from penstock.openai.schemas.tokens import DetokenizeBody, TokenizeBody
@@ -49,6 +51,10 @@ ENDPOINTS: Final = (
     Endpoint("POST", "/v1/chat/completions", chat, "Continues a conversation.", ChatBody),
     Endpoint("POST", "/v1/completions", completions, "Continues texts.", CompletionBody),
     Endpoint("POST", "/v1/responses", create_response, "Answers a list of items.", ResponsesBody),
+    Endpoint("POST", "/v1/messages", create_message, "Anthropic's: answers messages.", MessagesBody),
+    Endpoint(
+        "POST", "/v1/messages/count_tokens", count_tokens, "Anthropic's: counts tokens.", CountTokensBody
+    ),
     Endpoint("POST", "/v1/embeddings", embed, "Makes vectors of texts.", EmbeddingBody),
     *(
         Endpoint("POST", path, rerank, "Sorts documents by relevance.", RerankBody, RERANK_PARAMS)
@@ -78,7 +84,7 @@ def create_app(front: Front, endpoints: Sequence[Endpoint] = ENDPOINTS) -> ASGIA
         allow_origins=front.settings.cors_origins,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
-        expose_headers=("x-request-id", "x-penstock-ignored", "retry-after", "retry-after-ms"),
+        expose_headers=("x-request-id", "request-id", "x-penstock-ignored", "retry-after", "retry-after-ms"),
     )
     app = Starlette(
         routes=[_route(row) for row in endpoints if front.settings.page or row not in PAGE],
@@ -104,21 +110,21 @@ def _route(endpoint: Endpoint) -> Route:
             raise
         except Exception:  # a defect; Starlette's own reply to it would have no envelope
             log.exception("request %r failed", call_of(request).request_id)
-            return error_response(defect())
+            return error_response(defect(), call_of(request))
 
     return Route(endpoint.path, handle, methods=[endpoint.method])
 
 
-async def _tell_api_error(_: Request, error: Exception) -> Response:
+async def _tell_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError), "as the table of handlers says"
-    return error_response(error)
+    return error_response(error, call_of(request))
 
 
 async def _tell_client_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PenstockClientError), "as the table of handlers says"
     if isinstance(error, UnknownModel):
         front_of(request).backend.forget()
-    return error_response(of_client_error(error, params_of(request.scope)))
+    return error_response(of_client_error(error, params_of(request.scope)), call_of(request))
 
 
 async def _tell_http_exception(request: Request, error: Exception) -> Response:
@@ -126,6 +132,6 @@ async def _tell_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "as the table of handlers says"
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-    response = error_response(ApiError(error.status_code, message, code=code))
+    response = error_response(ApiError(error.status_code, message, code=code), call_of(request))
     response.headers.update(error.headers or {})
     return response

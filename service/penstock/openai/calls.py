@@ -26,6 +26,8 @@ _NO_KEY: Final = "unreadable"
 the request would be made with the front's own key.
 """
 _KEY: Final = "penstock.call"
+_MESSAGES: Final = "/v1/messages"
+_MODELS: Final = "/v1/models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,12 @@ class Call:
     """Seconds that an RPC may take; None means no limit."""
     trace_id: str = ""
     """The trace that the caller's traceparent names; empty without one."""
+    is_anthropic: bool = False
+    """Whether the caller speaks Anthropic's API, and so wants errors and lists of models in its form."""
 
     @property
     def key(self) -> str:
-        """What the caller sent as `authorization`; empty without it."""
+        """What goes on as `authorization`; empty without it."""
         return next((value for name, value in self.metadata if name == "authorization"), "")
 
     def answer_id(self, prefix: str) -> str:
@@ -94,6 +98,9 @@ def make_call(scope: Scope, timeout_s: float) -> Call:
     number = uuid.uuid4().hex
     metadata = []
     authorization = headers.get(b"authorization", b"").decode("latin-1").strip()
+    key = headers.get(b"x-api-key", b"").decode("latin-1").strip()
+    if key and not authorization:
+        authorization = f"Bearer {key}"
     if authorization:
         can_be_sent = len(authorization) <= _MAX_AUTHORIZATION and _is_ascii(authorization)
         metadata.append(("authorization", authorization if can_be_sent else _NO_KEY))
@@ -111,6 +118,7 @@ def make_call(scope: Scope, timeout_s: float) -> Call:
         created=int(time.time()),
         timeout=timeout_s or None,
         trace_id="" if trace is None else trace[1],
+        is_anthropic=_is_anthropic(scope["path"], names_version=b"anthropic-version" in headers),
     )
     scope[_KEY] = call
     return call
@@ -120,6 +128,14 @@ def call_of(request: Request) -> Call:
     """The call of a request."""
     call: Call = request.scope[_KEY]
     return call
+
+
+def _is_anthropic(path: str, *, names_version: bool) -> bool:
+    """Whether a request is one of Anthropic's API. Both APIs have models, and only its clients name the
+    version of their API.
+    """
+    at = "/".join(path.split("/", 3)[:3])
+    return at == _MESSAGES or (at == _MODELS and names_version)
 
 
 def _is_ascii(text: str) -> bool:

@@ -52,6 +52,9 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
             message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code={"type": ["string", "integer", "null"]}
         )
     ),
+    "MessagesError": _always(
+        type=_word("error"), error=_always(type=_TEXT, message=_TEXT), request_id=_TEXT
+    ),
     "Usage": _always(
         prompt_tokens=_COUNT,
         completion_tokens=_COUNT,
@@ -129,6 +132,35 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
         store=_word(False),
     ),
     "ResponseEvent": _always(type=_TEXT, sequence_number=_COUNT),
+    "Message": _always(
+        id=_TEXT,
+        type=_word("message"),
+        role=_word("assistant"),
+        model=_TEXT,
+        content=_list_of(_always(type=_word("thinking", "text", "tool_use"))),
+        stop_reason=_word(
+            "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+        ),
+        stop_sequence=_TEXT_OR_NULL,
+        usage=_always(
+            input_tokens=_COUNT,
+            cache_creation_input_tokens=_COUNT,
+            cache_read_input_tokens=_COUNT,
+            output_tokens=_COUNT,
+            output_tokens_details=_always(thinking_tokens=_COUNT),
+        ),
+    ),
+    "MessageEvent": _always(
+        type=_word(
+            "message_start",
+            "content_block_start",
+            "content_block_delta",
+            "content_block_stop",
+            "message_delta",
+            "message_stop",
+        )
+    ),
+    "TokenCount": _always(input_tokens=_COUNT),
     "Embeddings": _always(
         object=_word("list"),
         data=_list_of(
@@ -168,6 +200,8 @@ ANSWERS: Final[Mapping[str, tuple[str, str | None]]] = {
     "/v1/chat/completions": ("ChatCompletion", "ChatCompletionChunk"),
     "/v1/completions": ("Completion", "CompletionChunk"),
     "/v1/responses": ("Response", "ResponseEvent"),
+    "/v1/messages": ("Message", "MessageEvent"),
+    "/v1/messages/count_tokens": ("TokenCount", None),
     "/v1/embeddings": ("Embeddings", None),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), ("Ranking", None)),
     **dict.fromkeys(("/v1/score", "/score"), ("Scores", None)),
@@ -220,14 +254,18 @@ def document(endpoints: Iterable[Endpoint], version: str) -> dict[str, Any]:
         "info": {
             "title": "Penstock's OpenAI front",
             "version": version,
-            "description": "OpenAI's HTTP API for a server of penstock.v1, as docs/openai.md explains it.",
+            "description": "OpenAI's HTTP API for a server of penstock.v1, as docs/openai.md explains it, "
+            "and Anthropic's Messages API, as docs/anthropic.md does.",
         },
         "paths": paths,
         "components": {
             "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"x-api-key": []}],
     }
 
 
@@ -262,15 +300,20 @@ def _answer(path: str) -> dict[str, Any]:
     whole, event = ANSWERS[path]
     content = _json(whole)
     if event is not None:
-        content |= {"text/event-stream": {"schema": _event(event)}}
+        content |= {"text/event-stream": {"schema": _event(event, _error(path))}}
     return {"description": "The answer.", "content": content}
 
 
-def _event(name: str) -> dict[str, Any]:
+def _error(path: str) -> str:
+    """The schema of the errors of this path."""
+    return "MessagesError" if path.startswith("/v1/messages") else "Error"
+
+
+def _event(name: str, error: str) -> dict[str, Any]:
     """An event of a stream. OpenAPI 3.1 does not say what a schema of a stream describes; programs that look
     into streams take it for that of one event, as OpenAPI 3.2 does.
     """
-    told = [{"$ref": f"#/components/schemas/{kind}"} for kind in (name, "Error")]
+    told = [{"$ref": f"#/components/schemas/{kind}"} for kind in (name, error)]
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": told}}
     return {
         "type": "object",
@@ -283,7 +326,8 @@ def _event(name: str) -> dict[str, Any]:
 def _errors(endpoint: Endpoint) -> dict[str, Any]:
     if not endpoint.is_api:
         return {"503": {"description": _MEANINGS[503], "content": _json(ANSWERS[endpoint.path][0])}}
-    return {str(status): {"description": _MEANINGS[status], "content": _json("Error")} for status in ERRORS}
+    content = _json(_error(endpoint.path))
+    return {str(status): {"description": _MEANINGS[status], "content": content} for status in ERRORS}
 
 
 def _json(name: str) -> dict[str, Any]:

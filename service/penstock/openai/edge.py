@@ -39,7 +39,7 @@ class Edge:
         if scope["type"] != "http":  # of the lifespan, which is not used
             raise RuntimeError(f"the front serves HTTP, not {scope['type']}")
         call = make_call(scope, self._front.settings.request_timeout_s)
-        reply = _Reply(send, call.request_id, ignored_in(scope))
+        reply = _Reply(send, call, ignored_in(scope))
         meters = self._front.meters
         meters.running.inc()
         status = GONE
@@ -56,7 +56,7 @@ class Edge:
     async def _serve(self, scope: Scope, receive: Receive, reply: _Reply) -> None:
         life = self._front.life
         if life.is_draining and scope["path"] not in _ALWAYS_SERVED:
-            await _refusal()(scope, receive, reply.send)
+            await _refusal(reply.call)(scope, receive, reply.send)
             return
         try:
             await self._app(scope, receive, reply.send)
@@ -65,9 +65,9 @@ class Edge:
         except asyncio.CancelledError:
             if not life.is_over or reply.status:
                 raise
-            await _refusal()(scope, receive, reply.send)
+            await _refusal(reply.call)(scope, receive, reply.send)
         except Exception:  # of Starlette itself: those of handlers are answered in app.py
-            log.exception("request %r failed", reply.request_id)
+            log.exception("request %r failed", reply.call.request_id)
             raise ClientGone from None  # its reply ends early, if it has begun, which tells the client
 
     def _tell(self, scope: Scope, call: Call, reply: _Reply, status: int) -> None:
@@ -124,9 +124,9 @@ def _write_line(scope: Scope, call: Call, status: int, error: ApiError | None, s
     )
 
 
-def _refusal() -> Response:
+def _refusal(call: Call) -> Response:
     """The reply to a request that comes too late. It ends the connection."""
-    response = error_response(draining())
+    response = error_response(draining(), call)
     response.headers["connection"] = "close"
     return response
 
@@ -136,9 +136,9 @@ class _Reply:
     effect.
     """
 
-    def __init__(self, send: Send, request_id: str, ignored: set[str]) -> None:
+    def __init__(self, send: Send, call: Call, ignored: set[str]) -> None:
         self.began = time.perf_counter()
-        self.request_id = request_id
+        self.call = call
         self.status = 0
         """The status of HTTP; 0 until the reply has begun."""
         self.first_byte: float | None = None
@@ -150,7 +150,9 @@ class _Reply:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = self.request_id
+                headers["x-request-id"] = self.call.request_id
+                if self.call.is_anthropic:
+                    headers["request-id"] = self.call.request_id
                 if self._ignored:
                     headers["x-penstock-ignored"] = ", ".join(sorted(self._ignored))
             else:

@@ -1,5 +1,6 @@
 """What a caller is told when a request fails: one table from the client's errors to HTTP, and errors for
-fields that cannot be taken, in the words of OpenAI's API, by which clients tell them apart.
+fields that cannot be taken, in the words of OpenAI's API, by which clients tell them apart. Callers of
+Anthropic's API are told the same in its form.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from penstock.client import (
     Unreachable,
     Unsupported,
 )
+from penstock.openai.calls import Call
 from penstock.openai.jsonbytes import json_bytes
 
 INVALID: Final = "invalid_request_error"
@@ -84,29 +86,50 @@ def defect() -> ApiError:
     return ApiError(500, "internal error", "server_error", None, "internal", may_retry=False)
 
 
-def envelope(error: ApiError) -> dict[str, Any]:
-    """The error in OpenAI's form."""
+ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    501: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""From a status of HTTP to the type of an error of Anthropic's API. Any other status is an
+`invalid_request_error`. Its own status for an overloaded server is 529, which proxies do not know.
+"""
+
+
+def envelope(error: ApiError, call: Call | None) -> dict[str, Any]:
+    """The error in the form of the API that the caller speaks; that of OpenAI if the call is not known."""
+    if call is not None and call.is_anthropic:
+        told = {"type": ANTHROPIC_TYPES.get(error.status, INVALID), "message": error.message}
+        return {"type": "error", "error": told, "request_id": call.request_id}
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-def error_response(error: ApiError) -> Response:
-    """The reply of a request that failed before its reply began."""
+def error_response(error: ApiError, call: Call | None = None) -> Response:
+    """The reply of a request that failed before its reply began. `call` is None where its headers could not
+    be read.
+    """
     headers = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
         headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after * 1000)))
     if not error.may_retry:
-        headers["x-should-retry"] = "false"  # OpenAI's clients obey it; they try 409 and 5xx again otherwise
+        headers["x-should-retry"] = "false"  # the clients obey it; they try 409 and 5xx again otherwise
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return _ErrorReply(error, headers)
+    return _ErrorReply(error, call, headers)
 
 
 class _ErrorReply(Response):
     """The reply that tells of an error. The log and the metrics of its request are told as well."""
 
-    def __init__(self, error: ApiError, headers: Mapping[str, str]) -> None:
-        super().__init__(json_bytes(envelope(error)), error.status, headers, "application/json")
+    def __init__(self, error: ApiError, call: Call | None, headers: Mapping[str, str]) -> None:
+        super().__init__(json_bytes(envelope(error, call)), error.status, headers, "application/json")
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -178,7 +201,7 @@ def of_client_error(error: PenstockClientError, params: Mapping[str, str]) -> Ap
     """The reply to a request whose RPC failed. `params` has the names of HTTP fields by the contract's paths,
     such as {"sampling.top_p": "top_p"}, and the name of the field that the prompt was made of, as "input".
     The messages begin as those of OpenAI's API do, because clients look for that: LiteLLM for the words on
-    keys and on the context's length, LangChain for "prompt is too long".
+    keys and on the context's length, LangChain for "prompt is too long", and Claude Code for what follows it.
     """
     row = _row_of(error)
     reason = error.reason.lower() or row.code or error.code.name.lower()
@@ -210,8 +233,8 @@ def _too_long(error: PromptTooLong) -> str:
         return f"This model's maximum context length is exceeded: {error}"
     return (
         f"This model's maximum context length is {int(told['max_prompt_tokens']) + 1} tokens. However, your "
-        f"prompt is too long: it has {told.get('prompt_tokens', 'more')} tokens, and one at least must be "
-        "left to generate."
+        f"prompt is too long: {told.get('prompt_tokens', 'more')} tokens > {told['max_prompt_tokens']} "
+        "maximum, because one at least must be left to generate."
     )
 
 

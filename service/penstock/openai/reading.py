@@ -31,7 +31,8 @@ _MOST_PROBLEMS: Final = 5
 _MOST_ERRORS: Final = 100
 """How many of pydantic's errors are looked at."""
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
-_BIGGEST_INT_DIGITS: Final = 20
+BIGGEST_INT_DIGITS: Final = 20
+"""A whole number of more digits is refused."""
 _PYTHONS_OBJECT: Final = re.compile(r"a valid dictionary( or instance of \w+)?")
 _UNKNOWN_KIND: Final = ("union_tag_invalid", "union_tag_not_found")
 """pydantic's errors of an object whose `type` is none of those that are known, or is missing."""
@@ -141,7 +142,7 @@ def _float(text: str) -> float:
 
 
 def _int(text: str) -> int:
-    if len(text) > _BIGGEST_INT_DIGITS:
+    if len(text) > BIGGEST_INT_DIGITS:
         raise ValueError(f"the number {text[:50]} is too large")
     return int(text)
 

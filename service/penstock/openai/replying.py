@@ -80,7 +80,7 @@ async def answered(request: Request, work: Coroutine[Any, Any, ValueT]) -> Value
 
 async def sse(request: Request, events: Events) -> Response:
     """A reply that sends these events as they come. It waits for the first one, so that an error before it is
-    told by the HTTP status. An error after it is one event with OpenAI's envelope, and the last one. The
+    told by the HTTP status. An error after it is one event with the envelope, and the last one. The
     events are closed as soon as the client goes away, and in any case at the end.
     """
     try:
@@ -169,4 +169,6 @@ class _EventStream(Response):
         return self._failure(draining())
 
     def _failure(self, error: ApiError | PenstockClientError) -> bytes:
-        return event(json_bytes(envelope(late_error(self._request, error))))
+        call = call_of(self._request)
+        told = event(json_bytes(envelope(late_error(self._request, error), call)))
+        return b"event: error\n" + told if call.is_anthropic else told

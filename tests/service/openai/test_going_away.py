@@ -22,6 +22,7 @@ ENDPOINTS = [
     ("/v1/completions", TEXT, 1),
     ("/v1/completions", TEXTS, 3),
     ("/v1/responses", {"model": "fake", "input": "a"}, 1),
+    ("/v1/messages", CHAT | {"max_tokens": 9}, 1),
 ]
 
 

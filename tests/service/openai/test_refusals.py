@@ -101,8 +101,8 @@ def error_of(kind: type[PenstockClientError], *violations: Violation, **metadata
             error_of(PromptTooLong, prompt_tokens="2100", max_prompt_tokens="2047"),
             "messages",
             (
-                "This model's maximum context length is 2048 tokens. However, your prompt is too long: it "
-                "has 2100 tokens, and one at least must be left to generate."
+                "This model's maximum context length is 2048 tokens. However, your prompt is too long: "
+                "2100 tokens > 2047 maximum, because one at least must be left to generate."
             ),
         ),
         (

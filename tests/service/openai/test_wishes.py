@@ -29,7 +29,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "/detokenize": {"model": "fake", "tokens": [5]},
 }
 """The least that each endpoint can be asked."""
-BODIES: dict[str, type[Body]] = {row.path: row.body for row in ENDPOINTS if row.body is not None}
+BODIES: dict[str, type[Body]] = {row.path: row.body for row in ENDPOINTS if row.path in LEAST and row.body}
 
 VLLM: dict[str, Any] = {
     "use_beam_search": False,

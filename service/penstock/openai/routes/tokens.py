@@ -56,7 +56,7 @@ async def tokenize(request: Request) -> Response:
     """Tell the tokens that the model would be given."""
     call, body, front = call_of(request), await read_body(request, TokenizeBody), front_of(request)
     chat = chat_of(body)
-    await _check_model(body.model, front, call)
+    await check_model(body.model, front, call)
     if body.messages is not None:
         facts = await front.backend.facts(call)
         ignored_in(request.scope).update(ignored_of(body.messages, facts, body.chat_template))
@@ -85,7 +85,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Tell the text of tokens, special ones included."""
     call, body, front = call_of(request), await read_body(request, DetokenizeBody), front_of(request)
-    await _check_model(body.model, front, call)
+    await check_model(body.model, front, call)
     asked = front.backend.client.detokenize(
         body.tokens, skip_special_tokens=False, timeout=call.timeout, metadata=call.metadata
     )
@@ -108,7 +108,7 @@ async def tokenizer_info(request: Request) -> Response:
     )
 
 
-async def _check_model(model: str | None, front: Front, call: Call) -> None:
+async def check_model(model: str | None, front: Front, call: Call) -> None:
     """Raise ApiError for a model that is not served: the RPCs do not ask which one is wanted."""
     if model is not None and model != (await front.backend.facts(call)).model:
         message = f"the model {model[:200]!r} is not served here"

@@ -12,7 +12,7 @@ from penstock.openai.backend import ModelFacts
 from penstock.openai.failures import invalid_value, missing, unsupported_value
 from penstock.openai.schemas import chat as schemas
 
-_SWITCHES = ("enable_thinking", "thinking")
+SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates let the model think or not."""
 
 
@@ -45,7 +45,7 @@ def variables_of_effort(effort: str | None, variables: Collection[str]) -> dict[
         return {}
     if "reasoning_effort" in variables:
         return {"reasoning_effort": effort}
-    switches = [name for name in _SWITCHES if name in variables]
+    switches = [name for name in SWITCHES if name in variables]
     return {switches[0]: False} if effort == "none" and switches else {}
 
 
