@@ -52,9 +52,7 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
             message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code={"type": ["string", "integer", "null"]}
         )
     ),
-    "MessagesError": _always(
-        type=_word("error"), error=_always(type=_TEXT, message=_TEXT), request_id=_TEXT
-    ),
+    "MessagesError": _always(type=_word("error"), error=_always(type=_TEXT, message=_TEXT), request_id=_TEXT),
     "Usage": _always(
         prompt_tokens=_COUNT,
         completion_tokens=_COUNT,

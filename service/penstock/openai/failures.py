@@ -102,10 +102,21 @@ ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
 """
 
 
+_DETAILS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "thread": {"error_code": "thread_unsupported_request"},
+}
+"""From a field that is refused to the details that tell Anthropic's clients to do without it."""
+
+
 def envelope(error: ApiError, call: Call | None) -> dict[str, Any]:
     """The error in the form of the API that the caller speaks; that of OpenAI if the call is not known."""
     if call is not None and call.is_anthropic:
-        told = {"type": ANTHROPIC_TYPES.get(error.status, INVALID), "message": error.message}
+        told: dict[str, Any] = {
+            "type": ANTHROPIC_TYPES.get(error.status, INVALID),
+            "message": error.message,
+        }
+        if details := _DETAILS.get(error.param or ""):
+            told["details"] = details
         return {"type": "error", "error": told, "request_id": call.request_id}
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 

@@ -237,6 +237,8 @@ async def test_errors_have_anthropics_envelope_wherever_they_arise() -> None:
             for method, content, expected in asked:
                 assert envelope_of(await rig.http.request(method, path, **content)) == expected, content
         assert envelope_of(await post(rig, model="x")) == (404, "not_found_error")
+        thread = await post(rig, thread={"type": "create"})
+        assert thread.json()["error"].pop("details")["error_code"] == "thread_unsupported_request"
         unknown = await rig.http.post("/v1/messages/batches", json={})
         assert envelope_of(unknown) == (404, "not_found_error")
         too_long = await post(rig, messages=[{"role": "user", "content": "x" * 100}])

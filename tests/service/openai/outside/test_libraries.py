@@ -1,5 +1,5 @@
-"""OpenAI's own clients, LiteLLM, LangChain, the OpenAI Agents SDK, guidance and lm-evaluation-harness, which
-call the front.
+"""Clients of OpenAI and Anthropic, LiteLLM, LangChain, the OpenAI Agents SDK, guidance and
+lm-evaluation-harness call the front.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ def test_openai_for_python(endpoint: Endpoint, tmp_path: Path) -> None:
     judge("openai-python", python_driver(sys.executable, "openai_checks", endpoint, tmp_path))
 
 
-def test_openai_for_node(endpoint: Endpoint, tmp_path: Path) -> None:
-    folder = node_packages(f"openai@{read('openai-node').version}", "zod@4.6.7")
-    script = folder / "openai_checks.mjs"
+@pytest.mark.parametrize(("name", "package"), [("openai", "openai"), ("anthropic", "@anthropic-ai/sdk")])
+def test_client_for_node(name: str, package: str, endpoint: Endpoint, tmp_path: Path) -> None:
+    folder = node_packages(f"{package}@{read(f'{name}-node').version}", "zod@4.6.7")
+    script = folder / f"{name}_checks.mjs"
     shutil.copyfile(DRIVERS / script.name, script)
     done = finish(["node", script, endpoint.api, endpoint.model, endpoint.key], tmp_path)
-    judge("openai-node", outcomes_of(done))
+    judge(f"{name}-node", outcomes_of(done))
 
 
 @pytest.mark.parametrize(
     ("name", "packages", "driver"),
     [
+        ("anthropic-python", ["anthropic"], "anthropic_checks"),
         ("litellm", ["litellm"], "litellm_checks"),
         ("langchain", ["langchain-openai"], "langchain_checks"),
         ("agents", ["openai-agents"], "agents_checks"),
         ("guidance", ["guidance", f"openai=={openai.__version__}"], "guidance_checks"),
         ("lm-eval", ["lm_eval[api]"], "lm_eval_checks"),
     ],
-    ids=["LiteLLM", "LangChain", "OpenAI Agents SDK", "guidance", "lm-evaluation-harness"],
+    ids=["Anthropic", "LiteLLM", "LangChain", "OpenAI Agents SDK", "guidance", "lm-evaluation-harness"],
 )
 def test_library(name: str, packages: Sequence[str], driver: str, endpoint: Endpoint, tmp_path: Path) -> None:
     first, *others = packages
