@@ -123,7 +123,7 @@ def _custom_tools(body: CountTokensBody) -> list[tuple[CustomTool, str]]:
         if isinstance(tool, CustomTool):
             tools.append((tool, f"tools[{i}]"))
         elif isinstance(tool, Other):
-            why = f"tools of this kind are not known here, which is {tool.type[:40]!r}."
+            why = f'the model knows tools of the type "custom" only, and this is {tool.type[:40]!r}.'
             raise unsupported_value(f"tools[{i}].type", why)
     return tools
 

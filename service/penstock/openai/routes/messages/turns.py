@@ -89,9 +89,7 @@ def turns_of(body: CountTokensBody) -> list[Turn]:
     """The turns of the conversation, the system prompt first. Raises ApiError, with the field, for a block
     that cannot be taken, and for a conversation that ends with a turn of the assistant.
     """
-    if sum(len(message.content) for message in body.messages if not isinstance(message.content, str)) > (
-        MAX_BLOCKS
-    ):
+    if sum(1 for _ in _all_blocks(body.messages)) > MAX_BLOCKS:
         raise invalid_value("messages", f"all together have more than {MAX_BLOCKS} blocks.")
     if body.messages[-1].role == "assistant":
         raise unsupported_value(
@@ -113,33 +111,25 @@ def turns_of(body: CountTokensBody) -> list[Turn]:
 
 def has_pictures(messages: Sequence[Message]) -> bool:
     """Whether pictures must be made of a block, which takes long."""
-    return any(isinstance(block, ImageBlock) for block, _ in _all_blocks(messages))
+    return any(isinstance(block, ImageBlock) for block in _all_blocks(messages))
 
 
 def ignored_blocks(messages: Sequence[Message]) -> set[str]:
     """The blocks that have no effect: what a model of another server thought, which only that can read."""
     return {
         f"messages[].content[].{block.type}"
-        for block, _ in _all_blocks(messages)
+        for block in _all_blocks(messages)
         if isinstance(block, ThinkingBlock | RedactedThinkingBlock) and _thought(block) is None
     }
 
 
-def _all_blocks(messages: Sequence[Message]) -> Iterator[tuple[ContentBlock | ResultBlock, str]]:
-    """All blocks with their paths, those of tools' results after the results themselves."""
-    for i, message in enumerate(messages):
-        for block, path in _blocks(message.content, f"messages[{i}].content"):
-            yield block, path
-            if isinstance(block, ToolResultBlock):
-                yield from _blocks(block.content or "", f"{path}.content")
-
-
-def _blocks(
-    content: str | Sequence[ContentBlock] | Sequence[ResultBlock], path: str
-) -> Iterator[tuple[ContentBlock | ResultBlock, str]]:
-    if not isinstance(content, str):
-        for j, block in enumerate(content):
-            yield block, f"{path}[{j}]"
+def _all_blocks(messages: Sequence[Message]) -> Iterator[ContentBlock | ResultBlock]:
+    """All blocks, those of a tool's result after the result itself."""
+    for message in messages:
+        for block in () if isinstance(message.content, str) else message.content:
+            yield block
+            if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                yield from block.content
 
 
 def _extend(turn: Turn, more: Turn) -> None:
