@@ -209,3 +209,45 @@ async def check_arerank_without_documents(endpoint):
     )
     assert [result["index"] for result in answer.results] == [1, 0], answer
     assert "document" not in answer.results[0], answer
+
+
+def of_anthropic(endpoint):
+    """The arguments by which LiteLLM takes the front for an upstream that speaks Anthropic's API."""
+    return {
+        "model": f"anthropic/{endpoint.model}",
+        "api_base": endpoint.url.removesuffix("/v1"),
+        "api_key": endpoint.key,
+        "max_retries": 0,
+        "max_tokens": 60,
+    }
+
+
+def check_messages_of_anthropics_api(endpoint):
+    answer = litellm.completion(messages=SUM, temperature=0, **of_anthropic(endpoint))
+    assert answer.choices[0].message.content == "3 + 4 = 7.", answer
+    assert answer.choices[0].finish_reason == "stop", answer
+
+
+def check_a_stream_of_anthropics_api(endpoint):
+    stream = litellm.completion(messages=SUM, temperature=0, stream=True, **of_anthropic(endpoint))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == "3 + 4 = 7.", text
+
+
+def check_a_tool_of_anthropics_api(endpoint):
+    answer = litellm.completion(messages=ASK, tools=[TOOL], **of_anthropic(endpoint))
+    (call,) = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Paris"}, call
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"condition": "sunny", "celsius": 21}'}
+    told = litellm.completion(
+        messages=[*ASK, answer.choices[0].message, result], tools=[TOOL], **of_anthropic(endpoint)
+    )
+    assert "21" in told.choices[0].message.content, told
+
+
+def check_a_wrong_key_of_anthropics_api(endpoint):
+    try:
+        litellm.completion(messages=SUM, **(of_anthropic(endpoint) | {"api_key": "psk_none"}))
+    except litellm.AuthenticationError:
+        return
+    raise AssertionError("the key was taken")
