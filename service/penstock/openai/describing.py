@@ -69,6 +69,24 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
         input_modalities=_list_of(_word("text", "image")),
     ),
     "ModelList": _always(object=_word("list"), data=_list_of(_of("Model"))),
+    "AnthropicModel": _always(
+        id=_TEXT,
+        type=_word("model"),
+        display_name=_TEXT,
+        created_at=_TEXT,
+        lifecycle=_word("active"),
+        max_input_tokens=_COUNT,
+        max_tokens=_COUNT,
+    ),
+    "ModelPage": _always(
+        data=_list_of(_of("AnthropicModel")),
+        first_id=_TEXT_OR_NULL,
+        last_id=_TEXT_OR_NULL,
+        has_more=_word(False),
+    ),
+    "Models": {"anyOf": [_of("ModelList"), _of("ModelPage")]},
+    "OneModel": {"anyOf": [_of("Model"), _of("AnthropicModel")]},
+    "AnyError": {"anyOf": [_of("Error"), _of("MessagesError")]},
     "ToolCall": _always(id=_TEXT, type=_word("function"), function=_always(name=_TEXT, arguments=_TEXT)),
     "ChatCompletion": _always(
         id=_TEXT,
@@ -193,8 +211,8 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
 """The schemas by name."""
 
 ANSWERS: Final[Mapping[str, tuple[str, str | None]]] = {
-    "/v1/models": ("ModelList", None),
-    "/v1/models/{model:path}": ("Model", None),
+    "/v1/models": ("Models", None),
+    "/v1/models/{model:path}": ("OneModel", None),
     "/v1/chat/completions": ("ChatCompletion", "ChatCompletionChunk"),
     "/v1/completions": ("Completion", "CompletionChunk"),
     "/v1/responses": ("Response", "ResponseEvent"),
@@ -281,12 +299,14 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         "summary": endpoint.summary,
         "responses": {"200": _answer(endpoint.path), **_errors(endpoint)},
     }
-    names = _PARAMETER.findall(endpoint.path)
-    if names:
-        made["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for name in names
-        ]
+    parameters: list[Schema] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in _PARAMETER.findall(endpoint.path)
+    ]
+    if endpoint.path.startswith("/v1/models"):
+        parameters.append({"name": "anthropic-version", "in": "header", "schema": _TEXT})
+    if parameters:
+        made["parameters"] = parameters
     if endpoint.body is not None:
         made["requestBody"] = {"required": True, "content": _json(endpoint.body.__name__)}
     return made
@@ -304,6 +324,8 @@ def _answer(path: str) -> dict[str, Any]:
 
 def _error(path: str) -> str:
     """The schema of the errors of this path."""
+    if path.startswith("/v1/models"):
+        return "AnyError"
     return "MessagesError" if path.startswith("/v1/messages") else "Error"
 
 

@@ -64,6 +64,9 @@ async def test_the_front_serves_it_and_answers_as_it_says() -> None:
         assert made["openapi"] == "3.1.0"
         for path in ("/v1/models", "/health", "/tokenizer_info"):
             against(made, ANSWERS[path][0], (await rig.http.get(path)).json())
+        for path, name in {"/v1/models": "ModelPage", "/v1/models/fake": "AnthropicModel"}.items():
+            found = await rig.http.get(path, headers={"anthropic-version": "2023-06-01"})
+            against(made, name, found.json())
         prompts: dict[str, Any] = {
             "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
             "/v1/completions": {"prompt": "hi"},

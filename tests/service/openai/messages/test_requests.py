@@ -155,6 +155,10 @@ def test_thinking_is_what_the_template_can(
         ({"messages": [HI, blocks(text("b")), HI]}, [ChatMessage("user", "hi\nb\nhi")]),
         ({"messages": [blocks()]}, [ChatMessage("user", "")]),
         (
+            {"messages": [HI, *({"role": "assistant", "content": said} for said in "ab"), HI]},
+            [ChatMessage("user", "hi"), ChatMessage("assistant", "ab"), ChatMessage("user", "hi")],
+        ),
+        (
             {"messages": [blocks(text("Look:"), PICTURE)]},
             [ChatMessage("user", ("Look:", Image(b"a picture", "image/png")))],
         ),
