@@ -306,9 +306,11 @@ async def test_models_have_the_form_of_the_api_that_the_caller_speaks() -> None:
         assert (await rig.http.get("/v1/models")).json()["object"] == "list"
 
 
-async def test_the_header_names_what_had_no_effect() -> None:
+async def test_the_header_names_what_had_no_effect_and_metrics_the_endpoint() -> None:
     async with front_rig(scripted({})) as rig:
         reply = await post(
             rig, metadata={"user_id": "u"}, tools=[{"type": "web_search_20250305", "name": "w"}]
         )
+        page = (await rig.http.get("/metrics")).text
     assert reply.headers["x-penstock-ignored"] == "metadata, tools[].web_search"
+    assert 'penstock_openai_requests_total{endpoint="/v1/messages",status="200"} 1.0' in page
