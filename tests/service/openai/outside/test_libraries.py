@@ -46,11 +46,12 @@ def test_client_for_node(name: str, package: str, endpoint: Endpoint, tmp_path: 
         ("anthropic-python", ["anthropic"], "anthropic_checks"),
         ("litellm", ["litellm"], "litellm_checks"),
         ("langchain", ["langchain-openai"], "langchain_checks"),
+        ("langchain-anthropic", ["langchain-anthropic"], "langchain_anthropic_checks"),
         ("agents", ["openai-agents"], "agents_checks"),
         ("guidance", ["guidance", f"openai=={openai.__version__}"], "guidance_checks"),
         ("lm-eval", ["lm_eval[api]"], "lm_eval_checks"),
     ],
-    ids=["Anthropic", "LiteLLM", "LangChain", "OpenAI Agents SDK", "guidance", "lm-evaluation-harness"],
+    ids=["Anthropic", "LiteLLM", "LangChain", "langchain-anthropic", "OpenAI Agents SDK", "guidance", "lm-evaluation-harness"],
 )
 def test_library(name: str, packages: Sequence[str], driver: str, endpoint: Endpoint, tmp_path: Path) -> None:
     first, *others = packages
