@@ -51,7 +51,15 @@ def test_client_for_node(name: str, package: str, endpoint: Endpoint, tmp_path: 
         ("guidance", ["guidance", f"openai=={openai.__version__}"], "guidance_checks"),
         ("lm-eval", ["lm_eval[api]"], "lm_eval_checks"),
     ],
-    ids=["Anthropic", "LiteLLM", "LangChain", "langchain-anthropic", "OpenAI Agents SDK", "guidance", "lm-evaluation-harness"],
+    ids=[
+        "Anthropic",
+        "LiteLLM",
+        "LangChain",
+        "LangChain on Anthropic",
+        "OpenAI Agents SDK",
+        "guidance",
+        "lm-evaluation-harness",
+    ],
 )
 def test_library(name: str, packages: Sequence[str], driver: str, endpoint: Endpoint, tmp_path: Path) -> None:
     first, *others = packages
