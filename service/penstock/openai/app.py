@@ -32,6 +32,13 @@ from penstock.openai.routes.page import show_page, show_page_file
 from penstock.openai.routes.rerank import PARAMS as RERANK_PARAMS
 from penstock.openai.routes.rerank import rerank, score
 from penstock.openai.routes.responses.responses import create_response
+from penstock.openai.routes.responses.stored import (
+    QUERY_OF_ITEMS,
+    QUERY_OF_ONE,
+    delete_response,
+    list_input_items,
+    show_response,
+)
 from penstock.openai.routes.tokens import PARAMS, detokenize, tokenize, tokenizer_info
 from penstock.openai.schemas.chat import ChatBody
 from penstock.openai.schemas.completions import CompletionBody, EmbeddingBody
@@ -45,6 +52,7 @@ PAGE: Final = (
     Endpoint("GET", "/page/{name:path}", show_page_file, "A file of the web page.", is_api=False),
 )
 """What is served only where the settings say so."""
+RESPONSE: Final = "/v1/responses/{response_id}"
 log = logging.getLogger("penstock.openai")
 
 ENDPOINTS: Final = (
@@ -54,6 +62,11 @@ ENDPOINTS: Final = (
     Endpoint("POST", "/v1/messages", create_message, "Anthropic's: answers messages.", MessagesBody),
     Endpoint(
         "POST", "/v1/messages/count_tokens", count_tokens, "Anthropic's: counts tokens.", CountTokensBody
+    ),
+    Endpoint("GET", RESPONSE, show_response, "A response that is kept.", query=QUERY_OF_ONE),
+    Endpoint("DELETE", RESPONSE, delete_response, "Deletes a response that is kept."),
+    Endpoint(
+        "GET", f"{RESPONSE}/input_items", list_input_items, "What a response answers.", query=QUERY_OF_ITEMS
     ),
     Endpoint("POST", "/v1/embeddings", embed, "Makes vectors of texts.", EmbeddingBody),
     *(
@@ -82,7 +95,7 @@ def create_app(front: Front, endpoints: Sequence[Endpoint] = ENDPOINTS) -> ASGIA
     cors = Middleware(
         CORSMiddleware,
         allow_origins=front.settings.cors_origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=("x-request-id", "request-id", "x-penstock-ignored", "retry-after", "retry-after-ms"),
     )

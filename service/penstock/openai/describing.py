@@ -145,7 +145,7 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
         output=_list_of(_always(id=_TEXT, type=_TEXT)),
         error=_OBJECT_OR_NULL,
         incomplete_details=_OBJECT_OR_NULL,
-        store=_word(False),
+        store=_word(True, False),
     ),
     "ResponseEvent": _always(type=_TEXT, sequence_number=_COUNT),
     "Message": _always(
@@ -177,6 +177,14 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
         )
     ),
     "TokenCount": _always(input_tokens=_COUNT),
+    "ResponseDeleted": _always(id=_TEXT, object=_word("response"), deleted=_word(True)),
+    "InputItems": _always(
+        object=_word("list"),
+        data=_list_of(_always(id=_TEXT, type=_TEXT)),
+        first_id=_TEXT_OR_NULL,
+        last_id=_TEXT_OR_NULL,
+        has_more=_word(True, False),
+    ),
     "Embeddings": _always(
         object=_word("list"),
         data=_list_of(
@@ -218,6 +226,9 @@ ANSWERS: Final[Mapping[str, tuple[str, str | None]]] = {
     "/v1/responses": ("Response", "ResponseEvent"),
     "/v1/messages": ("Message", "MessageEvent"),
     "/v1/messages/count_tokens": ("TokenCount", None),
+    "/v1/responses/{response_id}": ("Response", None),
+    "DELETE /v1/responses/{response_id}": ("ResponseDeleted", None),
+    "/v1/responses/{response_id}/input_items": ("InputItems", None),
     "/v1/embeddings": ("Embeddings", None),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), ("Ranking", None)),
     **dict.fromkeys(("/v1/score", "/score"), ("Scores", None)),
@@ -226,7 +237,9 @@ ANSWERS: Final[Mapping[str, tuple[str, str | None]]] = {
     "/tokenizer_info": ("Tokenizer", None),
     "/health": ("Health", None),
 }
-"""By path, the schema of the answer, and that of each event where the request may ask for a stream."""
+"""By path, the schema of the answer, and that of each event where the request may ask for a stream. Where
+the methods of a path have different answers, the method is named before it.
+"""
 
 
 _BY_THE_FRONT: Final = (400, 404, 408, 413, 415, 500, 503)
@@ -297,12 +310,13 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     made: dict[str, Any] = {
         "operationId": f"{endpoint.method.lower()}{words}",
         "summary": endpoint.summary,
-        "responses": {"200": _answer(endpoint.path), **_errors(endpoint)},
+        "responses": {"200": _answer(endpoint), **_errors(endpoint)},
     }
     parameters: list[Schema] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in _PARAMETER.findall(endpoint.path)
     ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in endpoint.query.items()]
     if endpoint.path.startswith("/v1/models"):
         parameters.append({"name": "anthropic-version", "in": "header", "schema": _TEXT})
     if parameters:
@@ -312,13 +326,14 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     return made
 
 
-def _answer(path: str) -> dict[str, Any]:
-    if path not in ANSWERS:
+def _answer(endpoint: Endpoint) -> dict[str, Any]:
+    answer = ANSWERS.get(f"{endpoint.method} {endpoint.path}") or ANSWERS.get(endpoint.path)
+    if answer is None:
         return {"description": "The answer."}
-    whole, event = ANSWERS[path]
+    whole, event = answer
     content = _json(whole)
     if event is not None:
-        content |= {"text/event-stream": {"schema": _event(event, _error(path))}}
+        content |= {"text/event-stream": {"schema": _event(event, _error(endpoint.path))}}
     return {"description": "The answer.", "content": content}
 
 

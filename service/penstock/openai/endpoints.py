@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,6 +30,8 @@ class Endpoint:
     """What its requests are read as; None where they have no body."""
     params: Mapping[str, str] = field(default_factory=dict)
     """From paths of the contract to fields of the body, so that errors of the server name the latter."""
+    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The JSON Schemas of the parameters that its query may have, by their names."""
     is_api: bool = True
     """Whether it is a part of the API: it has a line in the access log, and is refused while the front
     drains.

@@ -13,6 +13,8 @@ from penstock.client.connection.address import is_loopback, parse
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: Final[tuple[LogFormat, ...]] = get_args(LogFormat)
 MAX_WORKERS: Final = 256
+_LEAST_STORE: Final = 1 << 20
+_MOST_DAYS: Final = 36500
 
 
 class SettingsError(ValueError):
@@ -67,6 +69,13 @@ class Settings:
     grace_s: float = 30.0
     """How long running requests may go on after SIGTERM."""
 
+    store: Path | None = None
+    """The file that keeps responses; None to keep none."""
+    store_max_bytes: int = 1 << 30
+    """The most bytes of that file."""
+    store_days: float = 30.0
+    """How long a response is kept."""
+
     cors_origins: tuple[str, ...] = ()
     """The origins whose pages may call the front; "*" allows all."""
     page: bool = True
@@ -92,6 +101,7 @@ class Settings:
             ("max_header_bytes", 1024),
             ("max_body_bytes", 1024),
             ("max_waiting_body_bytes", self.max_body_bytes),
+            ("store_max_bytes", _LEAST_STORE),
         ):
             if getattr(self, name) < least:
                 bad.append(f"{name}: must be at least {least}, not {getattr(self, name)}")
@@ -106,6 +116,8 @@ class Settings:
             value = getattr(self, name)
             if not (math.isfinite(value) and (value >= 0 if may_be_0 else value > 0)):
                 bad.append(f"{name}: must be {'at least' if may_be_0 else 'above'} 0 seconds, not {value}")
+        if not 0 < self.store_days <= _MOST_DAYS:
+            bad.append(f"store_days: must be above 0 and at most {_MOST_DAYS}, not {self.store_days}")
         return bad
 
     def _wrong_texts(self) -> list[str]:

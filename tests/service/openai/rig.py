@@ -69,7 +69,7 @@ async def fronting(
     finally:
         async with asyncio.timeout(WAIT_S):
             await server.stop(0.0)
-            await front.backend.close()
+            await front.close()
 
 
 @contextlib.asynccontextmanager

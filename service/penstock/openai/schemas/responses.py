@@ -399,6 +399,10 @@ class ResponsesBody(GenerationBody):
     """
 
     input: Input
+    previous_response_id: str | None = None
+    """A response that is kept, whose conversation goes on."""
+    store: bool | None = None
+    """Whether the response is kept, which is the default where the front keeps responses."""
     instructions: str | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = Field(default=None, ge=1)
@@ -427,10 +431,11 @@ class ResponsesBody(GenerationBody):
         "metadata",
         "prompt_cache_key",
         "safety_identifier",
+        "store",
         "user",
     }
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
-        **{name: values for name, values in NEUTRAL_LACKING.items() if name != "metadata"},
+        **{name: values for name, values in NEUTRAL_LACKING.items() if name not in ("metadata", "store")},
         "add_special_tokens": (False,),
         "background_options": ({},),
         "context_management": ([],),
@@ -445,7 +450,6 @@ class ResponsesBody(GenerationBody):
         **{f"tools.{name}": why for name, why in FunctionTool.unsupported.items()},
         "input.async": "the model waits for what a function answers",
         **{f"reasoning.{name}": why for name, why in Reasoning.unsupported.items()},
-        "previous_response_id": "responses are not kept: send the items of the conversation as input",
         "conversation": "conversations are not kept: send their items as input",
         "prompt": "prompts are not kept: send instructions and input",
         "background_options": "a response is made while its caller waits",

@@ -26,6 +26,7 @@ from penstock.openai.serving.logs import open_logs
 from penstock.openai.serving.tls import certificate_of
 from penstock.openai.serving.worker import CLOSE_S, READY, run_worker
 from penstock.openai.settings import Settings, SettingsError
+from penstock.openai.store import ResponseStore
 
 log = logging.getLogger("penstock.openai")
 
@@ -155,6 +156,8 @@ def serve(settings: Settings) -> int:
     code. Raises ValueError for settings that cannot be honoured.
     """
     certificate_of(settings)  # so that wrong files are told here, and not by each worker
+    if (store := ResponseStore.of(settings)) is not None:
+        store.close()
     listening = _listening(settings)
     open_logs(settings.log_format)
 

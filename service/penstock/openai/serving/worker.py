@@ -161,7 +161,7 @@ async def _serve(
         log.info("stopping: no new requests; running ones have %g s", settings.grace_s)
         await server.stop(settings.grace_s)
     finally:
-        await front.backend.close()
+        await front.close()
 
 
 def _on_signals(told_to_stop: asyncio.Event) -> None:

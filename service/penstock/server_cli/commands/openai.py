@@ -48,6 +48,7 @@ def add_parser(subparsers: Subparsers) -> None:
     flags = Flags(parser, _DEFAULTS)
     _add_listening(flags.group("listening"))
     _add_limits(flags.group("limits"))
+    _add_store(flags.group("responses that are kept"))
     _add_rest(flags.group("what else it serves and logs"))
     parser.set_defaults(flags={"addr": "--addr", "token": "--token", **flags.by_option})
 
@@ -114,6 +115,18 @@ def _add_limits(flag: AddFlag) -> None:
         flag(name, f"{text}; default: {size_text(getattr(_DEFAULTS, name))}", "SIZE", type=size)
     for name, text in _TIMES.items():
         flag(name, f"{text}; default: %(default)g", "SECONDS")
+
+
+def _add_store(flag: AddFlag) -> None:
+    flag(
+        "store",
+        "keep responses of /v1/responses in this file, which is made, so that requests can go on from them; "
+        "default: nothing is kept",
+        "FILE",
+    )
+    most = size_text(_DEFAULTS.store_max_bytes)
+    flag("store_max_bytes", f"most of that file; the oldest leave; default: {most}", "SIZE", type=size)
+    flag("store_days", "how long a response is kept; default: %(default)g", "DAYS")
 
 
 def _add_rest(flag: AddFlag) -> None:

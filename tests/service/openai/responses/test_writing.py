@@ -53,7 +53,7 @@ def streamed(
     """The events of a stream with these deltas."""
     writer = ResponseWriter(made or asked())
     sent: list[StreamEvent] = [STARTED, *deltas, Finished(0, finish, ""), Summary(USAGE, TIMING)]
-    return events_of("".join(writer.feed(event) for event in sent))
+    return events_of("".join([*(writer.feed(event) for event in sent), writer.last()]))
 
 
 def whole(

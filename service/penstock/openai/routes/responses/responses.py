@@ -1,9 +1,10 @@
-"""/v1/responses, which keeps nothing: each request brings the whole conversation."""
+"""POST /v1/responses: each request brings the whole conversation, or goes on from a response that is kept."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,20 +27,22 @@ from penstock.openai.generation.options import (
 )
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, late_error, sse
+from penstock.openai.routes.responses.stored import check_sizes, kept_of, previous_of
 from penstock.openai.routes.responses.tools import functions_of, ignored_tools
 from penstock.openai.routes.responses.turns import has_pictures, turn_params, turns_of
 from penstock.openai.routes.responses.writing import Asked, read_response, response_events, whole_response
 from penstock.openai.routes.turns import named_choice, template_options, variables_of_effort
-from penstock.openai.schemas.responses import NamedFunction, ResponsesBody, TextFormat
+from penstock.openai.schemas.responses import Item, NamedFunction, ResponsesBody, TextFormat
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _INCLUDABLE = (LOGPROBS, ENCRYPTED_REASONING)
 
 
-def response_options(body: ResponsesBody, facts: ModelFacts) -> RequestOptions:
-    """The keyword arguments of `generate` or `stream`. Raises ApiError, with the field, for what the front
-    can tell to be wrong; the rest is the server's to tell.
+def response_options(body: ResponsesBody, facts: ModelFacts, previous: Sequence[Item] = ()) -> RequestOptions:
+    """The keyword arguments of `generate` or `stream`, for a conversation that begins with the `previous`
+    items. Raises ApiError, with the field, for what the front can tell to be wrong; the rest is the server's
+    to tell.
     """
     _check_values(body)
     tools = [
@@ -57,7 +60,7 @@ def response_options(body: ResponsesBody, facts: ModelFacts) -> RequestOptions:
     if (field := constraint_field(body, _format_field(body))) is not None:
         check_beside_tools(field, tools, choice)
     options["constraint"] = constraint
-    options["messages"] = turns_of(body.input, body.instructions)
+    options["messages"] = turns_of(body.input, body.instructions, previous)
     options["tools"] = tools or None
     options["tool_choice"] = choice
     options["parallel_tool_calls"] = body.parallel_tool_calls if tools else None
@@ -74,21 +77,25 @@ def response_options(body: ResponsesBody, facts: ModelFacts) -> RequestOptions:
     return options
 
 
-def response_ignored(body: ResponsesBody, facts: ModelFacts) -> set[str]:
-    """The fields that have no effect, besides those that the body itself ignores."""
+def response_ignored(body: ResponsesBody, facts: ModelFacts, *, keeps: bool = False) -> set[str]:
+    """The fields that have no effect, besides those that the body itself ignores. `keeps`: whether the front
+    keeps responses.
+    """
     ignored = ignored_tools(body.tools)
+    if body.store and not keeps:
+        ignored.add("store")
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort and not variables_of_effort(effort, facts.template_variables):
         ignored.add("reasoning.effort")
     return ignored
 
 
-def response_params(body: ResponsesBody) -> dict[str, str]:
+def response_params(body: ResponsesBody, previous: Sequence[Item] = ()) -> dict[str, str]:
     """From the contract's path of a field to the name of the field of this request that it was made of."""
     params = {
         **PARAMS,
         **constraint_params(constraint_field(body, _format_field(body))),
-        **turn_params(body.input, body.instructions),
+        **turn_params(body.input, body.instructions, previous),
         "input": "input",
         "chat": "input",
         "chat.tools": "tools",
@@ -167,16 +174,20 @@ def _num_logprobs(body: ResponsesBody) -> int | None:
 
 async def create_response(request: Request) -> Response:
     """POST /v1/responses."""
-    call, backend = call_of(request), front_of(request).backend
+    call, front = call_of(request), front_of(request)
+    backend = front.backend
     body = await read_body(request, ResponsesBody)
     name_params(request.scope, lambda: response_params(body))
     facts = await backend.facts(call)
-    ignored_in(request.scope).update(response_ignored(body, facts))
-    if has_pictures(body.input):
+    previous = await previous_of(front, call.key, body.previous_response_id)
+    check_sizes(previous, body.input)
+    name_params(request.scope, lambda: response_params(body, previous.items))
+    ignored_in(request.scope).update(response_ignored(body, facts, keeps=front.store is not None))
+    if has_pictures(body.input) or has_pictures(previous.items):
         # Base64 of megabytes is read in a thread, so that other requests do not wait for it.
-        options = await asyncio.to_thread(response_options, body, facts)
+        options = await asyncio.to_thread(response_options, body, facts, previous.items)
     else:
-        options = response_options(body, facts)
+        options = response_options(body, facts, previous.items)
     wants_logprobs = options["logprobs"] is not None
     asked = Asked(
         body=body,
@@ -184,12 +195,20 @@ async def create_response(request: Request) -> Response:
         created=call.created,
         defaults=facts.default_sampling,
         carries_reasoning=is_included(body, ENCRYPTED_REASONING),
+        is_kept=front.store is not None and body.store is not False,
         vocabulary=await backend.vocabulary(call) if wants_logprobs else None,
     )
     options["request_id"] = asked.response_id
+
+    async def keep(response: str) -> None:
+        if front.store is not None and asked.is_kept:
+            make = partial(kept_of, response, previous, body.input, call.number)
+            await front.store.keep(call.key, asked.response_id, make)
+
     if body.stream:
         stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
-        return await sse(request, response_events(stream, asked, lambda error: late_error(request, error)))
+        events = response_events(stream, asked, lambda error: late_error(request, error), keep)
+        return await sse(request, events)
     if wants_logprobs:
         stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
         made = await answered(request, read_response(stream, asked))
@@ -198,4 +217,5 @@ async def create_response(request: Request) -> Response:
             request, backend.client.generate(timeout=call.timeout, metadata=call.metadata, **options)
         )
         made = whole_response(answer, asked)
+    await keep(made)
     return Response(made, media_type="application/json")

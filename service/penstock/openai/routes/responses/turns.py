@@ -31,16 +31,21 @@ _MEDIA = {"input_audio": "audio", "input_file": "files"}
 _NOT_KEPT = "items are not kept: send the item itself."
 
 
+PREVIOUS = "previous_response_id"
+"""The field that stands for the items of earlier responses."""
+
+
 @dataclass(slots=True)
 class _AssistantTurn:
     """A turn of the assistant, as far as its items have been read."""
 
-    first_item: int
+    first_item: str
+    """The field that has its first item, such as "input[2]"."""
     thoughts: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
-    call_items: list[int] = field(default_factory=list)
-    """For each of the calls, the index of its item."""
+    call_items: list[str] = field(default_factory=list)
+    """For each of the calls, the field that has its item."""
 
     def may_think(self) -> bool:
         """Whether reasoning can belong to this turn: it comes before all else."""
@@ -63,87 +68,103 @@ class _AssistantTurn:
 
 @dataclass(frozen=True, slots=True)
 class _OtherTurn:
-    """A turn that is made of one item, or of the instructions, which are no item."""
+    """A turn that is made of one item, of an input that is a text, or of the instructions."""
 
-    item: int | None
+    made_of: str
+    """The field that has it."""
     turn: ChatMessage
 
     def message(self) -> ChatMessage:
         return self.turn
 
 
-def turns_of(items: str | Sequence[Item], instructions: str | None) -> list[ChatMessage]:
-    """The turns of the conversation. Raises ApiError, with the field, for an item that cannot be taken."""
-    return [turn.message() for turn in _grouped(items, instructions)]
+def turns_of(
+    items: str | Sequence[Item], instructions: str | None, previous: Sequence[Item] = ()
+) -> list[ChatMessage]:
+    """The turns of the conversation, which begins with the `previous` items. Raises ApiError, with the field,
+    for an item that cannot be taken.
+    """
+    return [turn.message() for turn in _grouped(items, instructions, previous)]
 
 
-def turn_params(items: str | Sequence[Item], instructions: str | None) -> Mapping[str, str]:
+def turn_params(
+    items: str | Sequence[Item], instructions: str | None, previous: Sequence[Item] = ()
+) -> Mapping[str, str]:
     """From the contract's path of a part of a turn to the field that it was made of."""
     params = {"chat.messages": "input"}
-    for i, turn in enumerate(_grouped(items, instructions)):
+    for i, turn in enumerate(_grouped(items, instructions, previous)):
         at = f"chat.messages[{i}]"
         if isinstance(turn, _AssistantTurn):
-            params[at] = f"input[{turn.first_item}]"
+            params[at] = turn.first_item
             for j, item in enumerate(turn.call_items):
                 call = f"{at}.tool_calls[{j}]"
-                params[call] = f"input[{item}]"
-                params[f"{call}.id"] = f"input[{item}].call_id"
-                params[f"{call}.arguments_json"] = f"input[{item}].arguments"
-        elif turn.item is None:
-            params[at] = "instructions" if instructions is not None and i == 0 else "input"
+                params[call] = item
+                params[f"{call}.id"] = _inner(item, "call_id")
+                params[f"{call}.arguments_json"] = _inner(item, "arguments")
         else:
-            made_of = f"input[{turn.item}]"
-            params |= {at: made_of, f"{at}.tool_call_id": f"{made_of}.call_id"}
-            params[f"{at}.parts"] = f"{made_of}.content"
-            for j in range(0 if isinstance(turn.turn.content, str) else len(turn.turn.content)):
-                field = f"{made_of}.content[{j}]"
-                params |= part_params(f"{at}.parts[{j}]", field, f"{field}.image_url")
+            made_of = turn.made_of
+            params[at] = made_of
+            if made_of.endswith("]"):  # an item
+                params[f"{at}.tool_call_id"] = f"{made_of}.call_id"
+                params[f"{at}.parts"] = f"{made_of}.content"
+                for j in range(0 if isinstance(turn.turn.content, str) else len(turn.turn.content)):
+                    field = f"{made_of}.content[{j}]"
+                    params |= part_params(f"{at}.parts[{j}]", field, f"{field}.image_url")
     return params
 
 
-def _grouped(items: str | Sequence[Item], instructions: str | None) -> list[_AssistantTurn | _OtherTurn]:
+def _inner(item: str, name: str) -> str:
+    """The field of an item. Those of items that are kept have no field in the request."""
+    return item if item == PREVIOUS else f"{item}.{name}"
+
+
+def _grouped(
+    items: str | Sequence[Item], instructions: str | None, previous: Sequence[Item]
+) -> list[_AssistantTurn | _OtherTurn]:
     turns: list[_AssistantTurn | _OtherTurn] = []
     if instructions is not None:
-        turns.append(_OtherTurn(None, ChatMessage("system", instructions)))
+        turns.append(_OtherTurn("instructions", ChatMessage("system", instructions)))
+    for item in previous:
+        _add(turns, PREVIOUS, item)
     if isinstance(items, str):
-        return [*turns, _OtherTurn(None, ChatMessage("user", items))]
-    if not items:
+        return [*turns, _OtherTurn("input", ChatMessage("user", items))]
+    if not items and not previous:
         raise invalid_value("input", "it must have at least one item.")
     for i, item in enumerate(items):
-        _add(turns, i, item)
+        _add(turns, f"input[{i}]", item)
     return turns
 
 
-def _add(turns: list[_AssistantTurn | _OtherTurn], i: int, item: Item) -> None:
-    """Put an item into the last turn, or into a new one. `i` is its index."""
+def _add(turns: list[_AssistantTurn | _OtherTurn], at: str, item: Item) -> None:
+    """Put an item into the last turn, or into a new one. `at` is the field that has it."""
     last = turns[-1] if turns and isinstance(turns[-1], _AssistantTurn) else None
     match item:
         case ReasoningItem():
             if last is None or not last.may_think():
-                turns.append(last := _AssistantTurn(i))
-            last.thoughts.append(_thought(item, f"input[{i}]"))
+                turns.append(last := _AssistantTurn(at))
+            last.thoughts.append(_thought(item, at))
         case MessageItem(role="assistant"):
             if last is None or not last.may_speak():
-                turns.append(last := _AssistantTurn(i))
-            last.texts.append(_text(item.content, f"input[{i}].content"))
+                turns.append(last := _AssistantTurn(at))
+            last.texts.append(_text(item.content, f"{at}.content"))
         case MessageItem():
             role = "system" if item.role == "developer" else item.role
-            turns.append(_OtherTurn(i, ChatMessage(role, _content(item.content, f"input[{i}].content"))))
+            turns.append(_OtherTurn(at, ChatMessage(role, _content(item.content, f"{at}.content"))))
         case FunctionCallItem():
             if last is None:
-                turns.append(last := _AssistantTurn(i))
+                turns.append(last := _AssistantTurn(at))
             last.calls.append(ToolCall(item.call_id, flat_name(item.namespace, item.name), item.arguments))
-            last.call_items.append(i)
+            last.call_items.append(at)
         case FunctionCallOutputItem():
-            output = _text(item.output, f"input[{i}].output")
-            turns.append(_OtherTurn(i, ChatMessage("tool", output, tool_call_id=item.call_id)))
+            output = _text(item.output, f"{at}.output")
+            turns.append(_OtherTurn(at, ChatMessage("tool", output, tool_call_id=item.call_id)))
         case Other():
             why = (
                 _NOT_KEPT
                 if item.type == "item_reference"
                 else f"items of the type {item.type[:40]!r} are not taken."
             )
-            raise unsupported_value(f"input[{i}].type", why)
+            raise unsupported_value(f"{at}.type", why)
 
 
 def has_pictures(items: str | Sequence[Item]) -> bool:

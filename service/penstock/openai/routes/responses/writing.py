@@ -5,7 +5,7 @@ hold it.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
@@ -43,16 +43,38 @@ _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt", 413: "invalid
 """From a status of HTTP to the code of a response's error, of which OpenAI's API has few."""
 
 
-def empty_response(
-    body: ResponsesBody, response_id: str, model: str, created: int, defaults: SamplingDefaults
-) -> dict[str, Any]:
-    """The response before the model has written anything, but for its list of items: what was asked for, and
-    what is used where nothing was. `created` is in seconds of Unix time.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an answer is made with, beside what the server sends."""
+
+    body: ResponsesBody
+    number: str
+    """What the ids of the response and of its items are made of: 32 hexadecimal digits, or the caller's own
+    text.
     """
+    created: int
+    """When the request came, in seconds of Unix time."""
+    defaults: SamplingDefaults
+    carries_reasoning: bool = False
+    is_kept: bool = False
+    """Whether the response is kept once it has ended."""
+    vocabulary: Vocabulary | None = None
+    """What tokens look like; None unless log-probabilities were asked for."""
+
+    @property
+    def response_id(self) -> str:
+        return f"resp_{self.number}"
+
+
+def empty_response(asked: Asked, model: str) -> dict[str, Any]:
+    """The response before the model has written anything, but for its list of items: what was asked for, and
+    what is used where nothing was.
+    """
+    body, defaults = asked.body, asked.defaults
     return {
-        "id": response_id,
+        "id": asked.response_id,
         "object": "response",
-        "created_at": created,
+        "created_at": asked.created,
         "completed_at": None,
         "status": "in_progress",
         "background": False,
@@ -63,7 +85,7 @@ def empty_response(
         "max_tool_calls": body.max_tool_calls,
         "model": model,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {
             "effort": body.reasoning.effort if body.reasoning is not None else None,
@@ -71,7 +93,7 @@ def empty_response(
         },
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "store": False,
+        "store": asked.is_kept,
         "temperature": _first(body.temperature, defaults.temperature, 1.0),
         "text": {"format": _format(body.text.format if body.text is not None else None)},
         "tool_choice": _choice(body),
@@ -106,7 +128,7 @@ def failed_response(response: Mapping[str, Any], error: ApiError) -> dict[str, A
         "param": error.param,
         "type": error.type,
     }
-    return {**response, "status": "failed", "error": told}
+    return {**response, "status": "failed", "completed_at": None, "error": told}
 
 
 def with_items(response: Mapping[str, Any], items: Sequence[str]) -> str:
@@ -167,27 +189,6 @@ MOST_ENTRIES: Final = 125_000
 """How many log-probabilities a response may have, also in a stream: its last four events hold all of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What an answer is made with, beside what the server sends."""
-
-    body: ResponsesBody
-    number: str
-    """What the ids of the response and of its items are made of: 32 hexadecimal digits, or the caller's own
-    text.
-    """
-    created: int
-    """When the request came, in seconds of Unix time."""
-    defaults: SamplingDefaults
-    carries_reasoning: bool = False
-    vocabulary: Vocabulary | None = None
-    """What tokens look like; None unless log-probabilities were asked for."""
-
-    @property
-    def response_id(self) -> str:
-        return f"resp_{self.number}"
-
-
 class ResponseWriter:
     """Writes the events of one response, and keeps the response."""
 
@@ -206,6 +207,7 @@ class ResponseWriter:
             self._tokens = TextTokens(asked.vocabulary, with_special=with_special)
         self._bound = Bound(MOST_ENTRIES, instead="ask for fewer")
         self._finish: Finish | None = None
+        self._status = "in_progress"
         self._response: dict[str, Any] | None = None
         """The response but for its items; None before the server has taken the request."""
 
@@ -220,7 +222,8 @@ class ResponseWriter:
         return with_items(self._response, self._items.items)
 
     def feed(self, event: StreamEvent) -> str:
-        """The events that tell of one of the server's; empty where nothing is to be told.
+        """The events that tell of one of the server's; empty where nothing is to be told. After the last one
+        come those of `last`.
 
         Raises ApiError if the output was aborted, and for too many log-probabilities.
         """
@@ -238,8 +241,7 @@ class ResponseWriter:
 
     def begin(self, model: str) -> str:
         """The first events, for a request that the server has taken."""
-        asked = self._asked
-        self._response = empty_response(asked.body, asked.response_id, model, asked.created, asked.defaults)
+        self._response = empty_response(self._asked, model)
         return self._told("created") + self._told("in_progress")
 
     def add(self, delta: Delta) -> str:
@@ -253,14 +255,18 @@ class ResponseWriter:
         return said
 
     def end(self, finish: Finish, usage: Usage) -> str:
-        """The last events of an output that has ended. Raises ApiError if it was aborted."""
+        """The events of an output that has ended, but for the last one. Raises ApiError if it was aborted."""
         assert self._response is not None, "the request has been taken"
         is_whole = finish_reason(finish) == "stop"
-        status = "completed" if is_whole else "incomplete"
+        self._status = "completed" if is_whole else "incomplete"
         said = self._items.text("") if self._items.is_empty else ""
-        said += self._items.end(status)
+        said += self._items.end(self._status)
         self._response = ended_response(self._response, usage, is_whole=is_whole, now=int(time.time()))
-        return said + self._told(status)
+        return said
+
+    def last(self) -> str:
+        """The last event of a response that has ended."""
+        return self._told(self._status)
 
     def fail(self, error: ApiError) -> str:
         """The last events of a response that failed after it had begun."""
@@ -320,8 +326,10 @@ async def response_events(
     stream: AsyncGenerationStream,
     asked: Asked,
     late: Callable[[PenstockClientError | ApiError], ApiError],
+    keep: Callable[[str], Awaitable[None]],
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a response, as they go over the wire. `late` makes what the client is told of an error.
+    """The events of a response, as they go over the wire. `late` makes what the client is told of an error, and
+    `keep` is given the JSON of the response before the last event tells that it is whole.
 
     Raises the client's errors before the first event. A failure after it is told by the event
     "response.failed", which is then the last one.
@@ -332,6 +340,8 @@ async def response_events(
             async for event in stream:
                 if said := writer.feed(event):
                     yield said.encode()
+            await keep(writer.response())
+            yield writer.last().encode()
         except (PenstockClientError, ApiError) as error:
             if not writer.has_begun:
                 raise

@@ -1,0 +1,197 @@
+"""Responses that are kept: how a request goes on from one, and GET and DELETE of /v1/responses/ID.
+
+What is kept of a response is the whole conversation that it answers, so each goes on by itself, whether or
+not earlier ones are still there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.openai.calls import call_of
+from penstock.openai.endpoints import endpoint_of
+from penstock.openai.failures import (
+    INVALID,
+    ApiError,
+    invalid_value,
+    unknown,
+    unsupported_parameter,
+    unsupported_value,
+)
+from penstock.openai.front import Front, front_of
+from penstock.openai.jsonbytes import json_bytes
+from penstock.openai.reading import INLINE_BYTES
+from penstock.openai.replying import answered, json_response
+from penstock.openai.routes.responses.turns import PREVIOUS
+from penstock.openai.schemas.responses import MAX_ITEMS, Item, MessageItem, ReasoningItem
+from penstock.openai.store import Kept, ResponseStore
+
+_ITEMS: Final = TypeAdapter(list[Item])
+_PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_OFF: Final = "responses are not kept: start the front with --store"
+_PAGE: Final = 20
+_MOST_PER_PAGE: Final = 100
+
+QUERY_OF_ONE: Final[Mapping[str, Any]] = {"stream": {"enum": [False]}}
+QUERY_OF_ITEMS: Final[Mapping[str, Any]] = {
+    "after": {"type": "string", "description": "The id of the last item of the page before."},
+    "limit": {"type": "integer", "minimum": 1, "maximum": _MOST_PER_PAGE, "default": _PAGE},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+}
+"""The parameters of the queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The items of earlier responses, which a request goes on from."""
+
+    items: Sequence[Item] = ()
+    written: Sequence[Mapping[str, Any]] = ()
+    """The same as they are kept."""
+
+
+async def previous_of(front: Front, key: str, response_id: str | None) -> Conversation:
+    """The conversation up to a response of the caller with this key, its own items included. Raises ApiError
+    if there is no such response, and where none are kept.
+    """
+    if response_id is None:
+        return Conversation()
+    if front.store is None:
+        raise unsupported_parameter(PREVIOUS, f"{_OFF}, or send the items of the conversation as input.")
+    kept = await front.store.find(key, response_id)
+    if kept is None:
+        message = f"Previous response with id '{response_id[:200]}' not found."
+        raise ApiError(400, message, INVALID, PREVIOUS, "previous_response_not_found")
+    if len(kept.items) + len(kept.response) <= INLINE_BYTES:
+        return _read(kept)
+    async with front.heavy:
+        return await asyncio.to_thread(_read, kept)
+
+
+def _read(kept: Kept) -> Conversation:
+    written = [*json.loads(kept.items), *json.loads(kept.response)["output"]]
+    return Conversation(_ITEMS.validate_python(written), written)
+
+
+def check_sizes(previous: Conversation, items: str | Sequence[Item]) -> None:
+    """Raise ApiError if the whole conversation has more items than a request may have."""
+    if not isinstance(items, str) and len(previous.items) + len(items) > MAX_ITEMS:
+        raise invalid_value("input", f"together with the earlier items it has more than {MAX_ITEMS}.")
+
+
+def kept_of(response: str, previous: Conversation, items: str | Sequence[Item], number: str) -> Kept:
+    """What is kept of a response that answers these items. `number` makes the ids of items that have none."""
+    if isinstance(items, str):
+        items = [MessageItem(role="user", content=items)]
+    written = [*previous.written, *(_written(item, f"{number}in{i:04x}") for i, item in enumerate(items))]
+    return Kept(response.encode(), json_bytes(written))
+
+
+def _written(item: Item, number: str) -> dict[str, Any]:
+    """An item as OpenAI's API lists it: with an id, its type, and the parts of its content."""
+    made = {"type": "message", **item.model_dump(by_alias=True, exclude_none=True)}
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        made["content"] = [{"type": kind, "text": item.content}]
+    if isinstance(item, MessageItem) and item.role == "assistant":
+        made["content"] = [
+            {"annotations": [], **part} if part["type"] == "output_text" else part for part in made["content"]
+        ]
+    if isinstance(item, ReasoningItem):
+        made = {"summary": [], **made}
+    return {"id": f"{_PREFIXES[made['type']]}_{number}", "status": "completed", **made}
+
+
+async def show_response(request: Request) -> Response:
+    """GET /v1/responses/ID."""
+    _check_query(request)
+    if request.query_params.get("stream") not in (None, "false"):
+        raise unsupported_value("stream", "the events of a response are not kept.")
+    kept = await _kept(request)
+    return Response(kept.response, media_type="application/json")
+
+
+async def delete_response(request: Request) -> Response:
+    """DELETE /v1/responses/ID."""
+    _check_query(request)
+    store, key, response_id = await _asked(request)
+    if not await store.forget(key, response_id):
+        raise _not_found(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def list_input_items(request: Request) -> Response:
+    """GET /v1/responses/ID/input_items."""
+    asked = request.query_params
+    _check_query(request)
+    limit, order = asked.get("limit", str(_PAGE)), asked.get("order", "desc")
+    if not (limit.isdecimal() and limit.isascii() and len(limit) < 4 and 1 <= int(limit) <= _MOST_PER_PAGE):
+        raise invalid_value("limit", f"it must be from 1 to {_MOST_PER_PAGE}.")
+    if order not in ("asc", "desc"):
+        raise invalid_value("order", 'it must be "asc" or "desc".')
+    kept = await _kept(request)
+    return Response(
+        await asyncio.to_thread(_page, kept.items, asked.get("after"), int(limit), order),
+        media_type="application/json",
+    )
+
+
+def _page(written: bytes, after: str | None, limit: int, order: str) -> bytes:
+    """The JSON of a page of the items."""
+    items = json.loads(written)
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        places = [i for i, item in enumerate(items, 1) if item["id"] == after]
+        if not places:
+            raise invalid_value("after", "none of the items has this id.")
+        items = items[places[0] :]
+    page = items[:limit]
+    return json_bytes(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > len(page),
+        }
+    )
+
+
+def _check_query(request: Request) -> None:
+    """Raise ApiError for a parameter of the query that the endpoint does not have."""
+    endpoint = endpoint_of(request.scope)
+    for name in request.query_params:
+        if endpoint is None or name not in endpoint.query:
+            raise unknown(name[:80])
+
+
+async def _kept(request: Request) -> Kept:
+    store, key, response_id = await _asked(request)
+    kept = await store.find(key, response_id)
+    if kept is None:
+        raise _not_found(response_id)
+    return kept
+
+
+async def _asked(request: Request) -> tuple[ResponseStore, str, str]:
+    """The store, the caller's key and the id of the response. The server is asked each time whether it takes
+    the key, as at /v1/models. Raises ApiError where nothing is kept, and the client's errors.
+    """
+    call, front, response_id = call_of(request), front_of(request), request.path_params["response_id"]
+    await answered(request, front.backend.facts(call, fresh=True))
+    if front.store is None:
+        raise ApiError(404, f"{_OFF}.", code="response_not_found")
+    return front.store, call.key, response_id
+
+
+def _not_found(response_id: str) -> ApiError:
+    return ApiError(404, f"Response with id '{response_id[:200]}' not found.", code="response_not_found")
