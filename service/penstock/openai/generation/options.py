@@ -36,6 +36,10 @@ def constraint_of(
     return asked[0][1] if asked else None
 
 
+_FORMATS = ("response_format", "text.format")
+"""The fields whose form is that of answers in words alone."""
+
+
 def constraint_field(body: GenerationBody, form_field: str | None) -> str | None:
     """The first field that asks for a constraint, if one does: `form_field` if that is given."""
     names = ("structured_outputs", *_OTHER_NAMES)
@@ -57,20 +61,34 @@ def schema_constraint(schema: Mapping[str, Any] | str, *, strict: bool) -> JsonS
     return JsonSchema({**schema, "x-guidance": {"ignore_unknown_formats": True, **asked}})
 
 
-def check_beside_tools(param: str, tools: Sequence[Tool], choice: str | None) -> None:
-    """Raise ApiError for a constraint, which the field `param` asks for, that would keep the model from
-    calling tools. Where it is free to call strict ones, the output is either calls or the answer.
+def requires_call(choice: object) -> bool:
+    """Whether a choice of tools, a word or an object that names one, leaves the model nothing but a call."""
+    return choice not in (None, "none", "auto")
+
+
+def form_beside_tools(
+    form: Constraint | None, field: str | None, tools: Sequence[Tool], choice: str | None
+) -> Constraint | None:
+    """The constraint on the output for a form of the answer, which `field` (`constraint_field`) asks for. There
+    is none where a call is required, because the form is that of answers in words. Where the model is free to call
+    strict tools, the output is either calls or the answer.
+
+    Raises ApiError for a form that would keep the model from calling tools, and beside a call that is required
+    for vLLM's and SGLang's fields, whose forms are of all that is written.
     """
-    if not tools or choice == "none":
-        return
-    if choice not in (None, "auto"):
-        raise unsupported_value(param, "it contradicts a tool_choice that requires a call.")
+    if form is None or field is None or not tools or choice == "none":
+        return form
+    if requires_call(choice):
+        if field not in _FORMATS:
+            raise unsupported_value(field, "it contradicts a tool_choice that requires a call.")
+        return None
     if not any(tool.strict for tool in tools):
         raise unsupported_value(
-            param,
+            field,
             "it keeps the model from calling tools of which none is strict; make one strict, leave them out, "
             "or give tool_choice none.",
         )
+    return form
 
 
 def constraint_params(field: str | None) -> dict[str, str]:

@@ -47,8 +47,9 @@ from penstock.openai.generation.logprobs import (
     spliced,
 )
 from penstock.openai.generation.options import (
-    check_beside_tools,
     constraint_field,
+    form_beside_tools,
+    requires_call,
     response_format_field,
     sampling_options,
     sampling_params,
@@ -76,8 +77,8 @@ def chat_options(body: ChatBody, facts: ModelFacts) -> RequestOptions:
     tools = tools_of(body.tools or ())
     choice = choice_of(body.tool_choice, [tool.name for tool in tools])
     options = sampling_options(body, facts)
-    if (field := constraint_field(body, response_format_field(body))) is not None:
-        check_beside_tools(field, tools, choice)
+    field = constraint_field(body, response_format_field(body))
+    options["constraint"] = form_beside_tools(options["constraint"], field, tools, choice)
     options["messages"] = turns_of(body.messages)
     options["tools"] = tools or None
     options["tool_choice"] = choice
@@ -98,6 +99,9 @@ def chat_ignored(body: ChatBody, facts: ModelFacts) -> set[str]:
     ignored = ignored_of(body.messages, facts, body.chat_template)
     if body.reasoning_effort and not variables_of_effort(body.reasoning_effort, facts.template_variables):
         ignored.add("reasoning_effort")
+    form = body.response_format
+    if form is not None and form.type != "text" and requires_call(body.tool_choice):
+        ignored.add("response_format")
     return ignored
 
 

@@ -296,7 +296,7 @@ def test_one_form_may_be_asked_for_by_two_names() -> None:
     assert asked(**fields)["constraint"] == Ebnf("start: A")
 
 
-@pytest.mark.parametrize("choice", [None, "auto", "required"])
+@pytest.mark.parametrize("choice", [None, "auto"])
 def test_a_grammar_would_keep_the_model_from_calling_tools(choice: str | None) -> None:
     fields = {"tools": [LOOSE], "tool_choice": choice, "response_format": {"type": "json_object"}}
     assert refusal(**fields).param == "response_format"
@@ -304,13 +304,17 @@ def test_a_grammar_would_keep_the_model_from_calling_tools(choice: str | None) -
 
 
 def test_strict_tools_may_be_called_beside_a_constraint() -> None:
-    """The output is then calls or the answer; a call that is required is no answer."""
+    """The output is then calls or the answer; where a call is required, the call decides."""
     fields = {"tools": [WEATHER, LOOSE], "response_format": {"type": "json_object"}}
     options = asked(**fields)
     assert options["constraint"] == JsonObject()
     assert options["tools"] is not None
     assert [isinstance(tool, Tool) and tool.strict for tool in options["tools"]] == [True, False]
-    assert refusal(**fields, tool_choice="required").param == "response_format"
+    required = fields | {"tool_choice": "required"}
+    assert "constraint" not in asked(**required)
+    assert chat_ignored(chat_body(**required), facts()) == {"response_format"}
+    regex = {"tools": [LOOSE], "tool_choice": "required", "structured_outputs": {"regex": "a"}}
+    assert refusal(**regex).param == "structured_outputs"
 
 
 def test_fields_of_the_contract_have_their_names_in_the_body() -> None:

@@ -10,7 +10,11 @@ import pytest
 from penstock.client import JsonObject, JsonSchema, Regex, SamplingDefaults, Tool
 from penstock.openai.backend import ModelFacts
 from penstock.openai.failures import ApiError
-from penstock.openai.routes.responses.responses import response_options, response_params
+from penstock.openai.routes.responses.responses import (
+    response_ignored,
+    response_options,
+    response_params,
+)
 from penstock.openai.schemas.responses import ResponsesBody
 
 FACTS = ModelFacts(
@@ -133,8 +137,8 @@ def test_what_agents_always_send_changes_nothing() -> None:
             "unsupported_value",
         ),
         (
-            {"tools": [TOOL], "tool_choice": "required", "text": {"format": FORMAT}},
-            "text.format",
+            {"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
             "unsupported_value",
         ),
         (
@@ -167,6 +171,17 @@ def test_strict_tools_may_be_called_beside_a_format() -> None:
     made = options(tools=[TOOL], text={"format": FORMAT})
     assert made["constraint"] is not None
     assert made["tools"] is not None
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
+def test_a_call_that_is_required_decides_and_not_the_format(choice: Any) -> None:
+    """Instructor sends one schema as both."""
+    fields = {"tools": [TOOL], "tool_choice": choice, "text": {"format": FORMAT}}
+    made = options(**fields)
+    assert "constraint" not in made
+    assert made == options(**fields | {"text": None})
+    body = ResponsesBody.model_validate({"model": "demo", "input": "hi", **fields})
+    assert response_ignored(body, FACTS) == {"text.format"}
 
 
 def test_programs_are_told_what_is_taken() -> None:

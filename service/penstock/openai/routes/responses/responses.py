@@ -18,11 +18,12 @@ from penstock.openai.failures import invalid_value, missing, unsupported_value
 from penstock.openai.front import front_of
 from penstock.openai.generation.options import (
     PARAMS,
-    check_beside_tools,
     constraint_field,
     constraint_of,
     constraint_params,
+    form_beside_tools,
     generation_options,
+    requires_call,
     schema_constraint,
 )
 from penstock.openai.reading import read_body
@@ -56,10 +57,8 @@ def response_options(body: ResponsesBody, facts: ModelFacts, previous: Sequence[
     ]
     choice = _choice(body, [tool.name for tool in tools])
     options = generation_options(body, facts.vocab_size)
-    constraint = _constraint(body)
-    if (field := constraint_field(body, _format_field(body))) is not None:
-        check_beside_tools(field, tools, choice)
-    options["constraint"] = constraint
+    field = constraint_field(body, _format_field(body))
+    options["constraint"] = form_beside_tools(_constraint(body), field, tools, choice)
     options["messages"] = turns_of(body.input, body.instructions, previous)
     options["tools"] = tools or None
     options["tool_choice"] = choice
@@ -87,6 +86,9 @@ def response_ignored(body: ResponsesBody, facts: ModelFacts, *, keeps: bool = Fa
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort and not variables_of_effort(effort, facts.template_variables):
         ignored.add("reasoning.effort")
+    form = body.text.format if body.text is not None else None
+    if form is not None and form.type != "text" and requires_call(body.tool_choice):
+        ignored.add("text.format")
     return ignored
 
 
