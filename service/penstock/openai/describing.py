@@ -87,7 +87,12 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
     "Models": {"anyOf": [_of("ModelList"), _of("ModelPage")]},
     "OneModel": {"anyOf": [_of("Model"), _of("AnthropicModel")]},
     "AnyError": {"anyOf": [_of("Error"), _of("MessagesError")]},
-    "ToolCall": _always(id=_TEXT, type=_word("function"), function=_always(name=_TEXT, arguments=_TEXT)),
+    "ToolCall": {
+        "anyOf": [
+            _always(id=_TEXT, type=_word("function"), function=_always(name=_TEXT, arguments=_TEXT)),
+            _always(id=_TEXT, type=_word("custom"), custom=_always(name=_TEXT, input=_TEXT)),
+        ]
+    },
     "ChatCompletion": _always(
         id=_TEXT,
         object=_word("chat.completion"),

@@ -86,6 +86,8 @@ class Wanted:
 
     reasoning: bool = True
     token_ids: bool = False
+    custom_tools: frozenset[str] = frozenset()
+    """The names of a chat's tools of the type "custom"."""
     prompt_logprobs: bool = False
     """Whether the answer to a completion has vLLM's `prompt_logprobs`. A chat's has what the server sent."""
     vocabulary: Vocabulary | None = None

@@ -69,12 +69,12 @@ def requires_call(choice: object) -> bool:
 def form_beside_tools(
     form: Constraint | None, field: str | None, tools: Sequence[Tool], choice: str | None
 ) -> Constraint | None:
-    """The constraint on the output for a form of the answer, which `field` (`constraint_field`) asks for. There
-    is none where a call is required, because the form is that of answers in words. Where the model is free to call
-    strict tools, the output is either calls or the answer.
+    """The constraint on the output for a form of the answer, which `field` (`constraint_field`) asks for.
+    There is none where a call is required, because the form is that of answers in words. Where the model is
+    free to call strict tools, the output is either calls or the answer.
 
-    Raises ApiError for a form that would keep the model from calling tools, and beside a call that is required
-    for vLLM's and SGLang's fields, whose forms are of all that is written.
+    Raises ApiError for a form that would keep the model from calling tools, and, where a call is required,
+    for vLLM's and SGLang's fields, whose forms are those of all that is written.
     """
     if form is None or field is None or not tools or choice == "none":
         return form

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -57,32 +57,31 @@ from penstock.openai.generation.options import (
 from penstock.openai.jsonbytes import json_bytes, json_string
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, sse
+from penstock.openai.routes.custom_tools import input_of
 from penstock.openai.routes.turns import (
-    choice_of,
     has_pictures,
     ignored_of,
+    offered_of,
     picture_params,
     template_options,
-    tools_of,
     turns_of,
     variables_of_effort,
 )
-from penstock.openai.schemas.chat import ChatBody
+from penstock.openai.schemas.chat import AllowedTools, ChatBody, CustomTool, CustomToolCall
 
 
 def chat_options(body: ChatBody, facts: ModelFacts) -> RequestOptions:
     """The keyword arguments of `generate` or `stream`. Raises ApiError, with the field, for what the front
     can tell to be wrong; the rest is the server's to tell.
     """
-    tools = tools_of(body.tools or ())
-    choice = choice_of(body.tool_choice, [tool.name for tool in tools])
+    offered = offered_of(body.tools or (), body.tool_choice)
     options = sampling_options(body, facts)
     field = constraint_field(body, response_format_field(body))
-    options["constraint"] = form_beside_tools(options["constraint"], field, tools, choice)
+    options["constraint"] = form_beside_tools(options["constraint"], field, offered.tools, offered.choice)
     options["messages"] = turns_of(body.messages)
-    options["tools"] = tools or None
-    options["tool_choice"] = choice
-    options["parallel_tool_calls"] = body.parallel_tool_calls if tools else None
+    options["tools"] = offered.tools or None
+    options["tool_choice"] = offered.choice
+    options["parallel_tool_calls"] = body.parallel_tool_calls if offered.tools else None
     options["chat_template"] = body.chat_template
     options["template_options"] = template_options(
         body.reasoning_effort, facts.template_variables, body.chat_template_kwargs
@@ -99,8 +98,9 @@ def chat_ignored(body: ChatBody, facts: ModelFacts) -> set[str]:
     ignored = ignored_of(body.messages, facts, body.chat_template)
     if body.reasoning_effort and not variables_of_effort(body.reasoning_effort, facts.template_variables):
         ignored.add("reasoning_effort")
-    form = body.response_format
-    if form is not None and form.type != "text" and requires_call(body.tool_choice):
+    form, choice = body.response_format, body.tool_choice
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+    if form is not None and form.type != "text" and requires_call(mode):
         ignored.add("response_format")
     return ignored
 
@@ -120,19 +120,23 @@ def chat_params(body: ChatBody) -> dict[str, str]:
         "stopping.max_tokens": "max_tokens" if by_old_name else "max_completion_tokens",
         "output.logprobs": "top_logprobs",
     }
-    for i in range(len(body.tools or ())):
-        for name, field in (
-            ("name", "name"),
-            ("description", "description"),
-            ("parameters_json", "parameters"),
-        ):
-            params[f"chat.tools[{i}].{name}"] = f"tools[{i}].function.{field}"
-        params[f"chat.tools[{i}].strict"] = f"tools[{i}].function.strict"
+    for i, index in enumerate(offered_of(body.tools or (), body.tool_choice).indices):
+        tool, made_of = f"chat.tools[{i}]", f"tools[{index}]"
+        if body.tools is not None and isinstance(body.tools[index], CustomTool):
+            custom = f"{made_of}.custom"
+            params |= {f"{tool}.name": f"{custom}.name", f"{tool}.description": f"{custom}.description"}
+            params |= {f"{tool}.parameters_json": f"{custom}.format", f"{tool}.strict": custom}
+            continue
+        for name in ("name", "description", "strict"):
+            params[f"{tool}.{name}"] = f"{made_of}.function.{name}"
+        params[f"{tool}.parameters_json"] = f"{made_of}.function.parameters"
     for i, message in enumerate(body.messages):
         for j in range(len(message.tool_calls or ())):
             call, made_of = f"chat.messages[{i}].tool_calls[{j}]", f"messages[{i}].tool_calls[{j}]"
-            params[f"{call}.name"] = f"{made_of}.function.name"
-            params[f"{call}.arguments_json"] = f"{made_of}.function.arguments"
+            is_custom = isinstance((message.tool_calls or ())[j], CustomToolCall)
+            kind, arguments = ("custom", "input") if is_custom else ("function", "arguments")
+            params[f"{call}.name"] = f"{made_of}.{kind}.name"
+            params[f"{call}.arguments_json"] = f"{made_of}.{kind}.{arguments}"
     return params | picture_params("messages", body.messages)
 
 
@@ -176,14 +180,16 @@ def chat_completion(answer: Generation, created: int, wanted: Wanted) -> dict[st
     return made
 
 
-def tool_call_dict(call: ToolCall) -> dict[str, Any]:
-    """A call as it stands in a message."""
+def tool_call_dict(call: ToolCall, custom_tools: Collection[str] = ()) -> dict[str, Any]:
+    """A call as it stands in a message. `custom_tools` are the names of the tools of that type."""
+    if call.name in custom_tools:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call)}}
     function = {"name": call.name, "arguments": call.arguments_json}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def _choice(output: Output, wanted: Wanted) -> dict[str, Any]:
-    calls = [tool_call_dict(call) for call in output.tool_calls]
+    calls = [tool_call_dict(call, wanted.custom_tools) for call in output.tool_calls]
     message: dict[str, Any] = {
         "role": "assistant",
         "content": output.text if output.text or not calls else None,
@@ -284,7 +290,8 @@ class ChatChunks:
         first = self._num_calls.get(event.index, 0)
         self._num_calls[event.index] = first + len(event.tool_calls)
         calls = [
-            {"index": number, **tool_call_dict(call)} for number, call in enumerate(event.tool_calls, first)
+            {"index": number, **tool_call_dict(call, self._wanted.custom_tools)}
+            for number, call in enumerate(event.tool_calls, first)
         ]
         return json_bytes(calls).decode()
 
@@ -310,7 +317,6 @@ PREFIX = "chatcmpl"
 async def chat(request: Request) -> Response:
     """Continue a conversation."""
     call, body, backend = call_of(request), await read_body(request, ChatBody), front_of(request).backend
-    name_params(request.scope, lambda: chat_params(body))
     facts = await backend.facts(call)
     ignored_in(request.scope).update(chat_ignored(body, facts))
     if has_pictures(body.messages):
@@ -318,12 +324,14 @@ async def chat(request: Request) -> Response:
         options = await asyncio.to_thread(chat_options, body, facts)
     else:
         options = chat_options(body, facts)
+    name_params(request.scope, lambda: chat_params(body))
     options["request_id"] = f"{PREFIX}-{body.request_id or call.number}"
     needs_texts = body.logprobs or body.prompt_logprobs is not None
     vocabulary = await backend.vocabulary(call) if needs_texts else None
     wanted = Wanted(
         reasoning=body.include_reasoning is not False,
         token_ids=bool(body.return_token_ids),
+        custom_tools=frozenset(tool.custom.name for tool in body.tools or () if isinstance(tool, CustomTool)),
         vocabulary=vocabulary,
         text_tokens=None
         if vocabulary is None or body.return_token_ids

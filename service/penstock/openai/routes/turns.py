@@ -5,11 +5,13 @@ a request tells the model's chat template about how much the model shall think.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.client import ChatMessage, Image, Tool, ToolCall
 from penstock.openai.backend import ModelFacts
 from penstock.openai.failures import invalid_value, missing, unsupported_value
+from penstock.openai.routes.custom_tools import custom_call, custom_tool, pattern_of
 from penstock.openai.schemas import chat as schemas
 
 SWITCHES = ("enable_thinking", "thinking")
@@ -79,34 +81,76 @@ def ignored_of(messages: Sequence[schemas.Message], facts: ModelFacts, chat_temp
     return {"messages[].name"} if has_names else set()
 
 
-def tools_of(tools: Sequence[schemas.Tool]) -> list[Tool]:
-    """The functions that the model may call."""
-    return [
-        Tool(
+def tools_of(tools: Sequence[schemas.AnyTool]) -> list[Tool]:
+    """The tools that the model may call. Raises ApiError, with the field, for a grammar that cannot be
+    enforced.
+    """
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+
+
+def _tool(tool: schemas.AnyTool, where: str) -> Tool:
+    if isinstance(tool, schemas.Tool):
+        return Tool(
             name=tool.function.name,
             description=tool.function.description or "",
             parameters=tool.function.parameters,
             strict=bool(tool.function.strict),
         )
-        for tool in tools
-    ]
+    form, where = tool.custom.format, f"{where}.custom.format"
+    if form is None or form.type == "text":
+        if form is not None and form.grammar is not None:
+            raise invalid_value(f"{where}.grammar", 'it goes with the type "grammar".')
+        return custom_tool(tool.custom.name, tool.custom.description, None)
+    if form.grammar is None:
+        raise missing(f"{where}.grammar")
+    pattern = pattern_of(form.grammar.syntax, form.grammar.definition, f"{where}.grammar.syntax")
+    return custom_tool(tool.custom.name, tool.custom.description, pattern)
 
 
-def choice_of(choice: str | schemas.NamedToolChoice | None, names: Sequence[str]) -> str | None:
-    """The client's `tool_choice`. `names` are those of the tools. Raises ApiError for a name that no tool
-    has.
-    """
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """The tools that a request offers to the model, and which of them it must call."""
+
+    tools: tuple[Tool, ...]
+    indices: tuple[int, ...]
+    """Where each of them stands in the request."""
+    choice: str | None
+    """The client's `tool_choice`."""
+
+
+def offered_of(tools: Sequence[schemas.AnyTool], choice: schemas.ToolChoice | None) -> Offered:
+    """The tools that a choice leaves. Raises ApiError for a name that no tool has."""
+    made = tools_of(tools)
+    names = [tool.name for tool in made]
+    everything = tuple(range(len(made)))
     if choice is None or isinstance(choice, str):
-        return choice
-    return named_choice(choice.function.name, names, "tool_choice.function.name")
+        return Offered(tuple(made), everything, choice)
+    if not isinstance(choice, schemas.AllowedTools):
+        return Offered(
+            tuple(made), everything, named_choice(choice.name, names, _named(choice, "tool_choice"))
+        )
+    for i, allowed in enumerate(choice.allowed_tools.tools):
+        check_name(allowed.name, names, _named(allowed, f"tool_choice.allowed_tools.tools[{i}]"))
+    left = {allowed.name for allowed in choice.allowed_tools.tools}
+    indices = tuple(i for i in everything if names[i] in left)
+    return Offered(tuple(made[i] for i in indices), indices, choice.allowed_tools.mode)
+
+
+def _named(tool: schemas.NamedToolChoice | schemas.NamedCustomTool, where: str) -> str:
+    return f"{where}.{tool.type}.name"
+
+
+def check_name(name: str, names: Collection[str], param: str) -> None:
+    """Raise ApiError for the name of a tool, which the field `param` has, if no tool has it."""
+    if name not in names:
+        raise invalid_value(param, f"none of the tools is named {name[:80]!r}.")
 
 
 def named_choice(name: str, names: Sequence[str], param: str) -> str:
     """The client's `tool_choice` for this function, which the field `param` names. Raises ApiError for a
     function that is none of the tools, or that is named as a general choice is.
     """
-    if name not in names:
-        raise invalid_value(param, f"none of the tools is named {name[:80]!r}.")
+    check_name(name, names, param)
     if name in CHOICES:
         raise unsupported_value(param, f"a tool named {name!r} cannot be chosen by name.")
     return name
@@ -125,17 +169,20 @@ def _turn(message: schemas.Message, where: str) -> ChatMessage:
         raise missing(f"{where}.tool_call_id")
     if message.content is None and role != "assistant":
         raise missing(f"{where}.content")
-    calls = tuple(
-        ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
-    )
     return ChatMessage(
         role="system" if role == "developer" else role,
         content=_content(message.content, f"{where}.content"),
-        tool_calls=calls,
+        tool_calls=tuple(_call(call) for call in message.tool_calls or ()),
         tool_call_id=message.tool_call_id or "",
         reasoning=_thought(message),
         name=message.name or "",
     )
+
+
+def _call(call: schemas.AnyToolCall) -> ToolCall:
+    if isinstance(call, schemas.CustomToolCall):
+        return custom_call(call.id, call.custom.name, call.custom.input)
+    return ToolCall(call.id, call.function.name, call.function.arguments)
 
 
 def _thought(message: schemas.Message) -> str:

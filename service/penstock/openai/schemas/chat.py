@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from penstock.openai.schemas.base import IGNORED, Body
 from penstock.openai.schemas.sampling import LACKING, NEUTRAL_LACKING, SamplingBody
@@ -26,11 +26,6 @@ _OF_PARTS = {
 _OF_MESSAGES = {
     "audio": _TEXT_ONLY,
     "function_call": "it is deprecated: use tool_calls",
-}
-_OF_TOOLS = {
-    "tools.custom": "functions are the only tools",
-    "tool_choice.custom": "functions are the only tools",
-    "tool_choice.allowed_tools": "give only these tools",
 }
 
 
@@ -74,6 +69,36 @@ class ToolCall(Body):
     function: FunctionCall
 
 
+class CustomCall(Body):
+    """The call of a custom tool, with the text that the model wrote for it."""
+
+    name: str
+    input: str
+
+
+class CustomToolCall(Body):
+    """A call of a custom tool in a turn of the assistant."""
+
+    kept: ClassVar[frozenset[str]] = ToolCall.kept
+
+    id: str
+    type: Literal["custom"]
+    custom: CustomCall
+
+
+def _kind(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def _tag(value: Any) -> str:
+    return "<custom>" if _kind(value) == "custom" else "<function>"
+
+
+AnyToolCall = Annotated[
+    Annotated[ToolCall, Tag("<function>")] | Annotated[CustomToolCall, Tag("<custom>")], Discriminator(_tag)
+]
+
+
 class Message(Body):
     """One turn of the conversation. Which fields may go with which role is checked when it is converted."""
 
@@ -85,7 +110,7 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[AnyToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     """Of a "tool" turn the function that was called, which the call says as well; of others who speaks, which
@@ -109,14 +134,48 @@ class FunctionDefinition(Body):
 
 
 class Tool(Body):
-    """A tool. Functions are the only ones."""
+    """A tool that is a function."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
+class TextGrammar(Body):
+    """What a text must match."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomFormat(Body):
+    """The form of the text that a custom tool is given."""
+
+    type: Literal["text", "grammar"]
+    grammar: TextGrammar | None = None
+
+
+class CustomDefinition(Body):
+    """A tool that is given a text."""
+
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class CustomTool(Body):
+    """A tool that is given a text."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")], Discriminator(_tag)
+]
+
+
 class FunctionName(Body):
-    """The name of a function."""
+    """The name of a function, or of a custom tool."""
 
     name: str
 
@@ -127,6 +186,56 @@ class NamedToolChoice(Body):
     type: Literal["function"]
     function: FunctionName
 
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class NamedCustomTool(Body):
+    """The custom tool that the model must call."""
+
+    type: Literal["custom"]
+    custom: FunctionName
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+
+NamedTool = Annotated[
+    Annotated[NamedToolChoice, Tag("<function>")] | Annotated[NamedCustomTool, Tag("<custom>")],
+    Discriminator(_tag),
+]
+
+
+class AllowedToolList(Body):
+    """The tools that the model may call, and whether it must call one of them."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedTools(Body):
+    """A choice that leaves some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolList
+
+
+def _choice_tag(value: Any) -> str:
+    if isinstance(value, str):
+        return "<word>"
+    return "<allowed_tools>" if _kind(value) == "allowed_tools" else _tag(value)
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[NamedToolChoice, Tag("<function>")]
+    | Annotated[NamedCustomTool, Tag("<custom>")]
+    | Annotated[AllowedTools, Tag("<allowed_tools>")],
+    Discriminator(_choice_tag),
+]
+
 
 class ChatBody(SamplingBody):
     """A conversation, and what is wanted of its continuation."""
@@ -136,8 +245,8 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
-    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tools: list[AnyTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -171,7 +280,6 @@ class ChatBody(SamplingBody):
         "continue_final_message": "the model always answers with a turn of its own",
         "documents": "put them into chat_template_kwargs",
         "mm_processor_kwargs": "the model's own settings for pictures are used",
-        **_OF_TOOLS,
         **{f"messages.{name}": why for name, why in _OF_MESSAGES.items()},
         **{f"messages.content.{name}": why for name, why in _OF_PARTS.items()},
     }

@@ -187,6 +187,25 @@ class FunctionCallOutputItem(Sent):
     namespace: str | None = None
 
 
+class CustomToolCallItem(Sent):
+    """A call of a custom tool, with the text that the model wrote for it."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+    id: str | None = None
+    status: Status | None = None
+    caller: Caller | None = None
+
+
+class CustomToolCallOutputItem(FunctionCallOutputItem):
+    """What the custom tool answered."""
+
+    type: Literal["custom_tool_call_output"]  # type: ignore[assignment]  # the same item of another type
+
+
 class ReasoningItem(Sent):
     """What the model thought. The first of `content`, `encrypted_content` and `summary` that is there is
     used.
@@ -201,7 +220,14 @@ class ReasoningItem(Sent):
     status: Status | None = None
 
 
-_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+_ITEM_TYPES = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+)
 
 
 def _item_tag(value: Any) -> str:
@@ -215,6 +241,8 @@ Item = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[FunctionCallItem, Tag("<function_call>")]
     | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[CustomToolCallItem, Tag("<custom_tool_call>")]
+    | Annotated[CustomToolCallOutputItem, Tag("<custom_tool_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
     | Annotated[Other, Tag("<other>")],
     Discriminator(_item_tag),
@@ -255,8 +283,32 @@ class FunctionTool(Body):
     }
 
 
-def _function_tag(value: Any) -> str:
-    return "<function>" if _type_of(value) == "function" else "<other>"
+class CustomFormat(Body):
+    """The form of the text that a custom tool is given."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(Body):
+    """A tool that is given a text."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+    path: ClassVar[str] = "tools[]."
+    ignored: ClassVar[frozenset[str]] = FunctionTool.ignored
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = FunctionTool.neutral
+    unsupported: ClassVar[Mapping[str, str]] = {"async": FunctionTool.unsupported["async"]}
+
+
+def _inner_tag(value: Any) -> str:
+    kind = _type_of(value)
+    return f"<{kind}>" if kind in ("function", "custom") else "<other>"
 
 
 class NamespaceTool(Body):
@@ -268,8 +320,10 @@ class NamespaceTool(Body):
     """The model is not shown it."""
     tools: list[
         Annotated[
-            Annotated[FunctionTool, Tag("<function>")] | Annotated[Other, Tag("<other>")],
-            Discriminator(_function_tag),
+            Annotated[FunctionTool, Tag("<function>")]
+            | Annotated[CustomTool, Tag("<custom>")]
+            | Annotated[Other, Tag("<other>")],
+            Discriminator(_inner_tag),
         ]
     ] = Field(max_length=MAX_TOOLS)
 
@@ -305,6 +359,7 @@ class BuiltInTool(Body):
 
 _TOOL_TAGS = {
     "function": "<function>",
+    "custom": "<custom>",
     "namespace": "<namespace>",
     **dict.fromkeys(get_args(BuiltIn), "<built-in>"),
 }
@@ -317,6 +372,7 @@ def _tool_tag(value: Any) -> str:
 
 Tool = Annotated[
     Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[CustomTool, Tag("<custom>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
     | Annotated[BuiltInTool, Tag("<built-in>")]
     | Annotated[Other, Tag("<other>")],
@@ -324,20 +380,45 @@ Tool = Annotated[
 ]
 
 
-class NamedFunction(Body):
-    """The function that the model must call."""
+class NamedTool(Body):
+    """The function or the custom tool that the model must call."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
+class AllowedTools(Body):
+    """A choice that leaves some of the tools, and says whether one of them must be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[
+        Annotated[
+            Annotated[NamedTool, Tag("<named>")]
+            | Annotated[BuiltInTool, Tag("<built-in>")]
+            | Annotated[Other, Tag("<other>")],
+            Discriminator(lambda value: _allowed_tag(value)),
+        ]
+    ] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+def _allowed_tag(value: Any) -> str:
+    tag = _tool_tag(value)
+    return {"<function>": "<named>", "<custom>": "<named>", "<namespace>": "<other>"}.get(tag, tag)
+
+
 def _choice_tag(value: Any) -> str:
-    return "<word>" if isinstance(value, str) else _function_tag(value)
+    if isinstance(value, str):
+        return "<word>"
+    if _type_of(value) == "allowed_tools":
+        return "<allowed_tools>"
+    return "<other>" if _inner_tag(value) == "<other>" else "<named>"
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-    | Annotated[NamedFunction, Tag("<function>")]
+    | Annotated[NamedTool, Tag("<named>")]
+    | Annotated[AllowedTools, Tag("<allowed_tools>")]
     | Annotated[Other, Tag("<other>")],
     Discriminator(_choice_tag),
 ]

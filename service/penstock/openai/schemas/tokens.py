@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from penstock.openai.schemas.base import NEUTRAL, RequestBody
-from penstock.openai.schemas.chat import Message, Tool
+from penstock.openai.schemas.chat import AnyTool, Message
 
 
 class TokenizeBody(RequestBody):
@@ -21,7 +21,7 @@ class TokenizeBody(RequestBody):
     add_special_tokens: bool | None = None
     """By default true for a text, and false for a conversation, whose template writes them."""
     return_token_strs: bool | None = None
-    tools: list[Tool] | None = None
+    tools: list[AnyTool] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Literal[True] | None = None

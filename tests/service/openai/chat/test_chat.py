@@ -8,12 +8,13 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletionChunk
+from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageCustomToolCall
 from pydantic import BaseModel
 
 from tests.service.codecs import CALL, END_CALL, END_THINK, QWEN_VOCAB, THINK, qwen_codec
 from tests.service.openai.chat import shapes
 from tests.service.openai.rig import FrontRig, front_rig
+from tests.service.openai.test_openapi import against
 from tests.service.rig import fake, until
 from tests.support.models.byte_text import EOS
 
@@ -162,6 +163,27 @@ async def test_calls_of_tools() -> None:
         assert all(call.id and call.type == "function" for call in made)
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     assert [call.index for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()] == [0, 1]
+
+
+async def test_calls_of_custom_tools() -> None:
+    """openai has no type of such a call in a chunk, so it is looked at as it comes."""
+    tools: Any = [{"type": "custom", "custom": {"name": "f"}}]
+    written = calls('\n{"name": "f", "arguments": {"input": "a\\n\\"b"}}\n')
+    async with front_rig(thinking(*written, prompt=TOOL_PROMPT)) as rig:
+        whole = (await post(rig, tools=tools)).json()
+        document = (await rig.http.get("/openapi.json")).json()
+        streamed = (await post(rig, tools=tools, stream=True)).text
+    against(document, "ChatCompletion", whole)
+    made: Any = shapes.chat_completion(whole).choices[0].message.tool_calls
+    (call,) = made
+    assert isinstance(call, ChatCompletionMessageCustomToolCall)
+    assert (call.custom.name, call.custom.input) == ("f", 'a\n"b')
+    choices = [
+        json.loads(line[6:])["choices"][0] for line in streamed.splitlines() if line.startswith("data: {")
+    ]
+    (piece,) = (made for choice in choices for made in choice["delta"].get("tool_calls", ()))
+    assert piece == {"index": 0, **call.model_dump(), "id": piece["id"]}
+    assert choices[-1]["finish_reason"] == "tool_calls"
 
 
 async def test_the_result_of_a_tool_goes_back() -> None:

@@ -197,8 +197,43 @@ def test_tools_and_the_choice_of_one() -> None:
     named = {"type": "function", "function": {"name": "get_weather"}}
     options = asked(tools=[WEATHER], tool_choice=named, parallel_tool_calls=False)
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
-    assert options["tools"] == [Tool("get_weather", "The weather.", parameters, strict=True)]
+    assert options["tools"] == (Tool("get_weather", "The weather.", parameters, strict=True),)
     assert (options["tool_choice"], options["parallel_tool_calls"]) == ("get_weather", False)
+
+
+def test_a_custom_tool_is_a_function_with_one_text() -> None:
+    """For the model, which knows functions only."""
+    grammar = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "a|b"}}
+    custom = {"type": "custom", "custom": {"name": "run", "description": "Runs it.", "format": grammar}}
+    call = {"id": "c1", "type": "custom", "custom": {"name": "run", "input": 'say "é"'}}
+    body = {
+        "tools": [WEATHER, custom],
+        "tool_choice": {"type": "custom", "custom": {"name": "run"}},
+        "messages": [*HI, {"role": "assistant", "tool_calls": [call]}],
+    }
+    options, params = asked(**body), chat_params(chat_body(**body))
+    schema = {
+        "type": "object",
+        "properties": {"input": {"type": "string", "pattern": "^(?:a|b)$"}},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+    assert (options["tools"] or ())[1] == Tool("run", "Runs it.", schema, strict=True)
+    assert options["tool_choice"] == "run"
+    made = ToolCall("c1", "run", '{"input": "say \\"é\\""}')
+    assert (options["messages"] or ())[1] == ChatMessage("assistant", "", (made,))
+    assert params["chat.tools[1].parameters_json"] == "tools[1].custom.format"
+    assert params["chat.messages[1].tool_calls[0].name"] == "messages[1].tool_calls[0].custom.name"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_the_tools_that_are_allowed_are_offered(mode: str) -> None:
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "look"}}]}
+    body = {"tools": [WEATHER, LOOSE], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    options = asked(**body)
+    assert options["tools"] == (Tool("look"),)
+    assert options["tool_choice"] == mode
+    assert chat_params(chat_body(**body))["chat.tools[0].name"] == "tools[1].function.name"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,25 @@ TOOL = {
     "parameters": SCHEMA,
     "strict": True,
 }
+CUSTOM = {"type": "custom", "name": "run", "description": "Runs code."}
 FORMAT = {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}
+
+
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    """A choice that leaves the functions of these names."""
+    tools = [{"type": "function", "name": name} for name in names]
+    return {"type": "allowed_tools", "mode": mode, "tools": tools}
+
+
+def text_tool(**text: Any) -> Tool:
+    """The function that stands for `CUSTOM`, if its text is so."""
+    schema = {
+        "type": "object",
+        "properties": {"input": {"type": "string", **text}},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+    return Tool("run", "Runs code.", schema, strict=True)
 
 
 def options(**fields: Any) -> dict[str, Any]:
@@ -82,6 +100,25 @@ def options(**fields: Any) -> dict[str, Any]:
             {"tools": [TOOL], "tool_choice": {"type": "function", "name": "get_weather"}},
             {"tool_choice": "get_weather"},
         ),
+        (
+            {"tools": [CUSTOM], "tool_choice": {"type": "custom", "name": "run"}},
+            {"tools": [text_tool()], "tool_choice": "run"},
+        ),
+        (
+            {"tools": [{**CUSTOM, "format": {"type": "grammar", "syntax": "regex", "definition": "a|b"}}]},
+            {"tools": [text_tool(pattern="^(?:a|b)$")]},
+        ),
+        (
+            {"tools": [TOOL, CUSTOM], "tool_choice": allowed("run", mode="required")},
+            {"tools": [text_tool()], "tool_choice": "required"},
+        ),
+        (
+            {"tools": [TOOL, CUSTOM], "tool_choice": allowed("run", "get_weather")},
+            {
+                "tools": [Tool("get_weather", "Tells it.", SCHEMA, strict=True), text_tool()],
+                "tool_choice": "auto",
+            },
+        ),
     ],
 )
 def test_a_field_becomes_an_option(fields: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -115,11 +152,35 @@ def test_what_agents_always_send_changes_nothing() -> None:
         ({"background": True}, "background", "unsupported_value"),
         ({"include": ["file_search_call.results"]}, "include[0]", "unsupported_value"),
         ({"tools": [{"type": "telepathy"}]}, "tools[0].type", "unsupported_value"),
-        ({"tools": [TOOL, {"type": "custom", "name": "x"}]}, "tools[1].type", "unsupported_value"),
         (
-            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-            "tool_choice.type",
+            {
+                "tools": [
+                    {**CUSTOM, "format": {"type": "grammar", "syntax": "lark", "definition": "start: A"}}
+                ]
+            },
+            "tools[0].format.syntax",
             "unsupported_value",
+        ),
+        (
+            {"tools": [TOOL, {**CUSTOM, "format": {"type": "grammar", "syntax": "regex"}}]},
+            "tools[1].format.definition",
+            "missing_required_parameter",
+        ),
+        (
+            {"tools": [{**CUSTOM, "format": {"type": "text", "syntax": "regex"}}]},
+            "tools[0].format.syntax",
+            "invalid_value",
+        ),
+        ({"tools": [TOOL], "tool_choice": allowed("get")}, "tool_choice.tools[0].name", "invalid_value"),
+        (
+            {"tools": [TOOL], "tool_choice": {**allowed(), "tools": [{"type": "telepathy"}]}},
+            "tool_choice.tools[0].type",
+            "unsupported_value",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {**allowed(mode="required"), "tools": [{"type": "mcp"}]}},
+            "tool_choice.tools",
+            "invalid_value",
         ),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}},
@@ -173,7 +234,10 @@ def test_strict_tools_may_be_called_beside_a_format() -> None:
     assert made["tools"] is not None
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
+@pytest.mark.parametrize(
+    "choice",
+    ["required", {"type": "function", "name": "get_weather"}, allowed("get_weather", mode="required")],
+)
 def test_a_call_that_is_required_decides_and_not_the_format(choice: Any) -> None:
     """Instructor sends one schema as both."""
     fields = {"tools": [TOOL], "tool_choice": choice, "text": {"format": FORMAT}}
@@ -209,3 +273,6 @@ def test_paths_of_the_contract_lead_back_to_fields() -> None:
     assert params["sampling.temperature"] == "temperature"
     assert params["constraint.json_schema"] == "text.format.schema"
     assert params["chat.tools[0].parameters_json"] == "tools[0].parameters"
+    left = {"tools": [TOOL, CUSTOM], "tool_choice": allowed("run")}
+    params = response_params(ResponsesBody.model_validate({"model": "demo", "input": "hi", **left}))
+    assert params["chat.tools[0].parameters_json"] == "tools[1].format"

@@ -94,6 +94,8 @@ async def test_what_was_sent_is_listed_with_the_fields_that_openais_types_have(r
         {"role": "assistant", "content": "Hello."},
         {"type": "function_call", "call_id": "c", "name": "get", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "28"},
+        {"type": "custom_tool_call", "call_id": "d", "name": "run", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": "28"},
     ]
     made = await say(rig, sent)
     items = [item async for item in rig.openai.responses.input_items.list(made.id, order="asc")]
@@ -101,7 +103,7 @@ async def test_what_was_sent_is_listed_with_the_fields_that_openais_types_have(r
         told = item.model_dump(exclude_none=True)
         TypeAdapter(ResponseItem).validate_python(told)
         assert {**told, **given, "content": told.get("content")} == {"content": None, **told}
-    assert len({item.id for item in items}) == 5
+    assert len({item.id for item in items}) == len(sent)
 
 
 @pytest.mark.parametrize("fields", [{"store": False}, {"max_output_tokens": 2, "store": True}])

@@ -103,6 +103,40 @@ async def test_codex_calls_a_function_of_a_namespace_and_goes_on(streams: bool) 
         assert [tool.type for tool in last.tools] == ["function", "namespace"]
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("space", [None, "lab"])
+async def test_a_custom_tool_is_given_a_text_and_answers(streams: bool, space: str | None) -> None:
+    text = 'print("é")\n'
+    name = "run" if space is None else f"{space}__run"
+    tool: dict[str, Any] = {"type": "custom", "name": "run", "description": "Runs code."}
+    tools = [tool] if space is None else [{"type": "namespace", "name": space, "tools": [tool]}]
+    arguments = json.dumps({"input": text}, ensure_ascii=False)
+    asked = f"T:{name}|u:hi|a:"
+    called = f"<tool_call>{name}{arguments}</tool_call>|t:28={name}|a:"
+    scripts = {
+        asked: f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>',
+        asked + called: "Done.",
+    }
+    async with front_rig(scripted(scripts)) as rig:
+
+        async def answer(items: list[Any]) -> Any:
+            fields = {"model": "fake", "input": items, "stream": streams, "tools": tools}
+            reply = await rig.http.post("/v1/responses", json=fields)
+            assert reply.status_code == 200, reply.text
+            return accumulated(events_of(reply.text)) if streams else reply.json()
+
+        items: list[Any] = [{"role": "user", "content": "hi"}]
+        response = await answer(items)
+        assert response["tools"][0]["type"] == ("custom" if space is None else "namespace")
+        (item,) = response["output"]
+        typed = Response.model_validate(response).output[0]
+        assert typed.type == "custom_tool_call"
+        assert (typed.input, typed.name, typed.namespace) == (text, "run", space)
+        output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "28"}
+        last = Response.model_validate(await answer([*items, item, output]))
+        assert last.output_text == "Done."
+
+
 @pytest.mark.parametrize("tool", BUILT_IN, ids=lambda tool: str(tool["type"]))
 def test_tools_that_are_built_in_are_passed_over(tool: dict[str, Any]) -> None:
     further = {**tool, "filters": {"a": [1]}, "name": "f"}
@@ -113,10 +147,9 @@ def test_tools_that_are_built_in_are_passed_over(tool: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("tools", "param", "code"),
     [
-        ([{"type": "custom", "name": "x"}], "tools[0].type", "unsupported_value"),
         ([{"type": "telepathy"}], "tools[0].type", "unsupported_value"),
         (
-            [FUNCTION, {**namespace("a"), "tools": [FUNCTION, {"type": "custom", "name": "x"}]}],
+            [FUNCTION, {**namespace("a"), "tools": [FUNCTION, {"type": "telepathy"}]}],
             "tools[1].tools[1].type",
             "unsupported_value",
         ),

@@ -8,13 +8,15 @@ log-probabilities make them large. Those are of the text of messages only.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from penstock.client import ToolCall
 from penstock.openai.jsonbytes import json_string
+from penstock.openai.routes.custom_tools import input_of
 from penstock.openai.schemas.responses import carried
 
+_FUNCTION_CALL = ("fc", "function_call", "arguments")
 json_text = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 """Any value as JSON in ASCII, so that nothing in it ends a line of the stream. Raises ValueError for NaN."""
 
@@ -88,11 +90,14 @@ class OutputItems:
         *,
         carries_reasoning: bool = False,
         names: Mapping[str, Mapping[str, str]] | None = None,
+        custom_tools: Collection[str] = (),
     ) -> None:
         """`number` makes the ids of items unique. With `carries_reasoning` items of reasoning have
-        `encrypted_content`. `names` has the fields that name a function whose name is not the model's.
+        `encrypted_content`. `names` has the fields that name a function whose name is not the model's, and
+        `custom_tools` the names by which the model knows tools of that type.
         """
         self._names = names or {}
+        self._custom_tools = custom_tools
         self._number = number
         self._events = events
         self._carries_reasoning = carries_reasoning
@@ -138,26 +143,27 @@ class OutputItems:
         """Add a call, which comes whole."""
         said = self.end("completed")
         index = len(self.items)
+        is_custom = call.name in self._custom_tools
+        prefix, kind, field = ("ctc", "custom_tool_call", "input") if is_custom else _FUNCTION_CALL
+        value = input_of(call) if is_custom else call.arguments_json
         item = {
-            "id": self._id("fc"),
-            "type": "function_call",
+            "id": self._id(prefix),
+            "type": kind,
             "status": "in_progress",
             "call_id": call.id,
             "name": call.name,
             **self._names.get(call.name, {}),
-            "arguments": "",
+            field: "",
         }
         place = {"item_id": item["id"], "output_index": index}
-        done = json_text({**item, "status": "completed", "arguments": call.arguments_json})
+        done = json_text({**item, "status": "completed", field: value})
         self.items.append(done)
         return "".join(
             (
                 said,
                 self._item_event("added", index, json_text(item)),
-                self._events.event("function_call_arguments.delta", {**place, "delta": call.arguments_json}),
-                self._events.event(
-                    "function_call_arguments.done", {**place, "arguments": call.arguments_json}
-                ),
+                self._events.event(f"{kind}_{field}.delta", {**place, "delta": value}),
+                self._events.event(f"{kind}_{field}.done", {**place, field: value}),
                 self._item_event("done", index, done),
             )
         )

@@ -9,7 +9,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.client import JsonObject, RequestOptions, Tool
+from penstock.client import JsonObject, RequestOptions
 from penstock.client.generation.options import Constraint
 from penstock.openai.backend import ModelFacts
 from penstock.openai.calls import call_of
@@ -29,11 +29,11 @@ from penstock.openai.generation.options import (
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, late_error, sse
 from penstock.openai.routes.responses.stored import check_sizes, kept_of, previous_of
-from penstock.openai.routes.responses.tools import functions_of, ignored_tools
+from penstock.openai.routes.responses.tools import ignored_tools, offered_of
 from penstock.openai.routes.responses.turns import has_pictures, turn_params, turns_of
 from penstock.openai.routes.responses.writing import Asked, read_response, response_events, whole_response
-from penstock.openai.routes.turns import named_choice, template_options, variables_of_effort
-from penstock.openai.schemas.responses import Item, NamedFunction, ResponsesBody, TextFormat
+from penstock.openai.routes.turns import template_options, variables_of_effort
+from penstock.openai.schemas.responses import AllowedTools, CustomTool, Item, ResponsesBody, TextFormat
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -46,16 +46,8 @@ def response_options(body: ResponsesBody, facts: ModelFacts, previous: Sequence[
     to tell.
     """
     _check_values(body)
-    tools = [
-        Tool(
-            name=function.flat_name,
-            description=function.tool.description or "",
-            parameters=function.tool.parameters,
-            strict=bool(function.tool.strict),
-        )
-        for function in functions_of(body.tools)
-    ]
-    choice = _choice(body, [tool.name for tool in tools])
+    functions, choice = offered_of(body.tools, body.tool_choice)
+    tools = [function.offered() for function in functions]
     options = generation_options(body, facts.vocab_size)
     field = constraint_field(body, _format_field(body))
     options["constraint"] = form_beside_tools(_constraint(body), field, tools, choice)
@@ -86,8 +78,9 @@ def response_ignored(body: ResponsesBody, facts: ModelFacts, *, keeps: bool = Fa
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort and not variables_of_effort(effort, facts.template_variables):
         ignored.add("reasoning.effort")
-    form = body.text.format if body.text is not None else None
-    if form is not None and form.type != "text" and requires_call(body.tool_choice):
+    form, choice = body.text.format if body.text is not None else None, body.tool_choice
+    mode = choice.mode if isinstance(choice, AllowedTools) else choice
+    if form is not None and form.type != "text" and requires_call(mode):
         ignored.add("text.format")
     return ignored
 
@@ -108,9 +101,11 @@ def response_params(body: ResponsesBody, previous: Sequence[Item] = ()) -> dict[
         "output.logprobs": "top_logprobs",
         "context": "truncation",
     }
-    for i, function in enumerate(functions_of(body.tools)):
+    functions, _ = offered_of(body.tools, body.tool_choice)
+    for i, function in enumerate(functions):
+        schema = "format" if isinstance(function.tool, CustomTool) else "parameters"
         params[f"chat.tools[{i}]"] = function.path
-        params[f"chat.tools[{i}].parameters_json"] = f"{function.path}.parameters"
+        params[f"chat.tools[{i}].parameters_json"] = f"{function.path}.{schema}"
     return params
 
 
@@ -128,17 +123,6 @@ def _check_values(body: ResponsesBody) -> None:
     for i, name in enumerate(body.include or ()):
         if name not in _INCLUDABLE:
             raise unsupported_value(f"include[{i}]", f"answers can include {' and '.join(_INCLUDABLE)}.")
-
-
-def _choice(body: ResponsesBody, names: Sequence[str]) -> str | None:
-    choice = body.tool_choice
-    if choice is None or isinstance(choice, str):
-        return choice
-    if not isinstance(choice, NamedFunction):
-        raise unsupported_value(
-            "tool_choice.type", f"the type {choice.type[:40]!r} is not taken; choose a function."
-        )
-    return named_choice(choice.name, names, "tool_choice.name")
 
 
 def _constraint(body: ResponsesBody) -> Constraint | None:
@@ -179,17 +163,17 @@ async def create_response(request: Request) -> Response:
     call, front = call_of(request), front_of(request)
     backend = front.backend
     body = await read_body(request, ResponsesBody)
-    name_params(request.scope, lambda: response_params(body))
     facts = await backend.facts(call)
     previous = await previous_of(front, call.key, body.previous_response_id)
     check_sizes(previous, body.input)
-    name_params(request.scope, lambda: response_params(body, previous.items))
     ignored_in(request.scope).update(response_ignored(body, facts, keeps=front.store is not None))
     if has_pictures(body.input) or has_pictures(previous.items):
         # Base64 of megabytes is read in a thread, so that other requests do not wait for it.
         options = await asyncio.to_thread(response_options, body, facts, previous.items)
     else:
         options = response_options(body, facts, previous.items)
+    params = partial(response_params, body, previous.items)
+    name_params(request.scope, params)
     wants_logprobs = options["logprobs"] is not None
     asked = Asked(
         body=body,

@@ -35,7 +35,14 @@ from penstock.openai.schemas.responses import MAX_ITEMS, Item, MessageItem, Reas
 from penstock.openai.store import Kept, ResponseStore
 
 _ITEMS: Final = TypeAdapter(list[Item])
-_PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES: Final = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 _OFF: Final = "responses are not kept: start the front with --store"
 _PAGE: Final = 20
 _MOST_PER_PAGE: Final = 100

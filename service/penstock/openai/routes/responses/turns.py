@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 
 from penstock.client import ChatMessage, Image, ToolCall
 from penstock.openai.failures import invalid_value, unsupported_value
+from penstock.openai.routes.custom_tools import custom_call
 from penstock.openai.routes.responses.tools import flat_name
 from penstock.openai.routes.turns import joined, part_params, picture_of
 from penstock.openai.schemas.responses import (
+    CustomToolCallItem,
     FunctionCallItem,
     FunctionCallOutputItem,
     InputImage,
@@ -155,7 +157,12 @@ def _add(turns: list[_AssistantTurn | _OtherTurn], at: str, item: Item) -> None:
                 turns.append(last := _AssistantTurn(at))
             last.calls.append(ToolCall(item.call_id, flat_name(item.namespace, item.name), item.arguments))
             last.call_items.append(at)
-        case FunctionCallOutputItem():
+        case CustomToolCallItem():
+            if last is None:
+                turns.append(last := _AssistantTurn(at))
+            last.calls.append(custom_call(item.call_id, flat_name(item.namespace, item.name), item.input))
+            last.call_items.append(at)
+        case FunctionCallOutputItem():  # and what a custom tool answered
             output = _text(item.output, f"{at}.output")
             turns.append(_OtherTurn(at, ChatMessage("tool", output, tool_call_id=item.call_id)))
         case Other():

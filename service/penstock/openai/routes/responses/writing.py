@@ -28,10 +28,10 @@ from penstock.openai.failures import ApiError
 from penstock.openai.generation.frames import finish_reason
 from penstock.openai.generation.logprobs import Bound, TextTokens, chat_logprobs
 from penstock.openai.routes.responses.items import EventWriter, OutputItems, json_text
-from penstock.openai.routes.responses.tools import names_of
+from penstock.openai.routes.responses.tools import custom_names, names_of
 from penstock.openai.schemas.responses import (
     BuiltInTool,
-    NamedFunction,
+    CustomTool,
     NamespaceTool,
     Other,
     ResponsesBody,
@@ -166,9 +166,9 @@ def _format(form: TextFormat | None) -> dict[str, Any]:
 
 def _choice(body: ResponsesBody) -> Any:
     choice = body.tool_choice
-    if isinstance(choice, NamedFunction):
-        return {"type": choice.type, "name": choice.name}
-    return choice or "auto"
+    if choice is None or isinstance(choice, str):
+        return choice or "auto"
+    return choice.model_dump(exclude_none=True)
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
@@ -176,6 +176,9 @@ def _tool(tool: Tool) -> dict[str, Any]:
     if isinstance(tool, NamespaceTool):
         inner = [_tool(function) for function in tool.tools]
         return {"type": tool.type, "name": tool.name, "description": tool.description or "", "tools": inner}
+    if isinstance(tool, CustomTool):
+        form = {"type": "text"} if tool.format is None else tool.format.model_dump(exclude_none=True)
+        return {"type": tool.type, "name": tool.name, "description": tool.description, "format": form}
     return {
         "type": tool.type,
         "name": tool.name,
@@ -200,6 +203,7 @@ class ResponseWriter:
             self._events,
             carries_reasoning=asked.carries_reasoning,
             names=names_of(asked.body.tools),
+            custom_tools=custom_names(asked.body.tools),
         )
         self._tokens: TextTokens | None = None
         if asked.vocabulary is not None:
@@ -328,8 +332,8 @@ async def response_events(
     late: Callable[[PenstockClientError | ApiError], ApiError],
     keep: Callable[[str], Awaitable[None]],
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a response, as they go over the wire. `late` makes what the client is told of an error, and
-    `keep` is given the JSON of the response before the last event tells that it is whole.
+    """The events of a response, as they go over the wire. `late` makes what the client is told of an error,
+    and `keep` is given the JSON of the response before the last event tells that it is whole.
 
     Raises the client's errors before the first event. A failure after it is told by the event
     "response.failed", which is then the last one.
