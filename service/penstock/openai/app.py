@@ -31,7 +31,7 @@ from penstock.openai.routes.models import list_models, show_model
 from penstock.openai.routes.page import show_page, show_page_file
 from penstock.openai.routes.rerank import PARAMS as RERANK_PARAMS
 from penstock.openai.routes.rerank import rerank, score
-from penstock.openai.routes.responses.responses import create_response
+from penstock.openai.routes.responses.responses import count_input_tokens, create_response
 from penstock.openai.routes.responses.stored import (
     QUERY_OF_ITEMS,
     QUERY_OF_ONE,
@@ -44,7 +44,7 @@ from penstock.openai.schemas.chat import ChatBody
 from penstock.openai.schemas.completions import CompletionBody, EmbeddingBody
 from penstock.openai.schemas.messages import CountTokensBody, MessagesBody
 from penstock.openai.schemas.rerank import RerankBody, ScoreBody
-from penstock.openai.schemas.responses import ResponsesBody
+from penstock.openai.schemas.responses import InputTokensBody, ResponsesBody
 from penstock.openai.schemas.tokens import DetokenizeBody, TokenizeBody
 
 PAGE: Final = (
@@ -62,6 +62,9 @@ ENDPOINTS: Final = (
     Endpoint("POST", "/v1/messages", create_message, "Anthropic's: answers messages.", MessagesBody),
     Endpoint(
         "POST", "/v1/messages/count_tokens", count_tokens, "Anthropic's: counts tokens.", CountTokensBody
+    ),
+    Endpoint(
+        "POST", "/v1/responses/input_tokens", count_input_tokens, "How long a prompt is.", InputTokensBody
     ),
     Endpoint("GET", RESPONSE, show_response, "A response that is kept.", query=QUERY_OF_ONE),
     Endpoint("DELETE", RESPONSE, delete_response, "Deletes a response that is kept."),

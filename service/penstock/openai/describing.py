@@ -183,6 +183,7 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
     ),
     "TokenCount": _always(input_tokens=_COUNT),
     "ResponseDeleted": _always(id=_TEXT, object=_word("response"), deleted=_word(True)),
+    "InputTokens": _always(object=_word("response.input_tokens"), input_tokens=_COUNT),
     "InputItems": _always(
         object=_word("list"),
         data=_list_of(_always(id=_TEXT, type=_TEXT)),
@@ -231,6 +232,7 @@ ANSWERS: Final[Mapping[str, tuple[str, str | None]]] = {
     "/v1/responses": ("Response", "ResponseEvent"),
     "/v1/messages": ("Message", "MessageEvent"),
     "/v1/messages/count_tokens": ("TokenCount", None),
+    "/v1/responses/input_tokens": ("InputTokens", None),
     "/v1/responses/{response_id}": ("Response", None),
     "DELETE /v1/responses/{response_id}": ("ResponseDeleted", None),
     "/v1/responses/{response_id}/input_items": ("InputItems", None),

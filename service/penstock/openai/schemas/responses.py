@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
-from penstock.openai.schemas.base import IGNORED, Body, OnlyFalse
+from penstock.openai.schemas.base import IGNORED, NEUTRAL, Body, OnlyFalse, RequestBody
 from penstock.openai.schemas.chat import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 from penstock.openai.schemas.sampling import LACKING, NEUTRAL_LACKING, GenerationBody
 
@@ -548,4 +548,33 @@ class ResponsesBody(GenerationBody):
         "chat_template": "the model's own template is used",
         "enable_response_messages": "items are the only form of the answer",
         "previous_input_messages": "send items as input",
+    }
+
+
+class InputTokensBody(RequestBody):
+    """A conversation as of /v1/responses, whose tokens are counted. Whatever else a request has changes
+    nothing in its prompt.
+    """
+
+    model: str | None = None
+    """Without it the served one."""
+    input: Input | None = None
+    previous_response_id: str | None = None
+    instructions: str | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's: further variables for the model's chat template."""
+
+    ignored: ClassVar[frozenset[str]] = IGNORED | {"parallel_tool_calls", "text", "truncation"}
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **NEUTRAL,
+        "parallel_tool_calls": (True,),
+        "text": ({},),
+        "truncation": ("disabled",),
+    }
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "conversation": ResponsesBody.unsupported["conversation"],
+        "personality": "the models that are served have none",
     }

@@ -106,6 +106,24 @@ async def test_what_was_sent_is_listed_with_the_fields_that_openais_types_have(r
     assert len({item.id for item in items}) == len(sent)
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"instructions": "Be brief."}, {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "none"}]
+)
+async def test_as_many_tokens_are_counted_as_the_response_has(rig: FrontRig, fields: Any) -> None:
+    first = await say(rig, "hi", store=True)
+    for asked in ({"input": "hi"}, {"input": "more", "previous_response_id": first.id}):
+        counted = await rig.openai.responses.input_tokens.count(**asked, **fields)
+        assert counted.object == "response.input_tokens"
+        made = await rig.openai.responses.create(model="fake", max_output_tokens=1, **asked, **fields)
+        assert made.usage is not None
+        assert counted.input_tokens == made.usage.input_tokens
+    wrong = [{"type": "function_call_output", "call_id": "none", "output": "28"}]
+    for items, param in (([], "input"), (wrong, "input[0].call_id")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await rig.openai.responses.input_tokens.count(**fields | {"input": items})
+        assert caught.value.param == param
+
+
 @pytest.mark.parametrize("fields", [{"store": False}, {"max_output_tokens": 2, "store": True}])
 async def test_store_says_whether_a_response_is_kept(rig: FrontRig, fields: dict[str, Any]) -> None:
     made = await say(rig, "hi", **fields)

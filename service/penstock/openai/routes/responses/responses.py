@@ -9,7 +9,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.client import JsonObject, RequestOptions
+from penstock.client import ChatOptions, JsonObject, RequestOptions, Tool
 from penstock.client.generation.options import Constraint
 from penstock.openai.backend import ModelFacts
 from penstock.openai.calls import call_of
@@ -27,17 +27,46 @@ from penstock.openai.generation.options import (
     schema_constraint,
 )
 from penstock.openai.reading import read_body
-from penstock.openai.replying import answered, late_error, sse
+from penstock.openai.replying import answered, json_response, late_error, sse
 from penstock.openai.routes.responses.stored import check_sizes, kept_of, previous_of
 from penstock.openai.routes.responses.tools import ignored_tools, offered_of
 from penstock.openai.routes.responses.turns import has_pictures, turn_params, turns_of
 from penstock.openai.routes.responses.writing import Asked, read_response, response_events, whole_response
+from penstock.openai.routes.tokens import check_model
 from penstock.openai.routes.turns import template_options, variables_of_effort
-from penstock.openai.schemas.responses import AllowedTools, CustomTool, Item, ResponsesBody, TextFormat
+from penstock.openai.schemas.responses import (
+    AllowedTools,
+    CustomTool,
+    InputTokensBody,
+    Item,
+    ResponsesBody,
+    TextFormat,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _INCLUDABLE = (LOGPROBS, ENCRYPTED_REASONING)
+
+
+def _chat_of(
+    body: ResponsesBody | InputTokensBody,
+    facts: ModelFacts,
+    previous: Sequence[Item],
+    tools: Sequence[Tool],
+    choice: str | None,
+) -> ChatOptions:
+    """The conversation that the model is given. Raises ApiError, with the field."""
+    return ChatOptions(
+        messages=turns_of(() if body.input is None else body.input, body.instructions, previous),
+        tools=tools or None,
+        tool_choice=choice,
+        template_options=template_options(
+            body.reasoning.effort if body.reasoning is not None else None,
+            facts.template_variables,
+            body.chat_template_kwargs,
+            "reasoning.effort",
+        ),
+    )
 
 
 def response_options(body: ResponsesBody, facts: ModelFacts, previous: Sequence[Item] = ()) -> RequestOptions:
@@ -48,19 +77,13 @@ def response_options(body: ResponsesBody, facts: ModelFacts, previous: Sequence[
     _check_values(body)
     functions, choice = offered_of(body.tools, body.tool_choice)
     tools = [function.offered() for function in functions]
-    options = generation_options(body, facts.vocab_size)
+    options: RequestOptions = {
+        **generation_options(body, facts.vocab_size),
+        **_chat_of(body, facts, previous, tools, choice),
+    }
     field = constraint_field(body, _format_field(body))
     options["constraint"] = form_beside_tools(_constraint(body), field, tools, choice)
-    options["messages"] = turns_of(body.input, body.instructions, previous)
-    options["tools"] = tools or None
-    options["tool_choice"] = choice
     options["parallel_tool_calls"] = body.parallel_tool_calls if tools else None
-    options["template_options"] = template_options(
-        body.reasoning.effort if body.reasoning is not None else None,
-        facts.template_variables,
-        body.chat_template_kwargs,
-        "reasoning.effort",
-    )
     options["max_tokens"] = body.max_output_tokens
     options["truncation"] = "left" if body.truncation == "auto" else "reject"
     options["logprobs"] = _num_logprobs(body)
@@ -87,19 +110,26 @@ def response_ignored(body: ResponsesBody, facts: ModelFacts, *, keeps: bool = Fa
 
 def response_params(body: ResponsesBody, previous: Sequence[Item] = ()) -> dict[str, str]:
     """From the contract's path of a field to the name of the field of this request that it was made of."""
-    params = {
+    return {
         **PARAMS,
         **constraint_params(constraint_field(body, _format_field(body))),
-        **turn_params(body.input, body.instructions, previous),
+        **_chat_params(body, previous),
+        "chat.parallel_tool_calls": "parallel_tool_calls",
+        "stopping.max_tokens": "max_output_tokens",
+        "output.logprobs": "top_logprobs",
+        "context": "truncation",
+    }
+
+
+def _chat_params(body: ResponsesBody | InputTokensBody, previous: Sequence[Item]) -> dict[str, str]:
+    """The part of that which is about the conversation."""
+    params = {
+        **turn_params(() if body.input is None else body.input, body.instructions, previous),
         "input": "input",
         "chat": "input",
         "chat.tools": "tools",
         "chat.tool_choice": "tool_choice",
-        "chat.parallel_tool_calls": "parallel_tool_calls",
         "chat.template_options_json": "chat_template_kwargs",
-        "stopping.max_tokens": "max_output_tokens",
-        "output.logprobs": "top_logprobs",
-        "context": "truncation",
     }
     functions, _ = offered_of(body.tools, body.tool_choice)
     for i, function in enumerate(functions):
@@ -205,3 +235,22 @@ async def create_response(request: Request) -> Response:
         made = whole_response(answer, asked)
     await keep(made)
     return Response(made, media_type="application/json")
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """POST /v1/responses/input_tokens."""
+    call, front = call_of(request), front_of(request)
+    body = await read_body(request, InputTokensBody)
+    await check_model(body.model, front, call)
+    facts = await front.backend.facts(call)
+    previous = await previous_of(front, call.key, body.previous_response_id)
+    check_sizes(previous, body.input or ())
+    ignored_in(request.scope).update(ignored_tools(body.tools))
+    functions, choice = offered_of(body.tools, body.tool_choice)
+    tools = [function.offered() for function in functions]
+    # Base64 of pictures may have megabytes, and is read in a thread.
+    chat = await asyncio.to_thread(_chat_of, body, facts, previous.items, tools, choice)
+    name_params(request.scope, partial(_chat_params, body, previous.items))
+    asked = front.backend.client.tokenize(timeout=call.timeout, metadata=call.metadata, **chat)
+    told = await answered(request, asked)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(told.token_ids)})
