@@ -83,7 +83,10 @@ def test_a_socket_of_the_operator_serves_the_front_too(tmp_path: Path) -> None:
 
 def test_the_front_has_the_servers_certificates_times_and_bounds() -> None:
     tls = ["--tls-cert", "c.pem", "--tls-key", "c.key", "--client-ca", "ca.pem", "--openai-host", "0.0.0.0"]
-    settings = told("--openai-port", "1", *tls, "--grace", "7", "--stall-limit", "3", "--no-access-log")
+    settings = told(
+        *("--openai-port", "1", *tls, "--grace", "7", "--stall-limit", "3", "--no-access-log"),
+        *("--openai-store", "kept.db"),
+    )
     assert settings is not None
     assert (settings.tls_cert, settings.tls_key, settings.client_ca) == (
         Path("c.pem"),
@@ -93,6 +96,7 @@ def test_the_front_has_the_servers_certificates_times_and_bounds() -> None:
     assert settings.host == "0.0.0.0"
     assert settings.grace_s > 7
     assert settings.stall_limit_s == 3
+    assert settings.store == Path("kept.db")
     assert not settings.access_log
 
 
@@ -109,6 +113,7 @@ def test_a_front_has_room_for_what_the_server_takes() -> None:
     ("arguments", "complaint"),
     [
         (["--openai-host", "::1"], "openai_host: needs an openai_port"),
+        (["--openai-store", "kept.db"], "openai_store: needs an openai_port"),
         (["--openai-port", "65536"], "openai_port: must be from 0 to 65535, not 65536"),
         (["--openai-port", "1", "--openai-host", "[::1]"], "openai_host: must be a name or an IP address"),
         (
@@ -134,6 +139,8 @@ def test_a_front_for_others_may_be_had_by_saying_so() -> None:
         (("--addr", "192.0.2.1:5"), ("--addr: ", "use --tls,", "with --insecure")),
         (("--host", "0.0.0.0"), ("--host: ", "give --tls-cert,", "with --insecure")),
         (("--stall-limit", "0"), ("--stall-limit: ",)),
+        (("--store-days", "0"), ("--store-days: ",)),
+        (("--store", "/dev/null/kept.db"), ("--store: /dev/null/kept.db cannot be used",)),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )

@@ -34,7 +34,7 @@ from penstock.openai.front import Front
 from penstock.openai.serving.logs import open_logs
 from penstock.openai.serving.protocol import BoundedProtocol, Bounds, Connections
 from penstock.openai.serving.tls import Certificate, certificate_of
-from penstock.openai.settings import Settings
+from penstock.openai.settings import Settings, SettingsError
 
 SWEEP_S: Final = 0.5
 """How often connections are looked at, in seconds."""
@@ -209,7 +209,11 @@ def main() -> None:
         os.write(pipe, READY)
         os.close(pipe)
 
-    run_worker(settings, listening, tell, parent=sys.stdin.fileno())
+    try:
+        run_worker(settings, listening, tell, parent=sys.stdin.fileno())
+    except SettingsError as error:  # of a store that cannot be used
+        log.error("%s", error)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

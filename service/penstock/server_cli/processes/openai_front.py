@@ -192,8 +192,9 @@ def front_settings(args: argparse.Namespace, options: ServerOptions) -> Settings
     """
     host, wanted, listen = args.openai_host, args.openai_port, options.listen
     if wanted is None:
-        if host is not None:
-            raise ConfigError("openai_host: needs an openai_port")
+        for name in ("openai_host", "openai_store"):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"{name}: needs an openai_port")
         return None
     if not 0 <= wanted <= 65535:
         raise ConfigError(f"openai_port: must be from 0 to 65535, not {wanted}")
@@ -220,6 +221,7 @@ def front_settings(args: argparse.Namespace, options: ServerOptions) -> Settings
         max_waiting_body_bytes=max(defaults.max_waiting_body_bytes, 4 * most_bytes),
         stall_limit_s=options.stall_limit_s,
         grace_s=options.grace_s + _LAST_REPLIES_S,
+        store=args.openai_store,
         log_format=args.log_format,
         access_log=options.access_log,
     )

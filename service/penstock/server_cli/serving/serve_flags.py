@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
@@ -122,6 +123,7 @@ class _Front:
 
     openai_port: int | None = None
     openai_host: str | None = None
+    openai_store: Path | None = None
 
 
 def _add_network(flag: AddFlag) -> None:
@@ -201,6 +203,12 @@ def _add_openai(flag: AddFlag) -> None:
         type=port,
     )
     flag("openai_host", "host of that port; default: that of --host", "HOST")
+    flag(
+        "openai_store",
+        "that process keeps responses of /v1/responses in this file, at most 1G of it and for 30 days; "
+        "default: nothing is kept",
+        "FILE",
+    )
 
 
 def _add_connections(flag: AddFlag) -> None:
