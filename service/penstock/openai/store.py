@@ -79,21 +79,19 @@ class ResponseStore:
         """The store of these settings; None if they have none. Raises SettingsError."""
         return None if settings.store is None else cls(settings)
 
-    async def keep(self, key: str, response_id: str, make: Callable[[], Kept]) -> None:
-        """Keep a response of the caller with this key, in place of one with the same id. `make` is called in
-        the thread. Raises ApiError if it cannot be kept.
+    async def keep(self, key: str, response_id: str, kept: Kept) -> None:
+        """Keep a response of the caller with this key, in place of one with the same id. Raises ApiError if
+        it cannot be kept.
         """
 
-        def kept(file: sqlite3.Connection) -> None:
-            made = make()
-            row = (self._owner(key), response_id, self._clock(), made.response, made.items)
-            self._make_room(file, len(made.response) + len(made.items))
+        def write(file: sqlite3.Connection) -> None:
+            self._make_room(file, len(kept.response) + len(kept.items))
             file.execute(
                 "INSERT OR REPLACE INTO responses (owner, id, kept_at, response, items) VALUES (?,?,?,?,?)",
-                row,
+                (self._owner(key), response_id, self._clock(), kept.response, kept.items),
             )
 
-        await self._run(kept)
+        await self._run(write)
 
     async def find(self, key: str, response_id: str) -> Kept | None:
         """The response of this id that the caller with this key has; None if there is none any more. Raises
@@ -107,7 +105,7 @@ class ResponseStore:
             ).fetchone()
             return None if row is None else Kept(*row)
 
-        return await self._run(found)
+        return await self._run(found, "BEGIN")
 
     async def forget(self, key: str, response_id: str) -> bool:
         """Delete a response of the caller with this key. Returns whether there was one. Raises ApiError if
@@ -126,14 +124,18 @@ class ResponseStore:
         self._thread.shutdown()
         self._shut()
 
-    async def _run(self, work: Callable[[sqlite3.Connection], ValueT]) -> ValueT:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._in_one_piece, work)
+    async def _run(
+        self, work: Callable[[sqlite3.Connection], ValueT], begin: str = "BEGIN IMMEDIATE"
+    ) -> ValueT:
+        """Have the thread do this work. It begins at once as one that writes, or else waits for nobody."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._in_one_piece, work, begin)
 
-    def _in_one_piece(self, work: Callable[[sqlite3.Connection], ValueT]) -> ValueT:
+    def _in_one_piece(self, work: Callable[[sqlite3.Connection], ValueT], begin: str) -> ValueT:
         """Do the work in a transaction of its own. Raises ApiError if that fails."""
         try:
             file = self._opened or self._open()
-            file.execute("BEGIN IMMEDIATE")
+            file.execute(begin)
             done = work(file)
             file.execute("COMMIT")
             return done

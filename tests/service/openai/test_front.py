@@ -246,6 +246,12 @@ async def test_unknown_paths_and_methods_have_an_envelope() -> None:
         wrong = await rig.http.delete("/v1/models")
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
         assert wrong.headers["allow"]
+        two = await rig.http.put("/v1/responses/resp_x")
+        assert (two.status_code, two.headers["allow"]) == (405, "DELETE, GET, HEAD")
+        one = await rig.http.put("/v1/responses/input_tokens")
+        assert one.headers["allow"] == "POST"
+        other = await rig.http.post("/v1/responses/compact", json={})
+        assert (other.status_code, other.json()["error"]["code"]) == (404, "unknown_url")
         page = (await rig.http.get("/metrics")).text
         assert 'endpoint="other",status="404"' in page
         assert "nothing" not in page

@@ -21,7 +21,6 @@ from tests.service.openai.responses.sent_events import accumulated, events_of
 from tests.service.openai.responses.test_serving import TOOL, scripted
 from tests.service.openai.rig import FrontRig, front_rig, fronting
 from tests.service.openai.test_openapi import against
-from tests.service.rig import WAIT_S
 
 CALL = '<tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call>'
 CALLED = 'T:get|u:hi|a:<tool_call>get{"city": "Rome"}</tool_call>|t:28=get|a:'
@@ -250,6 +249,16 @@ async def test_a_store_that_fails_fails_the_request_and_not_the_next(
     assert (await say(rig, "hi")).store is True
 
 
+async def test_a_conversation_that_is_longer_than_a_body_does_not_go_on(tmp_path: Path) -> None:
+    settings = {"store": tmp_path / "kept.db", "max_body_bytes": 2000}
+    async with front_rig(scripted(SCRIPTS), settings=settings) as rig:
+        short, long = await say(rig, "hi"), await say(rig, "a" * 1200, max_output_tokens=1)
+        assert (await say(rig, "more", previous_response_id=short.id)).output_text == "Again."
+        with pytest.raises(openai.APIStatusError) as caught:
+            await say(rig, "more", previous_response_id=long.id)
+        assert (caught.value.status_code, caught.value.param) == (413, "previous_response_id")
+
+
 def opened(file: Path, **settings: Any) -> ResponseStore:
     clock = settings.pop("clock", None)
     made = Settings(store=file, **settings)
@@ -260,13 +269,13 @@ async def test_the_oldest_leave_so_that_the_file_stays_within_its_bound(tmp_path
     most, file = 1 << 20, tmp_path / "kept.db"
     store = opened(file, store_max_bytes=most)
     for i in range(200):
-        await store.keep("k", f"r{i}", lambda: Kept(b"{}", bytes(30_000)))
+        await store.keep("k", f"r{i}", Kept(b"{}", bytes(30_000)))
         assert file.stat().st_size <= most
     there = [i for i in range(200) if await store.find("k", f"r{i}") is not None]
     assert there == list(range(there[0], 200))
     assert len(there) > 15, "much of the room is used"
     with pytest.raises(ApiError, match="larger than the store"):
-        await store.keep("k", "large", lambda: Kept(b"{}", bytes(most)))
+        await store.keep("k", "large", Kept(b"{}", bytes(most)))
     assert await store.find("k", "r199") is not None, "what cannot be kept drives nothing out"
     store.close()
 
@@ -274,13 +283,13 @@ async def test_the_oldest_leave_so_that_the_file_stays_within_its_bound(tmp_path
 async def test_old_ones_are_not_found_and_leave_the_file(tmp_path: Path) -> None:
     now, file = [1_000_000.0], tmp_path / "kept.db"
     store = opened(file, store_days=2.0, clock=lambda: now[0])
-    await store.keep("k", "old", lambda: Kept(b"{}", b"[7777777]"))
+    await store.keep("k", "old", Kept(b"{}", b"[7777777]"))
     now[0] += 2 * 86400 - 1
     assert await store.find("k", "old") is not None
     now[0] += 2
     assert await store.find("k", "old") is None
     assert not await store.forget("k", "old")
-    await store.keep("k", "new", lambda: Kept(b"{}", b"[]"))
+    await store.keep("k", "new", Kept(b"{}", b"[]"))
     store.close()
     assert b"7777777" not in file.read_bytes()
     with sqlite3.connect(file) as other:
@@ -302,15 +311,3 @@ def test_a_file_that_cannot_be_used_is_told_at_the_start(tmp_path: Path, what: s
         other.close()
     with pytest.raises(SettingsError, match=r"^store: .*kept\.db cannot be used"):
         opened(file)
-
-
-async def test_what_fails_halfway_leaves_nothing_and_the_file_in_use(tmp_path: Path) -> None:
-    file = tmp_path / "kept.db"
-    store = opened(file)
-    async with asyncio.timeout(WAIT_S):
-        await store.keep("k", "a", lambda: Kept(b"{}", b"[]"))
-        with pytest.raises(ZeroDivisionError):
-            await store.keep("k", "b", lambda: Kept(b"{}", bytes(1 // 0)))
-        assert await store.find("k", "a") is not None
-        assert await store.find("k", "b") is None
-    store.close()

@@ -218,8 +218,8 @@ async def create_response(request: Request) -> Response:
 
     async def keep(response: str) -> None:
         if front.store is not None and asked.is_kept:
-            make = partial(kept_of, response, previous, body.input, call.number)
-            await front.store.keep(call.key, asked.response_id, make)
+            kept = await asyncio.to_thread(kept_of, response, previous, body.input, call.number)
+            await front.store.keep(call.key, asked.response_id, kept)
 
     if body.stream:
         stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)

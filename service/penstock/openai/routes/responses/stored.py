@@ -67,7 +67,7 @@ class Conversation:
 
 async def previous_of(front: Front, key: str, response_id: str | None) -> Conversation:
     """The conversation up to a response of the caller with this key, its own items included. Raises ApiError
-    if there is no such response, and where none are kept.
+    if there is no such response or it is too long to go on from, and where none are kept.
     """
     if response_id is None:
         return Conversation()
@@ -77,7 +77,11 @@ async def previous_of(front: Front, key: str, response_id: str | None) -> Conver
     if kept is None:
         message = f"Previous response with id '{response_id[:200]}' not found."
         raise ApiError(400, message, INVALID, PREVIOUS, "previous_response_not_found")
-    if len(kept.items) + len(kept.response) <= INLINE_BYTES:
+    num_bytes = len(kept.items) + len(kept.response)
+    if num_bytes > front.settings.max_body_bytes:  # so what is kept cannot grow without end
+        message = f"the conversation has more than the {front.settings.max_body_bytes} bytes of a body"
+        raise ApiError(413, message, INVALID, PREVIOUS, "body_too_large")
+    if num_bytes <= INLINE_BYTES:
         return _read(kept)
     async with front.heavy:
         return await asyncio.to_thread(_read, kept)
