@@ -35,7 +35,7 @@ class Endpoint:
 
 @contextlib.contextmanager
 def demo_front(folder: Path) -> Iterator[Endpoint]:
-    """Serve the demo model to callers with a key, and OpenAI's API before it."""
+    """Serve the demo model to callers with a key, and OpenAI's API before it, which keeps responses."""
     keys = folder / "keys.json"
     added = subprocess.run(
         [sys.executable, "-m", "penstock.cli", "keys", "add", "tools", "--file", str(keys)],
@@ -47,7 +47,11 @@ def demo_front(folder: Path) -> Iterator[Endpoint]:
     (key,) = (word for word in added.stdout.split() if word.startswith("psk_tools_"))
     with (
         served_demo("--keys", str(keys), "--override-generation-config", GREEDY) as address,
-        running("penstock.cli", "openai", "--addr", address, "--port", "0", until="openai on") as (_, url),
+        running(
+            *("penstock.cli", "openai", "--addr", address, "--port", "0"),
+            *("--store", str(folder / "responses.db")),
+            until="openai on",
+        ) as (_, url),
     ):
         yield Endpoint(url.rstrip("/"), "demo", key)
 

@@ -29,6 +29,8 @@ FORCED = {
     "chat.memory": "999",
     "responses.basic": "OK",
     "responses.stream": "HELLO",
+    "responses.store_get": "OK",
+    "responses.memory.prev_id": "123",
 }
 """Check -> the only words that the model may answer with."""
 FREE = (
@@ -38,7 +40,6 @@ FREE = (
     "chat.error_shape",
     "chat.structured.json_schema",
     "chat.structured.json_object",
-    "responses.store_get",
     "responses.structured.json_schema",
     "responses.structured.json_object",
     "responses.tool_call",
@@ -46,7 +47,6 @@ FREE = (
     "responses.custom_tool",
     "responses.custom_tool.grammar",
     "responses.error_shape",
-    "responses.memory.prev_id",
     "responses.conversations",
 )
 

@@ -1,4 +1,4 @@
-"""Clients of OpenAI and Anthropic, LiteLLM, LangChain, the OpenAI Agents SDK, guidance and
+"""Clients of OpenAI and Anthropic, LiteLLM, LangChain, the OpenAI Agents SDK, Instructor, guidance and
 lm-evaluation-harness call the front.
 """
 
@@ -48,6 +48,7 @@ def test_client_for_node(name: str, package: str, endpoint: Endpoint, tmp_path: 
         ("langchain", ["langchain-openai"], "langchain_checks"),
         ("langchain-anthropic", ["langchain-anthropic"], "langchain_anthropic_checks"),
         ("agents", ["openai-agents"], "agents_checks"),
+        ("instructor", ["instructor"], "instructor_checks"),
         ("guidance", ["guidance", f"openai=={openai.__version__}"], "guidance_checks"),
         ("lm-eval", ["lm_eval[api]"], "lm_eval_checks"),
     ],
@@ -57,6 +58,7 @@ def test_client_for_node(name: str, package: str, endpoint: Endpoint, tmp_path: 
         "LangChain",
         "LangChain on Anthropic",
         "OpenAI Agents SDK",
+        "Instructor",
         "guidance",
         "lm-evaluation-harness",
     ],

@@ -149,6 +149,19 @@ async def check_responses_instructions(endpoint):
     assert done.final_output, done
 
 
+async def check_responses_previous_response_id(endpoint):
+    demo = agent(responses_model(endpoint))
+    first = await agents.Runner.run(demo, "what is 3 + 4?")
+    second = await agents.Runner.run(demo, "what is 2 + 2?", previous_response_id=first.last_response_id)
+    assert second.final_output == "2 + 2 = 4.", second
+
+
+async def check_responses_tool_that_sends_only_what_is_new(endpoint):
+    demo = agent(responses_model(endpoint), tools=[get_weather])
+    done = await agents.Runner.run(demo, ASK, max_turns=3, auto_previous_response_id=True)
+    assert "Paris" in done.final_output, done
+
+
 async def check_handoff(endpoint):
     model = chat_model(endpoint)
     weather = agent(model, tools=[get_weather])

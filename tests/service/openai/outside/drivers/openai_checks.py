@@ -26,6 +26,7 @@ TOOL = {"type": "function", "function": ABOUT}
 ADDED = {
     *("reasoning", "stop_reason", "max_model_len"),  # vLLM's
     "input_modalities",  # OpenRouter's
+    "status",  # of a custom tool's call, as in the items of a response that is kept
     *("store", "presence_penalty", "frequency_penalty"),  # of a response, by Open Responses
 }
 """Fields of an answer that OpenAI's types do not have."""
@@ -274,7 +275,7 @@ def check_responses(endpoint):
     answer = only_known_fields(respond(endpoint))
     assert answer.output_text == ANSWER, answer
     assert answer.status == "completed", answer
-    assert answer.store is False, answer
+    assert answer.store is True, answer
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens, answer
 
 
@@ -355,6 +356,79 @@ def check_responses_next_turn(endpoint):
         ],
     )
     assert second.output_text == "2 + 2 = 4.", second
+
+
+def check_responses_go_on_from_one_that_is_kept(endpoint):
+    first = respond(endpoint)
+    stream = respond(endpoint, input="what is 2 + 2?", previous_response_id=first.id, stream=True)
+    *_, last = stream
+    assert last.response.output_text == "2 + 2 = 4.", last
+    kept = only_known_fields(connect(endpoint).responses.retrieve(last.response.id))
+    assert kept == last.response, kept
+    assert kept.previous_response_id == first.id, kept
+
+
+def check_responses_items_and_deletion(endpoint):
+    client = connect(endpoint)
+    first = respond(endpoint)
+    second = respond(endpoint, input="what is 2 + 2?", previous_response_id=first.id)
+    items = list(client.responses.input_items.list(second.id, limit=2, order="asc"))
+    assert [only_known_fields(item).content[0].text for item in items] == [QUESTION, ANSWER, "what is 2 + 2?"]
+    client.responses.delete(second.id)
+    raised(openai.NotFoundError, lambda: client.responses.retrieve(second.id))
+    error = raised(openai.BadRequestError, lambda: respond(endpoint, previous_response_id=second.id))
+    assert (error.code, error.param) == ("previous_response_not_found", "previous_response_id"), error
+
+
+def check_responses_input_tokens(endpoint):
+    counted = only_known_fields(
+        connect(endpoint).responses.input_tokens.count(model=endpoint.model, input=QUESTION)
+    )
+    assert counted.input_tokens == respond(endpoint).usage.input_tokens, counted
+
+
+def check_responses_custom_tool(endpoint):
+    grammar = {"type": "grammar", "syntax": "regex", "definition": "Paris|Rome"}
+    tools = [{"type": "custom", "name": "look", "format": grammar}]
+    choice = {"type": "custom", "name": "look"}
+    stream = respond(endpoint, input=[ASK], tools=tools, tool_choice=choice, stream=True)
+    events = [only_known_fields(event) for event in stream]
+    (call,) = events[-1].response.output
+    assert (call.type, call.name) == ("custom_tool_call", "look"), call
+    assert call.input in ("Paris", "Rome"), call
+    deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == call.input, events
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": WEATHER}
+    assert respond(endpoint, input=[ASK, call, result]).status == "completed"
+
+
+def check_chat_custom_tool(endpoint):
+    form = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "Paris|Rome"}}
+    tools = [{"type": "custom", "custom": {"name": "look", "format": form}}]
+    asked = {"model": endpoint.model, "tools": tools, "temperature": 0}
+    completions = connect(endpoint).chat.completions
+    message = only_known_fields(completions.create(messages=[ASK], tool_choice="required", **asked))
+    message = message.choices[0].message
+    (call,) = message.tool_calls
+    assert (call.type, call.custom.name) == ("custom", "look"), call
+    assert call.custom.input in ("Paris", "Rome"), call
+    result = {"role": "tool", "tool_call_id": call.id, "content": WEATHER}
+    completions.create(messages=[ASK, message, result], tool_choice="none", **asked)
+
+
+def check_chat_allowed_tools(endpoint):
+    other = {"type": "function", "function": ABOUT | {"name": "get_time"}}
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
+    answer = connect(endpoint).chat.completions.create(
+        model=endpoint.model,
+        messages=[ASK],
+        tools=[TOOL, other],
+        tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+        max_tokens=60,
+        temperature=0,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "get_time", answer
 
 
 def check_stream_that_is_closed_early(endpoint):

@@ -1,10 +1,15 @@
-"""What Schemathesis changes in the bodies that it makes up.
+"""What Schemathesis changes in what it makes up.
 
-Without this hook no request would reach the model: no text that is made up is a model's name, and few
-conversations end with the user's turn. And a few of them would write thousands of tokens.
+Without these hooks no request would reach the model, or a response that is kept: no text that is made up is a
+model's name or the id of a response, and few conversations end with the user's turn. And a few of them would
+write thousands of tokens.
 """
 
 from __future__ import annotations
+
+import json
+import os
+import urllib.request
 
 import schemathesis
 
@@ -29,3 +34,16 @@ def map_body(context, body):
         if isinstance(given, int) and not isinstance(given, bool):
             changed[name] = min(max(given, 1), MOST)
     return changed
+
+
+@schemathesis.hook
+def map_path_parameters(context, path_parameters):
+    """Every other id becomes that of a response which is kept, also if it was just deleted."""
+    response_id = (path_parameters or {}).get("response_id")
+    if not isinstance(response_id, str) or len(response_id) % 2:
+        return path_parameters
+    body = {"model": "demo", "input": "hi", "max_output_tokens": 1, "request_id": "kept"}
+    headers = {"content-type": "application/json", "authorization": f"Bearer {os.environ['FRONT_KEY']}"}
+    url = f"{os.environ['FRONT_URL']}/v1/responses"
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)):
+        return {**path_parameters, "response_id": "resp_kept"}
