@@ -220,7 +220,15 @@ class ReasoningItem(Sent):
     status: Status | None = None
 
 
+class ItemReference(Body):
+    """An item of a response that is kept, in place of the item itself."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 _ITEM_TYPES = (
+    "item_reference",
     "message",
     "function_call",
     "function_call_output",
@@ -244,6 +252,7 @@ Item = Annotated[
     | Annotated[CustomToolCallItem, Tag("<custom_tool_call>")]
     | Annotated[CustomToolCallOutputItem, Tag("<custom_tool_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[ItemReference, Tag("<item_reference>")]
     | Annotated[Other, Tag("<other>")],
     Discriminator(_item_tag),
 ]

@@ -257,7 +257,7 @@ def test_programs_are_told_what_is_taken() -> None:
     others: list[dict[str, Any]] = [
         {"tools": [{"type": "telepathy"}]},
         {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-        {"input": [{"type": "item_reference", "id": "msg_1"}]},
+        {"input": [{"type": "telepathy", "id": "msg_1"}]},
         {"input": [{**user, "content": [{"type": "input_image", "file_id": "x"}]}]},
     ]
     for fields in others:

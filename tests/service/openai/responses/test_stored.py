@@ -172,10 +172,28 @@ async def test_wrong_pages_are_refused_by_name(rig: FrontRig, query: dict[str, s
     assert refused.json()["error"]["param"] == "stream"
 
 
+async def test_items_that_are_kept_may_be_named(rig: FrontRig) -> None:
+    """As Vercel's AI SDK does by default."""
+    first = await say(rig, "hi")
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    turns: Any = [{"role": "user", "content": "hi"}, reference, {"role": "user", "content": "more"}]
+    second = await say(rig, turns)
+    assert second.output_text == "Again."
+    assert [item.id async for item in rig.openai.responses.input_items.list(second.id)][1] == reference["id"]
+    counted = await rig.openai.responses.input_tokens.count(input=turns)
+    assert second.usage is not None
+    assert counted.input_tokens == second.usage.input_tokens
+    for unknown in ("msg_x", f"{reference['id'][:-1]}9"):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await say(rig, [{"type": "item_reference", "id": unknown}])
+        assert caught.value.param == "input[0].id"
+
+
 async def test_errors_name_the_items_of_the_request_and_not_those_that_are_kept(rig: FrontRig) -> None:
     made = await say(rig, "hi")
     wrong = {"type": "function_call_output", "call_id": "none", "output": "28"}
-    for item, param in ((wrong, "input[0].call_id"), ({"type": "item_reference"}, "input[0].type")):
+    other = {"type": "telepathy"}
+    for item, param in ((wrong, "input[0].call_id"), (other, "input[0].type")):
         with pytest.raises(openai.BadRequestError) as caught:
             await say(rig, [item], previous_response_id=made.id)
         assert caught.value.param == param

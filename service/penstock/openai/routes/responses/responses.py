@@ -28,7 +28,7 @@ from penstock.openai.generation.options import (
 )
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, json_response, late_error, sse
-from penstock.openai.routes.responses.stored import check_sizes, kept_of, previous_of
+from penstock.openai.routes.responses.stored import check_sizes, kept_of, previous_of, without_references
 from penstock.openai.routes.responses.tools import ignored_tools, offered_of
 from penstock.openai.routes.responses.turns import has_pictures, turn_params, turns_of
 from penstock.openai.routes.responses.writing import Asked, read_response, response_events, whole_response
@@ -195,7 +195,9 @@ async def create_response(request: Request) -> Response:
     body = await read_body(request, ResponsesBody)
     facts = await backend.facts(call)
     previous = await previous_of(front, call.key, body.previous_response_id)
-    check_sizes(previous, body.input)
+    items = await without_references(front, call.key, body.input)
+    check_sizes(previous, items)
+    body = body.model_copy(update={"input": items})
     ignored_in(request.scope).update(response_ignored(body, facts, keeps=front.store is not None))
     if has_pictures(body.input) or has_pictures(previous.items):
         # Base64 of megabytes is read in a thread, so that other requests do not wait for it.
@@ -244,7 +246,9 @@ async def count_input_tokens(request: Request) -> Response:
     await check_model(body.model, front, call)
     facts = await front.backend.facts(call)
     previous = await previous_of(front, call.key, body.previous_response_id)
-    check_sizes(previous, body.input or ())
+    items = await without_references(front, call.key, () if body.input is None else body.input)
+    check_sizes(previous, items)
+    body = body.model_copy(update={"input": items})
     ignored_in(request.scope).update(ignored_tools(body.tools))
     functions, choice = offered_of(body.tools, body.tool_choice)
     tools = [function.offered() for function in functions]

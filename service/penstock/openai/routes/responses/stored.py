@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -31,7 +32,7 @@ from penstock.openai.jsonbytes import json_bytes
 from penstock.openai.reading import INLINE_BYTES
 from penstock.openai.replying import answered, json_response
 from penstock.openai.routes.responses.turns import PREVIOUS
-from penstock.openai.schemas.responses import MAX_ITEMS, Item, MessageItem, ReasoningItem
+from penstock.openai.schemas.responses import MAX_ITEMS, Item, ItemReference, MessageItem, ReasoningItem
 from penstock.openai.store import Kept, ResponseStore
 
 _ITEMS: Final = TypeAdapter(list[Item])
@@ -43,6 +44,9 @@ _PREFIXES: Final = {
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
+_Input = str | Sequence[Item]
+_ID_OF_ITEM: Final = re.compile(r"[a-z]+_(.+)[0-9a-f]{4}")
+"""The id of an item that an answer has (`OutputItems`), with what the id of its response is made of."""
 _OFF: Final = "responses are not kept: start the front with --store"
 _PAGE: Final = 20
 _MOST_PER_PAGE: Final = 100
@@ -92,13 +96,45 @@ def _read(kept: Kept) -> Conversation:
     return Conversation(_ITEMS.validate_python(written), written)
 
 
-def check_sizes(previous: Conversation, items: str | Sequence[Item]) -> None:
+async def without_references(front: Front, key: str, items: _Input) -> _Input:
+    """The items, with what the caller with this key has kept in place of references to it. Where nothing is
+    kept they stay, and are refused. Raises ApiError for what there is not.
+    """
+    if front.store is None or isinstance(items, str):
+        return items
+    known: dict[str, Item] = {}
+    looked_into: set[str] = set()
+    left = front.settings.max_body_bytes
+    for i, item in enumerate(items):
+        if not isinstance(item, ItemReference) or item.id in known:
+            continue
+        found = _ID_OF_ITEM.fullmatch(item.id)
+        response_id = "" if found is None else f"resp_{found[1]}"
+        if response_id not in looked_into and (kept := await front.store.find(key, response_id)) is not None:
+            looked_into.add(response_id)
+            left -= len(kept.response)
+            if left < 0:
+                raise ApiError(413, "the items have more bytes than a body may have", code="body_too_large")
+            known |= await asyncio.to_thread(_output_of, kept)
+        if item.id not in known:
+            raise ApiError(404, f"Item with id '{item.id[:200]}' not found.", param=f"input[{i}].id")
+    return [known[item.id] if isinstance(item, ItemReference) else item for item in items]
+
+
+def _output_of(kept: Kept) -> dict[str, Item]:
+    """The items that the model wrote, by their ids."""
+    written = json.loads(kept.response)["output"]
+    items = _ITEMS.validate_python(written)
+    return {made["id"]: item for made, item in zip(written, items, strict=True)}
+
+
+def check_sizes(previous: Conversation, items: _Input) -> None:
     """Raise ApiError if the whole conversation has more items than a request may have."""
     if not isinstance(items, str) and len(previous.items) + len(items) > MAX_ITEMS:
         raise invalid_value("input", f"together with the earlier items it has more than {MAX_ITEMS}.")
 
 
-def kept_of(response: str, previous: Conversation, items: str | Sequence[Item], number: str) -> Kept:
+def kept_of(response: str, previous: Conversation, items: _Input, number: str) -> Kept:
     """What is kept of a response that answers these items. `number` makes the ids of items that have none."""
     if isinstance(items, str):
         items = [MessageItem(role="user", content=items)]

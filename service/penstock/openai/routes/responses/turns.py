@@ -21,6 +21,7 @@ from penstock.openai.schemas.responses import (
     InputImage,
     InputText,
     Item,
+    ItemReference,
     MessageItem,
     Other,
     OutputText,
@@ -165,13 +166,10 @@ def _add(turns: list[_AssistantTurn | _OtherTurn], at: str, item: Item) -> None:
         case FunctionCallOutputItem():  # and what a custom tool answered
             output = _text(item.output, f"{at}.output")
             turns.append(_OtherTurn(at, ChatMessage("tool", output, tool_call_id=item.call_id)))
+        case ItemReference():
+            raise unsupported_value(f"{at}.type", _NOT_KEPT)
         case Other():
-            why = (
-                _NOT_KEPT
-                if item.type == "item_reference"
-                else f"items of the type {item.type[:40]!r} are not taken."
-            )
-            raise unsupported_value(f"{at}.type", why)
+            raise unsupported_value(f"{at}.type", f"items of the type {item.type[:40]!r} are not taken.")
 
 
 def has_pictures(items: str | Sequence[Item]) -> bool:
