@@ -22,6 +22,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "fake", "messages": HI},
     "/v1/completions": {"model": "fake", "prompt": "hi"},
     "/v1/responses": {"model": "fake", "input": "hi"},
+    "/v1/responses/input_tokens": {"model": "fake", "input": "hi"},
     "/v1/embeddings": {"model": "fake", "input": "hi"},
     **{path: {"query": "a", "documents": ["b"]} for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
     **{path: {"text_1": "a", "text_2": "b"} for path in ("/v1/score", "/score")},
@@ -203,11 +204,20 @@ WISHES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("/v1/responses", {"reasoning": {"summary": "detailed"}}, {"reasoning.summary"}),
     ("/v1/responses", {"reasoning": {"generate_summary": "auto"}}, {"reasoning.generate_summary"}),
     *(
+        ("/v1/responses/input_tokens", {name: value}, {name})
+        for name, value in (
+            ("text", {"format": {"type": "json_object"}}),
+            ("parallel_tool_calls", False),
+            ("truncation", "auto"),
+        )
+    ),
+    *(
         (path, fields, {name})
         for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max")
         for path, fields, name in (
             ("/v1/chat/completions", {"reasoning_effort": effort}, "reasoning_effort"),
             ("/v1/responses", {"reasoning": {"effort": effort}}, "reasoning.effort"),
+            ("/v1/responses/input_tokens", {"reasoning": {"effort": effort}}, "reasoning.effort"),
         )
     ),
     *(

@@ -95,16 +95,22 @@ def response_ignored(body: ResponsesBody, facts: ModelFacts, *, keeps: bool = Fa
     """The fields that have no effect, besides those that the body itself ignores. `keeps`: whether the front
     keeps responses.
     """
-    ignored = ignored_tools(body.tools)
+    ignored = _chat_ignored(body, facts)
     if body.store and not keeps:
         ignored.add("store")
-    effort = body.reasoning.effort if body.reasoning is not None else None
-    if effort and not variables_of_effort(effort, facts.template_variables):
-        ignored.add("reasoning.effort")
     form, choice = body.text.format if body.text is not None else None, body.tool_choice
     mode = choice.mode if isinstance(choice, AllowedTools) else choice
     if form is not None and form.type != "text" and requires_call(mode):
         ignored.add("text.format")
+    return ignored
+
+
+def _chat_ignored(body: ResponsesBody | InputTokensBody, facts: ModelFacts) -> set[str]:
+    """Those that are about the conversation."""
+    ignored = ignored_tools(body.tools)
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    if effort and not variables_of_effort(effort, facts.template_variables):
+        ignored.add("reasoning.effort")
     return ignored
 
 
@@ -249,7 +255,7 @@ async def count_input_tokens(request: Request) -> Response:
     items = await without_references(front, call.key, () if body.input is None else body.input)
     check_sizes(previous, items)
     body = body.model_copy(update={"input": items})
-    ignored_in(request.scope).update(ignored_tools(body.tools))
+    ignored_in(request.scope).update(_chat_ignored(body, facts))
     functions, choice = offered_of(body.tools, body.tool_choice)
     tools = [function.offered() for function in functions]
     # Base64 of pictures may have megabytes, and is read in a thread.
