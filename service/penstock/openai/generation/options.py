@@ -36,10 +36,6 @@ def constraint_of(
     return asked[0][1] if asked else None
 
 
-_FORMATS = ("response_format", "text.format")
-"""The fields whose form is that of answers in words alone."""
-
-
 def constraint_field(body: GenerationBody, form_field: str | None) -> str | None:
     """The first field that asks for a constraint, if one does: `form_field` if that is given."""
     names = ("structured_outputs", *_OTHER_NAMES)
@@ -79,7 +75,7 @@ def form_beside_tools(
     if form is None or field is None or not tools or choice == "none":
         return form
     if requires_call(choice):
-        if field not in _FORMATS:
+        if field in ("structured_outputs", *_OTHER_NAMES):
             raise unsupported_value(field, "it contradicts a tool_choice that requires a call.")
         return None
     if not any(tool.strict for tool in tools):

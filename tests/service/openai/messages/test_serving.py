@@ -313,4 +313,4 @@ async def test_the_header_names_what_had_no_effect_and_metrics_the_endpoint() ->
         )
         page = (await rig.http.get("/metrics")).text
     assert reply.headers["x-penstock-ignored"] == "metadata, tools[].web_search"
-    assert 'penstock_openai_requests_total{endpoint="/v1/messages",status="200"} 1.0' in page
+    assert 'penstock_openai_requests_total{code="",endpoint="/v1/messages",status="200"} 1.0' in page

@@ -15,7 +15,7 @@ from penstock.openai.calls import call_of
 from penstock.openai.endpoints import ignored_in, name_params
 from penstock.openai.failures import invalid_value, missing, unsupported_value
 from penstock.openai.front import front_of
-from penstock.openai.generation.options import check_beside_tools, schema_constraint
+from penstock.openai.generation.options import form_beside_tools, schema_constraint
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, json_response, sse
 from penstock.openai.routes.messages.turns import has_pictures, ignored_blocks, turns_of
@@ -57,8 +57,8 @@ def message_options(body: MessagesBody, facts: ModelFacts) -> RequestOptions:
     options = cast(RequestOptions, chat_options(body, facts))
     form, param = _format(body)
     if form is not None:
-        check_beside_tools(param, _tools(body), options["tool_choice"])
-        options["constraint"] = schema_constraint(form.schema_, strict=False)
+        constraint = schema_constraint(form.schema_, strict=False)
+        options["constraint"] = form_beside_tools(constraint, param, _tools(body), options["tool_choice"])
     options["model"] = body.model
     options["max_tokens"] = body.max_tokens
     options["temperature"] = body.temperature
@@ -111,6 +111,9 @@ def message_ignored(body: CountTokensBody, facts: ModelFacts) -> set[str]:
     effort = _effort(body)
     if effort is not None and _variables(body, known).get("reasoning_effort") != effort:
         ignored.add("output_config.effort")
+    form, param = _format(body)
+    if form is not None and body.tool_choice is not None and body.tool_choice.type in ("any", "tool"):
+        ignored.add(param)  # the answer is a call and no text
     return ignored
 
 
