@@ -25,7 +25,7 @@ POINTER = (
 PAGE = b'\n<!DOCTYPE html>\n<html lang="en"><head><title>Sign in</title></head></html>\n'
 POINTER_SAID, PAGE_SAID = "is a Git LFS pointer; run git lfs pull", "is a web page"
 SHARD, INDEX = "model-00002-of-00003.safetensors", "model.safetensors.index.json"
-POOLING = "1_Pooling/config.json"
+POOLING, ANSWERS = "1_Pooling/config.json", "2_LogitScore/config.json"
 OBJECTS = (
     "config.json",
     "generation_config.json",
@@ -35,6 +35,7 @@ OBJECTS = (
     "special_tokens_map.json",
     "chat_template.json",
     POOLING,
+    ANSWERS,
     INDEX,
 )
 TEMPLATE = "chat_template.jinja"
@@ -73,6 +74,8 @@ FAULTS: list[tuple[str, bytes | None, str]] = [
     (POOLING, None, "No such file"),
     (POOLING, b"[]", "must hold a JSON object"),
     (POOLING, b'{"pooling_mode_cls_token": true}', "the pooling must be one of"),
+    (ANSWERS, b'{"true_token_id": 7, "false_token_id": null}', "must be two token ids"),
+    (ANSWERS, b'{"true_token_id": 7, "false_token_id": 1000000000}', "must be two token ids"),
     (TEMPLATE, BROKEN_TEMPLATE, "the chat template is not valid in line 2"),
     (TEMPLATE, b"{{ messages | nosuchfilter }}", "nosuchfilter"),
     (FURTHER, BROKEN_TEMPLATE, "the chat template is not valid in line 2"),
@@ -95,10 +98,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("whole") / "model"
     shutil.copytree(GOLDEN / "qwen2_5_vl", directory)
     shard(directory)
-    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_LogitScore": "LogitScore"}
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
     (directory / "1_Pooling").mkdir()
     (directory / POOLING).write_text('{"pooling_mode_mean_tokens": true}')
+    (directory / "2_LogitScore").mkdir()
+    (directory / ANSWERS).write_text('{"true_token_id": 7, "false_token_id": 8}')
     (directory / "modules.json").write_text(json.dumps(modules))
     (directory / "special_tokens_map.json").write_text("{}")
     (directory / "additional_chat_templates").mkdir()

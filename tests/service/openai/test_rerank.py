@@ -99,7 +99,7 @@ SCORE: dict[str, Any] = {"text_1": "q", "text_2": ["d"]}
         ("/score", {**SCORE, "text_2": []}, 400, "text_2"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c", ""]}, 400, "text_2[1]"),
         ("/score", {"queries": ["a", "d" * 70], "documents": ["c", "e"]}, 400, "queries"),
-        ("/score", {"text_1": [str(i) for i in range(257)], "text_2": ["d"] * 257}, 400, "text_2"),
+        ("/score", {"text_1": [str(i) for i in range(257)], "text_2": ["d"] * 257}, 400, "text_1"),
         ("/score", {**SCORE, "use_activation": False}, 400, "use_activation"),
         ("/score", {**SCORE, "model": "other"}, 404, "model"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from starlette.requests import Request
@@ -76,15 +77,10 @@ async def rerank(request: Request) -> Response:
 async def score(request: Request) -> Response:
     """Tell how relevant the second text of each pair is to the first."""
     call, body, front = call_of(request), await read_body(request, ScoreBody), front_of(request)
-    queries, documents, field = pairs_of(body)
-    numbers: dict[str, list[int]] = {}
-    for i, query in enumerate(queries):
-        numbers.setdefault(query, []).append(i)
-    if len(numbers) > MAX_QUERIES:
-        raise invalid_value(field, f"at most {MAX_QUERIES} different queries go into one request.")
-    rankings = await answered(request, _rank_all(numbers, documents, body, field, call, front))
-    scores = [0.0] * len(documents)
-    for places, ranking in zip(numbers.values(), rankings, strict=True):
+    pairs = pairs_of(body)
+    rankings = await answered(request, _rank_all(pairs, body, call, front))
+    scores = [0.0] * len(pairs.documents)
+    for places, ranking in zip(pairs.places.values(), rankings, strict=True):
         for one in ranking.results:
             scores[places[one.index]] = one.relevance
     return json_response(
@@ -99,9 +95,22 @@ async def score(request: Request) -> Response:
     )
 
 
-def pairs_of(body: ScoreBody) -> tuple[list[str], list[str], str]:
-    """The first and the second text of each pair, and the field that has the second ones. Raises ApiError
-    unless there is one first text, or as many as second ones.
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The pairs of texts of a request, by their first texts."""
+
+    documents: Sequence[str]
+    """The second text of each pair."""
+    places: Mapping[str, Sequence[int]]
+    """From each different first text to the numbers of its pairs."""
+    query_field: str
+    """The field that has the first texts."""
+    document_field: str
+
+
+def pairs_of(body: ScoreBody) -> Pairs:
+    """The pairs of a request. Raises ApiError unless there is one first text, or as many as second ones, and
+    for too many.
     """
     first_field, first = _side(body, "text_1", "queries")
     second_field, second = _side(body, "text_2", "documents")
@@ -112,7 +121,12 @@ def pairs_of(body: ScoreBody) -> tuple[list[str], list[str], str]:
     if len(first) != len(second):
         why = f"it has {len(first)} texts and {second_field} has {len(second)}; give one, or as many."
         raise invalid_value(first_field, why)
-    return first, second, second_field
+    places: dict[str, list[int]] = {}
+    for i, query in enumerate(first):
+        places.setdefault(query, []).append(i)
+    if len(places) > MAX_QUERIES:
+        raise invalid_value(first_field, f"it has more than {MAX_QUERIES} different texts.")
+    return Pairs(second, places, first_field, second_field)
 
 
 def _side(body: ScoreBody, name: str, other: str) -> tuple[str, list[str]]:
@@ -128,33 +142,27 @@ def _side(body: ScoreBody, name: str, other: str) -> tuple[str, list[str]]:
     return field, [value] if isinstance(value, str) else value
 
 
-async def _rank_all(
-    numbers: Mapping[str, Sequence[int]],
-    documents: Sequence[str],
-    body: ScoreBody,
-    field: str,
-    call: Call,
-    front: Front,
-) -> list[Ranking]:
-    """The relevance of the documents to each query, whose numbers are given. The first error of one ends the
-    others, and names the document as the request does.
+async def _rank_all(pairs: Pairs, body: ScoreBody, call: Call, front: Front) -> list[Ranking]:
+    """The relevance of its documents to each query. The first error of one ends the others, and names the
+    document as the request does.
     """
 
     async def one(i: int, query: str, places: Sequence[int]) -> Ranking:
         request_id = call.answer_id("score")
-        options = _options(body, request_id if len(numbers) == 1 else f"{request_id}-{i}")
-        texts = [documents[place] for place in places]
+        options = _options(body, request_id if len(pairs.places) == 1 else f"{request_id}-{i}")
+        texts = [pairs.documents[place] for place in places]
         try:
             return await front.backend.client.rerank(
                 query, texts, timeout=call.timeout, metadata=call.metadata, **options
             )
         except PenstockClientError as error:
-            first = "text_1" if body.queries is None else "queries"
+            field = pairs.document_field
             names = {f"documents[{at}]": f"{field}[{place}]" for at, place in enumerate(places)}
-            raise of_client_error(error, {**PARAMS, **names, "documents": field, "query": first}) from error
+            names |= {"documents": field, "query": pairs.query_field}
+            raise of_client_error(error, {**PARAMS, **names}) from error
 
     running = [
-        asyncio.create_task(one(i, query, places)) for i, (query, places) in enumerate(numbers.items())
+        asyncio.create_task(one(i, query, places)) for i, (query, places) in enumerate(pairs.places.items())
     ]
     try:
         return await asyncio.gather(*running)
