@@ -150,7 +150,7 @@ class GenerationBody(RequestBody):
     regex: str | None = None
     ebnf: str | None = None
     guided_decoding_backend: Annotated[
-        None, BeforeValidator(_backend_is_a_wish, json_schema_input_type=str)
+        None, BeforeValidator(_backend_is_a_wish, json_schema_input_type=str | None)
     ] = None
     cache_salt: str | None = None
     priority: int | None = None

@@ -197,7 +197,7 @@ def made_to_judge(folder: Path) -> Path:
     zeros, so the difference of both is the classifier's logit. Token i is written as "<i>", and the template,
     which knows queries and documents by their roles, shows documents alone.
     """
-    golden = GOLDEN / "qwen3_reranker"
+    golden = GOLDEN / "judges" / "qwen3_reranker"
     tensors = load_file(golden / "model.safetensors")
     config = json.loads((golden / "config.json").read_text())
     head = np.zeros((config["vocab_size"], config["hidden_size"]), np.float32)
@@ -220,7 +220,7 @@ def made_to_judge(folder: Path) -> Path:
 
 @pytest.mark.ci
 async def test_the_relevance_is_pytorchs(tmp_path: Path):
-    cases = json.loads((GOLDEN / "qwen3_reranker" / "expected.json").read_text())["cases"]
+    cases = json.loads((GOLDEN / "judges" / "qwen3_reranker" / "expected.json").read_text())["cases"]
     expected = [1 / (1 + math.exp(-case["logits"][0])) for case in cases]
     documents = [" ".join(f"<{i}>" for i in case["ids"]) for case in cases]
     async with serving(Engine.from_pretrained(str(made_to_judge(tmp_path)), CONFIG)) as rig:
