@@ -85,16 +85,17 @@ def _too_large(most: int) -> ApiError:
 
 def _parsed(data: bytes, model: type[BodyT], ignored: set[str] | None = None) -> BodyT:
     """The body. The fields that it ignores are added to `ignored`."""
-    value = _json(data)
+    value = json_object(data)
     try:
         return model.model_validate(value, context=ignored)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_input=False), value, model) from None
 
 
-def _json(data: bytes) -> dict[str, Any]:
+def json_object(data: bytes, what: str = "the body") -> dict[str, Any]:
+    """Read JSON strictly, within bounds. Raises ApiError, whose message says `what` is wrong."""
     if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_PARTS:
-        raise ApiError(413, f"the body has more than {MAX_PARTS} values", code="body_too_large")
+        raise ApiError(413, f"{what} has more than {MAX_PARTS} values", code="body_too_large")
     try:
         value = json.loads(
             data.decode(),
@@ -104,22 +105,22 @@ def _json(data: bytes) -> dict[str, Any]:
             parse_int=_int,
         )
     except UnicodeDecodeError as error:
-        raise _not_json(f"byte {error.start} is not UTF-8") from None
+        raise _not_json(what, f"byte {error.start} is not UTF-8") from None
     except RecursionError:
-        raise _not_json(f"it has more than {MAX_DEPTH} levels") from None
+        raise _not_json(what, f"it has more than {MAX_DEPTH} levels") from None
     except ValueError as error:
-        raise _not_json(str(error)) from None
+        raise _not_json(what, str(error)) from None
     if not isinstance(value, dict):
-        raise _not_json("it must be an object")
+        raise _not_json(what, "it must be an object")
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_too_deep(value):
-        raise _not_json(f"it has more than {MAX_DEPTH} levels")
+        raise _not_json(what, f"it has more than {MAX_DEPTH} levels")
     if _SURROGATE.search(data) and not _is_unicode(value):
-        raise _not_json("half of a surrogate pair is no character")
+        raise _not_json(what, "half of a surrogate pair is no character")
     return value
 
 
-def _not_json(why: str) -> ApiError:
-    return ApiError(400, f"the body is not a JSON object: {why}", INVALID, code="invalid_json")
+def _not_json(what: str, why: str) -> ApiError:
+    return ApiError(400, f"{what} is not a JSON object: {why}", INVALID, code="invalid_json")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ COMMANDS = {
     "health": "say whether a server takes requests, or wait until it does",
     "bench": "measure a server's latency and throughput",
     "openai": "speak OpenAI's HTTP API, as a client of a server",
+    "batch": "run a file of requests in OpenAI's form, behind everybody else's",
     "keys": "make, list and revoke the keys of a server",
     "usage": "show what every key used",
     "push-weights": "replace the weights of a running server",
@@ -44,7 +45,7 @@ COMMANDS = {
 """From the name of a command to its line in `penstock --help`. Its module has the same name, with
 underscores.
 """
-_SERVER = {"demo", "serve", "check", "openai", "keys", "usage"}
+_SERVER = {"demo", "serve", "check", "openai", "batch", "keys", "usage"}
 """Commands whose modules come with the engine, in `penstock.server_cli.commands`."""
 
 

@@ -54,6 +54,7 @@ async def embed(request: Request) -> Response:
         prompts_of(body.input),
         model=body.model,
         dimensions=body.dimensions,
+        priority=None if body.priority is None else -body.priority,
         request_id=call.answer_id(PREFIX),
         timeout=call.timeout,
         metadata=call.metadata,

@@ -97,3 +97,5 @@ class EmbeddingBody(RequestBody):
     """How a vector is written: as a list of numbers, which is the default, or as the base64 of its floats of
     32 bits.
     """
+    priority: int | None = None
+    """As of requests that generate."""

@@ -1,0 +1,1 @@
+"""Many requests in one file: how their lines are read, run, stored and answered."""
