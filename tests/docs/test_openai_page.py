@@ -101,10 +101,8 @@ def test_every_endpoint_is_listed() -> None:
         for names, _ in rows(section("Endpoints"))
         for method, _, path in (name.partition(" ") for name in names)
     }
-    there = {
-        (row.method, row.path.replace("{model:path}", "MODEL").replace("{response_id}", "ID"))
-        for row in ENDPOINTS
-    }
+    name = re.compile(r"\{(\w+?)(?:_id)?(?::path)?\}")
+    there = {(row.method, name.sub(lambda found: found[1].upper(), row.path)) for row in ENDPOINTS}
     assert told == {row for row in there if not row[1].startswith("/page")}
 
 

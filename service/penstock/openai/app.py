@@ -16,15 +16,31 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from penstock.client import PenstockClientError, UnknownModel
+from penstock.openai.batches.runner import BatchRunner
 from penstock.openai.calls import call_of
 from penstock.openai.describing import openapi
 from penstock.openai.edge import Edge
 from penstock.openai.endpoints import Endpoint, mark, params_of
 from penstock.openai.failures import ApiError, ClientGone, defect, error_response, of_client_error
 from penstock.openai.front import Front, front_of
+from penstock.openai.routes.batches import (
+    QUERY_OF_BATCHES,
+    cancel_batch,
+    create_batch,
+    list_batches,
+    show_batch,
+)
 from penstock.openai.routes.chat import chat
 from penstock.openai.routes.completions import completions
 from penstock.openai.routes.embeddings import embed
+from penstock.openai.routes.files import (
+    QUERY_OF_FILES,
+    delete_file,
+    list_files,
+    show_content,
+    show_file,
+    upload_file,
+)
 from penstock.openai.routes.health import health, metrics
 from penstock.openai.routes.messages.messages import count_tokens, create_message
 from penstock.openai.routes.models import list_models, show_model
@@ -40,6 +56,7 @@ from penstock.openai.routes.responses.stored import (
     show_response,
 )
 from penstock.openai.routes.tokens import PARAMS, detokenize, tokenize, tokenizer_info
+from penstock.openai.schemas.batches import BatchBody
 from penstock.openai.schemas.chat import ChatBody
 from penstock.openai.schemas.completions import CompletionBody, EmbeddingBody
 from penstock.openai.schemas.messages import CountTokensBody, MessagesBody
@@ -87,6 +104,15 @@ ENDPOINTS: Final = (
     Endpoint("GET", "/tokenizer_info", tokenizer_info, "The special tokens and the chat template."),
     Endpoint("GET", "/v1/models", list_models, "The models that are served."),
     Endpoint("GET", "/v1/models/{model:path}", show_model, "One model."),
+    Endpoint("POST", "/v1/files", upload_file, "Takes a file of requests."),
+    Endpoint("GET", "/v1/files", list_files, "The caller's files.", query=QUERY_OF_FILES),
+    Endpoint("GET", "/v1/files/{file_id}", show_file, "A file."),
+    Endpoint("DELETE", "/v1/files/{file_id}", delete_file, "Removes a file."),
+    Endpoint("GET", "/v1/files/{file_id}/content", show_content, "What is in a file."),
+    Endpoint("POST", "/v1/batches", create_batch, "Runs the requests in a file.", BatchBody),
+    Endpoint("GET", "/v1/batches", list_batches, "The caller's batches.", query=QUERY_OF_BATCHES),
+    Endpoint("GET", "/v1/batches/{batch_id}", show_batch, "A batch."),
+    Endpoint("POST", "/v1/batches/{batch_id}/cancel", cancel_batch, "Ends a batch."),
     Endpoint("GET", "/health", health, "Whether the front and its server take requests.", is_api=False),
     Endpoint("GET", "/openapi.json", openapi, "This description.", is_api=False),
     Endpoint("GET", "/metrics", metrics, "What the front measures, for Prometheus.", is_api=False),
@@ -95,8 +121,10 @@ ENDPOINTS: Final = (
 """All endpoints, in the order in which their paths are compared."""
 
 
-def create_app(front: Front, endpoints: Sequence[Endpoint] = ENDPOINTS) -> ASGIApp:
-    """The ASGI app of a front. It does not use ASGI's lifespan."""
+def create_app(
+    front: Front, endpoints: Sequence[Endpoint] = ENDPOINTS, batches: BatchRunner | None = None
+) -> ASGIApp:
+    """The ASGI app of a front; without `batches` it keeps no files. It does not use ASGI's lifespan."""
     cors = Middleware(
         CORSMiddleware,
         allow_origins=front.settings.cors_origins,
@@ -115,6 +143,7 @@ def create_app(front: Front, endpoints: Sequence[Endpoint] = ENDPOINTS) -> ASGIA
     )
     app.state.front = front
     app.state.endpoints = endpoints
+    app.state.batches = batches
     app.router.redirect_slashes = False
     return Edge(app, front)
 

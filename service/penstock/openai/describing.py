@@ -7,16 +7,18 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.openai.batches.storing import Status
 from penstock.openai.endpoints import Endpoint
 from penstock.openai.failures import TABLE
 from penstock.openai.jsonbytes import json_bytes
 from penstock.openai.schemas.base import Body
+from penstock.openai.schemas.batches import LEAST_KEPT_S, MOST_KEPT_S
 
 Schema = Mapping[str, Any]
 
@@ -43,6 +45,53 @@ def _list_of(schema: Schema) -> dict[str, Any]:
 def _of(name: str) -> dict[str, Any]:
     return {"$ref": f"#/components/schemas/{name}"}
 
+
+def _page(schema: Schema) -> dict[str, Any]:
+    return _always(
+        object=_word("list"),
+        data=_list_of(schema),
+        first_id=_TEXT_OR_NULL,
+        last_id=_TEXT_OR_NULL,
+        has_more={"type": "boolean"},
+    )
+
+
+_FILE: Final = _always(
+    id=_TEXT,
+    object=_word("file"),
+    bytes=_COUNT,
+    created_at=_COUNT,
+    expires_at=_COUNT,
+    filename=_TEXT,
+    purpose=_word("batch", "batch_output"),
+    status=_word("processed"),
+)
+_BATCH: Final = _always(
+    id=_TEXT,
+    object=_word("batch"),
+    endpoint=_TEXT,
+    errors=_OBJECT_OR_NULL,
+    input_file_id=_TEXT,
+    completion_window=_word("24h"),
+    status={"enum": list(get_args(Status))},
+    output_file_id=_TEXT_OR_NULL,
+    error_file_id=_TEXT_OR_NULL,
+    created_at=_COUNT,
+    expires_at=_COUNT,
+    request_counts=_always(total=_COUNT, completed=_COUNT, failed=_COUNT),
+    metadata=_OBJECT_OR_NULL,
+)
+UPLOAD: Final[Schema] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": _word("batch"),
+        "expires_after[anchor]": _word("created_at"),
+        "expires_after[seconds]": {"type": "integer", "minimum": LEAST_KEPT_S, "maximum": MOST_KEPT_S},
+    },
+}
+"""The form that is uploaded to /v1/files."""
 
 _ENDINGS: Final = ("stop", "length", "tool_calls", None)
 
@@ -217,6 +266,11 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
         data=_list_of(_always(index=_COUNT, object=_word("score"), score={"type": "number"})),
         usage=_always(prompt_tokens=_COUNT, total_tokens=_COUNT),
     ),
+    "File": _FILE,
+    "FileList": _page(_of("File")),
+    "DeletedFile": _always(id=_TEXT, object=_word("file"), deleted=_word(True)),
+    "Batch": _BATCH,
+    "BatchList": _page(_of("Batch")),
     "Tokens": _always(count=_COUNT, max_model_len=_COUNT, tokens=_IDS),
     "Text": _always(prompt=_TEXT),
     "Tokenizer": _always(tokenizer_class=_TEXT, chat_template={"type": ["string", "null"]}),
@@ -239,14 +293,29 @@ ANSWERS: Final[Mapping[str, tuple[str, str | None]]] = {
     "/v1/embeddings": ("Embeddings", None),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), ("Ranking", None)),
     **dict.fromkeys(("/v1/score", "/score"), ("Scores", None)),
+    "POST /v1/files": ("File", None),
+    "GET /v1/files": ("FileList", None),
+    "GET /v1/files/{file_id}": ("File", None),
+    "DELETE /v1/files/{file_id}": ("DeletedFile", None),
+    "POST /v1/batches": ("Batch", None),
+    "GET /v1/batches": ("BatchList", None),
+    "/v1/batches/{batch_id}": ("Batch", None),
+    "/v1/batches/{batch_id}/cancel": ("Batch", None),
     "/tokenize": ("Tokens", None),
     "/detokenize": ("Text", None),
     "/tokenizer_info": ("Tokenizer", None),
     "/health": ("Health", None),
 }
-"""By path, the schema of the answer, and that of each event where the request may ask for a stream. Where
-the methods of a path have different answers, the method is named before it.
+"""By path, or by method and path where they differ, the schema of the answer, and that of each event where
+the request may ask for a stream.
 """
+CONTENT: Final = "/v1/files/{file_id}/content"
+"""The path whose answer is what a caller has stored."""
+
+
+def answer_of(endpoint: Endpoint) -> tuple[str, str | None] | None:
+    """The row of `ANSWERS` of an endpoint; None for pages for people, and for contents."""
+    return ANSWERS.get(f"{endpoint.method} {endpoint.path}", ANSWERS.get(endpoint.path))
 
 
 _BY_THE_FRONT: Final = (400, 404, 408, 413, 415, 500, 503)
@@ -272,7 +341,11 @@ _PARAMETER: Final = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 def document(endpoints: Iterable[Endpoint], version: str) -> dict[str, Any]:
     """The OpenAPI document of these endpoints. Pages for people are not in it."""
-    told = [endpoint for endpoint in endpoints if endpoint.path in ANSWERS or endpoint.body is not None]
+    told = [
+        endpoint
+        for endpoint in endpoints
+        if answer_of(endpoint) is not None or endpoint.body is not None or endpoint.path == CONTENT
+    ]
     bodies = {endpoint.body for endpoint in told if endpoint.body is not None}
     _, models = models_json_schema(
         [(body, "validation") for body in sorted(bodies, key=lambda body: body.__name__)],
@@ -330,11 +403,16 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         made["parameters"] = parameters
     if endpoint.body is not None:
         made["requestBody"] = {"required": True, "content": _json(endpoint.body.__name__)}
+    if (endpoint.method, endpoint.path) == ("POST", "/v1/files"):
+        made["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": UPLOAD}}}
     return made
 
 
 def _answer(endpoint: Endpoint) -> dict[str, Any]:
-    answer = ANSWERS.get(f"{endpoint.method} {endpoint.path}") or ANSWERS.get(endpoint.path)
+    if endpoint.path == CONTENT:
+        data = {"application/octet-stream": {"schema": {"type": "string"}}}
+        return {"description": "The content.", "content": data}
+    answer = answer_of(endpoint)
     if answer is None:
         return {"description": "The answer."}
     whole, event = answer

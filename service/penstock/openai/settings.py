@@ -14,7 +14,7 @@ LogFormat = Literal["text", "json"]
 LOG_FORMATS: Final[tuple[LogFormat, ...]] = get_args(LogFormat)
 MAX_WORKERS: Final = 256
 _LEAST_STORE: Final = 1 << 20
-_MOST_DAYS: Final = 36500
+_MOST_DAYS: Final = 36_500
 
 
 class SettingsError(ValueError):
@@ -76,6 +76,15 @@ class Settings:
     store_days: float = 30.0
     """How long a response is kept."""
 
+    files: Path | None = None
+    """The folder of callers' files and batches; without it there are none."""
+    files_max_bytes: int = 10 << 30
+    """Of all that is in it."""
+    files_days: float = 30.0
+    """How long a file is kept, and a batch after its end."""
+    batch_concurrency: int = 32
+    """How many lines of a batch run at a time."""
+
     cors_origins: tuple[str, ...] = ()
     """The origins whose pages may call the front; "*" allows all."""
     page: bool = True
@@ -102,6 +111,8 @@ class Settings:
             ("max_body_bytes", 1024),
             ("max_waiting_body_bytes", self.max_body_bytes),
             ("store_max_bytes", _LEAST_STORE),
+            ("files_max_bytes", 1 << 20),
+            ("batch_concurrency", 1),
         ):
             if getattr(self, name) < least:
                 bad.append(f"{name}: must be at least {least}, not {getattr(self, name)}")
@@ -116,8 +127,12 @@ class Settings:
             value = getattr(self, name)
             if not (math.isfinite(value) and (value >= 0 if may_be_0 else value > 0)):
                 bad.append(f"{name}: must be {'at least' if may_be_0 else 'above'} 0 seconds, not {value}")
-        if not 0 < self.store_days <= _MOST_DAYS:
-            bad.append(f"store_days: must be above 0 and at most {_MOST_DAYS}, not {self.store_days}")
+        days = {"store_days": self.store_days, "files_days": self.files_days}
+        bad += [
+            f"{name}: must be above 0 and at most {_MOST_DAYS}, not {value}"
+            for name, value in days.items()
+            if not 0 < value <= _MOST_DAYS
+        ]
         return bad
 
     def _wrong_texts(self) -> list[str]:

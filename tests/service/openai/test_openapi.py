@@ -89,6 +89,24 @@ async def test_the_front_serves_it_and_answers_as_it_says() -> None:
         against(made, "Error", refused.json())
 
 
+async def test_answers_about_files_and_batches_are_as_it_says(tmp_path: Path) -> None:
+    async with front_rig(settings={"files": tmp_path}) as rig:
+        made = (await rig.http.get("/openapi.json")).json()
+        form = {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "batch"}}
+        file = (await rig.http.post("/v1/files", **form)).json()  # type: ignore[arg-type]  # a table of both
+        body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = (await rig.http.post("/v1/batches", json=body)).json()
+        against(made, "File", file)
+        against(made, "Batch", batch)
+        while batch["status"] == "validating":
+            batch = (await rig.http.get(f"/v1/batches/{batch['id']}")).json()
+        assert batch["errors"]["data"]
+        against(made, "Batch", batch)
+        against(made, "FileList", (await rig.http.get("/v1/files")).json())
+        against(made, "BatchList", (await rig.http.get("/v1/batches")).json())
+        against(made, "DeletedFile", (await rig.http.delete(f"/v1/files/{file['id']}")).json())
+
+
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/completions": {"prompt": "a"},

@@ -82,8 +82,8 @@ class WrongLine(Exception):
 class Terms:
     """What the lines of a batch may be."""
 
-    model: str
-    """The one that is served."""
+    model: str | None
+    """The one that is served; None if it does not matter."""
     urls: tuple[str, ...] = tuple(URLS)
     max_body_bytes: int
     has_priority: bool
@@ -109,7 +109,7 @@ def read_line(data: bytes, terms: Terms) -> Line:
         raise WrongLine("invalid_url", f"url must be {' or '.join(terms.urls)}, not {url[:100]!r}", "url")
     if not isinstance(body, dict):
         raise WrongLine("invalid_type", "body must be an object", "body")
-    if (model := body.get("model")) != terms.model:
+    if terms.model is not None and (model := body.get("model")) != terms.model:
         told = f"body.model must be {terms.model!r}, which is served, not {str(model)[:100]!r}"
         raise WrongLine("model_mismatch", told, "body.model")
     if body.get("stream"):

@@ -21,6 +21,7 @@ from typing import Final
 from prometheus_client import multiprocess
 
 from penstock.client.connection.address import is_loopback
+from penstock.openai.batches.runner import opened_folder
 from penstock.openai.counts import FOLDER_VARIABLE
 from penstock.openai.serving.logs import open_logs
 from penstock.openai.serving.tls import certificate_of
@@ -158,6 +159,9 @@ def serve(settings: Settings) -> int:
     certificate_of(settings)  # so that wrong files are told here, and not by each worker
     if (store := ResponseStore.of(settings)) is not None:
         store.close()
+    folder = opened_folder(settings)
+    if folder is not None:
+        folder.close()
     listening = _listening(settings)
     open_logs(settings.log_format)
 

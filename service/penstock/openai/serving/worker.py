@@ -29,6 +29,7 @@ import uvloop
 from uvicorn.config import Config
 
 from penstock.openai.app import ENDPOINTS, create_app
+from penstock.openai.batches.runner import BatchRunner, opened_folder
 from penstock.openai.endpoints import Endpoint
 from penstock.openai.front import Front
 from penstock.openai.serving.logs import open_logs
@@ -47,9 +48,13 @@ class HttpServer:
     """Serves one front at one listening socket, on the running event loop."""
 
     def __init__(self, front: Front, endpoints: Sequence[Endpoint] = ENDPOINTS) -> None:
+        """Raise SettingsError for a folder of files that cannot be used."""
         self._front = front
+        folder = opened_folder(front.settings)
+        self._batches = None if folder is None else BatchRunner(folder, front.backend, front.settings)
+        self._app = create_app(front, endpoints, self._batches)
         self._config = Config(
-            create_app(front, endpoints),
+            self._app,
             http=BoundedProtocol,
             ws="none",
             lifespan="off",
@@ -74,15 +79,20 @@ class HttpServer:
             backlog=_BACKLOG,
         )
         self._sweeping = asyncio.create_task(self._sweep(certificate))
+        if self._batches is not None:
+            self._batches.start(self._app)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, let those that run go on for at most `grace_s` seconds, and close all
         connections.
 
         The socket stays open meanwhile: callers and load balancers that come then are told where they stand.
+        Batches stop at once, because they go on when a front starts again.
         """
         for protocol in self._connections.protocols:
             protocol.stop_keeping()
+        if self._batches is not None:
+            await self._batches.stop()
         await self._front.life.drain(grace_s)
         if self._server is not None:
             self._server.close()

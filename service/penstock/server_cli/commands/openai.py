@@ -49,6 +49,7 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_listening(flags.group("listening"))
     _add_limits(flags.group("limits"))
     _add_store(flags.group("responses that are kept"))
+    _add_files(flags.group("files and batches"))
     _add_rest(flags.group("what else it serves and logs"))
     parser.set_defaults(flags={"addr": "--addr", "token": "--token", **flags.by_option})
 
@@ -127,6 +128,18 @@ def _add_store(flag: AddFlag) -> None:
     most = size_text(_DEFAULTS.store_max_bytes)
     flag("store_max_bytes", f"most of that file; the oldest leave; default: {most}", "SIZE", type=size)
     flag("store_days", "how long a response is kept; default: %(default)g", "DAYS")
+
+
+def _add_files(flag: AddFlag) -> None:
+    flag(
+        "files",
+        "keep callers' files and batches in this folder, which is made if there is none; default: there are "
+        "no files and no batches",
+        "FOLDER",
+    )
+    flag("files_max_bytes", "all that is in it; default: 10G", "SIZE", type=size)
+    flag("files_days", "keep files, and batches after their end, for so many days", "DAYS")
+    flag("batch_concurrency", "lines of a batch that run at a time", "N")
 
 
 def _add_rest(flag: AddFlag) -> None:

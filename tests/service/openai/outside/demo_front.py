@@ -49,7 +49,7 @@ def demo_front(folder: Path) -> Iterator[Endpoint]:
         served_demo("--keys", str(keys), "--override-generation-config", GREEDY) as address,
         running(
             *("penstock.cli", "openai", "--addr", address, "--port", "0"),
-            *("--store", str(folder / "responses.db")),
+            *("--store", str(folder / "responses.db"), "--files", str(folder / "files")),
             until="openai on",
         ) as (_, url),
     ):

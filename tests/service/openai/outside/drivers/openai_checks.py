@@ -7,6 +7,7 @@ that those types do not have, but for the few that the front adds on purpose.
 from __future__ import annotations
 
 import json
+import time
 
 import openai
 from pydantic import BaseModel
@@ -493,3 +494,79 @@ def check_embeddings(endpoint):
 
 def check_error_of_an_unknown_path(endpoint):
     raised(openai.NotFoundError, connect(endpoint).responses.retrieve, response_id="resp_1")
+
+
+LINE = {"method": "POST", "url": "/v1/chat/completions"}
+
+
+def batch_of(endpoint, **bodies):
+    """A batch with a line for each of these ids."""
+    client = connect(endpoint)
+    lines = [json.dumps({"custom_id": name, **LINE, "body": body}) for name, body in bodies.items()]
+    file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint=LINE["url"], completion_window="24h", metadata={"name": "check"}
+    )
+
+
+def ended(endpoint, batch):
+    """The batch once it has ended."""
+    until = time.monotonic() + 60
+    while batch.status not in ("completed", "failed", "expired", "cancelled"):
+        assert time.monotonic() < until, batch
+        time.sleep(0.1)
+        batch = connect(endpoint).batches.retrieve(batch.id)
+        only_known_fields(batch)
+    return batch
+
+
+def outcomes(endpoint, file_id):
+    lines = connect(endpoint).files.content(file_id).text.splitlines()
+    return {one["custom_id"]: one["response"] for one in map(json.loads, lines)}
+
+
+def check_files(endpoint):
+    files = connect(endpoint).files
+    content = b"a\r\nb\n" * 100_000
+    made = files.create(
+        file=("a.jsonl", content), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    only_known_fields(made)
+    assert (made.bytes, made.filename, made.expires_at) == (500_000, "a.jsonl", made.created_at + 3600), made
+    assert made in list(files.list(limit=1)), "not listed"
+    assert files.retrieve(made.id) == made
+    assert files.content(made.id).content == content
+    only_known_fields(files.delete(made.id))
+    raised(openai.NotFoundError, files.retrieve, file_id=made.id)
+
+
+def check_file_of_another_purpose(endpoint):
+    error = raised(openai.BadRequestError, connect(endpoint).files.create, file=b"a", purpose="fine-tune")
+    assert error.param == "purpose", error
+
+
+def check_batch(endpoint):
+    asked = {"model": endpoint.model, "messages": [{"role": "user", "content": QUESTION}]}
+    made = batch_of(endpoint, good=asked, bad=asked | {"temperature": -1})
+    only_known_fields(made)
+    done = ended(endpoint, made)
+    told = done.request_counts
+    assert (done.status, told.total, told.completed, told.failed) == ("completed", 2, 1, 1), done
+    answer = outcomes(endpoint, done.output_file_id)["good"]
+    assert answer["body"]["choices"][0]["message"]["content"] == ANSWER, answer
+    assert outcomes(endpoint, done.error_file_id)["bad"]["status_code"] == 400, done
+    assert done in list(connect(endpoint).batches.list(limit=1)), "not listed"
+
+
+def check_batch_with_a_wrong_line(endpoint):
+    done = ended(endpoint, batch_of(endpoint, one={"model": "no-such-model"}))
+    (error,) = done.errors.data
+    assert (done.status, error.line, error.code) == ("failed", 1, "model_mismatch"), done
+
+
+def check_batch_that_is_cancelled(endpoint):
+    asked = {"model": endpoint.model, "messages": [{"role": "user", "content": QUESTION}]}
+    made = batch_of(endpoint, **{f"line{number}": asked for number in range(2000)})
+    only_known_fields(connect(endpoint).batches.cancel(made.id))
+    done = ended(endpoint, made)
+    assert done.status == "cancelled", done

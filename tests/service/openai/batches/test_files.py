@@ -1,0 +1,203 @@
+"""/v1/files as OpenAI's client and others use it: what it stores, for whom, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from penstock.openai.batches import storing
+from penstock.openai.routes import files as routes
+from tests.service.key_rig import key, write
+from tests.service.openai.rig import FrontRig, front_rig
+
+LINE = b'{"custom_id": "1"}\n'
+
+
+@contextlib.asynccontextmanager
+async def filing(folder: Path, **settings: Any) -> AsyncIterator[FrontRig]:
+    async with front_rig(settings={"files": folder} | settings) as rig:
+        yield rig
+
+
+def form(*parts: tuple[str, str], end: str = "--x--\r\n") -> dict[str, Any]:
+    """A form of these headers and contents."""
+    told = "".join(f"--x\r\nContent-Disposition: {head}\r\n\r\n{content}\r\n" for head, content in parts)
+    return {"content": told + end, "headers": {"content-type": "multipart/form-data; boundary=x"}}
+
+
+PURPOSE = ('form-data; name="purpose"', "batch")
+FILE = ('form-data; name="file"; filename="a.jsonl"', "some")
+
+
+async def test_a_file_is_stored_told_of_given_back_and_removed(tmp_path: Path) -> None:
+    content = os.urandom(300_000)  # which comes in many parts, with line ends of all kinds
+    async with filing(tmp_path) as rig:
+        files = rig.openai.files
+        made = await files.create(
+            file=("räume.jsonl", content),
+            purpose="batch",
+            expires_after={"anchor": "created_at", "seconds": 3600},
+        )
+        assert (made.object, made.bytes, made.filename, made.purpose, made.status) == (
+            "file",
+            300_000,
+            "räume.jsonl",
+            "batch",
+            "processed",
+        )
+        assert made.expires_at == made.created_at + 3600
+        assert await files.retrieve(made.id) == made
+        assert (await files.content(made.id)).content == content
+        assert (await files.delete(made.id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await files.retrieve(made.id)
+        assert not list((tmp_path / "contents").iterdir())
+
+
+async def test_lists_have_pages(tmp_path: Path) -> None:
+    async with filing(tmp_path) as rig:
+        files = rig.openai.files
+        made = [(await files.create(file=(f"{i}", LINE), purpose="batch")).id for i in range(5)]
+        assert [file.id async for file in files.list(limit=2)] == made[::-1]
+        assert [file.id async for file in files.list(limit=2, order="asc")] == made
+        page = await files.list(limit=2, order="asc", after=made[2])
+        assert ([file.id for file in page.data], page.has_more) == (made[3:], False)
+        assert (await files.list(purpose="batch_output")).data == []
+
+
+async def test_each_key_has_its_own_files_and_a_key_is_needed(tmp_path: Path) -> None:
+    keys, folder = write(tmp_path / "keys.json", [key("one"), key("two")]), tmp_path / "files"
+    async with front_rig(settings={"files": folder}, key="psk_one", keys=keys) as rig:
+        made = await rig.openai.files.create(file=("a", LINE), purpose="batch")
+        others = rig.openai.with_options(api_key="psk_two").files
+        assert (await others.list()).data == []
+        for ask in (others.retrieve, others.content, others.delete):
+            with pytest.raises(openai.NotFoundError):
+                await ask(made.id)
+        with pytest.raises(openai.AuthenticationError):
+            await rig.openai.with_options(api_key="wrong").files.create(file=("a", LINE), purpose="batch")
+        assert (await rig.openai.files.retrieve(made.id)).id == made.id
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        assert b"psk_one" not in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "param", "code"),
+    [
+        (form(FILE), 400, "purpose", "missing_required_parameter"),
+        (form(PURPOSE), 400, "file", "missing_required_parameter"),
+        (form(PURPOSE, (FILE[0], "")), 400, "file", "invalid_value"),
+        (form(PURPOSE, FILE, FILE), 400, "file", "invalid_value"),
+        (form(PURPOSE, PURPOSE, FILE), 400, "purpose", "invalid_value"),
+        (form((PURPOSE[0], "fine-tune"), FILE), 400, "purpose", "unsupported_value"),
+        (form((PURPOSE[0], "x" * 2000), FILE), 400, "purpose", "invalid_value"),
+        (form(('form-data; name="more"', "1"), FILE), 400, "more", "unknown_parameter"),
+        (
+            form(PURPOSE, ('form-data; name="expires_after[seconds]"', "9000"), FILE),
+            400,
+            "expires_after[anchor]",
+            "unsupported_value",
+        ),
+        (form(PURPOSE, FILE, end=""), 400, None, "invalid_form"),
+        (
+            {"content": "--y", "headers": {"content-type": "multipart/form-data; boundary=x"}},
+            400,
+            None,
+            "invalid_form",
+        ),
+        ({"content": "", "headers": {"content-type": "multipart/form-data"}}, 400, None, "invalid_form"),
+        ({"json": {}}, 415, None, "unsupported_media_type"),
+        (form(PURPOSE, (FILE[0], "x" * 100_001)), 413, "file", "body_too_large"),
+    ],
+)
+async def test_wrong_uploads_are_refused_and_leave_nothing(
+    sent: Any, status: int, param: str | None, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "MOST_FILE", 100_000)
+    async with filing(tmp_path) as rig:
+        reply = await rig.http.post("/v1/files", **sent)
+        assert (await rig.openai.files.list()).data == []
+        assert not list((tmp_path / "contents").iterdir())
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["code"]) == (status, param, code), error
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=10001", "limit"),
+        ("order=up", "order"),
+        ("purpose=vision", "purpose"),
+        ("after=file-x", "after"),
+        ("before=file-x", "before"),
+        ("limit=1&limit=2", "limit"),
+    ],
+)
+async def test_wrong_queries_are_refused(query: str, param: str, tmp_path: Path) -> None:
+    async with filing(tmp_path) as rig:
+        reply = await rig.http.get(f"/v1/files?{query}")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+async def test_the_folder_is_bounded_and_has_room_again_after_a_removal(tmp_path: Path) -> None:
+    most = 1 << 20
+    async with filing(tmp_path, files_max_bytes=most) as rig:
+        files = rig.openai.files
+        first = await files.create(file=("a", b"x" * 600_000), purpose="batch")
+        with pytest.raises(openai.APIStatusError) as refused:
+            await files.create(file=("b", b"x" * 600_000), purpose="batch")
+        assert (refused.value.status_code, refused.value.code) == (413, "files_full")
+        assert sum(path.stat().st_size for path in (tmp_path / "contents").iterdir()) <= most
+        await files.delete(first.id)
+        assert (await files.create(file=("b", b"x" * 600_000), purpose="batch")).bytes == 600_000
+
+
+async def test_small_files_count_so_that_their_number_is_bounded(tmp_path: Path) -> None:
+    folder = storing.Folder(tmp_path, 10 * storing.LEAST_FILE, 1.0)
+    for _ in range(10):
+        folder.begin_file("caller", "batch", "a")
+    with pytest.raises(storing.FolderFull):
+        folder.begin_file("caller", "batch", "a")
+    folder.close()
+
+
+async def test_what_is_old_or_was_left_by_a_killed_worker_is_removed(tmp_path: Path) -> None:
+    now = 1_000_000.0
+    folder = storing.Folder(tmp_path, 1 << 30, 1.0, clock=lambda: now)
+
+    def made(is_whole: bool) -> str:
+        file_id = folder.begin_file("caller", "batch", "a")
+        with storing.Growing(folder, file_id) as file:
+            file.write(LINE)
+            if is_whole:
+                file.finish()
+        return file_id
+
+    old, left = made(True), made(False)
+    now += 3600
+    young = made(True)
+    (tmp_path / "contents" / "file-unknown").write_bytes(b"x")
+    now += 24 * 3600 - 3600 + 1
+    assert folder.file("caller", old) is None  # also before it is swept
+    folder.sweep()
+    assert [path.name for path in (tmp_path / "contents").iterdir()] == [young]
+    assert folder.file("caller", young) is not None
+    assert left != young
+    folder.close()
+
+
+async def test_without_a_folder_the_endpoints_say_which_option_is_lacking() -> None:
+    async with front_rig() as rig:
+        for ask in (rig.openai.files.list, rig.openai.batches.list):
+            with pytest.raises(openai.APIStatusError) as refused:
+                await ask()
+            assert refused.value.status_code == 501
+            assert refused.value.code == "unsupported_endpoint"
+            assert "--files FOLDER" in refused.value.message
