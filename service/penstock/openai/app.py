@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from starlette.applications import Starlette
@@ -133,7 +133,7 @@ def create_app(
         expose_headers=("x-request-id", "request-id", "x-penstock-ignored", "retry-after", "retry-after-ms"),
     )
     app = Starlette(
-        routes=[_route(row) for row in endpoints if front.settings.page or row not in PAGE],
+        routes=_routes([row for row in endpoints if front.settings.page or row not in PAGE]),
         middleware=[cors] if front.settings.cors_origins else [],
         exception_handlers={
             ApiError: _tell_api_error,
@@ -148,8 +148,17 @@ def create_app(
     return Edge(app, front)
 
 
-def _route(endpoint: Endpoint) -> Route:
+def _routes(endpoints: Sequence[Endpoint]) -> list[Route]:
+    """A route for each path, so that a method that it does not take is answered with all that it takes."""
+    by_path: dict[str, dict[str, Endpoint]] = {}
+    for endpoint in endpoints:
+        by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
+    return [_route(path, by_method) for path, by_method in by_path.items()]
+
+
+def _route(path: str, by_method: Mapping[str, Endpoint]) -> Route:
     async def handle(request: Request) -> Response:
+        endpoint = by_method["GET" if request.method == "HEAD" else request.method]
         mark(request.scope, endpoint)
         try:
             return await endpoint.handler(request)
@@ -159,7 +168,7 @@ def _route(endpoint: Endpoint) -> Route:
             log.exception("request %r failed", call_of(request).request_id)
             return error_response(defect(), call_of(request))
 
-    return Route(endpoint.path, handle, methods=[endpoint.method])
+    return Route(path, handle, methods=list(by_method))
 
 
 async def _tell_api_error(request: Request, error: Exception) -> Response:

@@ -14,7 +14,7 @@ import logging
 import math
 import sqlite3
 from collections.abc import Awaitable, Iterator, Sequence
-from typing import Any, Final, TypeVar
+from typing import IO, Any, Final, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -97,7 +97,6 @@ class BatchRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.folder.close()
 
     def wake(self) -> None:
         """Look at the folder at once."""
@@ -131,13 +130,17 @@ class BatchRunner:
         needed = {batch.caller for batch in batches} | self._just_told
         self._keys = {caller: key for caller, key in self._keys.items() if caller in needed}
         for batch in batches:
-            if batch.id not in self._running and self._may_run(batch):
+            if batch.id in self._running or not self._may_run(batch):
+                continue
+            claim = self.folder.claim(batch.id)
+            if claim is not None:
                 task = asyncio.create_task(self._run(app, batch.id, self._keys.get(batch.caller, "")))
                 self._running[batch.id] = batch.caller, task
-                task.add_done_callback(functools.partial(self._ended, batch.id))
+                task.add_done_callback(functools.partial(self._ended, batch.id, claim))
 
-    def _ended(self, batch_id: str, _: asyncio.Task[None]) -> None:
+    def _ended(self, batch_id: str, claim: IO[bytes], _: asyncio.Task[None]) -> None:
         del self._running[batch_id]
+        claim.close()
 
     def _may_run(self, batch: StoredBatch) -> bool:
         if self._is_over(batch):
@@ -151,22 +154,21 @@ class BatchRunner:
         return batch.status == "cancelling" or self.folder.now() >= batch.expires_at
 
     async def _run(self, app: ASGIApp, batch_id: str, key: str) -> None:
-        with self.folder.claim(batch_id) as is_held:
-            batch = await asyncio.to_thread(self.folder.batch, batch_id) if is_held else None
-            if batch is None or batch.status not in UNFINISHED:  # since the folder was looked at
-                return
-            try:
-                await _OneBatch(self.folder, batch).see_through(self, app, key)
-            except PenstockClientError as error:
-                told = of_client_error(error, {})
-                if told.status in (401, 403):
-                    await self.fail(batch_id, Problem(None, told.code or "forbidden", told.message))
-                else:
-                    log.warning("batch %s waits: %s", batch_id, told.message)
-                    await asyncio.sleep(_PAUSE_S)
-            except Exception:  # a defect: the batch must not be tried for ever
-                log.exception("batch %s failed", batch_id)
-                await self.fail(batch_id, Problem(None, "internal", "internal error"))
+        batch = await asyncio.to_thread(self.folder.batch, batch_id)
+        if batch is None or batch.status not in UNFINISHED:  # since the folder was looked at
+            return
+        try:
+            await _OneBatch(self.folder, batch).see_through(self, app, key)
+        except PenstockClientError as error:
+            told = of_client_error(error, {})
+            if told.status in (401, 403):
+                await self.fail(batch_id, Problem(None, told.code or "forbidden", told.message))
+            else:
+                log.warning("batch %s waits: %s", batch_id, told.message)
+                await asyncio.sleep(_PAUSE_S)
+        except Exception:  # a defect: the batch must not be tried for ever
+            log.exception("batch %s failed", batch_id)
+            await self.fail(batch_id, Problem(None, "internal", "internal error"))
 
     async def fail(self, batch_id: str, *problems: Problem) -> None:
         """End a batch that cannot be run."""

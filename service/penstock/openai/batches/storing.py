@@ -135,14 +135,19 @@ class Folder:
         for folder in (path, self._contents, self._locks):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._guard = threading.Lock()
+        database = path / "files.sqlite"
+        os.close(os.open(database, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite would let others read it
+        self._database = sqlite3.connect(
+            database, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+        )
         try:
-            self._database = sqlite3.connect(
-                path / "files.sqlite", timeout=_BUSY_S, isolation_level=None, check_same_thread=False
-            )
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = NORMAL")
             self.secret = self._prepared()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ValueError) as error:
+            self._database.close()
+            if isinstance(error, ValueError):
+                raise
             raise OSError(f"its database cannot be used: {error}") from None
 
     def close(self) -> None:
@@ -404,21 +409,17 @@ class Folder:
             row = database.execute("SELECT status FROM batches WHERE id = ?", (batch_id,)).fetchone()
         return None if row is None else row[0]
 
-    @contextlib.contextmanager
-    def claim(self, batch_id: str) -> Iterator[bool]:
-        """Hold a batch, which one process at a time can. Gives whether it is held: not if another holds it.
-        The system gives it up when the process ends, however it ends.
+    def claim(self, batch_id: str) -> IO[bytes] | None:
+        """Hold a batch, which one worker at a time can, until what is returned is closed; None if another one
+        holds it. The system gives it up when the process ends, however it ends.
         """
         descriptor = os.open(self._locks / batch_id, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                yield False
-            else:
-                yield True
-        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             os.close(descriptor)
+            return None
+        return os.fdopen(descriptor, "r+b")
 
     def sweep(self) -> None:
         """Remove files whose time is over, batches that ended long ago, and what killed workers left."""

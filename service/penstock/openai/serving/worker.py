@@ -108,6 +108,8 @@ class HttpServer:
             await _cancelled(list(self._connections.state.tasks))
         if self._sweeping is not None:
             await _cancelled([self._sweeping])
+        if self._batches is not None:
+            self._batches.folder.close()
 
     async def _sweep(self, certificate: Certificate | None) -> None:
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +20,7 @@ from penstock.openai.schemas.batches import BatchBody
 from tests.service.key_rig import key, write
 from tests.service.openai.rig import front_rig, fronting
 from tests.service.rig import WAIT_S, fake, serving, until
+from tests.support.demo_server import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -296,14 +298,52 @@ async def test_of_two_workers_one_runs_a_batch_and_the_other_takes_it_when_that_
         assert len(await answers(other, done.output_file_id)) == 8
 
 
-async def test_a_killed_workers_claim_is_free_again(tmp_path: Path) -> None:
+@pytest.mark.ci
+async def test_a_front_that_was_killed_goes_on_with_two_workers(tmp_path: Path) -> None:
+    engine = fake(hold=True, max_num_seqs=2)
+    async with serving(engine) as grpc:
+
+        async def front(workers: int) -> tuple[asyncio.subprocess.Process, str]:
+            flags = ["--addr", grpc.server.address, "--port", "0", "--files", str(tmp_path)]
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "penstock.cli", "openai", *flags, "--workers", str(workers)),
+                cwd=ROOT,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            assert process.stdout is not None
+            return process, (await process.stdout.readline()).decode().split()[-1]
+
+        async with asyncio.timeout(3 * WAIT_S):
+            process, url = await front(1)
+            async with client_of(url) as client:
+                made = await begun(client, lines(*map(str, range(20))))
+                await until(lambda: len(engine.seen) == 20)
+                while not any(
+                    b"batch_req" in path.read_bytes() for path in (tmp_path / "contents").iterdir()
+                ):
+                    engine.step()
+                    await asyncio.sleep(0.02)
+            process.kill()
+            await process.wait()
+            engine.release()
+            process, url = await front(2)
+            async with client_of(url) as client:
+                done = await ended(client, made)
+                assert (done.status, counts(done)) == ("completed", (20, 20, 0))
+                assert len(await answers(client, done.output_file_id)) == 20
+            process.terminate()
+            assert await process.wait() == 0
+
+
+def test_two_claims_exclude_each_other(tmp_path: Path) -> None:
     one, two = (Folder(tmp_path, 1 << 30, 1.0) for _ in range(2))
-    with one.claim("batch_1") as is_held:
-        assert is_held
-        with two.claim("batch_1") as is_other_held:
-            assert not is_other_held
-    with two.claim("batch_1") as is_held:
-        assert is_held
+    held = one.claim("batch_1")
+    assert held is not None
+    assert two.claim("batch_1") is None
+    held.close()
+    other = two.claim("batch_1")
+    assert other is not None
+    other.close()
     for folder in (one, two):
         folder.close()
 

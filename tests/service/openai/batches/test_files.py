@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,12 @@ import openai
 import pytest
 
 from penstock.openai.batches import storing
+from penstock.openai.batches.runner import opened_folder
 from penstock.openai.routes import files as routes
+from penstock.openai.settings import Settings, SettingsError
 from tests.service.key_rig import key, write
 from tests.service.openai.rig import FrontRig, front_rig
+from tests.service.rig import until
 
 LINE = b'{"custom_id": "1"}\n'
 
@@ -193,6 +198,13 @@ async def test_what_is_old_or_was_left_by_a_killed_worker_is_removed(tmp_path: P
     folder.close()
 
 
+async def test_a_method_that_a_path_does_not_take_is_answered_with_all_that_it_takes() -> None:
+    async with front_rig() as rig:
+        reply = await rig.http.put("/v1/files/file-x")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert {name.strip() for name in reply.headers["allow"].split(",")} == {"GET", "HEAD", "DELETE"}
+
+
 async def test_without_a_folder_the_endpoints_say_which_option_is_lacking() -> None:
     async with front_rig() as rig:
         for ask in (rig.openai.files.list, rig.openai.batches.list):
@@ -201,3 +213,50 @@ async def test_without_a_folder_the_endpoints_say_which_option_is_lacking() -> N
             assert refused.value.status_code == 501
             assert refused.value.code == "unsupported_endpoint"
             assert "--files FOLDER" in refused.value.message
+
+
+@pytest.mark.parametrize("goes_away", [True, False])
+async def test_an_upload_that_stops_halfway_leaves_nothing(goes_away: bool, tmp_path: Path) -> None:
+    async with filing(tmp_path, receive_limit_s=0.5) as rig:
+        reader, writer = await asyncio.open_connection(*rig.address)
+        whole = form(PURPOSE, (FILE[0], "x" * 5000))["content"].encode()
+        head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+        writer.write(f"{head}Content-Length: {len(whole)}\r\n\r\n".encode() + whole[:-1000])
+        await until(lambda: any(path.stat().st_size for path in (tmp_path / "contents").iterdir()))
+        if not goes_away:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        await until(lambda: not list((tmp_path / "contents").iterdir()))
+        assert (await rig.openai.files.list()).data == []
+
+
+def test_only_the_fronts_user_may_read_the_folder(tmp_path: Path) -> None:
+    folder = opened_folder(Settings(files=tmp_path))  # which exists, and which everybody may enter
+    assert folder is not None
+    open_to_others = [path.name for path in tmp_path.iterdir() if path.stat().st_mode & 0o077]
+    assert open_to_others == []
+    folder.close()
+
+
+@pytest.mark.parametrize("broken", ["file", "version", "database"])
+def test_a_folder_that_cannot_be_used_is_told_by_its_option(broken: str, tmp_path: Path) -> None:
+    folder, database = tmp_path / "files", tmp_path / "files" / "files.sqlite"
+    if broken == "file":
+        folder.write_text("x")
+    else:
+        folder.mkdir()
+        if broken == "database":
+            database.write_text("no database" * 1000)
+        else:
+            with contextlib.closing(sqlite3.connect(database)) as made:
+                made.execute("PRAGMA user_version = 99")
+    with pytest.raises(SettingsError, match=r"^files: "):
+        opened_folder(Settings(files=folder))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"files_max_bytes": 1000}, {"files_days": 0.0}, {"batch_concurrency": 0}], ids=str
+)
+def test_bounds_that_keep_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=f"^{next(iter(wrong))}: "):
+        Settings(**wrong)
