@@ -166,6 +166,9 @@ class BatchRunner:
             else:
                 log.warning("batch %s waits: %s", batch_id, told.message)
                 await asyncio.sleep(_PAUSE_S)
+        except sqlite3.Error:  # such as a full disk
+            log.exception("batch %s waits, as the folder of files cannot be used", batch_id)
+            await asyncio.sleep(_PAUSE_S)
         except Exception:  # a defect: the batch must not be tried for ever
             log.exception("batch %s failed", batch_id)
             await self.fail(batch_id, Problem(None, "internal", "internal error"))
