@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from penstock.openai.batches import running
 from penstock.server_cli.commands import batch
 from tests.service.rig import WAIT_S, Rig, fake, serving, until
 from tests.support.demo_server import ROOT
@@ -173,16 +174,35 @@ async def test_a_second_run_leaves_out_what_has_an_answer_and_cuts_off_half_a_li
     assert "4 lines: 3 answered, 1 failed, 2 of them by earlier runs; " in capsys.readouterr().out
 
 
-async def test_no_more_lines_run_at_a_time_than_it_is_told_and_a_full_server_is_asked_again(
-    files: Files,
-) -> None:
-    files.write(*(line(str(number)) for number in range(12)))
-    async with serving(fake(hold=True, max_num_seqs=1, max_queued_requests=2)) as rig:
-        running = asyncio.create_task(files.run(rig, "--concurrency", "6"))
+async def test_no_more_lines_run_at_a_time_than_it_is_told(files: Files) -> None:
+    files.write(*(line(str(number)) for number in range(8)))
+    async with serving(fake(hold=True)) as rig:
+        task = asyncio.create_task(files.run(rig, "--concurrency", "3"))
         await until(lambda: len(rig.engine.seen) >= 3)
+        await asyncio.sleep(0.1)
         assert len(rig.engine.seen) == 3
         rig.engine.release()
-        assert await running == 0
+        assert await task == 0
+
+
+async def test_lines_that_a_full_server_refuses_are_tried_again(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses, call = [], running.call
+
+    async def noting(*asked: Any) -> running.Reply:
+        reply = await call(*asked)
+        statuses.append(reply.status)
+        return reply
+
+    monkeypatch.setattr(running, "call", noting)
+    files.write(*(line(str(number)) for number in range(12)))
+    async with serving(fake(hold=True, max_num_seqs=1, max_queued_requests=2)) as rig:
+        task = asyncio.create_task(files.run(rig, "--concurrency", "6"))
+        await until(lambda: statuses.count(429) >= 3)
+        rig.engine.release()
+        assert await task == 0
+    assert statuses.count(200) == 12
     assert {one["response"]["status_code"] for one in files.answers().values()} == {200}
 
 
@@ -202,11 +222,11 @@ async def test_a_server_that_takes_nothing_ends_the_run_which_can_go_on(
 async def test_two_runs_do_not_write_to_one_file(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     files.write(line("a"))
     async with serving(fake(hold=True)) as rig:
-        running = asyncio.create_task(files.run(rig))
+        task = asyncio.create_task(files.run(rig))
         await until(lambda: bool(rig.engine.seen))
         assert await files.run(rig) == 2
         rig.engine.release()
-        assert await running == 0
+        assert await task == 0
     assert "another run writes to it" in capsys.readouterr().err
 
 

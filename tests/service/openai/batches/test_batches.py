@@ -164,16 +164,19 @@ async def test_lines_that_did_not_run_in_time_are_told_as_expired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = fake(hold=True, max_num_seqs=1)
-    async with front_rig(engine, settings={"files": tmp_path}) as rig:
-        made = await begun(rig.openai, lines("a", "b"))
+    async with front_rig(engine, settings={"files": tmp_path, "batch_concurrency": 1}) as rig:
+        made = await begun(rig.openai, lines("a", "b", "c"))
+        await until(lambda: len(engine.seen) == 1)
+        engine.step(2)  # the first line
         await until(lambda: len(engine.seen) == 2)
         monkeypatch.setattr(storing.Folder, "now", lambda self: int(time.time()) + storing.WINDOW_S)
         done = await ended(rig.openai, made)
-        assert (done.status, counts(done)) == ("expired", (2, 0, 2))
+        assert (done.status, counts(done)) == ("expired", (3, 1, 2))
+        assert (await answers(rig.openai, done.output_file_id)).keys() == {"a"}
         found = await answers(rig.openai, done.error_file_id)
     assert {name: (one["response"], one["error"]["code"]) for name, one in found.items()} == {
-        "a": (None, "batch_expired"),
         "b": (None, "batch_expired"),
+        "c": (None, "batch_expired"),
     }
 
 
