@@ -127,12 +127,10 @@ class Settings:
             value = getattr(self, name)
             if not (math.isfinite(value) and (value >= 0 if may_be_0 else value > 0)):
                 bad.append(f"{name}: must be {'at least' if may_be_0 else 'above'} 0 seconds, not {value}")
-        days = {"store_days": self.store_days, "files_days": self.files_days}
-        bad += [
-            f"{name}: must be above 0 and at most {_MOST_DAYS}, not {value}"
-            for name, value in days.items()
-            if not 0 < value <= _MOST_DAYS
-        ]
+        if not 0 < self.store_days <= _MOST_DAYS:
+            bad.append(f"store_days: must be above 0 and at most {_MOST_DAYS}, not {self.store_days}")
+        if not 1 <= self.files_days <= _MOST_DAYS:
+            bad.append(f"files_days: must be from 1 to {_MOST_DAYS}, not {self.files_days}")
         return bad
 
     def _wrong_texts(self) -> list[str]:

@@ -147,7 +147,9 @@ async def show_file(request: Request) -> Response:
 async def show_content(request: Request) -> Response:
     """GET /v1/files/{file_id}/content."""
     folder, file = await _file_of(request)
-    return FileResponse(folder.content_of(file.id), media_type="application/octet-stream")
+    # A browser must not take for a page of ours what a caller has stored.
+    headers = {"x-content-type-options": "nosniff"}
+    return FileResponse(folder.content_of(file.id), headers=headers, media_type="application/octet-stream")
 
 
 async def _file_of(request: Request) -> tuple[Folder, StoredFile]:
@@ -174,6 +176,7 @@ async def delete_file(request: Request) -> Response:
 
 async def upload_file(request: Request) -> Response:
     """POST /v1/files."""
+    _check_origin(request)
     batches, caller = await files_of(request)
     folder, form = batches.folder, _Form(request.headers.get("content-type", ""))
     announced = request.headers.get("content-length", "0")
@@ -196,6 +199,17 @@ async def upload_file(request: Request) -> Response:
     made = await asyncio.to_thread(folder.file, caller, file_id)
     assert made is not None, "it was just made"
     return json_response(_told(made))
+
+
+def _check_origin(request: Request) -> None:
+    """Refuse what a page of another origin sends: a browser lets every page send a form, which a body of JSON
+    is not, and so asks nobody first.
+    """
+    origin, allowed = request.headers.get("origin"), front_of(request).settings.cors_origins
+    is_ours = origin is not None and origin.partition("://")[2] == request.headers.get("host")
+    if origin is not None and not is_ours and not {origin, "*"} & set(allowed):
+        message = f"pages of {origin[:100]!r} may not upload files; see --cors-origin"
+        raise ApiError(403, message, "permission_error", code="forbidden")
 
 
 def _too_large() -> ApiError:

@@ -134,6 +134,23 @@ async def test_wrong_uploads_are_refused_and_leave_nothing(
 
 
 @pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("https://evil.example", 403),
+        ("null", 403),
+        ("https://chat.example", 200),
+        ("http://127.0.0.1:{port}", 200),
+    ],
+)
+async def test_pages_of_other_origins_upload_nothing(origin: str, status: int, tmp_path: Path) -> None:
+    async with filing(tmp_path, cors_origins=("https://chat.example",)) as rig:
+        sent = form(PURPOSE, FILE)
+        sent["headers"]["origin"] = origin.format(port=rig.address[1])
+        assert (await rig.http.post("/v1/files", **sent)).status_code == status
+        assert len(list((tmp_path / "contents").iterdir())) == (status == 200)
+
+
+@pytest.mark.parametrize(
     ("query", "param"),
     [
         ("limit=0", "limit"),
