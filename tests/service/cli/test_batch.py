@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -157,6 +158,45 @@ async def test_a_file_with_something_else_is_not_written_to(
         assert await files.run(rig) == 2
     assert words in capsys.readouterr().err
     assert files.output.read_text() == output
+
+
+@pytest.mark.parametrize(
+    ("given", "output", "words"),
+    [
+        ("lacking", "out", "lacking: there is no such file"),
+        (".", "out", "is no file"),
+        ("in", "/dev/null", "/dev/null: is no file"),
+        ("in", "in", "is the file of the requests"),
+        ("in", "no/folder", "No such file or directory"),
+    ],
+)
+async def test_files_that_cannot_be_used_are_told(
+    given: str, output: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = Files(tmp_path)
+    (tmp_path / "in").write_text(json.dumps(line("a")) + "\n")
+    files.input, files.output = tmp_path / given, tmp_path / output
+    async with serving(fake()) as rig:
+        assert await files.run(rig) == 2
+        assert not rig.engine.seen
+    assert words in capsys.readouterr().err
+
+
+async def test_a_disk_that_gets_full_ends_the_run_which_can_go_on(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files.write(*(line(str(number)) for number in range(9)))
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with serving(fake()) as rig:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most[1]))  # in the middle of a line
+        try:
+            assert await files.run(rig, "--concurrency", "1") == 3
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        assert files.output.stat().st_size == 1000
+        assert "out.jsonl: File too large; the same command goes on" in capsys.readouterr().err
+        assert await files.run(rig) == 0
+    assert len(files.answers()) == 9
 
 
 async def test_a_second_run_leaves_out_what_has_an_answer_and_cuts_off_half_a_line(

@@ -125,22 +125,33 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the file. Returns the exit code that --help tells."""
-    if args.output.exists() and args.input.exists() and args.output.samefile(args.input):
-        complain("batch", "IN and OUT are the same file")
-        return 2
     return asyncio.run(run_async(args))
 
 
 async def run_async(args: argparse.Namespace) -> int:
     """Run the file on the running event loop. Returns the exit code."""
     try:
+        _check_files(args.input, args.output)
         return await _run(args, _settings(args))
     except (WrongConnection, ValueError, _Cannot) as error:
         complain("batch", str(error))
         return 2
     except _GivenUp as error:
-        complain("batch", f"{error}; the same command goes on where this run ended")
-        return STOPPED
+        why = str(error)
+    except OSError as error:  # of a file that could be used at the beginning, such as a full disk
+        why = f"{error.filename or args.output}: {error.strerror}"
+    complain("batch", f"{why}; the same command goes on where this run ended")
+    return STOPPED
+
+
+def _check_files(given: Path, output: Path) -> None:
+    """Raise _Cannot for what cannot be read twice, or what the answers cannot be added to."""
+    if not given.is_file():
+        raise _Cannot(f"{given}: {'is no file' if given.exists() else 'there is no such file'}")
+    if output.exists() and not output.is_file():
+        raise _Cannot(f"{output}: is no file")
+    if output.exists() and output.samefile(given):
+        raise _Cannot(f"{output}: is the file of the requests")
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -149,7 +160,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         addr=args.addr,
         tls=server["tls"],
         token=server["token"],
-        insecure=args.insecure,
+        insecure=args.insecure or server["token"] is None,  # without a key none can be read on the way
         request_timeout_s=args.request_timeout,
         max_body_bytes=args.max_body_bytes,
         max_waiting_body_bytes=args.concurrency * args.max_body_bytes,
@@ -269,8 +280,6 @@ async def _answer(
         raise _GivenUp(f"the server takes no more lines: {why}") from None
     except WrongLine as error:
         raise _GivenUp(f"{args.input} was changed meanwhile: {error}") from None
-    except OSError as error:
-        raise _GivenUp(f"{error.filename or args.output}: {error.strerror}") from None
     finally:
         bar.close()
         _tell(found.total, before, counts, time.monotonic() - began)
