@@ -467,11 +467,10 @@ class Growing:
     def __init__(self, folder: Folder, file_id: str) -> None:
         """Open the content, which may be there in part. Raises OSError."""
         self.id = file_id
-        self.size = 0
         self._folder = folder
-        flags = os.O_RDWR | os.O_CREAT
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
         self.content: IO[bytes] = os.fdopen(os.open(folder.content_of(file_id), flags, 0o600), "r+b")
-        """Read it only before the first `write`, and leave its position at its end."""
+        """For reading, and for cutting off its end."""
         self._room = 0
 
     def __enter__(self) -> Self:
@@ -480,18 +479,26 @@ class Growing:
     def __exit__(self, *_: object) -> None:
         self.content.close()
 
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+        return os.fstat(self.content.fileno()).st_size
+
     def write(self, data: bytes) -> None:
-        """Add to the end. Raises FolderFull, KeyError if the file was removed, and OSError."""
-        if not self.size:
-            self.size = self.content.tell()
-        if self.size + len(data) > self._room:
+        """Add to the end all or nothing. Raises FolderFull, KeyError if the file was removed, and OSError."""
+        descriptor, size = self.content.fileno(), self.size
+        if size + len(data) > self._room:
             try:
-                self._reserve(self.size + max(len(data), _GROWTH))
+                self._reserve(size + max(len(data), _GROWTH))
             except FolderFull:
-                self._reserve(self.size + len(data))
-        self.content.write(data)
-        self.content.flush()
-        self.size += len(data)
+                self._reserve(size + len(data))
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[os.write(descriptor, left) :]
+        except OSError:
+            os.truncate(descriptor, size)
+            raise
 
     def _reserve(self, size: int) -> None:
         self._folder.reserve(self.id, size)
@@ -499,7 +506,5 @@ class Growing:
 
     def finish(self, keep_s: int | None = None, filename: str | None = None) -> bool:
         """Have all of it on the disk, and tell callers of it, as `Folder.finish_file`."""
-        self.content.seek(0, os.SEEK_END)
-        size = self.content.tell()
         os.fsync(self.content.fileno())
-        return self._folder.finish_file(self.id, size, keep_s, filename)
+        return self._folder.finish_file(self.id, self.size, keep_s, filename)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -191,6 +193,32 @@ async def test_answers_for_which_there_is_no_room_end_the_batch(tmp_path: Path) 
         assert 0 < len(kept) < 100
         size = sum(path.stat().st_size for path in (tmp_path / "contents").iterdir())
         assert size <= 1 << 20
+
+
+async def test_a_full_disk_ends_the_batch_and_leaves_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, room = os.write, 1000
+
+    def limited(descriptor: int, data: Any) -> int:
+        nonlocal room
+        if b"batch_req" not in bytes(data) and room:
+            return write(descriptor, data)
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(descriptor, data[:room])
+        room -= written
+        return written
+
+    async with front_rig(settings={"files": tmp_path, "batch_concurrency": 1}) as rig:
+        monkeypatch.setattr(os, "write", limited)
+        done = await ended(rig.openai, await begun(rig.openai, lines(*map(str, range(9)))))
+        assert done.status == "failed"
+        assert done.errors is not None
+        assert [error.code for error in done.errors.data or ()] == ["files_failed"]
+        monkeypatch.undo()
+        kept = await answers(rig.openai, done.output_file_id)
+        assert 0 < len(kept) == counts(done)[1] < 9
 
 
 async def test_a_batch_goes_on_when_the_front_starts_again(tmp_path: Path) -> None:
