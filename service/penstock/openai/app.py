@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.client import PenstockClientError, UnknownModel
@@ -187,21 +187,11 @@ async def _tell_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own: no path matches, or its method is another one."""
     assert isinstance(error, HTTPException), "as the table of handlers says"
     status, detail, headers = error.status_code, error.detail, dict(error.headers or {})
-    if status == 405:
-        headers["allow"] = ", ".join(_methods_of(request))
-        if not request.path_params.get("response_id", _RESPONSES).startswith(_RESPONSES):
-            # It is an endpoint of OpenAI's, such as /v1/responses/compact.
-            status, detail, headers = 404, "Not Found", {}
+    if status == 405 and not request.path_params.get("response_id", _RESPONSES).startswith(_RESPONSES):
+        # It is no response but an endpoint of OpenAI's, such as /v1/responses/compact.
+        status, detail, headers = 404, "Not Found", {}
     message = f"{request.method} {request.url.path[:200]}: {detail}"
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(status)
     response = error_response(ApiError(status, message, code=code), call_of(request))
     response.headers.update(headers)
     return response
-
-
-def _methods_of(request: Request) -> list[str]:
-    """The methods of the endpoints with the path that a request has. Starlette itself has a route for each,
-    and names the methods of the first.
-    """
-    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for route in routes if route.path == routes[0].path for method in route.methods})

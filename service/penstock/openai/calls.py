@@ -92,7 +92,9 @@ class Shared(Generic[ValueT]):
 
 
 def make_call(scope: Scope, timeout_s: float) -> Call:
-    """Make the call of a request. `timeout_s` of 0 means no limit."""
+    """Make the call of a request, or of work of the front itself, whose scope has headers alone. `timeout_s`
+    of 0 means no limit.
+    """
     headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of a repeated header, the first counts
     given = headers.get(b"x-request-id", b"").decode("latin-1")
     number = uuid.uuid4().hex
@@ -118,7 +120,7 @@ def make_call(scope: Scope, timeout_s: float) -> Call:
         created=int(time.time()),
         timeout=timeout_s or None,
         trace_id="" if trace is None else trace[1],
-        is_anthropic=_is_anthropic(scope["path"], names_version=b"anthropic-version" in headers),
+        is_anthropic=_is_anthropic(scope.get("path", ""), names_version=b"anthropic-version" in headers),
     )
     scope[_KEY] = call
     return call

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import secrets
@@ -20,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Self, TypeVar
 
+from penstock.openai.callers import caller_of
 from penstock.openai.failures import ApiError
 from penstock.openai.settings import Settings, SettingsError
 
@@ -38,7 +38,7 @@ _DAY_S: Final = 86400.0
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS secret (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), value BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS responses (
-    number INTEGER PRIMARY KEY, owner BLOB NOT NULL, id TEXT NOT NULL, kept_at REAL NOT NULL,
+    number INTEGER PRIMARY KEY, owner TEXT NOT NULL, id TEXT NOT NULL, kept_at REAL NOT NULL,
     response BLOB NOT NULL, items BLOB NOT NULL, UNIQUE (owner, id)
 );
 """
@@ -88,7 +88,7 @@ class ResponseStore:
             self._make_room(file, len(kept.response) + len(kept.items))
             file.execute(
                 "INSERT OR REPLACE INTO responses (owner, id, kept_at, response, items) VALUES (?,?,?,?,?)",
-                (self._owner(key), response_id, self._clock(), kept.response, kept.items),
+                (caller_of(key, self._secret), response_id, self._clock(), kept.response, kept.items),
             )
 
         await self._run(write)
@@ -101,7 +101,7 @@ class ResponseStore:
         def found(file: sqlite3.Connection) -> Kept | None:
             row = file.execute(
                 "SELECT response, items FROM responses WHERE owner = ? AND id = ? AND kept_at >= ?",
-                (self._owner(key), response_id, self._oldest()),
+                (caller_of(key, self._secret), response_id, self._oldest()),
             ).fetchone()
             return None if row is None else Kept(*row)
 
@@ -113,7 +113,7 @@ class ResponseStore:
         """
 
         def forgotten(file: sqlite3.Connection) -> bool:
-            where = (self._owner(key), response_id, self._oldest())
+            where = (caller_of(key, self._secret), response_id, self._oldest())
             query = "DELETE FROM responses WHERE owner = ? AND id = ? AND kept_at >= ?"
             return file.execute(query, where).rowcount > 0
 
@@ -182,10 +182,6 @@ class ResponseStore:
         if file is not None:
             with contextlib.suppress(sqlite3.Error):
                 file.close()
-
-    def _owner(self, key: str) -> bytes:
-        """What the file knows a caller by. The key itself is not in it."""
-        return hashlib.blake2b(key.encode(), key=self._secret, digest_size=16).digest()
 
     def _oldest(self) -> float:
         """When the oldest responses that count were kept."""

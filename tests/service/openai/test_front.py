@@ -247,7 +247,7 @@ async def test_unknown_paths_and_methods_have_an_envelope() -> None:
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
         assert wrong.headers["allow"]
         two = await rig.http.put("/v1/responses/resp_x")
-        assert (two.status_code, two.headers["allow"]) == (405, "DELETE, GET, HEAD")
+        assert (two.status_code, set(two.headers["allow"].split(", "))) == (405, {"DELETE", "GET", "HEAD"})
         one = await rig.http.put("/v1/responses/input_tokens")
         assert one.headers["allow"] == "POST"
         other = await rig.http.post("/v1/responses/compact", json={})
