@@ -263,13 +263,6 @@ ROWS = (
         [*BAD_JSON, '{"type": "array"}'],
     ),
     Row(
-        "ToolCall.arguments_json",
-        JSON_SAYS,
-        lambda text: chat(messages=[calls(1, arguments_json=text)]),
-        GOOD_JSON,
-        [*BAD_JSON, ""],
-    ),
-    Row(
         "Constraint.json_schema",
         "not empty, at most 262,144 bytes of UTF-8",
         lambda text: constraint(json_schema=text),

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from penstock.runtime.chat.tool_formats import gemma4
-from penstock.runtime.chat.tool_formats.events import Call, Event, Text
+from penstock.runtime.chat.tool_formats.events import CallPiece, Event, Text, joined
 from penstock.runtime.chat.tool_formats.reader import Reader, Stream, Wait
 from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS, CallParser
 from tests.support.suite.drawing import few
@@ -28,19 +28,20 @@ def pieces_of(text: str, cuts: Iterable[int]) -> list[str]:
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """The events with adjacent texts joined, because how a text is divided into events does not matter."""
-    out: list[Event] = []
-    for event in events:
-        if isinstance(event, Text) and out and isinstance(out[-1], Text):
-            out[-1] = Text(out[-1].text + event.text)
-        else:
-            out.append(event)
-    return out
+    """The events with adjacent texts, and pieces of calls, joined: how they are divided does not matter."""
+    return joined(list(events))
 
 
-def events_of(form: str, pieces: Sequence[str], tools: Sequence[str] = TOOLS) -> list[Event]:
+def events_of(
+    form: str,
+    pieces: Sequence[str],
+    tools: Sequence[str] = TOOLS,
+    *,
+    markup: Sequence[str] = (),
+    is_forced: bool = False,
+) -> list[Event]:
     """The events that a parser of this form finds in the pieces."""
-    parser = CallParser(TOOL_FORMS[form], {name: {} for name in tools})
+    parser = CallParser(TOOL_FORMS[form], {name: {} for name in tools}, markup=markup, is_forced=is_forced)
     found = [event for piece in pieces for event in parser.push(piece)]
     return merged([*found, *parser.flush()])
 
@@ -50,7 +51,7 @@ def texts(events: Iterable[Event]) -> str:
 
 
 def calls(events: Iterable[Event]) -> list[tuple[str, str]]:
-    return [(event.name, event.arguments) for event in events if isinstance(event, Call)]
+    return [(event.name, event.arguments) for event in events if isinstance(event, CallPiece)]
 
 
 def spelled(form: str, made: Sequence[tuple[str, dict[str, Any]]], *, ascii_only: bool = False) -> str:

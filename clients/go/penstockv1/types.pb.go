@@ -93,61 +93,6 @@ func (Pooling) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_v1_types_proto_rawDescGZIP(), []int{0}
 }
 
-// What the relevance of a document is computed from.
-type RerankMethod int32
-
-const (
-	// The server's default, see GetModelInfoResponse.default_rerank_method.
-	RerankMethod_RERANK_METHOD_UNSPECIFIED RerankMethod = 0
-	// The cosine of the angle between the vectors that Embed makes of query and document, from -1 to 1. The query counts
-	// as an output, and so does each document.
-	RerankMethod_RERANK_METHOD_EMBEDDINGS RerankMethod = 1
-	// The probability that the model answers "yes" and not "no" when its chat template shows it query and document, from
-	// 0 to 1. Each document counts as two outputs, one for each answer.
-	RerankMethod_RERANK_METHOD_YES_NO RerankMethod = 2
-)
-
-// Enum value maps for RerankMethod.
-var (
-	RerankMethod_name = map[int32]string{
-		0: "RERANK_METHOD_UNSPECIFIED",
-		1: "RERANK_METHOD_EMBEDDINGS",
-		2: "RERANK_METHOD_YES_NO",
-	}
-	RerankMethod_value = map[string]int32{
-		"RERANK_METHOD_UNSPECIFIED": 0,
-		"RERANK_METHOD_EMBEDDINGS":  1,
-		"RERANK_METHOD_YES_NO":      2,
-	}
-)
-
-func (x RerankMethod) Enum() *RerankMethod {
-	p := new(RerankMethod)
-	*p = x
-	return p
-}
-
-func (x RerankMethod) String() string {
-	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
-}
-
-func (RerankMethod) Descriptor() protoreflect.EnumDescriptor {
-	return file_penstock_v1_types_proto_enumTypes[1].Descriptor()
-}
-
-func (RerankMethod) Type() protoreflect.EnumType {
-	return &file_penstock_v1_types_proto_enumTypes[1]
-}
-
-func (x RerankMethod) Number() protoreflect.EnumNumber {
-	return protoreflect.EnumNumber(x)
-}
-
-// Deprecated: Use RerankMethod.Descriptor instead.
-func (RerankMethod) EnumDescriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{1}
-}
-
 // Which tokens are dropped of a prompt that leaves too little room in the context.
 type Truncation int32
 
@@ -193,11 +138,11 @@ func (x Truncation) String() string {
 }
 
 func (Truncation) Descriptor() protoreflect.EnumDescriptor {
-	return file_penstock_v1_types_proto_enumTypes[2].Descriptor()
+	return file_penstock_v1_types_proto_enumTypes[1].Descriptor()
 }
 
 func (Truncation) Type() protoreflect.EnumType {
-	return &file_penstock_v1_types_proto_enumTypes[2]
+	return &file_penstock_v1_types_proto_enumTypes[1]
 }
 
 func (x Truncation) Number() protoreflect.EnumNumber {
@@ -206,7 +151,7 @@ func (x Truncation) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Truncation.Descriptor instead.
 func (Truncation) EnumDescriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{2}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{1}
 }
 
 // Why an output ended.
@@ -262,11 +207,11 @@ func (x FinishReason) String() string {
 }
 
 func (FinishReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_penstock_v1_types_proto_enumTypes[3].Descriptor()
+	return file_penstock_v1_types_proto_enumTypes[2].Descriptor()
 }
 
 func (FinishReason) Type() protoreflect.EnumType {
-	return &file_penstock_v1_types_proto_enumTypes[3]
+	return &file_penstock_v1_types_proto_enumTypes[2]
 }
 
 func (x FinishReason) Number() protoreflect.EnumNumber {
@@ -275,7 +220,7 @@ func (x FinishReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use FinishReason.Descriptor instead.
 func (FinishReason) EnumDescriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{3}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{2}
 }
 
 // Token ids of the served model's tokenizer.
@@ -419,9 +364,11 @@ type ToolCall struct {
 	// Default: none, the field is required. Limits: not empty.
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
 	// The arguments, a JSON object as the model wrote it. The server does not check that it fits the tool's schema; a
-	// grammar makes it fit where the tool is strict, and, as far as it can, where the call had to be made.
-	// Default: none, the field is required. Limits: a JSON object of at most 1,048,576 characters, 50,000 values and
-	// 100 levels.
+	// grammar makes it fit where the tool is strict, and, as far as it can, where the call had to be made. It is a part
+	// of an object if the output ended within it, and no JSON if the model made a mistake. In a turn that is sent back,
+	// what is no JSON object, or one of more than 1,048,576 characters, 50,000 values or 100 levels, is shown to the model
+	// as a text.
+	// Default: an empty object. Limits: none but the size of the request.
 	ArgumentsJson string `protobuf:"bytes,3,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -478,6 +425,80 @@ func (x *ToolCall) GetArgumentsJson() string {
 	return ""
 }
 
+// What was added to a call while the model wrote it. The pieces of a call come one after the other, and are the
+// ToolCall that Generate would answer with.
+type ToolCallDelta struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Which of the output's calls it is, from 0 on.
+	Index uint32 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
+	// The call's id, in its first piece; empty in others.
+	Id string `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
+	// The name of the function, in the first piece of the call; empty in others.
+	Name string `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
+	// What comes next of the arguments: complete UTF-8 characters, cut anywhere.
+	ArgumentsJson string `protobuf:"bytes,4,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ToolCallDelta) Reset() {
+	*x = ToolCallDelta{}
+	mi := &file_penstock_v1_types_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ToolCallDelta) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ToolCallDelta) ProtoMessage() {}
+
+func (x *ToolCallDelta) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_types_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ToolCallDelta.ProtoReflect.Descriptor instead.
+func (*ToolCallDelta) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *ToolCallDelta) GetIndex() uint32 {
+	if x != nil {
+		return x.Index
+	}
+	return 0
+}
+
+func (x *ToolCallDelta) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *ToolCallDelta) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ToolCallDelta) GetArgumentsJson() string {
+	if x != nil {
+		return x.ArgumentsJson
+	}
+	return ""
+}
+
 // A picture, as the bytes of its file. The server fetches nothing: there is no field for an address.
 type Image struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -493,7 +514,7 @@ type Image struct {
 
 func (x *Image) Reset() {
 	*x = Image{}
-	mi := &file_penstock_v1_types_proto_msgTypes[3]
+	mi := &file_penstock_v1_types_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -505,7 +526,7 @@ func (x *Image) String() string {
 func (*Image) ProtoMessage() {}
 
 func (x *Image) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[3]
+	mi := &file_penstock_v1_types_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -518,7 +539,7 @@ func (x *Image) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Image.ProtoReflect.Descriptor instead.
 func (*Image) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{3}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Image) GetData() []byte {
@@ -551,7 +572,7 @@ type ContentPart struct {
 
 func (x *ContentPart) Reset() {
 	*x = ContentPart{}
-	mi := &file_penstock_v1_types_proto_msgTypes[4]
+	mi := &file_penstock_v1_types_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -563,7 +584,7 @@ func (x *ContentPart) String() string {
 func (*ContentPart) ProtoMessage() {}
 
 func (x *ContentPart) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[4]
+	mi := &file_penstock_v1_types_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -576,7 +597,7 @@ func (x *ContentPart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ContentPart.ProtoReflect.Descriptor instead.
 func (*ContentPart) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{4}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ContentPart) GetPart() isContentPart_Part {
@@ -646,19 +667,14 @@ type ChatMessage struct {
 	// its place. Parts that are all texts are one text.
 	// Default: none: content is what is said. Limits: not together with content; at most 10,000 parts in all turns
 	// together.
-	Parts []*ContentPart `protobuf:"bytes,6,rep,name=parts,proto3" json:"parts,omitempty"`
-	// The name of who speaks, which tells apart several of one role. The template sees it as the message's "name", and
-	// decides whether the model is shown it: FEATURE_NAMES says whether the model's own template does so.
-	// Default: none; of a "tool" turn, the name of the function that was called. Limits: none but the size of the
-	// request.
-	Name          string `protobuf:"bytes,7,opt,name=name,proto3" json:"name,omitempty"`
+	Parts         []*ContentPart `protobuf:"bytes,6,rep,name=parts,proto3" json:"parts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ChatMessage) Reset() {
 	*x = ChatMessage{}
-	mi := &file_penstock_v1_types_proto_msgTypes[5]
+	mi := &file_penstock_v1_types_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -670,7 +686,7 @@ func (x *ChatMessage) String() string {
 func (*ChatMessage) ProtoMessage() {}
 
 func (x *ChatMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[5]
+	mi := &file_penstock_v1_types_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -683,7 +699,7 @@ func (x *ChatMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatMessage.ProtoReflect.Descriptor instead.
 func (*ChatMessage) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{5}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ChatMessage) GetRole() string {
@@ -728,13 +744,6 @@ func (x *ChatMessage) GetParts() []*ContentPart {
 	return nil
 }
 
-func (x *ChatMessage) GetName() string {
-	if x != nil {
-		return x.Name
-	}
-	return ""
-}
-
 // A conversation, rendered to a prompt by the model's chat template. A model without a template, and none given here:
 // INVALID_ARGUMENT. A model without a tokenizer: UNIMPLEMENTED.
 type ChatPrompt struct {
@@ -770,7 +779,7 @@ type ChatPrompt struct {
 
 func (x *ChatPrompt) Reset() {
 	*x = ChatPrompt{}
-	mi := &file_penstock_v1_types_proto_msgTypes[6]
+	mi := &file_penstock_v1_types_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -782,7 +791,7 @@ func (x *ChatPrompt) String() string {
 func (*ChatPrompt) ProtoMessage() {}
 
 func (x *ChatPrompt) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[6]
+	mi := &file_penstock_v1_types_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -795,7 +804,7 @@ func (x *ChatPrompt) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChatPrompt.ProtoReflect.Descriptor instead.
 func (*ChatPrompt) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{6}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ChatPrompt) GetMessages() []*ChatMessage {
@@ -900,7 +909,7 @@ type SamplingParams struct {
 
 func (x *SamplingParams) Reset() {
 	*x = SamplingParams{}
-	mi := &file_penstock_v1_types_proto_msgTypes[7]
+	mi := &file_penstock_v1_types_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -912,7 +921,7 @@ func (x *SamplingParams) String() string {
 func (*SamplingParams) ProtoMessage() {}
 
 func (x *SamplingParams) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[7]
+	mi := &file_penstock_v1_types_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -925,7 +934,7 @@ func (x *SamplingParams) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SamplingParams.ProtoReflect.Descriptor instead.
 func (*SamplingParams) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{7}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *SamplingParams) GetTemperature() float64 {
@@ -1046,7 +1055,7 @@ type StoppingParams struct {
 
 func (x *StoppingParams) Reset() {
 	*x = StoppingParams{}
-	mi := &file_penstock_v1_types_proto_msgTypes[8]
+	mi := &file_penstock_v1_types_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1058,7 +1067,7 @@ func (x *StoppingParams) String() string {
 func (*StoppingParams) ProtoMessage() {}
 
 func (x *StoppingParams) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[8]
+	mi := &file_penstock_v1_types_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1071,7 +1080,7 @@ func (x *StoppingParams) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StoppingParams.ProtoReflect.Descriptor instead.
 func (*StoppingParams) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{8}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *StoppingParams) GetMaxTokens() uint32 {
@@ -1135,7 +1144,7 @@ type ChoiceList struct {
 
 func (x *ChoiceList) Reset() {
 	*x = ChoiceList{}
-	mi := &file_penstock_v1_types_proto_msgTypes[9]
+	mi := &file_penstock_v1_types_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1147,7 +1156,7 @@ func (x *ChoiceList) String() string {
 func (*ChoiceList) ProtoMessage() {}
 
 func (x *ChoiceList) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[9]
+	mi := &file_penstock_v1_types_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1160,7 +1169,7 @@ func (x *ChoiceList) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChoiceList.ProtoReflect.Descriptor instead.
 func (*ChoiceList) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{9}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ChoiceList) GetChoices() []string {
@@ -1179,7 +1188,7 @@ type JsonObject struct {
 
 func (x *JsonObject) Reset() {
 	*x = JsonObject{}
-	mi := &file_penstock_v1_types_proto_msgTypes[10]
+	mi := &file_penstock_v1_types_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1191,7 +1200,7 @@ func (x *JsonObject) String() string {
 func (*JsonObject) ProtoMessage() {}
 
 func (x *JsonObject) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[10]
+	mi := &file_penstock_v1_types_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1204,7 +1213,7 @@ func (x *JsonObject) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JsonObject.ProtoReflect.Descriptor instead.
 func (*JsonObject) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{10}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{11}
 }
 
 // Forces the output into a grammar; of a chat the answer, which begins where the model's reasoning ends, if it writes
@@ -1230,7 +1239,7 @@ type Constraint struct {
 
 func (x *Constraint) Reset() {
 	*x = Constraint{}
-	mi := &file_penstock_v1_types_proto_msgTypes[11]
+	mi := &file_penstock_v1_types_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1242,7 +1251,7 @@ func (x *Constraint) String() string {
 func (*Constraint) ProtoMessage() {}
 
 func (x *Constraint) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[11]
+	mi := &file_penstock_v1_types_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1255,7 +1264,7 @@ func (x *Constraint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Constraint.ProtoReflect.Descriptor instead.
 func (*Constraint) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{11}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Constraint) GetKind() isConstraint_Kind {
@@ -1392,7 +1401,7 @@ type OutputOptions struct {
 
 func (x *OutputOptions) Reset() {
 	*x = OutputOptions{}
-	mi := &file_penstock_v1_types_proto_msgTypes[12]
+	mi := &file_penstock_v1_types_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1404,7 +1413,7 @@ func (x *OutputOptions) String() string {
 func (*OutputOptions) ProtoMessage() {}
 
 func (x *OutputOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[12]
+	mi := &file_penstock_v1_types_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1417,7 +1426,7 @@ func (x *OutputOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OutputOptions.ProtoReflect.Descriptor instead.
 func (*OutputOptions) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{12}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *OutputOptions) GetText() bool {
@@ -1491,7 +1500,7 @@ type ContextOptions struct {
 
 func (x *ContextOptions) Reset() {
 	*x = ContextOptions{}
-	mi := &file_penstock_v1_types_proto_msgTypes[13]
+	mi := &file_penstock_v1_types_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1503,7 +1512,7 @@ func (x *ContextOptions) String() string {
 func (*ContextOptions) ProtoMessage() {}
 
 func (x *ContextOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[13]
+	mi := &file_penstock_v1_types_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1516,7 +1525,7 @@ func (x *ContextOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ContextOptions.ProtoReflect.Descriptor instead.
 func (*ContextOptions) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{13}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ContextOptions) GetTruncation() Truncation {
@@ -1555,7 +1564,7 @@ type CacheOptions struct {
 
 func (x *CacheOptions) Reset() {
 	*x = CacheOptions{}
-	mi := &file_penstock_v1_types_proto_msgTypes[14]
+	mi := &file_penstock_v1_types_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1567,7 +1576,7 @@ func (x *CacheOptions) String() string {
 func (*CacheOptions) ProtoMessage() {}
 
 func (x *CacheOptions) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[14]
+	mi := &file_penstock_v1_types_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1580,7 +1589,7 @@ func (x *CacheOptions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheOptions.ProtoReflect.Descriptor instead.
 func (*CacheOptions) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{14}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *CacheOptions) GetCacheSalt() string {
@@ -1611,7 +1620,7 @@ type Candidate struct {
 
 func (x *Candidate) Reset() {
 	*x = Candidate{}
-	mi := &file_penstock_v1_types_proto_msgTypes[15]
+	mi := &file_penstock_v1_types_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1623,7 +1632,7 @@ func (x *Candidate) String() string {
 func (*Candidate) ProtoMessage() {}
 
 func (x *Candidate) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[15]
+	mi := &file_penstock_v1_types_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1636,7 +1645,7 @@ func (x *Candidate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Candidate.ProtoReflect.Descriptor instead.
 func (*Candidate) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{15}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Candidate) GetTokenId() uint32 {
@@ -1664,7 +1673,7 @@ type CandidateList struct {
 
 func (x *CandidateList) Reset() {
 	*x = CandidateList{}
-	mi := &file_penstock_v1_types_proto_msgTypes[16]
+	mi := &file_penstock_v1_types_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1676,7 +1685,7 @@ func (x *CandidateList) String() string {
 func (*CandidateList) ProtoMessage() {}
 
 func (x *CandidateList) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[16]
+	mi := &file_penstock_v1_types_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1689,7 +1698,7 @@ func (x *CandidateList) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CandidateList.ProtoReflect.Descriptor instead.
 func (*CandidateList) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{16}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *CandidateList) GetCandidates() []*Candidate {
@@ -1714,7 +1723,7 @@ type Logprobs struct {
 
 func (x *Logprobs) Reset() {
 	*x = Logprobs{}
-	mi := &file_penstock_v1_types_proto_msgTypes[17]
+	mi := &file_penstock_v1_types_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1726,7 +1735,7 @@ func (x *Logprobs) String() string {
 func (*Logprobs) ProtoMessage() {}
 
 func (x *Logprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[17]
+	mi := &file_penstock_v1_types_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1739,7 +1748,7 @@ func (x *Logprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Logprobs.ProtoReflect.Descriptor instead.
 func (*Logprobs) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{17}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Logprobs) GetSampled() []float32 {
@@ -1770,7 +1779,7 @@ type HiddenStates struct {
 
 func (x *HiddenStates) Reset() {
 	*x = HiddenStates{}
-	mi := &file_penstock_v1_types_proto_msgTypes[18]
+	mi := &file_penstock_v1_types_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1782,7 +1791,7 @@ func (x *HiddenStates) String() string {
 func (*HiddenStates) ProtoMessage() {}
 
 func (x *HiddenStates) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[18]
+	mi := &file_penstock_v1_types_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1795,7 +1804,7 @@ func (x *HiddenStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HiddenStates.ProtoReflect.Descriptor instead.
 func (*HiddenStates) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{18}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *HiddenStates) GetSize() uint32 {
@@ -1828,7 +1837,7 @@ type StopMatch struct {
 
 func (x *StopMatch) Reset() {
 	*x = StopMatch{}
-	mi := &file_penstock_v1_types_proto_msgTypes[19]
+	mi := &file_penstock_v1_types_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1840,7 +1849,7 @@ func (x *StopMatch) String() string {
 func (*StopMatch) ProtoMessage() {}
 
 func (x *StopMatch) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[19]
+	mi := &file_penstock_v1_types_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1853,7 +1862,7 @@ func (x *StopMatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopMatch.ProtoReflect.Descriptor instead.
 func (*StopMatch) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{19}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *StopMatch) GetMatch() isStopMatch_Match {
@@ -1914,7 +1923,7 @@ type Finish struct {
 
 func (x *Finish) Reset() {
 	*x = Finish{}
-	mi := &file_penstock_v1_types_proto_msgTypes[20]
+	mi := &file_penstock_v1_types_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1926,7 +1935,7 @@ func (x *Finish) String() string {
 func (*Finish) ProtoMessage() {}
 
 func (x *Finish) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[20]
+	mi := &file_penstock_v1_types_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1939,7 +1948,7 @@ func (x *Finish) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finish.ProtoReflect.Descriptor instead.
 func (*Finish) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{20}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Finish) GetReason() FinishReason {
@@ -1978,7 +1987,7 @@ type WeightsVersion struct {
 
 func (x *WeightsVersion) Reset() {
 	*x = WeightsVersion{}
-	mi := &file_penstock_v1_types_proto_msgTypes[21]
+	mi := &file_penstock_v1_types_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1990,7 +1999,7 @@ func (x *WeightsVersion) String() string {
 func (*WeightsVersion) ProtoMessage() {}
 
 func (x *WeightsVersion) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[21]
+	mi := &file_penstock_v1_types_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2003,7 +2012,7 @@ func (x *WeightsVersion) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsVersion.ProtoReflect.Descriptor instead.
 func (*WeightsVersion) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{21}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *WeightsVersion) GetLabel() string {
@@ -2033,7 +2042,7 @@ type WeightsSpan struct {
 
 func (x *WeightsSpan) Reset() {
 	*x = WeightsSpan{}
-	mi := &file_penstock_v1_types_proto_msgTypes[22]
+	mi := &file_penstock_v1_types_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2045,7 +2054,7 @@ func (x *WeightsSpan) String() string {
 func (*WeightsSpan) ProtoMessage() {}
 
 func (x *WeightsSpan) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[22]
+	mi := &file_penstock_v1_types_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2058,7 +2067,7 @@ func (x *WeightsSpan) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsSpan.ProtoReflect.Descriptor instead.
 func (*WeightsSpan) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{22}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *WeightsSpan) GetFirstOutputToken() uint32 {
@@ -2100,7 +2109,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_penstock_v1_types_proto_msgTypes[23]
+	mi := &file_penstock_v1_types_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2112,7 +2121,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[23]
+	mi := &file_penstock_v1_types_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2125,7 +2134,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{23}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Usage) GetPromptTokens() uint32 {
@@ -2181,7 +2190,7 @@ type Timing struct {
 
 func (x *Timing) Reset() {
 	*x = Timing{}
-	mi := &file_penstock_v1_types_proto_msgTypes[24]
+	mi := &file_penstock_v1_types_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2193,7 +2202,7 @@ func (x *Timing) String() string {
 func (*Timing) ProtoMessage() {}
 
 func (x *Timing) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[24]
+	mi := &file_penstock_v1_types_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2206,7 +2215,7 @@ func (x *Timing) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timing.ProtoReflect.Descriptor instead.
 func (*Timing) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{24}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Timing) GetQueue() *durationpb.Duration {
@@ -2256,7 +2265,7 @@ type PromptInfo struct {
 
 func (x *PromptInfo) Reset() {
 	*x = PromptInfo{}
-	mi := &file_penstock_v1_types_proto_msgTypes[25]
+	mi := &file_penstock_v1_types_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2268,7 +2277,7 @@ func (x *PromptInfo) String() string {
 func (*PromptInfo) ProtoMessage() {}
 
 func (x *PromptInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_types_proto_msgTypes[25]
+	mi := &file_penstock_v1_types_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2281,7 +2290,7 @@ func (x *PromptInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PromptInfo.ProtoReflect.Descriptor instead.
 func (*PromptInfo) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{25}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *PromptInfo) GetTokenCount() uint32 {
@@ -2327,7 +2336,12 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"\bToolCall\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12%\n" +
-	"\x0earguments_json\x18\x03 \x01(\tR\rargumentsJson\":\n" +
+	"\x0earguments_json\x18\x03 \x01(\tR\rargumentsJson\"p\n" +
+	"\rToolCallDelta\x12\x14\n" +
+	"\x05index\x18\x01 \x01(\rR\x05index\x12\x0e\n" +
+	"\x02id\x18\x02 \x01(\tR\x02id\x12\x12\n" +
+	"\x04name\x18\x03 \x01(\tR\x04name\x12%\n" +
+	"\x0earguments_json\x18\x04 \x01(\tR\rargumentsJson\":\n" +
 	"\x05Image\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12\x1d\n" +
 	"\n" +
@@ -2335,7 +2349,7 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"\vContentPart\x12\x14\n" +
 	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x12*\n" +
 	"\x05image\x18\x02 \x01(\v2\x12.penstock.v1.ImageH\x00R\x05imageB\x06\n" +
-	"\x04part\"\xf5\x01\n" +
+	"\x04part\"\xe1\x01\n" +
 	"\vChatMessage\x12\x12\n" +
 	"\x04role\x18\x01 \x01(\tR\x04role\x12\x18\n" +
 	"\acontent\x18\x02 \x01(\tR\acontent\x124\n" +
@@ -2344,8 +2358,7 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"\ftool_call_id\x18\x04 \x01(\tR\n" +
 	"toolCallId\x12\x1c\n" +
 	"\treasoning\x18\x05 \x01(\tR\treasoning\x12.\n" +
-	"\x05parts\x18\x06 \x03(\v2\x18.penstock.v1.ContentPartR\x05parts\x12\x12\n" +
-	"\x04name\x18\a \x01(\tR\x04name\"\xbc\x02\n" +
+	"\x05parts\x18\x06 \x03(\v2\x18.penstock.v1.ContentPartR\x05parts\"\xbc\x02\n" +
 	"\n" +
 	"ChatPrompt\x124\n" +
 	"\bmessages\x18\x01 \x03(\v2\x18.penstock.v1.ChatMessageR\bmessages\x121\n" +
@@ -2486,11 +2499,7 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"\aPooling\x12\x17\n" +
 	"\x13POOLING_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12POOLING_LAST_TOKEN\x10\x01\x12\x10\n" +
-	"\fPOOLING_MEAN\x10\x02*e\n" +
-	"\fRerankMethod\x12\x1d\n" +
-	"\x19RERANK_METHOD_UNSPECIFIED\x10\x00\x12\x1c\n" +
-	"\x18RERANK_METHOD_EMBEDDINGS\x10\x01\x12\x18\n" +
-	"\x14RERANK_METHOD_YES_NO\x10\x02*\x81\x01\n" +
+	"\fPOOLING_MEAN\x10\x02*\x81\x01\n" +
 	"\n" +
 	"Truncation\x12\x1a\n" +
 	"\x16TRUNCATION_UNSPECIFIED\x10\x00\x12\x15\n" +
@@ -2521,16 +2530,16 @@ func file_penstock_v1_types_proto_rawDescGZIP() []byte {
 	return file_penstock_v1_types_proto_rawDescData
 }
 
-var file_penstock_v1_types_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
-var file_penstock_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
+var file_penstock_v1_types_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_penstock_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_penstock_v1_types_proto_goTypes = []any{
 	(Pooling)(0),                // 0: penstock.v1.Pooling
-	(RerankMethod)(0),           // 1: penstock.v1.RerankMethod
-	(Truncation)(0),             // 2: penstock.v1.Truncation
-	(FinishReason)(0),           // 3: penstock.v1.FinishReason
-	(*TokenIds)(nil),            // 4: penstock.v1.TokenIds
-	(*ToolDefinition)(nil),      // 5: penstock.v1.ToolDefinition
-	(*ToolCall)(nil),            // 6: penstock.v1.ToolCall
+	(Truncation)(0),             // 1: penstock.v1.Truncation
+	(FinishReason)(0),           // 2: penstock.v1.FinishReason
+	(*TokenIds)(nil),            // 3: penstock.v1.TokenIds
+	(*ToolDefinition)(nil),      // 4: penstock.v1.ToolDefinition
+	(*ToolCall)(nil),            // 5: penstock.v1.ToolCall
+	(*ToolCallDelta)(nil),       // 6: penstock.v1.ToolCallDelta
 	(*Image)(nil),               // 7: penstock.v1.Image
 	(*ContentPart)(nil),         // 8: penstock.v1.ContentPart
 	(*ChatMessage)(nil),         // 9: penstock.v1.ChatMessage
@@ -2559,18 +2568,18 @@ var file_penstock_v1_types_proto_goTypes = []any{
 }
 var file_penstock_v1_types_proto_depIdxs = []int32{
 	7,  // 0: penstock.v1.ContentPart.image:type_name -> penstock.v1.Image
-	6,  // 1: penstock.v1.ChatMessage.tool_calls:type_name -> penstock.v1.ToolCall
+	5,  // 1: penstock.v1.ChatMessage.tool_calls:type_name -> penstock.v1.ToolCall
 	8,  // 2: penstock.v1.ChatMessage.parts:type_name -> penstock.v1.ContentPart
 	9,  // 3: penstock.v1.ChatPrompt.messages:type_name -> penstock.v1.ChatMessage
-	5,  // 4: penstock.v1.ChatPrompt.tools:type_name -> penstock.v1.ToolDefinition
+	4,  // 4: penstock.v1.ChatPrompt.tools:type_name -> penstock.v1.ToolDefinition
 	30, // 5: penstock.v1.SamplingParams.logit_bias:type_name -> penstock.v1.SamplingParams.LogitBiasEntry
 	31, // 6: penstock.v1.StoppingParams.time_limit:type_name -> google.protobuf.Duration
 	14, // 7: penstock.v1.Constraint.json_object:type_name -> penstock.v1.JsonObject
 	13, // 8: penstock.v1.Constraint.choice:type_name -> penstock.v1.ChoiceList
-	2,  // 9: penstock.v1.ContextOptions.truncation:type_name -> penstock.v1.Truncation
+	1,  // 9: penstock.v1.ContextOptions.truncation:type_name -> penstock.v1.Truncation
 	19, // 10: penstock.v1.CandidateList.candidates:type_name -> penstock.v1.Candidate
 	20, // 11: penstock.v1.Logprobs.top:type_name -> penstock.v1.CandidateList
-	3,  // 12: penstock.v1.Finish.reason:type_name -> penstock.v1.FinishReason
+	2,  // 12: penstock.v1.Finish.reason:type_name -> penstock.v1.FinishReason
 	23, // 13: penstock.v1.Finish.match:type_name -> penstock.v1.StopMatch
 	25, // 14: penstock.v1.WeightsSpan.version:type_name -> penstock.v1.WeightsVersion
 	31, // 15: penstock.v1.Timing.queue:type_name -> google.protobuf.Duration
@@ -2589,23 +2598,23 @@ func file_penstock_v1_types_proto_init() {
 	if File_penstock_v1_types_proto != nil {
 		return
 	}
-	file_penstock_v1_types_proto_msgTypes[4].OneofWrappers = []any{
+	file_penstock_v1_types_proto_msgTypes[5].OneofWrappers = []any{
 		(*ContentPart_Text)(nil),
 		(*ContentPart_Image)(nil),
 	}
-	file_penstock_v1_types_proto_msgTypes[6].OneofWrappers = []any{}
 	file_penstock_v1_types_proto_msgTypes[7].OneofWrappers = []any{}
 	file_penstock_v1_types_proto_msgTypes[8].OneofWrappers = []any{}
-	file_penstock_v1_types_proto_msgTypes[11].OneofWrappers = []any{
+	file_penstock_v1_types_proto_msgTypes[9].OneofWrappers = []any{}
+	file_penstock_v1_types_proto_msgTypes[12].OneofWrappers = []any{
 		(*Constraint_JsonSchema)(nil),
 		(*Constraint_JsonObject)(nil),
 		(*Constraint_Regex)(nil),
 		(*Constraint_Ebnf)(nil),
 		(*Constraint_Choice)(nil),
 	}
-	file_penstock_v1_types_proto_msgTypes[12].OneofWrappers = []any{}
 	file_penstock_v1_types_proto_msgTypes[13].OneofWrappers = []any{}
-	file_penstock_v1_types_proto_msgTypes[19].OneofWrappers = []any{
+	file_penstock_v1_types_proto_msgTypes[14].OneofWrappers = []any{}
+	file_penstock_v1_types_proto_msgTypes[20].OneofWrappers = []any{
 		(*StopMatch_Stop)(nil),
 		(*StopMatch_TokenId)(nil),
 	}
@@ -2614,8 +2623,8 @@ func file_penstock_v1_types_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_penstock_v1_types_proto_rawDesc), len(file_penstock_v1_types_proto_rawDesc)),
-			NumEnums:      4,
-			NumMessages:   27,
+			NumEnums:      3,
+			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -320,6 +320,7 @@ class StreamRequest(_message.Message):
     CONTEXT_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_PER_MESSAGE_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_DELTAS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name, by which Abort finds it and errors tell of it.
     Default: the server makes one of 32 hexadecimal digits. Limits: at most 128 characters, without U+0000. Errors:
@@ -349,6 +350,10 @@ class StreamRequest(_message.Message):
     """The fewest tokens of a delta, but for the last one of an output and those that are about 1 MiB large: more tokens
     in a message cost the server and the network less.
     Unit: tokens. Default: 1. Limits: at least 1.
+    """
+    tool_call_deltas: _builtins.bool
+    """Send calls of tools in pieces, as OutputDelta.tool_call_deltas, while the model writes them.
+    Default: false: each call comes whole, as OutputDelta.tool_calls, when it is complete.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _types_pb2.TokenIds:
@@ -428,10 +433,11 @@ class StreamRequest(_message.Message):
         context: _types_pb2.ContextOptions | None = ...,
         media: _abc.Iterable[_types_pb2.Image] | None = ...,
         min_tokens_per_message: _builtins.int | None = ...,
+        tool_call_deltas: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_min_tokens_per_message", b"_min_tokens_per_message", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "min_tokens_per_message", b"min_tokens_per_message", "min_weights", b"min_weights", "output", b"output", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_tokens_per_message", b"_min_tokens_per_message", "adapter", b"adapter", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "media", b"media", "min_tokens_per_message", b"min_tokens_per_message", "min_weights", b"min_weights", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_tokens_per_message", b"_min_tokens_per_message", "adapter", b"adapter", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "media", b"media", "min_tokens_per_message", b"min_tokens_per_message", "min_weights", b"min_weights", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "tool_call_deltas", b"tool_call_deltas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__min_tokens_per_message: _TypeAlias = _typing.Literal["min_tokens_per_message"]  # noqa: Y015
     _WhichOneofArgType__min_tokens_per_message: _TypeAlias = _typing.Literal["_min_tokens_per_message", b"_min_tokens_per_message"]  # noqa: Y015
@@ -546,6 +552,7 @@ class OutputDelta(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_DELTAS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which of the outputs it is: 0 to n - 1."""
     text: _builtins.str
@@ -568,11 +575,17 @@ class OutputDelta(_message.Message):
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ToolCall]:
-        """Each call whole, once its arguments are complete; it is not in text."""
+        """Each call whole, once its arguments are complete or the output has ended within them; it is not in text. Empty
+        with StreamRequest.tool_call_deltas.
+        """
 
     @_builtins.property
     def hidden_states(self) -> _types_pb2.HiddenStates:
         """The states from which the tokens were drawn, one for each of token_ids; only with OutputOptions.hidden_states."""
+
+    @_builtins.property
+    def tool_call_deltas(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ToolCallDelta]:
+        """What was added to calls, which is not in text; only with StreamRequest.tool_call_deltas."""
 
     def __init__(
         self,
@@ -585,10 +598,11 @@ class OutputDelta(_message.Message):
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[_types_pb2.ToolCall] | None = ...,
         hidden_states: _types_pb2.HiddenStates | None = ...,
+        tool_call_deltas: _abc.Iterable[_types_pb2.ToolCallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hidden_states", b"hidden_states", "logprobs", b"logprobs", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hidden_states", b"hidden_states", "index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hidden_states", b"hidden_states", "index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_call_deltas", b"tool_call_deltas", "tool_calls", b"tool_calls", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

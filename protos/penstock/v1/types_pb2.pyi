@@ -260,9 +260,11 @@ class ToolCall(_message.Message):
     """
     arguments_json: _builtins.str
     """The arguments, a JSON object as the model wrote it. The server does not check that it fits the tool's schema; a
-    grammar makes it fit where the tool is strict, and, as far as it can, where the call had to be made.
-    Default: none, the field is required. Limits: a JSON object of at most 1,048,576 characters, 50,000 values and
-    100 levels.
+    grammar makes it fit where the tool is strict, and, as far as it can, where the call had to be made. It is a part
+    of an object if the output ended within it, and no JSON if the model made a mistake. In a turn that is sent back,
+    what is no JSON object, or one of more than 1,048,576 characters, 50,000 values or 100 levels, is shown to the model
+    as a text.
+    Default: an empty object. Limits: none but the size of the request.
     """
     def __init__(
         self,
@@ -278,6 +280,42 @@ class ToolCall(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """What was added to a call while the model wrote it. The pieces of a call come one after the other, and are the
+    ToolCall that Generate would answer with.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which of the output's calls it is, from 0 on."""
+    id: _builtins.str
+    """The call's id, in its first piece; empty in others."""
+    name: _builtins.str
+    """The name of the function, in the first piece of the call; empty in others."""
+    arguments_json: _builtins.str
+    """What comes next of the arguments: complete UTF-8 characters, cut anywhere."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class Image(_message.Message):

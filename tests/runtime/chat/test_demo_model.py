@@ -12,7 +12,7 @@ import pytest
 from penstock.runtime import Engine, SamplingParams, StoppingParams
 from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, ToolCall, mint_call_id
 from penstock.runtime.chat.parser import choose_forms
-from penstock.runtime.chat.tool_formats.events import Parsed
+from penstock.runtime.chat.tool_formats.events import Parsed, joined
 from tests.support.models.demo import demo_engine
 
 WEATHER = RawTool(
@@ -40,7 +40,9 @@ def answer(engine: Engine, chat: Chat) -> Parsed:
     )
     parser = forms.parser(chat, prompt)
     parts = [*map(parser.push, result.text), parser.flush()]
-    return Parsed("".join(p.text for p in parts), "", tuple(call for p in parts for call in p.calls))
+    return Parsed(
+        "".join(p.text for p in parts), "", tuple(joined([call for p in parts for call in p.calls]))
+    )
 
 
 @pytest.mark.ci

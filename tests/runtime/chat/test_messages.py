@@ -110,7 +110,6 @@ def test_calls_and_answers() -> None:
     assert fields([ChatTurn("assistant", "", (ToolCall("", "", "[]"),))]) == [
         "chat.messages[0].tool_calls[0].id",
         "chat.messages[0].tool_calls[0].name",
-        "chat.messages[0].tool_calls[0].arguments_json",
     ]
 
 

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.parser import ChatForms, choose_forms, detect
 from penstock.runtime.chat.reasoning import REASONING_FORMS
-from penstock.runtime.chat.tool_formats.events import Call, Parsed
+from penstock.runtime.chat.tool_formats.events import CallPiece as Call
+from penstock.runtime.chat.tool_formats.events import Parsed, joined
 from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.hub import DEMO_DIRECTORY
@@ -41,7 +42,7 @@ def parse(forms: ChatForms, chat: Chat, prompt: str, pieces: list[str]) -> Parse
     return Parsed(
         "".join(p.text for p in parts),
         "".join(p.reasoning for p in parts),
-        tuple(call for p in parts for call in p.calls),
+        tuple(joined([call for p in parts for call in p.calls])),
     )
 
 

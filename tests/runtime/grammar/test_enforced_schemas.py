@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.parser import ChatForms
+from penstock.runtime.chat.tool_formats.events import joined
 from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.prompting.jobs import Job, constraints_of
@@ -98,7 +99,7 @@ def written(form, chat, compiler, backend, vocabulary, writer):
             spoken = [i for i in walk.token_ids if i not in vocabulary.eos_token_ids]
             parser = forms.parser(chat, "")
             text = b"".join(vocabulary.tokens[i] for i in spoken).decode()
-            calls += [call for part in (parser.push(text), parser.flush()) for call in part.calls]
+            calls += joined([call for part in (parser.push(text), parser.flush()) for call in part.calls])
     return calls
 
 

@@ -9,6 +9,7 @@ from penstock.runtime.chat.enforce.forced_calls import call_grammar
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.chat.reasoning import REASONING_FORMS
+from penstock.runtime.chat.tool_formats.events import joined
 from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS
 from penstock.runtime.requests.grammar import Grammar, GrammarKind
 
@@ -45,7 +46,7 @@ def test_what_is_written_is_a_call(form, thinks, compiler, backend, vocabulary, 
         parser = forms.parser(chat, prompt)
         text = b"".join(vocabulary.tokens[i] for i in spoken).decode()
         parsed = [parser.push(text), parser.flush()]
-        (call,) = [call for part in parsed for call in part.calls]
+        (call,) = joined([call for part in parsed for call in part.calls])
         assert call.name == "get_weather"
         jsonschema.validate(json.loads(call.arguments), {**WEATHER, "properties": KNOWN})
         assert "".join(part.text for part in parsed) == ""

@@ -140,6 +140,7 @@ EFFECTS = {
     "context.truncation": f"{CONTEXT}::test_truncation",
     "context.reserve_tokens": f"{CONTEXT}::test_reserve_tokens",
     "context.cap_max_tokens": f"{CONTEXT}::test_cap_max_tokens",
+    "tool_call_deltas": "test_tool_calls::test_calls_come_in_pieces_if_these_are_asked_for",
     "min_tokens_per_message": f"{GENERATE}::test_min_tokens_per_message_coalesces",
     "request_ids": "test_abort::test_exact_ids",
     "request_ids.ids": "test_abort::test_exact_ids",

@@ -68,6 +68,7 @@ class AsyncClient(AsyncReadings):
         prompt: str | None = None,
         *,
         min_tokens_per_message: int | None = None,
+        tool_call_deltas: bool = False,
         timeout: float | None = None,
         metadata: Metadata | None = None,
         **options: Unpack[RequestOptions],
@@ -75,9 +76,13 @@ class AsyncClient(AsyncReadings):
         """Run a prompt and return its events while tokens are generated. For options see `RequestOptions`.
 
         `min_tokens_per_message` is the least number of tokens in a delta (default 1); higher values make
-        fewer and larger messages. Use the stream in an `async with` block, or close it.
+        fewer and larger messages. With `tool_call_deltas` calls of tools come in pieces while the model
+        writes them, as `Delta.tool_call_deltas`, and else whole. Use the stream in an `async with` block, or
+        close it.
         """
-        request = requests.stream_request(prompt, min_tokens_per_message, options)
+        request = requests.stream_request(
+            prompt, min_tokens_per_message, options, tool_call_deltas=tool_call_deltas
+        )
         sent = self._sent(metadata)
 
         start = self._noted(lambda left: self.inference.Stream(request, timeout=left, metadata=sent))

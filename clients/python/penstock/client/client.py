@@ -77,6 +77,7 @@ class Client(Readings):
         prompt: str | None = None,
         *,
         min_tokens_per_message: int | None = None,
+        tool_call_deltas: bool = False,
         timeout: float | None = None,
         metadata: Metadata | None = None,
         **options: Unpack[RequestOptions],
@@ -84,9 +85,13 @@ class Client(Readings):
         """Run a prompt and return its events while tokens are generated. For options see `RequestOptions`.
 
         `min_tokens_per_message` is the least number of tokens in a delta (default 1); higher values make
-        fewer and larger messages. Use the stream in a `with` block, or close it.
+        fewer and larger messages. With `tool_call_deltas` calls of tools come in pieces while the model
+        writes them, as `Delta.tool_call_deltas`, and else whole. Use the stream in a `with` block, or close
+        it.
         """
-        request = requests.stream_request(prompt, min_tokens_per_message, options)
+        request = requests.stream_request(
+            prompt, min_tokens_per_message, options, tool_call_deltas=tool_call_deltas
+        )
         sent = self._sent(metadata)
         return GenerationStream(
             lambda left: self.inference.Stream(request, timeout=left, metadata=sent), self._attempts(timeout)

@@ -43,7 +43,30 @@ def parse_object(text: str) -> dict[str, Any]:
 
 def with_whole_pairs(json_text: str) -> str:
     """The JSON text with U+FFFD for each escape of half a surrogate pair, which is no character."""
+    if "\\" not in json_text:
+        return json_text
     return _ESCAPE.sub(lambda found: r"\ufffd" if found["half"] else found[0], json_text)
+
+
+_PAIR_CHARS = len(r"\ud83d\ude00")
+
+
+def settled_chars(json_text: str) -> int:
+    """How many of the first characters `with_whole_pairs` replaces alike, whatever follows them: all before
+    an escape that may not be whole.
+    """
+    if "\\" not in json_text[-_PAIR_CHARS:]:
+        return len(json_text)
+    for found in _ESCAPE.finditer(json_text):
+        rest = len(json_text) - found.start()
+        if rest < _PAIR_CHARS and found[0][1:2] == "u":
+            return found.start()
+    return len(json_text) - (_num_backslashes(json_text) % 2)
+
+
+def _num_backslashes(text: str) -> int:
+    """How many there are at the end."""
+    return len(text) - len(text.rstrip("\\"))
 
 
 def _check_bounds(text: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.runtime.chat.messages import Chat
 from penstock.runtime.chat.reasoning import REASONING_FORMS, ReasoningForm, ReasoningParser
 from penstock.runtime.chat.tool_formats import harmony
-from penstock.runtime.chat.tool_formats.events import Call, Event, OutputParser, Parsed, Text
+from penstock.runtime.chat.tool_formats.events import CallPiece, Event, OutputParser, Parsed, Text
 from penstock.runtime.chat.tool_formats.harmony import HarmonyParser
 from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS, CallParser, ToolForm
 from penstock.runtime.errors import ConfigError
@@ -93,7 +93,7 @@ class ChatParser:
 
 def _parsed(reasoning: str, events: list[Event]) -> Parsed:
     text = "".join(event.text for event in events if isinstance(event, Text))
-    return Parsed(text, reasoning, tuple(event for event in events if isinstance(event, Call)))
+    return Parsed(text, reasoning, tuple(event for event in events if isinstance(event, CallPiece)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +104,26 @@ class ChatForms:
     reasoning: ReasoningForm | None = None
     is_harmony: bool = False
     """Whether it writes Harmony, and so none of the other forms."""
+    tokens: frozenset[str] = frozenset()
+    """Those of the forms' markers that are tokens of their own, and so never a text that only looks alike."""
 
     def parser(self, chat: Chat, prompt: str) -> OutputParser:
         """A parser for one output to `chat`, which was rendered as `prompt`. It looks for calls if the model
         was offered tools.
         """
         if self.is_harmony:
-            return HarmonyParser(prompt, [tool.name for tool in chat.offered_tools] or None)
+            names = [tool.name for tool in chat.offered_tools] or None
+            return HarmonyParser(prompt, names, self.tokens if names else ())
         reasoning = tools = None
         if self.reasoning is not None:
             reasoning = ReasoningParser(self.reasoning, inside=self.reasoning.opened_by(prompt))
         if self.tools is not None and chat.offered_tools:
-            tools = CallParser(self.tools, {tool.name: tool.parameters for tool in chat.offered_tools})
+            tools = CallParser(
+                self.tools,
+                {tool.name: tool.parameters for tool in chat.offered_tools},
+                markup=sorted(self.markers(chat) & self.tokens),
+                is_forced=bool(chat.required_tools),
+            )
         return ChatParser(reasoning, tools)
 
     def markers(self, chat: Chat) -> frozenset[str]:
@@ -133,12 +141,23 @@ def detect(template: str, added_tokens: Collection[str] = ()) -> ChatForms:
     vocabulary decide.
     """
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
-        return ChatForms(is_harmony=True)
+        return ChatForms(is_harmony=True, tokens=_tokens(harmony.MARKERS, added_tokens))
     tools = next((name for mark, name in _IN_TEMPLATE if mark in template), "")
     if tools == "" and "tools" in template:
         tools = next((name for mark, name in _IN_VOCABULARY if mark in added_tokens), "")
     reasoning = [f for f in REASONING_FORMS.values() if f.start in template or f.end in template]
-    return ChatForms(TOOL_FORMS[tools] if tools else None, reasoning[0] if reasoning else None)
+    return _forms(TOOL_FORMS[tools] if tools else None, reasoning[0] if reasoning else None, added_tokens)
+
+
+def _forms(
+    tools: ToolForm | None, reasoning: ReasoningForm | None, added_tokens: Collection[str]
+) -> ChatForms:
+    markers = [marker for form in (tools, reasoning) if form is not None for marker in form.markers]
+    return ChatForms(tools, reasoning, tokens=_tokens(markers, added_tokens))
+
+
+def _tokens(markers: Collection[str], added_tokens: Collection[str]) -> frozenset[str]:
+    return frozenset(marker for marker in markers if marker in added_tokens)
 
 
 def choose_forms(
@@ -153,10 +172,11 @@ def choose_forms(
         if value not in known:
             raise ConfigError(f"{option}: must be one of {', '.join(known)}, not {value!r}")
     if _is_harmony(found, tools, reasoning):
-        return ChatForms(is_harmony=True)
-    return ChatForms(
+        return ChatForms(is_harmony=True, tokens=_tokens(harmony.MARKERS, added_tokens))
+    return _forms(
         found.tools if tools == "auto" else TOOL_FORMS.get(tools),
         found.reasoning if reasoning == "auto" else REASONING_FORMS.get(reasoning),
+        added_tokens,
     )
 
 

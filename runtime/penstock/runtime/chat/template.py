@@ -15,12 +15,15 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from penstock.runtime.chat.json_object import with_whole_pairs
-from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
+from penstock.runtime.chat.json_object import parse_object, with_whole_pairs
+from penstock.runtime.chat.messages import Chat, ChatTurn, Tool, ToolCall
 from penstock.runtime.chat.template_reading import Demands, demands_of
 from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.images.image import Image
+
+BROKEN_ARGUMENTS = "invalid_json"
+"""The name under which the model is shown arguments that are no JSON object."""
 
 
 def tool_dict(tool: Tool) -> dict[str, Any]:
@@ -56,7 +59,7 @@ def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, 
                         "name": call.name,
                         "arguments": with_whole_pairs(call.arguments_json)
                         if demands.text_arguments
-                        else json.loads(with_whole_pairs(call.arguments_json)),
+                        else _arguments(call),
                     },
                 }
                 for call in turn.tool_calls
@@ -74,6 +77,18 @@ def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, 
             message["name"] = turn.name
         dicts.append(message)
     return dicts
+
+
+def _arguments(call: ToolCall) -> dict[str, Any]:
+    """The arguments as an object. Those that are none, such as those of a call that was cut off, are a text
+    in an object, because templates expect one. Nothing is an empty object.
+    """
+    if not call.arguments_json.strip():
+        return {}
+    try:
+        return parse_object(with_whole_pairs(call.arguments_json))
+    except ValueError:
+        return {BROKEN_ARGUMENTS: call.arguments_json}
 
 
 def _content(turn: ChatTurn) -> str | list[dict[str, str]]:

@@ -187,7 +187,11 @@ class RunningRequest:
 
 def _says_something(delta: Delta) -> bool:
     return bool(
-        delta.delta or delta.token_ids or delta.reasoning or delta.tool_calls or delta.finish is not None
+        delta.delta
+        or delta.token_ids
+        or delta.reasoning
+        or delta.tool_call_deltas
+        or delta.finish is not None
     )
 
 

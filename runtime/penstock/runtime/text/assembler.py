@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.chat.messages import ToolCall, mint_call_id
-from penstock.runtime.chat.tool_formats.events import OutputParser
+from penstock.runtime.chat.messages import ToolCall, ToolCallDelta, mint_call_id
+from penstock.runtime.chat.tool_formats.events import CallPiece, OutputParser
 from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
@@ -189,10 +189,40 @@ class Delta:
     to the one that completes its closing tag.
     """
     tool_calls: tuple[ToolCall, ...] = ()
-    """The calls that became complete; they are not in `delta`."""
+    """The calls that became complete, or were cut off; they are not in `delta`."""
+    tool_call_deltas: tuple[ToolCallDelta, ...] = ()
+    """The same calls in pieces, as they are made."""
     hidden: NDArray[np.float32] | None = None
     """The hidden states from which the tokens were chosen, float32[tokens, E], if they were asked for. Of a
     request that pools, in the last delta, the pooled one, float32[E]."""
+
+
+class CallsInTheMaking:
+    """Makes the calls of one output from their pieces, and gives them ids."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._id = self._name = ""
+        """Those of the call that has begun and not ended."""
+        self._arguments: list[str] = []
+
+    def add(self, pieces: Sequence[CallPiece]) -> tuple[tuple[ToolCallDelta, ...], tuple[ToolCall, ...]]:
+        """What the pieces add to calls, and the calls that end with them."""
+        deltas: list[ToolCallDelta] = []
+        calls: list[ToolCall] = []
+        for piece in pieces:
+            call_id = ""
+            if piece.name:
+                call_id = self._id = mint_call_id()
+                self._name = piece.name
+            self._arguments.append(piece.arguments)
+            if piece.name or piece.arguments:
+                deltas.append(ToolCallDelta(self._num_calls, call_id, piece.name, piece.arguments))
+            if piece.is_last:
+                calls.append(ToolCall(self._id, self._name, "".join(self._arguments)))
+                self._arguments.clear()
+                self._num_calls += 1
+        return tuple(deltas), tuple(calls)
 
 
 class Assembler:
@@ -232,6 +262,7 @@ class Assembler:
         self._counts_reasoning = parser is not None and not parser.is_past_reasoning
         self._has_called = False
         """Whether the call at which the output ends was found."""
+        self._calls = CallsInTheMaking()
         if codec is not None:
             self._text = TextStream(
                 codec,
@@ -264,13 +295,14 @@ class Assembler:
         if self._has_called:
             return delta
         parsed = [parser.push(delta.delta)]
-        self._has_called = self._ends_at_call and bool(parsed[0].calls)
+        self._has_called = self._ends_at_call and any(piece.is_last for piece in parsed[0].calls)
         if delta.finish is not None and not self._has_called:
             parsed.append(parser.flush())
-        calls = [call for part in parsed for call in part.calls]
+        pieces = [piece for part in parsed for piece in part.calls]
         finish = delta.finish
-        if self._ends_at_call:
-            del calls[1:]  # a form may tell several calls at once
+        if self._ends_at_call:  # a form may tell several calls at once
+            pieces = pieces[: next((i for i, piece in enumerate(pieces, 1) if piece.is_last), None)]
+        deltas, calls = self._calls.add(pieces) if pieces else ((), ())
         if self._has_called:
             self._stop = self._stop or Finish(FinishReason.EOS)
             finish = self._stop if finish is not None else None
@@ -279,7 +311,8 @@ class Assembler:
             delta="".join(part.text for part in parsed),
             reasoning="".join(part.reasoning for part in parsed),
             reasoning_tokens=self._count(len(delta.token_ids), parser) if self._counts_reasoning else 0,
-            tool_calls=tuple(ToolCall(mint_call_id(), call.name, call.arguments) for call in calls),
+            tool_calls=calls,
+            tool_call_deltas=deltas,
             finish=finish,
         )
 
@@ -381,6 +414,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         token_ids=tuple(chain.from_iterable(one.token_ids for one in deltas)),
         logprobs=tuple(chain.from_iterable(one.logprobs for one in deltas)),
         tool_calls=tuple(chain.from_iterable(one.tool_calls for one in deltas)),
+        tool_call_deltas=tuple(chain.from_iterable(one.tool_call_deltas for one in deltas)),
         hidden=_joined_states([one.hidden for one in deltas if one.hidden is not None]),
         prompt_logprobs=deltas[0].prompt_logprobs,
     )

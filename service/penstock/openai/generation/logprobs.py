@@ -158,7 +158,7 @@ class TextTokens:
 
     def _taken(self, delta: Delta) -> list[tuple[int, float, Top]]:
         if not delta.delta:
-            if delta.reasoning or delta.tool_calls:
+            if delta.reasoning or delta.tool_calls or delta.tool_call_deltas:
                 self._waiting, self._begun = [], b""
             return []
         pieces = [self._begun, *(self._piece(token_id) for token_id, _, _ in self._waiting)]

@@ -21,6 +21,7 @@ from penstock.client import (
     Started,
     Summary,
     ToolCall,
+    ToolCallDelta,
 )
 from penstock.openai.backend import ModelFacts
 from penstock.openai.calls import call_of
@@ -57,7 +58,7 @@ from penstock.openai.generation.options import (
 from penstock.openai.jsonbytes import json_bytes, json_string
 from penstock.openai.reading import read_body
 from penstock.openai.replying import answered, sse
-from penstock.openai.routes.custom_tools import input_of
+from penstock.openai.routes.custom_tools import InputPieces, input_of
 from penstock.openai.routes.turns import (
     has_pictures,
     ignored_of,
@@ -134,9 +135,7 @@ def chat_params(body: ChatBody) -> dict[str, str]:
         for j in range(len(message.tool_calls or ())):
             call, made_of = f"chat.messages[{i}].tool_calls[{j}]", f"messages[{i}].tool_calls[{j}]"
             is_custom = isinstance((message.tool_calls or ())[j], CustomToolCall)
-            kind, arguments = ("custom", "input") if is_custom else ("function", "arguments")
-            params[f"{call}.name"] = f"{made_of}.{kind}.name"
-            params[f"{call}.arguments_json"] = f"{made_of}.{kind}.{arguments}"
+            params[f"{call}.name"] = f"{made_of}.{'custom' if is_custom else 'function'}.name"
     return params | picture_params("messages", body.messages)
 
 
@@ -244,6 +243,8 @@ class ChatChunks:
         self._is_plain = not wanted.token_ids and wanted.vocabulary is None and not usage.always
         self._num_calls: dict[int, int] = {}
         """From a choice to the number of its calls so far."""
+        self._inputs: dict[int, InputPieces] = {}
+        """From a choice to the text for the custom tool that it is calling."""
         self._texts: defaultdict[int, TextTokens] | None = None
         """From a choice to what finds the tokens of its text; None where all tokens are told."""
         if wanted.text_tokens is not None:
@@ -260,7 +261,8 @@ class ChatChunks:
 
     def delta(self, event: Delta) -> bytes | None:
         """The chunk of what was added to a choice; None if that is nothing to be sent."""
-        if self._is_plain and event.delta and not event.reasoning and not event.tool_calls:
+        has_calls = event.tool_calls or event.tool_call_deltas
+        if self._is_plain and event.delta and not event.reasoning and not has_calls:
             return self.frame.chunk(_chunk_choice(event.index, f'"content":{json_string(event.delta)}'))
         if event.token_ids:
             self.frame.count(completion_tokens=len(event.token_ids))
@@ -269,8 +271,8 @@ class ChatChunks:
             parts.append(f'"reasoning":{json_string(event.reasoning)}')
         if event.delta:
             parts.append(f'"content":{json_string(event.delta)}')
-        if event.tool_calls:
-            parts.append(f'"tool_calls":{self._calls(event)}')
+        if has_calls:
+            parts.append(f'"tool_calls":[{",".join(self._calls(event))}]')
         logprobs, ids = self._logprobs(event), ""
         if self._wanted.token_ids:
             ids = f',"token_ids":{json_bytes(event.token_ids).decode()}'
@@ -284,16 +286,40 @@ class ChatChunks:
         stopped = "".join(
             f',"{name}":{json_bytes(at).decode()}' for name, at in stop_reason(event.finish).items()
         )
-        return self.frame.chunk(_chunk_choice(event.index, "", "null", stopped, f'"{reason}"'))
+        rest = ",".join(self._rest_of_input(event.index))
+        delta = f'"tool_calls":[{rest}]' if rest else ""
+        return self.frame.chunk(_chunk_choice(event.index, delta, "null", stopped, f'"{reason}"'))
 
-    def _calls(self, event: Delta) -> str:
-        first = self._num_calls.get(event.index, 0)
-        self._num_calls[event.index] = first + len(event.tool_calls)
-        calls = [
-            {"index": number, **tool_call_dict(call, self._wanted.custom_tools)}
-            for number, call in enumerate(event.tool_calls, first)
-        ]
-        return json_bytes(calls).decode()
+    def _calls(self, event: Delta) -> Iterator[str]:
+        """The JSON of pieces of calls; and of whole ones, which servers send that know no pieces."""
+        for piece in event.tool_call_deltas:
+            if piece.name:
+                yield from self._rest_of_input(event.index)
+                yield self._begun(event.index, piece)
+            elif event.index not in self._inputs:
+                yield _call_piece(piece.index, "function", "arguments", piece.arguments_json)
+            elif text := self._inputs[event.index].add(piece.arguments_json):
+                yield _call_piece(piece.index, "custom", "input", text)
+        for call in event.tool_calls:
+            number = self._num_calls.get(event.index, 0)
+            self._num_calls[event.index] = number + 1
+            yield json_bytes({"index": number, **tool_call_dict(call, self._wanted.custom_tools)}).decode()
+
+    def _begun(self, choice: int, piece: ToolCallDelta) -> str:
+        """The JSON of the first piece of a call."""
+        self._num_calls[choice] = piece.index + 1
+        kind, field, value = "function", "arguments", piece.arguments_json
+        if piece.name in self._wanted.custom_tools:
+            self._inputs[choice] = InputPieces()
+            kind, field, value = "custom", "input", self._inputs[choice].add(value)
+        call = {"name": piece.name, field: value}
+        return json_bytes({"index": piece.index, "id": piece.id, "type": kind, kind: call}).decode()
+
+    def _rest_of_input(self, choice: int) -> Iterator[str]:
+        """The JSON of what is left of the text for a custom tool, whose call has ended."""
+        pieces = self._inputs.pop(choice, None)
+        if pieces is not None and (text := pieces.rest()):
+            yield _call_piece(self._num_calls[choice] - 1, "custom", "input", text)
 
     def _logprobs(self, event: Delta) -> str:
         if self._texts is not None:
@@ -302,6 +328,11 @@ class ChatChunks:
             return "null"
         content = chat_logprobs(event.logprobs, event.token_ids, self._wanted.vocabulary)
         return json_bytes({"content": content, "refusal": None}).decode()
+
+
+def _call_piece(index: int, kind: str, field: str, text: str) -> str:
+    """The JSON of a piece of a call that has begun."""
+    return f'{{"index":{index},"{kind}":{{"{field}":{json_string(text)}}}}}'
 
 
 def _chunk_choice(
@@ -338,7 +369,9 @@ async def chat(request: Request) -> Response:
         else partial(TextTokens, vocabulary, with_special=body.skip_special_tokens is False),
     )
     if body.stream:
-        stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
+        stream = backend.client.stream(
+            tool_call_deltas=True, timeout=call.timeout, metadata=call.metadata, **options
+        )
         chunks = chat_chunks(stream, call.created, body.n or 1, wanted, usage_wanted(body.stream_options))
         return await sse(request, chunks)
     if needs_texts:

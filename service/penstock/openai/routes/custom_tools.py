@@ -5,6 +5,7 @@ strict function with one argument, because that is what chat templates and the f
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Final
 
 from penstock.client import Tool, ToolCall
@@ -36,15 +37,53 @@ def pattern_of(syntax: str, definition: str, param: str) -> str:
     return definition
 
 
-def input_of(call: ToolCall) -> str:
-    """The text that a call gives to its tool. Of a call that does not follow the function it is all that the
-    model wrote, so that nothing is lost.
+class InputPieces:
+    """Makes the text that a call gives to its tool of pieces of the call's arguments, which may end anywhere.
+    Of a call that does not follow the function it is all that the model wrote, so that nothing is lost.
     """
-    try:
-        text = json.loads(call.arguments_json)[_INPUT]
-    except (ValueError, KeyError, TypeError):
-        return call.arguments_json
-    return text if isinstance(text, str) else call.arguments_json
+
+    def __init__(self) -> None:
+        self._json = ""
+        """What has come and is not told yet."""
+        self._has_begun = self._has_ended = False
+
+    def add(self, arguments_json: str) -> str:
+        """The text that is certain with this piece; it may be empty."""
+        if self._has_ended:
+            return ""
+        self._json += arguments_json
+        if not self._has_begun:
+            head = _HEAD.match(self._json)
+            if head is None:
+                return ""
+            self._json, self._has_begun = self._json[head.end() :], True
+        told = _CERTAIN.match(self._json)
+        assert told is not None, "it matches the empty text"
+        self._json = self._json[told.end() :]
+        self._has_ended = self._json.startswith('"')
+        text: str = json.loads(f'"{told[0]}"', strict=False)
+        return text
+
+    def rest(self) -> str:
+        """What is still to be told when the call has ended."""
+        left, self._json = self._json, ""
+        return "" if self._has_begun else left
+
+
+_HEAD: Final = re.compile(rf'\s*\{{\s*"{_INPUT}"\s*:\s*"')
+_CERTAIN: Final = re.compile(
+    r"""(?: [^"\\]++ | \\[^u]
+          | \\u(?![dD][89abAB])[0-9a-fA-F]{4}
+          | \\u[dD][89abAB][0-9a-fA-F]{2} (?: \\u[0-9a-fA-F]{4} | (?=[^\\]|\\[^u]) ) )*""",
+    re.VERBOSE,
+)
+"""The text of a JSON string up to where an escape, or a pair of surrogates, is not whole yet."""
+
+
+def input_of(call: ToolCall) -> str:
+    """The text that a call gives to its tool, see `InputPieces`."""
+    pieces = InputPieces()
+    return pieces.add(call.arguments_json) + pieces.rest()
 
 
 def custom_call(call_id: str, name: str, text: str) -> ToolCall:

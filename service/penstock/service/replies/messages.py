@@ -187,9 +187,13 @@ def stream_delta(
             parts.append(enclosed(_LOGPROBS, taken.logprobs))
         if taken.hidden:
             parts.append(enclosed(_HIDDEN_STATES, hidden_states(taken.hidden, len(taken.token_ids))))
-    if weights is not None or taken.reasoning or taken.tool_calls:
+    if weights is not None or taken.reasoning or taken.tool_calls or taken.tool_call_deltas:
         rest = inference_pb2.OutputDelta(weights=weights, reasoning=taken.reasoning)
         add_calls(rest, taken.tool_calls)
+        for piece in taken.tool_call_deltas:
+            rest.tool_call_deltas.add(
+                index=piece.index, id=piece.id, name=piece.name, arguments_json=piece.arguments_json
+            )
         parts.append(rest.SerializeToString())
     if not parts:
         return None

@@ -20,19 +20,21 @@ blocked in sending; `rpcs.ending` ends it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain, groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.chat.messages import ToolCall
+from penstock.runtime.chat.messages import ToolCall, ToolCallDelta
 from penstock.runtime.prompting.outputs import LiveOutput, Switchboard
 from penstock.runtime.requests.request import (
     Finish,
@@ -59,7 +61,7 @@ MAX_DELTA_BYTES = 1024 * 1024
 _TOKEN_BYTES = 3
 """Bytes of a token id on the wire, below 2^21."""
 _CALL_BYTES = 16
-"""Bytes of the field headers of a tool call."""
+"""Bytes of the field headers of a tool call, or of a piece of one."""
 
 
 class Taken(NamedTuple):
@@ -85,12 +87,14 @@ class Taken(NamedTuple):
     request asked for none."""
     num_merged: int = 0
     """How many further deltas were merged with the first."""
+    tool_call_deltas: Sequence[ToolCallDelta] = ()
+    """Pieces of calls, if the request asked for them; then there are no `tool_calls`."""
 
 
 class _Joined:
     """The text, ids and log-probabilities of several deltas, packed."""
 
-    __slots__ = ("hidden", "ids", "logprobs", "reasoning", "text")
+    __slots__ = ("call_deltas", "hidden", "ids", "logprobs", "reasoning", "text")
 
     def __init__(self, first: _Merged) -> None:
         self.ids = array("I", first.token_ids)
@@ -99,6 +103,7 @@ class _Joined:
         self.text, self.reasoning = io.StringIO(), io.StringIO()
         self.text.write(first.text)
         self.reasoning.write(first.reasoning)
+        self.call_deltas = list(first.call_deltas)
 
 
 class _Merged:
@@ -107,8 +112,8 @@ class _Merged:
     """
 
     __slots__ = (
-        "_calls", "_finish", "_joined", "_num_merged", "_prompt_logprobs", "_timing", "hidden", "logprobs",
-        "num_bytes", "num_tokens", "reasoning", "text", "token_ids", "weights_generation",
+        "_calls", "_finish", "_joined", "_num_merged", "_prompt_logprobs", "_timing", "call_deltas", "hidden",
+        "logprobs", "num_bytes", "num_tokens", "reasoning", "text", "token_ids", "weights_generation",
     )  # fmt: skip
 
     def __init__(self, delta: Delta, logprobs: bytes, num_bytes: int) -> None:
@@ -120,6 +125,7 @@ class _Merged:
         self.logprobs = logprobs
         self.hidden = b"" if delta.hidden is None else hidden_bytes(delta.hidden)
         self._calls = delta.tool_calls
+        self.call_deltas: Sequence[ToolCallDelta] = delta.tool_call_deltas
         self._prompt_logprobs = delta.prompt_logprobs
         self._finish, self._timing = delta.finish, delta.timing
         self._joined: _Joined | None = None
@@ -142,6 +148,8 @@ class _Merged:
         joined.text.write(delta.delta)
         joined.reasoning.write(delta.reasoning)
         self._calls += delta.tool_calls
+        if delta.tool_call_deltas:
+            joined.call_deltas.extend(delta.tool_call_deltas)
         self._prompt_logprobs += delta.prompt_logprobs
         self._finish, self._timing = delta.finish, delta.timing
         self.num_bytes += num_bytes
@@ -150,9 +158,11 @@ class _Merged:
     def taken(self) -> Taken:
         text, reasoning, logprobs, hidden = self.text, self.reasoning, self.logprobs, self.hidden
         ids: Sequence[int] = self.token_ids
+        call_deltas = self.call_deltas
         if (joined := self._joined) is not None:
             text, reasoning, ids = joined.text.getvalue(), joined.reasoning.getvalue(), joined.ids
             logprobs, hidden = bytes(joined.logprobs), bytes(joined.hidden)
+            call_deltas = _joined_calls(joined.call_deltas)
         return Taken(
             text,
             reasoning,
@@ -166,15 +176,29 @@ class _Merged:
             self.num_bytes,
             hidden,
             self._num_merged,
+            call_deltas,
         )
+
+
+def _joined_calls(deltas: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
+    """One delta for each call that these add to. They are in the order of the calls."""
+    joined = []
+    for _, of_call in groupby(deltas, key=lambda delta: delta.index):
+        pieces = list(of_call)
+        arguments = "".join(piece.arguments_json for piece in pieces)
+        joined.append(dataclasses.replace(pieces[0], arguments_json=arguments))
+    return joined
 
 
 class Pending:
     """The merged deltas of one output. A new one begins after MAX_DELTA_BYTES, and with new weights."""
 
-    def __init__(self, encode: Encode | None = None) -> None:
-        """`encode` is None if no log-probabilities are sent."""
+    def __init__(self, encode: Encode | None = None, *, calls_in_pieces: bool = False) -> None:
+        """`encode` is None if no log-probabilities are sent. `calls_in_pieces`: pieces of calls are sent as
+        they are made, and no whole calls.
+        """
         self._encode = encode
+        self._calls_in_pieces = calls_in_pieces
         self._merged: deque[_Merged] = deque()
 
     def __bool__(self) -> bool:
@@ -195,8 +219,18 @@ class Pending:
         The prompt's log-probabilities are included, but not in `Taken.num_bytes`: a stream sends them in its
         first message, not in a delta.
         """
+        if delta.tool_calls or delta.tool_call_deltas:
+            if self._calls_in_pieces:
+                delta = dataclasses.replace(delta, tool_calls=())
+            else:
+                delta = dataclasses.replace(delta, tool_call_deltas=())
         if not (
-            delta.token_ids or delta.delta or delta.reasoning or delta.tool_calls or delta.finish is not None
+            delta.token_ids
+            or delta.delta
+            or delta.reasoning
+            or delta.tool_calls
+            or delta.tool_call_deltas
+            or delta.finish is not None
         ):
             return 0
         logprobs = self._encode(delta.logprobs) if self._encode is not None and delta.logprobs else b""
@@ -206,7 +240,8 @@ class Pending:
         for text in (delta.delta, delta.reasoning):
             if text:
                 size += _text_bytes(text)
-        for call in delta.tool_calls:
+        calls: Iterable[ToolCall | ToolCallDelta] = chain(delta.tool_calls, delta.tool_call_deltas)
+        for call in calls:
             size += _CALL_BYTES + sum(map(_text_bytes, (call.id, call.name, call.arguments_json)))
         if not self._merged or self._ends(self._merged[-1], delta, size):
             self._merged.append(_Merged(delta, logprobs, size))
@@ -278,10 +313,12 @@ class Buffer:
         *,
         encode: Encode | None = None,
         min_tokens: int = 1,
+        calls_in_pieces: bool = False,
         made: Callable[[int, int], None] = lambda tokens, reasoning: None,
     ) -> None:
-        """`request_id` is the engine's id of this output. `encode` is as for `Pending`. `made` is told how
-        many tokens came, and how many are known to be reasoning, whether or not they are read.
+        """`request_id` is the engine's id of this output. `encode` and `calls_in_pieces` are as for
+        `Pending`. `made` is told how many tokens came, and how many are known to be reasoning, whether or not
+        they are read.
         """
         self._engine = engine
         self._switchboard = switchboard
@@ -290,7 +327,7 @@ class Buffer:
         self._reader = reader
         self._min_tokens = min_tokens
         self._made = made
-        self._pending = Pending(encode)
+        self._pending = Pending(encode, calls_in_pieces=calls_in_pieces)
         self._error: BaseException | None = None
         self._ended = False
         """Whether the engine has sent the last output, or no more outputs are wanted."""

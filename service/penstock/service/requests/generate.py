@@ -436,6 +436,7 @@ class ServedJob(Job):
     return_token_ids: bool = True
     echo_prompt_token_ids: bool = False
     min_tokens_per_message: int = 1
+    tool_call_deltas: bool = False
     owner: str = ""
     """The id of the caller."""
 
@@ -573,6 +574,7 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
         return_token_ids=return_token_ids,
         echo_prompt_token_ids=output.echo_prompt_token_ids,
         min_tokens_per_message=per_message,
+        tool_call_deltas=isinstance(message, inference_pb2.StreamRequest) and message.tool_call_deltas,
     )
 
 

@@ -307,6 +307,7 @@ class ServedRequest:
             reader,
             encode=self._encode,
             min_tokens=self._min_tokens,
+            calls_in_pieces=self.job.tool_call_deltas,
             made=self._meter.made,
         )
 

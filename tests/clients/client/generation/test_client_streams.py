@@ -44,12 +44,25 @@ def run(*messages):
         ([STARTED, FINISHED % 0, "delta {}"], "delta for output 0, which had finished"),
         ([STARTED, FINISHED % 0, SUMMARY, "delta {}"], "delta after the summary"),
         ([STARTED, FINISHED % 0, SUMMARY, SUMMARY], "summary after the summary"),
+        ([STARTED, "delta { tool_call_deltas { index: 1 name: 'f' } }"], "piece of call 1 out of order"),
         ([STARTED, ""], "does not know"),
     ],
 )
 def test_what_breaks_the_order_is_an_error(messages, complaint):
     with pytest.raises(ProtocolError, match=complaint):
         run(*messages)
+
+
+def test_pieces_of_calls_add_up():
+    answer = run(
+        STARTED,
+        """delta { tool_call_deltas { id: "c" name: "f" arguments_json: "{" } }""",
+        """delta { tool_call_deltas { arguments_json: "}" }
+        tool_call_deltas { index: 1 id: "d" name: "g" } }""",
+        FINISHED % 0,
+        SUMMARY,
+    )
+    assert answer.outputs[0].tool_calls == (ToolCall("c", "f", "{}"), ToolCall("d", "g", ""))
 
 
 def test_interleaved_outputs_add_up_each_for_itself():

@@ -24,7 +24,8 @@ from penstock.runtime.chat.enforce.forced_calls import call_grammar
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.chat.reasoning import REASONING_FORMS
-from penstock.runtime.chat.tool_formats.events import Call
+from penstock.runtime.chat.tool_formats.events import CallPiece as Call
+from penstock.runtime.chat.tool_formats.events import joined
 from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.loading.hub import DEMO_DIRECTORY
@@ -146,7 +147,7 @@ def parsed(forms: ChatForms, chat: Chat, prompt: str, text: str) -> tuple[str, s
     return (
         "".join(p.text for p in parts),
         "".join(p.reasoning for p in parts),
-        [call for p in parts for call in p.calls],
+        joined([call for p in parts for call in p.calls]),
     )
 
 

@@ -17,7 +17,8 @@ from penstock.runtime.chat.enforce.arguments import arguments_schema
 from penstock.runtime.chat.enforce.forced_calls import call_grammar, calls_or_answer, thinking_first
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.parser import ChatForms
-from penstock.runtime.chat.tool_formats.events import Call, Parsed
+from penstock.runtime.chat.tool_formats.events import CallPiece as Call
+from penstock.runtime.chat.tool_formats.events import Parsed, joined
 from penstock.runtime.chat.tool_formats.harmony import MARKERS
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
@@ -103,7 +104,7 @@ def parsed(text: str, prompt: str = PROMPT) -> Parsed:
     return Parsed(
         "".join(p.text for p in parts),
         "".join(p.reasoning for p in parts),
-        tuple(call for p in parts for call in p.calls),
+        tuple(joined([call for p in parts for call in p.calls])),
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.parser import choose_forms
-from penstock.runtime.chat.tool_formats.events import Call, Text
+from penstock.runtime.chat.tool_formats.events import CallPiece as Call
+from penstock.runtime.chat.tool_formats.events import Text, joined
 from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS, CallParser
 from tests.support.chat import events_of
 
@@ -33,10 +36,15 @@ EXAMPLES = [
     # What closes the call may be missing at the end of the output, and nothing of the arguments.
     (f"{BEGIN}{ONE.removesuffix('<｜tool▁call▁end｜>')}", [WEATHER]),
     (f"{BEGIN}{OLDER.removesuffix('```<｜tool▁call▁end｜>')}", [WEATHER]),
-    (f"{BEGIN}{ONE[:-24]}", None),
+    (f"{BEGIN}{ONE[:-24]}", [Call("get_weather", '{"city": "')]),
     (f"{BEGIN}{OLDER.replace('```json', 'json')}{END}", None),
     (f"{BEGIN}{ONE.replace('get_weather', '')}{END}", None),
-    (f"{BEGIN}{ONE.replace('Paris', 'Pa<').replace('}', '')}{END}", None),
+    # Broken arguments go on to the marker after them.
+    (
+        f"{BEGIN}{ONE.replace('Paris', 'Pa<').replace('}', '')}{END}",
+        [Call("get_weather", '{"city": "Pa<"')],
+    ),
+    (f"{BEGIN}{OLDER.replace(': ', ' ')}{END}", [Call("get_weather", '{"city" "Paris"}\n```')]),
     (f"{BEGIN}{END}", None),
     (f"{ONE}", None),
     (BEGIN[:-1], None),
@@ -56,8 +64,9 @@ def test_examples(text: str, found: list[object] | None) -> None:
 def test_a_call_comes_with_its_last_character() -> None:
     for one in (ONE, OLDER):
         parser = CallParser(TOOL_FORMS["deepseek"], {})
-        assert [event for char in f"{BEGIN}{one}"[:-1] for event in parser.push(char)] == []
-        assert parser.push(one[-1]) == [WEATHER]
+        came = joined([event for char in f"{BEGIN}{one}"[:-1] for event in parser.push(char)])
+        assert came == [dataclasses.replace(WEATHER, is_last=False)]
+        assert parser.push(one[-1]) == [Call("", "")]
 
 
 @pytest.mark.parametrize(
@@ -75,4 +84,4 @@ def test_the_prompt_opens_the_reasoning_or_ends_it(prompt: str, text: str, reaso
     parts = [*map(parser.push, text), parser.flush()]
     assert "".join(part.reasoning for part in parts) == reasoning
     assert "".join(part.text for part in parts) == "I look."
-    assert [call for part in parts for call in part.calls] == [WEATHER]
+    assert joined([call for part in parts for call in part.calls]) == [WEATHER]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool
 from penstock.runtime.chat.parser import ChatForms
-from penstock.runtime.chat.tool_formats.events import Call, Parsed
+from penstock.runtime.chat.tool_formats.events import CallPiece as Call
+from penstock.runtime.chat.tool_formats.events import Parsed, joined
 from penstock.runtime.chat.tool_formats.harmony import MARKERS
 from penstock.runtime.requests.request import Finish, FinishReason, StepOutput, StoppingParams
 from penstock.runtime.text.assembler import Assembler
@@ -37,7 +38,7 @@ def parse(pieces: list[str], chat: Chat = WITH_TOOLS, prompt: str = PROMPT) -> P
     return Parsed(
         "".join(p.text for p in parts),
         "".join(p.reasoning for p in parts),
-        tuple(call for p in parts for call in p.calls),
+        tuple(joined([call for p in parts for call in p.calls])),
     )
 
 
@@ -85,23 +86,21 @@ EXAMPLES = [
         Parsed("1", "print(1)"),
     ),
     ('<|channel|>analysis to=browser.search<|message|>{"query":"x"}<|call|>', Parsed("", '{"query":"x"}')),
-    # Arguments that are no whole JSON object: the message is text, with its header.
+    # A message to a function is a call, whatever its arguments are.
     (
         '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "Par',
-        Parsed('<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "Par'),
+        Parsed(calls=(Call("f", '{"a": "Par'),)),
     ),
     (
         f"{THOUGHT}{NEXT} to=functions.f<|channel|>commentary<|message|>f(1)<|call|>",
-        Parsed(f"{NEXT} to=functions.f<|channel|>commentary<|message|>f(1)", "Simple."),
+        Parsed("", "Simple.", (Call("f", "f(1)"),)),
     ),
     (
-        "<|channel|>commentary to=functions.f<|message|>{} or<|end|>",
-        Parsed("<|channel|>commentary to=functions.f<|message|>{} or"),
+        "<|channel|>commentary to=functions.f<|message|>{} or\n<|end|>",
+        Parsed(calls=(Call("f", "{} or"),)),
     ),
-    (
-        "<|channel|>commentary to=functions.f<|message|><|call|>",
-        Parsed("<|channel|>commentary to=functions.f<|message|>"),
-    ),
+    ("<|channel|>commentary to=functions.f<|message|><|call|>", Parsed(calls=(F,))),
+    ("<|channel|>commentary to=functions.f<|message|>\n", Parsed(calls=(Call("f", ""),))),
     # Outputs without headers, or with broken ones.
     ("Hello.", Parsed("Hello.")),
     (" to be", Parsed(" to be")),
@@ -182,10 +181,12 @@ def test_text_comes_at_once(words: list[str]) -> None:
     assert came + parser.flush().text == "".join(words)
 
 
-def test_a_call_comes_with_the_marker_after_it() -> None:
+def test_a_call_is_told_from_its_header_on() -> None:
     parser = FORMS.parser(WITH_TOOLS, PROMPT)
-    assert [parser.push(char) for char in CALLED[:-1]] == [Parsed()] * (len(CALLED) - 1)
-    assert parser.push(CALLED[-1]) == Parsed(calls=(WEATHER,))
+    header, _, rest = CALLED.partition("{")
+    assert parser.push(header) == Parsed(calls=(Call("get_weather", "", is_last=False),))
+    assert parser.push("{" + rest[:5]) == Parsed(calls=(Call("", '{"city', is_last=False),))
+    assert parser.push(rest[5:]) == Parsed(calls=(Call("", '":"SF"}'),))
 
 
 # -- Tokens: each marker is one, as is each byte --

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.chat.tool_formats.events import Call
+from penstock.runtime.chat.tool_formats.events import CallPiece as Call
+from penstock.runtime.chat.tool_formats.events import Draft, joined
 from penstock.runtime.chat.tool_formats.json_scan import MAX_DEPTH, call_object, json_value
+from penstock.runtime.chat.tool_formats.reader import Reader, Wait
 from tests.support.chat import Scan, pieces_of
 
 VALUES = st.recursive(
@@ -22,6 +25,19 @@ CUTS = st.lists(st.integers(0, 60), max_size=6)
 
 def refuse(name: str) -> None:
     raise ValueError(name)
+
+
+def scanner(*known: str) -> Callable[[Reader], Wait[Call | None]]:
+    """Scans a call's object, and returns the call; None if it is none."""
+
+    def scan(r: Reader) -> Wait[Call | None]:
+        pieces: list[Call] = []
+        draft = Draft(pieces.append, is_certain=False)
+        is_call = yield from call_object(r, draft, known or None)
+        draft.close()
+        return joined(pieces)[0] if is_call else None
+
+    return scan
 
 
 def is_json(text: str) -> bool:
@@ -98,7 +114,7 @@ def test_depth_is_bounded() -> None:
     ],
 )
 def test_call_objects(text: str, call: Call) -> None:
-    assert Scan(call_object, list(text)).result == call
+    assert Scan(scanner(), list(text)).result == call
 
 
 @pytest.mark.parametrize(
@@ -119,7 +135,7 @@ def test_call_objects(text: str, call: Call) -> None:
     ],
 )
 def test_what_is_no_call_object(text: str) -> None:
-    assert Scan(call_object, list(text)).result is None
+    assert Scan(scanner(), list(text)).result is None
 
 
 @pytest.mark.parametrize(
@@ -133,7 +149,7 @@ def test_what_is_no_call_object(text: str) -> None:
     ],
 )
 def test_bare_objects_are_judged_strictly_and_promptly(text: str, known_after: int | None) -> None:
-    scan = Scan(lambda r: call_object(r, ("f",)), list(text))
+    scan = Scan(scanner("f"), list(text))
     if known_after is None:
         assert scan.result == Call("f", "{}")
     else:

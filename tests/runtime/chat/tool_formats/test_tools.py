@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.runtime.chat.tool_formats.events import Call, Event, Text
+from penstock.runtime.chat.tool_formats.events import CallPiece as Call
+from penstock.runtime.chat.tool_formats.events import Event, Text
 from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS, CallParser
 from tests.support.chat import events_of
 
@@ -29,13 +30,23 @@ EXAMPLES: dict[str, list[tuple[str, list[Event] | None]]] = {
         # A whole call without its closing tag counts as a call at the output's end, and nowhere else.
         ('<tool_call>\n{"name": "f", "arguments": {}}', [CALL]),
         ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool', [CALL]),
-        ('<tool_call>\n{"name": "f", "arguments": {}', None),
-        ('<tool_call>{"name": "f", "arguments": {}} and', None),
+        # From the beginning of its arguments on it is a call, whatever follows.
+        ('<tool_call>\n{"name": "f", "arguments": {}', [CALL]),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": "b', [Call("f", '{"a": "b')]),
+        ('<tool_call>\n{"name": "f", "argu', [Call("f", "")]),
+        ('<tool_call>\n{"name": "f', None),
+        ('<tool_call>{"name": "f", "arguments": {}} and', [CALL, Text(" and")]),
+        ('<tool_call>{"name": "f", "arguments": {}, "arguments": {}}</tool_call> ok', [CALL, Text(" ok")]),
+        ('<tool_call>{"name": "f", "arguments": {}}}\n</tool_call>', [CALL]),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": b}}\n</tool_call> ok',
+            [Call("f", '{"a": b}'), Text(" ok")],
+        ),
         ("<tool_call>\nno JSON\n</tool_call>", None),
         ("<tool_call>", None),
         ("<tool_cal", None),
         ("a < b, <tool>, </tool_call>", None),
-        ('<tool_call>{"name": "f", "arguments": {"a": "\n"}}</tool_call>', None),  # a line break in a string
+        ('<tool_call>{"name": "f", "arguments": {"a": "\n"}}</tool_call>', [Call("f", '{"a": "\n"}')]),
         (f"<tool_call>oops {HERMES}", [Text("<tool_call>oops"), WEATHER]),
         (f"<tool_call>{HERMES}", [Text("<tool_call>"), WEATHER]),
     ],
@@ -64,7 +75,10 @@ EXAMPLES: dict[str, list[tuple[str, list[Event] | None]]] = {
         ('{"name": "f"}', None),
         ('{"name": "f", "parameters": {}, "why": 1}', None),
         ('{"city": "Paris"}', None),
-        ('{"name": "f", "parameters": {"a', None),
+        ('{"name": "f", "parameters": {"a', [Call("f", '{"a')]),
+        ('{"name": "f", "parameters": ', None),
+        ('{"name": "f", "parameters": {"a": b}}', None),
+        ('<|python_tag|>{"name": "f", "parameters": {"a": b}}', [Call("f", '{"a": b}}')]),
         ('<|python_tag|>brave_search.call(query="x")', None),
         ('{"answer": 1}\n{"name": "f", "parameters": {}}', [Text('{"answer": 1}'), CALL]),
     ],
@@ -87,7 +101,10 @@ EXAMPLES: dict[str, list[tuple[str, list[Event] | None]]] = {
         ('[TOOL_CALLS] [{"name": "f", "arguments": {}}', [CALL]),
         ("[TOOL_CALLS] []", None),
         ("[TOOL_CALLS] and so on", None),
-        ("[TOOL_CALLS]f[ARGS]", None),
+        ("[TOOL_CALLS]f[ARGS]", [Call("f", "")]),
+        ("[TOOL_CALLS]f", None),
+        ('[TOOL_CALLS]f[ARGS]{"a" 1}[TOOL_CALLS]g{}', [Call("f", '{"a" 1}'), CALL_G]),
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": b}}]', [Call("f", '{"a": b}}]')]),
         ("[TOOL_CALLS]f[ARGS][]", None),
         ("[TOOL_CALLS][ARGS]{}", None),
         ("[TOOL_CALL", None),
@@ -115,7 +132,9 @@ EXAMPLES: dict[str, list[tuple[str, list[Event] | None]]] = {
         ("[f(a=b)]", None),
         ("[f(a=1, a=2)]", None),
         ("[f(a=1]", None),
-        ("[f(a=1)", None),
+        ("[f", None),
+        ("[f(a=1)", [Call("f", '{"a": 1}')]),
+        ('[f(a=1), g(a=2, b="x', [Call("f", '{"a": 1}'), Call("g", '{"a": 2')]),
         ("[f(a=1) is it]", None),
         ("[]", None),
         ("[f]", None),
@@ -146,7 +165,7 @@ EXAMPLES |= {
         ),
         ("<function_calls>\nf()", [CALL]),
         ("<function_calls>\nf()\n</function_c", [CALL]),
-        ("<function_calls>\nf()\ng(", None),
+        ("<function_calls>\nf()\ng(a=1,", [CALL, Call("g", '{"a": 1')]),
         ("<function_calls>\nf(1)\n</function_calls>", None),
         ("<function_calls>\n</function_calls>", None),
         ("<functions>f()</functions>", None),
@@ -163,8 +182,8 @@ EXAMPLES |= {
         ),
         ("<|tool_call>call:f{ a : 1 , b : [ ] }", [Call("f", '{"a": 1, "b": []}')]),
         ("<|tool_call>call:f{a:1}<tool_", [Call("f", '{"a": 1}')]),
-        ("<|tool_call>call:f{a:1", None),
-        ('<|tool_call>call:f{a:<|"|>x', None),
+        ("<|tool_call>call:f{a:1", [Call("f", "")]),
+        ('<|tool_call>call:f{a:1,b:<|"|>x', [Call("f", '{"a": 1')]),
         ("<|tool_call>call:f{a:x}<tool_call|>", None),
         ("<|tool_call>call:f{a:1,a:2}<tool_call|>", None),
         ("<|tool_call>call:f{a:1,}<tool_call|>", None),
@@ -206,17 +225,102 @@ def test_text_is_held_no_longer_than_needed(form: str, pieces: list[str]) -> Non
     assert parser.flush() == []
 
 
-def test_a_call_comes_with_its_last_character() -> None:
-    for form, text in [
-        ("hermes", HERMES),
-        ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris"}}'),
-        ("mistral", '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}'),
-        ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}'),
-        ("pythonic", "[get_weather(city='Paris')]"),
-    ]:
-        parser = CallParser(TOOL_FORMS[form], {"get_weather": {}})
-        assert [event for char in text[:-1] for event in parser.push(char)] == []
-        assert parser.push(text[-1]) == [WEATHER]
+PIECES: list[tuple[str, bool, list[tuple[str, list[Event]]]]] = [
+    (
+        "hermes",
+        False,
+        [
+            ('<tool_call>\n{"name": "f", "arguments": ', []),
+            ('{"a', [Call("f", '{"a', is_last=False)]),
+            ('": 1}}\n', [Call("", '": 1}', is_last=False)]),
+            ("</tool_call>", [Call("", "")]),
+        ],
+    ),
+    # Half a pair may become whole.
+    (
+        "hermes",
+        False,
+        [
+            ('<tool_call>{"name": "f", "arguments": {"a": "\\ud83d', [Call("f", '{"a": "', is_last=False)]),
+            ('\\ude00", "b": 1', [Call("", '\\ud83d\\ude00", "b": 1', is_last=False)]),
+            ("}}</tool_call>", [Call("", "}")]),
+        ],
+    ),
+    (
+        "mistral",
+        False,
+        [('[TOOL_CALLS]f[ARGS]{"a"', [Call("f", '{"a"', is_last=False)]), (":1}", [Call("", ":1}")])],
+    ),
+    # Only the whole object shows that it is a call, if the model may also write something else.
+    ("llama3_json", False, [('{"name": "f", "parameters": {"a": 1}', []), ("}", [Call("f", '{"a": 1}')])]),
+    (
+        "llama3_json",
+        True,
+        [
+            ('{"name": "f", "parameters": {"a": 1', [Call("f", '{"a": 1', is_last=False)]),
+            ("}}", [Call("", "}")]),
+        ],
+    ),
+    ("pythonic", False, [("[f(a='x', b=2)", []), ("]", [Call("f", '{"a": "x", "b": 2}')])]),
+    (
+        "pythonic",
+        True,
+        [
+            ("[f(", [Call("f", "", is_last=False)]),
+            ("a='x', b=2", [Call("", '{"a": "x"', is_last=False)]),
+            (")", [Call("", ', "b": 2}')]),
+        ],
+    ),
+    (
+        "qwen3_coder",
+        True,
+        [
+            ("<tool_call>\n<function=f>\n", [Call("f", "", is_last=False)]),
+            ("<parameter=a>\n1\n</parameter>\n", []),
+            ("<parameter=b>\n2\n</parameter>\n</function>", [Call("", '{"a": "1", "b": "2"}')]),
+        ],
+    ),
+    (
+        "gemma4",
+        True,
+        [
+            ("<|tool_call>call:f{a:1,", [Call("f", '{"a": 1', is_last=False)]),
+            ("b:[2]}<tool_call|>", [Call("", ', "b": [2]}')]),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "is_forced", "steps"), PIECES)
+def test_when_pieces_come(form: str, is_forced: bool, steps: list[tuple[str, list[Event]]]) -> None:
+    """A call is told in pieces from the moment that it is certain to be one."""
+    parser = CallParser(TOOL_FORMS[form], {"f": {}}, is_forced=is_forced)
+    assert [parser.push(text) for text, _ in steps] == [events for _, events in steps]
+
+
+STRAYS: dict[str, list[tuple[str, list[Event]]]] = {
+    "hermes": [
+        ("a </tool_call> b", [Text("a  b")]),
+        ("Ask me.\n}}</tool_call>", [Text("Ask me.\n}}")]),
+        (f"{HERMES}\n</tool_call>", [WEATHER]),
+        ("<tool_call>\nno JSON\n</tool_call>", [Text("\nno JSON\n")]),
+        ('ok <tool_call>\n{"na', [Text("ok")]),
+        ("ok <tool_call>", [Text("ok")]),
+        ("a </tool", [Text("a </tool")]),
+    ],
+    "mistral": [("[TOOL_CALLS]f", []), ("[ARGS] hm", [Text(" hm")])],
+    "glm": [("a<arg_key>b</arg_key></tool_call>", [Text("ab")])],
+    "deepseek": [("<｜tool▁calls▁begin｜> hm<｜tool▁calls▁end｜>", [Text(" hm")])],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "found"), [(f, *case) for f, cases in STRAYS.items() for case in cases]
+)
+def test_markers_that_are_tokens_are_no_text(form: str, text: str, found: list[Event]) -> None:
+    markers = TOOL_FORMS[form].markers
+    assert events_of(form, [text], markup=markers) == found
+    assert events_of(form, list(text), markup=markers) == found
 
 
 def test_long_arguments_in_small_pieces() -> None:

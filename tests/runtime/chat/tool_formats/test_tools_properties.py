@@ -74,12 +74,50 @@ def test_what_is_written_is_found(form, made, before, cuts, ascii_only) -> None:
 
 @pytest.mark.parametrize("form", SOME_FORMS)
 @settings(max_examples=30, deadline=None)
-@given(parts=st.lists(st.one_of(SCRAPS, CALLS), max_size=8), cuts=CUTS)
-def test_pieces_do_not_matter(form, parts, cuts) -> None:
+@given(
+    parts=st.lists(st.one_of(SCRAPS, CALLS), max_size=8),
+    cuts=CUTS,
+    is_forced=st.booleans(),
+    are_tokens=st.booleans(),
+)
+def test_pieces_do_not_matter(form, parts, cuts, is_forced, are_tokens) -> None:
+    """Pieces of calls, too: joined they are the calls of the whole text."""
     text = "".join(part if isinstance(part, str) else spelled(form, part) for part in parts)
-    whole = events_of(form, [text])
-    assert events_of(form, pieces_of(text, cuts)) == whole
-    assert events_of(form, list(text)) == whole
+    markup = TOOL_FORMS[form].markers if are_tokens else ()
+    whole = events_of(form, [text], markup=markup, is_forced=is_forced)
+    assert events_of(form, pieces_of(text, cuts), markup=markup, is_forced=is_forced) == whole
+    assert events_of(form, list(text), markup=markup, is_forced=is_forced) == whole
+
+
+@pytest.mark.parametrize("form", SOME_FORMS)
+@settings(max_examples=40, deadline=None)
+@given(made=CALLS, at=st.integers(0, 400), is_forced=st.booleans())
+def test_a_cut_call_is_a_call_with_a_part_of_its_arguments(form, made, at, is_forced) -> None:
+    """Wherever the output ends: of the calls, the first are whole, and the last has the beginning of its
+    arguments. Only a piece of a marker is text, if the form has markers.
+    """
+    text = spelled(form, made)
+    whole = calls(events_of(form, [text]))
+    events = events_of(form, [text[:at]], markup=TOOL_FORMS[form].markers, is_forced=is_forced)
+    told = calls(events)
+    assert told[:-1] == whole[: len(told) - 1 if told else 0]
+    for (name, arguments), (whole_name, whole_arguments) in zip(
+        told[-1:], whole[len(told) - 1 :], strict=False
+    ):
+        assert name == whole_name
+        assert whole_arguments.startswith(arguments)
+    if form in MARKED and (left := texts(events).strip()):
+        assert [mark for mark in TOOL_FORMS[form].markers if mark.startswith(left)]
+
+
+@pytest.mark.parametrize("form", SOME_FORMS)
+@settings(max_examples=30, deadline=None)
+@given(parts=st.lists(st.one_of(SCRAPS, CALLS), max_size=8))
+def test_text_has_no_markers_that_are_tokens(form, parts) -> None:
+    """Words stand between the parts, because what is left of two may look like a marker."""
+    text = " so ".join(part if isinstance(part, str) else spelled(form, part) for part in parts)
+    came = texts(events_of(form, [text], markup=TOOL_FORMS[form].markers))
+    assert not [marker for marker in TOOL_FORMS[form].markers if marker in came]
 
 
 @pytest.mark.parametrize("form", SOME_FORMS)

@@ -22,6 +22,7 @@ from penstock.client import (
     Summary,
     Timing,
     ToolCall,
+    ToolCallDelta,
     Usage,
     WeightsVersion,
 )
@@ -128,6 +129,28 @@ def test_choices_come_mixed() -> None:
     events: Any = [Delta(1, "b"), Delta(0, "a"), Finished(1, EOS, "b"), Delta(0, "a"), Finished(0, EOS, "aa")]
     chunks = chat(*events, END, choices=2)
     assert [chunk["choices"][0]["index"] for chunk in chunks] == [0, 1, 1, 0, 1, 0, 0]
+
+
+def test_calls_in_pieces() -> None:
+    """As OpenAI streams them: the id, the type and the name are in the first piece only."""
+    events: Any = [
+        Delta(0, "a", tool_call_deltas=(ToolCallDelta(0, "c1", "f", ""),)),
+        Delta(0, "", tool_call_deltas=(ToolCallDelta(0, "", "", '{"\u2028'),)),
+        Delta(0, "", tool_call_deltas=(ToolCallDelta(0, "", "", '"'), ToolCallDelta(1, "c2", "g", "{}"))),
+        Finished(0, EOS, "a"),
+        END,
+    ]
+    chunks = chat(*events)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [delta["tool_calls"] for delta in deltas if "tool_calls" in delta] == [
+        [{"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": ""}}],
+        [{"index": 0, "function": {"arguments": '{"\u2028'}}],
+        [
+            {"index": 0, "function": {"arguments": '"'}},
+            {"index": 1, "id": "c2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+        ],
+    ]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_reasoning_and_calls() -> None:

@@ -172,21 +172,6 @@ CASES: Any = [
     (tool(name=""), "tools[0].function.name", "invalid_value"),
     (tool(parameters={"type": "array"}), "tools[0].function.parameters", "invalid_value"),
     (
-        {
-            "messages": [
-                *HI,
-                {
-                    "role": "assistant",
-                    "tool_calls": [
-                        {"id": "c", "type": "function", "function": {"name": "f", "arguments": "no"}}
-                    ],
-                },
-            ]
-        },
-        "messages[1].tool_calls[0].function.arguments",
-        "invalid_value",
-    ),
-    (
         {"messages": [{"role": "tool", "content": "x", "tool_call_id": "c"}]},
         "messages[0].tool_call_id",
         "invalid_value",

@@ -193,11 +193,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "input[0].call_id",
         "invalid_value",
     ),
-    (
-        {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]},
-        "input[0].arguments",
-        "invalid_value",
-    ),
     ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters", "invalid_value"),
 ]
 

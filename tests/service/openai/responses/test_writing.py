@@ -26,6 +26,7 @@ from penstock.client import (
     Summary,
     Timing,
     ToolCall,
+    ToolCallDelta,
     Usage,
     Vocabulary,
     WeightsVersion,
@@ -116,7 +117,13 @@ def test_a_stream_comes_to_the_whole_answer_however_it_is_cut(data: st.DataObjec
     calls = data.draw(st.sampled_from([(), CALLS[:1], CALLS]))
     deltas = [Delta(0, "", reasoning=piece) for piece in data.draw(pieces(reasoning))]
     deltas += [Delta(0, piece) for piece in data.draw(pieces(text))]
-    deltas += [Delta(0, "", tool_calls=(call,)) for call in calls]
+    if data.draw(st.booleans()):
+        for number, call in enumerate(calls):
+            cut = data.draw(pieces(call.arguments_json))
+            deltas.append(Delta(0, "", tool_call_deltas=(ToolCallDelta(number, call.id, call.name, cut[0]),)))
+            deltas += [Delta(0, "", tool_call_deltas=(ToolCallDelta(number, "", "", p),)) for p in cut[1:]]
+    else:
+        deltas += [Delta(0, "", tool_calls=(call,)) for call in calls]
     response = accumulated(streamed(deltas))
     other = whole(text, reasoning, calls)
     response.pop("completed_at"), other.pop("completed_at")
@@ -180,6 +187,37 @@ def test_what_a_limit_ended_is_incomplete(reason: FinishReason) -> None:
     assert response["status"] == response["output"][0]["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert response["completed_at"] is None
+
+
+def test_a_call_that_is_cut_off_is_incomplete() -> None:
+    """It is the same in a stream and as a whole. A call before it is complete."""
+    calls = (CALLS[1], ToolCall("aaaaaaaaa", "f", '{"x": '))
+    begun = (ToolCallDelta(0, "bbbbbbbbb", "g", "{}"), ToolCallDelta(1, "aaaaaaaaa", "f", '{"x'))
+    rest = (ToolCallDelta(1, "", "", '": '),)
+    cut = Finish(FinishReason.MAX_TOKENS)
+    for deltas in (
+        [Delta(0, "", tool_calls=calls)],
+        [Delta(0, "", tool_call_deltas=begun), Delta(0, "", tool_call_deltas=rest)],
+    ):
+        response = accumulated(streamed(deltas, cut))
+        assert [(i["status"], i["arguments"]) for i in response["output"]] == [
+            ("completed", "{}"), ("incomplete", '{"x": ')
+        ]  # fmt: skip
+        assert response["status"] == "incomplete"
+
+
+def test_a_call_goes_on_before_what_else_came_with_it() -> None:
+    """A delta may hold the end of a call, text after it, and another call."""
+    deltas = [
+        Delta(0, "", tool_call_deltas=(ToolCallDelta(0, "aaaaaaaaa", "f", "{"),)),
+        Delta(
+            0, "b", tool_call_deltas=(ToolCallDelta(0, "", "", "}"), ToolCallDelta(1, "bbbbbbbbb", "g", "{}"))
+        ),
+    ]
+    response = accumulated(streamed(deltas))
+    kinds = [item["type"] for item in response["output"]]
+    assert kinds == ["function_call", "message", "function_call"]
+    assert response["output"][0]["arguments"] == "{}"
 
 
 def test_text_after_a_call_is_a_message_of_its_own() -> None:

@@ -165,7 +165,6 @@ BAD = [
     (chat(CALLED, {"role": "user", "tool_call_id": "c"}), "chat.messages[1].tool_call_id"),
     (chat({**CALLED, "role": "user"}), "chat.messages[0].tool_calls"),
     (chat({**USER, "reasoning": "hm"}), "chat.messages[0].reasoning"),
-    (chat({**CALLED, "tool_calls": [{"id": "c", "name": "f"}]}), f"{FIRST_CALL}.arguments_json"),
     (chat({**CALLED, "tool_calls": [{"id": "c", "arguments_json": "{}"}]}), f"{FIRST_CALL}.name"),
     (chat({**CALLED, "tool_calls": [{"name": "f", "arguments_json": "{}"}]}), f"{FIRST_CALL}.id"),
     (chat(template_options_json="[]"), "chat.template_options_json"),

@@ -65,7 +65,26 @@ async def both(rig, **fields):
         parts = without_ids(joined(await collect(rig.inference.Stream(request))))
         parts.timing.Clear()
         assert parts == whole
+        pieces = await collect(rig.inference.Stream(stream(**fields, tool_call_deltas=True)))
+        told = without_ids(from_pieces(pieces))
+        told.timing.Clear()
+        assert told == whole
     return whole.outputs
+
+
+def from_pieces(messages):
+    """The reply that a stream with calls in pieces adds up to."""
+    assert not any(message.delta.tool_calls for message in messages)
+    whole = joined(messages)
+    for message in messages:
+        calls = whole.outputs[message.delta.index].tool_calls
+        for piece in message.delta.tool_call_deltas:
+            if piece.name:
+                assert (piece.index, len(piece.id)) == (len(calls), 9)
+                calls.add(id=piece.id, name=piece.name)
+            assert piece.index == len(calls) - 1
+            calls[-1].arguments_json += piece.arguments_json
+    return whole
 
 
 def said(output):
@@ -104,6 +123,38 @@ async def test_calls_come_whole_and_in_their_place():
     order = ["r" if d.reasoning else "c" if d.tool_calls else "t" if d.text else "" for d in deltas]
     assert re.fullmatch("r+t+cct+", "".join(order))
     assert sum(bool(d.reasoning) for d in deltas) > 1, "reasoning comes as it is made"
+
+
+async def test_calls_come_in_pieces_if_these_are_asked_for():
+    """The name with the first token of the arguments, and then each with its delta."""
+    script = '<tool_call>{"name": "put", "arguments": {"a": "bc"}}</tool_call>'
+    pieces = []
+    async with serving(qwen(script, hold=True)) as rig:
+        call = rig.inference.Stream(stream(chat=chat(), tool_call_deltas=True))
+        await call.read()
+        for _ in CODEC.encode(script, add_special_tokens=False):
+            rig.engine.step()
+            pieces += (await asyncio.wait_for(call.read(), 20)).delta.tool_call_deltas
+        rig.engine.release()
+        assert [m async for m in read_all(call)][-1].HasField("summary")
+    assert [(p.name, p.arguments_json) for p in pieces] == [
+        ("put", "{"), *(("", char) for char in '"a": "bc"}')
+    ]  # fmt: skip
+
+
+async def test_a_call_that_is_cut_off_is_a_call_with_a_part_of_its_arguments():
+    """Wherever the output ends, it has no marker in its text, and the beginning of what the whole has."""
+    script = CODEC.encode(f"so\n{CALLS}", add_special_tokens=False)
+    async with serving(qwen(f"so\n{CALLS}", tokens_per_step=5)) as rig:
+        (whole,) = await both(rig)
+        for num_tokens in range(1, len(script), 7):
+            (output,) = await both(rig, stopping={"max_tokens": num_tokens})
+            assert output.finish.reason == types_pb2.FINISH_REASON_MAX_TOKENS
+            assert output.text in ("s", "so")
+            for call, meant in zip(output.tool_calls, whole.tool_calls, strict=False):
+                assert call.name == meant.name
+                assert meant.arguments_json.startswith(call.arguments_json)
+    assert len(whole.tool_calls) == 2
 
 
 async def test_tool_choice_none_looks_for_no_calls():
@@ -219,29 +270,20 @@ async def test_text_prompts_are_not_taken_apart():
 @pytest.mark.parametrize("tokens_per_step", [1, 5, 1000])
 @pytest.mark.parametrize("include", [False, True])
 async def test_stop_strings_are_found_in_all_that_is_written(include, tokens_per_step):
-    """In text, in reasoning, and in a call: a stop at its end leaves the call whole, one within
-    it does not.
+    """In text, in reasoning, and in a call: a stop at its end leaves the call whole, one within it cuts it
+    off.
     """
     script = f"{THOUGHT}I look.\n{CALLS}"
-    begun = '<tool_call>\n{"name": "get", "arguments": {"'
     for stop, expected in (
         ("look", (f"I {'look' * include}", "hm, \u00e9", [])),
         ("hm,", ("", "hm," * include, [])),
         ("</tool_call>", ("I look.", "hm, \u00e9", [("get", ROME)])),
-        ("city", (f"I look.\n{begun}{'city' * include}", "hm, \u00e9", [])),
+        ("city", ("I look.", "hm, \u00e9", [("get", '{"' + "city" * include)])),
     ):
         async with serving(qwen(script, tokens_per_step=tokens_per_step)) as rig:
             (output,) = await both(rig, stopping={"stop": [stop], "include_stop": include})
             assert said(output) == expected
             assert output.finish.match.stop == stop
-
-
-async def test_limits_cut_a_call_into_text():
-    """An incomplete call is returned as text."""
-    async with serving(qwen(f"I look.\n{CALLS}")) as rig:
-        (output,) = await both(rig, stopping={"max_tokens": 20})
-    assert said(output) == ('I look.\n<tool_call>\n{"name": "', "", [])
-    assert output.finish.reason == types_pb2.FINISH_REASON_MAX_TOKENS
 
 
 async def test_text_off_takes_nothing_apart():
@@ -276,16 +318,16 @@ async def test_each_output_is_taken_apart_alone():
 
 
 async def test_an_abort_hands_out_what_was_held():
-    async with serving(qwen("see <tool_call>{", hold=True)) as rig:
+    async with serving(qwen('see <tool_call>{"name": "put", "arguments": {"a', hold=True)) as rig:
         parts = asyncio.create_task(collect(rig.inference.Stream(stream(chat=chat(), request_id="r"))))
         while not rig.engine.seen:  # noqa: ASYNC110 -- the fake has no event
             await asyncio.sleep(0.005)
-        rig.engine.step(6)
-        while rig.engine.num_steps < 6:  # noqa: ASYNC110
+        rig.engine.step(38)
+        while rig.engine.num_steps < 38:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         rig.engine.abort(["r"])
         (output,) = joined(await parts).outputs
-    assert said(output) == ("see <tool_call>{", "", [])
+    assert said(output) == ("see", "", [("put", '{"a')])
 
 
 # -- by option --

@@ -61,6 +61,10 @@ def tool_call(message: types_pb2.ToolCall) -> ToolCall:
     return ToolCall(message.id, message.name, message.arguments_json)
 
 
+def tool_call_delta(message: types_pb2.ToolCallDelta) -> results.ToolCallDelta:
+    return results.ToolCallDelta(message.index, message.id, message.name, message.arguments_json)
+
+
 def prompt_info(message: types_pb2.PromptInfo) -> results.PromptInfo:
     return results.PromptInfo(
         token_count=message.token_count,

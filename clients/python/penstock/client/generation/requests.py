@@ -124,11 +124,17 @@ def fill_request(request: RequestT, prompt: str | None, options: RequestOptions)
 
 
 def stream_request(
-    prompt: str | None, min_tokens_per_message: int | None, options: RequestOptions
+    prompt: str | None,
+    min_tokens_per_message: int | None,
+    options: RequestOptions,
+    *,
+    tool_call_deltas: bool = False,
 ) -> inference_pb2.StreamRequest:
-    """Build a StreamRequest, which has one option of its own. Raises as `fill_request`."""
+    """Build a StreamRequest, which has two options of its own. Raises as `fill_request`."""
     with checked("min_tokens_per_message"):
         request = inference_pb2.StreamRequest(min_tokens_per_message=min_tokens_per_message)
+    with checked("tool_call_deltas"):
+        request.tool_call_deltas = tool_call_deltas
     return fill_request(request, prompt, options)
 
 

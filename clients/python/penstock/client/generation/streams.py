@@ -31,6 +31,7 @@ from penstock.client.values.results import (
     Started,
     StreamEvent,
     Summary,
+    ToolCallDelta,
     WeightsSpan,
     WeightsVersion,
 )
@@ -48,7 +49,8 @@ class OutputSoFar:
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     has_logprobs: bool = False
     thoughts: list[str] = field(default_factory=list)
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    whole_calls: list[ToolCall] = field(default_factory=list)
+    calls_in_pieces: list[list[ToolCallDelta]] = field(default_factory=list)
     states: list[bytes] = field(default_factory=list)
     state_size: int | None = None
     finish: Finish | None = None
@@ -60,6 +62,15 @@ class OutputSoFar:
     @property
     def reasoning(self) -> str:
         return "".join(self.thoughts)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """All calls, of which the last may still grow if they come in pieces."""
+        grown = [
+            ToolCall(pieces[0].id, pieces[0].name, "".join(piece.arguments_json for piece in pieces))
+            for pieces in self.calls_in_pieces
+        ]
+        return (*self.whole_calls, *grown)
 
     def add(self, delta: Delta) -> None:
         if delta.delta:
@@ -75,7 +86,13 @@ class OutputSoFar:
             self.has_logprobs = True
             self.sampled.extend(delta.logprobs.sampled)
             self.top.extend(delta.logprobs.top)
-        self.tool_calls.extend(delta.tool_calls)
+        self.whole_calls.extend(delta.tool_calls)
+        for piece in delta.tool_call_deltas:
+            if piece.index == len(self.calls_in_pieces):
+                self.calls_in_pieces.append([])
+            elif piece.index != len(self.calls_in_pieces) - 1:
+                raise ProtocolError.local(f"the server sent a piece of call {piece.index} out of order")
+            self.calls_in_pieces[-1].append(piece)
         if delta.hidden_states is not None:
             self.state_size = delta.hidden_states.size
             self.states.append(delta.hidden_states.values)
@@ -89,7 +106,7 @@ class OutputSoFar:
             logprobs=Logprobs(tuple(self.sampled), tuple(self.top)) if self.has_logprobs else None,
             weights=tuple(self.weights),
             reasoning=self.reasoning,
-            tool_calls=tuple(self.tool_calls),
+            tool_calls=self.tool_calls,
             hidden_states=None
             if self.state_size is None
             else HiddenStates(self.state_size, b"".join(self.states)),
@@ -178,6 +195,7 @@ class Accumulator:
             reasoning=message.reasoning,
             tool_calls=tuple(messages.tool_call(call) for call in message.tool_calls),
             hidden_states=messages.hidden_states(message),
+            tool_call_deltas=tuple(map(messages.tool_call_delta, message.tool_call_deltas)),
         )
         so_far.add(delta)
         return delta
@@ -221,8 +239,8 @@ class _Progress:
         return tuple(self._answer.so_far(index).token_ids)
 
     def tool_calls(self, index: int = 0) -> tuple[ToolCall, ...]:
-        """All complete calls of output `index` received so far."""
-        return tuple(self._answer.so_far(index).tool_calls)
+        """All calls of output `index` received so far; the last may still grow if they come in pieces."""
+        return self._answer.so_far(index).tool_calls
 
     def _finish(self) -> None:
         """Make the whole answer, once the server has sent all. Raises ProtocolError if that was not all."""

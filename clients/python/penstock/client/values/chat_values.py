@@ -136,7 +136,9 @@ Content = str | Sequence[str | Image]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call that the model made. `arguments_json` is what the model wrote, and may be invalid JSON."""
+    """A tool call that the model made. `arguments_json` is what the model wrote, and may be invalid JSON,
+    also because the output ended within it.
+    """
 
     id: str
     name: str

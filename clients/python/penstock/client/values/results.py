@@ -204,12 +204,27 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """What was added to a call while the model wrote it."""
+
+    index: int
+    """Which of the output's calls it is, from 0 on."""
+    id: str
+    """The call's id, in its first piece; "" in others."""
+    name: str
+    """The function's name, in the first piece of the call; "" in others."""
+    arguments_json: str
+    """What comes next of the arguments."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What was added to one output. `delta` is the new text; `text()` of the stream returns all of it.
 
     `delta` may be empty while text is held back because it may still become a stop string or a tool call.
     `token_ids` are the new ids, and are never held back. `reasoning` and `tool_calls` are the new ones, too;
-    each call comes whole. Deltas of several outputs come mixed; `index` tells which output one belongs to.
+    each call comes whole, or in pieces if the stream was asked for `tool_call_deltas`. Deltas of several
+    outputs come mixed; `index` tells which output one belongs to.
     """
 
     index: int
@@ -221,6 +236,7 @@ class Delta:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     hidden_states: HiddenStates | None = None
+    tool_call_deltas: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from penstock.runtime.chat.tool_formats.events import Call, Events, call_or_none
-from penstock.runtime.chat.tool_formats.json_scan import json_value
-from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, peek, run_of, spaces, text_until
+from penstock.runtime.chat.tool_formats.events import Draft, Events, attempt, text_before
+from penstock.runtime.chat.tool_formats.json_scan import arguments_object
+from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, peek, run_of, spaces
 
 START = "<｜tool▁calls▁begin｜>"
 END = "<｜tool▁calls▁end｜>"
@@ -33,60 +33,55 @@ NAME = re.compile(r"[^\s<`{]*")
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
     """Parse an output. The form is explicit, so a name that is not `known` is a call too.
 
-    Each call is reported when it is complete. If another is broken after that, the calls end there, and the
-    rest is text.
+    If another call is broken before its arguments, the calls end there, and the rest is text.
     """
-    while (yield from text_until(r, out.text, (START,))):
-        r.mark()
+
+    def first(call: Draft) -> Wait[bool]:
         yield from literal(r, START)
-        call = yield from _call(r)
-        if call is None:
+        return (yield from _call(r, call))
+
+    while (yield from text_before(r, out, (START,))):
+        is_call = yield from attempt(r, out, START, first)
+        while is_call:
+            r.mark()
+            yield from spaces(r)
+            if (yield from literal(r, END, or_end=True)):
+                r.keep()
+                break
             r.back()
-            out.text(r.take(len(START)))
-            continue
-        r.keep()
-        out.call(call)
-        yield from _other_calls(r, out)
+            is_call = yield from attempt(r, out, "", lambda call: _call(r, call))
 
 
-def _other_calls(r: Reader, out: Events) -> Wait[None]:
-    """Consumes the calls after the first, and the closing marker."""
-    while True:
-        r.mark()
-        yield from spaces(r)
-        if (yield from literal(r, END)):
-            return r.keep()
-        call = yield from _call(r)
-        if call is None:
-            return r.back()
-        r.keep()
-        out.call(call)
-
-
-def _call(r: Reader) -> Wait[Call | None]:
-    """Consumes a call. Returns None as soon as it cannot be one. The end of the output may stand for what
+def _call(r: Reader, call: Draft) -> Wait[bool]:
+    """Consumes a call. Returns False as soon as it cannot be one. The end of the output may stand for what
     comes after the arguments.
     """
     yield from spaces(r)
     if not (yield from literal(r, CALL_START)):
-        return None
+        return False
     name = yield from run_of(r, NAME)
     if not (yield from literal(r, SEPARATOR)):
-        return None
+        return False
     yield from spaces(r)
-    is_code = (yield from peek(r)) != "{"
+    is_code = (yield from peek(r)) not in ("{", "")
     if is_code:
         name = yield from run_of(r, NAME)
         yield from spaces(r)
         if not (yield from literal(r, CODE_START)):
-            return None
+            return False
         yield from spaces(r)
-    start = r.pos
-    if not name or (yield from peek(r)) != "{" or not (yield from json_value(r)):
-        return None
-    arguments = r.text[start : r.pos]
+    if not name or (yield from peek(r)) != "{":
+        return False
+    call.begin(name)
+    call.settle()
+    is_whole = yield from arguments_object(r, call, (CALL_END, END, CALL_START, START))
+    r.mark()
     yield from spaces(r)
-    if is_code and not (yield from literal(r, CODE_END, or_end=True)):
-        return None
-    yield from spaces(r)
-    return call_or_none(name, arguments) if (yield from literal(r, CALL_END, or_end=True)) else None
+    if is_code:
+        yield from literal(r, CODE_END, or_end=True)
+        yield from spaces(r)
+    if (yield from literal(r, CALL_END, or_end=True)):
+        r.keep()
+    else:
+        r.back()
+    return is_whole

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from penstock.runtime.chat.json_object import parse_object, with_whole_pairs
-from penstock.runtime.chat.tool_formats.reader import SPACES, SpaceHolder
+from penstock.runtime.chat.json_object import settled_chars, with_whole_pairs
+from penstock.runtime.chat.tool_formats.reader import SPACES, Reader, SpaceHolder, Wait, text_until
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +19,21 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A complete call; `arguments` is a JSON object, as text."""
+class CallPiece:
+    """What was added to a call. The pieces of one call follow one another."""
 
     name: str
+    """The function's name, in the first piece of a call; "" in others."""
     arguments: str
+    """Further characters of the arguments. Those of all pieces are a JSON object, unless the output has ended
+    within them or the model has made a mistake.
+    """
+    is_last: bool = True
+    """Whether the call is complete, or nothing more of it will come."""
 
 
-Event: TypeAlias = Text | Call
+Event: TypeAlias = Text | CallPiece
+E = TypeVar("E", bound=Text | CallPiece)
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The known tools: name to the JSON Schema of the arguments, which decides what untyped values mean."""
 
@@ -36,7 +44,7 @@ class Parsed:
 
     text: str = ""
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CallPiece, ...] = ()
 
 
 class OutputParser(Protocol):
@@ -72,15 +80,67 @@ def is_text(text: str) -> bool:
     return True
 
 
-def call_or_none(name: str, arguments: str) -> Call | None:
-    """The call, if it can come back with the history of the conversation: its name is a text, and the reader
-    of the history accepts the arguments. Halves of surrogate pairs become U+FFFD.
+class Draft:
+    """Calls in the making. What is written of them is kept until it is certain that they are calls, and told
+    at once from then on.
     """
-    try:
-        parse_object(arguments)
-    except ValueError:
-        return None
-    return Call(name, with_whole_pairs(arguments)) if name and is_text(name) else None
+
+    def __init__(self, tell: Callable[[CallPiece], None], *, is_certain: bool) -> None:
+        self._tell = tell
+        self.is_certain = is_certain
+        self._kept: list[CallPiece] = []
+        self._held = ""
+        """Half of an escape, at the end of what was written."""
+        self._is_open = False
+        self.has_begun = False
+        """Whether a name was written."""
+
+    @property
+    def is_told(self) -> bool:
+        """Whether a call has begun, and it is certain that it is one."""
+        return self.has_begun and self.is_certain
+
+    @property
+    def kept(self) -> str:
+        """The arguments that are kept."""
+        return "".join(piece.arguments for piece in self._kept)
+
+    def begin(self, name: str) -> None:
+        """Write the name of a call."""
+        self.has_begun = self._is_open = True
+        self._put(CallPiece(name, "", is_last=False))
+
+    def add(self, text: str) -> None:
+        """Write a part of the arguments, in JSON. Halves of surrogate pairs become U+FFFD."""
+        text = self._held + text
+        size = settled_chars(text)
+        self._held = text[size:]
+        if size:
+            self._put(CallPiece("", with_whole_pairs(text[:size]), is_last=False))
+
+    def end(self) -> None:
+        """Note that nothing more of the call will come, if one has begun and not ended."""
+        if self._is_open:
+            self._put(CallPiece("", with_whole_pairs(self._held)))
+            self._held, self._is_open = "", False
+
+    def settle(self) -> None:
+        """Note that what was written, and will be, are calls."""
+        self.is_certain = True
+        for piece in self._kept:
+            self._tell(piece)
+        self._kept.clear()
+
+    def close(self) -> None:
+        """Settle, and end the last call."""
+        self.settle()
+        self.end()
+
+    def _put(self, piece: CallPiece) -> None:
+        if self.is_certain:
+            self._tell(piece)
+        else:
+            self._kept.append(piece)
 
 
 class Events:
@@ -90,12 +150,21 @@ class Events:
     again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, markup: Collection[str] = (), *, is_forced: bool = False) -> None:
+        """`markup` are markers that are never text, because they are tokens of their own. `is_forced`: a
+        grammar makes sure that what begins as a call is one.
+        """
+        self.markup = tuple(markup)
+        self._is_forced = is_forced
         self._found: list[Event] = []
         self._spaces = SpaceHolder()
         self._after_call = False
         """Whether only white space came since the last call."""
         self._fresh = True
+
+    def draft(self) -> Draft:
+        """A place to write calls to."""
+        return Draft(self._call, is_certain=self._is_forced)
 
     def fresh(self) -> bool:
         """Whether only white space stands on the text's last line, or after the last call."""
@@ -107,11 +176,14 @@ class Events:
         self._fresh = (self._fresh or bool(newline)) and not line.strip(SPACES)
         self._add(self._spaces.push(text))
 
-    def call(self, call: Call) -> None:
-        """Add a call."""
+    def passed_call(self) -> None:
+        """Note that there was a call, even if there is nothing to tell of it."""
         self._spaces.drop()
-        self._found.append(call)
         self._after_call = self._fresh = True
+
+    def _call(self, piece: CallPiece) -> None:
+        self.passed_call()
+        self._found.append(piece)
 
     def end(self) -> None:
         """Note that nothing more will come."""
@@ -120,16 +192,83 @@ class Events:
         self._spaces.drop()
 
     def take(self) -> list[Event]:
-        """What was found since the last `take`; adjacent texts are joined."""
+        """What was found since the last `take`; adjacent texts, and pieces of one call, are joined."""
         found, self._found = self._found, []
-        return found
+        return found if len(found) < 2 else joined(found)
 
     def _add(self, text: str) -> None:
-        if not text:
-            return
-        self._after_call = False
-        last = self._found[-1] if self._found else None
-        if isinstance(last, Text):
-            self._found[-1] = Text(last.text + text)
-        else:
+        if text:
+            self._after_call = False
             self._found.append(Text(text))
+
+
+def joined(events: Sequence[E]) -> list[E]:
+    """The events, with those joined that follow one another and belong together."""
+    groups: list[list[E]] = []
+    for event in events:
+        if groups and _goes_on(groups[-1][-1], event):
+            groups[-1].append(event)
+        else:
+            groups.append([event])
+    return [_one(group) for group in groups]
+
+
+def _goes_on(last: Event, event: Event) -> bool:
+    if isinstance(event, Text):
+        return isinstance(last, Text)
+    return isinstance(last, CallPiece) and not last.is_last
+
+
+def _one(events: Sequence[E]) -> E:
+    first, last = events[0], events[-1]
+    if len(events) == 1:
+        return first
+    if isinstance(first, CallPiece) and isinstance(last, CallPiece):
+        arguments = "".join(event.arguments for event in events if isinstance(event, CallPiece))
+        return dataclasses.replace(first, arguments=arguments, is_last=last.is_last)
+    assert isinstance(first, Text)
+    text = "".join(event.text for event in events if isinstance(event, Text))
+    return dataclasses.replace(first, text=text)
+
+
+def text_before(r: Reader, out: Events, markers: Sequence[str], opening: str = "") -> Wait[str | None]:
+    """Hands on text up to the first of `markers`, as `text_until` does. Other markup is dropped."""
+    strays = [marker for marker in out.markup if marker not in markers]
+    while marker := (yield from text_until(r, out.text, (*markers, *strays), opening, out.fresh)):
+        if marker not in strays:
+            return marker
+        r.take(len(marker))
+    return None
+
+
+def attempt(
+    r: Reader, out: Events, marker: str, block: Callable[[Draft], Wait[bool]], *, is_explicit: bool = True
+) -> Wait[bool]:
+    """Consumes what `block` reads as calls, and tells these; returns whether there were any. If there are
+    none, consumes the `marker` at which they begin as text, or as markup. It is "" for calls that go on.
+
+    The end of the output may cut a call off, which then is one with what there is of its arguments. What is
+    cut off before it has a name is dropped where the form `is_explicit` and its markers are tokens.
+    """
+    r.mark()
+    start = r.pos
+    draft = out.draft()
+    is_whole = yield from block(draft)
+    is_cut = draft.has_begun and r.has_met_end and not is_whole
+    if is_cut and not draft.is_certain and marker and is_explicit:
+        is_cut = marker not in r.text[start + len(marker) :]  # else it would have swallowed another call
+    if is_cut:
+        r.take_all()
+    if is_whole or is_cut or draft.is_told:
+        r.keep()
+        draft.close()
+        return True
+    r.back()
+    if r.has_met_end and is_explicit and (marker in out.markup or (out.markup and not marker)):
+        r.take_all()
+        out.passed_call()
+    elif marker:
+        taken = r.take(len(marker))
+        if marker not in out.markup:
+            out.text(taken)
+    return False

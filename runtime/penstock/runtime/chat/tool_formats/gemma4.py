@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
-from penstock.runtime.chat.tool_formats.events import Call, Events, call_or_none
-from penstock.runtime.chat.tool_formats.hermes import calls
+from penstock.runtime.chat.tool_formats.events import Draft, Events, attempt, text_before
 from penstock.runtime.chat.tool_formats.json_scan import MAX_DEPTH
 from penstock.runtime.chat.tool_formats.python_scan import number
 from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, peek, run_of, spaces, text_until
@@ -31,19 +30,22 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "Fal
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
     """Parse an output. The form is explicit, so a name that is not `known` is a call too."""
-    yield from calls(r, out, START, _block)
+    while (yield from text_before(r, out, (START,))):
+        yield from attempt(r, out, START, lambda call: _block(r, call))
 
 
-def _block(r: Reader) -> Wait[Call | None]:
+def _block(r: Reader, call: Draft) -> Wait[bool]:
     """Consumes one call. The end of the output may stand for the closing tag."""
     yield from literal(r, START)
     yield from spaces(r)
     name = (yield from run_of(r, NAME)) if (yield from literal(r, CALL)) else ""
-    arguments = (yield from _object(r, 0)) if name and (yield from peek(r)) == "{" else None
-    if arguments is None:
-        return None
+    if not name or (yield from peek(r)) != "{":
+        return False
+    call.begin(name)
+    if not (yield from _object(r, 0, call.add)):
+        return False
     yield from spaces(r)
-    return call_or_none(name, arguments) if (yield from literal(r, END, or_end=True)) else None
+    return (yield from literal(r, END, or_end=True))
 
 
 def _value(r: Reader, depth: int) -> Wait[str | None]:
@@ -54,7 +56,8 @@ def _value(r: Reader, depth: int) -> Wait[str | None]:
         return None
     char = yield from peek(r)
     if char == "{":
-        return (yield from _object(r, depth))
+        parts: list[str] = []
+        return "".join(parts) if (yield from _object(r, depth, parts.append)) else None
     if char == "[":
         return (yield from _array(r, depth))
     if char == "<":
@@ -73,8 +76,11 @@ def _string(r: Reader) -> Wait[str | None]:
     return json.dumps("".join(parts), ensure_ascii=False)
 
 
-def _object(r: Reader, depth: int) -> Wait[str | None]:
-    members: dict[str, str] = {}
+def _object(r: Reader, depth: int, out: Callable[[str], None]) -> Wait[bool]:
+    """Consumes an object and hands it on as JSON text, each member when it is whole. Returns False, somewhere
+    within it, as soon as it cannot be one.
+    """
+    names: set[str] = set()
     r.pos += 1
     yield from spaces(r)
     comma = not (yield from literal(r, "}"))
@@ -85,18 +91,20 @@ def _object(r: Reader, depth: int) -> Wait[str | None]:
         else:
             key = json.dumps((yield from run_of(r, KEY)), ensure_ascii=False)
         yield from spaces(r)
-        if key == _NO_KEY or key in members or not (yield from literal(r, ":")):
-            return None
+        if key == _NO_KEY or key in names or not (yield from literal(r, ":")):
+            return False
         yield from spaces(r)
         value = yield from _value(r, depth + 1)
-        if value is None:
-            return None
-        members[key] = value
+        if value is None or r.has_met_end:  # then it may be the beginning of a number
+            return False
+        out(f"{', ' if names else '{'}{key}: {value}")
+        names.add(key)
         yield from spaces(r)
         comma = yield from literal(r, ",")
         if not comma and not (yield from literal(r, "}")):
-            return None
-    return "{" + ", ".join(f"{key}: {value}" for key, value in members.items()) + "}"
+            return False
+    out("}" if names else "{}")
+    return True
 
 
 def _array(r: Reader, depth: int) -> Wait[str | None]:

@@ -10,8 +10,8 @@ From GLM-4.7 on there are no line breaks between them.
 
 from __future__ import annotations
 
-from penstock.runtime.chat.tool_formats.events import Call, Events, Tools
-from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, run_of, spaces, text_until
+from penstock.runtime.chat.tool_formats.events import Draft, Events, Tools, attempt, text_before
+from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, more, run_of, spaces
 from penstock.runtime.chat.tool_formats.xml_elements import NAME, ArgumentTags, rest_of_function
 
 START = "<tool_call>"
@@ -38,19 +38,15 @@ def parse(r: Reader, out: Events, tools: Tools) -> Wait[None]:
 
     Only the closing tag, or another call, shows that all arguments have come. A call without it is text.
     """
-    while (yield from text_until(r, out.text, (START,))):
-        r.mark()
-        call = yield from _block(r, tools)
-        if call is None:
-            r.back()
-            out.text(r.take(len(START)))
-        else:
-            r.keep()
-            out.call(call)
+    while (yield from text_before(r, out, (START,))):
+        yield from attempt(r, out, START, lambda call: _block(r, call, tools))
 
 
-def _block(r: Reader, tools: Tools) -> Wait[Call | None]:
+def _block(r: Reader, call: Draft, tools: Tools) -> Wait[bool]:
     yield from literal(r, START)
     yield from spaces(r)
     function = (yield from run_of(r, NAME)).strip()
-    return (yield from rest_of_function(r, ARGUMENTS, tools, function)) if function else None
+    if not function or not (yield from more(r)):
+        return False
+    call.begin(function)
+    return (yield from rest_of_function(r, call, ARGUMENTS, tools, function))

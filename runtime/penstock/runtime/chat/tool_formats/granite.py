@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from penstock.runtime.chat.tool_formats.events import Events
+from penstock.runtime.chat.tool_formats.events import Draft, Events, attempt, text_before
 from penstock.runtime.chat.tool_formats.mistral import element, other_elements
-from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, spaces, text_until
+from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, spaces
 
 START = "<|tool_call|>"
 END = "<|/tool_call|>"
@@ -18,23 +18,22 @@ MARKERS = (START, END)
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
     """Parse an output. The form is explicit, so a name that is not `known` is a call too.
 
-    Each call of an array is reported when it is complete. If the array is broken after that, it ends there,
-    and its rest is text.
+    If an array is broken after a call, it ends there, and its rest is text.
     """
-    while (yield from text_until(r, out.text, (START,))):
-        r.mark()
+    is_array = False
+
+    def block(call: Draft) -> Wait[bool]:
+        nonlocal is_array
         yield from literal(r, START)
         yield from spaces(r)
         is_array = yield from literal(r, "[")
-        call = yield from element(r)
-        if call is None:
-            r.back()
-            out.text(r.take(len(START)))
+        return (yield from element(r, call, MARKERS))
+
+    while (yield from text_before(r, out, (START,))):
+        if not (yield from attempt(r, out, START, block)):
             continue
-        r.keep()
-        out.call(call)
         if is_array:
-            yield from other_elements(r, out)
+            yield from other_elements(r, out, MARKERS)
         r.mark()
         yield from spaces(r)
         if (yield from literal(r, END, or_end=True)):

@@ -15,13 +15,14 @@ output of a model that does not write Harmony is left as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from penstock.runtime.chat.tool_formats.events import Call, Parsed, call_or_none
-from penstock.runtime.chat.tool_formats.json_scan import json_value
+from penstock.runtime.chat.tool_formats.events import CallPiece, Draft, Parsed, joined
+from penstock.runtime.chat.tool_formats.json_scan import arguments_object
 from penstock.runtime.chat.tool_formats.reader import (
     Reader,
+    SpaceHolder,
     Stream,
     Wait,
     literal,
@@ -82,13 +83,13 @@ def begun_by(prompt: str) -> str:
 class HarmonyParser:
     """Parses one output, whose text comes in pieces (`forms.events.OutputParser`)."""
 
-    def __init__(self, prompt: str, tools: Collection[str] | None) -> None:
+    def __init__(self, prompt: str, tools: Collection[str] | None, markup: Collection[str] = ()) -> None:
         """`prompt` is the rendered chat. `tools` are the names of the tools that were offered; None: none
-        were, and no message is a call.
+        were, and no message is a call. `markup` are markers that are never text.
         """
         self._out = _Found()
         known = None if tools is None else frozenset(tools)
-        self._stream = Stream(lambda r: _parse(r, self._out, known))
+        self._stream = Stream(lambda r: _parse(r, self._out, known, markup))
         self._stream.push(begun_by(prompt))
         self._out.forget()
 
@@ -142,11 +143,11 @@ class _Words:
 class _Found:
     text: _Words = field(default_factory=_Words)
     reasoning: _Words = field(default_factory=_Words)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[CallPiece] = field(default_factory=list)
     thinks: bool | None = None
 
     def take(self) -> Parsed:
-        calls = tuple(self.calls)
+        calls = tuple(joined(self.calls))
         self.calls.clear()
         return Parsed(self.text.take(), self.reasoning.take(), calls)
 
@@ -157,7 +158,8 @@ class _Found:
             words.has_some = words.breaks = False
 
 
-def _parse(r: Reader, out: _Found, tools: Collection[str] | None) -> Wait[None]:
+def _parse(r: Reader, out: _Found, tools: Collection[str] | None, markup: Collection[str]) -> Wait[None]:
+    strays = [marker for marker in markup if marker not in STOPS]
     current = _NONE  # the header of the message that is being read
     while (yield from more(r)):
         out.thinks = None
@@ -169,29 +171,23 @@ def _parse(r: Reader, out: _Found, tools: Collection[str] | None) -> Wait[None]:
             r.back()
             words = _words_of(out, current)
             if begun := next((m for m in (START, CHANNEL) if r.text.startswith(m, r.pos)), ""):
-                words.add(r.take(len(begun)))
+                r.take(len(begun))
+                if begun not in markup:
+                    words.add(begun)
         else:
-            current, size = header, r.pos
-            name = _function(header, tools)
-            if name:
+            r.keep()
+            current = header
+            if name := _function(header, tools):
                 out.thinks = False
-                arguments = yield from _arguments(r)
-                call = None if arguments is None else call_or_none(name, arguments)
-                if call is not None:
-                    r.keep()
-                    out.calls.append(call)
-                    current = _NONE
-                    continue
-                r.back()
+                yield from _call(r, name, out.calls.append)
                 current = _NONE
-                out.text.begin()
-                out.text.add(r.take(size - r.pos))
-            else:
-                r.keep()
-                _words_of(out, header).begin()
+                continue
+            _words_of(out, header).begin()
         out.thinks = current.channel == ANALYSIS
-        marker = yield from text_until(r, _words_of(out, current).add, STOPS)
-        if marker in ENDS:
+        marker = yield from text_until(r, _words_of(out, current).add, (*STOPS, *strays))
+        if marker in strays:
+            r.take(len(marker))
+        elif marker in ENDS:
             yield from literal(r, marker)
             current = _NONE
 
@@ -244,20 +240,27 @@ def _function(header: Header, tools: Collection[str] | None) -> str:
     return name if name != header.recipient or name in tools else ""
 
 
-def _arguments(r: Reader) -> Wait[str | None]:
-    """Consumes a JSON object and the end of its message, for which the end of the output may stand. Returns
-    None as soon as there is none.
+def _call(r: Reader, name: str, tell: Callable[[CallPiece], None]) -> Wait[None]:
+    """Consumes the rest of a message that is a call: its arguments, whatever they are, and the marker after
+    it. White space around the arguments is dropped. Where the message is empty, there are none.
     """
+    call = Draft(tell, is_certain=True)
+    call.begin(name)
     yield from spaces(r)
-    begin = r.pos
-    if (yield from peek(r)) != "{" or not (yield from json_value(r)):
-        return None
-    arguments = r.text[begin : r.pos]
-    yield from spaces(r)
-    at = r.pos
-    for marker in STOPS:
-        if (yield from literal(r, marker, or_end=True)):
-            if marker not in ENDS:
-                r.pos = at  # it belongs to the next message
-            return arguments
-    return None
+    has_arguments = (yield from peek(r)) == "{"
+    if has_arguments:
+        yield from arguments_object(r, call, STOPS)
+    held = SpaceHolder()
+
+    def add(text: str) -> None:
+        nonlocal has_arguments
+        has_arguments = True
+        call.add(held.push(text))
+
+    marker = yield from text_until(r, add, STOPS)
+    r.keep()
+    if marker in ENDS:
+        yield from literal(r, marker)
+    if marker and not has_arguments:
+        call.add("{}")
+    call.end()

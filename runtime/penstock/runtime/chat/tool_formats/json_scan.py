@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
-from penstock.runtime.chat.tool_formats.events import Call, call_or_none
-from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, more, peek, spaces
+from penstock.runtime.chat.tool_formats.events import Draft, is_text
+from penstock.runtime.chat.tool_formats.reader import (
+    SPACES,
+    Reader,
+    Wait,
+    literal,
+    more,
+    peek,
+    spaces,
+    text_until,
+)
 
 MAX_DEPTH = 100
 """JSON that is nested more deeply is not recognised, because code that reads the arguments may recurse."""
@@ -29,48 +38,109 @@ _NUMBER: dict[str, list[tuple[str, str]]] = {
 _NUMBER_ENDS = ("zero", "whole", "fraction", "power")
 
 
-def call_object(r: Reader, known: Collection[str] | None = None) -> Wait[Call | None]:
-    """Consumes `{"name": ..., "arguments": {...}}` (or "parameters"). Returns None as soon as it cannot be
-    one.
+def call_object(
+    r: Reader,
+    call: Draft,
+    known: Collection[str] | None = None,
+    *,
+    ends: Sequence[str] = (),
+    closing: str = "}",
+) -> Wait[bool]:
+    """Consumes `{"name": ..., "arguments": {...}}` (or "parameters"). Returns False as soon as it cannot be
+    one, or is broken. `ends` and `closing` are as for `arguments_object`.
 
     With `known`, only the object itself shows that it is a call, so it must have just these two keys, perhaps
-    "type" and "id", and a known name. Without, other keys are skipped, and missing arguments are `{}`.
+    "type" and "id", and a known name. Without, other keys are skipped, missing arguments are `{}`, and it is
+    certain that it is a call when its arguments begin.
     """
-    name = arguments = None
+    name = early = None
+    has_arguments = False
     if not (yield from literal(r, "{")):
-        return None
+        return False
     while True:
         yield from spaces(r)
         key = yield from _json_text(r)
         if key is None or (
             known is not None and key not in ("name", "arguments", "parameters", "type", "id")
         ):
-            return None
+            return False
         yield from spaces(r)
         if not (yield from literal(r, ":")):
-            return None
+            return False
         yield from spaces(r)
         if key == "name":
             if name is not None:
-                return None
+                return False
             name = yield from _json_text(r)
-            if not name or (known is not None and name not in known):
-                return None
+            if not name or not is_text(name) or (known is not None and name not in known):
+                return False
+            if known is None or early is not None:
+                call.begin(name)
+                call.add(early or "")
         elif key in ("arguments", "parameters"):
             start = r.pos
-            if arguments is not None or (yield from peek(r)) != "{" or not (yield from json_value(r)):
-                return None
-            arguments = r.text[start : r.pos]
+            if has_arguments or (yield from peek(r)) != "{":
+                return False
+            has_arguments = True
+            if name is None:
+                if not (yield from json_value(r)):
+                    return False
+                early = r.text[start : r.pos]
+            else:
+                if known is None:
+                    call.settle()
+                else:
+                    call.begin(name)
+                if not (yield from arguments_object(r, call, ends, closing)):
+                    return False
         elif not (yield from json_value(r)):
-            return None
+            return False
         yield from spaces(r)
         if (yield from literal(r, "}")):
             break
         if not (yield from literal(r, ",")):
-            return None
-    if name is None or (arguments is None and known is not None):
-        return None
-    return call_or_none(name, arguments or "{}")
+            return False
+    if name is None or not (has_arguments or known is None):
+        return False
+    if not has_arguments:
+        call.add("{}")
+    return True
+
+
+def arguments_object(r: Reader, call: Draft, ends: Sequence[str], closing: str = "") -> Wait[bool]:
+    """Consumes an object, and writes it to the call as it comes, if it is certain that this is one. Returns
+    False if it is broken.
+
+    Broken arguments of a certain call go on up to the first of `ends`, which are the form's markers. White
+    space before that, and the `closing` of what is around the arguments, do not belong to them.
+    """
+    if not call.is_certain:
+        start = r.pos
+        is_whole = yield from json_value(r)
+        call.add(r.text[start : r.pos])
+        return is_whole
+    r.follow(call.add)
+    is_whole = yield from json_value(r)
+    r.unfollow()
+    if not is_whole:
+        yield from _broken(r, call.add, ends, closing)
+    return is_whole
+
+
+def _broken(r: Reader, out: Callable[[str], None], ends: Sequence[str], closing: str) -> Wait[None]:
+    held = ""
+
+    def add(text: str) -> None:
+        nonlocal held
+        text = held + text
+        sure = text.rstrip(f"{SPACES}{closing}")
+        held = text[len(sure) :]
+        if sure:
+            out(sure)
+
+    if (yield from text_until(r, add, ends)):
+        held = held.rstrip(SPACES).removesuffix(closing)
+    out(held.rstrip(SPACES))
 
 
 def json_value(r: Reader) -> Wait[bool]:

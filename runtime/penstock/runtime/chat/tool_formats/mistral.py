@@ -8,11 +8,11 @@ because the server mints its own ids. `[ARGS]` may be missing.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from penstock.runtime.chat.tool_formats.events import Call, Events, call_or_none
-from penstock.runtime.chat.tool_formats.json_scan import call_object, json_value
-from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, peek, run_of, spaces, text_until
+from penstock.runtime.chat.tool_formats.events import Draft, Events, attempt, text_before
+from penstock.runtime.chat.tool_formats.json_scan import arguments_object, call_object
+from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, peek, run_of, spaces
 
 START = "[TOOL_CALLS]"
 ID = "[CALL_ID]"
@@ -24,52 +24,59 @@ NAME = re.compile(r"[\w.\-]*")
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
     """Parse an output. The form is explicit, so a name that is not `known` is a call too.
 
-    Each call of an array is reported when it is complete. If the array is broken after that, it ends there,
-    and its rest is text.
+    If an array is broken after a call, it ends there, and its rest is text.
     """
-    while (yield from text_until(r, out.text, (START,))):
-        r.mark()
+    is_array = False
+
+    def block(call: Draft) -> Wait[bool]:
+        nonlocal is_array
         yield from literal(r, START)
         yield from spaces(r)
         is_array = yield from literal(r, "[")
-        call = yield from (element(r) if is_array else _named(r))
-        if call is None:
-            r.back()
-            out.text(r.take(len(START)))
-            continue
-        r.keep()
-        out.call(call)
-        if is_array:
-            yield from other_elements(r, out)
+        return (yield from (element(r, call, (START,)) if is_array else _named(r, call)))
+
+    while (yield from text_before(r, out, (START,))):
+        if (yield from attempt(r, out, START, block)) and is_array:
+            yield from other_elements(r, out, (START,))
 
 
-def element(r: Reader) -> Wait[Call | None]:
-    """Consumes a call of an array."""
+def element(r: Reader, call: Draft, ends: Sequence[str]) -> Wait[bool]:
+    """Consumes a call of an array. `ends` are as for `arguments_object`."""
     yield from spaces(r)
-    return (yield from call_object(r))
+    return (yield from call_object(r, call, ends=ends, closing="}]"))
 
 
-def other_elements(r: Reader, out: Events) -> Wait[None]:
+def other_elements(r: Reader, out: Events, ends: Sequence[str]) -> Wait[None]:
     """Consumes the array after its first call, as far as it is valid."""
-    while True:
+
+    def block(call: Draft) -> Wait[bool]:
+        yield from spaces(r)
+        return (yield from literal(r, ",")) and (yield from element(r, call, ends))
+
+    is_call = True
+    while is_call:
         r.mark()
         yield from spaces(r)
         if (yield from literal(r, "]")):
             return r.keep()
-        call = (yield from element(r)) if (yield from literal(r, ",")) else None
-        if call is None:
-            return r.back()
-        r.keep()
-        out.call(call)
+        r.back()
+        is_call = yield from attempt(r, out, "", block)
 
 
-def _named(r: Reader) -> Wait[Call | None]:
+def _named(r: Reader, call: Draft) -> Wait[bool]:
     name = yield from run_of(r, NAME)
-    if (yield from literal(r, ID)):
+    if not name:
+        return False
+    has_tag = yield from literal(r, ID)
+    if has_tag:
         yield from run_of(r, NAME)
-    yield from literal(r, ARGUMENTS)
+    has_tag = (yield from literal(r, ARGUMENTS)) or has_tag
+    if has_tag:
+        call.begin(name)
     yield from spaces(r)
-    start = r.pos
-    if not name or (yield from peek(r)) != "{" or not (yield from json_value(r)):
-        return None
-    return call_or_none(name, r.text[start : r.pos])
+    if (yield from peek(r)) != "{":
+        return False
+    if not has_tag:
+        call.begin(name)
+    call.settle()
+    return (yield from arguments_object(r, call, (START,)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from penstock.runtime.chat.tool_formats.events import Call, Events
+from penstock.runtime.chat.tool_formats.events import Draft, Events, attempt, text_before
 from penstock.runtime.chat.tool_formats.pythonic import python_call
-from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, more, spaces, text_until
+from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, more, spaces
 
 START = "<function_calls>"
 END = "</function_calls>"
@@ -17,28 +17,17 @@ def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
     """Parse an output. The form is explicit, so a name that is not `known` is a call too. Calls are reported
     when the closing tag has come, for which the end of the output may stand.
     """
-    while (yield from text_until(r, out.text, (START,))):
-        r.mark()
-        calls = yield from _block(r)
-        if not calls:
-            r.back()
-            out.text(r.take(len(START)))
-        else:
-            r.keep()
-            for call in calls:
-                out.call(call)
+    while (yield from text_before(r, out, (START,))):
+        yield from attempt(r, out, START, lambda call: _block(r, call))
 
 
-def _block(r: Reader) -> Wait[list[Call] | None]:
-    calls: list[Call] = []
+def _block(r: Reader, call: Draft) -> Wait[bool]:
     yield from literal(r, START)
     while True:
         yield from spaces(r)
-        if (yield from literal(r, END)) or (calls and not (yield from more(r))):
-            return calls
+        if (yield from literal(r, END)) or (call.has_begun and not (yield from more(r))):
+            return call.has_begun
         at = r.pos
-        call = yield from python_call(r, None)
-        if call is None:
+        if not (yield from python_call(r, call, None)):
             r.pos = at
-            return calls if calls and (yield from literal(r, END, or_end=True)) else None
-        calls.append(call)
+            return call.has_begun and (yield from literal(r, END, or_end=True))

@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Collection
 
-from penstock.runtime.chat.tool_formats.events import Call, Events, call_or_none
+from penstock.runtime.chat.tool_formats.events import Draft, Events, attempt, text_before
 from penstock.runtime.chat.tool_formats.python_scan import python_value
-from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, more, run_of, spaces, text_until
+from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, more, run_of, spaces
 
 ENDS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
 MARKERS = (*ENDS, *ENDS.values())
@@ -22,79 +22,78 @@ NAME = re.compile(r"[\w.\-]*")
 
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
-    """Parse an output. Between tags any name is a call, elsewhere only a known one. Calls are reported when
-    their list is closed. Models also write several lists between tags, and forget the closing tag.
+    """Parse an output. Between tags any name is a call, elsewhere only a known one. Calls are told when their
+    list is closed. Models also write several lists between tags, and forget the closing tag.
     """
-    while marker := (yield from text_until(r, out.text, tuple(ENDS), "[", out.fresh)):
-        r.mark()
+    while marker := (yield from text_before(r, out, tuple(ENDS), "[")):
         is_tagged = marker in ENDS
-        if is_tagged:
-            yield from literal(r, marker)
+
+        def block(
+            call: Draft, marker: str = marker, names: Collection[str] | None = None if is_tagged else known
+        ) -> Wait[bool]:
+            if names is None:
+                yield from literal(r, marker)
+                yield from spaces(r)
+            return (yield from _list(r, call, names))
+
+        is_call = yield from attempt(r, out, marker, block, is_explicit=is_tagged)
+        while is_call and is_tagged:
+            r.mark()
             yield from spaces(r)
-        calls = yield from _list(r, None if is_tagged else known)
-        if calls is None:
+            if (yield from literal(r, ENDS[marker], or_end=True)):
+                r.keep()
+                break
             r.back()
-            out.text(r.take(len(marker)))
-        while calls is not None:
-            r.keep()
-            for call in calls:
-                out.call(call)
-            calls = (yield from _after_list(r, ENDS[marker])) if is_tagged else None
+            is_call = yield from attempt(r, out, "", lambda call: _next_list(r, call))
 
 
-def _after_list(r: Reader, end: str) -> Wait[list[Call] | None]:
-    """Consumes the closing tag, or else another list, if one of them comes."""
-    r.mark()
+def _next_list(r: Reader, call: Draft) -> Wait[bool]:
     yield from spaces(r)
-    if (yield from literal(r, end, or_end=True)):
-        r.keep()
-        return None
-    calls = yield from _list(r, None)
-    if calls is None:
-        r.back()
-    return calls
+    return (yield from _list(r, call, None))
 
 
-def _list(r: Reader, known: Collection[str] | None) -> Wait[list[Call] | None]:
-    """Consumes a list of one or more calls. Returns None as soon as it cannot be one."""
-    calls: list[Call] = []
+def _list(r: Reader, call: Draft, known: Collection[str] | None) -> Wait[bool]:
+    """Consumes a list of one or more calls. Returns False as soon as it cannot be one."""
     comma = yield from literal(r, "[")
     while comma:
         yield from spaces(r)
-        call = yield from python_call(r, known)
-        if call is None:
-            return None
-        calls.append(call)
+        if not (yield from python_call(r, call, known)):
+            return False
         yield from spaces(r)
         if (yield from literal(r, "]")):
-            return calls
+            return True
         comma = yield from literal(r, ",")
-    return None
+    return False
 
 
-def python_call(r: Reader, known: Collection[str] | None) -> Wait[Call | None]:
-    """Consumes `f(a=1)`. Returns None as soon as it cannot be one, or not one of a `known` tool."""
+def python_call(r: Reader, call: Draft, known: Collection[str] | None) -> Wait[bool]:
+    """Consumes `f(a=1)`, and writes each argument to the call when it is whole. Returns False as soon as it
+    cannot be one, or not one of a `known` tool.
+    """
     name = yield from (run_of(r, NAME) if known is None else _known_name(r, known))
     if not name or not (yield from literal(r, "(")):
-        return None
-    members: dict[str, str] = {}
+        return False
+    call.begin(name)
+    keys: set[str] = set()
     comma = True
     while True:
         yield from spaces(r)
         if (yield from literal(r, ")")):
-            arguments = ", ".join(f"{json.dumps(key)}: {value}" for key, value in members.items())
-            return call_or_none(name, f"{{{arguments}}}")
+            call.add("}" if keys else "{}")
+            call.end()
+            return True
         key = (yield from run_of(r, KEYWORD)) if comma else ""
-        if not key or key in members:
-            return None
+        if not key or key in keys:
+            return False
         yield from spaces(r)
         if not (yield from literal(r, "=")):
-            return None
+            return False
         yield from spaces(r)
         value = yield from python_value(r)
-        if value is None:
-            return None
-        members[key] = value
+        if value is None or r.has_met_end:  # then it may be the beginning of a number
+            return False
+        call.add(f"{', ' if keys else '{'}{json.dumps(key)}: {value}")
+        keys.add(key)
         yield from spaces(r)
         comma = yield from literal(r, ",")
 

@@ -27,18 +27,24 @@ class Reader:
         self.pos = 0
         self.ended = False
         """Whether no more text will come."""
+        self.has_met_end = False
+        """Whether what was read since the mark would have gone on, if the text had not ended."""
         self._mark: int | None = None
+        self._follower: Callable[[str], None] | None = None
+        self._followed = 0
 
     def add(self, text: str) -> None:
         """Add text that has arrived."""
+        self.hand_on()
         if self._mark is None:
-            self.text, self.pos = self.text[self.pos :] + text, 0
+            self.text, self.pos, self._followed = self.text[self.pos :] + text, 0, 0
         else:
             self.text += text
 
     def mark(self) -> None:
         """Keep everything from here on, so that `back` can return here."""
         self._mark = self.pos
+        self.has_met_end = False
 
     def back(self) -> None:
         """Return to the mark and remove it."""
@@ -48,6 +54,23 @@ class Reader:
     def keep(self) -> None:
         """Remove the mark: what was read since is consumed."""
         self._mark = None
+
+    def follow(self, out: Callable[[str], None]) -> None:
+        """Hand what is consumed from here on to `out`. It is not kept, so there is no way back."""
+        self.keep()
+        self._follower, self._followed = out, self.pos
+
+    def unfollow(self) -> None:
+        """End what `follow` began. What comes after it is kept."""
+        self.hand_on()
+        self._follower = None
+        self.mark()
+
+    def hand_on(self) -> None:
+        """Hand on what was consumed until now."""
+        if self._follower is not None and self.pos > self._followed:
+            self._follower(self.text[self._followed : self.pos])
+            self._followed = self.pos
 
     def take(self, count: int) -> str:
         """Consumes `count` characters, or as many as there are."""
@@ -74,6 +97,7 @@ class Stream:
         if text:
             self._reader.add(text)
             next(self._run, None)
+            self._reader.hand_on()
 
     def flush(self) -> None:
         """Tells the parser that no more text will come."""
@@ -103,6 +127,7 @@ def more(r: Reader) -> Wait[bool]:
     """Wait for a character. Returns whether there is one."""
     while r.pos >= len(r.text):
         if r.ended:
+            r.has_met_end = True
             return False
         yield
     return True
@@ -125,6 +150,7 @@ def literal(r: Reader, text: str, *, or_end: bool = False) -> Wait[bool]:
             r.pos += len(have)
             return True
         if r.ended:
+            r.has_met_end = True
             return False
         yield
 
@@ -181,6 +207,10 @@ def text_until(
         if hold:
             yield
     return None
+
+
+def drop(text: str) -> None:
+    """Leave the text to the reader, which holds it if it has a mark."""
 
 
 def _begun(text: str, start: int, marker: str) -> int:

@@ -8,7 +8,7 @@ a call too, and the caller learns what the model tried. In the other forms such 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from penstock.runtime.chat.tool_formats import (
@@ -63,8 +63,11 @@ TOOL_FORMS: Mapping[str, ToolForm] = {
 class CallParser:
     """Finds calls in one output's text."""
 
-    def __init__(self, form: ToolForm, tools: Tools) -> None:
-        self._events = Events()
+    def __init__(
+        self, form: ToolForm, tools: Tools, *, markup: Collection[str] = (), is_forced: bool = False
+    ) -> None:
+        """`markup` and `is_forced` are as for `Events`."""
+        self._events = Events(markup, is_forced=is_forced)
         self._stream = Stream(lambda r: form.parse(r, self._events, tools))
 
     def push(self, text: str) -> list[Event]:

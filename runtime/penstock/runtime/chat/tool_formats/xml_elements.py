@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from penstock.runtime.chat.tool_formats.events import Call, Tools, call_or_none
+from penstock.runtime.chat.tool_formats.events import Draft, Tools
 from penstock.runtime.chat.tool_formats.json_scan import json_value
 from penstock.runtime.chat.tool_formats.reader import (
     SPACES,
     Reader,
     Wait,
+    drop,
     literal,
     run_of,
     spaces,
@@ -67,40 +68,45 @@ def name_before(r: Reader, end: str) -> Wait[str]:
     return name if (yield from literal(r, end)) else ""
 
 
-def rest_of_function(r: Reader, tags: ArgumentTags, tools: Tools, function: str) -> Wait[Call | None]:
-    """Consumes the arguments of a function and its closing tag. Returns None as soon as they make no call.
+def rest_of_function(r: Reader, call: Draft, tags: ArgumentTags, tools: Tools, function: str) -> Wait[bool]:
+    """Consumes the arguments of a function and its closing tag, and writes each argument to the call when it
+    is whole. Returns False as soon as they make no call.
 
     After an argument, what may stand after a function ends it, too.
     """
-    values: dict[str, _Value] = {}
-    is_mended = False
+    names: set[str] = set()
+    is_mended = has_tags = False
     while True:
+        if call.is_certain:
+            r.mark()  # there is no way back, so that nothing before has to be kept
         yield from spaces(r)
         if (yield from literal(r, tags.function_end)):
             break
-        if values and (yield from is_followed(r, tags.after_function)):
+        if names and (yield from is_followed(r, tags.after_function)):
             is_mended = True
             break
         name = (yield from name_before(r, tags.named)) if (yield from literal(r, tags.name)) else ""
-        if not name or name in values:
-            return None
+        if not name or name in names:
+            return False
         own = tags.value or f"{tags.name}{name}{tags.named}"
         if tags.value:
             yield from spaces(r)
             if not (yield from literal(r, tags.value)):
-                return None
-        value = yield from _value(r, tags, tools.get(function, {}), name, own, values)
+                return False
+        value = yield from _value(r, tags, tools.get(function, {}), name, own, names)
         if value is None:
-            return None
-        values[name] = value
+            return False
+        call.add(f"{', ' if names else '{'}{json.dumps(name, ensure_ascii=False)}: {value.json}")
+        names.add(name)
+        is_mended, has_tags = is_mended or value.is_mended, has_tags or value.has_tags
         while (yield from is_followed(r, (tags.end,))):
             yield from spaces(r)
             yield from literal(r, tags.end)
             is_mended = True
-    if (is_mended or any(v.is_mended for v in values.values())) and any(v.has_tags for v in values.values()):
-        return None
-    members = ", ".join(f"{json.dumps(k, ensure_ascii=False)}: {v.json}" for k, v in values.items())
-    return call_or_none(function, f"{{{members}}}")
+    if is_mended and has_tags:
+        return False
+    call.add("}" if names else "{}")
+    return True
 
 
 def is_followed(r: Reader, by: Sequence[str], *, or_end: bool = False) -> Wait[bool]:
@@ -122,7 +128,7 @@ def _value(
     parameters: Mapping[str, Any],
     name: str,
     own: str,
-    given: Mapping[str, _Value],
+    given: Collection[str],
 ) -> Wait[_Value | None]:
     """Consumes the value of an argument and the closing tag, of which `own` is the opening one. Returns None
     if it is not known where the value ends.
@@ -169,7 +175,8 @@ def _text_before_tag(
     may_follow: Callable[[str], bool],
     meaning: Callable[[str], str],
 ) -> Wait[_Value | None]:
-    """Consumes a text and its closing tag, which is the first that another tag of the call follows.
+    """Consumes a text and its closing tag, which is the first that another tag of the call follows, or the
+    end of the output.
 
     If it is missing, the text ends before the tag of an argument that may follow, and before the end of the
     function. Other closing tags in the text must close what was opened in it.
@@ -180,12 +187,13 @@ def _text_before_tag(
     markers = [tags.end, tags.function_end, tags.begin]
     if not tags.name.startswith(tags.begin):
         markers.append(tags.name)
-    while tag := (yield from text_until(r, _drop, markers)):
+    while tag := (yield from text_until(r, drop, markers)):
         at = r.pos
         if tag == tags.end:
             yield from literal(r, tag)
             after = r.pos
-            ends = yield from is_followed(r, (tags.name, tags.function_end, *tags.after_function))
+            follow = (tags.name, tags.function_end, *tags.after_function)
+            ends = yield from is_followed(r, follow, or_end=not has_tags)
             if not ends and opened == 0:
                 ends = yield from is_followed(r, (tags.end,))
                 if not ends:
@@ -237,7 +245,3 @@ def _argument_name(r: Reader, tags: ArgumentTags) -> Wait[str]:
     if not name:
         r.pos = at
     return name
-
-
-def _drop(text: str) -> None:
-    """Leave the text to the reader, which holds it since its mark."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.runtime.chat.tool_formats.events import Call, Events, Tools
-from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, spaces, text_until
+from penstock.runtime.chat.tool_formats.events import Draft, Events, Tools, attempt, text_before
+from penstock.runtime.chat.tool_formats.reader import Reader, Wait, literal, spaces
 from penstock.runtime.chat.tool_formats.xml_elements import (
     ArgumentTags,
     is_followed,
@@ -114,36 +114,37 @@ def parser(tags: Tags) -> Callable[[Reader, Events, Tools], Wait[None]]:
     """
     arguments = tags.arguments
 
-    def function(r: Reader, tools: Tools, *, is_known: bool = False) -> Wait[Call | None]:
+    def function(r: Reader, call: Draft, tools: Tools, *, is_known: bool = False) -> Wait[bool]:
         yield from spaces(r)
         if not (yield from literal(r, tags.function)):
-            return None
+            return False
         name = yield from name_before(r, tags.named)
-        if not name or (is_known and name not in tools):
-            return None
-        call = yield from rest_of_function(r, arguments, tools, name)
-        if call is not None and call.arguments == "{}" and (yield from is_followed(r, (tags.argument,))):
-            return None  # its arguments come too late
-        return call
+        if not name:
+            return False
+        if is_known and not (
+            name in tools and (yield from is_followed(r, (tags.argument, tags.function_end)))
+        ):
+            return False
+        call.begin(name)
+        if not (yield from rest_of_function(r, call, arguments, tools, name)):
+            return False
+        # Its arguments may come too late.
+        return call.kept != "{}" or not (yield from is_followed(r, (tags.argument,)))
 
     def parse(r: Reader, out: Events, tools: Tools) -> Wait[None]:
-        while marker := (yield from text_until(r, out.text, (tags.start, tags.function))):
-            r.mark()
+        def first(call: Draft) -> Wait[bool]:
             is_announced = yield from literal(r, tags.start)
-            call = yield from function(r, tools, is_known=not is_announced)
-            if call is None:
-                r.back()
-                out.text(r.take(len(marker)))
-            while call is not None:
-                r.keep()
-                out.call(call)
+            return (yield from function(r, call, tools, is_known=not is_announced))
+
+        while marker := (yield from text_before(r, out, (tags.start, tags.function))):
+            is_call = yield from attempt(r, out, marker, first)
+            while is_call:
                 r.mark()
                 yield from spaces(r)
                 if (yield from literal(r, tags.end, or_end=True)):
                     r.keep()
                     break
-                call = yield from function(r, tools)
-                if call is None:
-                    r.back()
+                r.back()
+                is_call = yield from attempt(r, out, "", lambda call: function(r, call, tools))
 
     return parse

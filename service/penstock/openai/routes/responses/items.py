@@ -11,12 +11,14 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from penstock.client import ToolCall
+from penstock.client import ToolCall, ToolCallDelta
 from penstock.openai.jsonbytes import json_string
-from penstock.openai.routes.custom_tools import input_of
+from penstock.openai.routes.custom_tools import InputPieces
 from penstock.openai.schemas.responses import carried
 
 _FUNCTION_CALL = ("fc", "function_call", "arguments")
+_CUSTOM_CALL = ("ctc", "custom_tool_call", "input")
+"""The prefix of ids, the type and the field of an item that is a call."""
 json_text = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 """Any value as JSON in ASCII, so that nothing in it ends a line of the stream. Raises ValueError for NaN."""
 
@@ -80,6 +82,42 @@ class _Text:
         return f'{{"type":"output_text","text":{text},"annotations":[],"logprobs":[{logprobs}]}}'
 
 
+class _Call:
+    """The item of the call that is being added to: of a function, or of a custom tool, which gets a text."""
+
+    def __init__(self, item: dict[str, Any], index: int, field: str, inputs: InputPieces | None) -> None:
+        self.item = item
+        self.index = index
+        self.field = field
+        """The item's field that is added to: "arguments" or "input"."""
+        self.event = f"{item['type']}_{field}"
+        """The first word of the events of what is added."""
+        self.arguments: list[str] = []
+        """All arguments so far."""
+        self.pieces: list[str] = []
+        """All of the field so far."""
+        self.prefix = delta_prefix(item["id"], index, "")
+        self._inputs = inputs
+
+    def add(self, arguments_json: str) -> str:
+        """What the field gets by a piece of the arguments."""
+        self.arguments.append(arguments_json)
+        return arguments_json if self._inputs is None else self._inputs.add(arguments_json)
+
+    def rest(self) -> str:
+        """What the field still gets when the call has ended."""
+        return "" if self._inputs is None else self._inputs.rest()
+
+
+def _is_whole(arguments: str) -> bool:
+    """Whether they are JSON, and so did not end too early."""
+    try:
+        json.loads(arguments)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 class OutputItems:
     """The items of one response, from its first event to its last. Each method returns the events, in SSE."""
 
@@ -101,7 +139,7 @@ class OutputItems:
         self._number = number
         self._events = events
         self._carries_reasoning = carries_reasoning
-        self._open: _Text | None = None
+        self._open: _Text | _Call | None = None
         self.items: list[str] = []
         """The JSON of all items that have ended."""
 
@@ -113,66 +151,88 @@ class OutputItems:
     def reasoning(self, text: str) -> str:
         """Add to what the model thought."""
         said = ""
-        if self._open is None or self._open.kind != "reasoning_text":
+        thought = self._open
+        if not isinstance(thought, _Text) or thought.kind != "reasoning_text":
             said = self.end("completed")
             item = {"id": self._id("rs"), "type": "reasoning", "status": "in_progress", "summary": []}
-            said += self._begin("reasoning_text", item)
-        assert self._open is not None
-        self._open.pieces.append(text)
-        return said + self._events.written("reasoning_text.delta", self._open.prefix + json_string(text))
+            thought = _Text("reasoning_text", item, len(self.items))
+            said += self._begin(thought)
+        thought.pieces.append(text)
+        return said + self._events.written("reasoning_text.delta", thought.prefix + json_string(text))
 
     def text(self, text: str, entries: Sequence[Entry] = ()) -> str:
         """Add to the text of a message. An empty text begins the message."""
         said = ""
-        if self._open is None or self._open.kind != "output_text":
+        words = self._open
+        if not isinstance(words, _Text) or words.kind != "output_text":
             said = self.end("completed")
             item = {"id": self._id("msg"), "type": "message", "status": "in_progress", "role": "assistant"}
-            said += self._begin("output_text", item)
-        assert self._open is not None
+            words = _Text("output_text", item, len(self.items))
+            said += self._begin(words)
         if not text:
             return said
-        self._open.pieces.append(text)
+        words.pieces.append(text)
         logprobs = ""
         if entries:
             logprobs = json_text(entries)[1:-1]
-            self._open.logprobs.append(logprobs)
-        fields = f'{self._open.prefix}{json_string(text)},"logprobs":[{logprobs}]'
+            words.logprobs.append(logprobs)
+        fields = f'{words.prefix}{json_string(text)},"logprobs":[{logprobs}]'
         return said + self._events.written("output_text.delta", fields)
 
     def call(self, call: ToolCall) -> str:
         """Add a call, which comes whole."""
-        said = self.end("completed")
-        index = len(self.items)
-        is_custom = call.name in self._custom_tools
-        prefix, kind, field = ("ctc", "custom_tool_call", "input") if is_custom else _FUNCTION_CALL
-        value = input_of(call) if is_custom else call.arguments_json
-        item = {
-            "id": self._id(prefix),
-            "type": kind,
-            "status": "in_progress",
-            "call_id": call.id,
-            "name": call.name,
-            **self._names.get(call.name, {}),
-            field: "",
-        }
-        place = {"item_id": item["id"], "output_index": index}
-        done = json_text({**item, "status": "completed", field: value})
+        return self.call_piece(ToolCallDelta(0, call.id, call.name, call.arguments_json))
+
+    def call_piece(self, piece: ToolCallDelta) -> str:
+        """Add to a call. A piece with a name begins one."""
+        said = ""
+        if piece.name:
+            said = self.end("completed")
+            is_custom = piece.name in self._custom_tools
+            prefix, kind, field = _CUSTOM_CALL if is_custom else _FUNCTION_CALL
+            item = {
+                "id": self._id(prefix),
+                "type": kind,
+                "status": "in_progress",
+                "call_id": piece.id,
+                "name": piece.name,
+                **self._names.get(piece.name, {}),
+                field: "",
+            }
+            self._open = _Call(item, len(self.items), field, InputPieces() if is_custom else None)
+            said += self._item_event("added", self._open.index, json_text(item))
+        assert isinstance(self._open, _Call), "the client has checked the order of pieces"
+        return said + self._told(self._open, self._open.add(piece.arguments_json))
+
+    def _told(self, call: _Call, added: str) -> str:
+        if not added:
+            return ""
+        call.pieces.append(added)
+        return self._events.written(f"{call.event}.delta", call.prefix + json_string(added))
+
+    def _end_call(self, ended: _Call, status: str) -> str:
+        said = self._told(ended, ended.rest())
+        if status != "completed" and _is_whole("".join(ended.arguments)):
+            status = "completed"
+        text = "".join(ended.pieces)
+        done = json_text({**ended.item, "status": status, ended.field: text})
+        place = {"item_id": ended.item["id"], "output_index": ended.index, ended.field: text}
         self.items.append(done)
-        return "".join(
-            (
-                said,
-                self._item_event("added", index, json_text(item)),
-                self._events.event(f"{kind}_{field}.delta", {**place, "delta": value}),
-                self._events.event(f"{kind}_{field}.done", {**place, field: value}),
-                self._item_event("done", index, done),
-            )
+        return (
+            said
+            + self._events.event(f"{ended.event}.done", place)
+            + self._item_event("done", ended.index, done)
         )
 
     def end(self, status: str) -> str:
-        """End the item that text was added to, if there is one. `status` is "completed" or "incomplete"."""
+        """End the item that was added to, if there is one. `status` is "completed" or "incomplete", which a
+        call is only if its arguments are.
+        """
         ended, self._open = self._open, None
         if ended is None:
             return ""
+        if isinstance(ended, _Call):
+            return self._end_call(ended, status)
         place, text, part = ended.place(), ended.text(), ended.part()
         told = f'{place},"text":{json_string(text)}'
         more: dict[str, Any] = {"status": status}
@@ -190,9 +250,9 @@ class OutputItems:
             )
         )
 
-    def _begin(self, kind: str, item: dict[str, Any]) -> str:
-        begun = self._open = _Text(kind, item, len(self.items))
-        return self._item_event("added", begun.index, _item(item, "")) + self._events.written(
+    def _begin(self, begun: _Text) -> str:
+        self._open = begun
+        return self._item_event("added", begun.index, _item(begun.item, "")) + self._events.written(
             "content_part.added", f'{begun.place()},"part":{begun.part()}'
         )
 

@@ -230,7 +230,9 @@ async def create_response(request: Request) -> Response:
             await front.store.keep(call.key, asked.response_id, kept)
 
     if body.stream:
-        stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
+        stream = backend.client.stream(
+            tool_call_deltas=True, timeout=call.timeout, metadata=call.metadata, **options
+        )
         events = response_events(stream, asked, lambda error: late_error(request, error), keep)
         return await sse(request, events)
     if wants_logprobs:

@@ -103,7 +103,6 @@ def turn_params(
                 call = f"{at}.tool_calls[{j}]"
                 params[call] = item
                 params[f"{call}.id"] = _inner(item, "call_id")
-                params[f"{call}.arguments_json"] = _inner(item, "arguments")
         else:
             made_of = turn.made_of
             params[at] = made_of

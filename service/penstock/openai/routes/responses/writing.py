@@ -250,10 +250,18 @@ class ResponseWriter:
 
     def add(self, delta: Delta) -> str:
         """The events of what was added to the output."""
-        said = self._items.reasoning(delta.reasoning) if delta.reasoning else ""
+        said = ""
+        for piece in delta.tool_call_deltas:
+            if not piece.name:  # it goes on with a call that was made before all else in this delta
+                said += self._items.call_piece(piece)
+        if delta.reasoning:
+            said += self._items.reasoning(delta.reasoning)
         entries = self._of_text(delta)
         if delta.delta:
             said += self._items.text(delta.delta, entries)
+        for piece in delta.tool_call_deltas:
+            if piece.name:
+                said += self._items.call_piece(piece)
         for call in delta.tool_calls:
             said += self._items.call(call)
         return said
