@@ -330,3 +330,11 @@ def test_long_arguments_in_small_pieces() -> None:
     long = "x" * 100_000
     text = f'<tool_call>\n{{"name": "f", "arguments": {{"a": "{long}"}}}}\n</tool_call>'
     assert events_of("hermes", list(text)) == [Call("f", f'{{"a": "{long}"}}')]
+
+
+def test_markers_that_lead_to_no_call_are_not_tried_without_end() -> None:
+    """Each of 5,000 functions begins a value that has no end. The parser must not look through the rest of
+    the text for each of them, or this takes forever.
+    """
+    text = "<tool_call><function=f><parameter=a>" * 5_000
+    assert events_of("qwen3_coder", [text]) == [Text(text)]

@@ -162,7 +162,41 @@ async def test_calls_of_tools() -> None:
         assert [(call.function.name, call.function.arguments) for call in made] == expected
         assert all(call.id and call.type == "function" for call in made)
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    assert [call.index for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()] == [0, 1]
+    pieces = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert [piece.index for piece in pieces] == sorted(piece.index for piece in pieces)
+    assert [piece.function.name for piece in pieces if piece.id and piece.function] == ["f", "f"]
+    told = [
+        "".join(piece.function.arguments or "" for piece in pieces if piece.function and piece.index == index)
+        for index in (0, 1)
+    ]
+    assert told == [arguments for _, arguments in expected]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_call_that_is_cut_off_can_come_back(streams: bool) -> None:
+    """It is a call with the beginning of its arguments, and the model is shown that they are no JSON."""
+    asked: Any = {"model": "fake", "messages": HI, "tools": TOOLS, "max_completion_tokens": 33}
+    made = thinking(*calls('{"name": "f", "arguments": {"a": 1}}'), prompt=TOOL_PROMPT)
+    async with front_rig(made) as rig:
+        if streams:
+            stream = await rig.openai.chat.completions.create(**asked, stream=True)
+            choices = [chunk.choices[0] async for chunk in stream]
+            pieces = [piece for choice in choices for piece in choice.delta.tool_calls or ()]
+            arguments = "".join(piece.function.arguments for piece in pieces)
+            call = {**pieces[0].model_dump(), "function": {"name": "f", "arguments": arguments}}
+            content, reason = "".join(c.delta.content or "" for c in choices), choices[-1].finish_reason
+        else:
+            choice = (await rig.openai.chat.completions.create(**asked)).choices[0]
+            (whole,) = choice.message.tool_calls
+            call, content, reason = whole.model_dump(), choice.message.content or "", choice.finish_reason
+        assert (content, reason) == ("", "length")
+        assert call["function"] == {"name": "f", "arguments": '{"a":'}
+        turn = {"role": "assistant", "tool_calls": [call]}
+        result: Any = {"role": "tool", "tool_call_id": call["id"], "content": "cut"}
+        again = {**asked, "messages": [*HI, turn, result]}
+        await rig.openai.chat.completions.create(**again)
+        seen = rig.engine.text.decode(rig.engine.seen[-1].prompt_token_ids, skip_special_tokens=False)
+    assert 'f{"invalid_json": "{\\"a\\":"}#' in seen
 
 
 async def test_calls_of_custom_tools() -> None:

@@ -357,10 +357,7 @@ def test_fields_of_the_contract_have_their_names_in_the_body() -> None:
     body = chat_body(tools=[WEATHER], messages=[*HI, call], max_completion_tokens=3)
     params = chat_params(body)
     assert params["chat.tools[0].parameters_json"] == "tools[0].function.parameters"
-    assert (
-        params["chat.messages[1].tool_calls[0].arguments_json"]
-        == "messages[1].tool_calls[0].function.arguments"
-    )
+    assert params["chat.messages[1].tool_calls[0].name"] == "messages[1].tool_calls[0].function.name"
     assert params["stopping.max_tokens"] == "max_completion_tokens"
     assert params["constraint.json_schema"] == "structured_outputs.json"
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}

@@ -80,6 +80,11 @@ def is_text(text: str) -> bool:
     return True
 
 
+MAX_VAIN = 8
+"""After so many attempts to read a call that went to the end of the output in vain, the rest is text, because
+each of them takes as long as the output is."""
+
+
 class Draft:
     """Calls in the making. What is written of them is kept until it is certain that they are calls, and told
     at once from then on.
@@ -161,6 +166,8 @@ class Events:
         self._after_call = False
         """Whether only white space came since the last call."""
         self._fresh = True
+        self.num_vain = 0
+        """How many attempts met the end of the output and made no call."""
 
     def draft(self) -> Draft:
         """A place to write calls to."""
@@ -253,10 +260,10 @@ def attempt(
     r.mark()
     start = r.pos
     draft = out.draft()
-    is_whole = yield from block(draft)
+    is_whole = out.num_vain < MAX_VAIN and (yield from block(draft))
     is_cut = draft.has_begun and r.has_met_end and not is_whole
     if is_cut and not draft.is_certain and marker and is_explicit:
-        is_cut = marker not in r.text[start + len(marker) :]  # else it would have swallowed another call
+        is_cut = r.text.find(marker, start + len(marker)) < 0  # else it would have swallowed another call
     if is_cut:
         r.take_all()
     if is_whole or is_cut or draft.is_told:
@@ -264,6 +271,7 @@ def attempt(
         draft.close()
         return True
     r.back()
+    out.num_vain += r.has_met_end
     if r.has_met_end and is_explicit and (marker in out.markup or (out.markup and not marker)):
         r.take_all()
         out.passed_call()

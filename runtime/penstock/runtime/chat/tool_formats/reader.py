@@ -8,6 +8,7 @@ unconsumed.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias, TypeVar
@@ -39,7 +40,10 @@ class Reader:
         if self._mark is None:
             self.text, self.pos, self._followed = self.text[self.pos :] + text, 0, 0
         else:
-            self.text += text
+            # Python appends in place to a variable that alone holds a string, and copies it elsewhere.
+            whole, self.text = self.text, ""
+            whole += text
+            self.text = whole
 
     def mark(self) -> None:
         """Keep everything from here on, so that `back` can return here."""
@@ -191,9 +195,11 @@ def text_until(
     The character `opening` is a marker too if it is the first on its line that is not white space; `fresh`
     says whether the text handed on so far allows that. No marker may begin within another.
     """
+    pattern = _any_of(tuple(markers))
+    firsts, longest = {marker[0] for marker in markers}, max(map(len, markers), default=0)
     while (yield from more(r)):
-        found = [(at, m) for m in markers if (at := r.text.find(m, r.pos)) >= 0]
-        at, marker = min(found, default=(len(r.text), None))
+        found = pattern.search(r.text, r.pos)
+        at, marker = (len(r.text), None) if found is None else (found.start(), found[0])
         first = _first_of_line(r.text, r.pos, at, opening, fresh()) if opening else None
         if first is not None:
             at, marker = first, opening
@@ -201,12 +207,20 @@ def text_until(
             if at > r.pos:
                 out(r.take(at - r.pos))
             return marker
-        hold = 0 if r.ended else max((_begun(r.text, r.pos, m) for m in markers), default=0)
+        hold, tail = 0, max(r.pos, len(r.text) - longest)
+        if not r.ended and any(r.text.find(first, tail) >= 0 for first in firsts):
+            hold = max(_begun(r.text, r.pos, marker) for marker in markers)
         if len(r.text) - r.pos > hold:
             out(r.take(len(r.text) - r.pos - hold))
         if hold:
             yield
     return None
+
+
+@functools.lru_cache
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """What finds the first of the markers in one pass, however far away the others are."""
+    return re.compile("|".join(map(re.escape, markers)) or r"(?!)")
 
 
 def drop(text: str) -> None:

@@ -208,13 +208,13 @@ def _text_before_tag(
                 break
         else:
             is_own = yield from literal(r, own)
-            if is_own and not r.text[start:at].strip(SPACES):
+            before = _end_of_words(r.text, start, at)
+            if is_own and before == start:
                 is_mended, start = True, r.pos
                 continue
             other = "" if is_own else (yield from _argument_name(r, tags))
-            begins_line = not (tags.on_lines and r.text.startswith("\n", start)) or not (
-                r.text[r.text.rfind("\n", start, at) + 1 : at].strip(SPACES)
-            )
+            has_lines = tags.on_lines and r.text.startswith("\n", start)
+            begins_line = not has_lines or r.text.find("\n", before, at) >= 0
             if other and begins_line and may_follow(other):
                 is_mended, after = True, at
                 break
@@ -234,6 +234,13 @@ def _text_before_tag(
     if tags.on_lines or after == at:
         text = text.removesuffix("\n")
     return _Value(meaning(text), is_mended, has_tags)
+
+
+def _end_of_words(text: str, start: int, end: int) -> int:
+    """Where the white space before `end` begins, and so `start` if there is nothing else from there on."""
+    while end > start and text[end - 1] in SPACES:
+        end -= 1
+    return end
 
 
 def _argument_name(r: Reader, tags: ArgumentTags) -> Wait[str]:
