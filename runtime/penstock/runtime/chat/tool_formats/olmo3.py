@@ -14,7 +14,7 @@ MARKERS = (START, END)
 
 
 def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
-    """Parse an output. The form is explicit, so a name that is not `known` is a call too. Calls are reported
+    """Parse an output. The form is explicit, so a name that is not `known` is a call too. Calls are told
     when the closing tag has come, for which the end of the output may stand.
     """
     while (yield from text_before(r, out, (START,))):

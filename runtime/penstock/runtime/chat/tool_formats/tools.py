@@ -1,9 +1,11 @@
 """The forms in which models write tool calls, and a parser for a text in one of them.
 
 All forms have this in common. Text is handed out as it is, at once unless it may still become a call. Text
-that turns out not to be a call is handed out unchanged. White space directly before a call, and between a
-call and the end, is dropped. An explicit form has a marker that means a call, so a call of an unknown tool is
-a call too, and the caller learns what the model tried. In the other forms such a name makes it text.
+that turns out not to be a call is handed out without the markers that are tokens of their own, and else
+unchanged. A call is written to a `Draft`, and told in pieces from the moment that it is certain. White space
+directly before a call, and between a call and the end, is dropped. An explicit form has a marker that means a
+call, so a call of an unknown tool is a call too, and the caller learns what the model tried. In the other
+forms such a name makes it text.
 """
 
 from __future__ import annotations

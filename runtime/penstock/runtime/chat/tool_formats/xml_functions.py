@@ -109,8 +109,8 @@ def parser(tags: Tags) -> Callable[[Reader, Events, Tools], Wait[None]]:
     """A parser of outputs with these tags. The form is explicit, so a name that is not known is a call too.
 
     Models forget the tag that announces functions. A function without it is a call if its name is known. Each
-    call is reported when its function is closed. If the block is broken after that, it ends there, and its
-    rest is text.
+    call is told when its function is closed; where a grammar forces calls, its arguments are told one by one.
+    If the block is broken after a call, it ends there, and its rest is text.
     """
     arguments = tags.arguments
 
