@@ -1997,6 +1997,312 @@ func (x *ContinuationScore) GetWeights() *WeightsVersion {
 	return nil
 }
 
+// A query, and documents that may answer it.
+type RerankRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The request's name, by which Abort finds it and errors tell of it.
+	// Default: the server makes one of 32 hexadecimal digits. Limits: those of GenerateRequest.request_id.
+	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// The model that the request is meant for.
+	// Default: the served model. Limits: the name of the served model.
+	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
+	// What is looked for.
+	// Default: none, the field is required. Limits: not empty; what the context has room for.
+	Query string `protobuf:"bytes,3,opt,name=query,proto3" json:"query,omitempty"`
+	// Texts of which some may answer the query.
+	// Default: none. Limits: at least one; as outputs, which RerankMethod counts, at most
+	// GetServerInfoResponse.max_queued_requests; none empty; each what the context has room for, with the query and what
+	// the model is asked for RERANK_METHOD_YES_NO, and 16,777,216 tokens in all.
+	Documents []string `protobuf:"bytes,4,rep,name=documents,proto3" json:"documents,omitempty"`
+	// What relevance is computed from.
+	// Default: GetModelInfoResponse.default_rerank_method. Limits: a value of RerankMethod.
+	Method RerankMethod `protobuf:"varint,5,opt,name=method,proto3,enum=penstock.v1.RerankMethod" json:"method,omitempty"`
+	// Answer with so many documents only, the most relevant ones.
+	// Unit: documents. Default: all. Limits: at least one.
+	TopN *uint32 `protobuf:"varint,6,opt,name=top_n,json=topN,proto3,oneof" json:"top_n,omitempty"`
+	// What the model judges by. Only RERANK_METHOD_YES_NO shows it to the model.
+	// Default: "Given a web search query, retrieve relevant passages that answer the query". Limits: only with
+	// RERANK_METHOD_YES_NO.
+	Instruction string `protobuf:"bytes,7,opt,name=instruction,proto3" json:"instruction,omitempty"`
+	// Keep only so many tokens from the start of each document.
+	// Unit: tokens. Default: all. Limits: at least one.
+	MaxDocumentTokens *uint32 `protobuf:"varint,8,opt,name=max_document_tokens,json=maxDocumentTokens,proto3,oneof" json:"max_document_tokens,omitempty"`
+	// How the request uses the cache of prompts.
+	// Default: it shares prefixes with all requests that have no salt.
+	Cache *CacheOptions `protobuf:"bytes,10,opt,name=cache,proto3" json:"cache,omitempty"`
+	// Requests with a higher number are served first, and take slots and pages of those with a lower one.
+	// Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY.
+	Priority int32 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
+	// Refuse to start on older weights; compared by generation, so the label is ignored.
+	// Default: any weights will do.
+	MinWeights    *WeightsVersion `protobuf:"bytes,13,opt,name=min_weights,json=minWeights,proto3" json:"min_weights,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RerankRequest) Reset() {
+	*x = RerankRequest{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RerankRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RerankRequest) ProtoMessage() {}
+
+func (x *RerankRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RerankRequest.ProtoReflect.Descriptor instead.
+func (*RerankRequest) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *RerankRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *RerankRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *RerankRequest) GetQuery() string {
+	if x != nil {
+		return x.Query
+	}
+	return ""
+}
+
+func (x *RerankRequest) GetDocuments() []string {
+	if x != nil {
+		return x.Documents
+	}
+	return nil
+}
+
+func (x *RerankRequest) GetMethod() RerankMethod {
+	if x != nil {
+		return x.Method
+	}
+	return RerankMethod_RERANK_METHOD_UNSPECIFIED
+}
+
+func (x *RerankRequest) GetTopN() uint32 {
+	if x != nil && x.TopN != nil {
+		return *x.TopN
+	}
+	return 0
+}
+
+func (x *RerankRequest) GetInstruction() string {
+	if x != nil {
+		return x.Instruction
+	}
+	return ""
+}
+
+func (x *RerankRequest) GetMaxDocumentTokens() uint32 {
+	if x != nil && x.MaxDocumentTokens != nil {
+		return *x.MaxDocumentTokens
+	}
+	return 0
+}
+
+func (x *RerankRequest) GetCache() *CacheOptions {
+	if x != nil {
+		return x.Cache
+	}
+	return nil
+}
+
+func (x *RerankRequest) GetPriority() int32 {
+	if x != nil {
+		return x.Priority
+	}
+	return 0
+}
+
+func (x *RerankRequest) GetMinWeights() *WeightsVersion {
+	if x != nil {
+		return x.MinWeights
+	}
+	return nil
+}
+
+// The documents by their relevance.
+type RerankResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The request's id: the caller's, or the one that the server made.
+	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// The name of the model that answered.
+	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
+	// What the relevance was computed from.
+	Method RerankMethod `protobuf:"varint,3,opt,name=method,proto3,enum=penstock.v1.RerankMethod" json:"method,omitempty"`
+	// The documents, the most relevant first, and equal ones in the order of the request.
+	Results []*RankedDocument `protobuf:"bytes,4,rep,name=results,proto3" json:"results,omitempty"`
+	// How many tokens it took; prompt_tokens counts those of the query and of all documents, or what the model was shown of
+	// each document with RERANK_METHOD_YES_NO.
+	Usage *Usage `protobuf:"bytes,5,opt,name=usage,proto3" json:"usage,omitempty"`
+	// How long it took.
+	Timing        *Timing `protobuf:"bytes,6,opt,name=timing,proto3" json:"timing,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RerankResponse) Reset() {
+	*x = RerankResponse{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RerankResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RerankResponse) ProtoMessage() {}
+
+func (x *RerankResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RerankResponse.ProtoReflect.Descriptor instead.
+func (*RerankResponse) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *RerankResponse) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *RerankResponse) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *RerankResponse) GetMethod() RerankMethod {
+	if x != nil {
+		return x.Method
+	}
+	return RerankMethod_RERANK_METHOD_UNSPECIFIED
+}
+
+func (x *RerankResponse) GetResults() []*RankedDocument {
+	if x != nil {
+		return x.Results
+	}
+	return nil
+}
+
+func (x *RerankResponse) GetUsage() *Usage {
+	if x != nil {
+		return x.Usage
+	}
+	return nil
+}
+
+func (x *RerankResponse) GetTiming() *Timing {
+	if x != nil {
+		return x.Timing
+	}
+	return nil
+}
+
+// How relevant one document is.
+type RankedDocument struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Which document, counted from 0.
+	Index uint32 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
+	// The relevance, as RerankMethod says. It compares documents of one model and one query.
+	Relevance float64 `protobuf:"fixed64,2,opt,name=relevance,proto3" json:"relevance,omitempty"`
+	// The weights that computed it.
+	Weights       *WeightsVersion `protobuf:"bytes,3,opt,name=weights,proto3" json:"weights,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RankedDocument) Reset() {
+	*x = RankedDocument{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RankedDocument) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RankedDocument) ProtoMessage() {}
+
+func (x *RankedDocument) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RankedDocument.ProtoReflect.Descriptor instead.
+func (*RankedDocument) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *RankedDocument) GetIndex() uint32 {
+	if x != nil {
+		return x.Index
+	}
+	return 0
+}
+
+func (x *RankedDocument) GetRelevance() float64 {
+	if x != nil {
+		return x.Relevance
+	}
+	return 0
+}
+
+func (x *RankedDocument) GetWeights() *WeightsVersion {
+	if x != nil {
+		return x.Weights
+	}
+	return nil
+}
+
 // Ids of requests.
 type RequestIds struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2009,7 +2315,7 @@ type RequestIds struct {
 
 func (x *RequestIds) Reset() {
 	*x = RequestIds{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[17]
+	mi := &file_penstock_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2021,7 +2327,7 @@ func (x *RequestIds) String() string {
 func (*RequestIds) ProtoMessage() {}
 
 func (x *RequestIds) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[17]
+	mi := &file_penstock_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2034,7 +2340,7 @@ func (x *RequestIds) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RequestIds.ProtoReflect.Descriptor instead.
 func (*RequestIds) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{17}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *RequestIds) GetIds() []string {
@@ -2053,7 +2359,7 @@ type AllRequests struct {
 
 func (x *AllRequests) Reset() {
 	*x = AllRequests{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[18]
+	mi := &file_penstock_v1_inference_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2065,7 +2371,7 @@ func (x *AllRequests) String() string {
 func (*AllRequests) ProtoMessage() {}
 
 func (x *AllRequests) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[18]
+	mi := &file_penstock_v1_inference_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2078,7 +2384,7 @@ func (x *AllRequests) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AllRequests.ProtoReflect.Descriptor instead.
 func (*AllRequests) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{18}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{21}
 }
 
 // Which requests to end.
@@ -2101,7 +2407,7 @@ type AbortRequest struct {
 
 func (x *AbortRequest) Reset() {
 	*x = AbortRequest{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[19]
+	mi := &file_penstock_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2113,7 +2419,7 @@ func (x *AbortRequest) String() string {
 func (*AbortRequest) ProtoMessage() {}
 
 func (x *AbortRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[19]
+	mi := &file_penstock_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2126,7 +2432,7 @@ func (x *AbortRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortRequest.ProtoReflect.Descriptor instead.
 func (*AbortRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{19}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *AbortRequest) GetTarget() isAbortRequest_Target {
@@ -2211,7 +2517,7 @@ type AbortResponse struct {
 
 func (x *AbortResponse) Reset() {
 	*x = AbortResponse{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[20]
+	mi := &file_penstock_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2223,7 +2529,7 @@ func (x *AbortResponse) String() string {
 func (*AbortResponse) ProtoMessage() {}
 
 func (x *AbortResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[20]
+	mi := &file_penstock_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2236,7 +2542,7 @@ func (x *AbortResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortResponse.ProtoReflect.Descriptor instead.
 func (*AbortResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *AbortResponse) GetResults() []*AbortResult {
@@ -2259,7 +2565,7 @@ type AbortResult struct {
 
 func (x *AbortResult) Reset() {
 	*x = AbortResult{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[21]
+	mi := &file_penstock_v1_inference_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2271,7 +2577,7 @@ func (x *AbortResult) String() string {
 func (*AbortResult) ProtoMessage() {}
 
 func (x *AbortResult) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[21]
+	mi := &file_penstock_v1_inference_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2284,7 +2590,7 @@ func (x *AbortResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortResult.ProtoReflect.Descriptor instead.
 func (*AbortResult) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *AbortResult) GetRequestId() string {
@@ -2472,7 +2778,36 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\ttoken_ids\x18\x01 \x03(\rR\btokenIds\x12\x1a\n" +
 	"\blogprobs\x18\x02 \x03(\x02R\blogprobs\x12#\n" +
 	"\rtotal_logprob\x18\x03 \x01(\x01R\ftotalLogprob\x125\n" +
-	"\aweights\x18\x04 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\x1e\n" +
+	"\aweights\x18\x04 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\xc9\x03\n" +
+	"\rRerankRequest\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
+	"\x05model\x18\x02 \x01(\tR\x05model\x12\x14\n" +
+	"\x05query\x18\x03 \x01(\tR\x05query\x12\x1c\n" +
+	"\tdocuments\x18\x04 \x03(\tR\tdocuments\x121\n" +
+	"\x06method\x18\x05 \x01(\x0e2\x19.penstock.v1.RerankMethodR\x06method\x12\x18\n" +
+	"\x05top_n\x18\x06 \x01(\rH\x00R\x04topN\x88\x01\x01\x12 \n" +
+	"\vinstruction\x18\a \x01(\tR\vinstruction\x123\n" +
+	"\x13max_document_tokens\x18\b \x01(\rH\x01R\x11maxDocumentTokens\x88\x01\x01\x12/\n" +
+	"\x05cache\x18\n" +
+	" \x01(\v2\x19.penstock.v1.CacheOptionsR\x05cache\x12\x1a\n" +
+	"\bpriority\x18\f \x01(\x05R\bpriority\x12<\n" +
+	"\vmin_weights\x18\r \x01(\v2\x1b.penstock.v1.WeightsVersionR\n" +
+	"minWeightsB\b\n" +
+	"\x06_top_nB\x16\n" +
+	"\x14_max_document_tokens\"\x86\x02\n" +
+	"\x0eRerankResponse\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
+	"\x05model\x18\x02 \x01(\tR\x05model\x121\n" +
+	"\x06method\x18\x03 \x01(\x0e2\x19.penstock.v1.RerankMethodR\x06method\x125\n" +
+	"\aresults\x18\x04 \x03(\v2\x1b.penstock.v1.RankedDocumentR\aresults\x12(\n" +
+	"\x05usage\x18\x05 \x01(\v2\x12.penstock.v1.UsageR\x05usage\x12+\n" +
+	"\x06timing\x18\x06 \x01(\v2\x13.penstock.v1.TimingR\x06timing\"{\n" +
+	"\x0eRankedDocument\x12\x14\n" +
+	"\x05index\x18\x01 \x01(\rR\x05index\x12\x1c\n" +
+	"\trelevance\x18\x02 \x01(\x01R\trelevance\x125\n" +
+	"\aweights\x18\x03 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\x1e\n" +
 	"\n" +
 	"RequestIds\x12\x10\n" +
 	"\x03ids\x18\x01 \x03(\tR\x03ids\"\r\n" +
@@ -2494,12 +2829,13 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\x19ABORT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15ABORT_OUTCOME_ABORTED\x10\x01\x12\"\n" +
 	"\x1eABORT_OUTCOME_ALREADY_FINISHED\x10\x02\x12\x1b\n" +
-	"\x17ABORT_OUTCOME_NOT_FOUND\x10\x032\xc9\x03\n" +
+	"\x17ABORT_OUTCOME_NOT_FOUND\x10\x032\x91\x04\n" +
 	"\x10InferenceService\x12G\n" +
 	"\bGenerate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse\x12C\n" +
 	"\x06Stream\x12\x1a.penstock.v1.StreamRequest\x1a\x1b.penstock.v1.StreamResponse0\x01\x12C\n" +
 	"\x05Embed\x12\x19.penstock.v1.EmbedRequest\x1a\x1a.penstock.v1.EmbedResponse\"\x03\x90\x02\x01\x12C\n" +
-	"\x05Score\x12\x19.penstock.v1.ScoreRequest\x1a\x1a.penstock.v1.ScoreResponse\"\x03\x90\x02\x01\x12C\n" +
+	"\x05Score\x12\x19.penstock.v1.ScoreRequest\x1a\x1a.penstock.v1.ScoreResponse\"\x03\x90\x02\x01\x12F\n" +
+	"\x06Rerank\x12\x1a.penstock.v1.RerankRequest\x1a\x1b.penstock.v1.RerankResponse\"\x03\x90\x02\x01\x12C\n" +
 	"\x05Abort\x12\x19.penstock.v1.AbortRequest\x1a\x1a.penstock.v1.AbortResponse\"\x03\x90\x02\x02\x12X\n" +
 	"\rUpdateWeights\x12!.penstock.v1.UpdateWeightsRequest\x1a\".penstock.v1.UpdateWeightsResponse(\x01B?\n" +
 	"\vpenstock.v1B\x0eInferenceProtoP\x01Z\x1epenstock/clients/go/penstockv1b\x06proto3"
@@ -2517,7 +2853,7 @@ func file_penstock_v1_inference_proto_rawDescGZIP() []byte {
 }
 
 var file_penstock_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_penstock_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_penstock_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_penstock_v1_inference_proto_goTypes = []any{
 	(AbortOutcome)(0),             // 0: penstock.v1.AbortOutcome
 	(*GenerateRequest)(nil),       // 1: penstock.v1.GenerateRequest
@@ -2537,120 +2873,134 @@ var file_penstock_v1_inference_proto_goTypes = []any{
 	(*Continuation)(nil),          // 15: penstock.v1.Continuation
 	(*ScoreResponse)(nil),         // 16: penstock.v1.ScoreResponse
 	(*ContinuationScore)(nil),     // 17: penstock.v1.ContinuationScore
-	(*RequestIds)(nil),            // 18: penstock.v1.RequestIds
-	(*AllRequests)(nil),           // 19: penstock.v1.AllRequests
-	(*AbortRequest)(nil),          // 20: penstock.v1.AbortRequest
-	(*AbortResponse)(nil),         // 21: penstock.v1.AbortResponse
-	(*AbortResult)(nil),           // 22: penstock.v1.AbortResult
-	(*TokenIds)(nil),              // 23: penstock.v1.TokenIds
-	(*ChatPrompt)(nil),            // 24: penstock.v1.ChatPrompt
-	(*SamplingParams)(nil),        // 25: penstock.v1.SamplingParams
-	(*StoppingParams)(nil),        // 26: penstock.v1.StoppingParams
-	(*OutputOptions)(nil),         // 27: penstock.v1.OutputOptions
-	(*Constraint)(nil),            // 28: penstock.v1.Constraint
-	(*CacheOptions)(nil),          // 29: penstock.v1.CacheOptions
-	(*WeightsVersion)(nil),        // 30: penstock.v1.WeightsVersion
-	(*ContextOptions)(nil),        // 31: penstock.v1.ContextOptions
-	(*Image)(nil),                 // 32: penstock.v1.Image
-	(*PromptInfo)(nil),            // 33: penstock.v1.PromptInfo
-	(*Usage)(nil),                 // 34: penstock.v1.Usage
-	(*Timing)(nil),                // 35: penstock.v1.Timing
-	(*Logprobs)(nil),              // 36: penstock.v1.Logprobs
-	(*Finish)(nil),                // 37: penstock.v1.Finish
-	(*WeightsSpan)(nil),           // 38: penstock.v1.WeightsSpan
-	(*ToolCall)(nil),              // 39: penstock.v1.ToolCall
-	(*HiddenStates)(nil),          // 40: penstock.v1.HiddenStates
-	(*ToolCallDelta)(nil),         // 41: penstock.v1.ToolCallDelta
-	(Pooling)(0),                  // 42: penstock.v1.Pooling
-	(Truncation)(0),               // 43: penstock.v1.Truncation
-	(*UpdateWeightsRequest)(nil),  // 44: penstock.v1.UpdateWeightsRequest
-	(*UpdateWeightsResponse)(nil), // 45: penstock.v1.UpdateWeightsResponse
+	(*RerankRequest)(nil),         // 18: penstock.v1.RerankRequest
+	(*RerankResponse)(nil),        // 19: penstock.v1.RerankResponse
+	(*RankedDocument)(nil),        // 20: penstock.v1.RankedDocument
+	(*RequestIds)(nil),            // 21: penstock.v1.RequestIds
+	(*AllRequests)(nil),           // 22: penstock.v1.AllRequests
+	(*AbortRequest)(nil),          // 23: penstock.v1.AbortRequest
+	(*AbortResponse)(nil),         // 24: penstock.v1.AbortResponse
+	(*AbortResult)(nil),           // 25: penstock.v1.AbortResult
+	(*TokenIds)(nil),              // 26: penstock.v1.TokenIds
+	(*ChatPrompt)(nil),            // 27: penstock.v1.ChatPrompt
+	(*SamplingParams)(nil),        // 28: penstock.v1.SamplingParams
+	(*StoppingParams)(nil),        // 29: penstock.v1.StoppingParams
+	(*OutputOptions)(nil),         // 30: penstock.v1.OutputOptions
+	(*Constraint)(nil),            // 31: penstock.v1.Constraint
+	(*CacheOptions)(nil),          // 32: penstock.v1.CacheOptions
+	(*WeightsVersion)(nil),        // 33: penstock.v1.WeightsVersion
+	(*ContextOptions)(nil),        // 34: penstock.v1.ContextOptions
+	(*Image)(nil),                 // 35: penstock.v1.Image
+	(*PromptInfo)(nil),            // 36: penstock.v1.PromptInfo
+	(*Usage)(nil),                 // 37: penstock.v1.Usage
+	(*Timing)(nil),                // 38: penstock.v1.Timing
+	(*Logprobs)(nil),              // 39: penstock.v1.Logprobs
+	(*Finish)(nil),                // 40: penstock.v1.Finish
+	(*WeightsSpan)(nil),           // 41: penstock.v1.WeightsSpan
+	(*ToolCall)(nil),              // 42: penstock.v1.ToolCall
+	(*HiddenStates)(nil),          // 43: penstock.v1.HiddenStates
+	(*ToolCallDelta)(nil),         // 44: penstock.v1.ToolCallDelta
+	(Pooling)(0),                  // 45: penstock.v1.Pooling
+	(Truncation)(0),               // 46: penstock.v1.Truncation
+	(RerankMethod)(0),             // 47: penstock.v1.RerankMethod
+	(*UpdateWeightsRequest)(nil),  // 48: penstock.v1.UpdateWeightsRequest
+	(*UpdateWeightsResponse)(nil), // 49: penstock.v1.UpdateWeightsResponse
 }
 var file_penstock_v1_inference_proto_depIdxs = []int32{
-	23, // 0: penstock.v1.GenerateRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
-	24, // 1: penstock.v1.GenerateRequest.chat:type_name -> penstock.v1.ChatPrompt
-	25, // 2: penstock.v1.GenerateRequest.sampling:type_name -> penstock.v1.SamplingParams
-	26, // 3: penstock.v1.GenerateRequest.stopping:type_name -> penstock.v1.StoppingParams
-	27, // 4: penstock.v1.GenerateRequest.output:type_name -> penstock.v1.OutputOptions
-	28, // 5: penstock.v1.GenerateRequest.constraint:type_name -> penstock.v1.Constraint
-	29, // 6: penstock.v1.GenerateRequest.cache:type_name -> penstock.v1.CacheOptions
-	30, // 7: penstock.v1.GenerateRequest.min_weights:type_name -> penstock.v1.WeightsVersion
-	31, // 8: penstock.v1.GenerateRequest.context:type_name -> penstock.v1.ContextOptions
-	32, // 9: penstock.v1.GenerateRequest.media:type_name -> penstock.v1.Image
-	33, // 10: penstock.v1.GenerateResponse.prompt:type_name -> penstock.v1.PromptInfo
+	26, // 0: penstock.v1.GenerateRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
+	27, // 1: penstock.v1.GenerateRequest.chat:type_name -> penstock.v1.ChatPrompt
+	28, // 2: penstock.v1.GenerateRequest.sampling:type_name -> penstock.v1.SamplingParams
+	29, // 3: penstock.v1.GenerateRequest.stopping:type_name -> penstock.v1.StoppingParams
+	30, // 4: penstock.v1.GenerateRequest.output:type_name -> penstock.v1.OutputOptions
+	31, // 5: penstock.v1.GenerateRequest.constraint:type_name -> penstock.v1.Constraint
+	32, // 6: penstock.v1.GenerateRequest.cache:type_name -> penstock.v1.CacheOptions
+	33, // 7: penstock.v1.GenerateRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	34, // 8: penstock.v1.GenerateRequest.context:type_name -> penstock.v1.ContextOptions
+	35, // 9: penstock.v1.GenerateRequest.media:type_name -> penstock.v1.Image
+	36, // 10: penstock.v1.GenerateResponse.prompt:type_name -> penstock.v1.PromptInfo
 	3,  // 11: penstock.v1.GenerateResponse.outputs:type_name -> penstock.v1.Output
-	34, // 12: penstock.v1.GenerateResponse.usage:type_name -> penstock.v1.Usage
-	35, // 13: penstock.v1.GenerateResponse.timing:type_name -> penstock.v1.Timing
-	36, // 14: penstock.v1.Output.logprobs:type_name -> penstock.v1.Logprobs
-	37, // 15: penstock.v1.Output.finish:type_name -> penstock.v1.Finish
-	38, // 16: penstock.v1.Output.weights:type_name -> penstock.v1.WeightsSpan
-	39, // 17: penstock.v1.Output.tool_calls:type_name -> penstock.v1.ToolCall
-	40, // 18: penstock.v1.Output.hidden_states:type_name -> penstock.v1.HiddenStates
-	23, // 19: penstock.v1.StreamRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
-	24, // 20: penstock.v1.StreamRequest.chat:type_name -> penstock.v1.ChatPrompt
-	25, // 21: penstock.v1.StreamRequest.sampling:type_name -> penstock.v1.SamplingParams
-	26, // 22: penstock.v1.StreamRequest.stopping:type_name -> penstock.v1.StoppingParams
-	27, // 23: penstock.v1.StreamRequest.output:type_name -> penstock.v1.OutputOptions
-	28, // 24: penstock.v1.StreamRequest.constraint:type_name -> penstock.v1.Constraint
-	29, // 25: penstock.v1.StreamRequest.cache:type_name -> penstock.v1.CacheOptions
-	30, // 26: penstock.v1.StreamRequest.min_weights:type_name -> penstock.v1.WeightsVersion
-	31, // 27: penstock.v1.StreamRequest.context:type_name -> penstock.v1.ContextOptions
-	32, // 28: penstock.v1.StreamRequest.media:type_name -> penstock.v1.Image
+	37, // 12: penstock.v1.GenerateResponse.usage:type_name -> penstock.v1.Usage
+	38, // 13: penstock.v1.GenerateResponse.timing:type_name -> penstock.v1.Timing
+	39, // 14: penstock.v1.Output.logprobs:type_name -> penstock.v1.Logprobs
+	40, // 15: penstock.v1.Output.finish:type_name -> penstock.v1.Finish
+	41, // 16: penstock.v1.Output.weights:type_name -> penstock.v1.WeightsSpan
+	42, // 17: penstock.v1.Output.tool_calls:type_name -> penstock.v1.ToolCall
+	43, // 18: penstock.v1.Output.hidden_states:type_name -> penstock.v1.HiddenStates
+	26, // 19: penstock.v1.StreamRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
+	27, // 20: penstock.v1.StreamRequest.chat:type_name -> penstock.v1.ChatPrompt
+	28, // 21: penstock.v1.StreamRequest.sampling:type_name -> penstock.v1.SamplingParams
+	29, // 22: penstock.v1.StreamRequest.stopping:type_name -> penstock.v1.StoppingParams
+	30, // 23: penstock.v1.StreamRequest.output:type_name -> penstock.v1.OutputOptions
+	31, // 24: penstock.v1.StreamRequest.constraint:type_name -> penstock.v1.Constraint
+	32, // 25: penstock.v1.StreamRequest.cache:type_name -> penstock.v1.CacheOptions
+	33, // 26: penstock.v1.StreamRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	34, // 27: penstock.v1.StreamRequest.context:type_name -> penstock.v1.ContextOptions
+	35, // 28: penstock.v1.StreamRequest.media:type_name -> penstock.v1.Image
 	6,  // 29: penstock.v1.StreamResponse.started:type_name -> penstock.v1.StreamStarted
 	7,  // 30: penstock.v1.StreamResponse.delta:type_name -> penstock.v1.OutputDelta
 	8,  // 31: penstock.v1.StreamResponse.finished:type_name -> penstock.v1.OutputFinished
 	9,  // 32: penstock.v1.StreamResponse.summary:type_name -> penstock.v1.StreamSummary
-	33, // 33: penstock.v1.StreamStarted.prompt:type_name -> penstock.v1.PromptInfo
-	30, // 34: penstock.v1.StreamStarted.weights:type_name -> penstock.v1.WeightsVersion
-	36, // 35: penstock.v1.OutputDelta.logprobs:type_name -> penstock.v1.Logprobs
-	30, // 36: penstock.v1.OutputDelta.weights:type_name -> penstock.v1.WeightsVersion
-	39, // 37: penstock.v1.OutputDelta.tool_calls:type_name -> penstock.v1.ToolCall
-	40, // 38: penstock.v1.OutputDelta.hidden_states:type_name -> penstock.v1.HiddenStates
-	41, // 39: penstock.v1.OutputDelta.tool_call_deltas:type_name -> penstock.v1.ToolCallDelta
-	37, // 40: penstock.v1.OutputFinished.finish:type_name -> penstock.v1.Finish
-	34, // 41: penstock.v1.StreamSummary.usage:type_name -> penstock.v1.Usage
-	35, // 42: penstock.v1.StreamSummary.timing:type_name -> penstock.v1.Timing
+	36, // 33: penstock.v1.StreamStarted.prompt:type_name -> penstock.v1.PromptInfo
+	33, // 34: penstock.v1.StreamStarted.weights:type_name -> penstock.v1.WeightsVersion
+	39, // 35: penstock.v1.OutputDelta.logprobs:type_name -> penstock.v1.Logprobs
+	33, // 36: penstock.v1.OutputDelta.weights:type_name -> penstock.v1.WeightsVersion
+	42, // 37: penstock.v1.OutputDelta.tool_calls:type_name -> penstock.v1.ToolCall
+	43, // 38: penstock.v1.OutputDelta.hidden_states:type_name -> penstock.v1.HiddenStates
+	44, // 39: penstock.v1.OutputDelta.tool_call_deltas:type_name -> penstock.v1.ToolCallDelta
+	40, // 40: penstock.v1.OutputFinished.finish:type_name -> penstock.v1.Finish
+	37, // 41: penstock.v1.StreamSummary.usage:type_name -> penstock.v1.Usage
+	38, // 42: penstock.v1.StreamSummary.timing:type_name -> penstock.v1.Timing
 	11, // 43: penstock.v1.EmbedRequest.inputs:type_name -> penstock.v1.EmbedInput
-	42, // 44: penstock.v1.EmbedRequest.pooling:type_name -> penstock.v1.Pooling
-	29, // 45: penstock.v1.EmbedRequest.cache:type_name -> penstock.v1.CacheOptions
-	30, // 46: penstock.v1.EmbedRequest.min_weights:type_name -> penstock.v1.WeightsVersion
-	43, // 47: penstock.v1.EmbedRequest.truncation:type_name -> penstock.v1.Truncation
-	23, // 48: penstock.v1.EmbedInput.token_ids:type_name -> penstock.v1.TokenIds
+	45, // 44: penstock.v1.EmbedRequest.pooling:type_name -> penstock.v1.Pooling
+	32, // 45: penstock.v1.EmbedRequest.cache:type_name -> penstock.v1.CacheOptions
+	33, // 46: penstock.v1.EmbedRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	46, // 47: penstock.v1.EmbedRequest.truncation:type_name -> penstock.v1.Truncation
+	26, // 48: penstock.v1.EmbedInput.token_ids:type_name -> penstock.v1.TokenIds
 	13, // 49: penstock.v1.EmbedResponse.embeddings:type_name -> penstock.v1.Embedding
-	34, // 50: penstock.v1.EmbedResponse.usage:type_name -> penstock.v1.Usage
-	35, // 51: penstock.v1.EmbedResponse.timing:type_name -> penstock.v1.Timing
-	30, // 52: penstock.v1.Embedding.weights:type_name -> penstock.v1.WeightsVersion
-	23, // 53: penstock.v1.ScoreRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
+	37, // 50: penstock.v1.EmbedResponse.usage:type_name -> penstock.v1.Usage
+	38, // 51: penstock.v1.EmbedResponse.timing:type_name -> penstock.v1.Timing
+	33, // 52: penstock.v1.Embedding.weights:type_name -> penstock.v1.WeightsVersion
+	26, // 53: penstock.v1.ScoreRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
 	15, // 54: penstock.v1.ScoreRequest.continuations:type_name -> penstock.v1.Continuation
-	29, // 55: penstock.v1.ScoreRequest.cache:type_name -> penstock.v1.CacheOptions
-	30, // 56: penstock.v1.ScoreRequest.min_weights:type_name -> penstock.v1.WeightsVersion
-	23, // 57: penstock.v1.Continuation.token_ids:type_name -> penstock.v1.TokenIds
-	33, // 58: penstock.v1.ScoreResponse.prompt:type_name -> penstock.v1.PromptInfo
+	32, // 55: penstock.v1.ScoreRequest.cache:type_name -> penstock.v1.CacheOptions
+	33, // 56: penstock.v1.ScoreRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	26, // 57: penstock.v1.Continuation.token_ids:type_name -> penstock.v1.TokenIds
+	36, // 58: penstock.v1.ScoreResponse.prompt:type_name -> penstock.v1.PromptInfo
 	17, // 59: penstock.v1.ScoreResponse.scores:type_name -> penstock.v1.ContinuationScore
-	34, // 60: penstock.v1.ScoreResponse.usage:type_name -> penstock.v1.Usage
-	35, // 61: penstock.v1.ScoreResponse.timing:type_name -> penstock.v1.Timing
-	30, // 62: penstock.v1.ContinuationScore.weights:type_name -> penstock.v1.WeightsVersion
-	18, // 63: penstock.v1.AbortRequest.request_ids:type_name -> penstock.v1.RequestIds
-	19, // 64: penstock.v1.AbortRequest.all:type_name -> penstock.v1.AllRequests
-	22, // 65: penstock.v1.AbortResponse.results:type_name -> penstock.v1.AbortResult
-	0,  // 66: penstock.v1.AbortResult.outcome:type_name -> penstock.v1.AbortOutcome
-	1,  // 67: penstock.v1.InferenceService.Generate:input_type -> penstock.v1.GenerateRequest
-	4,  // 68: penstock.v1.InferenceService.Stream:input_type -> penstock.v1.StreamRequest
-	10, // 69: penstock.v1.InferenceService.Embed:input_type -> penstock.v1.EmbedRequest
-	14, // 70: penstock.v1.InferenceService.Score:input_type -> penstock.v1.ScoreRequest
-	20, // 71: penstock.v1.InferenceService.Abort:input_type -> penstock.v1.AbortRequest
-	44, // 72: penstock.v1.InferenceService.UpdateWeights:input_type -> penstock.v1.UpdateWeightsRequest
-	2,  // 73: penstock.v1.InferenceService.Generate:output_type -> penstock.v1.GenerateResponse
-	5,  // 74: penstock.v1.InferenceService.Stream:output_type -> penstock.v1.StreamResponse
-	12, // 75: penstock.v1.InferenceService.Embed:output_type -> penstock.v1.EmbedResponse
-	16, // 76: penstock.v1.InferenceService.Score:output_type -> penstock.v1.ScoreResponse
-	21, // 77: penstock.v1.InferenceService.Abort:output_type -> penstock.v1.AbortResponse
-	45, // 78: penstock.v1.InferenceService.UpdateWeights:output_type -> penstock.v1.UpdateWeightsResponse
-	73, // [73:79] is the sub-list for method output_type
-	67, // [67:73] is the sub-list for method input_type
-	67, // [67:67] is the sub-list for extension type_name
-	67, // [67:67] is the sub-list for extension extendee
-	0,  // [0:67] is the sub-list for field type_name
+	37, // 60: penstock.v1.ScoreResponse.usage:type_name -> penstock.v1.Usage
+	38, // 61: penstock.v1.ScoreResponse.timing:type_name -> penstock.v1.Timing
+	33, // 62: penstock.v1.ContinuationScore.weights:type_name -> penstock.v1.WeightsVersion
+	47, // 63: penstock.v1.RerankRequest.method:type_name -> penstock.v1.RerankMethod
+	32, // 64: penstock.v1.RerankRequest.cache:type_name -> penstock.v1.CacheOptions
+	33, // 65: penstock.v1.RerankRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	47, // 66: penstock.v1.RerankResponse.method:type_name -> penstock.v1.RerankMethod
+	20, // 67: penstock.v1.RerankResponse.results:type_name -> penstock.v1.RankedDocument
+	37, // 68: penstock.v1.RerankResponse.usage:type_name -> penstock.v1.Usage
+	38, // 69: penstock.v1.RerankResponse.timing:type_name -> penstock.v1.Timing
+	33, // 70: penstock.v1.RankedDocument.weights:type_name -> penstock.v1.WeightsVersion
+	21, // 71: penstock.v1.AbortRequest.request_ids:type_name -> penstock.v1.RequestIds
+	22, // 72: penstock.v1.AbortRequest.all:type_name -> penstock.v1.AllRequests
+	25, // 73: penstock.v1.AbortResponse.results:type_name -> penstock.v1.AbortResult
+	0,  // 74: penstock.v1.AbortResult.outcome:type_name -> penstock.v1.AbortOutcome
+	1,  // 75: penstock.v1.InferenceService.Generate:input_type -> penstock.v1.GenerateRequest
+	4,  // 76: penstock.v1.InferenceService.Stream:input_type -> penstock.v1.StreamRequest
+	10, // 77: penstock.v1.InferenceService.Embed:input_type -> penstock.v1.EmbedRequest
+	14, // 78: penstock.v1.InferenceService.Score:input_type -> penstock.v1.ScoreRequest
+	18, // 79: penstock.v1.InferenceService.Rerank:input_type -> penstock.v1.RerankRequest
+	23, // 80: penstock.v1.InferenceService.Abort:input_type -> penstock.v1.AbortRequest
+	48, // 81: penstock.v1.InferenceService.UpdateWeights:input_type -> penstock.v1.UpdateWeightsRequest
+	2,  // 82: penstock.v1.InferenceService.Generate:output_type -> penstock.v1.GenerateResponse
+	5,  // 83: penstock.v1.InferenceService.Stream:output_type -> penstock.v1.StreamResponse
+	12, // 84: penstock.v1.InferenceService.Embed:output_type -> penstock.v1.EmbedResponse
+	16, // 85: penstock.v1.InferenceService.Score:output_type -> penstock.v1.ScoreResponse
+	19, // 86: penstock.v1.InferenceService.Rerank:output_type -> penstock.v1.RerankResponse
+	24, // 87: penstock.v1.InferenceService.Abort:output_type -> penstock.v1.AbortResponse
+	49, // 88: penstock.v1.InferenceService.UpdateWeights:output_type -> penstock.v1.UpdateWeightsResponse
+	82, // [82:89] is the sub-list for method output_type
+	75, // [75:82] is the sub-list for method input_type
+	75, // [75:75] is the sub-list for extension type_name
+	75, // [75:75] is the sub-list for extension extendee
+	0,  // [0:75] is the sub-list for field type_name
 }
 
 func init() { file_penstock_v1_inference_proto_init() }
@@ -2689,7 +3039,8 @@ func file_penstock_v1_inference_proto_init() {
 		(*Continuation_Text)(nil),
 		(*Continuation_TokenIds)(nil),
 	}
-	file_penstock_v1_inference_proto_msgTypes[19].OneofWrappers = []any{
+	file_penstock_v1_inference_proto_msgTypes[17].OneofWrappers = []any{}
+	file_penstock_v1_inference_proto_msgTypes[22].OneofWrappers = []any{
 		(*AbortRequest_RequestIds)(nil),
 		(*AbortRequest_RequestIdPrefix)(nil),
 		(*AbortRequest_All)(nil),
@@ -2700,7 +3051,7 @@ func file_penstock_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_penstock_v1_inference_proto_rawDesc), len(file_penstock_v1_inference_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   22,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

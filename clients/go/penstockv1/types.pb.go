@@ -93,6 +93,61 @@ func (Pooling) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_v1_types_proto_rawDescGZIP(), []int{0}
 }
 
+// What the relevance of a document is computed from.
+type RerankMethod int32
+
+const (
+	// The server's default, see GetModelInfoResponse.default_rerank_method.
+	RerankMethod_RERANK_METHOD_UNSPECIFIED RerankMethod = 0
+	// The cosine of the angle between the vectors that Embed makes of query and document, from -1 to 1. The query counts
+	// as an output, and so does each document.
+	RerankMethod_RERANK_METHOD_EMBEDDINGS RerankMethod = 1
+	// The probability that the model answers "yes" and not "no" when its chat template shows it query and document, from
+	// 0 to 1. Each document counts as two outputs, one for each answer.
+	RerankMethod_RERANK_METHOD_YES_NO RerankMethod = 2
+)
+
+// Enum value maps for RerankMethod.
+var (
+	RerankMethod_name = map[int32]string{
+		0: "RERANK_METHOD_UNSPECIFIED",
+		1: "RERANK_METHOD_EMBEDDINGS",
+		2: "RERANK_METHOD_YES_NO",
+	}
+	RerankMethod_value = map[string]int32{
+		"RERANK_METHOD_UNSPECIFIED": 0,
+		"RERANK_METHOD_EMBEDDINGS":  1,
+		"RERANK_METHOD_YES_NO":      2,
+	}
+)
+
+func (x RerankMethod) Enum() *RerankMethod {
+	p := new(RerankMethod)
+	*p = x
+	return p
+}
+
+func (x RerankMethod) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (RerankMethod) Descriptor() protoreflect.EnumDescriptor {
+	return file_penstock_v1_types_proto_enumTypes[1].Descriptor()
+}
+
+func (RerankMethod) Type() protoreflect.EnumType {
+	return &file_penstock_v1_types_proto_enumTypes[1]
+}
+
+func (x RerankMethod) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use RerankMethod.Descriptor instead.
+func (RerankMethod) EnumDescriptor() ([]byte, []int) {
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{1}
+}
+
 // Which tokens are dropped of a prompt that leaves too little room in the context.
 type Truncation int32
 
@@ -138,11 +193,11 @@ func (x Truncation) String() string {
 }
 
 func (Truncation) Descriptor() protoreflect.EnumDescriptor {
-	return file_penstock_v1_types_proto_enumTypes[1].Descriptor()
+	return file_penstock_v1_types_proto_enumTypes[2].Descriptor()
 }
 
 func (Truncation) Type() protoreflect.EnumType {
-	return &file_penstock_v1_types_proto_enumTypes[1]
+	return &file_penstock_v1_types_proto_enumTypes[2]
 }
 
 func (x Truncation) Number() protoreflect.EnumNumber {
@@ -151,7 +206,7 @@ func (x Truncation) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Truncation.Descriptor instead.
 func (Truncation) EnumDescriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{1}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{2}
 }
 
 // Why an output ended.
@@ -207,11 +262,11 @@ func (x FinishReason) String() string {
 }
 
 func (FinishReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_penstock_v1_types_proto_enumTypes[2].Descriptor()
+	return file_penstock_v1_types_proto_enumTypes[3].Descriptor()
 }
 
 func (FinishReason) Type() protoreflect.EnumType {
-	return &file_penstock_v1_types_proto_enumTypes[2]
+	return &file_penstock_v1_types_proto_enumTypes[3]
 }
 
 func (x FinishReason) Number() protoreflect.EnumNumber {
@@ -220,7 +275,7 @@ func (x FinishReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use FinishReason.Descriptor instead.
 func (FinishReason) EnumDescriptor() ([]byte, []int) {
-	return file_penstock_v1_types_proto_rawDescGZIP(), []int{2}
+	return file_penstock_v1_types_proto_rawDescGZIP(), []int{3}
 }
 
 // Token ids of the served model's tokenizer.
@@ -667,7 +722,12 @@ type ChatMessage struct {
 	// its place. Parts that are all texts are one text.
 	// Default: none: content is what is said. Limits: not together with content; at most 10,000 parts in all turns
 	// together.
-	Parts         []*ContentPart `protobuf:"bytes,6,rep,name=parts,proto3" json:"parts,omitempty"`
+	Parts []*ContentPart `protobuf:"bytes,6,rep,name=parts,proto3" json:"parts,omitempty"`
+	// The name of who speaks, which tells apart several of one role. The template sees it as the message's "name", and
+	// decides whether the model is shown it: FEATURE_NAMES says whether the model's own template does so.
+	// Default: none; of a "tool" turn, the name of the function that was called. Limits: none but the size of the
+	// request.
+	Name          string `protobuf:"bytes,7,opt,name=name,proto3" json:"name,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -742,6 +802,13 @@ func (x *ChatMessage) GetParts() []*ContentPart {
 		return x.Parts
 	}
 	return nil
+}
+
+func (x *ChatMessage) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
 }
 
 // A conversation, rendered to a prompt by the model's chat template. A model without a template, and none given here:
@@ -2349,7 +2416,7 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"\vContentPart\x12\x14\n" +
 	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x12*\n" +
 	"\x05image\x18\x02 \x01(\v2\x12.penstock.v1.ImageH\x00R\x05imageB\x06\n" +
-	"\x04part\"\xe1\x01\n" +
+	"\x04part\"\xf5\x01\n" +
 	"\vChatMessage\x12\x12\n" +
 	"\x04role\x18\x01 \x01(\tR\x04role\x12\x18\n" +
 	"\acontent\x18\x02 \x01(\tR\acontent\x124\n" +
@@ -2358,7 +2425,8 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"\ftool_call_id\x18\x04 \x01(\tR\n" +
 	"toolCallId\x12\x1c\n" +
 	"\treasoning\x18\x05 \x01(\tR\treasoning\x12.\n" +
-	"\x05parts\x18\x06 \x03(\v2\x18.penstock.v1.ContentPartR\x05parts\"\xbc\x02\n" +
+	"\x05parts\x18\x06 \x03(\v2\x18.penstock.v1.ContentPartR\x05parts\x12\x12\n" +
+	"\x04name\x18\a \x01(\tR\x04name\"\xbc\x02\n" +
 	"\n" +
 	"ChatPrompt\x124\n" +
 	"\bmessages\x18\x01 \x03(\v2\x18.penstock.v1.ChatMessageR\bmessages\x121\n" +
@@ -2499,7 +2567,11 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"\aPooling\x12\x17\n" +
 	"\x13POOLING_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12POOLING_LAST_TOKEN\x10\x01\x12\x10\n" +
-	"\fPOOLING_MEAN\x10\x02*\x81\x01\n" +
+	"\fPOOLING_MEAN\x10\x02*e\n" +
+	"\fRerankMethod\x12\x1d\n" +
+	"\x19RERANK_METHOD_UNSPECIFIED\x10\x00\x12\x1c\n" +
+	"\x18RERANK_METHOD_EMBEDDINGS\x10\x01\x12\x18\n" +
+	"\x14RERANK_METHOD_YES_NO\x10\x02*\x81\x01\n" +
 	"\n" +
 	"Truncation\x12\x1a\n" +
 	"\x16TRUNCATION_UNSPECIFIED\x10\x00\x12\x15\n" +
@@ -2530,62 +2602,63 @@ func file_penstock_v1_types_proto_rawDescGZIP() []byte {
 	return file_penstock_v1_types_proto_rawDescData
 }
 
-var file_penstock_v1_types_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_penstock_v1_types_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
 var file_penstock_v1_types_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_penstock_v1_types_proto_goTypes = []any{
 	(Pooling)(0),                // 0: penstock.v1.Pooling
-	(Truncation)(0),             // 1: penstock.v1.Truncation
-	(FinishReason)(0),           // 2: penstock.v1.FinishReason
-	(*TokenIds)(nil),            // 3: penstock.v1.TokenIds
-	(*ToolDefinition)(nil),      // 4: penstock.v1.ToolDefinition
-	(*ToolCall)(nil),            // 5: penstock.v1.ToolCall
-	(*ToolCallDelta)(nil),       // 6: penstock.v1.ToolCallDelta
-	(*Image)(nil),               // 7: penstock.v1.Image
-	(*ContentPart)(nil),         // 8: penstock.v1.ContentPart
-	(*ChatMessage)(nil),         // 9: penstock.v1.ChatMessage
-	(*ChatPrompt)(nil),          // 10: penstock.v1.ChatPrompt
-	(*SamplingParams)(nil),      // 11: penstock.v1.SamplingParams
-	(*StoppingParams)(nil),      // 12: penstock.v1.StoppingParams
-	(*ChoiceList)(nil),          // 13: penstock.v1.ChoiceList
-	(*JsonObject)(nil),          // 14: penstock.v1.JsonObject
-	(*Constraint)(nil),          // 15: penstock.v1.Constraint
-	(*OutputOptions)(nil),       // 16: penstock.v1.OutputOptions
-	(*ContextOptions)(nil),      // 17: penstock.v1.ContextOptions
-	(*CacheOptions)(nil),        // 18: penstock.v1.CacheOptions
-	(*Candidate)(nil),           // 19: penstock.v1.Candidate
-	(*CandidateList)(nil),       // 20: penstock.v1.CandidateList
-	(*Logprobs)(nil),            // 21: penstock.v1.Logprobs
-	(*HiddenStates)(nil),        // 22: penstock.v1.HiddenStates
-	(*StopMatch)(nil),           // 23: penstock.v1.StopMatch
-	(*Finish)(nil),              // 24: penstock.v1.Finish
-	(*WeightsVersion)(nil),      // 25: penstock.v1.WeightsVersion
-	(*WeightsSpan)(nil),         // 26: penstock.v1.WeightsSpan
-	(*Usage)(nil),               // 27: penstock.v1.Usage
-	(*Timing)(nil),              // 28: penstock.v1.Timing
-	(*PromptInfo)(nil),          // 29: penstock.v1.PromptInfo
-	nil,                         // 30: penstock.v1.SamplingParams.LogitBiasEntry
-	(*durationpb.Duration)(nil), // 31: google.protobuf.Duration
+	(RerankMethod)(0),           // 1: penstock.v1.RerankMethod
+	(Truncation)(0),             // 2: penstock.v1.Truncation
+	(FinishReason)(0),           // 3: penstock.v1.FinishReason
+	(*TokenIds)(nil),            // 4: penstock.v1.TokenIds
+	(*ToolDefinition)(nil),      // 5: penstock.v1.ToolDefinition
+	(*ToolCall)(nil),            // 6: penstock.v1.ToolCall
+	(*ToolCallDelta)(nil),       // 7: penstock.v1.ToolCallDelta
+	(*Image)(nil),               // 8: penstock.v1.Image
+	(*ContentPart)(nil),         // 9: penstock.v1.ContentPart
+	(*ChatMessage)(nil),         // 10: penstock.v1.ChatMessage
+	(*ChatPrompt)(nil),          // 11: penstock.v1.ChatPrompt
+	(*SamplingParams)(nil),      // 12: penstock.v1.SamplingParams
+	(*StoppingParams)(nil),      // 13: penstock.v1.StoppingParams
+	(*ChoiceList)(nil),          // 14: penstock.v1.ChoiceList
+	(*JsonObject)(nil),          // 15: penstock.v1.JsonObject
+	(*Constraint)(nil),          // 16: penstock.v1.Constraint
+	(*OutputOptions)(nil),       // 17: penstock.v1.OutputOptions
+	(*ContextOptions)(nil),      // 18: penstock.v1.ContextOptions
+	(*CacheOptions)(nil),        // 19: penstock.v1.CacheOptions
+	(*Candidate)(nil),           // 20: penstock.v1.Candidate
+	(*CandidateList)(nil),       // 21: penstock.v1.CandidateList
+	(*Logprobs)(nil),            // 22: penstock.v1.Logprobs
+	(*HiddenStates)(nil),        // 23: penstock.v1.HiddenStates
+	(*StopMatch)(nil),           // 24: penstock.v1.StopMatch
+	(*Finish)(nil),              // 25: penstock.v1.Finish
+	(*WeightsVersion)(nil),      // 26: penstock.v1.WeightsVersion
+	(*WeightsSpan)(nil),         // 27: penstock.v1.WeightsSpan
+	(*Usage)(nil),               // 28: penstock.v1.Usage
+	(*Timing)(nil),              // 29: penstock.v1.Timing
+	(*PromptInfo)(nil),          // 30: penstock.v1.PromptInfo
+	nil,                         // 31: penstock.v1.SamplingParams.LogitBiasEntry
+	(*durationpb.Duration)(nil), // 32: google.protobuf.Duration
 }
 var file_penstock_v1_types_proto_depIdxs = []int32{
-	7,  // 0: penstock.v1.ContentPart.image:type_name -> penstock.v1.Image
-	5,  // 1: penstock.v1.ChatMessage.tool_calls:type_name -> penstock.v1.ToolCall
-	8,  // 2: penstock.v1.ChatMessage.parts:type_name -> penstock.v1.ContentPart
-	9,  // 3: penstock.v1.ChatPrompt.messages:type_name -> penstock.v1.ChatMessage
-	4,  // 4: penstock.v1.ChatPrompt.tools:type_name -> penstock.v1.ToolDefinition
-	30, // 5: penstock.v1.SamplingParams.logit_bias:type_name -> penstock.v1.SamplingParams.LogitBiasEntry
-	31, // 6: penstock.v1.StoppingParams.time_limit:type_name -> google.protobuf.Duration
-	14, // 7: penstock.v1.Constraint.json_object:type_name -> penstock.v1.JsonObject
-	13, // 8: penstock.v1.Constraint.choice:type_name -> penstock.v1.ChoiceList
-	1,  // 9: penstock.v1.ContextOptions.truncation:type_name -> penstock.v1.Truncation
-	19, // 10: penstock.v1.CandidateList.candidates:type_name -> penstock.v1.Candidate
-	20, // 11: penstock.v1.Logprobs.top:type_name -> penstock.v1.CandidateList
-	2,  // 12: penstock.v1.Finish.reason:type_name -> penstock.v1.FinishReason
-	23, // 13: penstock.v1.Finish.match:type_name -> penstock.v1.StopMatch
-	25, // 14: penstock.v1.WeightsSpan.version:type_name -> penstock.v1.WeightsVersion
-	31, // 15: penstock.v1.Timing.queue:type_name -> google.protobuf.Duration
-	31, // 16: penstock.v1.Timing.time_to_first_token:type_name -> google.protobuf.Duration
-	31, // 17: penstock.v1.Timing.total:type_name -> google.protobuf.Duration
-	21, // 18: penstock.v1.PromptInfo.logprobs:type_name -> penstock.v1.Logprobs
+	8,  // 0: penstock.v1.ContentPart.image:type_name -> penstock.v1.Image
+	6,  // 1: penstock.v1.ChatMessage.tool_calls:type_name -> penstock.v1.ToolCall
+	9,  // 2: penstock.v1.ChatMessage.parts:type_name -> penstock.v1.ContentPart
+	10, // 3: penstock.v1.ChatPrompt.messages:type_name -> penstock.v1.ChatMessage
+	5,  // 4: penstock.v1.ChatPrompt.tools:type_name -> penstock.v1.ToolDefinition
+	31, // 5: penstock.v1.SamplingParams.logit_bias:type_name -> penstock.v1.SamplingParams.LogitBiasEntry
+	32, // 6: penstock.v1.StoppingParams.time_limit:type_name -> google.protobuf.Duration
+	15, // 7: penstock.v1.Constraint.json_object:type_name -> penstock.v1.JsonObject
+	14, // 8: penstock.v1.Constraint.choice:type_name -> penstock.v1.ChoiceList
+	2,  // 9: penstock.v1.ContextOptions.truncation:type_name -> penstock.v1.Truncation
+	20, // 10: penstock.v1.CandidateList.candidates:type_name -> penstock.v1.Candidate
+	21, // 11: penstock.v1.Logprobs.top:type_name -> penstock.v1.CandidateList
+	3,  // 12: penstock.v1.Finish.reason:type_name -> penstock.v1.FinishReason
+	24, // 13: penstock.v1.Finish.match:type_name -> penstock.v1.StopMatch
+	26, // 14: penstock.v1.WeightsSpan.version:type_name -> penstock.v1.WeightsVersion
+	32, // 15: penstock.v1.Timing.queue:type_name -> google.protobuf.Duration
+	32, // 16: penstock.v1.Timing.time_to_first_token:type_name -> google.protobuf.Duration
+	32, // 17: penstock.v1.Timing.total:type_name -> google.protobuf.Duration
+	22, // 18: penstock.v1.PromptInfo.logprobs:type_name -> penstock.v1.Logprobs
 	19, // [19:19] is the sub-list for method output_type
 	19, // [19:19] is the sub-list for method input_type
 	19, // [19:19] is the sub-list for extension type_name
@@ -2623,7 +2696,7 @@ func file_penstock_v1_types_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_penstock_v1_types_proto_rawDesc), len(file_penstock_v1_types_proto_rawDesc)),
-			NumEnums:      3,
+			NumEnums:      4,
 			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   0,
