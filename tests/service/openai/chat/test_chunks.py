@@ -153,6 +153,30 @@ def test_calls_in_pieces() -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+def test_calls_of_custom_tools_in_pieces() -> None:
+    """Their text is told as it comes; what does not follow the function is told when the call has ended."""
+    events: Any = [
+        Delta(0, "", tool_call_deltas=(ToolCallDelta(0, "c1", "f", '{"in'),)),
+        Delta(0, "", tool_call_deltas=(ToolCallDelta(0, "", "", 'put": "a\\'),)),
+        Delta(0, "", tool_call_deltas=(ToolCallDelta(0, "", "", 'nb"}'), ToolCallDelta(1, "c2", "f", "{"))),
+        Finished(0, Finish(FinishReason.MAX_TOKENS), ""),
+        END,
+    ]
+    chunks = chat(*events, wanted=Wanted(custom_tools=frozenset({"f"})))
+    assert [
+        c["choices"][0]["delta"]["tool_calls"] for c in chunks if c["choices"][0]["delta"].get("tool_calls")
+    ] == [
+        [{"index": 0, "id": "c1", "type": "custom", "custom": {"name": "f", "input": ""}}],
+        [{"index": 0, "custom": {"input": "a"}}],
+        [
+            {"index": 0, "custom": {"input": "\nb"}},
+            {"index": 1, "id": "c2", "type": "custom", "custom": {"name": "f", "input": ""}},
+        ],
+        [{"index": 1, "custom": {"input": "{"}}],
+    ]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
 def test_reasoning_and_calls() -> None:
     calls = [ToolCall("c1", "f", '{"a": "\\u0001"}'), ToolCall("c2", "g", '{"a": "\u2028é\x85"}')]
     events: Any = [

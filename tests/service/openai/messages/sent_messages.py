@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic_core import from_json
+
 DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
 """From a type of deltas to the field of the block that grows."""
 
@@ -25,7 +27,9 @@ def events_of(sent: str) -> list[dict[str, Any]]:
 
 
 def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that the events come to. Each must stand where the published API allows it."""
+    """The message that the events come to. Each must stand where the published API allows it. Of a call that
+    was cut off, Anthropic's clients read the arguments as far as they go.
+    """
     first, *middle, delta, last = events
     assert (first["type"], delta["type"], last) == (
         "message_start",
@@ -47,9 +51,10 @@ def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
         block = message["content"][-1]
         if event["type"] == "content_block_stop":
             is_open = False
+            if arguments:
+                block["input"] = from_json(arguments, allow_partial="trailing-strings")
         elif event["delta"]["type"] == "input_json_delta":
             arguments += event["delta"]["partial_json"]
-            block["input"] = json.loads(arguments)
         else:
             field = DELTAS[event["delta"]["type"]]
             block[field] += event["delta"][field]

@@ -97,6 +97,12 @@ async def both(rig: FrontRig, **fields: Any) -> dict[str, Any]:
             ("tool_use", None),
         ),
         (
+            CALL,
+            {"tools": [TOOL], "max_tokens": CALL.index('me"}') - len("tool_call>")},
+            [{"type": "tool_use", "name": "get", "input": {"city": "Ro"}}],
+            ("max_tokens", None),
+        ),
+        (
             "a" * 3000,
             {"max_tokens": 5000},
             [{"type": "text", "text": "a" * 1993}],
@@ -113,6 +119,7 @@ async def both(rig: FrontRig, **fields: Any) -> dict[str, Any]:
         "call",
         "calls",
         "one call",
+        "call that is cut off",
         "context",
     ],
 )

@@ -191,7 +191,9 @@ async def create_message(request: Request) -> Response:
     options["request_id"] = f"msg_{call.number}"
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"
     if body.stream:
-        stream = backend.client.stream(timeout=call.timeout, metadata=call.metadata, **options)
+        stream = backend.client.stream(
+            tool_call_deltas=True, timeout=call.timeout, metadata=call.metadata, **options
+        )
         return await sse(request, message_events(stream, shows_thinking=shows_thinking))
     answer = await answered(
         request, backend.client.generate(timeout=call.timeout, metadata=call.metadata, **options)

@@ -12,6 +12,8 @@ import sys
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Final
 
+from pydantic_core import from_json
+
 from penstock.client import (
     AsyncGenerationStream,
     Delta,
@@ -110,6 +112,9 @@ class MessageWriter:
     def add(self, delta: Delta) -> str:
         """The events of what was added to the output."""
         said = ""
+        for piece in delta.tool_call_deltas:
+            if not piece.name:  # it goes on with a call that was made before all else in this delta
+                said += self._arguments(piece.arguments_json)
         if delta.reasoning:
             said += self._begin("thinking", thinking="", signature="")
             if self._shows_thinking:
@@ -119,8 +124,12 @@ class MessageWriter:
         if delta.delta:
             said += self._begin("text", text="")
             said += self._delta(f'"text_delta","text":{json_string(delta.delta)}')
+        for piece in delta.tool_call_deltas:
+            if piece.name:
+                said += self._call(piece.id, piece.name) + self._arguments(piece.arguments_json)
         for call in delta.tool_calls:
-            said += self._call(call)
+            arguments = json_bytes(tool_input(call)).decode()
+            said += self._call(call.id, call.name) + self._arguments(arguments) + self._end()
         return said
 
     def end(self, usage: Usage) -> str:
@@ -130,12 +139,14 @@ class MessageWriter:
         said = self._end() + _event("message_delta", delta=ending, usage=_usage(usage))
         return said + _event("message_stop")
 
-    def _call(self, call: ToolCall) -> str:
-        """A call, which comes whole."""
+    def _call(self, call_id: str, name: str) -> str:
+        """The beginning of a call."""
         self._has_calls = True
-        said = self._end() + self._begin("tool_use", id=call.id, name=call.name, input={})
-        arguments = json_bytes(tool_input(call)).decode()
-        return said + self._delta(f'"input_json_delta","partial_json":{json_string(arguments)}') + self._end()
+        return self._end() + self._begin("tool_use", id=call_id, name=name, input={})
+
+    def _arguments(self, piece: str) -> str:
+        """A piece of the arguments of the open call."""
+        return self._delta(f'"input_json_delta","partial_json":{json_string(piece)}') if piece else ""
 
     def _begin(self, kind: str, **fields: Any) -> str:
         """Make sure that a block of this type is open."""
@@ -169,14 +180,26 @@ class MessageWriter:
 
 def tool_input(call: ToolCall) -> dict[str, Any]:
     """The arguments of a call, as they can be sent back: what JSON's readers make of them, without halves of
-    surrogate pairs, and with numbers that are not too large for a request.
+    surrogate pairs, and with numbers that are not too large for a request. Of a call that was cut off, they
+    are what had come of them.
     """
-    value = json.loads(call.arguments_json.strip() or "{}", parse_int=_integer, parse_float=_number)
+    text = call.arguments_json.strip() or "{}"
+    try:
+        value = json.loads(text, parse_int=_integer, parse_float=_number)
+    except ValueError:
+        value = _begun_object(text)
     text = json.dumps(value, ensure_ascii=False)
     if not text.isascii():
         value = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-    assert isinstance(value, dict), "the server makes sure of it"
-    return value
+    return value if isinstance(value, dict) else {}
+
+
+def _begun_object(text: str) -> Any:
+    """What has come of JSON that ends too early; an empty object where that is nothing."""
+    try:
+        return from_json(text, allow_partial="trailing-strings", allow_inf_nan=False)
+    except ValueError:
+        return {}
 
 
 def _integer(text: str) -> int | float:

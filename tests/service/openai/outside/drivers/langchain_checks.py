@@ -169,7 +169,7 @@ def check_error_names_the_field(endpoint):
 def check_long_prompt_is_a_context_overflow(endpoint):
     found = None
     try:
-        chat(endpoint).invoke("once upon a time " * 2000)
+        chat(endpoint).invoke("once upon a time " * 5000)
     except ContextOverflowError as error:
         found = error
     assert found is not None

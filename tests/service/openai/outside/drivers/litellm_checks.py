@@ -174,7 +174,7 @@ def check_bad_value_is_a_bad_request(endpoint):
 
 
 def check_long_prompt_is_a_context_window_error(endpoint):
-    long = [{"role": "user", "content": "once upon a time " * 2000}]
+    long = [{"role": "user", "content": "once upon a time " * 5000}]
     raised(litellm.ContextWindowExceededError, **(upstream(endpoint) | {"messages": long}))
 
 

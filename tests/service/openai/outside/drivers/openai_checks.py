@@ -474,7 +474,7 @@ def check_error_of_a_wrong_key(endpoint):
 
 
 def check_error_of_a_long_prompt(endpoint):
-    error = raised(openai.BadRequestError, chat, endpoint=endpoint, content="once upon a time " * 2000)
+    error = raised(openai.BadRequestError, chat, endpoint=endpoint, content="once upon a time " * 5000)
     assert error.code == "context_length_exceeded", error
 
 
