@@ -113,11 +113,11 @@ class Sequence:
             return model.logits(hidden, meta.num_tokens), kv
 
         def compiled(decode_only):
-            program = functools.wraps(step)(functools.partial(step, decode_only))
-            if mesh is not None:
-                arguments, results = (CUT, WHOLE, WHOLE, WHOLE, CUT, WHOLE), (WHOLE, CUT)
-                program = on_mesh(program, mesh, arguments, results)
-            return jax.jit(program)
+            program = functools.partial(step, decode_only)
+            if mesh is None:
+                return jax.jit(program)
+            arguments, results = (CUT, WHOLE, WHOLE, WHOLE, CUT, WHOLE), (WHOLE, CUT)
+            return jax.jit(on_mesh(functools.wraps(step)(program), mesh, arguments, results))
 
         self._steps = {decode_only: compiled(decode_only) for decode_only in (False, True)}
         self.reset()
@@ -125,7 +125,8 @@ class Sequence:
     def hlo(self) -> str:
         """The compiled program of the last call, as XLA's text."""
         program, arguments = self.last_call
-        return program.lower(*arguments).compile().as_text()
+        text: str = program.lower(*arguments).compile().as_text()
+        return text
 
     def reset(self) -> None:
         self.kv, self.length = self._empty, 0
