@@ -124,7 +124,7 @@ def make_meta(
     ends = jnp.cumsum(q_lens)
     firsts = ends - q_lens
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    token_rows = jnp.minimum(jnp.searchsorted(ends, token, side="right"), num_rows - 1).astype(jnp.int32)
+    token_rows = _rows_of(token, ends, decode_only=decode_only)
     real = token < ends[-1]
     positions = jnp.where(real, starts[token_rows] + token - firsts[token_rows], 0)
     page = page_table[token_rows, positions // page_size]
@@ -136,8 +136,7 @@ def make_meta(
     # A block holds at least one token, and only a row's last block is not full.
     num_blocks = num_rows if decode_only else min(num_tokens, num_tokens // block_q + num_rows)
     block = jnp.arange(num_blocks, dtype=jnp.int32)
-    block_rows = jnp.searchsorted(block_ends, block, side="right").astype(jnp.int32)
-    block_rows = jnp.minimum(block_rows, num_rows - 1)
+    block_rows = _rows_of(block, block_ends, decode_only=decode_only)
     lane = jnp.arange(block_q, dtype=jnp.int32)
     offsets = ((block - block_firsts[block_rows]) * block_q)[:, None] + lane[None, :]
     used = (block < block_ends[-1])[:, None] & (offsets < q_lens[block_rows][:, None])
@@ -165,6 +164,16 @@ def make_meta(
         state_cut,
         state_cut_to,
     )
+
+
+def _rows_of(index: Array, ends: Array, *, decode_only: bool) -> Array:
+    """The row of each token, or block, of these indices, where row r has those before ends[r]; the last row
+    for padding.
+    """
+    last = ends.shape[0] - 1
+    if decode_only:  # a search is a loop of launches on a GPU
+        return jnp.where(index < ends[-1], index, last)
+    return jnp.minimum(jnp.searchsorted(ends, index, side="right"), last).astype(jnp.int32)
 
 
 def with_pages(meta: AttentionMeta, page_table: Array, page_size: int, num_pages: int) -> AttentionMeta:
@@ -198,7 +207,8 @@ def paged_attention(
     """Causal attention of a ragged batch against its paged cache, in XLA. It also writes the cache.
 
     q [T, H, D], k_new and v_new [T, KH, D] in the model's dtype, after RoPE; v_new is None where
-    `options.value_dim` is set. kv as in `kv_layer_shape` and `kv_storage_dtype`. In a cache of int8 a token
+    `options.value_dim` is set. kv as in `kv_layer_shape`, in the model's dtype, as `kv_storage_dtype` stores
+    that, or in int8. In a cache of int8 a token
     attends to the quantized keys and values, also to its own, so it does not matter in which step they were
     written. H is a multiple of KH. Returns out [T, H, D], or [T, H, value_dim], in q's dtype (padding tokens
     hold finite values) and the updated cache.
