@@ -76,7 +76,7 @@ def scorer(
     leaves = state_to_leaves(load_weights(directory, config, dtype, linear=linear, progress=False))
     page_size = 16
     pages = LENGTH // page_size
-    kept = cache_dtype(tried.kv_cache_dtype, np.dtype(dtype))
+    kept = backend.kv_storage_dtype(cache_dtype(tried.kv_cache_dtype, np.dtype(dtype)))
     arrays = config.cache.arrays([pages] * len(config.cache.windows), page_size, 1, kept)
 
     @jax.jit

@@ -98,11 +98,10 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
     shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len, num_snapshots=kv.num_snapshots)
     runner = ModelRunner(model.graphdef, model.weights, model.cache, shapes, backend)
     batch_invariant = model.is_native and runner.device.attends_batch_invariantly
-    if config.native == "require" and not batch_invariant:
-        raise ConfigError(
-            "native: the kernels are required, but cannot compute all of this model: they take a "
-            "page_size in multiples of 16, heads of 32, inputs of products of 64 and outputs of 16"
-        )
+    is_native = batch_invariant if backend.needs_all_native else runner.device.decodes_natively
+    if config.native == "require" and not is_native:
+        raise ConfigError(backend.kernels_cannot)
+    _log_attention(runner.device, backend)
     images = _image_reader(model, config)
     runner.initialize_kv_cache(kv.num_pages)
     config = dataclasses.replace(
@@ -174,6 +173,13 @@ def _image_reader(model: ServedModel, config: ResolvedConfig) -> ImageReader | N
     return ImageReader(model.vision, model.image_processor, limits)
 
 
+def _log_attention(device: DeviceState, backend: Backend) -> None:
+    if device.decodes_natively:
+        log.info("decode steps attend by a kernel for %s", backend.platform_name)
+    else:
+        log.info("decode steps attend by XLA in some layers or all")
+
+
 def _log_penalties(model: ServedModel, config: ResolvedConfig) -> None:
     if model.defaults.sampling().has_penalties:
         log.info(
@@ -220,7 +226,7 @@ def _runner_config(
         max_model_len=config.max_model_len or model.max_model_len,
         page_size=config.page_size,
         dtype=model.dtype,
-        kv_dtype=cache_dtype(config.kv_cache_dtype, np.dtype(model.dtype)),
+        kv_dtype=backend.kv_storage_dtype(cache_dtype(config.kv_cache_dtype, np.dtype(model.dtype))),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         feature_slots=config.feature_slots,

@@ -92,11 +92,12 @@ class EngineConfig:
     as many as there are and the model can be cut over, on a CPU one. A CPU's devices are made by the engine,
     so load it before other code computes with JAX."""
     native: str = "auto"
-    """The native CPU kernels: "auto" uses them where the machine and the model can, "require" refuses to
-    start unless they compute all of the model, "off" leaves everything to XLA."""
+    """The kernels for CPUs, and for decode steps on GPUs of the Hopper generation: "auto" uses them where the
+    machine and the model can, "require" refuses to start unless they compute all of the model or, on a GPU,
+    the attention of its decode steps, "off" leaves everything to XLA."""
     native_folder: Path | None = None
-    """Folder of the kernels' library, which is compiled into it if it is not there; None: the library that
-    came with the wheel, or else ~/.cache/penstock/native."""
+    """Folder of the CPU kernels' library, which is compiled into it if it is not there; None: the library
+    that came with the wheel, or else ~/.cache/penstock/native."""
     threads: int | None = None
     """CPU threads that load weights, compile programs, compute, and fill masks; half of them make the weights
     of an update, while the others serve. None: the processors that affinity mask and CPU quota allow. XLA has

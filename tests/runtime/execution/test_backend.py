@@ -22,6 +22,7 @@ from penstock.runtime.execution.backend import Backend, check_required, choose_b
 from penstock.runtime.execution.compilation import compile_program
 from penstock.runtime.execution.kv_sizing import DeviceMemory
 from penstock.runtime.ops.attention import LONG_SPAN, paged_attention
+from penstock.runtime.ops.gpu.attention import gpu_paged_attention
 from penstock.runtime.ops.native import huge_pages, library
 from penstock.runtime.ops.native.attention import native_paged_attention
 from penstock.runtime.ops.native.sample import native_sample, native_token_logprobs
@@ -47,6 +48,7 @@ class Accelerator:
     id: int = 0
     process_index: int = 0
     device_kind: str = "none"
+    compute_capability: str = "8.0"
     asked: list[None] = field(default_factory=list)
 
     def memory_stats(self) -> dict[str, int] | None:
@@ -124,8 +126,47 @@ def test_required_kernels_take_cpu_and_bfloat16() -> None:
         check_required(EngineConfig(), backend, dtype)
         with pytest.raises(ConfigError, match=rf"^native: .*a model in {dtype} .*serve it in bfloat16"):
             check_required(required, backend, dtype)
-    with pytest.raises(ConfigError, match=r"^native: .*they are for CPU, not gpu"):
-        chosen(None, native="require")
+    tpu = Accelerator(None, platform="tpu")
+    with pytest.raises(ConfigError, match=r"^native: .*they are for CPUs and GPUs, not tpu"):
+        choose_backend(required, cast("Any", tpu))
+
+
+def test_hopper_has_a_kernel_for_decode_steps() -> None:
+    hopper = cast("Any", Accelerator(None, compute_capability="9.0"))
+    query, cache = jax.ShapeDtypeStruct((1, 1, 128), BF16), jax.ShapeDtypeStruct((9, 2, 8, 64, 128), BF16)
+    for native in ("auto", "require"):
+        backend = choose_backend(EngineConfig(native=native), hopper)
+        assert backend.attention is gpu_paged_attention
+        assert backend.decodes_natively(query, cache, None)
+        assert not backend.attends_batch_invariantly(query, cache, None)
+        assert (backend.sampler, backend.recurrent) == (sample, XLA_RECURRENT)
+        assert not backend.linear_format(BF16, int8=True).packed
+    required = EngineConfig(native="require")
+    check_required(required, backend, BF16)
+    with pytest.raises(ConfigError, match=r"^native: .*a model in float32 .*serve it in bfloat16"):
+        check_required(required, backend, F32)
+    off = choose_backend(EngineConfig(native="off"), hopper)
+    assert isinstance(off.attention, partial)
+    assert not off.decodes_natively(query, cache, None)
+
+
+def test_other_gpus_have_xla_alone_and_a_line_of_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    blackwell = cast("Any", Accelerator(None, compute_capability="10.0"))
+    with caplog.at_level("INFO"):
+        assert isinstance(choose_backend(EngineConfig(), blackwell).attention, partial)
+    assert "need compute capability 9.0 (Hopper), and this one has 10.0" in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"^native: .*need compute capability 9\.0 \(Hopper\), .* has 10\.0"
+    ):
+        choose_backend(EngineConfig(native="require"), blackwell)
+
+
+def test_only_a_cpu_stores_16_bits_of_the_cache_as_integers() -> None:
+    gpu = chosen(None)
+    assert [gpu.kv_storage_dtype(each) for each in (BF16, F16, F32)] == [BF16, F16, F32]
+    for native in ("auto", "off"):
+        cpu = choose_backend(EngineConfig(native=native), CPU)
+        assert [cpu.kv_storage_dtype(each) for each in (BF16, F32)] == [np.uint16, F32]
 
 
 @pytest.mark.ci

@@ -31,7 +31,7 @@ def test_deepseek_v3_keeps_70272_bytes_of_a_token() -> None:
 def test_the_arrays_hold_exactly_what_is_counted() -> None:
     cache = CacheSpec((LatentKV(32, 16), PagedKV(2, 8)))
     latent, keys_and_values = cache.arrays((5,), 4, 3, BF16)
-    assert (latent.shape, latent.dtype) == ((5, 1, 1, 4, 48), np.uint16)
+    assert (latent.shape, latent.dtype) == ((5, 1, 1, 4, 48), BF16)
     sizes = [int(np.prod(array.shape)) * array.dtype.itemsize for array in (latent, keys_and_values)]
     assert sum(sizes) == 5 * cache.page_bytes(4, BF16)
 

@@ -8,10 +8,12 @@ decided here; no other module asks which platform it runs on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,7 @@ from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import AXIS
 from penstock.runtime.ops.attention import LONG_SPAN, AttentionOp, paged_attention
 from penstock.runtime.ops.device_arrays import ZerosOf
+from penstock.runtime.ops.kv_rows import kv_storage_dtype
 from penstock.runtime.ops.native import attention as attention_kernels
 from penstock.runtime.ops.native import huge_pages, library
 from penstock.runtime.ops.native.attention import native_paged_attention
@@ -41,7 +44,14 @@ from penstock.runtime.ops.sampler import (
     token_logprobs,
 )
 
+log = logging.getLogger(__name__)
+
 ArrayShape = jax.ShapeDtypeStruct
+AttentionTest = Callable[[ArrayShape, ArrayShape, int | None], bool]
+"""Says something of attention for queries [T, H, D] and a layer's cache of these shapes and dtypes, and with
+this `value_dim`."""
+HOPPER = "9.0"
+"""The compute capability of the GPUs that our kernels are for. Those of Blackwell lack their instructions."""
 
 GPU_OPTIONS: Mapping[str, str | bool] = MappingProxyType(
     {
@@ -58,8 +68,12 @@ loop over keys of each layer (bench/RESULTS.md, "On an H200").
 _LONG_ATTENTION = partial(paged_attention, span=LONG_SPAN)
 
 
-def _never_batch_invariant(query: ArrayShape, cache: ArrayShape, value_dim: int | None) -> bool:
+def _never(query: ArrayShape, cache: ArrayShape, value_dim: int | None) -> bool:
     return False
+
+
+def _as_it_is(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
+    return dtype
 
 
 def _no_memory() -> DeviceMemory | None:
@@ -77,9 +91,19 @@ class Backend:
     mesh: Mesh
     """The devices over which the model is cut (`cutting`), along the axis `AXIS`."""
     attention: AttentionOp = _LONG_ATTENTION
-    attends_batch_invariantly: Callable[[ArrayShape, ArrayShape, int | None], bool] = _never_batch_invariant
-    """Whether the bits that `attention` gives a token depend on its own row alone, for queries [T, H, D] and
-    a layer's cache of these shapes and dtypes, and with this `value_dim`."""
+    attends_batch_invariantly: AttentionTest = _never
+    """Whether the bits that `attention` gives a token depend on its own row alone."""
+    decodes_natively: AttentionTest = _never
+    """Whether `attention` calls a kernel of ours in decode steps."""
+    needs_all_native: bool = True
+    """Whether native="require" wants all of a model in kernels, and not only the attention of its decode
+    steps, as on GPUs."""
+    native_dtype: np.dtype[np.generic] | None = None
+    """The dtype of the models that kernels compute; None: there are no kernels."""
+    kernels_cannot: str = ""
+    """What to tell those who require kernels for a model that these cannot compute."""
+    kv_storage_dtype: Callable[[np.dtype[Any]], np.dtype[Any]] = _as_it_is
+    """What keys and values in a dtype are stored in."""
     recurrent: RecurrentOps = XLA_RECURRENT
     recurs_batch_invariantly: bool = False
     """Whether the bits that `recurrent` gives a token depend on its own row alone, in sizes in which the
@@ -132,16 +156,17 @@ def choose_backend(config: EngineConfig, *devices: jax.Device) -> Backend:
             "start the engine before other code uses JAX, because JAX makes a CPU's devices only once"
         )
     device, mesh = devices[0], mesh_of(devices[:size])
-    uses_kernels = _uses_kernels(config, device.platform)
+    uses_kernels = _uses_kernels(config, device)
     if device.platform != "cpu":
         memory = _memory_of(device)
         now = memory()
-        return Backend(
+        on_accelerator = Backend(
             mesh=mesh,
             sizes=accelerator_sizes(None if now is None else now.limit_bytes),
             memory=memory,
             compiler_options=GPU_OPTIONS if device.platform == "gpu" else None,
         )
+        return _with_gpu_kernels(on_accelerator) if uses_kernels else on_accelerator
     threads = config.threads or available_processors()
     check_pool(threads)
     on_xla = Backend(
@@ -149,6 +174,7 @@ def choose_backend(config: EngineConfig, *devices: jax.Device) -> Backend:
         attention=paged_attention,
         row_growth=CPU_ROW_GROWTH,
         fixed_windows=False,
+        kv_storage_dtype=kv_storage_dtype,
         sizes=CPU_SIZES,
         host_memory=None,
         use_huge_pages=huge_pages.advise,
@@ -160,6 +186,10 @@ def choose_backend(config: EngineConfig, *devices: jax.Device) -> Backend:
         on_xla,
         attention=native_paged_attention,
         attends_batch_invariantly=attention_kernels.supports,
+        decodes_natively=attention_kernels.supports,
+        native_dtype=np.dtype(jnp.bfloat16),
+        kernels_cannot="native: the kernels are required, but cannot compute all of this model: they take a "
+        "page_size in multiples of 16, heads of 32, inputs of products of 64 and outputs of 16",
         recurrent=NATIVE_RECURRENT,
         recurs_batch_invariantly=True,
         sampler=native_sample,
@@ -184,23 +214,44 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 
 def check_required(config: EngineConfig, backend: Backend, dtype: np.dtype[np.generic]) -> None:
     """Raise ConfigError if the native kernels are required and cannot compute everything in this dtype."""
-    if config.native == "require" and dtype != backend.packed_dtype:
+    if config.native == "require" and dtype != backend.native_dtype:
         raise ConfigError(
             "native: the kernels are required, and cannot be used: "
-            f"a model in {dtype} has its products computed by XLA; serve it in bfloat16"
+            f"a model in {dtype} is computed by XLA; serve it in bfloat16"
         )
 
 
-def _uses_kernels(config: EngineConfig, platform: str) -> bool:
-    """Whether programs for `platform` call the native kernels."""
+def _with_gpu_kernels(backend: Backend) -> Backend:
+    # Imported here, because Pallas for GPUs takes a second, which nobody else should wait for.
+    from penstock.runtime.ops.gpu.attention import gpu_paged_attention, supports  # noqa: PLC0415
+
+    return replace(
+        backend,
+        attention=gpu_paged_attention,
+        decodes_natively=supports,
+        needs_all_native=False,
+        native_dtype=np.dtype(jnp.bfloat16),
+        kernels_cannot="native: the kernels are required, but cannot compute this model's attention: they "
+        "take keys and values in bfloat16, a page_size of 64 with heads of 64, 128, 192 or 256, and one of "
+        "128 with heads of 64 or 128",
+    )
+
+
+def _uses_kernels(config: EngineConfig, device: jax.Device) -> bool:
+    """Whether programs for the device call kernels of ours."""
     if config.native == "off":
         return False
-    problem = None if platform == "cpu" else f"they are for CPU, not {platform}"
-    if problem is None:
+    problem = None
+    if device.platform == "cpu":
         try:
             library.load(config.native_folder)
         except library.NotAvailable as error:
             problem = str(error)
+    elif device.platform != "gpu":
+        problem = f"they are for CPUs and GPUs, not {device.platform}"
+    elif (capability := str(getattr(device, "compute_capability", "none"))) != HOPPER:
+        problem = f"those for GPUs need compute capability {HOPPER} (Hopper), and this one has {capability}"
+        log.info("GPU kernels are not used: %s", problem)
     if problem is not None and config.native == "require":
         raise ConfigError(f"native: the kernels are required, and cannot be used: {problem}")
     return problem is None

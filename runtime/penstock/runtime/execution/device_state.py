@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.execution.backend import Backend
+from penstock.runtime.execution.backend import AttentionTest, Backend
 from penstock.runtime.execution.compilation import compile_all
 from penstock.runtime.execution.images import Pool, pool_shapes
 from penstock.runtime.execution.on_mesh import WHOLE, all_shape, cut_sharding, own_shape
@@ -171,11 +171,20 @@ class DeviceState:
         """See `Backend.attends_batch_invariantly`, for the model's queries and its cache, and
         `Backend.recurs_batch_invariantly`, if it keeps state.
         """
-        config = self._config
         if self._cache.has_state and not self._backend.recurs_batch_invariantly:
             return False
+        return self._holds_for_attention(self._backend.attends_batch_invariantly)
+
+    @property
+    def decodes_natively(self) -> bool:
+        """See `Backend.decodes_natively`, for the model's queries and its cache."""
+        return self._holds_for_attention(self._backend.decodes_natively)
+
+    def _holds_for_attention(self, asked: AttentionTest) -> bool:
+        """What the backend says of every layer that attends."""
+        config = self._config
         return all(
-            self._backend.attends_batch_invariantly(
+            asked(
                 jax.ShapeDtypeStruct((1, 1, layer.head_dim), config.dtype),
                 layer.arrays(1, config.page_size, config.max_num_seqs, config.kv_dtype),
                 layer.value_dim,

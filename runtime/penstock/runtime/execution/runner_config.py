@@ -37,7 +37,7 @@ class RunnerConfig:
     dtype: np.dtype[Any]
     """The model's dtype."""
     kv_dtype: np.dtype[Any]
-    """The dtype of keys and values in the cache, see `cache_dtype`."""
+    """The dtype in which keys and values are stored, see `cache_dtype` and `Backend.kv_storage_dtype`."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     feature_slots: int | None = None

@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.ops.kv_rows import kv_layer_shape, kv_storage_dtype
+from penstock.runtime.ops.kv_rows import kv_layer_shape
 
 STATE_COPIES = 2
 """Copies of each slot's state, see the module's docstring."""
@@ -72,7 +72,7 @@ class PagedKV:
         self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any], num_snapshots: int = 0
     ) -> Any:
         """This layer's entry of the cache, as shapes and dtypes."""
-        return jax.ShapeDtypeStruct(_shape(self, num_pages, page_size, dtype), kv_storage_dtype(dtype))
+        return jax.ShapeDtypeStruct(_shape(self, num_pages, page_size, dtype), dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class LatentKV:
         self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any], num_snapshots: int = 0
     ) -> Any:
         """This layer's entry of the cache, as shapes and dtypes."""
-        return jax.ShapeDtypeStruct(_shape(self, num_pages, page_size, dtype), kv_storage_dtype(dtype))
+        return jax.ShapeDtypeStruct(_shape(self, num_pages, page_size, dtype), dtype)
 
 
 def _shape(
@@ -255,8 +255,8 @@ class CacheSpec:
         dtype: np.dtype[Any],
         num_snapshots: int = 0,
     ) -> tuple[Any, ...]:
-        """The whole cache, as shapes and dtypes, with so many pages in each group. `dtype` is that of keys
-        and values (`cache_dtype`); state has dtypes of its own.
+        """The whole cache, as shapes and dtypes, with so many pages in each group. `dtype` is that in which
+        keys and values (`cache_dtype`) are stored; state has dtypes of its own.
         """
         return tuple(
             layer.arrays(num_pages[group], page_size, num_slots, dtype, num_snapshots)

@@ -74,7 +74,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--native",
         default=_DEFAULTS.native,
         choices=NATIVE,
-        help="the native CPU kernels, as with `penstock serve`; default: %(default)s",
+        help="the kernels, as with `penstock serve`; default: %(default)s",
     )
     parser.add_argument(
         "--tensor-parallel-size",

@@ -307,14 +307,14 @@ def _add_engine(flag: AddFlag) -> None:
     )
     flag(
         "native",
-        "the native CPU kernels; auto: where machine and model can use them; require: do not start "
-        "without; off: XLA alone",
+        "the kernels for CPUs and Hopper GPUs; auto: where machine and model can use them; require: do not "
+        "start without; off: XLA alone",
         choices=NATIVE,
     )
     flag(
         "native_folder",
-        "where their library is, and where it is compiled to if it is not there; default: the library "
-        "that came with the wheel, or else ~/.cache/penstock/native",
+        "where the library of those for CPUs is, and where it is compiled to if it is not there; default: "
+        "the library that came with the wheel, or else ~/.cache/penstock/native",
         "DIR",
     )
     flag(

@@ -1,0 +1,370 @@
+"""Attention of decode steps on GPUs of the Hopper generation: a kernel in Pallas' Mosaic GPU.
+
+There are two launches. In the first, a block of threads takes one row, one head of keys and one share of the
+pages that the row attends to. One warpgroup brings pages to shared memory, a few ahead; the other multiplies
+and keeps an online softmax, as `penstock.runtime.ops.attention` does. The tensor cores take at least 64 rows,
+so the queries of all heads are multiplied, and only those that read this head of keys are kept: decoding
+waits for memory and not for products. A block writes its sum of values, the peak of its scores and the sum of
+its weights. The second launch merges the shares of a row.
+
+Lengths and page tables are read at run time. Padding rows cost nothing, and their output is 0. Scores are in
+units of log2, because the GPU has an instruction for powers of 2. Weights are rounded to bfloat16 before they
+multiply values; everything else is float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+TILE = 64
+"""Rows of a product of the tensor cores, so the most heads of queries of one launch."""
+_SWIZZLE = 64
+"""Channels of bfloat16 that one line of 128 bytes in shared memory holds."""
+_HEADS = 8
+"""Heads of queries come to shared memory in whole tiles of so many."""
+_SHARED_BYTES = 227 * 1024
+"""Shared memory that a block can have on Hopper."""
+_BARRIER_BYTES = 1024
+"""More than the barriers take of it."""
+_THREADS = 128
+"""Threads of a warpgroup, each of which holds as many channels of a vector."""
+_MOST_STAGES = 3
+_LEAST_STAGES = 2
+_BLOCKS = 264
+"""So many blocks are wanted: two for each multiprocessor."""
+_MOST_SPLITS = 32
+_LOG2E = math.log2(math.e)
+_LOW = -1e30
+_ACC: Any = plgpu.ACC  # type: ignore[attr-defined] # it is public, under another name than its class
+
+
+def stages_for(page_size: int, dim: int) -> int:
+    """How many pages of keys and of values shared memory can hold at a time; less than 2 do not do."""
+    beside = TILE * dim * (2 + 4) + 2 * TILE * 4 + _BARRIER_BYTES
+    return min(_MOST_STAGES, (_SHARED_BYTES - beside) // (2 * page_size * dim * 2))
+
+
+def takes(page_size: int, dim: int, group: int) -> bool:
+    """Whether the kernel can compute with such pages and heads; `group` query heads read a head of keys."""
+    return (
+        page_size in (TILE, 2 * TILE)
+        and dim % _SWIZZLE == 0
+        and group <= TILE
+        and stages_for(page_size, dim) >= _LEAST_STAGES
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "softcap", "splits", "interpreted"))
+def decode_attention(
+    q: Array,
+    kv: Array,
+    oldest: Array,
+    ends: Array,
+    page_table: Array,
+    sinks: Array | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    splits: int | None = None,
+    interpreted: bool = False,
+) -> Array:
+    """Attention of one query a row: q bfloat16 [R, H, D], kv bfloat16 [page, 2, KH, page size, D] -> bfloat16
+    [R, H, D].
+
+    Row r attends to its positions from oldest[r] up to ends[r], which is exclusive, and 0 for a padding row;
+    page_table int32[R, P] has the page of each position. What lies elsewhere may be NaN. `splits`: how many
+    blocks share a row and a head of keys; None: as many as fill the GPU. `sinks` float32[H], `scale` and
+    `softcap` are as in `AttentionOptions`. `interpreted`: in the form that Pallas' interpreter knows.
+    """
+    num_rows, num_heads, dim = q.shape
+    kv_heads = kv.shape[2]
+    group = num_heads // kv_heads
+    most = max(1, TILE // group)
+    outs = []
+    for first in range(0, kv_heads, most):
+        count = min(most, kv_heads - first)
+        mine = slice(first * group, (first + count) * group)
+        asked = jnp.pad(q[:, mine], ((0, 0), (0, -(count * group) % _HEADS), (0, 0)))
+        shared = splits or _splits_for(num_rows, count, page_table.shape[1])
+        parts = _of_shares(
+            asked, kv, oldest, ends, page_table,
+            first=first, count=count, group=group, scale=scale, softcap=softcap, splits=shared,
+            interpreted=interpreted,
+        )  # fmt: skip
+        own = None if sinks is None else sinks[mine].astype(jnp.float32)
+        outs.append((_merged_here if dim % _THREADS == 0 else _merged_in_xla)(*parts, own))
+    return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)
+
+
+def _splits_for(num_rows: int, kv_heads: int, width: int) -> int:
+    """How many blocks share a row and a head of keys: enough to fill the GPU, and at most one a page."""
+    return max(1, min(_BLOCKS // (num_rows * kv_heads), width, _MOST_SPLITS))
+
+
+def _of_shares(
+    q: Array,
+    kv: Array,
+    oldest: Array,
+    ends: Array,
+    page_table: Array,
+    *,
+    first: int,
+    count: int,
+    group: int,
+    scale: float,
+    softcap: float | None,
+    splits: int,
+    interpreted: bool,
+) -> tuple[Array, Array, Array]:
+    """For `count` heads of keys from `first` on, and each share of a row: the sum of values float32 [R,
+    count, splits, group, D], and of all heads of q the peaks and sums of weights, float32 [R, count, splits,
+    64].
+    """
+    num_rows, num_heads, dim = q.shape
+    page_size = kv.shape[3]
+    stages = stages_for(page_size, dim)
+    tiled = (plgpu.TilingTransform((8, _SWIZZLE)), plgpu.SwizzleTransform(128))
+
+    def capped(scores: Any) -> Any:
+        scores = scores * scale
+        if softcap is not None:  # c * tanh(s / c), by a power of 2
+            scores = 2 * softcap / (1 + jnp.exp2(scores * (-2 * _LOG2E / softcap))) - softcap
+        return scores * _LOG2E
+
+    def kernel(
+        q_ref: Any,
+        kv_ref: Any,
+        oldest_ref: Any,
+        ends_ref: Any,
+        table_ref: Any,
+        acc_out: Any,
+        peak_out: Any,
+        total_out: Any,
+    ) -> None:
+        row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
+        seen_from, seen_to = oldest_ref[row], ends_ref[row]
+        page = jnp.int32(page_size)
+        first_page = lax.div(seen_from, page)
+        pages = lax.div(seen_to + (page_size - 1), page) - first_page
+        share = lax.div(pages + (splits - 1), jnp.int32(splits))
+        skipped = jnp.minimum(split * share, pages)
+        steps = jnp.minimum(skipped + share, pages) - skipped
+        begin = first_page + skipped
+
+        def scoped(
+            q_smem: Any,
+            k_smem: Any,
+            v_smem: Any,
+            acc_smem: Any,
+            row_smem: Any,
+            w_smem: Any,
+            q_bar: Any,
+            k_bars: Any,
+            v_bars: Any,
+            k_free: Any,
+            v_free: Any,
+        ) -> None:
+            warpgroup = lax.axis_index("warpgroup")
+
+            @pl.when(warpgroup == 0)
+            def _compute() -> None:
+                by_row = plgpu.Layout.WGMMA.reduce(1)
+                peak = plgpu.layout_cast(jnp.full((TILE,), _LOW, jnp.float32), by_row)
+                total = plgpu.layout_cast(jnp.full((TILE,), 0, jnp.float32), by_row)
+                acc = plgpu.layout_cast(jnp.full((TILE, dim), 0, jnp.float32), plgpu.Layout.WGMMA)
+
+                @pl.when(steps > 0)
+                def _() -> None:
+                    plgpu.copy_gmem_to_smem(q_ref.at[row], q_smem.at[pl.ds(0, num_heads)], q_bar)
+                    plgpu.barrier_wait(q_bar)
+
+                def step(i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+                    acc, peak, total = carry
+                    stage = lax.rem(i, jnp.int32(stages))
+                    position = (begin + i) * page_size
+                    plgpu.barrier_wait(k_bars.at[stage])
+
+                    def multiply(acc_ref: Any) -> Any:
+                        plgpu.wgmma(acc_ref, q_smem, k_smem.at[stage].transpose((1, 0)))
+                        return acc_ref[...]
+
+                    scores = pl.run_scoped(multiply, _ACC((TILE, page_size), jnp.float32))
+
+                    @pl.when(i + stages < steps)  # else nobody waits for it
+                    def _() -> None:
+                        plgpu.barrier_arrive(k_free.at[stage])
+
+                    at = position + plgpu.broadcasted_iota(
+                        jnp.int32, (TILE, page_size), 1, layout=plgpu.Layout.WGMMA
+                    )
+                    scores = jnp.where((at >= seen_from) & (at < seen_to), capped(scores), _LOW)
+                    top = jnp.maximum(peak, scores.max(axis=1))
+                    fade = jnp.exp2(peak - top)
+                    weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
+                    total = total * fade + weights.sum(axis=1)
+                    acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
+                    weights = weights.astype(jnp.bfloat16)
+                    plgpu.barrier_wait(v_bars.at[stage])
+
+                    @pl.when((position < seen_from) | (position + page_size > seen_to))
+                    def _() -> None:  # what the row does not attend to may be NaN
+                        held = position + plgpu.broadcasted_iota(
+                            jnp.int32, (page_size, dim), 0, layout=plgpu.Layout.WGMMA
+                        )
+                        held = (held >= seen_from) & (held < seen_to)
+                        values = plgpu.load(v_smem.at[stage], (), layout=plgpu.Layout.WGMMA, optimized=False)
+                        v_smem[stage] = jnp.where(held, values, jnp.zeros_like(values))
+                        plgpu.commit_smem()
+
+                    if interpreted:
+                        w_smem[...] = weights
+                        plgpu.commit_smem()
+
+                        def product(acc_ref: Any) -> Any:
+                            plgpu.wgmma(acc_ref, w_smem, v_smem.at[stage])
+                            return acc_ref[...]
+
+                        acc = acc + pl.run_scoped(product, _ACC((TILE, dim), jnp.float32))
+                    else:
+
+                        def add(acc_ref: Any) -> None:
+                            plgpu.wgmma(acc_ref, weights, v_smem.at[stage])
+
+                        acc = pl.run_state(add)(_ACC.init(acc))
+
+                    @pl.when(i + stages < steps)
+                    def _() -> None:
+                        plgpu.barrier_arrive(v_free.at[stage])
+
+                    return acc, top, total
+
+                acc, peak, total = lax.fori_loop(0, steps, step, (acc, peak, total))
+                acc_smem[...] = acc
+                row_smem[0] = peak
+                row_smem[1] = total
+                plgpu.commit_smem()
+                mine = acc_smem.at[pl.ds(head * group, group)]
+                plgpu.copy_smem_to_gmem(mine, acc_out.at[row, head, split])
+                plgpu.copy_smem_to_gmem(row_smem.at[0], peak_out.at[row, head, split])
+                plgpu.copy_smem_to_gmem(row_smem.at[1], total_out.at[row, head, split])
+                plgpu.wait_smem_to_gmem(0)
+
+            @pl.when(warpgroup == 1)
+            def _fetch() -> None:
+                def fetch(i: Any, stage: Any) -> None:
+                    at = table_ref[row, begin + i]
+                    for place, smem, bars in ((0, k_smem, k_bars), (1, v_smem, v_bars)):
+                        page_ref = kv_ref.at[at, place, first + head]
+                        plgpu.copy_gmem_to_smem(page_ref, smem.at[stage], bars.at[stage])
+
+                for i in range(stages):
+
+                    @pl.when(i < steps)
+                    def _(i: int = i) -> None:
+                        fetch(jnp.int32(i), i)
+
+                @pl.loop(0, jnp.maximum(steps - stages, 0))
+                def _(i: Any) -> None:
+                    stage = lax.rem(i, jnp.int32(stages))
+                    plgpu.barrier_wait(k_free.at[stage])
+                    plgpu.barrier_wait(v_free.at[stage])
+                    fetch(i + stages, stage)
+
+        pl.run_scoped(
+            scoped,
+            plgpu.SMEM((TILE, dim), jnp.bfloat16, transforms=tiled),
+            plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=tiled),
+            plgpu.SMEM((stages, page_size, dim), jnp.bfloat16, transforms=tiled),
+            plgpu.SMEM((TILE, dim), jnp.float32),
+            plgpu.SMEM((2, TILE), jnp.float32),
+            plgpu.SMEM((TILE, page_size), jnp.bfloat16, transforms=tiled) if interpreted else None,
+            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            collective_axes="warpgroup",
+        )
+
+    made: tuple[Array, Array, Array] = _launched(
+        kernel,
+        (
+            jax.ShapeDtypeStruct((num_rows, count, splits, group, dim), jnp.float32),
+            jax.ShapeDtypeStruct((num_rows, count, splits, TILE), jnp.float32),
+            jax.ShapeDtypeStruct((num_rows, count, splits, TILE), jnp.float32),
+        ),
+        grid=(splits, count, num_rows),
+        grid_names=("split", "head", "row"),
+        num_threads=2,
+        thread_name="warpgroup",
+    )(q, kv, oldest, ends, page_table)
+    return made
+
+
+def _merged_in_xla(acc: Array, peak: Array, total: Array, sinks: Array | None) -> Array:
+    """What the shares of `_of_shares` give together, bfloat16 [R, heads, D], for heads that are narrower than
+    a warpgroup.
+    """
+    num_rows, kv_heads, _, group, dim = acc.shape
+    own = jnp.arange(kv_heads * group, dtype=jnp.int32).reshape(1, kv_heads, 1, group)
+    peak, total = (jnp.take_along_axis(each, own, axis=3) for each in (peak, total))
+    top = peak.max(axis=2, keepdims=True)
+    sink = None if sinks is None else sinks.reshape(1, kv_heads, 1, group) * _LOG2E
+    if sink is not None:
+        top = jnp.maximum(top, sink)
+    fade = jnp.exp2(peak - top)
+    below = (fade * total).sum(axis=2)
+    if sink is not None:
+        below = below + jnp.exp2(sink - top)[:, :, 0]
+    above = (acc * fade[..., None]).sum(axis=2)
+    out = above / jnp.maximum(below, 1e-30)[..., None]
+    return out.reshape(num_rows, kv_heads * group, dim).astype(jnp.bfloat16)
+
+
+def _merged_here(acc: Array, peak: Array, total: Array, sinks: Array | None) -> Array:
+    """The same in one launch, for heads of whole warpgroups: a block takes a row and a query head."""
+    num_rows, kv_heads, splits, group, dim = acc.shape
+    heads = kv_heads * group
+
+    def kernel(acc_ref: Any, peak_ref: Any, total_ref: Any, *others: Any) -> None:
+        *sinks_ref, out_ref = others
+        row, h = lax.axis_index("row"), lax.axis_index("query head")
+        head, member = lax.div(h, jnp.int32(group)), lax.rem(h, jnp.int32(group))
+        peaks = [peak_ref[row, head, s, h] for s in range(splits)]
+        totals = [total_ref[row, head, s, h] for s in range(splits)]
+        layout = plgpu.Layout.WG_STRIDED((dim,), vec_size=1)
+        parts = [plgpu.load(acc_ref.at[row, head, s, member], (), layout=layout) for s in range(splits)]
+        sink = [ref[h] * jnp.float32(_LOG2E) for ref in sinks_ref]
+        top = functools.reduce(jnp.maximum, [*peaks, *sink])
+        fades = [jnp.exp2(each - top) for each in peaks]
+        below = sum((fade * each for fade, each in zip(fades, totals, strict=True)), jnp.float32(0))
+        below = sum((jnp.exp2(each - top) for each in sink), below)
+        above = functools.reduce(
+            lambda x, y: x + y, [part * fade for part, fade in zip(parts, fades, strict=True)]
+        )
+        scale = jnp.float32(1) / jnp.maximum(below, jnp.float32(1e-30))
+        out_ref[row, h] = (above * scale).astype(jnp.bfloat16)
+
+    merged: Array = _launched(
+        kernel,
+        jax.ShapeDtypeStruct((num_rows, heads, dim), jnp.bfloat16),
+        grid=(heads, num_rows),
+        grid_names=("query head", "row"),
+    )(acc, peak, total, *(() if sinks is None else (sinks,)))
+    return merged
+
+
+def _launched(kernel: Callable[..., None], out: Any, **how: Any) -> Callable[..., Any]:
+    # Rows are reduced within warps, which takes no shared memory.
+    params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
+    launched: Callable[..., Any] = plgpu.kernel(kernel, out_type=out, compiler_params=params, **how)
+    return launched

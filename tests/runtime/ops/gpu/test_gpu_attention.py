@@ -1,0 +1,171 @@
+"""The kernel for decode steps on GPUs, interpreted on a CPU and compared with a dense softmax in float64; and
+which programs have it, as they are lowered and compiled for a GPU that is not there.
+
+What a row must not read is NaN, also within its pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from penstock.runtime.ops.attention import AttentionOptions, make_meta
+from penstock.runtime.ops.gpu.attention import gpu_paged_attention
+from penstock.runtime.ops.kv_rows import kv_layer_shape
+from tests.support.gpu.compiled import CACHE, LAYERS
+from tests.support.native.attention import Case, Options, Shape, check, draw, runner
+
+BF16, F32, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.int8)
+ROWS, WIDTH, PAGES = 3, 4, 14
+TOLERANCE = 2e-2
+"""Weights and results are rounded to bfloat16, by 2^-9 of about 4 at most."""
+needs_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="JAX before 0.11 cannot interpret kernels for GPUs"
+)
+needs_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="JAX's part for CUDA is not installed"
+)
+
+
+@functools.cache
+def step(shape: Shape, options: Options) -> Callable[..., Any]:
+    return runner(functools.partial(gpu_paged_attention, interpreted=True), shape, options, decode=True)
+
+
+def attends(shape: Shape, options: Options, pasts: list[int], seed: int, **how: Any) -> None:
+    batch = draw([Case(past, 1) for past in pasts], shape, options, seed)
+    stored = dataclasses.replace(batch, cache=batch.cache.view(BF16))
+    interpreting: Any = plgpu
+    with interpreting.force_gpu_interpret_mode(interpreting.InterpretGPUParams(**how)):
+        check(batch, step(shape, options)(stored), TOLERANCE)
+
+
+def sized(heads: int, kv_heads: int, dim: int = 64, page: int = 64) -> Shape:
+    return Shape(heads, kv_heads, dim, page, ROWS, ROWS, WIDTH, PAGES, dtype="bfloat16")
+
+
+@needs_interpreter
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (sized(4, 2), Options()),
+        (sized(8, 1, dim=128), Options(window=70)),  # merged by a kernel
+        (sized(3, 3, page=128), Options(chunk=96, softcap=2.0, sinks=True)),
+    ],
+    ids=["plain", "window", "everything"],
+)
+@settings(max_examples=5, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**31))
+def test_rows_of_any_length(shape: Shape, options: Options, data: st.DataObject, seed: int) -> None:
+    """And fewer rows than the program has."""
+    most = WIDTH * shape.page - 1
+    edges = st.sampled_from([0, shape.page - 1, shape.page, 2 * shape.page, most])
+    pasts = data.draw(st.lists(edges | st.integers(0, most), min_size=1, max_size=ROWS))
+    attends(shape, options, pasts, seed)
+
+
+@needs_interpreter
+def test_more_heads_than_a_product_of_the_tensor_cores_has_rows() -> None:
+    """Nine heads of keys, with eight of queries each, are two launches."""
+    attends(sized(72, 9), Options(sinks=True), [70, 0], 1)
+
+
+@needs_interpreter
+@pytest.mark.sweep
+@pytest.mark.parametrize("options", [Options(), Options(window=70, sinks=True)])
+def test_no_warpgroup_reads_what_another_still_writes(options: Options) -> None:
+    """A row's pages come round to each place in shared memory more than once."""
+    races = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races
+    shape = dataclasses.replace(sized(8, 1), width=9, pages=30)
+    attends(shape, options, [9 * 64 - 1, 3, 450], 2, detect_races=True)
+    assert not races().races_found
+
+
+def lowered(shape: Shape, options: Options, kept: np.dtype[Any], *, decode: bool) -> str:
+    """A step for a GPU, before XLA compiles it."""
+    tokens = shape.rows if decode else 32
+    keys_only = shape.value_dim is not None
+    sizes = (shape.pages, shape.page, shape.kv_heads, shape.dim)
+    cache = kv_layer_shape(*sizes, keys_only=keys_only, is_int8=kept == INT8)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array | None, kv: jax.Array, ints: jax.Array) -> Any:
+        meta = make_meta(
+            starts=ints[0],
+            q_lens=ints[1],
+            page_table=ints.T,
+            num_tokens=tokens,
+            decode_only=decode,
+            page_size=shape.page,
+            num_pages=shape.pages,
+        )
+        given: dict[str, Any] = {
+            "sliding_window": options.window,
+            "softcap": options.softcap,
+            "chunk": options.chunk,
+        }
+        return gpu_paged_attention(
+            q, k, v, kv, meta, AttentionOptions(0.1, **given, value_dim=shape.value_dim)
+        )
+
+    q, new = (
+        jax.ShapeDtypeStruct((tokens, heads, shape.dim), jnp.dtype(shape.dtype))
+        for heads in (shape.heads, shape.kv_heads)
+    )
+    arguments = (
+        q,
+        new,
+        None if keys_only else new,
+        jax.ShapeDtypeStruct(cache, kept),
+        jax.ShapeDtypeStruct((4, shape.rows), np.int32),
+    )
+    return str(jax.jit(attend).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text())
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "kept", "decode", "launches"),
+    [
+        (sized(16, 8, dim=128), Options(), BF16, True, 2),
+        (sized(8, 4, dim=256), Options(window=512, softcap=50.0), BF16, True, 2),
+        (sized(14, 2), Options(chunk=128), BF16, True, 1),  # narrow heads are merged by XLA
+        (sized(16, 8, dim=128), Options(), BF16, False, 0),  # prompts
+        (sized(16, 8, dim=128), Options(), INT8, True, 0),
+        (dataclasses.replace(sized(16, 8), dtype="float32"), Options(), F32, True, 0),
+        (sized(16, 8, dim=96), Options(), BF16, True, 0),
+        (sized(16, 8, page=16), Options(), BF16, True, 0),
+        (dataclasses.replace(sized(16, 1, dim=192), value_dim=128), Options(), BF16, True, 0),
+    ],
+)
+def test_which_programs_have_the_kernel(
+    shape: Shape, options: Options, kept: np.dtype[Any], decode: bool, launches: int
+) -> None:
+    text = lowered(shape, options, kept, decode=decode)
+    assert len(re.findall(r"@mosaic_gpu|\"mosaic_gpu", text)) == launches
+
+
+@needs_cuda
+@pytest.mark.ci
+def test_a_decode_program_compiled_for_an_h200_copies_no_cache() -> None:
+    """XLA must neither copy a layer's cache nor convert it, which would cost more than all else in a step."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.gpu.compiled"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(re.findall(r'custom_call_target="mosaic_gpu', done.stdout)) == 2 * LAYERS
+    sizes = ",".join(map(str, CACHE))
+    made = re.findall(rf"= \w+\[{sizes}\]\S* ([\w-]+)\(", done.stdout)
+    assert set(made) <= {"parameter", "get-tuple-element", "scatter", "fusion", "bitcast"}
