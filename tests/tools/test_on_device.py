@@ -355,6 +355,8 @@ def test_the_plan_begins_with_what_is_worth_most(tmp_path: Path) -> None:
         "W1",
         "W2",
         "W3",
+        "kernels-operation",
+        "kernels-tokens",
         "profile",
         "memory",
     ]

@@ -31,13 +31,27 @@ class Sizes:
     """Divides the workloads' lengths."""
     kv_bytes: int
     goldens_at_once: int
+    native: str
+    """EngineConfig.native of the workloads."""
+    has_kernels: bool
+    """Whether the steps for GPUs' kernels are run."""
     patience: float = 1.0
     """Multiplies the limits of steps, and not those of stages."""
 
 
 SIZES: Mapping[str, Sizes] = {
-    "cuda": Sizes(shape="qwen3-0.6b", shrink=1, kv_bytes=3 << 30, goldens_at_once=4),
-    "cpu": Sizes(shape="tiny", shrink=8, kv_bytes=64 << 20, goldens_at_once=1, patience=4.0),
+    "cuda": Sizes(
+        shape="qwen3-0.6b", shrink=1, kv_bytes=3 << 30, goldens_at_once=4, native="auto", has_kernels=True
+    ),
+    "cpu": Sizes(
+        shape="tiny",
+        shrink=8,
+        kv_bytes=64 << 20,
+        goldens_at_once=1,
+        native="off",
+        has_kernels=False,
+        patience=4.0,
+    ),
 }
 
 
@@ -70,7 +84,7 @@ def stages(
             "--facts",
             str(work / "facts.json"),
         )
-        sized = ("--kv-bytes", str(sizes.kv_bytes), "--shrink", str(sizes.shrink))
+        sized = ("--kv-bytes", str(sizes.kv_bytes), "--shrink", str(sizes.shrink), "--native", sizes.native)
         return module("tools.on_device.speed", what, *folders, *sized, *arguments)
 
     def tests(*arguments: str) -> tuple[str, ...]:
@@ -87,6 +101,14 @@ def stages(
         step(f"golden-{name}", 100, module("tools.on_device.goldens", name, "--cache", cache), **shared)
         for name in kinds()
     ]
+    kernels = (
+        step("kernels-operation", 70, module("tools.on_device.kernels", "operation")),
+        step(
+            "kernels-tokens",
+            100,
+            module("tools.on_device.kernels", "tokens", "--checkpoint", model, "--cache", cache),
+        ),
+    )
     plan = [
         Stage(title="The machine", steps=(step("facts", 75, module("tools.on_device.facts")),), limit_s=75),
         Stage(
@@ -102,6 +124,11 @@ def stages(
                 for name, limit_s in (("W1", 150), ("W2", 90), ("W3", 60))
             ),
             limit_s=240,
+        ),
+        Stage(
+            title="The kernel for decode steps, and its tokens in bf16",
+            steps=kernels if sizes.has_kernels else (),
+            limit_s=150,
         ),
         Stage(title="A decode step by operation", steps=(step("profile", 90, speed("profile")),), limit_s=90),
         Stage(title="Memory", steps=(step("memory", 60, speed("memory")),), limit_s=60),

@@ -51,6 +51,7 @@ def main() -> None:
     )
     parser.add_argument("--kv-bytes", type=int, required=True)
     parser.add_argument("--shrink", type=int, default=1, help="divides the workload's lengths")
+    parser.add_argument("--native", default="auto", help="as with `penstock serve`")
     parser.add_argument("--repeats", type=int, default=2)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
@@ -61,7 +62,8 @@ def main() -> None:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    return {**ENGINE, "compilation_cache": args.cache, "native": "off", "kv_cache_bytes": args.kv_bytes}
+    given = {"compilation_cache": args.cache, "native": args.native, "kv_cache_bytes": args.kv_bytes}
+    return {**ENGINE, **given}
 
 
 def _started(result: Result, args: argparse.Namespace) -> InProcess:

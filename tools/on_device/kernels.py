@@ -1,0 +1,252 @@
+"""The kernel for decode steps: is it right, how fast is it, and does an engine with it give the tokens of one
+without?
+
+Steps of the run: `python -m tools.on_device.kernels operation|tokens ...`. With `--interpreted` the first one
+tries its own code on a CPU, with small sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from bench.workloads import TABLE, jobs
+from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
+from penstock.runtime.execution.backend import GPU_OPTIONS
+from penstock.runtime.ops.attention import LONG_SPAN, AttentionOptions, make_meta, paged_attention
+from penstock.runtime.ops.gpu.attention import gpu_paged_attention
+from tests.support.native.attention import Case, Options, Shape, draw, runner
+from tools.on_device.facts import seconds, wanted_device
+from tools.on_device.steps import Result
+
+FURTHEST = 0.02
+"""Of an output from the one in float64: both are rounded to bfloat16, and are about 4 at most."""
+NEAR = 0.15
+"""How far log-probabilities of equal prefixes may be from each other, in a model of bfloat16."""
+LAYERS, ITERATIONS = 4, 5
+"""Calls that are timed together read so many caches in turn, and so do not find them in the GPU's cache."""
+REPEATS = (0, 1, 2, 3)
+"""Of the workload, whose prompts are generated from."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """What `operation` tries."""
+
+    cases: tuple[tuple[str, Shape, Options, tuple[int, ...]], ...]
+    timed: tuple[tuple[int, int], ...]
+    """Rows of the program, and rows that are used."""
+    contexts: tuple[int, ...]
+
+
+def _shape(rows: int, width: int, heads: int, kv_heads: int, dim: int, page: int = 64) -> Shape:
+    pages = rows * width
+    return Shape(heads, kv_heads, dim, page, rows, rows, width, pages, dtype="bfloat16")
+
+
+RAGGED = (0, 62, 63, 64, 127, 699, 8191, 1, 299, 999, 4094, 4095, 4096, 4)
+ON_GPU = Sizes(
+    cases=(
+        ("ragged rows up to 8,192", _shape(16, 130, 16, 8, 128), Options(), RAGGED),
+        ("one row of 8,192", _shape(4, 130, 16, 8, 128), Options(), (8190,)),
+        ("a window, heads of 64", _shape(4, 20, 64, 8, 64), Options(window=128, sinks=True), (1000, 5, 127)),
+        ("heads of 256", _shape(4, 20, 8, 4, 256), Options(window=512, softcap=50.0), (1000, 3, 511)),
+        ("pages of 128", _shape(4, 10, 28, 4, 128, 128), Options(chunk=500), (1000, 127, 499)),
+        ("72 heads", _shape(4, 20, 72, 9, 128), Options(), (1000, 63)),
+    ),
+    timed=((4, 1), (16, 16)),
+    contexts=(128, 1024, 8192),
+)
+INTERPRETED = Sizes(
+    cases=(("small", _shape(2, 3, 4, 2, 64), Options(window=70), (130,)),), timed=((2, 2),), contexts=(128,)
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.on_device.kernels", description=__doc__)
+    parser.add_argument("what", choices=("operation", "tokens"))
+    parser.add_argument("--checkpoint", type=Path, help="the model of `tokens`")
+    parser.add_argument("--cache", type=Path, help="where compiled programs are kept")
+    parser.add_argument("--interpreted", action="store_true")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    wanted_device()
+    result = Result()
+    result.say("it was loading or compiling")
+    if args.what == "operation":
+        operation(result, interpreted=args.interpreted)
+    else:
+        tokens(result, args.checkpoint, args.cache)
+
+
+def operation(result: Result, *, interpreted: bool) -> None:
+    """The kernel beside float64, and its times beside those of XLA's form. Of the first case the error of
+    XLA's form is told, too, to compare with.
+    """
+    interpreting: Any = plgpu
+    sizes = INTERPRETED if interpreted else ON_GPU
+    kernel = functools.partial(gpu_paged_attention, interpreted=interpreted)
+    xla = functools.partial(paged_attention, span=LONG_SPAN)
+    with (
+        interpreting.force_gpu_interpret_mode(interpreting.InterpretGPUParams())
+        if interpreted
+        else contextlib.nullcontext()
+    ):
+        rows: list[dict[str, Any]] = []
+        wrong: list[str] = []
+        for name, shape, options, pasts in sizes.cases:
+            batch = draw([Case(past, 1) for past in pasts], shape, options, len(name))
+            batch = dataclasses.replace(batch, cache=batch.cache.view(jnp.bfloat16))
+            errors = {}
+            for form, op in (("kernel", kernel), *([("XLA", xla)] if not rows else ())):
+                out, cache = runner(op, shape, options, decode=True)(batch)
+                error = float(np.abs(out[: len(pasts)].astype(np.float64) - batch.expected).max())
+                same = np.array_equal(cache.view(np.uint16), batch.cache_after.view(np.uint16))
+                errors[f"largest error, {form}"] = error
+                if not (error < FURTHEST and same and np.isfinite(out.astype(np.float64)).all()):
+                    wrong.append(f"{name}, {form}: error {error:.3g}{'' if same else ', cache differs'}")
+            rows.append({"case": name, **errors})
+            result.add(**{"beside float64": rows})
+        result.say(f"{'; '.join(wrong) or 'all right'}; nothing was timed")
+        times: list[dict[str, Any]] = []
+        for program_rows, used in sizes.timed:
+            timers = {
+                form: _timer(op, program_rows, used, max(sizes.contexts), interpreted=interpreted)
+                for form, op in (("kernel", kernel), ("XLA", xla))
+            }
+            for context in sizes.contexts:
+                taken = {f"{form}, us": 1e6 * timer(context) for form, timer in timers.items()}
+                times.append({"rows": used, "of": program_rows, "context": context, **taken})
+                result.add(**{"time of a call": times})
+    largest = max(row["largest error, kernel"] for row in rows)
+    gains = ", ".join(
+        f"{row['rows']} x {row['context']}: {row['XLA, us']:.4g} to {row['kernel, us']:.4g} us"
+        for row in times
+    )
+    result.say("; ".join(wrong) or f"right to {largest:.2g}; {gains}")
+    if wrong:
+        raise SystemExit("AssertionError: attention is wrong")
+
+
+def _timer(
+    op: Callable[..., Any], rows: int, used: int, longest: int, *, interpreted: bool
+) -> Callable[[int], float]:
+    """Seconds of a call of the operation for Qwen3-0.6B's heads, as a function of the context."""
+    width = -(-longest // 64)
+    heads, kv_heads, dim = (4, 2, 64) if interpreted else (16, 8, 128)
+    layers, iterations = (1, 1) if interpreted else (LAYERS, ITERATIONS)
+    shape = (used * width, 2, kv_heads, 64, dim)
+
+    def run(kvs: tuple[jax.Array, ...], starts: jax.Array, q_lens: jax.Array, table: jax.Array) -> Any:
+        meta = make_meta(
+            starts=starts,
+            q_lens=q_lens,
+            page_table=table,
+            num_tokens=rows,
+            decode_only=True,
+            page_size=64,
+            num_pages=shape[0],
+        )
+
+        def turn(_: Any, carry: Any) -> Any:
+            q, kvs = carry
+            new = q[:, :kv_heads]
+            kept = []
+            for kv in kvs:
+                q, kv = op(q, new, new, kv, meta, AttentionOptions(dim**-0.5))
+                kept.append(kv)
+            return q, tuple(kept)
+
+        q = jnp.ones((rows, heads, dim), jnp.bfloat16)
+        return lax.fori_loop(0, iterations, turn, (q, kvs))
+
+    compiled = jax.jit(run, donate_argnums=(0,), compiler_options=None if interpreted else dict(GPU_OPTIONS))
+    held = [tuple(jnp.full(shape, 0.01, jnp.bfloat16) for _ in range(layers))]
+    table = np.zeros((rows, width), np.int32)
+    table[:used] = np.arange(used * width, dtype=np.int32).reshape(used, width)
+    lens = jnp.asarray((np.arange(rows) < used).astype(np.int32))
+
+    def call(context: int) -> jax.Array:
+        out, held[0] = compiled(held[0], lens * (context - 1), lens, jnp.asarray(table))
+        made: jax.Array = out
+        return made
+
+    return lambda context: seconds(lambda: call(context)) / (layers * iterations)
+
+
+def tokens(result: Result, checkpoint: Path, cache: Path) -> None:
+    """Greedy tokens of W1's prompts in bfloat16, with the kernel and without.
+
+    Where they part, both engines have seen the same tokens, and the two that they chose must be about equally
+    likely; before that, log-probabilities must be close.
+    """
+    workload = TABLE["W1"]
+    prompts = [list(job.token_ids) for repeat in REPEATS for job in jobs(workload, repeat, 1000)]
+    config = EngineConfig(
+        dtype="bfloat16",
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+        max_model_len=512,
+        max_decode_steps=4,
+        kv_cache_bytes=1 << 30,
+        compilation_cache=cache,
+        show_progress=False,
+    )
+    made = {}
+    for native in ("require", "off"):
+        engine = Engine.from_pretrained(str(checkpoint), dataclasses.replace(config, native=native))
+        engine.start()
+        generations = engine.generate(
+            prompts,
+            sampling=SamplingParams(temperature=0.0),
+            stopping=StoppingParams(max_tokens=128, ignore_eos=True),
+            logprobs=0,
+            return_text=False,
+        )
+        outputs = [generation.outputs[0] for generation in generations]
+        made[native] = [
+            (list(output.token_ids), [each.sampled for each in output.logprobs or ()]) for output in outputs
+        ]
+        engine.shutdown()
+        result.say(f"native={native} has generated")
+    found = [agreement(*pair) for pair in zip(made["require"], made["off"], strict=True)]
+    shares = [common for common, _ in found]
+    furthest = max(error for _, error in found)
+    result.add(
+        **{"shares of tokens before the first other one": shares, "furthest log-probability": furthest}
+    )
+    result.say(
+        f"the same tokens for {sum(shares) / len(shares):.0%} of the way, log-probabilities to {furthest:.2g}"
+    )
+    if furthest > NEAR:
+        raise SystemExit("AssertionError: the tokens are not those of XLA's attention")
+
+
+def agreement(
+    ours: tuple[Sequence[int], Sequence[float]], theirs: tuple[Sequence[int], Sequence[float]]
+) -> tuple[float, float]:
+    """The share of tokens before the first that differs, and how far log-probabilities are from each other
+    until then, that token included.
+    """
+    pairs = list(zip(ours[0], theirs[0], strict=True))
+    common = next((at for at, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    until = min(common + 1, len(pairs))
+    errors = [abs(one - other) for one, other in zip(ours[1][:until], theirs[1][:until], strict=True)]
+    return common / len(pairs), max(errors, default=0.0)
+
+
+if __name__ == "__main__":
+    main()
