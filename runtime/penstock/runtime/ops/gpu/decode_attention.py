@@ -221,7 +221,7 @@ def _of_shares(
                             jnp.int32, (page_size, dim), 0, layout=plgpu.Layout.WGMMA
                         )
                         held = (held >= seen_from) & (held < seen_to)
-                        values = plgpu.load(v_smem.at[stage], (), layout=plgpu.Layout.WGMMA, optimized=False)
+                        values = _loaded(v_smem.at[stage], plgpu.Layout.WGMMA, optimized=False)
                         v_smem[stage] = jnp.where(held, values, jnp.zeros_like(values))
                         plgpu.commit_smem()
 
@@ -342,7 +342,7 @@ def _merged_here(acc: Array, peak: Array, total: Array, sinks: Array | None) -> 
         peaks = [peak_ref[row, head, s, h] for s in range(splits)]
         totals = [total_ref[row, head, s, h] for s in range(splits)]
         layout = plgpu.Layout.WG_STRIDED((dim,), vec_size=1)
-        parts = [plgpu.load(acc_ref.at[row, head, s, member], (), layout=layout) for s in range(splits)]
+        parts = [_loaded(acc_ref.at[row, head, s, member], layout) for s in range(splits)]
         sink = [ref[h] * jnp.float32(_LOG2E) for ref in sinks_ref]
         top = functools.reduce(jnp.maximum, [*peaks, *sink])
         fades = [jnp.exp2(each - top) for each in peaks]
@@ -361,6 +361,12 @@ def _merged_here(acc: Array, peak: Array, total: Array, sinks: Array | None) -> 
         grid_names=("query head", "row"),
     )(acc, peak, total, *(() if sinks is None else (sinks,)))
     return merged
+
+
+def _loaded(ref: Any, layout: Any, *, optimized: bool = True) -> Any:
+    """Read in this layout. JAX 0.10 wants an index beside the reference, and 0.11 warns of it."""
+    index: tuple[Any, ...] = ((),) if jax.__version_info__ < (0, 11) else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
 def _launched(kernel: Callable[..., None], out: Any, **how: Any) -> Callable[..., Any]:
