@@ -32,6 +32,7 @@ def wrong(capsys, *argv):
 
 ARGUMENTS = {
     "rerank": ["q"],
+    "batch": ["in.jsonl", "out.jsonl"],
     "generate": ["p"],
     "serve": ["demo"],
     "check": ["demo"],

@@ -38,8 +38,11 @@ def all_shape(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
 
 
 def specs_of(arguments: Any) -> Any:
-    """Which of these arrays, or shapes with a sharding, are `CUT` and which are `WHOLE`."""
-    return jax.tree.map(lambda array: array.sharding.spec, arguments)
+    """Which of these arrays, or shapes with a sharding, are `CUT` and which are `WHOLE`. One that has no
+    place on a mesh is whole.
+    """
+    shardings = jax.tree.map(lambda array: array.sharding, arguments)
+    return jax.tree.map(lambda at: at.spec if isinstance(at, NamedSharding) else WHOLE, shardings)
 
 
 def on_mesh(program: Callable[..., Any], mesh: Mesh, arguments: Any, results: Any) -> Callable[..., Any]:

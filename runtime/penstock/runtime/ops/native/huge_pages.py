@@ -42,7 +42,7 @@ def advise(arrays: Iterable[jax.Array]) -> int:
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     collapsed = 0
-    for begin, end in _spans(arrays):
+    for begin, end in _spans(shard.data for array in arrays for shard in array.addressable_shards):
         if madvise(begin, end - begin, _MADV_HUGEPAGE) == 0:
             collapsed += (end - begin) * (madvise(begin, end - begin, _MADV_COLLAPSE) == 0)
     log.debug("huge pages: %.1f MiB", collapsed / 2**20)
@@ -53,8 +53,7 @@ def _spans(arrays: Iterable[jax.Array]) -> list[tuple[int, int]]:
     """The whole huge pages that the arrays cover. Neighbours are joined, because many arrays lie side by side
     in memory.
     """
-    pieces = [shard.data for array in arrays for shard in array.addressable_shards]
-    ranges = sorted((piece.unsafe_buffer_pointer(), piece.nbytes) for piece in pieces)
+    ranges = sorted((array.unsafe_buffer_pointer(), array.nbytes) for array in arrays)
     joined: list[list[int]] = []
     for begin, size in ranges:
         if (
