@@ -17,6 +17,8 @@ DRIVERS = Path(__file__).parent / "drivers"
 TOOL_S = 600
 GREEDY = json.dumps({"temperature": 0})
 """Sampling defaults: what a tool finds must be the same each time, and few of them give a temperature."""
+SERVED = ("--override-generation-config", GREEDY, "--max-model-len", "2048")
+"""With the demo model's whole context an answer without a limit may take minutes."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def demo_front(folder: Path) -> Iterator[Endpoint]:
     )
     (key,) = (word for word in added.stdout.split() if word.startswith("psk_tools_"))
     with (
-        served_demo("--keys", str(keys), "--override-generation-config", GREEDY) as address,
+        served_demo("--keys", str(keys), *SERVED) as address,
         running(
             *("penstock.cli", "openai", "--addr", address, "--port", "0"),
             *("--store", str(folder / "responses.db"), "--files", str(folder / "files")),

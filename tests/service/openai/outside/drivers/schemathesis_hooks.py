@@ -17,12 +17,6 @@ SIDES = (("text_1", "queries"), ("text_2", "documents"))
 """The texts of a pair at /v1/score, each by one of two names: its schema cannot say that one is required."""
 SHORT = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 MOST = 4
-LIMITS = {
-    "/v1/chat/completions": "max_completion_tokens",
-    "/v1/completions": "max_tokens",
-    "/v1/responses": "max_output_tokens",
-}
-"""The field that bounds an answer; without it the demo model may write up to its context of 16,384 tokens."""
 
 
 @schemathesis.hook
@@ -45,9 +39,6 @@ def map_body(context, body):
         given = body.get(name)
         if isinstance(given, int) and not isinstance(given, bool):
             changed[name] = min(max(given, 1), MOST)
-    limit = LIMITS.get(context.operation.path)
-    if limit is not None and all(changed.get(name) is None for name in SHORT):
-        changed[limit] = MOST
     return changed
 
 
