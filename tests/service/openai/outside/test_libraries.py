@@ -1,5 +1,5 @@
-"""Clients of OpenAI and Anthropic, LiteLLM, LangChain, the OpenAI Agents SDK, Instructor, guidance and
-lm-evaluation-harness call the front.
+"""Clients of OpenAI and Anthropic, and LiteLLM, LangChain, LangGraph, the OpenAI Agents SDK, AutoGen,
+Semantic Kernel, Instructor, guidance and lm-evaluation-harness call the front.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ def test_client_for_node(name: str, package: str, endpoint: Endpoint, tmp_path: 
         ("langchain-anthropic", ["langchain-anthropic"], "langchain_anthropic_checks"),
         ("agents", ["openai-agents"], "agents_checks"),
         ("instructor", ["instructor"], "instructor_checks"),
+        ("autogen", ["autogen-agentchat", "autogen-ext[openai]"], "autogen_checks"),
+        ("semantic-kernel", ["semantic-kernel"], "semantic_kernel_checks"),
+        ("langgraph", ["langgraph-supervisor", "langchain", "langchain-openai"], "langgraph_checks"),
         ("guidance", ["guidance", f"openai=={openai.__version__}"], "guidance_checks"),
         ("lm-eval", ["lm_eval[api]"], "lm_eval_checks"),
     ],
@@ -59,6 +62,9 @@ def test_client_for_node(name: str, package: str, endpoint: Endpoint, tmp_path: 
         "LangChain on Anthropic",
         "OpenAI Agents SDK",
         "Instructor",
+        "AutoGen",
+        "Semantic Kernel",
+        "LangGraph",
         "guidance",
         "lm-evaluation-harness",
     ],
