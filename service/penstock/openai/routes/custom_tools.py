@@ -39,7 +39,7 @@ def pattern_of(syntax: str, definition: str, param: str) -> str:
 
 class InputPieces:
     """Makes the text that a call gives to its tool of pieces of the call's arguments, which may end anywhere.
-    Of a call that does not follow the function it is all that the model wrote, so that nothing is lost.
+    What does not follow the function is told as the model wrote it.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class InputPieces:
 
     def add(self, arguments_json: str) -> str:
         """The text that is certain with this piece; it may be empty."""
+        self._json += arguments_json
         if self._has_ended:
             return ""
-        self._json += arguments_json
         if not self._has_begun:
             head = _HEAD.match(self._json)
             if head is None:
@@ -60,24 +60,32 @@ class InputPieces:
         told = _CERTAIN.match(self._json)
         assert told is not None, "it matches the empty text"
         self._json = self._json[told.end() :]
-        self._has_ended = self._json.startswith('"')
+        self._has_ended = _IMPOSSIBLE.match(self._json) is not None
         text: str = json.loads(f'"{told[0]}"', strict=False)
-        return text
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def rest(self) -> str:
         """What is still to be told when the call has ended."""
         left, self._json = self._json, ""
-        return "" if self._has_begun else left
+        if not self._has_begun:
+            return left
+        was_cut_off = not self._has_ended and len(left) < _LONGEST_ESCAPE
+        return "" if was_cut_off or _END.fullmatch(left) is not None else left
 
 
 _HEAD: Final = re.compile(rf'\s*\{{\s*"{_INPUT}"\s*:\s*"')
 _CERTAIN: Final = re.compile(
-    r"""(?: [^"\\]++ | \\[^u]
+    r"""(?: [^"\\]++ | \\["\\/bfnrt]
           | \\u(?![dD][89abAB])[0-9a-fA-F]{4}
           | \\u[dD][89abAB][0-9a-fA-F]{2} (?: \\u[0-9a-fA-F]{4} | (?=[^\\]|\\[^u]) ) )*""",
     re.VERBOSE,
 )
 """The text of a JSON string up to where an escape, or a pair of surrogates, is not whole yet."""
+_IMPOSSIBLE: Final = re.compile(r"""["]|\\[^"\\/bfnrtu]|\\u[0-9a-fA-F]{0,3}[^0-9a-fA-F]""")
+"""What cannot go on with the text: its end, or an escape that JSON does not have."""
+_LONGEST_ESCAPE: Final = len(r"\ud834\udd1e")
+_END: Final = re.compile(r'"?\s*\}?\s*')
+"""What may follow the text."""
 
 
 def input_of(call: ToolCall) -> str:

@@ -180,22 +180,25 @@ class MessageWriter:
 
 def tool_input(call: ToolCall) -> dict[str, Any]:
     """The arguments of a call, as they can be sent back: what JSON's readers make of them, without halves of
-    surrogate pairs, and with numbers that are not too large for a request. Of a call that was cut off, they
-    are what had come of them.
+    surrogate pairs, with numbers that are not too large for a request, and with null for what is no number.
+    Of a call that was cut off, they are what had come of them.
     """
     text = call.arguments_json.strip() or "{}"
     try:
-        value = json.loads(text, parse_int=_integer, parse_float=_number)
-    except ValueError:
+        value = json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=lambda _: None)
+        text = json.dumps(value, ensure_ascii=False)
+    except (ValueError, RecursionError):
         value = _begun_object(text)
-    text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False)
     if not text.isascii():
         value = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     return value if isinstance(value, dict) else {}
 
 
 def _begun_object(text: str) -> Any:
-    """What has come of JSON that ends too early; an empty object where that is nothing."""
+    """What has come of JSON that ends too early; an empty object where that is nothing, or is nested too
+    deeply for a request.
+    """
     try:
         return from_json(text, allow_partial="trailing-strings", allow_inf_nan=False)
     except ValueError:

@@ -51,8 +51,21 @@ _OFF: Final = "responses are not kept: start the front with --store"
 _PAGE: Final = 20
 _MOST_PER_PAGE: Final = 100
 
-QUERY_OF_ONE: Final[Mapping[str, Any]] = {"stream": {"enum": [False]}}
+_INCLUDE: Final = {
+    name: {
+        "type": "array",
+        "items": {"enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]},
+    }
+    for name in ("include", "include[]")  # OpenAI's clients write the brackets
+}
+"""What has been kept is shown in any case, so these add nothing."""
+QUERY_OF_ONE: Final[Mapping[str, Any]] = {
+    **_INCLUDE,
+    "include_obfuscation": {"type": "boolean"},
+    "stream": {"enum": [False]},
+}
 QUERY_OF_ITEMS: Final[Mapping[str, Any]] = {
+    **_INCLUDE,
     "after": {"type": "string", "description": "The id of the last item of the page before."},
     "limit": {"type": "integer", "minimum": 1, "maximum": _MOST_PER_PAGE, "default": _PAGE},
     "order": {"enum": ["asc", "desc"], "default": "desc"},
@@ -216,9 +229,11 @@ def _page(written: bytes, after: str | None, limit: int, order: str) -> bytes:
 def _check_query(request: Request) -> None:
     """Raise ApiError for a parameter of the query that the endpoint does not have."""
     endpoint = endpoint_of(request.scope)
-    for name in request.query_params:
+    for name, value in request.query_params.multi_items():
         if endpoint is None or name not in endpoint.query:
             raise unknown(name[:80])
+        if name in _INCLUDE and value not in _INCLUDE[name]["items"]["enum"]:
+            raise unsupported_value("include", f"there is no {value[:80]!r} to be included.")
 
 
 async def _kept(request: Request) -> Kept:
