@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.runtime.chat.tool_formats.events import CallPiece as Call
 from penstock.runtime.chat.tool_formats.events import Event, Text
 from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS, CallParser
-from tests.support.chat import UNTYPED, calls, merged, pieces_of, spelled
+from tests.support.chat import UNTYPED, calls, events_of, merged, pieces_of, spelled
 
 COLOR = {"$ref": "#/$defs/color"}
 SCHEMA: dict[str, Any] = {
@@ -306,3 +306,28 @@ def test_examples(form: str, text: str, expected: list[Event] | None) -> None:
     """`expected` None: all of it is text."""
     assert events(form, [text]) == (expected or [Text(text)])
     assert events(form, list(text)) == (expected or [Text(text)])
+
+
+@pytest.mark.parametrize(
+    ("form", "written"),
+    [
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter=a>\nthe value\n</tool_call>\nI have called f now.",
+        ),
+        ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x\n</tool_call>\nDone, it is sent."),
+        ("glm", "Use <tool_call> to call. It is great."),
+    ],
+)
+@pytest.mark.parametrize("are_tokens", [False, True])
+def test_a_tag_that_is_missing_within_a_whole_output_makes_text(form, written, are_tokens) -> None:
+    """It was not cut off: a tag that stands behind a call came, or words that begin no call. So there is no
+    call, which would lack arguments, and no word is lost.
+    """
+    markers = TOOL_FORMS[form].markers
+    events = events_of(form, [written], markup=markers if are_tokens else ())
+    assert not [event for event in events if isinstance(event, Call)]
+    text = "".join(event.text for event in events if isinstance(event, Text))
+    for marker in markers if are_tokens else ():
+        written = written.replace(marker, "")
+    assert text.split() == written.split()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -248,22 +249,35 @@ def text_before(r: Reader, out: Events, markers: Sequence[str], opening: str = "
     return None
 
 
+_SENTENCE = re.compile(r"\w +\w+ +\w")
+"""What no beginning of a call has before its arguments: three words with nothing but spaces between them."""
+
+
 def attempt(
-    r: Reader, out: Events, marker: str, block: Callable[[Draft], Wait[bool]], *, is_explicit: bool = True
+    r: Reader,
+    out: Events,
+    marker: str,
+    block: Callable[[Draft], Wait[bool]],
+    *,
+    is_explicit: bool = True,
+    ends: Sequence[str] = (),
 ) -> Wait[bool]:
     """Consumes what `block` reads as calls, and tells these; returns whether there were any. If there are
     none, consumes the `marker` at which they begin as text, or as markup. It is "" for calls that go on.
 
-    The end of the output may cut a call off, which then is one with what there is of its arguments. What is
-    cut off before it has a name is dropped where the form `is_explicit` and its markers are tokens.
+    The end of the output may cut a call off, which then is one with what there is of its arguments. It has
+    not done so where one of the tags `ends` came, which stand after a call: then something else of it is
+    missing. What is cut off before it has a name is dropped where the form `is_explicit` and its markers are
+    tokens, unless it is a sentence.
     """
     r.mark()
     start = r.pos
     draft = out.draft()
     is_whole = out.num_vain < MAX_VAIN and (yield from block(draft))
     is_cut = draft.has_begun and r.has_met_end and not is_whole
-    if is_cut and not draft.is_certain and marker and is_explicit:
-        is_cut = r.text.find(marker, start + len(marker)) < 0  # else it would have swallowed another call
+    if is_cut and not draft.is_certain and is_explicit:
+        others = (*ends, *((marker,) if marker else ()))  # another marker: it would have swallowed a call
+        is_cut = all(r.text.find(other, start + len(marker)) < 0 for other in others)
     if is_cut:
         r.take_all()
     if is_whole or is_cut or draft.is_told:
@@ -272,7 +286,14 @@ def attempt(
         return True
     r.back()
     out.num_vain += r.has_met_end
-    if r.has_met_end and is_explicit and (marker in out.markup or (out.markup and not marker)):
+    is_markup = marker in out.markup or (out.markup and not marker)
+    if (
+        r.has_met_end
+        and is_explicit
+        and is_markup
+        and not draft.has_begun
+        and not _SENTENCE.search(r.text, r.pos + len(marker))
+    ):
         r.take_all()
         out.passed_call()
     elif marker:

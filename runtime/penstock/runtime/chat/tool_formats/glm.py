@@ -36,10 +36,10 @@ ARGUMENTS = ArgumentTags(
 def parse(r: Reader, out: Events, tools: Tools) -> Wait[None]:
     """Parse an output. The form is explicit, so a name that is not known is a call too.
 
-    Only the closing tag, or another call, shows that all arguments have come. A call without it is text.
+    Only the closing tag, or another call, shows that all arguments have come. A call without it was cut off.
     """
     while (yield from text_before(r, out, (START,))):
-        yield from attempt(r, out, START, lambda call: _block(r, call, tools))
+        yield from attempt(r, out, START, lambda call: _block(r, call, tools), ends=(END,))
 
 
 def _block(r: Reader, call: Draft, tools: Tools) -> Wait[bool]:

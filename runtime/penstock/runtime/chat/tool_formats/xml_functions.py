@@ -112,7 +112,7 @@ def parser(tags: Tags) -> Callable[[Reader, Events, Tools], Wait[None]]:
     call is told when its function is closed; where a grammar forces calls, its arguments are told one by one.
     If the block is broken after a call, it ends there, and its rest is text.
     """
-    arguments = tags.arguments
+    arguments, ends = tags.arguments, (tags.function_end, tags.end)
 
     def function(r: Reader, call: Draft, tools: Tools, *, is_known: bool = False) -> Wait[bool]:
         yield from spaces(r)
@@ -137,7 +137,7 @@ def parser(tags: Tags) -> Callable[[Reader, Events, Tools], Wait[None]]:
             return (yield from function(r, call, tools, is_known=not is_announced))
 
         while marker := (yield from text_before(r, out, (tags.start, tags.function))):
-            is_call = yield from attempt(r, out, marker, first)
+            is_call = yield from attempt(r, out, marker, first, ends=ends)
             while is_call:
                 r.mark()
                 yield from spaces(r)
@@ -145,6 +145,6 @@ def parser(tags: Tags) -> Callable[[Reader, Events, Tools], Wait[None]]:
                     r.keep()
                     break
                 r.back()
-                is_call = yield from attempt(r, out, "", lambda call: function(r, call, tools))
+                is_call = yield from attempt(r, out, "", lambda call: function(r, call, tools), ends=ends)
 
     return parse
