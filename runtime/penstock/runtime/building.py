@@ -338,8 +338,8 @@ def _build_info(parts: EngineParts) -> BuildInfo:
 
 
 def _memory(parts: EngineParts) -> dict[str, int]:
-    device = parts.runner.device
-    found = {"weights": device.weights_bytes, "kv_cache": device.cache_bytes}
+    device, size = parts.runner.device, parts.backend.mesh.size
+    found = {"weights": device.weights_bytes // size, "kv_cache": device.cache_bytes // size}
     resident, memory = resident_bytes(), parts.backend.memory()
     if resident is not None:
         found["resident"] = resident

@@ -136,7 +136,8 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     """Size of the KV cache on each device, taken in full: pages that running requests do not need keep
     prefixes. None: on an accelerator what `hbm_utilization` leaves; on CPU what max_num_seqs requests of the
-    longest context can fill, at most 1 GiB beside recurrent state (logged)."""
+    longest context can fill, or for the demo model of 2,048 tokens each, and at most 1 GiB beside recurrent
+    state (logged)."""
     hbm_utilization: float = 0.9
     """Share of the accelerator memory that JAX may take, for weights, programs and KV together. JAX may take
     75 % unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; `penstock serve` makes that 95 %."""

@@ -158,7 +158,7 @@ def choose_backend(config: EngineConfig, *devices: jax.Device) -> Backend:
     device, mesh = devices[0], mesh_of(devices[:size])
     uses_kernels = _uses_kernels(config, device)
     if device.platform != "cpu":
-        memory = _memory_of(device)
+        memory = _memory_of(devices[:size])
         now = memory()
         on_accelerator = Backend(
             mesh=mesh,
@@ -257,11 +257,14 @@ def _uses_kernels(config: EngineConfig, device: jax.Device) -> bool:
     return problem is None
 
 
-def _memory_of(device: jax.Device) -> Callable[[], DeviceMemory | None]:
+def _memory_of(devices: Sequence[jax.Device]) -> Callable[[], DeviceMemory | None]:
+    """Tells the memory of the device that has the least left, because all get arrays of equal sizes."""
+
     def memory() -> DeviceMemory | None:
-        stats = device.memory_stats()
-        if not stats or "bytes_limit" not in stats:
+        told = [device.memory_stats() for device in devices]
+        if not all(stats and "bytes_limit" in stats for stats in told):
             return None
-        return DeviceMemory(stats["bytes_limit"], stats["bytes_in_use"])
+        fullest = min(told, key=lambda stats: stats["bytes_limit"] - stats["bytes_in_use"])
+        return DeviceMemory(fullest["bytes_limit"], fullest["bytes_in_use"])
 
     return memory

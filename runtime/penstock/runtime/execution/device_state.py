@@ -177,8 +177,10 @@ class DeviceState:
 
     @property
     def decodes_natively(self) -> bool:
-        """See `Backend.decodes_natively`, for the model's queries and its cache."""
-        return self._holds_for_attention(self._backend.decodes_natively)
+        """See `Backend.decodes_natively`, for the model's queries and its cache. A model without attention
+        has no kernel to call.
+        """
+        return bool(self._cache.paged) and self._holds_for_attention(self._backend.decodes_natively)
 
     def _holds_for_attention(self, asked: AttentionTest) -> bool:
         """What the backend says of every layer that attends."""

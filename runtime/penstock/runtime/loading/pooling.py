@@ -40,13 +40,15 @@ def read_pooling(directory: Path) -> Pooling:
 
 
 def read_answer_tokens(directory: Path, vocab_size: int) -> tuple[int, int] | None:
-    """The tokens that mean yes and no in a checkpoint that was made to judge documents; None for all others.
-    ConfigError where its files do not name both.
+    """The tokens that mean yes and no in a checkpoint that was made to judge documents. None for all others,
+    and for judges whose score is that of one token alone. ConfigError where its files name no tokens.
     """
     for kind, path in _modules(directory):
         if kind == "LogitScore":
             config = read_json_object(path)
             yes, no = (config.get(name) for name in ("true_token_id", "false_token_id"))
+            if no is None:
+                return None
             for token_id in (yes, no):
                 if type(token_id) is not int or not 0 <= token_id < vocab_size:
                     raise ConfigError(f"{path}: true_token_id and false_token_id must be two token ids")

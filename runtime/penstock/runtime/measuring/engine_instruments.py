@@ -219,7 +219,7 @@ MEMORY = _gauge(
     "penstock.memory",
     "By",
     "Memory: of the weights, of the KV cache, of the process (resident), and all that JAX uses of the "
-    "device, where the device reports that.",
+    "device, where the device reports that. Of a model that is cut over several devices: of one of them.",
     "kind",
 )
 BUILD_INFO = _gauge(
