@@ -13,8 +13,8 @@ import functools
 import logging
 import math
 import sqlite3
-from collections.abc import Awaitable, Iterator, Sequence
-from typing import IO, Any, Final, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, Final
 
 from starlette.types import ASGIApp
 
@@ -33,15 +33,21 @@ from penstock.openai.batches.lines import (
     take_in,
 )
 from penstock.openai.batches.running import Done, output_line, run_lines
-from penstock.openai.batches.storing import UNFINISHED, Folder, FolderFull, Growing, Status, StoredBatch
+from penstock.openai.batches.storing import (
+    UNFINISHED,
+    Folder,
+    FolderFull,
+    Growing,
+    Status,
+    StoredBatch,
+    to_its_end,
+)
 from penstock.openai.calls import make_call
 from penstock.openai.failures import of_client_error
 from penstock.openai.jsonbytes import json_bytes
 from penstock.openai.settings import Settings, SettingsError
 
 log = logging.getLogger("penstock.openai")
-
-ValueT = TypeVar("ValueT")
 
 LOOK_S: Final = 1.0
 """How often a worker looks for batches to run, and for wishes to cancel those that it runs, in seconds."""
@@ -230,7 +236,7 @@ class _OneBatch:
         path = self._folder.content_of(self._batch.input_file)
         with Ids() as ids:
             try:
-                found = await _to_its_end(asyncio.to_thread(check, path, terms, ids))
+                found = await to_its_end(check, path, terms, ids)
                 if not self._batch.output_file and not found.problems:
                     begun = await asyncio.to_thread(self._folder.begin_to_run, self._batch, found.total)
                     if begun is None:
@@ -250,13 +256,13 @@ class _OneBatch:
                 if not problems:
                     lines = functools.partial(pending, path, terms, ids)
                     try:
-                        await _to_its_end(asyncio.to_thread(self._take_in, ids, output, errors))
+                        await to_its_end(self._take_in, ids, output, errors)
                         end = over or await self._answered(runner, app, key, lines(), ids, output, errors)
                         if end == "expired":
-                            await _to_its_end(asyncio.to_thread(self._write_expired, lines(), errors))
+                            await to_its_end(self._write_expired, lines(), errors)
                     except (FolderFull, OSError, WrongLine, WrongOutput) as error:
                         end, problems = "failed", [_storing_problem(error)]
-                await _to_its_end(asyncio.to_thread(self._finish, end, problems, output, errors))
+                await to_its_end(self._finish, end, problems, output, errors)
 
     def _over(self) -> Status | None:
         """The status in which the batch ends at once, if no line of it shall run."""
@@ -287,7 +293,7 @@ class _OneBatch:
             self._counts.add(is_ok=done.is_ok)
 
         async def write(done: Done) -> None:
-            await _to_its_end(asyncio.to_thread(write_now, done))
+            await to_its_end(write_now, done)
 
         running = run_lines(app, lines, write, key=key, concurrency=runner.concurrency, patience_s=math.inf)
         work = asyncio.create_task(running)
@@ -329,16 +335,3 @@ def _storing_problem(error: Exception) -> Problem:
         return Problem(None, "files_full", "there is no room for the answers; delete files")
     log.error("a batch cannot be read or written: %s", error)
     return Problem(None, "files_failed", "the front could not read or write a file of the batch")
-
-
-async def _to_its_end(work: Awaitable[ValueT]) -> ValueT:
-    """Wait for work in a thread, which nothing can stop, also if the waiting is cancelled meanwhile: what
-    comes next must not run beside it.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait((task,))
-        task.exception()  # nobody asks for it any more
-        raise

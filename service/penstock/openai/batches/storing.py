@@ -6,6 +6,7 @@ it together is bounded. Each file belongs to one caller, for all others there is
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -18,7 +19,10 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any, Final, Literal, Self
+from typing import IO, Any, Final, Literal, ParamSpec, Self, TypeVar
+
+ParamsT = ParamSpec("ParamsT")
+ValueT = TypeVar("ValueT")
 
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -461,6 +465,26 @@ def _insert(database: sqlite3.Connection, table: str, made: StoredFile | StoredB
     database.execute(f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({places})", written)
 
 
+async def to_its_end(
+    function: Callable[ParamsT, ValueT], *args: ParamsT.args, **kwargs: ParamsT.kwargs
+) -> ValueT:
+    """Call the function in a thread, which nothing can stop, and wait until it has returned, also if the
+    waiting is cancelled meanwhile: what comes next must not run beside it.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait((work,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return work.result()
+    if not work.cancelled():
+        work.exception()  # nobody asks for it any more
+    raise cancelled
+
+
 class Growing:
     """The content of a file that is written, within the folder's bound. It waits for the disk."""
 
@@ -485,13 +509,16 @@ class Growing:
         return os.fstat(self.content.fileno()).st_size
 
     def write(self, data: bytes) -> None:
-        """Add to the end all or nothing. Raises FolderFull, KeyError if the file was removed, and OSError."""
-        descriptor, size = self.content.fileno(), self.size
+        """Add to the end all or nothing. Raises FolderFull, KeyError if the file was removed, ValueError if
+        it was closed, and OSError.
+        """
+        size = self.size
         if size + len(data) > self._room:
             try:
                 self._reserve(size + max(len(data), _GROWTH))
             except FolderFull:
                 self._reserve(size + len(data))
+        descriptor = self.content.fileno()  # not earlier: closed meanwhile, the number may be another file's
         left = memoryview(data)
         try:
             while left:

@@ -13,7 +13,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
 from penstock.openai.batches.runner import BatchRunner
-from penstock.openai.batches.storing import UPLOAD_S, FileInUse, Folder, FolderFull, Growing, StoredFile
+from penstock.openai.batches.storing import (
+    UPLOAD_S,
+    FileInUse,
+    Folder,
+    FolderFull,
+    Growing,
+    StoredFile,
+    to_its_end,
+)
 from penstock.openai.callers import caller_of
 from penstock.openai.calls import call_of
 from penstock.openai.failures import (
@@ -190,7 +198,7 @@ async def upload_file(request: Request) -> Response:
                 keep_s = form.keep_s()
                 if not file.size:
                     raise missing("file") if form.filename is None else invalid_value("file", "it is empty.")
-                await asyncio.to_thread(file.finish, keep_s, form.filename)
+                await to_its_end(file.finish, keep_s, form.filename)
         except BaseException:  # whatever it is, nothing of the upload stays
             folder.drop_file(file_id)
             raise
@@ -230,7 +238,7 @@ async def _receive(request: Request, form: _Form, file: Growing, limit_s: float)
                 if file.size + len(content) > MOST_FILE:
                     raise _too_large()
                 if content:
-                    await asyncio.to_thread(file.write, content)
+                    await to_its_end(file.write, content)
     except TimeoutError:
         raise ApiError(408, "the body did not arrive in time", code="body_timeout") from None
     except ClientDisconnect:

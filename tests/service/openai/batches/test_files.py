@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sqlite3
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -277,3 +278,40 @@ def test_a_folder_that_cannot_be_used_is_told_by_its_option(broken: str, tmp_pat
 def test_bounds_that_keep_nothing_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=f"^{next(iter(wrong))}: "):
         Settings(**wrong)
+
+
+async def test_an_upload_that_is_given_up_closes_its_file_after_the_last_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, is_closed = storing.Growing.write, []
+
+    def slow(self: storing.Growing, data: bytes) -> None:
+        time.sleep(1.0)
+        is_closed.append(self.content.closed)
+        write(self, data)
+
+    monkeypatch.setattr(storing.Growing, "write", slow)
+    monkeypatch.setattr(routes, "UPLOAD_S", 0.3)
+    async with filing(tmp_path) as rig:
+        assert (await rig.http.post("/v1/files", **form(PURPOSE, FILE))).status_code == 408
+        await until(lambda: is_closed)
+        assert not list((tmp_path / "contents").iterdir())
+    assert is_closed == [False]
+
+
+def test_a_file_that_is_closed_while_it_is_written_does_not_write_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = storing.Folder(tmp_path / "files", 1 << 30, 1.0), tmp_path / "other"
+    file = storing.Growing(folder, folder.begin_file("caller", "batch", "a"))
+    with contextlib.ExitStack() as opened:
+
+        def reserve(file_id: str, size: int) -> None:
+            file.content.close()
+            opened.enter_context(other.open("ab"))  # it gets the number of the descriptor
+
+        monkeypatch.setattr(folder, "reserve", reserve)
+        with pytest.raises(ValueError, match="closed"):
+            file.write(LINE)
+    assert not other.stat().st_size
+    folder.close()
