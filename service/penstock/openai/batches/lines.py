@@ -293,6 +293,19 @@ def take_in(file: IO[bytes], ids: Ids, counts: Counts) -> None:
     file.seek(0, os.SEEK_END)
 
 
+def cut_off(file: IO[bytes]) -> int:
+    """Cut off a last line that was not written to its end. Returns how many lines there are. Raises
+    OSError.
+    """
+    number, whole = 0, 0
+    file.seek(0)
+    for data in file:
+        if data.endswith(b"\n"):
+            number, whole = number + 1, whole + len(data)
+    os.truncate(file.fileno(), whole)
+    return number
+
+
 def _output_of(number: int, data: bytes) -> tuple[str, bool]:
     try:
         value = json.loads(data)

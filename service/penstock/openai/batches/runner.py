@@ -29,6 +29,7 @@ from penstock.openai.batches.lines import (
     WrongLine,
     WrongOutput,
     check,
+    cut_off,
     pending,
     take_in,
 )
@@ -163,12 +164,13 @@ class BatchRunner:
         batch = await asyncio.to_thread(self.folder.batch, batch_id)
         if batch is None or batch.status not in UNFINISHED:  # since the folder was looked at
             return
+        one = _OneBatch(self.folder, batch)
         try:
-            await _OneBatch(self.folder, batch).see_through(self, app, key)
+            await one.see_through(self, app, key)
         except PenstockClientError as error:
             told = of_client_error(error, {})
             if told.status in (401, 403):
-                await self.fail(batch_id, Problem(None, told.code or "forbidden", told.message))
+                await one.fail(Problem(None, told.code or "forbidden", told.message))
             else:
                 log.warning("batch %s waits: %s", batch_id, told.message)
                 await asyncio.sleep(_PAUSE_S)
@@ -177,12 +179,7 @@ class BatchRunner:
             await asyncio.sleep(_PAUSE_S)
         except Exception:  # a defect: the batch must not be tried for ever
             log.exception("batch %s failed", batch_id)
-            await self.fail(batch_id, Problem(None, "internal", "internal error"))
-
-    async def fail(self, batch_id: str, *problems: Problem) -> None:
-        """End a batch that cannot be run."""
-        errors = [_error(problem) for problem in problems]
-        await asyncio.to_thread(self.folder.move, batch_id, "failed", of=UNFINISHED, errors=errors)
+            await one.fail(Problem(None, "internal", "internal error"))
 
     async def terms(self, batch: StoredBatch, key: str, *, is_over: bool) -> Terms:
         """What the lines of a batch may be; nothing is asked of the server if none shall run. Raises the
@@ -245,24 +242,43 @@ class _OneBatch:
                 problems = found.problems
             except (FolderFull, OSError) as error:
                 problems = [_storing_problem(error)]
-            if not self._batch.output_file:
-                await runner.fail(self._batch.id, *problems)
+            if problems:
+                await self.fail(*problems)
                 return
             with (
                 Growing(self._folder, self._batch.output_file) as output,
                 Growing(self._folder, self._batch.error_file) as errors,
             ):
                 end: Status = "failed"
-                if not problems:
-                    lines = functools.partial(pending, path, terms, ids)
-                    try:
-                        await to_its_end(self._take_in, ids, output, errors)
-                        end = over or await self._answered(runner, app, key, lines(), ids, output, errors)
-                        if end == "expired":
-                            await to_its_end(self._write_expired, lines(), errors)
-                    except (FolderFull, OSError, WrongLine, WrongOutput) as error:
-                        end, problems = "failed", [_storing_problem(error)]
+                lines = functools.partial(pending, path, terms, ids)
+                try:
+                    await to_its_end(self._take_in, ids, output, errors)
+                    end = over or await self._answered(runner, app, key, lines(), ids, output, errors)
+                    if end == "expired":
+                        await to_its_end(self._write_expired, lines(), errors)
+                except (FolderFull, OSError, WrongLine, WrongOutput) as error:
+                    end, problems = "failed", [_storing_problem(error)]
                 await to_its_end(self._finish, end, problems, output, errors)
+
+    async def fail(self, *problems: Problem) -> None:
+        """End the batch, which cannot go on. It keeps the answers that it has."""
+        await to_its_end(self._fail, problems)
+
+    def _fail(self, problems: Sequence[Problem]) -> None:
+        folder, batch = self._folder, self._batch
+        if batch.output_file:
+            try:
+                with (
+                    Growing(folder, batch.output_file) as output,
+                    Growing(folder, batch.error_file) as errors,
+                ):
+                    self._counts = Counts(cut_off(output.content), cut_off(errors.content))
+                    self._finish("failed", problems, output, errors)
+                    return
+            except OSError as error:
+                log.error("the answers of batch %s are lost: %s", batch.id, error)
+        told = [_error(problem) for problem in problems]
+        folder.move(batch.id, "failed", of=UNFINISHED, errors=told, files=("", ""))
 
     def _over(self) -> Status | None:
         """The status in which the batch ends at once, if no line of it shall run."""

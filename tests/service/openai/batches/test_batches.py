@@ -303,6 +303,45 @@ async def test_a_revoked_key_fails_the_batch(tmp_path: Path, monkeypatch: pytest
     assert [error.code for error in done.errors.data or ()] == ["invalid_api_key"]
 
 
+@pytest.mark.parametrize("why", ["invalid_api_key", "internal"])
+async def test_a_batch_that_cannot_go_on_keeps_its_answers(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, folder = write(tmp_path / "keys.json", [key("one")]), tmp_path / "files"
+    engine = fake(hold=True, max_num_seqs=1)
+    async with serving(engine, keys=keys) as grpc:
+        async with (
+            fronting(grpc.server.address, files=folder, batch_concurrency=1) as (_, _, url),
+            client_of(url, "psk_one") as client,
+        ):
+            made = await begun(client, lines("a", "b"))
+            await until(lambda: len(engine.seen) == 1)
+            engine.step(2)  # the first line
+            await until(lambda: len(engine.seen) == 2)
+        for path in (folder / "contents").iterdir():
+            if b"batch_req" in path.read_bytes():
+                with path.open("ab") as file:
+                    file.write(b'{"custom_id": "b')  # as a kill in the middle of a line leaves it
+        if why == "internal":
+            monkeypatch.setattr(runner, "take_in", lambda *_: 1 / 0)
+        else:
+            remember = runner.BatchRunner.remember
+            monkeypatch.setattr(
+                runner.BatchRunner,
+                "remember",
+                lambda self, caller, _: remember(self, caller, "Bearer psk_no"),
+            )
+        async with (
+            fronting(grpc.server.address, files=folder) as (_, _, url),
+            client_of(url, "psk_one") as client,
+        ):
+            done = await ended(client, made)
+            assert (done.status, counts(done), done.error_file_id) == ("failed", (2, 1, 0), None)
+            assert done.errors is not None
+            assert [error.code for error in done.errors.data or ()] == [why]
+            assert (await answers(client, done.output_file_id)).keys() == {"a"}
+
+
 async def test_of_two_workers_one_runs_a_batch_and_the_other_takes_it_when_that_one_ends(
     tmp_path: Path,
 ) -> None:

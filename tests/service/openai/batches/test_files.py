@@ -294,7 +294,7 @@ async def test_an_upload_that_is_given_up_closes_its_file_after_the_last_write(
     monkeypatch.setattr(routes, "UPLOAD_S", 0.3)
     async with filing(tmp_path) as rig:
         assert (await rig.http.post("/v1/files", **form(PURPOSE, FILE))).status_code == 408
-        await until(lambda: is_closed)
+        await until(lambda: bool(is_closed))
         assert not list((tmp_path / "contents").iterdir())
     assert is_closed == [False]
 
