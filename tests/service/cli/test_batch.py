@@ -15,6 +15,7 @@ import pytest
 
 from penstock.openai.batches import running
 from penstock.server_cli.commands import batch
+from tests.service.key_rig import key, serving_keys
 from tests.service.rig import WAIT_S, Rig, fake, serving, until
 from tests.support.demo_server import ROOT
 
@@ -256,6 +257,28 @@ async def test_a_server_that_takes_nothing_ends_the_run_which_can_go_on(
         rig.engine.release()
         assert await files.run(rig) == 0
     assert len(files.answers()) == 3
+    assert "the server takes no more lines: " in capsys.readouterr().err
+
+
+async def test_a_key_that_ends_ends_the_run_and_another_one_answers_the_rest(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call, called = running.call, 0
+
+    async def ending(app: Any, method: str, path: str, body: bytes, key: str) -> running.Reply:
+        nonlocal called
+        called += 1
+        return await call(app, method, path, body, key if called <= 2 else "Bearer psk_no")
+
+    monkeypatch.setenv("PENSTOCK_TOKEN", "psk_one")
+    files.write(*(line(str(number)) for number in range(5)))
+    async with serving_keys(tmp_path / "keys.json", key("one")) as rig:
+        with monkeypatch.context() as patched:
+            patched.setattr(running, "call", ending)
+            assert await files.run(rig, "--concurrency", "1") == 3
+        assert files.answers().keys() == {"0", "1"}
+        assert await files.run(rig) == 0
+    assert {one["response"]["status_code"] for one in files.answers().values()} == {200}
     assert "the server takes no more lines: " in capsys.readouterr().err
 
 

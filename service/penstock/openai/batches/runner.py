@@ -33,7 +33,7 @@ from penstock.openai.batches.lines import (
     pending,
     take_in,
 )
-from penstock.openai.batches.running import Done, output_line, run_lines
+from penstock.openai.batches.running import KEY_REFUSED, Done, NotTaken, output_line, run_lines
 from penstock.openai.batches.storing import (
     UNFINISHED,
     Folder,
@@ -169,7 +169,7 @@ class BatchRunner:
             await one.see_through(self, app, key)
         except PenstockClientError as error:
             told = of_client_error(error, {})
-            if told.status in (401, 403):
+            if told.status in KEY_REFUSED:
                 await one.fail(Problem(None, told.code or "forbidden", told.message))
             else:
                 log.warning("batch %s waits: %s", batch_id, told.message)
@@ -256,6 +256,8 @@ class _OneBatch:
                     end = over or await self._answered(runner, app, key, lines(), ids, output, errors)
                     if end == "expired":
                         await to_its_end(self._write_expired, lines(), errors)
+                except NotTaken as error:
+                    end, problems = "failed", [Problem(None, error.code or "forbidden", error.message)]
                 except (FolderFull, OSError, WrongLine, WrongOutput) as error:
                     end, problems = "failed", [_storing_problem(error)]
                 await to_its_end(self._finish, end, problems, output, errors)

@@ -5,6 +5,7 @@ so that its body is read, and its answer made, by what serves HTTP.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -19,6 +20,8 @@ from penstock.openai.jsonbytes import json_bytes
 
 TRY_AGAIN: Final = (429, 503)
 """The statuses after which a line is tried again, unless the reply says that it shall not be."""
+KEY_REFUSED: Final = (401, 403)
+"""The statuses of what no line with this key will be taken after: it has ended, or does not allow this."""
 _FIRST_PAUSE_S: Final = 0.25
 _MOST_PAUSE_S: Final = 60.0
 
@@ -73,11 +76,13 @@ def output_line(custom_id: str, response: bytes, error: bytes, body: bytes | Non
 
 
 class NotTaken(Exception):
-    """A line was refused for so long that it is given up. The reply says why."""
+    """A line has no answer, and no more are run: the server refused it for too long, or refuses the key."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(reply.body.decode("utf-8", "replace"))
-        self.reply = reply
+        error = json.loads(reply.body)["error"]
+        self.code: str | None = error["code"]
+        self.message: str = error["message"]
 
 
 async def call(app: ASGIApp, method: str, path: str, body: bytes, key: str) -> Reply:
@@ -122,12 +127,14 @@ async def call(app: ASGIApp, method: str, path: str, body: bytes, key: str) -> R
 
 async def run_line(app: ASGIApp, line: Line, key: str, patience_s: float) -> Done:
     """Run a line, and try again while it is refused for the moment, for about `patience_s` seconds. Raises
-    NotTaken after that.
+    NotTaken after that, and if the server refuses the key.
     """
     clock = asyncio.get_running_loop().time
     give_up_at, pause_s = clock() + patience_s, _FIRST_PAUSE_S
     while True:
         reply = await call(app, "POST", line.url, line.body, key)
+        if reply.status in KEY_REFUSED:
+            raise NotTaken(reply)
         if not reply.shall_be_tried_again:
             return Done(line, reply)
         wait_s = max(reply.retry_after_s, pause_s) * random.uniform(1.0, 1.25)

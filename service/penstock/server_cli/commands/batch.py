@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
-import json
 import os
 import sys
 import time
@@ -64,7 +63,7 @@ take their answers out of OUT.
 
 On a server with --scheduling-policy priority everybody else's requests go first, but for lines whose body has
 a priority of its own. Lines that the server refuses for the moment, because it is full or the key has used
-its rate, are tried again when it says.
+its rate, are tried again when it says. If it does not take the key any more, the run is given up.
 
 exit codes: 0 if all lines have answers that are no errors, 1 if some answers are errors, 2 if nothing was run
 because of flags or files, 3 if the run was given up before its end, 130 if it was interrupted
@@ -276,8 +275,7 @@ async def _answer(
             patience_s=args.give_up_after,
         )
     except NotTaken as error:
-        why = json.loads(error.reply.body)["error"]["message"]
-        raise _GivenUp(f"the server takes no more lines: {why}") from None
+        raise _GivenUp(f"the server takes no more lines: {error.message}") from None
     except WrongLine as error:
         raise _GivenUp(f"{args.input} was changed meanwhile: {error}") from None
     finally:

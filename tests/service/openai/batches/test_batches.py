@@ -15,7 +15,7 @@ import openai
 import pytest
 from openai.types import Batch
 
-from penstock.openai.batches import runner, storing
+from penstock.openai.batches import runner, running, storing
 from penstock.openai.batches.lines import URLS
 from penstock.openai.batches.storing import UNFINISHED, Folder
 from penstock.openai.schemas.batches import BatchBody
@@ -340,6 +340,27 @@ async def test_a_batch_that_cannot_go_on_keeps_its_answers(
             assert done.errors is not None
             assert [error.code for error in done.errors.data or ()] == [why]
             assert (await answers(client, done.output_file_id)).keys() == {"a"}
+
+
+async def test_a_key_that_ends_while_its_batch_runs_ends_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, call, called = write(tmp_path / "keys.json", [key("one")]), running.call, 0
+
+    async def ending(app: Any, method: str, path: str, body: bytes, key: str) -> running.Reply:
+        nonlocal called
+        called += 1
+        return await call(app, method, path, body, key if called <= 2 else "Bearer psk_no")
+
+    monkeypatch.setattr(running, "call", ending)
+    settings = {"files": tmp_path / "files", "batch_concurrency": 1}
+    async with front_rig(settings=settings, key="psk_one", keys=keys) as rig:
+        done = await ended(rig.openai, await begun(rig.openai, lines(*map(str, range(9)))))
+        assert (done.status, counts(done), done.error_file_id) == ("failed", (9, 2, 0), None)
+        assert done.errors is not None
+        assert [error.code for error in done.errors.data or ()] == ["invalid_api_key"]
+        assert (await answers(rig.openai, done.output_file_id)).keys() == {"0", "1"}
+    assert called == 3
 
 
 async def test_of_two_workers_one_runs_a_batch_and_the_other_takes_it_when_that_one_ends(
