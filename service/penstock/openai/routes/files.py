@@ -200,7 +200,7 @@ async def upload_file(request: Request) -> Response:
                     raise missing("file") if form.filename is None else invalid_value("file", "it is empty.")
                 await to_its_end(file.finish, keep_s, form.filename)
         except BaseException:  # whatever it is, nothing of the upload stays
-            folder.drop_file(file_id)
+            await to_its_end(folder.drop_file, file_id)
             raise
     except FolderFull:
         raise full(folder) from None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -315,3 +316,19 @@ def test_a_file_that_is_closed_while_it_is_written_does_not_write_to_another(
             file.write(LINE)
     assert not other.stat().st_size
     folder.close()
+
+
+async def test_what_is_left_of_an_upload_is_removed_beside_other_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop, at = storing.Folder.drop_file, []
+
+    def noting(self: storing.Folder, file_id: str) -> None:
+        at.append(threading.current_thread())
+        drop(self, file_id)
+
+    monkeypatch.setattr(storing.Folder, "drop_file", noting)
+    async with filing(tmp_path) as rig:
+        assert (await rig.http.post("/v1/files", **form(FILE))).status_code == 400
+    assert threading.main_thread() not in at
+    assert len(at) == 1
