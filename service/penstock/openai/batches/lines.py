@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -235,7 +235,7 @@ def check(path: Path, terms: Terms, ids: Ids) -> Checked:
     return found
 
 
-def pending(path: Path, terms: Terms, ids: Ids) -> Iterator[Line]:
+def pending(path: Path, terms: Terms, ids: Ids) -> Generator[Line, None, None]:
     """The lines of a checked file that have no output. Raises OSError and, if the file was changed since it
     was checked, WrongLine.
     """

@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import IO, Any, Final
 
 from starlette.types import ASGIApp
@@ -36,11 +36,13 @@ from penstock.openai.batches.lines import (
 from penstock.openai.batches.running import KEY_REFUSED, Done, NotTaken, output_line, run_lines
 from penstock.openai.batches.storing import (
     UNFINISHED,
+    WINDOW_S,
     Folder,
     FolderFull,
     Growing,
     Status,
     StoredBatch,
+    Unfinished,
     to_its_end,
 )
 from penstock.openai.calls import make_call
@@ -149,16 +151,16 @@ class BatchRunner:
         del self._running[batch_id]
         claim.close()
 
-    def _may_run(self, batch: StoredBatch) -> bool:
+    def _may_run(self, batch: Unfinished) -> bool:
         if self._is_over(batch):
             return True
         is_known = not batch.has_key or batch.caller in self._keys
         callers = {caller for caller, _ in self._running.values()}
         return is_known and batch.caller not in callers and len(callers) < MOST_RUNNING
 
-    def _is_over(self, batch: StoredBatch) -> bool:
+    def _is_over(self, batch: Unfinished) -> bool:
         """Whether no line of it shall run."""
-        return batch.status == "cancelling" or self.folder.now() >= batch.expires_at
+        return batch.status == "cancelling" or self.folder.now() >= batch.created_at + WINDOW_S
 
     async def _run(self, app: ASGIApp, batch_id: str, key: str) -> None:
         batch = await asyncio.to_thread(self.folder.batch, batch_id)
@@ -298,7 +300,7 @@ class _OneBatch:
         runner: BatchRunner,
         app: ASGIApp,
         key: str,
-        lines: Iterator[Line],
+        lines: Generator[Line, None, None],
         ids: Ids,
         output: Growing,
         errors: Growing,

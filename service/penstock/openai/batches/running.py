@@ -8,7 +8,7 @@ import asyncio
 import json
 import random
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
 from penstock.openai.batches.lines import Line
+from penstock.openai.batches.storing import to_its_end
 from penstock.openai.jsonbytes import json_bytes
 
 TRY_AGAIN: Final = (429, 503)
@@ -146,7 +147,7 @@ async def run_line(app: ASGIApp, line: Line, key: str, patience_s: float) -> Don
 
 async def run_lines(
     app: ASGIApp,
-    lines: Iterator[Line],
+    lines: Generator[Line, None, None],
     write: Callable[[Done], Awaitable[None]],
     *,
     key: str,
@@ -155,14 +156,14 @@ async def run_lines(
 ) -> None:
     """Run all lines, so many at a time, and hand each to `write` when it is done, in one call at a time.
     Raises NotTaken, and what `lines` and `write` raise. Those that run then are ended, which frees them at
-    the server.
+    the server. `lines` is closed at the end.
     """
     reading, writing = asyncio.Lock(), asyncio.Lock()
 
     async def work() -> None:
         while True:
             async with reading:
-                line = await asyncio.to_thread(next, lines, None)
+                line = await to_its_end(next, lines, None)
             if line is None:
                 return
             done = await run_line(app, line, key, patience_s)
@@ -171,8 +172,13 @@ async def run_lines(
 
     tasks = [asyncio.create_task(work()) for _ in range(concurrency)]
     try:
-        await asyncio.gather(*tasks)
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in ended:
+            task.result()
     finally:
-        for task in tasks:
-            task.cancel()
+        while left := [task for task in tasks if not task.done()]:
+            for task in left:  # again: a request that is cancelled when its front ends is answered, with 503
+                task.cancel()
+            await asyncio.wait(left, timeout=_FIRST_PAUSE_S)
         await asyncio.gather(*tasks, return_exceptions=True)
+        lines.close()

@@ -32,6 +32,8 @@ WINDOW_S: Final = 24 * 3600
 """How long a batch may take."""
 UPLOAD_S: Final = 3600
 """How long an upload may take."""
+MOST_UNFINISHED: Final = 100
+"""How many batches of a caller may wait or run."""
 LEAST_FILE: Final = 4 << 10
 BATCH_BYTES: Final = 64 << 10
 """A file counts as so many bytes at least, and a batch as so many beside its files, so that the bound on
@@ -47,6 +49,10 @@ _BUSY_S: Final = 30.0
 
 class FolderFull(Exception):
     """There is no room for more."""
+
+
+class TooManyBatches(Exception):
+    """As many batches of the caller have not ended as may be."""
 
 
 class FileInUse(Exception):
@@ -99,8 +105,20 @@ class StoredBatch:
         return self.created_at + WINDOW_S
 
 
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What tells whether a batch that has not ended may run."""
+
+    id: str
+    caller: str
+    has_key: bool
+    status: Status
+    created_at: int
+
+
 _FILE_COLUMNS: Final = ", ".join(field.name for field in fields(StoredFile))
 _BATCH_COLUMNS: Final = ", ".join(field.name for field in fields(StoredBatch))
+_UNFINISHED_COLUMNS: Final = ", ".join(field.name for field in fields(Unfinished))
 _NUMBER: Final = "number INTEGER PRIMARY KEY AUTOINCREMENT"
 """The order in which they were made."""
 _TABLES: Final = (
@@ -320,7 +338,7 @@ class Folder:
         metadata: Mapping[str, str] | None,
         output_s: int | None,
     ) -> StoredBatch:
-        """Make a batch, which waits to be run. Raises FolderFull."""
+        """Make a batch, which waits to be run. Raises FolderFull and TooManyBatches."""
         made = StoredBatch(
             *(f"batch_{uuid.uuid4().hex}", caller, has_key, endpoint, input_file, "", ""),
             output_s=min(self.keep_s, self.keep_s if output_s is None else output_s),
@@ -333,7 +351,10 @@ class Folder:
             errors=(),
             times={},
         )
+        of_caller = f"SELECT COUNT(*) FROM batches WHERE caller = ? AND {_IS_UNFINISHED}"
         with self._changing() as database:
+            if database.execute(of_caller, (caller,)).fetchone()[0] >= MOST_UNFINISHED:
+                raise TooManyBatches
             self._take_room(database, BATCH_BYTES)
             _insert(database, "batches", made)
         return made
@@ -353,10 +374,10 @@ class Folder:
         )
         return [_batch_of(row) for row in rows], more
 
-    def unfinished(self) -> list[StoredBatch]:
+    def unfinished(self) -> list[Unfinished]:
         """All batches that have not ended, the oldest first."""
-        rows = self._rows(f"SELECT {_BATCH_COLUMNS} FROM batches WHERE {_IS_UNFINISHED} ORDER BY number")
-        return [_batch_of(row) for row in rows]
+        rows = self._rows(f"SELECT {_UNFINISHED_COLUMNS} FROM batches WHERE {_IS_UNFINISHED} ORDER BY number")
+        return [Unfinished(*row) for row in rows]
 
     def move(
         self,

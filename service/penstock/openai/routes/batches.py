@@ -10,7 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.openai.batches.runner import BatchRunner
-from penstock.openai.batches.storing import UNFINISHED, FolderFull, StoredBatch
+from penstock.openai.batches.storing import (
+    MOST_UNFINISHED,
+    UNFINISHED,
+    FolderFull,
+    StoredBatch,
+    TooManyBatches,
+)
 from penstock.openai.calls import call_of
 from penstock.openai.failures import ApiError, invalid_value
 from penstock.openai.reading import read_body
@@ -78,6 +84,13 @@ async def create_batch(request: Request) -> Response:
         )
     except FolderFull:
         raise full(batches.folder) from None
+    except TooManyBatches:
+        message = (
+            f"at most {MOST_UNFINISHED} batches of a caller may wait or run; try again when one has ended"
+        )
+        raise ApiError(
+            429, message, "rate_limit_error", code="too_many_batches", retry_after=60.0, may_retry=False
+        ) from None
     batches.remember(caller, key)
     batches.wake()
     return json_response(_told(made))

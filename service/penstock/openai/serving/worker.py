@@ -91,9 +91,10 @@ class HttpServer:
         """
         for protocol in self._connections.protocols:
             protocol.stop_keeping()
+        draining = [self._front.life.drain(grace_s)]
         if self._batches is not None:
-            await self._batches.stop()
-        await self._front.life.drain(grace_s)
+            draining.append(self._batches.stop())
+        await asyncio.gather(*draining)
         if self._server is not None:
             self._server.close()
         for protocol in self._connections.protocols:

@@ -363,6 +363,25 @@ async def test_a_key_that_ends_while_its_batch_runs_ends_the_batch(
     assert called == 3
 
 
+async def test_a_front_that_stops_refuses_requests_while_its_batches_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, stop, is_told = fake(hold=True), runner.BatchRunner.stop, []
+    async with front_rig(engine, settings={"files": tmp_path}) as rig:
+
+        async def noting(self: runner.BatchRunner) -> None:
+            is_told.append((await rig.http.get("/health")).status_code)
+            await stop(self)
+
+        await begun(rig.openai, lines("a", "b", "c"))
+        await until(lambda: len(engine.seen) == 3)
+        monkeypatch.setattr(runner.BatchRunner, "stop", noting)
+        async with asyncio.timeout(WAIT_S):
+            await rig.server.stop(grace_s=1.0)  # the lines, which are held, are ended with the batch
+        monkeypatch.undo()
+    assert is_told == [503]
+
+
 async def test_of_two_workers_one_runs_a_batch_and_the_other_takes_it_when_that_one_ends(
     tmp_path: Path,
 ) -> None:
@@ -460,6 +479,24 @@ async def test_wrong_batches_are_refused(fields: dict[str, Any], param: str, tmp
 
 KEY = {"authorization": "Bearer unused"}
 """What OpenAI's client of a rig sends."""
+
+
+async def test_the_batches_of_a_caller_that_have_not_ended_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storing, "MOST_UNFINISHED", 2)
+    keys = write(tmp_path / "keys.json", [key("one"), key("two")])
+    engine = fake(hold=True)
+    async with front_rig(engine, settings={"files": tmp_path / "f"}, key="psk_one", keys=keys) as rig:
+        made = [await begun(rig.openai, lines("a")) for _ in range(2)]
+        with pytest.raises(openai.RateLimitError) as refused:
+            await begun(rig.openai, lines("a"))
+        assert refused.value.code == "too_many_batches"
+        assert refused.value.response.headers["x-should-retry"] == "false"
+        await begun(rig.openai.with_options(api_key="psk_two"), lines("a"))
+        await rig.openai.batches.cancel(made[0].id)
+        await ended(rig.openai, made[0])
+        await begun(rig.openai, lines("a"))
 
 
 async def test_lists_of_batches_have_pages(tmp_path: Path) -> None:
