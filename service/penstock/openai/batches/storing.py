@@ -461,8 +461,9 @@ class Folder:
         self._remove([row[0] for row in old])
         with self._changing() as database:
             database.execute(
-                f"DELETE FROM batches WHERE NOT ({_IS_UNFINISHED}) AND created_at + ? < ?",
-                (WINDOW_S + self.keep_s, now),
+                f"DELETE FROM batches WHERE NOT ({_IS_UNFINISHED})"
+                " AND (SELECT MAX(value) FROM json_each(times)) + ? < ?",  # the last is that of its end
+                (self.keep_s, now),
             )
         for folder, kept in (
             (self._contents, "SELECT id FROM files"),

@@ -155,9 +155,14 @@ async def show_file(request: Request) -> Response:
 async def show_content(request: Request) -> Response:
     """GET /v1/files/{file_id}/content."""
     folder, file = await _file_of(request)
+    path = folder.content_of(file.id)
+    try:
+        found = await asyncio.to_thread(path.stat)
+    except FileNotFoundError:  # it was deleted since it was looked up
+        raise no_such("file_id", "file") from None
     # A browser must not take for a page of ours what a caller has stored.
     headers = {"x-content-type-options": "nosniff"}
-    return FileResponse(folder.content_of(file.id), headers=headers, media_type="application/octet-stream")
+    return FileResponse(path, headers=headers, media_type="application/octet-stream", stat_result=found)
 
 
 async def _file_of(request: Request) -> tuple[Folder, StoredFile]:

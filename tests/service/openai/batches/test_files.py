@@ -332,3 +332,38 @@ async def test_what_is_left_of_an_upload_is_removed_beside_other_requests(
         assert (await rig.http.post("/v1/files", **form(FILE))).status_code == 400
     assert threading.main_thread() not in at
     assert len(at) == 1
+
+
+async def test_a_file_that_is_deleted_while_it_is_asked_for_is_told_as_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_up = storing.Folder.file
+
+    def deleting(self: storing.Folder, caller: str, file_id: str) -> storing.StoredFile | None:
+        found = look_up(self, caller, file_id)
+        self.drop_file(file_id)
+        return found
+
+    async with filing(tmp_path) as rig:
+        made = await rig.openai.files.create(file=("a", LINE), purpose="batch")
+        monkeypatch.setattr(storing.Folder, "file", deleting)
+        with pytest.raises(openai.NotFoundError) as refused:
+            await rig.openai.files.content(made.id)
+    assert (refused.value.code, refused.value.param) == ("not_found", "file_id")
+
+
+@pytest.mark.parametrize("ended_after_s", [10, 30 * 3600])
+def test_a_batch_is_kept_for_as_long_as_files_after_its_end(ended_after_s: int, tmp_path: Path) -> None:
+    now = 1_000_000
+    folder = storing.Folder(tmp_path, 1 << 30, 1.0, clock=lambda: now)
+    made = folder.begin_batch("caller", False, "/v1/completions", "file-x", None, None)
+    now += ended_after_s
+    folder.move(made.id, "cancelling", of=("validating",))
+    folder.move(made.id, "cancelled", of=("cancelling",))
+    now += folder.keep_s
+    folder.sweep()
+    assert folder.batch(made.id) is not None
+    now += 1
+    folder.sweep()
+    assert folder.batch(made.id) is None
+    folder.close()
