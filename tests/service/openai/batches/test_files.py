@@ -358,8 +358,8 @@ def test_a_batch_is_kept_for_as_long_as_files_after_its_end(ended_after_s: int, 
     folder = storing.Folder(tmp_path, 1 << 30, 1.0, clock=lambda: now)
     made = folder.begin_batch("caller", False, "/v1/completions", "file-x", None, None)
     now += ended_after_s
-    folder.move(made.id, "cancelling", of=("validating",))
-    folder.move(made.id, "cancelled", of=("cancelling",))
+    folder.move(made.id, "cancelling", of=storing.UNFINISHED)
+    folder.move(made.id, "cancelled", of=storing.UNFINISHED)
     now += folder.keep_s
     folder.sweep()
     assert folder.batch(made.id) is not None
