@@ -386,7 +386,7 @@ def _add_ignored(schema: dict[str, Any], body: type[Body]) -> None:
 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
-    words = re.sub(r"[^a-z]+", "_", _PARAMETER.sub("one", endpoint.path))
+    words = re.sub(r"[^a-z0-9]+", "_", _PARAMETER.sub("one", endpoint.path))
     made: dict[str, Any] = {
         "operationId": f"{endpoint.method.lower()}{words}",
         "summary": endpoint.summary,
