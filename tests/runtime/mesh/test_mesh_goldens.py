@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from penstock.runtime.loading.checkpoint import load_config
-from penstock.runtime.models.config import AttentionConfig, LatentConfig, MLPAndExpertsConfig
+from penstock.runtime.models.config import AttentionConfig, LatentConfig
 from tests.support.goldens import GOLDEN, KINDS, NAMES
 from tests.support.suite.drawing import few
 
@@ -27,15 +27,15 @@ def results(devices, names):
 
 
 def expected_collectives(config):
-    """One sum for what attention adds and one for what the MLP adds, two where experts stand beside an MLP;
-    and one gather of the logits, where the head is cut.
+    """One sum for what attention adds and one for what the MLP adds, and one gather of the logits, where the
+    head is cut. Where experts stand beside an MLP, XLA makes one sum of both.
     """
     sums = 0
     for layer in config.layers:
         attention = layer.attention
         heads_are_cut = isinstance(attention, AttentionConfig) and attention.qk_norm != "all"
         sums += heads_are_cut or isinstance(attention, LatentConfig)
-        sums += 2 if isinstance(layer.mlp, MLPAndExpertsConfig) else 1
+        sums += 1
     gathers = {} if config.tie_word_embeddings else {"all-gather": 1}
     return {"all-reduce": sums, **gathers}
 
