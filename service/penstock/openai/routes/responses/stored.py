@@ -51,11 +51,9 @@ _OFF: Final = "responses are not kept: start the front with --store"
 _PAGE: Final = 20
 _MOST_PER_PAGE: Final = 100
 
-_INCLUDE: Final = {
-    name: {
-        "type": "array",
-        "items": {"enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]},
-    }
+_INCLUDED: Final = ("message.output_text.logprobs", "reasoning.encrypted_content")
+_INCLUDE: Final[Mapping[str, Any]] = {
+    name: {"type": "array", "items": {"enum": list(_INCLUDED)}}
     for name in ("include", "include[]")  # OpenAI's clients write the brackets
 }
 """What has been kept is shown in any case, so these add nothing."""
@@ -232,7 +230,7 @@ def _check_query(request: Request) -> None:
     for name, value in request.query_params.multi_items():
         if endpoint is None or name not in endpoint.query:
             raise unknown(name[:80])
-        if name in _INCLUDE and value not in _INCLUDE[name]["items"]["enum"]:
+        if name in _INCLUDE and value not in _INCLUDED:
             raise unsupported_value("include", f"there is no {value[:80]!r} to be included.")
 
 
