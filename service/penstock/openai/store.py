@@ -145,7 +145,7 @@ class ResponseStore:
             raise ApiError(
                 500, "the store of responses has failed", "server_error", code="store_failed", may_retry=False
             ) from error
-        except BaseException:
+        except BaseException:  # whatever it was, closing takes back what was not committed
             self._shut()
             raise
 
@@ -157,7 +157,7 @@ class ResponseStore:
         file = sqlite3.connect(self._file, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             self._prepare(file)
-        except BaseException:
+        except BaseException:  # a file that is not ready is kept by nobody, who could close it
             file.close()
             raise
         self._opened = file

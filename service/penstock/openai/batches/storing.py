@@ -196,7 +196,7 @@ class Folder:
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield self._database
-            except BaseException:
+            except BaseException:  # whatever ends the change, the lock must not stay
                 self._database.execute("ROLLBACK")
                 raise
             self._database.execute("COMMIT")

@@ -127,7 +127,7 @@ def _told(file: StoredFile) -> dict[str, Any]:
 async def list_files(request: Request) -> Response:
     """GET /v1/files."""
     batches, caller = await files_of(request)
-    query = read_query(request, "purpose", "limit", "order", "after")
+    query = read_query(request, *QUERY_OF_FILES)
     if (order := query.get("order", "desc")) not in ("asc", "desc"):
         raise invalid_value("order", "it must be 'asc' or 'desc'.")
     if (purpose := query.get("purpose")) not in (None, *PURPOSES):

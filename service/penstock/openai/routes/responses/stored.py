@@ -31,6 +31,7 @@ from penstock.openai.front import Front, front_of
 from penstock.openai.jsonbytes import json_bytes
 from penstock.openai.reading import INLINE_BYTES
 from penstock.openai.replying import answered, json_response
+from penstock.openai.routes.files import page_of, read_limit
 from penstock.openai.routes.responses.turns import PREVIOUS
 from penstock.openai.schemas.responses import MAX_ITEMS, Item, ItemReference, MessageItem, ReasoningItem
 from penstock.openai.store import Kept, ResponseStore
@@ -190,14 +191,12 @@ async def list_input_items(request: Request) -> Response:
     """GET /v1/responses/ID/input_items."""
     asked = request.query_params
     _check_query(request)
-    limit, order = asked.get("limit", str(_PAGE)), asked.get("order", "desc")
-    if not (limit.isdecimal() and limit.isascii() and len(limit) < 4 and 1 <= int(limit) <= _MOST_PER_PAGE):
-        raise invalid_value("limit", f"it must be from 1 to {_MOST_PER_PAGE}.")
+    limit, order = read_limit(asked, _PAGE, _MOST_PER_PAGE), asked.get("order", "desc")
     if order not in ("asc", "desc"):
         raise invalid_value("order", 'it must be "asc" or "desc".')
     kept = await _kept(request)
     return Response(
-        await asyncio.to_thread(_page, kept.items, asked.get("after"), int(limit), order),
+        await asyncio.to_thread(_page, kept.items, asked.get("after"), limit, order),
         media_type="application/json",
     )
 
@@ -213,15 +212,7 @@ def _page(written: bytes, after: str | None, limit: int, order: str) -> bytes:
             raise invalid_value("after", "none of the items has this id.")
         items = items[places[0] :]
     page = items[:limit]
-    return json_bytes(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > len(page),
-        }
-    )
+    return json_bytes(page_of(page, len(items) > len(page)))
 
 
 def _check_query(request: Request) -> None:
