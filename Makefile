@@ -69,7 +69,7 @@ test: install ## run the tests that take minutes together (MARK='not gpu' or PYT
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not (ci or sweep)$(if $(MARK), and ($(MARK)))'
 
 test-ci: install ## run what CI runs: also the costly tests, and of the sweep a third (DRAW=980 TOUCHED=HEAD~1 repeat a run)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --draw '$(DRAW)' --touched '$(TOUCHED)' $(if $(MARK),-m '$(MARK)')
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --hypothesis-profile penstock-ci --draw '$(DRAW)' --touched '$(TOUCHED)' $(if $(MARK),-m '$(MARK)')
 
 test-all: install ## run every test, with programs compiled as users compile them
 	PENSTOCK_TEST_XLA=users $(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(MARK),-m '$(MARK)')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from dataclasses import dataclass
@@ -66,7 +65,9 @@ class Following:
     def __init__(self, client: Client, addr: str, *, interval: float, max_requests: int) -> None:
         self._client, self._addr = client, addr
         self._interval, self._max_requests = interval, max_requests
-        self._events: queue.Queue[Event] = queue.Queue(MOST_WAITING)
+        # Ctrl-C may end the wait for an event anywhere. A SimpleQueue's cannot be left in the middle.
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._room = threading.Semaphore(MOST_WAITING)
         self._closed = threading.Event()
         self._stream: ServerStream[LoadReport] | None = None
         self._thread = threading.Thread(target=self._run, name="penstock-top", daemon=True)
@@ -76,9 +77,11 @@ class Following:
         takes.
         """
         try:
-            return self._events.get(timeout=timeout_s)
+            event = self._events.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        self._room.release()
+        return event
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -92,8 +95,8 @@ class Following:
     def _put(self, event: Event) -> None:
         """Wait until there is room for the event, or until the watch is closed."""
         while not self._closed.is_set():
-            with contextlib.suppress(queue.Full):
-                self._events.put(event, timeout=_LOOK_S)
+            if self._room.acquire(timeout=_LOOK_S):
+                self._events.put(event)
                 return
 
     def _run(self) -> None:
