@@ -81,7 +81,7 @@ async def honest_callers(address: str, secret: str) -> AsyncIterator[Callers]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        await process.communicate()
 
 
 async def _obey() -> None:

@@ -99,7 +99,7 @@ async def kill(attack: Attack) -> str:
     began = await process.stdout.readline()
     if process.returncode is None:
         os.kill(process.pid, signal.SIGKILL)
-    await process.wait()
+    await process.communicate()
     return "killed" if began else "refused before it read anything"
 
 

@@ -122,7 +122,7 @@ async def running(folder: Path, arguments: Sequence[str] = ()) -> AsyncIterator[
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        await process.communicate()
         log.close()
 
 

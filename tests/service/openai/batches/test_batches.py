@@ -434,7 +434,7 @@ async def test_a_front_that_was_killed_goes_on_with_two_workers(tmp_path: Path) 
                     engine.step()
                     await asyncio.sleep(0.02)
             process.kill()
-            await process.wait()
+            await process.communicate()
             engine.release()
             process, url = await front(2)
             async with client_of(url) as client:
@@ -442,7 +442,8 @@ async def test_a_front_that_was_killed_goes_on_with_two_workers(tmp_path: Path) 
                 assert (done.status, counts(done)) == ("completed", (20, 20, 0))
                 assert len(await answers(client, done.output_file_id)) == 20
             process.terminate()
-            assert await process.wait() == 0
+            await process.communicate()
+            assert process.returncode == 0
 
 
 def test_two_claims_exclude_each_other(tmp_path: Path) -> None:

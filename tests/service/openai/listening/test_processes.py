@@ -67,7 +67,8 @@ async def program(*flags: str, engine: Any = None) -> AsyncIterator[Program]:
         finally:
             if process.returncode is None:
                 process.kill()
-                await process.wait()
+            async with asyncio.timeout(LIMIT_S):
+                await process.communicate()  # to the end of its output, which its workers write to as well
 
 
 async def until(condition: Callable[[], object]) -> None:
