@@ -21,6 +21,7 @@ PARTS = (
     "service/penstock/service",
     "service/penstock/openai",
     "service/penstock/server_cli",
+    "service/penstock/shared",
     "clients/python/penstock/client",
     "clients/python/penstock/cli",
     "bench",

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from starlette.datastructures import MutableHeaders
@@ -17,6 +19,7 @@ from penstock.openai.calls import Call, make_call
 from penstock.openai.endpoints import endpoint_of, ignored_in
 from penstock.openai.failures import ApiError, ClientGone, draining, error_of, error_response
 from penstock.openai.front import Front
+from penstock.shared.logs import Line
 
 log = logging.getLogger("penstock.openai")
 access = logging.getLogger("penstock.openai.access")
@@ -81,47 +84,55 @@ class Edge:
         if reply.first_byte is not None:
             meters.first_byte_seconds.labels(name).observe(reply.first_byte - reply.began)
         if self._front.settings.access_log and (endpoint is None or endpoint.is_api):
-            _write_line(scope, call, status, error, seconds)
+            ignored = ", ".join(sorted(ignored_in(scope)))
+            path = scope["path"][:_MAX_PATH]
+            access.info(_AccessLine(scope["method"], path, status, seconds, call, error, ignored))
 
 
-def _write_line(scope: Scope, call: Call, status: int, error: ApiError | None, seconds: float) -> None:
-    """A line of the access log. It has ids, numbers and names of fields, and nothing that a caller or the
-    model wrote but the path, and the field of an error.
+@dataclass(frozen=True, slots=True)
+class _AccessLine(Line):
+    """What the access log says about one request: ids, numbers and names of fields, and nothing that a caller
+    or the model wrote but the path, and the field of an error.
     """
-    fields: dict[str, object] = {
-        "method": scope["method"],
-        "path": scope["path"][:_MAX_PATH],
-        "status": status,
-        "seconds": round(seconds, 6),
-        "request_id": call.request_id,
-        "number": call.number,
-    }
-    if call.trace_id:
-        fields["trace_id"] = call.trace_id
-    failed = ""
-    if error is not None:
-        fields["code"] = error.code
-        failed = f", code {error.code}"
-        if error.param:
-            fields["param"] = error.param[:_MAX_PATH]
-            failed += f", field {fields['param']!r}"
-    ignored = ", ".join(sorted(ignored_in(scope)))
-    if ignored:
-        fields["ignored"] = ignored
-    number = "" if call.request_id.endswith(call.number) else f", number {call.number}"
-    access.info(
-        "%s %s: %d after %.3f s, request %r%s%s%s%s",
-        fields["method"],
-        fields["path"],
-        status,
-        seconds,
-        call.request_id,
-        number,
-        f", trace {call.trace_id}" if call.trace_id else "",
-        failed,
-        f", without effect: {ignored}" if ignored else "",
-        extra={"fields": fields},
-    )
+
+    method: str
+    path: str
+    status: int
+    seconds: float
+    call: Call
+    error: ApiError | None
+    ignored: str
+
+    def __str__(self) -> str:
+        call, error = self.call, self.error
+        said = f"{self.method} {self.path}: {self.status} after {self.seconds:.3f} s"
+        said += f", request {call.request_id!r}"
+        if not call.request_id.endswith(call.number):
+            said += f", number {call.number}"
+        if call.trace_id:
+            said += f", trace {call.trace_id}"
+        if error is not None:
+            said += f", code {error.code}"
+            if error.param:
+                said += f", field {error.param[:_MAX_PATH]!r}"
+        return said + f", without effect: {self.ignored}" * bool(self.ignored)
+
+    def fields(self) -> Mapping[str, object]:
+        error = self.error
+        fields = {
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+            "seconds": round(self.seconds, 6),
+            "request_id": self.call.request_id,
+            "number": self.call.number,
+            "trace_id": self.call.trace_id,
+            "code": None if error is None else error.code,
+            "param": None if error is None or not error.param else error.param[:_MAX_PATH],
+            "ignored": self.ignored,
+        }
+        told_only_if_there = ("trace_id", "code", "param", "ignored")
+        return {name: value for name, value in fields.items() if value or name not in told_only_if_there}
 
 
 def _refusal(call: Call) -> Response:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Final
 
 from penstock.client import DEFAULT_ADDR, Tls
 from penstock.client.connection.address import is_loopback, parse
+from penstock.shared.logs import LOG_FORMATS, LogFormat
 
-LogFormat = Literal["text", "json"]
-LOG_FORMATS: Final[tuple[LogFormat, ...]] = get_args(LogFormat)
 MAX_WORKERS: Final = 256
 _LEAST_STORE: Final = 1 << 20
 _MOST_DAYS: Final = 36_500

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from penstock.openai import app
 from penstock.openai.counts import Meters
 from penstock.openai.endpoints import Endpoint
-from penstock.openai.serving.logs import JsonLines, OneLine
+from penstock.shared.logs import JsonLines, OneLine
 from tests.service.key_rig import key, write
 from tests.service.openai.rig import front_rig, fronting
 from tests.service.openai.test_replying import ENDPOINTS

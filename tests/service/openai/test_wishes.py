@@ -14,7 +14,7 @@ from penstock.openai import reading
 from penstock.openai.app import ENDPOINTS
 from penstock.openai.failures import ApiError
 from penstock.openai.schemas.base import Body
-from penstock.openai.serving.logs import JsonLines, OneLine
+from penstock.shared.logs import JsonLines, OneLine
 from tests.service.openai.rig import FrontRig, front_rig
 
 HI = [{"role": "user", "content": "hi"}]

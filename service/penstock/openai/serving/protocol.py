@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import ipaddress
 import re
 import time
 from collections import Counter
@@ -30,6 +29,7 @@ from uvicorn.server import ServerState
 
 from penstock.openai.counts import Meters
 from penstock.openai.failures import INVALID, ApiError, error_response
+from penstock.shared.addresses import counted_address
 
 DRAIN_BYTES_PER_S: Final = 64 << 10
 """The least that a client must take of a large reply, in bytes per second, once its time is over."""
@@ -150,7 +150,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._address = _network(self.client[0] if self.client else "")
+        self._address = counted_address(self.client[0] if self.client else "")
         self._all.by_address[self._address] += 1
         self._all.meters.connections.inc()
         bounds = self._all.bounds
@@ -324,15 +324,3 @@ def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Appli
         await app(scope, receive, send_plain)
 
     return serve
-
-
-def _network(host: str) -> str:
-    """What counts as one address: an IPv4 address, or an IPv6 /64 network. Empty for a peer without an
-    address.
-    """
-    if ":" not in host:
-        return host
-    address = ipaddress.IPv6Address(host.partition("%")[0])
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.IPv6Network((address, 64), strict=False))

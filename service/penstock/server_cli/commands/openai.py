@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from penstock.cli.calling.common import add_addr, complain
 from penstock.cli.calling.connection import WrongConnection, connection
 from penstock.openai.serving.run import serve
-from penstock.openai.settings import LOG_FORMATS, Settings
+from penstock.openai.settings import Settings
 from penstock.server_cli.serving.flags import AddFlag, Flags, options_of, size, size_text, with_flags
+from penstock.shared.logs import LOG_FORMATS
 
 if TYPE_CHECKING:
     from penstock.cli.calling.common import Subparsers

@@ -45,9 +45,10 @@ from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 from penstock.service.replies.reply_budget import ReplyLimits
 from penstock.service.requests.generate import Features
-from penstock.service.telemetry.logs.writing import LOG_FORMATS, LOG_LEVELS, LogOptions
+from penstock.service.telemetry.logs.writing import LOG_LEVELS, LogOptions
 from penstock.service.telemetry.metrics.options import DEFAULT_HOST, METRICS_NAMES, MetricsOptions
 from penstock.service.telemetry.options import OTLP_PROTOCOLS, TraceLevel, TracingOptions
+from penstock.shared.logs import LOG_FORMATS
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -28,7 +28,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import ipaddress
 import math
 import time
 import urllib.parse
@@ -40,6 +39,7 @@ from penstock.runtime.errors import QueueFull
 from penstock.service.backend import Backend
 from penstock.service.errors import Busy, StalledSender
 from penstock.service.limits.bounds import Bounds
+from penstock.shared.addresses import counted_address
 
 Clock = Callable[[], float]
 
@@ -161,22 +161,12 @@ def address_of(peer: str) -> str | None:
     """The address that a connection is counted under, from gRPC's name of its peer, such as
     "ipv4:10.0.0.1:1234" or "ipv6:%5B::1%5D:1234".
 
-    It is the IPv4 address, or the IPv6 network of 64 bits, because one host may have all addresses of such a
-    network. None for a peer without an address, such as a Unix socket, whose connections all have one name.
+    None for a peer without an address, such as a Unix socket, whose connections all have one name.
     """
     scheme, _, rest = urllib.parse.unquote(peer).partition(":")
     if scheme not in ("ipv4", "ipv6"):
         return None
-    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return str(address.ipv4_mapped)
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return str(address)
+    return counted_address(rest.rpartition(":")[0].strip("[]"))
 
 
 class Room:

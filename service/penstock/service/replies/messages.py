@@ -23,6 +23,7 @@ from penstock.runtime.text.decoder import TokenBytes
 from penstock.runtime.updating.interface import UpdateOutcome, UpdateReport
 from penstock.service.replies.outputs import Taken
 from penstock.service.requests.generate import ServedJob
+from penstock.shared.varints import varint
 from penstock.v1 import control_pb2, inference_pb2, types_pb2, weights_pb2
 
 _LENGTH_DELIMITED = 2
@@ -51,23 +52,6 @@ def packed(values: Iterable[int]) -> bytes:
     """The content of a repeated field of unsigned numbers."""
     return b"".join(map(varint, values))
 
-
-def varint(value: int) -> bytes:
-    """A number from 0 on."""
-    return _SHORT[value] if value < _NUM_SHORT else _varint(value)
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-_NUM_SHORT = 1 << 14
-_SHORT = tuple(map(_varint, range(_NUM_SHORT)))
 
 CANDIDATES_AT_ONCE = 1000
 """How many candidates are encoded at a time; that takes about a millisecond."""

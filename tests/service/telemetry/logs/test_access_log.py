@@ -13,10 +13,11 @@ import pytest
 
 from penstock.service.telemetry.logs import access_log, refusals
 from penstock.service.telemetry.logs.access_log import AccessLine, AccessLog
-from penstock.service.telemetry.logs.formats import JsonLines, OneLine, ids_of, note_span
+from penstock.service.telemetry.logs.spans import ids_of, note_span
 from penstock.service.telemetry.options import TraceLevel
 from penstock.service.telemetry.tracing.service_spans import CURRENT_RPC
 from penstock.service.usage.meter import Course, Outcome, Usage
+from penstock.shared.logs import JsonLines, OneLine
 from penstock.v1 import control_pb2
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream, until
 from tests.support.otlp import Recorder
@@ -189,7 +190,7 @@ async def test_lines_name_the_trace_of_a_call_that_is_recorded() -> None:
 
     class Formats(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append((OneLine("%(message)s").format(record), json.loads(JsonLines().format(record))))
+            said.append((OneLine(ids_of).format(record), json.loads(JsonLines(ids_of).format(record))))
 
     handler = Formats()
     handler.addFilter(note_span)

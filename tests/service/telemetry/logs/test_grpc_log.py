@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from penstock.service.telemetry.logs import grpc_log
-from penstock.service.telemetry.logs.formats import OneLine
+from penstock.shared.logs import OneLine
 from tests.service.h2peer import Peer
 from tests.service.key_rig import key, serving_keys
 from tests.service.rig import fake, generate, serving, until
@@ -100,11 +100,11 @@ async def test_a_tracestate_that_is_none_is_not_quoted(tmp_path: Path, caplog: A
 
 def test_control_characters_of_a_log_line_are_escaped() -> None:
     record = logging.LogRecord("a", logging.INFO, "", 0, "to %s", ("\x1b[31m\r\n\x9b\u2028b",), None)
-    assert OneLine("%(message)s").format(record) == "to \\x1b[31m\\x0d\\n\\x9b\\u2028b"
+    assert OneLine().format(record).endswith(" a: to \\x1b[31m\\x0d\\n\\x9b\\u2028b")
     try:
         raise ValueError("\x1b[31m")
     except ValueError:
         record.exc_info = sys.exc_info()
-    written = OneLine("%(message)s").format(record)
+    written = OneLine().format(record)
     assert "\x1b" not in written
     assert "\nTraceback" in written

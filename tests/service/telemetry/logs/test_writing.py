@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from penstock.runtime.errors import ConfigError
-from penstock.service.telemetry.logs.formats import JsonLines
-from penstock.service.telemetry.logs.writing import LogOptions, QueuedLog, open_logs
+from penstock.service.telemetry.logs.writing import LogOptions, open_logs
+from penstock.shared.logs import JsonLines, QueuedLog
 
 WAIT_S = 60
 
@@ -83,7 +83,7 @@ def test_a_message_is_what_it_was_when_it_was_logged() -> None:
 
 
 def test_an_end_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.service.telemetry.logs.writing.FLUSH_S", 0.05)
+    monkeypatch.setattr("penstock.shared.logs.FLUSH_S", 0.05)
     target = Held()
     queued = QueuedLog(target)
     queued.handle(record("held"))

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.service.telemetry.logs.lines import BoundedLog, Line
+from penstock.service.telemetry.logs.lines import BoundedLog
 from penstock.service.usage.meter import Course, Outcome, Usage
+from penstock.shared.logs import Line
 
 LOGGER = "penstock.access"
 LINES_PER_SECOND = 200

@@ -1,33 +1,16 @@
-"""Lines of the log that are values with fields, and not texts, and a bound on how many are written.
-
-A `Line` is such a value. `BoundedLog` is for lines that may come by the thousands: so many a second are
-written, and the others counted.
+"""A bound on lines of the log that may come by the thousands: so many a second are written, and the others
+counted.
 """
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import Context
 
-
-class Line(abc.ABC):
-    """A message that `log.info(line)` takes in place of a text. It must not change after that, because it is
-    formatted later, on another thread.
-    """
-
-    __slots__ = ()
-
-    @abc.abstractmethod
-    def __str__(self) -> str:
-        """The message in words."""
-
-    @abc.abstractmethod
-    def fields(self) -> Mapping[str, object]:
-        """The same as values that JSON has, by name."""
+from penstock.shared.logs import Line
 
 
 class LineBudget:

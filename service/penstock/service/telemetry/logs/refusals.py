@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature
-from penstock.service.telemetry.logs.lines import BoundedLog, Line
+from penstock.service.telemetry.logs.lines import BoundedLog
+from penstock.shared.logs import Line
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+from penstock.shared.varints import varint
+
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 Attributes = Mapping[str, AttributeValue]
 
@@ -28,26 +30,9 @@ _LOCAL_LINK = b"\x35\x00\x01\x00\x00"
 """The same of a link."""
 
 
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-_SHORT = [_varint(value) for value in range(1 << 14)]
-
-
-def varint(value: int) -> bytes:
-    """An integer as protobuf writes it; a negative one as a 64-bit one."""
-    return _SHORT[value] if 0 <= value < 1 << 14 else _varint(value & 0xFFFFFFFFFFFFFFFF)
-
-
 def sized(tag: int, data: bytes) -> bytes:
     """A field of bytes: text, or another message."""
-    return _SHORT[tag] + varint(len(data)) + data
+    return varint(tag) + varint(len(data)) + data
 
 
 # -- attributes --
