@@ -76,6 +76,8 @@ class Kind:
     model_class: str
     different: Mapping[str, Any]
     """The arguments of the config's class that COMMON lacks, or has with another value."""
+    is_whole: bool = False
+    """Whether the class has other names than those of COMMON, so that `different` has all arguments."""
 
 
 _LLAMA = ("LlamaConfig", "LlamaForCausalLM")
@@ -106,7 +108,70 @@ _SHARED_EXPERT = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 48,
 }
+_HALF = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+_OWN = {
+    "vocab_size": VOCAB,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.15,
+}
+_GPT = {**_OWN, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 512}
+_FALCON = {**_OWN, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 CASES: Mapping[str, Kind] = {
+    "arcee": Kind("ArceeConfig", "ArceeForCausalLM", {}),
+    "cohere": Kind("CohereConfig", "CohereForCausalLM", {"use_qk_norm": True, "logit_scale": 0.25}),
+    "cohere2": Kind(
+        "Cohere2Config",
+        "Cohere2ForCausalLM",
+        {"sliding_window": 32, "num_hidden_layers": 4, "logit_scale": 0.25},
+    ),
+    "ernie4_5": Kind("Ernie4_5Config", "Ernie4_5ForCausalLM", {"head_dim": 16}),
+    "exaone4": Kind(
+        "Exaone4Config",
+        "Exaone4ForCausalLM",
+        {"num_hidden_layers": 4, "sliding_window": 32, "sliding_window_pattern": 4},
+    ),
+    "falcon": Kind(
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 112},
+        is_whole=True,
+    ),
+    "falcon_7b": Kind("FalconConfig", "FalconForCausalLM", _FALCON, is_whole=True),
+    "gemma": Kind("GemmaConfig", "GemmaForCausalLM", {"head_dim": 32}),
+    "glm": Kind("GlmConfig", "GlmForCausalLM", {"head_dim": 16, "rope_parameters": _HALF}),
+    "glm4": Kind("Glm4Config", "Glm4ForCausalLM", {"head_dim": 16, "rope_parameters": _HALF}),
+    "gpt2": Kind("GPT2Config", "GPT2LMHeadModel", _GPT, is_whole=True),
+    "gpt_bigcode": Kind("GPTBigCodeConfig", "GPTBigCodeForCausalLM", {**_GPT, "n_inner": 112}, is_whole=True),
+    "gpt_neox_serial": Kind(
+        "GPTNeoXConfig", "GPTNeoXForCausalLM", {"rope_parameters": _HALF, "use_parallel_residual": False}
+    ),
+    "gptj": Kind("GPTJConfig", "GPTJForCausalLM", {**_GPT, "rotary_dim": 8}, is_whole=True),
+    "helium": Kind("HeliumConfig", "HeliumForCausalLM", {"head_dim": 12}),
+    "nemotron": Kind("NemotronConfig", "NemotronForCausalLM", {"rope_parameters": _HALF}),
+    "olmo": Kind("OlmoConfig", "OlmoForCausalLM", {"clip_qkv": 8.0}),
+    "opt": Kind(
+        "OPTConfig",
+        "OPTForCausalLM",
+        {**_FALCON, "ffn_dim": 112, "max_position_embeddings": 512, "word_embed_proj_dim": 48},
+        is_whole=True,
+    ),
+    "phi": Kind("PhiConfig", "PhiForCausalLM", {"num_key_value_heads": 4, "rope_parameters": _HALF}),
+    "stablelm": Kind(
+        "StableLmConfig", "StableLmForCausalLM", {"rope_parameters": _HALF, "use_qkv_bias": True}
+    ),
+    "stablelm_parallel": Kind(
+        "StableLmConfig",
+        "StableLmForCausalLM",
+        {"rope_parameters": _HALF, "use_parallel_residual": True, "qk_layernorm": True},
+    ),
+    "starcoder2": Kind("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": 32}),
+    "vaultgemma": Kind(
+        "VaultGemmaConfig",
+        "VaultGemmaForCausalLM",
+        {"head_dim": 32, "sliding_window": 32, "num_hidden_layers": 4},
+    ),
     "deepseek_v3": Kind(
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
@@ -276,7 +341,9 @@ def make_model(name: str) -> Any:
     """
     case = CASES[name]
     torch.manual_seed(1000 + sum(map(ord, name)))
-    config = getattr(transformers, case.config_class)(**{**COMMON, **case.different})
+    config = getattr(transformers, case.config_class)(
+        **{**({} if case.is_whole else COMMON), **case.different}
+    )
     config.dtype = "float32"
     model_class = getattr(transformers, case.model_class)
     model = model_class._from_config(config, attn_implementation="eager").float().eval()

@@ -10,7 +10,7 @@ from tests.docs.pages import ROOT, text_of
 
 def test_every_architecture_has_a_row() -> None:
     named = re.findall(
-        r"^\| `(\w+For(?:CausalLM|ConditionalGeneration))` \| [^|]+ \| [^|]+ \|$",
+        r"^\| `(\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel))` \| [^|]+ \| [^|]+ \|$",
         text_of(ROOT / "docs" / "models.md"),
         re.M,
     )

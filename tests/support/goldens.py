@@ -19,6 +19,34 @@ from tests.support.models.witness import log_softmax
 
 Logits = NDArray[np.float32]
 GOLDEN = Path(__file__).parents[1] / "golden"
+ROWS = (
+    "arcee",
+    "cohere",
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "falcon",
+    "falcon_7b",
+    "gemma",
+    "glm",
+    "glm4",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox_serial",
+    "gptj",
+    "helium",
+    "nemotron",
+    "olmo",
+    "opt",
+    "phi",
+    "stablelm",
+    "stablelm_parallel",
+    "starcoder2",
+    "vaultgemma",
+)
+"""Folders in GOLDEN of families that are data: a row of a table, or a function that reads config.json. CI
+draws of them.
+"""
 NAMES = (
     "deepseek_v3",
     "qwen3",
@@ -50,6 +78,7 @@ NAMES = (
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
+    *ROWS,
 )
 """The folders in GOLDEN. Every test that compares all models with PyTorch takes its names from here."""
 KINDS = (

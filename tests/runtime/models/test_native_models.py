@@ -239,7 +239,9 @@ def in_larger_sizes(layer: LayerConfig) -> LayerConfig:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_is_native_in_sizes_that_can_be_packed(name: str) -> None:
-    """The goldens are too small for the kernels, but say what their families compute."""
+    """The goldens are too small for the kernels, but say what their families compute. Layer norms are left to
+    XLA.
+    """
     config = load_config(GOLDEN / name)
     per_layer = config.per_layer
     larger = dataclasses.replace(
@@ -249,7 +251,7 @@ def test_every_family_is_native_in_sizes_that_can_be_packed(name: str) -> None:
         layers=tuple(in_larger_sizes(layer) for layer in config.layers),
         per_layer=None if per_layer is None else dataclasses.replace(per_layer, size=64),
     )
-    assert is_native(larger, PACKED)
+    assert is_native(larger, PACKED) == (config.norm == "rms")
 
 
 @pytest.mark.ci

@@ -8,7 +8,7 @@ drawn together, because the tests of one family share its compiled programs.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -132,7 +132,7 @@ def _goldens_of(source: str, root: Path) -> set[str]:
     }
 
 
-def few(cases: Iterable[Any], always: Sequence[Any], ci: Sequence[Any] = ()) -> list[Any]:
+def few(cases: Iterable[Any], always: Collection[Any], ci: Collection[Any] = ()) -> list[Any]:
     """The cases as parameters of a test. `make test` runs `always`, CI also those of `ci`, and the sweep has
     the others. A case of several parameters is a tuple.
     """

@@ -19,13 +19,21 @@ from penstock.runtime.ops.native.activations import Activation as ExpertActivati
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-QKNorm = Literal["none", "head", "all", "l2_after"]
+QKNorm = Literal["none", "head", "all", "l2_after", "layer"]
 """How queries and keys are normalised: not at all; by a norm over each head; by one norm over the channels of
-all heads (OLMo 2); by their root mean square alone, after the rotation (Llama 4)."""
+all heads (OLMo 2); by their root mean square alone, after the rotation (Llama 4); by a layer norm over each
+head with weights of its own (Cohere)."""
 Activation = Literal["silu", "gelu_tanh"]
 """The activation of a gated MLP: SiLU, or GELU in its form with a tanh."""
-Norms = Literal["pre", "post", "sandwich"]
-"""Where the norms of a layer are: before attention and MLP, after them, or both."""
+PlainActivation = Literal["gelu", "gelu_tanh", "relu", "relu2"]
+"""The activation of an MLP without a gate. `relu2` is the square of ReLU."""
+Norms = Literal["pre", "post", "sandwich", "parallel", "parallel_shared"]
+"""Where the norms of a layer are: before attention and MLP, after them, or both. `parallel`: before both, and
+the MLP reads what attention reads, and not what attention has added to. `parallel_shared`: so, and by the
+same norm."""
+NormKind = Literal["rms", "layer", "layer_without_bias", "layer_alone"]
+"""What the norms of hidden states are: root mean square norms, or layer norms with weight and bias, with a
+weight, or with neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,8 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: QKNorm = "none"
+    clip: float | None = None
+    """Queries, keys and values are bounded to this on both sides before they are rotated."""
     v_norm: bool = False
     """Whether values are divided by the root mean square of each head."""
     values_are_keys: bool = False
@@ -109,10 +119,13 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConfig:
-    """A gated MLP: down(activation(gate(x)) * up(x))."""
+    """A gated MLP: down(activation(gate(x)) * up(x)). plain: if given, the MLP has no gate, and is
+    down(plain(up(x))).
+    """
 
     intermediate_size: int
     activation: Activation = "silu"
+    plain: PlainActivation | None = None
     bias: bool = False
     pieces: int = 1
     """Into how many pieces the inner channels are cut (`cutting`). The size is that of one piece."""
@@ -210,7 +223,9 @@ class PerLayerConfig:
 class ModelConfig:
     """A decoder.
 
-    norm_offset: added to the weights of all norms (Gemma's are stored as differences from one).
+    norm: what the norms of hidden states are. rms_norm_eps: in the roots of all norms. norm_offset: added to
+    the weights of all norms (Gemma's are stored as differences from one). positions_from: the entry that the
+    first position has in a table of learned positions; None: there is no such table. head_bias: of the head.
     embedding_scale: embeddings are multiplied by it. logits_scale, logits_softcap: logits are multiplied by
     the first, and then l becomes softcap * tanh(l / softcap). vision: what reads pictures; None: the model
     reads none. names: of the checkpoint's tensors. dtype: that of the checkpoint, as config.json names it;
@@ -225,7 +240,10 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     max_position_embeddings: int
     rms_norm_eps: float
+    norm: NormKind = "rms"
     norm_offset: float = 0.0
+    positions_from: int | None = None
+    head_bias: bool = False
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_softcap: float | None = None

@@ -15,7 +15,7 @@ whatever is not in this table, is the same on all devices.
 | latent attention: queries, what makes keys and values of a latent | by heads | |
 | latent attention: output product | by its inputs | a sum |
 | latents and their cache | not | |
-| attention with one norm over all heads, recurrent layers | not | |
+| attention with one norm over all heads or one for each, recurrent layers | not | |
 | embeddings, routers, norms, encoders of pictures | not | |
 """
 
@@ -89,8 +89,10 @@ def _problems(config: ModelConfig, devices: int) -> list[str]:
 
 
 def _is_cut(attention: AttentionConfig) -> bool:
-    """Whether attention is cut. One norm over the channels of all heads would need a sum of its own."""
-    return attention.qk_norm != "all"
+    """Whether attention is cut. One norm over the channels of all heads would need a sum of its own, and the
+    weights of norms of each head are not cut.
+    """
+    return attention.qk_norm not in ("all", "layer")
 
 
 def _mlps(layer: LayerConfig) -> tuple[MLPConfig | ExpertsConfig, ...]:

@@ -35,7 +35,7 @@ from penstock.runtime.models.layers.mlp_and_experts import MLPAndExperts
 from penstock.runtime.models.layers.per_layer import PerLayerAddition, PerLayerInputs
 from penstock.runtime.models.layers.short_conv import ShortConv
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, logits
-from penstock.runtime.models.norms import RMSNorm, Vector
+from penstock.runtime.models.norms import Norm, Vector, hidden_norm
 from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.models.vision.inputs import VisionInputs
 from penstock.runtime.models.vision.tower import VisionTower
@@ -45,7 +45,7 @@ from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT, RecurrentOp
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(x), then x + mlp(x), with norms before them, after them, or both."""
+    """x + attention(x), then x + mlp(x), with norms before them, after them, or both; or both at once."""
 
     def __init__(
         self,
@@ -57,20 +57,22 @@ class DecoderLayer(nnx.Module):
     ) -> None:
         ours = config.layers[layer]
 
-        def norm(*, wanted: bool) -> RMSNorm | None:
-            size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
-            return RMSNorm(size, eps, planners, offset=offset) if wanted else None
+        def norm(*, wanted: bool) -> Norm | None:
+            return hidden_norm(config, planners) if wanted else None
 
-        before, after = ours.norms in ("pre", "sandwich"), ours.norms in ("post", "sandwich")
+        self.is_parallel = ours.norms in ("parallel", "parallel_shared")
+        before = ours.norms in ("pre", "sandwich") or self.is_parallel
+        after = ours.norms in ("post", "sandwich")
         self.attention_norm = norm(wanted=before)
         self.self_attn = _attention(config, layer, dtype, linear, planners)
         self.attention_out_norm = norm(wanted=after)
-        self.mlp_norm = norm(wanted=before)
+        self.mlp_norm = norm(wanted=before and ours.norms != "parallel_shared")
         mlp = ours.mlp
         self.mlp = _mlp(config, mlp, dtype, linear, planners)
         self.mlp_out_norm = norm(wanted=after)
         self.multiplier = ours.residual_multiplier
-        self.joins_natively = linear.packed and can_normalize(config.hidden_size)
+        natively = linear.packed and can_normalize(config.hidden_size)
+        self.joins_natively = natively and config.norm == "rms"
         per_layer = config.per_layer
         self.per_layer = (
             None if per_layer is None else PerLayerAddition(config, per_layer, dtype, linear, planners)
@@ -96,10 +98,14 @@ class DecoderLayer(nnx.Module):
         """
         with jax.named_scope("attention"):
             joined = Residual(self.attention_out_norm, self.multiplier, self.joins_natively)
-            x, kv = self.self_attn(x, self.attention_norm, joined, kv, inputs)
+            joined_x, kv = self.self_attn(x, self.attention_norm, joined, kv, inputs)
         with jax.named_scope("mlp"):
             joined = Residual(self.mlp_out_norm, self.multiplier, self.joins_natively)
-            x = self.mlp(x, self.mlp_norm, joined, inputs)
+            if self.is_parallel:
+                assert isinstance(self.mlp, MLP)
+                x = joined_x + self.mlp.alone(x, self.mlp_norm or self.attention_norm, inputs)
+            else:
+                x = self.mlp(joined_x, self.mlp_norm, joined, inputs)
         if self.per_layer is not None and of_layer is not None:
             x = self.per_layer(x, of_layer, inputs)
         return x if self.layer_scalar is None else x * self.layer_scalar(inputs.pools)[None], kv
@@ -157,15 +163,26 @@ class CausalLM(nnx.Module):
         self.layers = nnx.List(
             [DecoderLayer(config, layer, dtype, linear, planners) for layer in range(config.num_layers)]
         )
-        self.norm = RMSNorm(hidden, config.rms_norm_eps, planners, offset=config.norm_offset)
+        self.norm = hidden_norm(config, planners)
+        begin = config.positions_from
+        self.embed_positions = (
+            None
+            if begin is None
+            else Embedding(
+                begin + config.max_position_embeddings, hidden, dtype, planners, name="embed_positions"
+            )
+        )
         pieces = {"lm_head": config.head_pieces}
         of_head = {"lm_head": vocab // config.head_pieces}
         self.lm_head = (
-            None if tied else Linear(hidden, of_head, dtype, planners, linear=linear, pieces=pieces)
+            None
+            if tied
+            else Linear(hidden, of_head, dtype, planners, bias=config.head_bias, linear=linear, pieces=pieces)
         )
         vision = config.vision
         self.visual = None if vision is None else VisionTower(vision, dtype, linear, planners)
-        self.vectors = nnx.Param(jnp.zeros((planners.vectors.size,), dtype))
+        num_vectors = planners.vectors.size
+        self.vectors = nnx.Param(jnp.zeros((num_vectors,), dtype)) if num_vectors else None
         num_scales, num_floats = planners.scales.size, planners.floats.size
         self.scales = nnx.Param(jnp.zeros((2, num_scales), jnp.float32)) if num_scales else None
         self.floats = nnx.Param(jnp.zeros((num_floats,), jnp.float32)) if num_floats else None
@@ -175,7 +192,7 @@ class CausalLM(nnx.Module):
     def pools(self) -> Pools:
         """The small parameters of all layers."""
         return Pools(
-            self.vectors[...],
+            jnp.zeros((1,), self.embed_tokens.dtype) if self.vectors is None else self.vectors[...],
             None if self.scales is None else self.scales[...],
             None if self.floats is None else self.floats[...],
         )
@@ -222,6 +239,8 @@ class CausalLM(nnx.Module):
         x = x if media is None else media.replace(x)
         if self.config.embedding_scale != 1.0:
             x = x * np.asarray(self.config.embedding_scale, x.dtype)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions + np.int32(self.config.positions_from or 0), inputs.pools)
         of_layers = None if self.per_layer is None else self.per_layer(token_ids, x, inputs)
         caches = list(kv)
         entries = self.config.cache_entries

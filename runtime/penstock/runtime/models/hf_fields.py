@@ -24,20 +24,30 @@ class Fields:
     ) -> None:
         self._data, self._prefix = data, prefix
         self._read: set[str] = set()
+        self._names: Mapping[str, str] = {}
         self.problems: list[str] = [] if problems is None else problems
+
+    def call(self, names: Mapping[str, str]) -> None:
+        """Say what files of the family call fields, by their usual names. Both names are read."""
+        self._names = names
+
+    def _own(self, name: str) -> str:
+        own = self._names.get(name, name)
+        return own if own in self._data else name
 
     def __contains__(self, name: str) -> bool:
         """Whether the field is present, even as null."""
-        return name in self._data
+        return self._own(name) in self._data
 
     def problem(self, name: str, text: str) -> None:
         """Note that field `name` cannot be served."""
-        self.problems.append(f"{self._prefix}{name}: {text}")
+        self.problems.append(f"{self._prefix}{self._own(name)}: {text}")
 
     def raw(self, name: str) -> object:
         """The value as it is, None if absent. Marks the field as read."""
-        self._read.add(name)
-        return self._data.get(name)
+        own = self._own(name)
+        self._read.add(own)
+        return self._data.get(own)
 
     def ignore(self, names: Collection[str]) -> None:
         """Mark fields as read that may have any value."""
@@ -57,7 +67,7 @@ class Fields:
             return value
         if isinstance(default, int):
             return default
-        if self._data.get(name) is None:
+        if self.raw(name) is None:
             self.problem(name, "is required")
         return minimum
 
@@ -78,7 +88,7 @@ class Fields:
             return value
         if isinstance(default, float):
             return default
-        if self._data.get(name) is None:
+        if self.raw(name) is None:
             self.problem(name, "is required")
         return 1.0
 

@@ -35,7 +35,7 @@ from penstock.runtime.models.load_rules import (
     quantize_and_pack_rows,
     quantize_rows,
 )
-from penstock.runtime.models.norms import RMSNorm, vector_rule
+from penstock.runtime.models.norms import LayerNorm, Norm, RMSNorm, vector_rule
 from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.activations import Activation as GateActivation
@@ -231,11 +231,12 @@ class Embedding(Linear):
 
 
 def project(
-    linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm | None = None
+    linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: Norm | None = None
 ) -> jax.Array:
     """linear(norm(x)): x [T, in] -> [T, out] in x's dtype."""
     if linear.sums > 1:
         return project_float32(linear, x, num_rows, pools, norm=norm).astype(x.dtype)
+    x, norm = _read(x, norm, pools)
     if linear.packed:
         options = _norm_options(norm, pools)
         return native.linear(x, (linear.operands(pools),), num_rows=num_rows, **options)
@@ -243,9 +244,10 @@ def project(
 
 
 def project_float32(
-    linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: RMSNorm | None = None
+    linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: Norm | None = None
 ) -> jax.Array:
     """linear(norm(x)), not rounded to x's dtype: x [T, in] -> float32 [T, out]."""
+    x, norm = _read(x, norm, pools)
     if linear.packed:
         weights, options = (linear.operands(pools),), _norm_options(norm, pools)
         y = native.linear(x, weights, num_rows=num_rows, out_dtype=np.float32, **options)
@@ -286,11 +288,13 @@ def add_normalised(
     num_rows: jax.Array,
     pools: Pools,
     *,
-    norm: RMSNorm | None,
+    norm: Norm | None,
     multiplier: float,
     natively: bool,
 ) -> jax.Array:
     """residual + multiplier * norm(x), all [T, E]; natively: by the CPU kernel, which takes bfloat16."""
+    if isinstance(norm, LayerNorm):
+        x, norm = norm(x, pools), None
     if natively and norm is None:
         return normalize(x, num_rows=num_rows, residual=residual, scale=multiplier, eps=None)
     if natively:
@@ -306,12 +310,13 @@ def project_gated(
     num_rows: jax.Array,
     pools: Pools,
     *,
-    norm: RMSNorm | None = None,
+    norm: Norm | None = None,
     activation: Activation = "silu",
 ) -> jax.Array:
     """activation(gate(norm(x))) * up(norm(x)), with the activation in float32; x [T, in] -> [T, out / 2]. The
     first half of the layer's outputs is the gate's.
     """
+    x, norm = _read(x, norm, pools)
     if gate_up.packed:
         weight, options = gate_up.operands(pools), _norm_options(norm, pools)
         return native.linear(x, (weight,), num_rows=num_rows, gate=activation, **options)
@@ -326,10 +331,11 @@ def project_gate(
     num_rows: jax.Array,
     pools: Pools,
     *,
-    norm: RMSNorm | None = None,
+    norm: Norm | None = None,
     activation: GateActivation,
 ) -> jax.Array:
     """activation(gate(norm(x))) * up, with the activation in float32: x [T, in], up [T, out] -> [T, out]."""
+    x, norm = _read(x, norm, pools)
     if gate.packed:
         weights, options = (gate.operands(pools),), _norm_options(norm, pools)
         return native.linear(x, weights, num_rows=num_rows, gate=activation, up=up, **options)
@@ -343,13 +349,14 @@ def logits(
     num_rows: jax.Array,
     pools: Pools,
     *,
-    norm: RMSNorm,
+    norm: Norm,
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> jax.Array:
     """norm(x) [R, E] times the head and `scale`: float32 [R, V]. With `softcap`, logits l become softcap *
     tanh(l / softcap).
     """
+    x, of_product = _read(x, norm, pools)
     if head.packed:
         out = native.linear(
             x,
@@ -358,10 +365,10 @@ def logits(
             scale=scale,
             softcap=0.0 if softcap is None else softcap,
             out_dtype=np.float32,
-            **_norm_options(norm, pools),
+            **_norm_options(of_product, pools),
         )
     else:
-        out = head.product(norm(x, pools), pools)
+        out = head.product(x if of_product is None else of_product(x, pools), pools)
         if scale != 1.0:
             out = out * np.float32(scale)
         if softcap is not None:
@@ -370,6 +377,11 @@ def logits(
         with jax.named_scope("gather"):
             out = jax.lax.all_gather(out, AXIS, axis=1, tiled=True)
     return out
+
+
+def _read(x: jax.Array, norm: Norm | None, pools: Pools) -> tuple[jax.Array, RMSNorm | None]:
+    """What a product reads, and the norm that it has to apply itself: the kernels know no layer norms."""
+    return (norm(x, pools), None) if isinstance(norm, LayerNorm) else (x, norm)
 
 
 def _norm_options(norm: RMSNorm | None, pools: Pools) -> native.NormOptions:

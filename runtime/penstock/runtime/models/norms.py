@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.load_rules import Cut, LoadRule, ParamPath, StoredAt, Target
 from penstock.runtime.models.pools import FLOATS, VECTORS, Place, PoolPlanners, Pools
 
@@ -89,24 +91,79 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Layer norm over the last dimension, in float32 (Ba et al. 2016), with weight and bias."""
+    """Layer norm over the last dimension, in float32 (Ba et al. 2016), with weight and bias, or without."""
 
-    def __init__(self, size: int, eps: float, planners: PoolPlanners) -> None:
-        self.weight_at, self.bias_at = planners.vectors.take(size), planners.vectors.take(size)
-        self.eps = eps
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        planners: PoolPlanners,
+        *,
+        weight: bool = True,
+        bias: bool = True,
+        offset: float = 0.0,
+    ) -> None:
+        """offset: added to the weights."""
+        self.weight_at = planners.vectors.take(size) if weight else None
+        self.bias_at = planners.vectors.take(size) if bias else None
+        self.eps, self.offset = eps, offset
 
     def load_rules(
         self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
         """See `HasLoadRules`."""
-        yield vector_rule((*path, "weight"), self.weight_at, dtype, stored)
-        yield vector_rule((*path, "bias"), self.bias_at, dtype, stored)
+        for name, place in (("weight", self.weight_at), ("bias", self.bias_at)):
+            if place is not None:
+                yield vector_rule((*path, name), place, dtype, stored)
 
     def __call__(self, x: jax.Array, pools: Pools) -> jax.Array:
-        """x [T, size] -> the same shape and dtype."""
+        """x [..., size] -> the same shape and dtype."""
         wide = x.astype(jnp.float32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        places = (self.weight_at, self.bias_at)
-        weight, bias = (pools.vectors[place.columns].astype(jnp.float32)[None] for place in places)
-        return (centred * jax.lax.rsqrt(variance + np.float32(self.eps)) * weight + bias).astype(x.dtype)
+        y = centred * jax.lax.rsqrt(variance + np.float32(self.eps))
+
+        def of(place: Place) -> jax.Array:
+            values = pools.vectors[place.columns].astype(jnp.float32)
+            return values.reshape((1,) * (x.ndim - 1) + (-1,))
+
+        if self.weight_at is not None:
+            y = y * (of(self.weight_at) + np.float32(self.offset))
+        if self.bias_at is not None:
+            y = y + of(self.bias_at)
+        return y.astype(x.dtype)
+
+
+class HeadNorms(nnx.Module):
+    """Layer norms of heads, each with weights of its own and without biases."""
+
+    def __init__(self, num_heads: int, dim: int, eps: float, planners: PoolPlanners) -> None:
+        self.weight_at = planners.vectors.take(num_heads * dim)
+        self.num_heads, self.dim = num_heads, dim
+        self.norm = LayerNorm(dim, eps, planners, weight=False, bias=False)
+
+    def load_rules(
+        self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
+    ) -> Iterator[tuple[ParamPath, LoadRule]]:
+        """See `HasLoadRules`."""
+        for head in range(self.num_heads):
+            place = Place(self.weight_at.begin + head * self.dim, self.dim)
+            yield vector_rule((*path, head, "weight"), place, dtype, stored)
+
+    def __call__(self, x: jax.Array, pools: Pools) -> jax.Array:
+        """x [T, heads, dim] -> the same shape and dtype."""
+        weight = pools.vectors[self.weight_at.columns].astype(jnp.float32)
+        y = self.norm(x.astype(jnp.float32), pools) * weight.reshape(1, self.num_heads, self.dim)
+        return y.astype(x.dtype)
+
+
+Norm: TypeAlias = RMSNorm | LayerNorm
+
+
+def hidden_norm(config: ModelConfig, planners: PoolPlanners) -> Norm:
+    """A norm of the model's hidden states."""
+    size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
+    if config.norm == "rms":
+        return RMSNorm(size, eps, planners, offset=offset)
+    weight, bias = config.norm != "layer_alone", config.norm == "layer"
+    return LayerNorm(size, eps, planners, weight=weight, bias=bias, offset=offset)

@@ -8,10 +8,12 @@ from penstock.runtime.errors import ConfigError, UnknownArchitecture
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.families import (
     deepseek,
+    dense,
     gemma,
     gemma4,
     gpt_oss,
     granite_hybrid,
+    layer_normed,
     lfm2,
     llama,
     llama4,
@@ -29,9 +31,11 @@ from penstock.runtime.models.hf_fields import Fields
 ARCHITECTURES: Mapping[str, ModelFamily] = {
     **llama.FAMILIES,
     **deepseek.FAMILIES,
+    **dense.FAMILIES,
     **gemma.FAMILIES,
     **gemma4.FAMILIES,
     **granite_hybrid.FAMILIES,
+    **layer_normed.FAMILIES,
     **lfm2.FAMILIES,
     **qwen_hybrid.FAMILIES,
     **softmax_mixtures.FAMILIES,

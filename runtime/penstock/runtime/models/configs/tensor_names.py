@@ -8,7 +8,7 @@ what would serve if it lay in the checkpoint's files may also be sent.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class TensorNames:
     decoder: str = "model."
     head: str = "lm_head."
     vision: str = "visual."
+    table: str = "embed_tokens.weight"
+    """What the name of the table of embeddings ends in."""
     stacked: bool = False
     """Whether the weights of a layer's experts are stacked in one tensor."""
 
@@ -34,9 +36,13 @@ class TensorNames:
         this part has; where no name or several are that tensor's, the beginning stays. So does what is said
         of experts where no name is one of theirs.
         """
-        return TensorNames(
-            decoder=_beginning(names, "embed_tokens.weight", self.decoder),
-            head=_beginning(names, "lm_head.weight", self.head.removesuffix("lm_head.")) + "lm_head.",
+        head = self.head
+        if head.endswith("lm_head."):
+            head = _beginning(names, "lm_head.weight", head.removesuffix("lm_head.")) + "lm_head."
+        return replace(
+            self,
+            decoder=_beginning(names, self.table, self.decoder),
+            head=head,
             vision=_beginning(names, "patch_embed.proj.weight", self.vision),
             stacked=_is_stacked(names, otherwise=self.stacked),
         )

@@ -1,15 +1,16 @@
-"""Gemma 2 and 3: norms before and after attention and MLP, scaled embeddings, and sliding windows in most
-layers.
+"""Gemma 1 to 3 and VaultGemma: scaled embeddings, and norms whose weights are stored as differences from one.
 
-Gemma 2 soft-caps scores and logits. Gemma 3 normalises queries and keys instead, and its two kinds of layers
-turn with different bases.
+Gemma 2 and 3 have norms before and after attention and MLP, and sliding windows in most layers. Gemma 2 and
+VaultGemma, which has no norms after them, soft-cap scores and logits. Gemma 3 normalises queries and keys
+instead, and its two kinds of layers turn with different bases.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
-from penstock.runtime.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
+from penstock.runtime.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, Norms
 from penstock.runtime.models.families.family import SANDWICH_NORMS, ModelFamily, stored_plainly
 from penstock.runtime.models.families.reading import (
     every,
@@ -22,8 +23,40 @@ from penstock.runtime.models.families.reading import (
 from penstock.runtime.models.hf_fields import Fields
 
 
-def _parse_gemma2(architecture: str, fields: Fields) -> ModelConfig:
-    fields.only("model_type", "gemma2")
+def _parse_gemma(architecture: str, fields: Fields) -> ModelConfig:
+    fields.only("model_type", "gemma")
+    # The first releases said "gelu" and meant its form with a tanh, which transformers takes it for, too.
+    for name in ("hidden_act", "hidden_activation"):
+        fields.only(name, "gelu", "gelu_pytorch_tanh")
+    fields.only("use_bidirectional_attention", False)
+    sizes = read_sizes(fields, head_dim=256, kv_heads=16)
+    bias = fields.boolean("attention_bias", False)
+    layer = LayerConfig(
+        attention=AttentionConfig(
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            scale=sizes.head_dim**-0.5,
+            rope=read_rope(fields, sizes.max_positions),
+            qkv_bias=bias,
+            o_bias=bias,
+        ),
+        mlp=MLPConfig(intermediate_size=fields.integer("intermediate_size"), activation="gelu_tanh"),
+    )
+    return read_model(
+        architecture,
+        fields,
+        sizes,
+        [layer] * sizes.num_layers,
+        tied=True,
+        norm_offset=1.0,
+        embedding_scale=sizes.hidden_size**0.5,
+    )
+
+
+def _parse_gemma2(architecture: str, fields: Fields, *, model_type: str, norms: Norms) -> ModelConfig:
+    """Also VaultGemma, which has fewer norms."""
+    fields.only("model_type", model_type)
     sizes = read_sizes(fields, head_dim=256)
     rope = read_rope(fields, sizes.max_positions)
     scale, bias, mlp = _shared(fields)
@@ -42,7 +75,7 @@ def _parse_gemma2(architecture: str, fields: Fields) -> ModelConfig:
                 o_bias=bias,
             ),
             mlp=mlp,
-            norms="sandwich",
+            norms=norms,
         )
         for window in read_windows(fields, every(2, sizes.num_layers), 4096)
     ]
@@ -117,8 +150,16 @@ _IGNORED = ("hidden_act",)
 """Both look at hidden_activation instead."""
 
 FAMILIES: Mapping[str, ModelFamily] = {
+    "GemmaForCausalLM": ModelFamily(parse=_parse_gemma),
     "Gemma2ForCausalLM": ModelFamily(
-        parse=_parse_gemma2, stored=_STORED, ignored=(*_IGNORED, "sliding_window_size")
+        parse=functools.partial(_parse_gemma2, model_type="gemma2", norms="sandwich"),
+        stored=_STORED,
+        ignored=(*_IGNORED, "sliding_window_size"),
+    ),
+    "VaultGemmaForCausalLM": ModelFamily(
+        parse=functools.partial(_parse_gemma2, model_type="vaultgemma", norms="pre"),
+        stored=_STORED,
+        ignored=_IGNORED,
     ),
     "Gemma3ForCausalLM": ModelFamily(
         parse=_parse_gemma3, stored=_STORED, ignored=(*_IGNORED, "_sliding_window_pattern")

@@ -30,10 +30,17 @@ class Sizes:
     max_positions: int
 
 
-def read_sizes(fields: Fields, *, head_dim: int | None = None, kv_heads: int | None = None) -> Sizes:
+def read_sizes(
+    fields: Fields,
+    *,
+    head_dim: int | None = None,
+    kv_heads: int | None = None,
+    max_positions: int | None = None,
+) -> Sizes:
     """`head_dim`: the default where it is absent; None: hidden_size / num_attention_heads, which null always
     means. `kv_heads`: the default where num_key_value_heads is absent; 0: as many as heads; None: it is
-    required. Null always means as many as heads.
+    required. Null always means as many as heads. `max_positions`: the default of max_position_embeddings;
+    None: it is required.
     """
     hidden_size = fields.integer("hidden_size")
     num_layers = fields.integer("num_hidden_layers")
@@ -58,7 +65,7 @@ def read_sizes(fields: Fields, *, head_dim: int | None = None, kv_heads: int | N
     if size % 2 or size < 4:
         fields.problem("head_dim", f"must be even and at least 4, not {size}")
         size = 4
-    max_positions = fields.integer("max_position_embeddings")
+    max_positions = fields.integer("max_position_embeddings", max_positions or REQUIRED)
     return Sizes(hidden_size, num_layers, num_heads, num_kv_heads, size, max_positions)
 
 

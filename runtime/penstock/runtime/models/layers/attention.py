@@ -15,7 +15,7 @@ from penstock.runtime.models import rope
 from penstock.runtime.models.config import AttentionConfig, ModelConfig
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import Linear, LinearFormat, project, project_gate
-from penstock.runtime.models.norms import RMSNorm, Vector
+from penstock.runtime.models.norms import HeadNorms, Norm, RMSNorm, Vector
 from penstock.runtime.models.pools import PoolPlanners
 from penstock.runtime.ops.attention import AttentionOptions
 from penstock.runtime.ops.native.linear import can_rotate, rotate_qkv
@@ -67,7 +67,9 @@ class Attention(nnx.Module):
             else None
         )
 
-        def norm(num_heads: int) -> RMSNorm | None:
+        def norm(num_heads: int) -> RMSNorm | HeadNorms | None:
+            if config.qk_norm == "layer":
+                return HeadNorms(num_heads, dim, eps, planners)
             if config.qk_norm not in ("head", "all"):
                 return None
             size = num_heads * dim if config.qk_norm == "all" else dim
@@ -76,7 +78,8 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = norm(heads), norm(kv_heads) if owns else None
         self.sinks = Vector("sinks", heads, planners, pieces=config.pieces) if config.sinks else None
         self.config, self.layer, self.group, self.eps = config, layer, group, eps
-        self.rotates_natively = linear.packed and can_rotate(dim, config.rotary_dim)
+        can = can_rotate(dim, config.rotary_dim) and config.qk_norm != "layer"
+        self.rotates_natively = linear.packed and can
 
     @property
     def is_native(self) -> bool:
@@ -87,7 +90,7 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         residual: Residual,
         kv: jax.Array,
         inputs: LayerInputs,
@@ -95,6 +98,8 @@ class Attention(nnx.Module):
         """x and what attention to norm(x) gives: x [T, E] -> ([T, E], the layer's new cache)."""
         config, pools = self.config, inputs.pools
         qkv = project(self.qkv_proj, x, inputs.num_tokens, pools, norm=norm)
+        if config.clip is not None:
+            qkv = jnp.clip(qkv, np.asarray(-config.clip, qkv.dtype), np.asarray(config.clip, qkv.dtype))
         q, k, v = self._rotated(qkv, inputs)
         if self.shares_kv_of is None:
             inputs.shared_kv[self.layer] = k, v
@@ -125,6 +130,8 @@ class Attention(nnx.Module):
         heads, kv_heads = config.num_heads, config.num_kv_heads
         if self.rotates_natively:
             angles, scaling = inputs.angles, config.query_scaling
+            assert not isinstance(self.q_norm, HeadNorms)
+            assert not isinstance(self.k_norm, HeadNorms)
             turn = (None, None) if config.rope is None else angles.cos_sin(config.rope, config.rotary_dim)
             q, k, v = rotate_qkv(
                 qkv,
@@ -136,7 +143,7 @@ class Attention(nnx.Module):
                 k_norm=None if self.k_norm is None else pools.vectors,
                 q_norm_at=0 if self.q_norm is None else self.q_norm.weight_at.begin,
                 k_norm_at=0 if self.k_norm is None else self.k_norm.weight_at.begin,
-                norms="head" if config.qk_norm == "none" else config.qk_norm,
+                norms=config.qk_norm if config.qk_norm in ("all", "l2_after") else "head",
                 eps=self.eps,
                 offset=0.0 if self.q_norm is None else self.q_norm.offset,
                 v_norm=config.v_norm,
@@ -155,13 +162,13 @@ class Attention(nnx.Module):
         v = (k if config.values_are_keys else v).reshape(-1, kv_heads, config.head_dim)
         return q, self._turned(k, self.k_norm, inputs), _normalised(v, self.eps) if config.v_norm else v
 
-    def _turned(self, x: jax.Array, norm: RMSNorm | None, inputs: LayerInputs) -> jax.Array:
+    def _turned(self, x: jax.Array, norm: RMSNorm | HeadNorms | None, inputs: LayerInputs) -> jax.Array:
         """Query or keys [T, heads * D] -> [T, heads, D], normalised and rotated."""
         config, pools = self.config, inputs.pools
         if norm is not None and config.qk_norm == "all":
             x = norm(x, pools)
         x = x.reshape(x.shape[0], -1, config.head_dim)
-        if norm is not None and config.qk_norm == "head":
+        if norm is not None and config.qk_norm in ("head", "layer"):
             x = norm(x, pools)
         if config.rope is not None:
             cos, sin = inputs.angles.cos_sin(config.rope, config.rotary_dim)

@@ -19,7 +19,7 @@ from penstock.runtime.models.layers.inputs import LayerInputs, Residual, normali
 from penstock.runtime.models.layers.router import Router
 from penstock.runtime.models.linear import LinearFormat, part_rules, summed
 from penstock.runtime.models.load_rules import LoadRule, ParamPath, StoredAt
-from penstock.runtime.models.norms import RMSNorm
+from penstock.runtime.models.norms import Norm
 from penstock.runtime.models.pools import Place, PoolPlanners, Pools
 from penstock.runtime.ops import experts as xla
 from penstock.runtime.ops.native import experts as native
@@ -199,9 +199,7 @@ class Experts(nnx.Module):
         shared_packed = self.shared_expert is None or self.shared_expert.packed
         return self.router.packed and self.experts.packed and shared_packed
 
-    def __call__(
-        self, x: jax.Array, norm: RMSNorm | None, residual: Residual, inputs: LayerInputs
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, norm: Norm | None, residual: Residual, inputs: LayerInputs) -> jax.Array:
         """x and what the experts make of norm(x): x [T, E] -> [T, E]."""
         normed = x if norm is None else normalised(x, norm, inputs, natively=self.is_native)
         choice = self.router(normed, inputs)

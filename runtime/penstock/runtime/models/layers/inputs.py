@@ -11,7 +11,7 @@ import numpy as np
 from penstock.runtime.models import rope
 from penstock.runtime.models.config import QueryScaling
 from penstock.runtime.models.linear import Linear, add_normalised, add_projected, project
-from penstock.runtime.models.norms import RMSNorm
+from penstock.runtime.models.norms import LayerNorm, Norm
 from penstock.runtime.models.pools import Pools
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
@@ -68,7 +68,7 @@ class LayerInputs(NamedTuple):
 class Residual(NamedTuple):
     """How an attention or an MLP joins the residual stream: x + multiplier * norm(y)."""
 
-    norm: RMSNorm | None = None
+    norm: Norm | None = None
     multiplier: float = 1.0
     natively: bool = False
     """Whether the CPU kernel does it where no product can."""
@@ -92,9 +92,9 @@ class Residual(NamedTuple):
         )
 
 
-def normalised(x: jax.Array, norm: RMSNorm, inputs: LayerInputs, *, natively: bool) -> jax.Array:
+def normalised(x: jax.Array, norm: Norm, inputs: LayerInputs, *, natively: bool) -> jax.Array:
     """norm(x), [T, E], where no product can normalise what it reads."""
-    if not natively:
+    if not natively or isinstance(norm, LayerNorm):
         return norm(x, inputs.pools)
     return normalize(
         x,

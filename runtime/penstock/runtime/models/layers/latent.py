@@ -35,7 +35,7 @@ from penstock.runtime.models.load_rules import (
     copy_rows,
     pack_rows,
 )
-from penstock.runtime.models.norms import RMSNorm
+from penstock.runtime.models.norms import Norm, RMSNorm
 from penstock.runtime.models.pools import PoolPlanners
 from penstock.runtime.ops.attention import AttentionOptions
 from penstock.runtime.ops.native import linear as native
@@ -102,7 +102,7 @@ class LatentAttention(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         residual: Residual,
         kv: jax.Array,
         inputs: LayerInputs,

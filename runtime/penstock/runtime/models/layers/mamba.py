@@ -13,7 +13,7 @@ from penstock.runtime.models.configs.recurrent import MambaConfig
 from penstock.runtime.models.layers.conv_weight import ConvWeight
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import Linear, LinearFormat, project, project_float32
-from penstock.runtime.models.norms import RMSNorm, Vector
+from penstock.runtime.models.norms import Norm, Vector
 from penstock.runtime.models.pools import PoolPlanners
 from penstock.runtime.ops.native.state import can_convolve, can_recur
 
@@ -62,7 +62,7 @@ class Mamba(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         residual: Residual,
         kv: StateArrays,
         inputs: LayerInputs,

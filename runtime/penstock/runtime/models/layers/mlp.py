@@ -1,5 +1,5 @@
-"""The gated MLP. It takes the norm before it and the residual stream, because the CPU kernels fuse these with
-their products. Gate and up are one product.
+"""The MLP. It takes the norm before it and the residual stream, because the CPU kernels fuse these with their
+products. Gate and up are one product.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from penstock.runtime.models.config import MLPConfig, ModelConfig
+from penstock.runtime.models.config import MLPConfig, ModelConfig, PlainActivation
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import Linear, LinearFormat, project, project_gated
-from penstock.runtime.models.norms import RMSNorm
+from penstock.runtime.models.norms import Norm
 from penstock.runtime.models.pools import PoolPlanners
 
 
 class MLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)) (SwiGLU and GeGLU, Shazeer 2020)."""
+    """down(activation(gate(x)) * up(x)) (SwiGLU and GeGLU, Shazeer 2020), or down(activation(up(x)))."""
 
     def __init__(
         self,
@@ -28,28 +28,43 @@ class MLP(nnx.Module):
     ) -> None:
         hidden, inner, bias = model.hidden_size, config.intermediate_size, config.bias
         parts = {"gate_proj": inner, "up_proj": inner}
+        if config.plain is not None:
+            del parts["gate_proj"]
         pieces = dict.fromkeys(parts, config.pieces)
         self.gate_up_proj = Linear(hidden, parts, dtype, planners, bias=bias, linear=linear, pieces=pieces)
         down = {"down_proj": hidden}
         self.down_proj = Linear(inner, down, dtype, planners, bias=bias, linear=linear, sums=config.pieces)
-        self.activation = config.activation
+        self.activation, self.plain = config.activation, config.plain
 
     @property
     def is_native(self) -> bool:
-        """Whether native kernels compute this layer."""
-        return all(linear.packed for linear in (self.gate_up_proj, self.down_proj))
+        """Whether native kernels compute this layer, or XLA by one rounded operation for each element."""
+        is_exact = self.plain is None or self.plain in ("relu", "relu2")
+        return is_exact and all(linear.packed for linear in (self.gate_up_proj, self.down_proj))
 
-    def __call__(
-        self, x: jax.Array, norm: RMSNorm | None, residual: Residual, inputs: LayerInputs
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, norm: Norm | None, residual: Residual, inputs: LayerInputs) -> jax.Array:
         """x and what the MLP makes of norm(x): x [T, E] -> [T, E]."""
         return residual.add_projected(self.down_proj, self._inner(x, norm, inputs), x, inputs)
 
-    def alone(self, x: jax.Array, norm: RMSNorm | None, inputs: LayerInputs) -> jax.Array:
+    def alone(self, x: jax.Array, norm: Norm | None, inputs: LayerInputs) -> jax.Array:
         """What the MLP makes of norm(x), without x: x [T, E] -> [T, E]."""
         return project(self.down_proj, self._inner(x, norm, inputs), inputs.num_tokens, inputs.pools)
 
-    def _inner(self, x: jax.Array, norm: RMSNorm | None, inputs: LayerInputs) -> jax.Array:
-        return project_gated(
-            self.gate_up_proj, x, inputs.num_tokens, inputs.pools, norm=norm, activation=self.activation
-        )
+    def _inner(self, x: jax.Array, norm: Norm | None, inputs: LayerInputs) -> jax.Array:
+        rows, pools = inputs.num_tokens, inputs.pools
+        if self.plain is None:
+            return project_gated(self.gate_up_proj, x, rows, pools, norm=norm, activation=self.activation)
+        up = project(self.gate_up_proj, x, rows, pools, norm=norm).astype(jnp.float32)
+        return _activated(up, self.plain).astype(x.dtype)
+
+
+def _activated(x: jax.Array, activation: PlainActivation) -> jax.Array:
+    match activation:
+        case "relu":
+            return jax.nn.relu(x)
+        case "relu2":
+            return jnp.square(jax.nn.relu(x))
+        case "gelu":
+            return jax.nn.gelu(x, approximate=False)
+        case "gelu_tanh":
+            return jax.nn.gelu(x, approximate=True)

@@ -15,7 +15,7 @@ from penstock.runtime.models.layers.inputs import LayerInputs, Residual, normali
 from penstock.runtime.models.layers.mlp import MLP
 from penstock.runtime.models.layers.router import Router
 from penstock.runtime.models.linear import LinearFormat, summed
-from penstock.runtime.models.norms import RMSNorm
+from penstock.runtime.models.norms import Norm, RMSNorm
 from penstock.runtime.models.pools import PoolPlanners
 
 
@@ -50,13 +50,11 @@ class MLPAndExperts(nnx.Module):
         """Whether native kernels compute this layer."""
         return self.mlp.is_native and self.router.packed and self.experts.packed
 
-    def __call__(
-        self, x: jax.Array, norm: RMSNorm | None, residual: Residual, inputs: LayerInputs
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, norm: Norm | None, residual: Residual, inputs: LayerInputs) -> jax.Array:
         """x and what both make of it: x [T, E] -> [T, E]. `norm` is that of the MLP."""
         natively = self.is_native
 
-        def through(norm: RMSNorm, y: jax.Array) -> jax.Array:
+        def through(norm: Norm, y: jax.Array) -> jax.Array:
             return normalised(y, norm, inputs, natively=natively)
 
         dense = through(self.mlp_end_norm, self.mlp.alone(x, norm, inputs))

@@ -13,7 +13,7 @@ from penstock.runtime.models.configs.recurrent import ShortConvConfig
 from penstock.runtime.models.layers.conv_weight import ConvWeight
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import Linear, LinearFormat, project
-from penstock.runtime.models.norms import RMSNorm
+from penstock.runtime.models.norms import Norm
 from penstock.runtime.models.pools import PoolPlanners
 from penstock.runtime.ops.native.state import can_convolve
 
@@ -50,7 +50,7 @@ class ShortConv(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         residual: Residual,
         kv: StateArrays,
         inputs: LayerInputs,

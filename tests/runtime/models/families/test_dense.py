@@ -1,0 +1,139 @@
+"""Dense families that are data: what their config.json leaves out, and what it must not say.
+
+The defaults are those of transformers' configuration classes, read there.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.models.config import AttentionConfig, MLPConfig, ModelConfig
+from penstock.runtime.models.registry import parse_config
+from tests.support.goldens import GOLDEN
+
+LEAST: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "intermediate_size": 100,
+    "max_position_embeddings": 2048,
+}
+GPT: dict[str, Any] = {"vocab_size": 512, "n_embd": 4096, "n_layer": 4, "n_head": 32, "n_positions": 2048}
+
+
+def least(architecture: str, **fields: Any) -> ModelConfig:
+    base = GPT if architecture.startswith(("GPT2", "GPTB", "GPTJ")) else LEAST
+    return parse_config({"architectures": [architecture], **base, **fields})
+
+
+def of_layer(config: ModelConfig, layer: int = 0) -> tuple[AttentionConfig, MLPConfig]:
+    attention, mlp = config.layers[layer].attention, config.layers[layer].mlp
+    assert isinstance(attention, AttentionConfig)
+    assert isinstance(mlp, MLPConfig)
+    return attention, mlp
+
+
+def rotation(attention: AttentionConfig) -> tuple[float, int] | None:
+    """The base and the number of rotated channels."""
+    return None if attention.rope is None else (attention.rope.theta, attention.rotary_dim)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "heads", "turned", "biases", "eps", "tied"),
+    [
+        ("ArceeForCausalLM", (32, 128), (1e4, 128), (False, False, False), 1e-5, False),
+        ("CohereForCausalLM", (32, 128), (5e5, 128), (False, False, False), 1e-5, True),
+        ("Cohere2ForCausalLM", (32, 128), (1e4, 128), (False, False, False), 1e-5, True),
+        ("Ernie4_5ForCausalLM", (2, 128), (5e5, 128), (False, False, False), 1e-5, True),
+        ("Exaone4ForCausalLM", (32, 128), (1e4, 128), (False, False, False), 1e-5, False),
+        ("FalconForCausalLM", (1, 128), (1e4, 128), (False, False, False), 1e-5, True),
+        ("GemmaForCausalLM", (16, 256), (1e4, 256), (False, False, False), 1e-6, True),
+        ("GlmForCausalLM", (2, 128), (1e4, 64), (True, False, False), 1.5625e-7, False),
+        ("Glm4ForCausalLM", (2, 128), (1e4, 64), (True, False, False), 1.5625e-7, False),
+        ("GPT2LMHeadModel", (32, 128), None, (True, True, True), 1e-5, True),
+        ("GPTBigCodeForCausalLM", (1, 128), None, (True, True, True), 1e-5, True),
+        ("GPTJForCausalLM", (32, 128), (1e4, 64), (False, False, True), 1e-5, False),
+        ("GPTNeoXForCausalLM", (32, 128), (1e4, 32), (True, True, True), 1e-5, False),
+        ("NemotronForCausalLM", (32, 128), (1e4, 64), (False, False, False), 1e-5, False),
+        ("OlmoForCausalLM", (32, 128), (1e4, 128), (False, False, False), 1e-5, False),
+        ("OPTForCausalLM", (32, 128), None, (True, True, True), 1e-5, True),
+        ("PhiForCausalLM", (32, 128), (1e4, 64), (True, True, True), 1e-5, False),
+        ("StableLmForCausalLM", (32, 128), (1e4, 32), (False, False, False), 1e-5, False),
+        ("Starcoder2ForCausalLM", (2, 128), (1e4, 128), (True, True, True), 1e-5, True),
+    ],
+)
+def test_what_is_left_out(
+    architecture: str,
+    heads: tuple[int, int],
+    turned: tuple[float, int] | None,
+    biases: tuple[bool, bool, bool],
+    eps: float,
+    tied: bool,
+) -> None:
+    """heads: of keys, and their size. turned: base and channels. biases: of queries, output, and MLP."""
+    config = least(architecture)
+    attention, mlp = of_layer(config)
+    assert (attention.num_kv_heads, attention.head_dim) == heads
+    assert rotation(attention) == turned
+    assert (attention.qkv_bias, attention.o_bias, mlp.bias) == biases
+    assert (config.rms_norm_eps, config.tie_word_embeddings) == (eps, tied)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "what"),
+    [
+        ("FalconForCausalLM", {"alibi": True}, "alibi: True is not supported"),
+        ("GPT2LMHeadModel", {"n_inner": 0}, "n_inner: must be an integer"),
+        ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("GPTJForCausalLM", {"rotary_dim": 7}, "rotary_dim: must be even"),
+        ("GPTJForCausalLM", {"activation_function": "swish"}, "activation_function: 'swish'"),
+        ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before: False"),
+        ("OPTForCausalLM", {"word_embed_proj_dim": 512}, "word_embed_proj_dim: 512"),
+        ("PhiForCausalLM", {"qk_layernorm": True}, "qk_layernorm: True"),
+        ("Exaone4ForCausalLM", {"sliding_window_pattern": "LXG"}, "sliding_window_pattern"),
+        ("ArceeForCausalLM", {"hidden_act": "silu"}, "hidden_act: 'silu'"),
+        ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)
+def test_what_is_refused(architecture: str, fields: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        least(architecture, **fields)
+
+
+@pytest.mark.parametrize("architecture", ["Exaone4ForCausalLM", "Cohere2ForCausalLM"])
+def test_only_layers_with_a_window_are_rotated(architecture: str) -> None:
+    attentions = [of_layer(least(architecture, sliding_window=64), layer)[0] for layer in range(4)]
+    assert [attention.window for attention in attentions] == [64, 64, 64, None]
+    assert [attention.rope is not None for attention in attentions] == [True, True, True, False]
+
+
+def test_exaone_without_windows_rotates_all_layers() -> None:
+    config = least("Exaone4ForCausalLM", sliding_window=None)
+    assert {
+        (of_layer(config, layer)[0].window, rotation(of_layer(config, layer)[0])) for layer in range(4)
+    } == {(None, (1e4, 128))}
+    letters = least("Exaone4ForCausalLM", sliding_window=64, sliding_window_pattern="LG")
+    assert [of_layer(letters, layer)[0].window for layer in range(4)] == [64, None, 64, None]
+
+
+def test_the_forms_of_falcon() -> None:
+    """7B has one head of keys and one norm; 40B has groups and two norms; 1B-like ones have neither."""
+    assert least("FalconForCausalLM").layers[0].norms == "parallel_shared"
+    larger = least("FalconForCausalLM", new_decoder_architecture=True, num_kv_heads=8)
+    assert (of_layer(larger)[0].num_kv_heads, larger.layers[0].norms) == (8, "parallel")
+    one_norm = least("FalconForCausalLM", new_decoder_architecture=True, num_ln_in_parallel_attn=1)
+    assert one_norm.layers[0].norms == "parallel_shared"
+    serial = least("FalconForCausalLM", multi_query=False, parallel_attn=False)
+    assert (of_layer(serial)[0].num_kv_heads, serial.layers[0].norms) == (32, "pre")
+
+
+def test_older_names_of_fields_are_read_too() -> None:
+    data = json.loads((GOLDEN / "gpt_neox_serial" / "config.json").read_text())
+    del data["rope_parameters"]
+    older = parse_config({**data, "rotary_pct": 0.5, "rotary_emb_base": 10_000})
+    assert older == parse_config(json.loads((GOLDEN / "gpt_neox_serial" / "config.json").read_text()))
