@@ -108,6 +108,14 @@ _SHARED_EXPERT = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 48,
 }
+_GRANITE_EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
 _HALF = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 _OWN = {
     "vocab_size": VOCAB,
@@ -119,6 +127,7 @@ _OWN = {
 _GPT = {**_OWN, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 512}
 _FALCON = {**_OWN, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 CASES: Mapping[str, Kind] = {
+    "apertus": Kind("ApertusConfig", "ApertusForCausalLM", {}),
     "arcee": Kind("ArceeConfig", "ArceeForCausalLM", {}),
     "cohere": Kind("CohereConfig", "CohereForCausalLM", {"use_qk_norm": True, "logit_scale": 0.25}),
     "cohere2": Kind(
@@ -167,6 +176,38 @@ CASES: Mapping[str, Kind] = {
         {"rope_parameters": _HALF, "use_parallel_residual": True, "qk_layernorm": True},
     ),
     "starcoder2": Kind("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": 32}),
+    "dots1": Kind(
+        "Dots1Config",
+        "Dots1ForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "first_k_dense_replace": 1,
+            "head_dim": 16,
+        },
+    ),
+    "ernie4_5_moe": Kind(
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 48,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+        },
+    ),
+    "flex_olmo": Kind("FlexOlmoConfig", "FlexOlmoForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "granite_moe": Kind("GraniteMoeConfig", "GraniteMoeForCausalLM", _GRANITE_EXPERTS),
+    "granite_moe_shared": Kind(
+        "GraniteMoeSharedConfig",
+        "GraniteMoeSharedForCausalLM",
+        {**_GRANITE_EXPERTS, "shared_intermediate_size": 64},
+    ),
+    "olmoe": Kind("OlmoeConfig", "OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2}),
     "vaultgemma": Kind(
         "VaultGemmaConfig",
         "VaultGemmaForCausalLM",

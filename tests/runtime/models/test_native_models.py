@@ -239,8 +239,8 @@ def in_larger_sizes(layer: LayerConfig) -> LayerConfig:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_is_native_in_sizes_that_can_be_packed(name: str) -> None:
-    """The goldens are too small for the kernels, but say what their families compute. Layer norms are left to
-    XLA.
+    """The goldens are too small for the kernels, but say what their families compute. Layer norms and xIELU
+    are left to XLA.
     """
     config = load_config(GOLDEN / name)
     per_layer = config.per_layer
@@ -251,7 +251,7 @@ def test_every_family_is_native_in_sizes_that_can_be_packed(name: str) -> None:
         layers=tuple(in_larger_sizes(layer) for layer in config.layers),
         per_layer=None if per_layer is None else dataclasses.replace(per_layer, size=64),
     )
-    assert is_native(larger, PACKED) == (config.norm == "rms")
+    assert is_native(larger, PACKED) == (config.norm == "rms" and name != "apertus")
 
 
 @pytest.mark.ci

@@ -25,8 +25,9 @@ all heads (OLMo 2); by their root mean square alone, after the rotation (Llama 4
 head with weights of its own (Cohere)."""
 Activation = Literal["silu", "gelu_tanh"]
 """The activation of a gated MLP: SiLU, or GELU in its form with a tanh."""
-PlainActivation = Literal["gelu", "gelu_tanh", "relu", "relu2"]
-"""The activation of an MLP without a gate. `relu2` is the square of ReLU."""
+PlainActivation = Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+"""The activation of an MLP without a gate. `relu2` is the square of ReLU; `xielu` has two learned numbers
+(Huang and Schlag 2024, arXiv 2411.13010)."""
 Norms = Literal["pre", "post", "sandwich", "parallel", "parallel_shared"]
 """Where the norms of a layer are: before attention and MLP, after them, or both. `parallel`: before both, and
 the MLP reads what attention reads, and not what attention has added to. `parallel_shared`: so, and by the

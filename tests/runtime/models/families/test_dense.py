@@ -46,6 +46,7 @@ def rotation(attention: AttentionConfig) -> tuple[float, int] | None:
 @pytest.mark.parametrize(
     ("architecture", "heads", "turned", "biases", "eps", "tied"),
     [
+        ("ApertusForCausalLM", (32, 128), (1.2e7, 128), (False, False, False), 1e-5, False),
         ("ArceeForCausalLM", (32, 128), (1e4, 128), (False, False, False), 1e-5, False),
         ("CohereForCausalLM", (32, 128), (5e5, 128), (False, False, False), 1e-5, True),
         ("Cohere2ForCausalLM", (32, 128), (1e4, 128), (False, False, False), 1e-5, True),

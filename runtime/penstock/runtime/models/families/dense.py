@@ -1,5 +1,5 @@
 """Dense decoders that are Llama's but for defaults, names, the place of norms, the order of rotated channels,
-and an MLP without a gate: Arcee, ERNIE 4.5, EXAONE 4, GLM 4, Helium.
+and an MLP without a gate: Apertus, Arcee, ERNIE 4.5, EXAONE 4, GLM 4, Helium.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from penstock.runtime.models.families.family import (
 from penstock.runtime.models.families.reading import every, read_model, read_rope, read_sizes, read_windows
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.load_rules import ParamPath, Rows, Source, Stored, StoredAt
+from penstock.runtime.models.rope import RopeConfig
 
 _GLM4_NORMS: Mapping[str, str] = {
     "attention_norm": "input_layernorm",
@@ -43,7 +44,8 @@ class Traits:
     whether a field of that name decides on those of the MLP. partial: see `read_rope`. interleaved: a
     checkpoint has the two channels of each rotated pair side by side. names: of the norms. fused: gate and up
     are rows of one tensor. plain: see `MLPConfig`. windows: those of the layers; None: none has one.
-    turns_slid: if some layers have windows, only these are rotated.
+    rope: the rotation where the file says nothing about it; None: by theta. turns_slid: if some layers have
+    windows, only these are rotated.
     """
 
     model_type: str
@@ -61,9 +63,11 @@ class Traits:
     names: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
     fused: bool = False
     qk_norm: bool = False
-    plain: Literal["relu2"] | None = None
+    plain: Literal["relu2", "xielu"] | None = None
+    rope: RopeConfig | None = None
     windows: Callable[[Fields, int], tuple[int | None, ...]] | None = None
     turns_slid: bool = False
+    harmless: tuple[str, ...] = ()
 
 
 def _exaone_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
@@ -85,6 +89,27 @@ def _exaone_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 TRAITS: Mapping[str, Traits] = {
+    "ApertusForCausalLM": Traits(
+        model_type="apertus",
+        theta=12_000_000.0,
+        qk_norm=True,
+        names={
+            "attention_norm": "attention_layernorm",
+            "mlp_norm": "feedforward_layernorm",
+            "alpha_p": "act_fn.alpha_p",
+            "alpha_n": "act_fn.alpha_n",
+        },
+        plain="xielu",
+        rope=RopeConfig(
+            "llama3",
+            theta=12_000_000.0,
+            factor=8.0,
+            original_max_positions=8192,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+        ),
+        harmless=(r"\.mlp\.act_fn\.(beta|eps)$",),  # the same in all models
+    ),
     "ArceeForCausalLM": Traits(model_type="arcee", mlp_bias=True, plain="relu2"),
     "Ernie4_5ForCausalLM": Traits(
         model_type="ernie4_5",
@@ -147,6 +172,8 @@ def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
     fields.only("hidden_act", traits.plain or "silu")
     sizes = read_sizes(fields, head_dim=traits.head_dim, kv_heads=traits.kv_heads)
     rope = read_rope(fields, sizes.max_positions, theta=traits.theta, partial=traits.partial)
+    if traits.rope is not None and not (fields.raw("rope_parameters") or fields.raw("rope_scaling")):
+        rope = traits.rope
     biased = traits.biased if traits.bias is not None and fields.boolean(*traits.bias) else ()
     mlp = MLPConfig(
         intermediate_size=fields.integer("intermediate_size"),
@@ -182,7 +209,7 @@ def _stored(config: ModelConfig, traits: Traits) -> StoredAt:
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         part = path[-2] if len(path) > 1 else ""
-        order = _order(config, path) if traits.interleaved and part in ("q_proj", "k_proj") else None
+        order = apart(config, path) if traits.interleaved and part in ("q_proj", "k_proj") else None
         if traits.fused and part in ("gate_proj", "up_proj"):
             name = tensor_name((*path[:-2], "gate_up_proj", path[-1]), traits.names)
             begin = 0 if part == "gate_proj" else shape[0]
@@ -192,9 +219,9 @@ def _stored(config: ModelConfig, traits: Traits) -> StoredAt:
     return stored
 
 
-def _order(config: ModelConfig, path: ParamPath) -> Rows:
-    """For each head of queries or keys the rows of rotated channels, the even ones before the odd, and then
-    the others.
+def apart(config: ModelConfig, path: ParamPath) -> Rows:
+    """The rows of queries or keys, whose rotated pairs lie side by side in the checkpoint: for each head the
+    even ones of the rotated channels, the odd ones, and the others.
     """
     attention = config.layers[int(path[1])].attention
     assert isinstance(attention, AttentionConfig)
@@ -206,7 +233,9 @@ def _order(config: ModelConfig, path: ParamPath) -> Rows:
 
 FAMILIES: Mapping[str, ModelFamily] = {
     name: ModelFamily(
-        parse=functools.partial(_parse, traits=traits), stored=functools.partial(_stored, traits=traits)
+        parse=functools.partial(_parse, traits=traits),
+        stored=functools.partial(_stored, traits=traits),
+        harmless=traits.harmless,
     )
     for name, traits in TRAITS.items()
 }

@@ -1,7 +1,10 @@
-"""Granite 4: Mamba-2 in the place of most attention, maybe with experts beside an MLP for all tokens."""
+"""Granite 4: Mamba-2 in the place of most attention, maybe with experts beside an MLP for all tokens. Granite
+3 with experts stores these in the same way.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -14,6 +17,7 @@ from penstock.runtime.models.config import (
 )
 from penstock.runtime.models.configs.recurrent import MambaConfig
 from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, tensor_name
+from penstock.runtime.models.families.mixture_fields import read_experts_and_choices
 from penstock.runtime.models.families.reading import Sizes, read_model, read_rope, read_sizes
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
@@ -192,6 +196,48 @@ def _source_of_mlp(config: ModelConfig, path: ParamPath, shape: tuple[int, ...])
     return Source(name, (experts.num_experts, rows, shape[1]), at=(int(path[4]),), begin=begin)
 
 
+def _parse_attending(architecture: str, fields: Fields, *, model_type: str, shared: bool) -> ModelConfig:
+    """Granite 3 with experts, all of whose layers attend. shared: whether there is one for all tokens."""
+    fields.only("model_type", model_type)
+    fields.only("hidden_act", "silu")
+    sizes = read_sizes(fields, kv_heads=0)
+    bias = fields.boolean("attention_bias", False)
+    count, chosen = read_experts_and_choices(fields, ("num_local_experts", "num_experts"), 8, 2)
+    size = fields.integer("shared_intermediate_size", 0, minimum=0) if shared else 0
+    layer = LayerConfig(
+        attention=AttentionConfig(
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            scale=fields.number("attention_multiplier", 1.0),
+            rope=read_rope(fields, sizes.max_positions),
+            qkv_bias=bias,
+            o_bias=bias,
+        ),
+        mlp=ExpertsConfig(
+            num_experts=count,
+            per_token=chosen,
+            intermediate_size=fields.integer("intermediate_size"),
+            shared_size=size or None,
+        ),
+        residual_multiplier=fields.number("residual_multiplier", 1.0),
+    )
+    return read_model(
+        architecture,
+        fields,
+        sizes,
+        [layer] * sizes.num_layers,
+        embedding_scale=fields.number("embedding_multiplier", 1.0),
+        logits_scale=1 / fields.number("logits_scaling", 1.0),
+    )
+
+
 FAMILIES: Mapping[str, ModelFamily] = {
+    "GraniteMoeForCausalLM": ModelFamily(
+        parse=functools.partial(_parse_attending, model_type="granitemoe", shared=False), stored=_stored
+    ),
+    "GraniteMoeSharedForCausalLM": ModelFamily(
+        parse=functools.partial(_parse_attending, model_type="granitemoeshared", shared=True), stored=_stored
+    ),
     "GraniteMoeHybridForCausalLM": ModelFamily(parse=_parse, stored=_stored, ignored=_IGNORED),
 }

@@ -26,11 +26,20 @@ def read_experts_and_choices(
 
 
 def read_grouped_experts(
-    fields: Fields, *, count: int, inner: int, groups: int = 1, top_groups: int = 1, scale: float = 1.0
+    fields: Fields,
+    *,
+    count: int,
+    inner: int,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    shared: int = 1,
+    normalize: bool = True,
 ) -> ExpertsConfig:
     """DeepSeek's experts, which GLM has too: chosen by sigmoids with a correction, maybe in groups, with
     shared ones besides. The arguments are defaults: of the number of experts, the size of each, the number of
-    groups and of those that a token may choose from, and of what the weights are multiplied by.
+    groups and of those that a token may choose from, of what the weights are multiplied by, of the number of
+    shared experts, and of whether weights are divided by their sum.
     """
     count, chosen = read_experts_and_choices(fields, ("n_routed_experts", "num_local_experts"), count, 8)
     inner = fields.integer("moe_intermediate_size", inner)
@@ -46,12 +55,12 @@ def read_grouped_experts(
         router=RouterConfig(
             score="sigmoid",
             correction=True,
-            normalize=fields.boolean("norm_topk_prob", True),
+            normalize=fields.boolean("norm_topk_prob", normalize),
             scale=fields.number("routed_scaling_factor", scale),
             num_groups=groups,
             top_groups=top_groups,
         ),
-        shared_size=inner * fields.integer("n_shared_experts", 1),
+        shared_size=inner * fields.integer("n_shared_experts", shared),
     )
 
 

@@ -1,11 +1,23 @@
-"""OLMo 2 and 3: norms after attention and MLP, and one norm over the channels of all heads."""
+"""OLMo 2 and 3, OLMoE and FlexOlmo: one norm over the channels of all heads, and, but for OLMoE, norms after
+attention and MLP.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
-from penstock.runtime.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
-from penstock.runtime.models.families.family import POST_NORMS, ModelFamily, stored_plainly
+from penstock.runtime.models.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    Norms,
+    RouterConfig,
+)
+from penstock.runtime.models.families.family import POST_NORMS, PRE_NORMS, ModelFamily, stored_plainly
+from penstock.runtime.models.families.mixture_fields import read_experts_and_choices
 from penstock.runtime.models.families.reading import (
     Sizes,
     every,
@@ -15,6 +27,7 @@ from penstock.runtime.models.families.reading import (
     read_sizes,
     read_windows,
 )
+from penstock.runtime.models.families.stacked_experts import where_stacked
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.rope import RopeConfig
 
@@ -68,8 +81,60 @@ def _model(
     return read_model(architecture, fields, sizes, made, eps=1e-5)
 
 
+def _parse_mixture(
+    architecture: str,
+    fields: Fields,
+    *,
+    model_type: str,
+    count: int,
+    chosen: int,
+    theta: float,
+    eps: float,
+    norms: Norms,
+) -> ModelConfig:
+    """OLMoE and FlexOlmo. count, chosen: defaults of the numbers of experts."""
+    fields.only("model_type", model_type)
+    fields.only("hidden_act", "silu")
+    fields.only("clip_qkv", None)
+    sizes = read_sizes(fields, kv_heads=0)
+    bias = fields.boolean("attention_bias", False)
+    count, chosen = read_experts_and_choices(fields, ("num_experts", "num_local_experts"), count, chosen)
+    layer = LayerConfig(
+        attention=AttentionConfig(
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            scale=sizes.head_dim**-0.5,
+            rope=read_rope(fields, sizes.max_positions, theta=theta),
+            qkv_bias=bias,
+            o_bias=bias,
+            qk_norm="all",
+        ),
+        mlp=ExpertsConfig(
+            num_experts=count,
+            per_token=chosen,
+            intermediate_size=fields.integer("intermediate_size"),
+            router=RouterConfig(normalize=fields.boolean("norm_topk_prob", False)),
+        ),
+        norms=norms,
+    )
+    return read_model(architecture, fields, sizes, [layer] * sizes.num_layers, eps=eps)
+
+
 _STORED = stored_plainly(POST_NORMS)
+_parse_olmoe = functools.partial(
+    _parse_mixture, model_type="olmoe", count=64, chosen=8, theta=1e4, eps=1e-5, norms="pre"
+)
+_parse_flex = functools.partial(
+    _parse_mixture, model_type="flex_olmo", count=7, chosen=5, theta=5e5, eps=1e-6, norms="post"
+)
 FAMILIES: Mapping[str, ModelFamily] = {
     "Olmo2ForCausalLM": ModelFamily(parse=_parse_olmo2, stored=_STORED),
     "Olmo3ForCausalLM": ModelFamily(parse=_parse_olmo3, stored=_STORED),
+    "OlmoeForCausalLM": ModelFamily(
+        parse=_parse_olmoe, stored=where_stacked(stored_plainly({**PRE_NORMS, "router": "gate"}))
+    ),
+    "FlexOlmoForCausalLM": ModelFamily(
+        parse=_parse_flex, stored=where_stacked(stored_plainly({**POST_NORMS, "router": "gate"}))
+    ),
 }

@@ -1,4 +1,6 @@
-"""GLM 4.5 and later, and MiniMax M2: mixtures of many small experts, chosen by sigmoids with a correction."""
+"""GLM 4.5 and later, dots.llm1, and MiniMax M2: mixtures of many small experts, chosen by sigmoids with a
+correction.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from penstock.runtime.models.config import (
 )
 from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, stored_plainly, tensor_name
 from penstock.runtime.models.families.mixture_fields import read_experts_and_choices, read_grouped_experts
-from penstock.runtime.models.families.reading import read_model, read_rope, read_sizes
+from penstock.runtime.models.families.reading import read_model, read_rope, read_sizes, read_windows
 from penstock.runtime.models.families.softmax_mixtures import MIXTRAL_NAMES
+from penstock.runtime.models.families.stacked_experts import where_stacked
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
 
@@ -65,6 +68,40 @@ def _parse_glm(architecture: str, fields: Fields) -> ModelConfig:
         for layer in range(sizes.num_layers)
     ]
     return read_model(architecture, fields, sizes, layers, eps=1e-5)
+
+
+def _parse_dots(architecture: str, fields: Fields) -> ModelConfig:
+    fields.only("model_type", "dots1")
+    fields.only("hidden_act", "silu")
+    sizes = read_sizes(fields, kv_heads=32)
+    bias, rope = fields.boolean("attention_bias", False), read_rope(fields, sizes.max_positions)
+    experts = read_grouped_experts(fields, count=128, inner=1408, shared=2, normalize=False)
+    dense = MLPConfig(intermediate_size=fields.integer("intermediate_size"))
+    num_dense = fields.integer("first_k_dense_replace", 0, minimum=0)
+    first = fields.integer("max_window_layers", 62, minimum=0)
+    slides = "sliding_window" not in fields or fields.raw("sliding_window") is not None
+    kinds = [
+        "sliding_attention" if slides and layer >= first else "full_attention"
+        for layer in range(sizes.num_layers)
+    ]
+    layers = [
+        LayerConfig(
+            attention=AttentionConfig(
+                num_heads=sizes.num_heads,
+                num_kv_heads=sizes.num_kv_heads,
+                head_dim=sizes.head_dim,
+                scale=sizes.head_dim**-0.5,
+                rope=rope,
+                window=window,
+                qkv_bias=bias,
+                o_bias=bias,
+                qk_norm="head",
+            ),
+            mlp=dense if layer < num_dense else experts,
+        )
+        for layer, window in enumerate(read_windows(fields, kinds, 4096))
+    ]
+    return read_model(architecture, fields, sizes, layers)
 
 
 def _parse_minimax(architecture: str, fields: Fields) -> ModelConfig:
@@ -124,6 +161,7 @@ def _stored_minimax(config: ModelConfig) -> StoredAt:
 
 
 FAMILIES = {
+    "Dots1ForCausalLM": ModelFamily(parse=_parse_dots, stored=where_stacked(stored_plainly(_GLM_NAMES))),
     "Glm4MoeForCausalLM": ModelFamily(
         parse=_parse_glm, stored=stored_plainly(_GLM_NAMES), further_layers=True
     ),

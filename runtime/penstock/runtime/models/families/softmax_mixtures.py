@@ -1,4 +1,4 @@
-"""Decoders like Llama's with mixtures of experts: Mixtral, and those of Qwen."""
+"""Decoders like Llama's with mixtures of experts: Mixtral, those of Qwen, and ERNIE 4.5."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from penstock.runtime.models.config import (
     ModelConfig,
     RouterConfig,
 )
-from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, stored_plainly
+from penstock.runtime.models.families.dense import apart
+from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, stored_plainly, tensor_name
 from penstock.runtime.models.families.mixture_fields import (
     read_experts_and_choices,
     read_layer_numbers,
@@ -22,6 +23,7 @@ from penstock.runtime.models.families.mixture_fields import (
 from penstock.runtime.models.families.reading import read_layer_types, read_model, read_rope, read_sizes
 from penstock.runtime.models.families.stacked_experts import where_stacked
 from penstock.runtime.models.hf_fields import Fields
+from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
 from penstock.runtime.models.rope import RopeConfig
 
 QWEN_NAMES: Mapping[str, str] = {**PRE_NORMS, "router": "gate"}
@@ -190,6 +192,68 @@ def _dense_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer in listed or (layer + 1) % step != 0 for layer in range(num_layers))
 
 
+def _parse_ernie(architecture: str, fields: Fields) -> ModelConfig:
+    """Softmax scores with a correction for the choice; shared experts; some layers may be dense."""
+    fields.only("model_type", "ernie4_5_moe")
+    fields.only("hidden_act", "silu")
+    fields.call({"num_experts_per_tok": "moe_k"})
+    fields.only("moe_norm_min", 1e-12)
+    sizes = read_sizes(fields, kv_heads=4)
+    bias, rope = fields.boolean("use_bias", False), read_rope(fields, sizes.max_positions, theta=500_000.0)
+    attention = AttentionConfig(
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        scale=sizes.head_dim**-0.5,
+        rope=rope,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    count, chosen = read_experts_and_choices(fields, ("moe_num_experts", "num_experts"), 64, 6)
+    inner = fields.integer("moe_intermediate_size", 1536)
+    experts = ExpertsConfig(
+        num_experts=count,
+        per_token=chosen,
+        intermediate_size=inner,
+        router=RouterConfig(correction=True),
+        shared_size=inner * fields.integer("moe_num_shared_experts", 2, minimum=0) or None,
+    )
+    if bias:
+        fields.problem("use_bias", "true is not supported for experts")
+    dense = MLPConfig(intermediate_size=fields.integer("intermediate_size"))
+    begin, step = (
+        fields.integer("moe_layer_start_index", 1, minimum=0),
+        fields.integer("moe_layer_interval", 1),
+    )
+    last = fields.raw("moe_layer_end_index")
+    end = sizes.num_layers - 1 if last in (None, -1) else fields.integer("moe_layer_end_index", minimum=0)
+    layers = [
+        LayerConfig(
+            attention=attention,
+            mlp=experts if (layer + 1) % step == 0 and begin <= layer <= end else dense,
+        )
+        for layer in range(sizes.num_layers)
+    ]
+    return read_model(architecture, fields, sizes, layers, eps=1e-5, tied=True)
+
+
+_ERNIE_NAMES: Mapping[str, str] = {**QWEN_NAMES, "shared_expert": "shared_experts"}
+
+
+def _stored_ernie(config: ModelConfig) -> StoredAt:
+    """Rotated pairs lie side by side, and the correction is a row of a tensor beside the router."""
+
+    def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
+        if path[-1] == "correction":
+            name = tensor_name((*path[:-2], "moe_statics", "e_score_correction_bias"), _ERNIE_NAMES)
+            return Stored((Source(name, (1, *shape), at=(0,)),))
+        is_rotated = len(path) > 2 and path[-2] in ("q_proj", "k_proj")
+        order = apart(config, path) if is_rotated else None
+        return Stored((Source(tensor_name(path, _ERNIE_NAMES), shape, order=order),))
+
+    return stored
+
+
 def family(traits: Traits, *, transposed: bool = False) -> ModelFamily:
     """The family of an architecture with these traits. transposed: see `where_stacked`."""
     return ModelFamily(
@@ -199,4 +263,9 @@ def family(traits: Traits, *, transposed: bool = False) -> ModelFamily:
     )
 
 
-FAMILIES: Mapping[str, ModelFamily] = {name: family(traits) for name, traits in TRAITS.items()}
+FAMILIES: Mapping[str, ModelFamily] = {
+    **{name: family(traits) for name, traits in TRAITS.items()},
+    "Ernie4_5_MoeForCausalLM": ModelFamily(
+        parse=_parse_ernie, stored=where_stacked(_stored_ernie), further_layers=True
+    ),
+}

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from penstock.runtime.models.config import MLPConfig, ModelConfig, PlainActivation
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import Linear, LinearFormat, project, project_gated
-from penstock.runtime.models.norms import Norm
+from penstock.runtime.models.norms import Norm, Vector
 from penstock.runtime.models.pools import PoolPlanners
 
 
@@ -35,6 +36,9 @@ class MLP(nnx.Module):
         down = {"down_proj": hidden}
         self.down_proj = Linear(inner, down, dtype, planners, bias=bias, linear=linear, sums=config.pieces)
         self.activation, self.plain = config.activation, config.plain
+        learned = config.plain == "xielu"
+        self.alpha_p = Vector("alpha_p", 1, planners) if learned else None
+        self.alpha_n = Vector("alpha_n", 1, planners) if learned else None
 
     @property
     def is_native(self) -> bool:
@@ -55,11 +59,16 @@ class MLP(nnx.Module):
         if self.plain is None:
             return project_gated(self.gate_up_proj, x, rows, pools, norm=norm, activation=self.activation)
         up = project(self.gate_up_proj, x, rows, pools, norm=norm).astype(jnp.float32)
-        return _activated(up, self.plain).astype(x.dtype)
+        if self.alpha_p is None or self.alpha_n is None:
+            return _activated(up, self.plain).astype(x.dtype)
+        alphas = (alpha(pools).astype(jnp.float32)[None] for alpha in (self.alpha_p, self.alpha_n))
+        return _xielu(up, *alphas).astype(x.dtype)
 
 
 def _activated(x: jax.Array, activation: PlainActivation) -> jax.Array:
     match activation:
+        case "xielu":
+            raise ValueError("xielu has learned numbers")
         case "relu":
             return jax.nn.relu(x)
         case "relu2":
@@ -68,3 +77,14 @@ def _activated(x: jax.Array, activation: PlainActivation) -> jax.Array:
             return jax.nn.gelu(x, approximate=False)
         case "gelu_tanh":
             return jax.nn.gelu(x, approximate=True)
+
+
+_XIELU_SLOPE, _XIELU_EDGE = np.float32(0.5), np.float32(-1e-6)
+
+
+def _xielu(x: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array) -> jax.Array:
+    """x [T, N]; alpha_p, alpha_n [1, 1], of which softplus makes positive numbers."""
+    above = jax.nn.softplus(alpha_p) * x * x
+    bent = jnp.expm1(jnp.minimum(x, _XIELU_EDGE)) - x
+    below = (_XIELU_SLOPE + jax.nn.softplus(alpha_n)) * bent
+    return jnp.where(x > 0, above, below) + _XIELU_SLOPE * x
