@@ -18,6 +18,7 @@ from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, Tool, ToolCa
 from penstock.runtime.chat.template import render
 from penstock.runtime.chat.template_sandbox import TemplateSandbox
 from penstock.runtime.errors import InvalidRequest
+from penstock.runtime.images.image import Image
 from penstock.runtime.text.codec import TextCodec
 from tests.support.chat import LLAMA3, MISTRAL, QWEN, R1, bytes_tokenizer
 
@@ -190,6 +191,28 @@ def test_a_tool_turn_names_its_function() -> None:
         "['role', 'content'];['role', 'content', 'tool_calls'];"
         "['role', 'content', 'tool_call_id', 'name']get_weather;"
     )
+
+
+def test_answers_of_tools_stand_where_their_calls_do() -> None:
+    """Most templates show no ids, so the model reads the first answer as that of the first call."""
+    calls = tuple(ToolCall(f"call-{name}", name, "{}") for name in "abc")
+    later = ToolCall("call-d", "d", "{}")
+
+    def answer(name: str, *more: Image) -> ChatTurn:
+        return ChatTurn("tool", (f"of {name}", *more), tool_call_id=f"call-{name}")
+
+    def order(*turns: ChatTurn) -> str:
+        chat = Chat((USER, ChatTurn("assistant", "", calls), *turns))
+        template = "{% for m in messages if m.role == 'tool' %}{{ m.name }}{% endfor %}"
+        return rendered(template, chat)
+
+    assert order(answer("c"), answer("a"), answer("b")) == "abc"
+    assert order(answer("b")) == "b"
+    again = ChatTurn("assistant", "", (later,))
+    assert order(answer("b"), answer("a"), again, answer("d"), answer("c")) == "abcd"
+    assert order(answer("b"), USER, answer("a")) == "ba"
+    picture = Image(b"", "image/png")
+    assert order(answer("b", picture), answer("a")) == "ba"
 
 
 def test_named_templates() -> None:

@@ -8,7 +8,8 @@ runs in a process of its own (`template_sandbox`), with bounds on time, memory a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from jinja2 import TemplateError
@@ -41,12 +42,13 @@ def tool_dict(tool: Tool) -> dict[str, Any]:
 def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, Any]]:
     """Messages as Hugging Face's templates expect them. Arguments are objects, unless the template demands
     texts, and keys without content are left out, because templates ask whether `tool_calls` is there. A
-    tool's turn has the name of the function, unless it has another. Reasoning is `reasoning_content`, the
-    name that most templates read; transformers adds the one of gpt-oss, `thinking`.
+    tool's turn has the name of the function, unless it has another, and stands where its call does.
+    Reasoning is `reasoning_content`, the name that most templates read; transformers adds the one of gpt-oss,
+    `thinking`.
     """
     names = {call.id: call.name for turn in turns for call in turn.tool_calls}
     dicts = []
-    for turn in turns:
+    for turn in _in_order_of_calls(turns):
         message: dict[str, Any] = {"role": turn.role, "content": _content(turn)}
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning
@@ -79,6 +81,22 @@ def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, 
     return dicts
 
 
+def _in_order_of_calls(turns: Sequence[ChatTurn]) -> Iterator[ChatTurn]:
+    """The turns, of which those that answer the calls of one turn come in the order of the calls: callers may
+    send them as the tools end, and most templates show no ids. Turns with pictures stay as they are, because
+    pictures are counted in the order of the chat.
+    """
+    place: dict[str, int] = {}
+    for is_tool, run in groupby(turns, lambda turn: turn.role == "tool"):
+        found = list(run)
+        if is_tool and not any(isinstance(part, Image) for turn in found for part in _parts_of(turn)):
+            found.sort(
+                key=lambda turn: place.get(turn.tool_call_id, -1)
+            )  # answers to earlier calls come first
+        place = {call.id: i for i, call in enumerate(found[-1].tool_calls)}
+        yield from found
+
+
 def _arguments(call: ToolCall) -> dict[str, Any]:
     """The arguments as an object. Those that are none, such as those of a call that was cut off, are a text
     in an object, because templates expect one. Nothing is an empty object.
@@ -103,14 +121,17 @@ def _parts(turn: ChatTurn) -> list[dict[str, str]]:
     """Texts and pictures in the form that Hugging Face's templates know. For a picture they write a
     placeholder.
     """
-    content = (turn.content,) if isinstance(turn.content, str) else turn.content
     parts = []
-    for part in content:
+    for part in _parts_of(turn):
         if isinstance(part, Image):
             parts.append({"type": "image"})
         elif part:
             parts.append({"type": "text", "text": part})
     return parts
+
+
+def _parts_of(turn: ChatTurn) -> tuple[str | Image, ...]:
+    return (turn.content,) if isinstance(turn.content, str) else turn.content
 
 
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, sandbox: TemplateSandbox) -> str:
