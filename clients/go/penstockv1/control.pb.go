@@ -239,7 +239,8 @@ type GetModelInfoResponse struct {
 	Tokenizer *TokenizerInfo `protobuf:"bytes,17,opt,name=tokenizer,proto3" json:"tokenizer,omitempty"`
 	// What RerankRequest.method means that a request leaves out: RERANK_METHOD_YES_NO where the checkpoint says which
 	// tokens mean yes and no, or its chat template knows the roles "query" and "document", else
-	// RERANK_METHOD_EMBEDDINGS. RERANK_METHOD_UNSPECIFIED on a server without FEATURE_RERANK.
+	// RERANK_METHOD_EMBEDDINGS. RERANK_METHOD_UNSPECIFIED on a server that lacks what this method needs, such as a chat
+	// template: it refuses requests without a method, and takes another one where FEATURE_RERANK is listed.
 	DefaultRerankMethod RerankMethod `protobuf:"varint,18,opt,name=default_rerank_method,json=defaultRerankMethod,proto3,enum=penstock.v1.RerankMethod" json:"default_rerank_method,omitempty"`
 	unknownFields       protoimpl.UnknownFields
 	sizeCache           protoimpl.SizeCache

@@ -195,7 +195,8 @@ class GetModelInfoResponse(_message.Message):
     default_rerank_method: _types_pb2.RerankMethod.ValueType
     """What RerankRequest.method means that a request leaves out: RERANK_METHOD_YES_NO where the checkpoint says which
     tokens mean yes and no, or its chat template knows the roles "query" and "document", else
-    RERANK_METHOD_EMBEDDINGS. RERANK_METHOD_UNSPECIFIED on a server without FEATURE_RERANK.
+    RERANK_METHOD_EMBEDDINGS. RERANK_METHOD_UNSPECIFIED on a server that lacks what this method needs, such as a chat
+    template: it refuses requests without a method, and takes another one where FEATURE_RERANK is listed.
     """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

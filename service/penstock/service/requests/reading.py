@@ -140,6 +140,28 @@ def to_score_job(message: inference_pb2.ScoreRequest, limits: Limits) -> Reading
     return _job(message, prompt, parts, bad, pooling=None)
 
 
+def answers_for(method: RelevanceMethod, limits: Limits) -> tuple[int, int] | None:
+    """The tokens that mean yes and no, where the method asks for these. UnsupportedFeature where the server
+    lacks what the method needs.
+    """
+    if not limits.has_text:
+        raise UnsupportedFeature(["Rerank"], "the model has no tokenizer")
+    if method is RelevanceMethod.YES_NO:
+        return answer_tokens(limits.info.answer_token_ids, limits.codec)
+    if not limits.has_hidden_states:
+        raise UnsupportedFeature(["method"], "the engine tells no hidden states")
+    return None
+
+
+def can_rerank(method: RelevanceMethod, limits: Limits) -> bool:
+    """Whether the server has what the method needs."""
+    try:
+        answers_for(method, limits)
+    except UnsupportedFeature:
+        return False
+    return True
+
+
 def to_ranking_job(message: inference_pb2.RerankRequest, limits: Limits) -> RankingJob:
     """Check the whole message. Raises what `to_job` raises."""
     check_model(message.model, limits)
@@ -152,10 +174,8 @@ def to_ranking_job(message: inference_pb2.RerankRequest, limits: Limits) -> Rank
         method = _METHODS.get(message.method)
         if method is None:
             bad.add("method", f"unknown value {message.method}")
-    asks = method is RelevanceMethod.YES_NO
-    answers = answer_tokens(limits.info.answer_token_ids, limits.codec) if asks else None
-    if method is RelevanceMethod.EMBEDDINGS and not limits.has_hidden_states:
-        raise UnsupportedFeature(["method"], "the engine tells no hidden states")
+    answers = None if method is None else answers_for(method, limits)
+    asks = answers is not None
     if message.instruction and not asks:
         bad.add("instruction", "goes with RERANK_METHOD_YES_NO: no other method shows it to the model")
     if not message.query:

@@ -20,7 +20,7 @@ from penstock.runtime.errors import ProfileFailed, UnsupportedFeature
 from penstock.runtime.loop.interface import InFlightPolicy
 from penstock.runtime.profiling.profile import Profile, ProfileRun
 from penstock.runtime.prompting.prompts import ChatPrompt, Prompt, TextPrompt
-from penstock.runtime.prompting.relevance import default_method
+from penstock.runtime.prompting.relevance import RelevanceMethod, default_method
 from penstock.runtime.text.interface import Text
 from penstock.service.access.roles import check_controls
 from penstock.service.replies import messages
@@ -28,7 +28,7 @@ from penstock.service.replies.messages import PAGE_BYTES, pause_response, timest
 from penstock.service.replies.reply_budget import ID_BYTES, Share
 from penstock.service.requests.control import to_page, to_pause, to_profile, to_watch
 from penstock.service.requests.generate import Violations, chat_prompt, encode_prompt, message_cost, token_ids
-from penstock.service.requests.reading import POOLINGS, RERANK_METHODS
+from penstock.service.requests.reading import POOLINGS, RERANK_METHODS, can_rerank
 from penstock.service.requests.support import check_supported
 from penstock.service.servicers.serving import Serving
 from penstock.service.servicers.weights import Ended, WeightUpdates
@@ -221,6 +221,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         sampling = types_pb2.SamplingParams(**dataclasses.asdict(info.defaults), n=1)
         specs = self._engine.tensor_specs() if request.include_tensors else ()
         text = self._engine.text
+        method = default_method(info.answer_token_ids, text)
         return control_pb2.GetModelInfoResponse(
             model=info.name,
             architecture=info.architecture,
@@ -238,8 +239,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             default_pooling=POOLINGS[info.pooling],
             template_variables=() if text is None else text.template_variables,
             image_limits=messages.image_limits(self._engine.info.images, self._engine.images),
-            default_rerank_method=RERANK_METHODS[default_method(info.answer_token_ids, text)]
-            if self._limits.has_text
+            default_rerank_method=RERANK_METHODS[method]
+            if can_rerank(method, self._limits)
             else types_pb2.RERANK_METHOD_UNSPECIFIED,
             tokenizer=None if text is None or not request.include_tokenizer else _tokenizer_info(text),
         )
@@ -260,7 +261,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             control_pb2.FEATURE_SCORE: True,
             control_pb2.FEATURE_HIDDEN_STATES: self._limits.has_hidden_states,
             control_pb2.FEATURE_NAMES: self._engine.text is not None and self._engine.text.shows_names,
-            control_pb2.FEATURE_RERANK: self._limits.has_text,
+            control_pb2.FEATURE_RERANK: any(can_rerank(one, self._limits) for one in RelevanceMethod),
         }
         return [feature for feature, there in has.items() if there]
 

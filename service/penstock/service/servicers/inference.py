@@ -532,10 +532,10 @@ class ServedRanking(ServedReading):
                 kept = await self._cut(text, job.max_document_tokens if i else None)
                 token_ids = await self._tokens_of(TextPrompt(kept), Truncation.REJECT, special=True)
                 fitted.append(fit(token_ids, ContextParams(), job.stopping, self._room))
+                self.num_prompt_tokens += len(fitted[-1].token_ids)
+            _check_joined(self.num_prompt_tokens)  # what is too much is not read to its end
         if bad:
             raise InvalidRequest(bad)
-        self.num_prompt_tokens = sum(len(one.token_ids) for one in fitted)
-        _check_joined("documents", self.num_prompt_tokens)
         return fitted, [PromptReading(pooling=job.pooling)] * len(fitted)
 
     async def _questions(self, job: RankingJob) -> tuple[Sequence[Fitted], Sequence[PromptReading]]:
@@ -551,9 +551,9 @@ class ServedRanking(ServedReading):
                 asked = await self._tokens_of(TextPrompt(shown), Truncation.REJECT, special=False)
                 check_fits(len(asked), self._room)
                 self.num_prompt_tokens += len(asked)
-                _check_joined("documents", 2 * self.num_prompt_tokens)
                 fitted += [Fitted((*asked, answer), job.stopping) for answer in job.answer_token_ids]
                 readings += [PromptReading(scores_from=len(asked))] * 2
+            _check_joined(2 * self.num_prompt_tokens)
         if bad:
             raise InvalidRequest(bad)
         return fitted, readings
@@ -602,10 +602,10 @@ def _answer(taken: Taken) -> float:
     return taken.prompt_logprobs[-1].sampled
 
 
-def _check_joined(field: str, num_tokens: int) -> None:
+def _check_joined(num_tokens: int) -> None:
     if num_tokens > MAX_JOINED_TOKENS:
-        described = f"{num_tokens} tokens in all; at most {MAX_JOINED_TOKENS}"
-        raise InvalidRequest([Violation(field, described)])
+        described = f"{num_tokens} tokens, or more; at most {MAX_JOINED_TOKENS} in all"
+        raise InvalidRequest([Violation("documents", described)])
 
 
 def embedding(

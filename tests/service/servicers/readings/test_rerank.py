@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -139,6 +140,25 @@ async def test_the_checkpoint_chooses_the_method(options: Any, method: Any):
 
 
 @pytest.mark.parametrize(
+    ("options", "hidden_size", "has_method"),
+    [
+        ({"template": None, "answer_token_ids": (7, 8)}, 4, True),  # it has vectors
+        ({"template": None, "answer_token_ids": (7, 8)}, 0, False),
+        ({"template": CHAT}, 0, True),  # it can be asked
+        ({"codec": None}, 4, False),
+    ],
+)
+async def test_the_feature_is_told_where_a_method_is_there(options: Any, hidden_size: int, has_method: bool):
+    """No default is told where the method that the checkpoint is made for is not there."""
+    engine = judge(**options)
+    engine.info = dataclasses.replace(engine.info, hidden_size=hidden_size)
+    async with serving(engine) as rig:
+        info = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
+        assert info.default_rerank_method == types_pb2.RERANK_METHOD_UNSPECIFIED
+        assert (control_pb2.FEATURE_RERANK in info.features) == has_method
+
+
+@pytest.mark.parametrize(
     ("request_", "field"),
     [
         (rerank("", "a"), "query"),
@@ -170,12 +190,33 @@ async def test_questions_have_bounds_too(monkeypatch: pytest.MonkeyPatch):
         assert list(failure.violations) == ["documents[1]"]
         monkeypatch.setattr(inference, "MAX_JOINED_TOKENS", 2 * len("i|q|d="))
         failure = await failure_of(rig.inference.Rerank(rerank("q", "d", "d", instruction="i")))
-        assert failure.violations == {"documents[1]": "24 tokens in all; at most 12"}
+        assert failure.violations == {"documents": "24 tokens, or more; at most 12 in all"}
         assert len((await rig.inference.Rerank(rerank("q", "d", instruction="i"))).results) == 1
+
+
+@pytest.mark.parametrize("method", [YES_NO, EMBEDDINGS])
+async def test_documents_after_too_many_tokens_are_not_read(method: Any, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise a request of many documents takes a thread for as long as all of them take."""
+    monkeypatch.setattr(inference, "MAX_JOINED_TOKENS", 40)
+    engine = judge()
+    async with serving(engine) as rig:
+        read: list[str] = []
+        encode = engine.text.encode
+
+        def noting(text: str, **options: Any) -> Any:
+            read.append(text)
+            return encode(text, **options)
+
+        monkeypatch.setattr(engine.text, "encode", noting)
+        failure = await failure_of(rig.inference.Rerank(rerank("q", "a" * 41, "~", "c" * 900, method=method)))
+        assert list(failure.violations) == ["documents"]
+        assert any("aaa" in text for text in read)
+        assert not any("~" in text or "ccc" in text for text in read)
 
 
 async def test_what_a_model_cannot_do_is_unsupported():
     for engine, request in (
+        (judge(None, answer_token_ids=(7, 8)), rerank("q", "d")),
         (fake(codec=None), rerank("q", "d")),
         (fake(), rerank("q", "d", method=YES_NO)),
         (judge(None), rerank("q", "d", method=YES_NO)),
