@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from penstock.runtime.chat.tool_formats.events import CallPiece as Call
 from penstock.runtime.chat.tool_formats.events import Event, Text
 from penstock.runtime.chat.tool_formats.tools import TOOL_FORMS, CallParser
-from tests.support.chat import events_of
+from tests.support.chat import calls, events_of, spelled
 
 HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 WEATHER = Call("get_weather", '{"city": "Paris"}')
@@ -334,7 +336,51 @@ def test_long_arguments_in_small_pieces() -> None:
 
 def test_markers_that_lead_to_no_call_are_not_tried_without_end() -> None:
     """Each of 5,000 functions begins a value that has no end. The parser must not look through the rest of
-    the text for each of them, or this takes forever.
+    the text for each of them, or this takes forever. The last one may have been cut off by the end.
     """
-    text = "<tool_call><function=f><parameter=a>" * 5_000
-    assert events_of("qwen3_coder", [text]) == [Text(text)]
+    begun = "<tool_call><function=f><parameter=a>"
+    assert events_of("qwen3_coder", [begun * 5_000]) == [Text(begun * 4_999), Call("f", "")]
+
+
+BROKEN = {
+    "glm": ("<tool_call>f<arg_key>a</arg_key><arg_value>x", "</arg_value>"),
+    "qwen3_coder": ("<tool_call><function=f><parameter=a>x", "</parameter>"),
+    "seed_oss": ("<seed:tool_call><function=f><parameter=a>x", "</parameter>"),
+    "minimax_m2": ('<minimax:tool_call><invoke name="f"><parameter name="a">x', "</parameter>"),
+}
+"""The beginning of a call and a closing tag, of which each call needs one."""
+
+
+@pytest.mark.parametrize("form", BROKEN)
+def test_work_grows_with_the_text_where_calls_are_broken_behind(form: str) -> None:
+    """Each call is read up to the tags behind the last one, where it is seen to be broken. What is counted
+    are calls of functions, which no other process can make more.
+    """
+
+    def work(num_calls: int) -> int:
+        begin, end = BROKEN[form]
+        text = begin * num_calls + end * (num_calls + 1) + " z"
+        count = 0
+
+        def counts(frame: object, event: str, argument: object) -> None:
+            nonlocal count
+            count += 1
+
+        sys.setprofile(counts)
+        try:
+            found = events_of(form, [text])
+        finally:
+            sys.setprofile(None)
+        assert found == [Text(text)]
+        return count
+
+    assert work(480) < 3 * work(240)
+
+
+@pytest.mark.parametrize("form", BROKEN)
+def test_a_call_is_found_behind_many_that_are_broken(form: str) -> None:
+    begin, end = BROKEN[form]
+    call = spelled(form, [("f", {"a": "1"})])
+    text = begin * 20 + end * 21 + " z"
+    assert calls(events_of(form, [text + "\n" + call])) == [("f", '{"a": "1"}')]
+    assert events_of(form, list(text + "\n" + call)) == events_of(form, [text + "\n" + call])

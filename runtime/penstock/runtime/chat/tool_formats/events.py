@@ -81,9 +81,12 @@ def is_text(text: str) -> bool:
     return True
 
 
-MAX_VAIN = 8
-"""After so many attempts to read a call that went to the end of the output in vain, the rest is text, because
-each of them takes as long as the output is."""
+VAIN_CHARS = 1 << 16
+VAIN_SHARE = 8
+"""Attempts to read calls may read so many characters in vain, and so many for each character before them.
+What begins like a call after more than that is text. Otherwise an output of broken calls, each of which is
+read to the end of the last one, would take time with the square of its length.
+"""
 
 
 class Draft:
@@ -167,8 +170,8 @@ class Events:
         self._after_call = False
         """Whether only white space came since the last call."""
         self._fresh = True
-        self.num_vain = 0
-        """How many attempts met the end of the output and made no call."""
+        self.vain_chars = 0
+        """How many characters were read by attempts that made no call."""
 
     def draft(self) -> Draft:
         """A place to write calls to."""
@@ -273,7 +276,8 @@ def attempt(
     r.mark()
     start = r.pos
     draft = out.draft()
-    is_whole = out.num_vain < MAX_VAIN and (yield from block(draft))
+    may_read = out.vain_chars <= VAIN_CHARS + VAIN_SHARE * r.consumed
+    is_whole = may_read and (yield from block(draft))
     is_cut = draft.has_begun and r.has_met_end and not is_whole
     if is_cut and not draft.is_certain and is_explicit:
         others = (*ends, *((marker,) if marker else ()))  # another marker: it would have swallowed a call
@@ -284,8 +288,7 @@ def attempt(
         r.keep()
         draft.close()
         return True
-    r.back()
-    out.num_vain += r.has_met_end
+    out.vain_chars += r.back()
     is_markup = marker in out.markup or (out.markup and not marker)
     if (
         r.has_met_end

@@ -29,5 +29,5 @@ def _block(r: Reader, call: Draft) -> Wait[bool]:
             return call.has_begun
         at = r.pos
         if not (yield from python_call(r, call, None)):
-            r.pos = at
+            r.return_to(at)
             return call.has_begun and (yield from literal(r, END, or_end=True))

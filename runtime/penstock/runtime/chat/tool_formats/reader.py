@@ -31,6 +31,10 @@ class Reader:
         self.has_met_end = False
         """Whether what was read since the mark would have gone on, if the text had not ended."""
         self._mark: int | None = None
+        self._furthest = 0
+        """As far as was read since the mark, where `return_to` went back."""
+        self._passed = 0
+        """How many characters stood before `text`."""
         self._follower: Callable[[str], None] | None = None
         self._followed = 0
 
@@ -38,6 +42,7 @@ class Reader:
         """Add text that has arrived."""
         self.hand_on()
         if self._mark is None:
+            self._passed += self.pos
             self.text, self.pos, self._followed = self.text[self.pos :] + text, 0, 0
         else:
             # Python appends in place to a variable that alone holds a string, and copies it elsewhere.
@@ -47,13 +52,26 @@ class Reader:
 
     def mark(self) -> None:
         """Keep everything from here on, so that `back` can return here."""
-        self._mark = self.pos
+        self._mark = self._furthest = self.pos
         self.has_met_end = False
 
-    def back(self) -> None:
-        """Return to the mark and remove it."""
+    def back(self) -> int:
+        """Return to the mark and remove it. Gives how many characters after it were read."""
         assert self._mark is not None
+        furthest = len(self.text) if self.has_met_end else max(self._furthest, self.pos)
+        read = furthest - self._mark
         self.pos, self._mark = self._mark, None
+        return read
+
+    def return_to(self, pos: int) -> None:
+        """Read again from a position after the mark."""
+        self._furthest = max(self._furthest, self.pos)
+        self.pos = pos
+
+    @property
+    def consumed(self) -> int:
+        """How many characters of the whole output stand before the position."""
+        return self._passed + self.pos
 
     def keep(self) -> None:
         """Remove the mark: what was read since is consumed."""

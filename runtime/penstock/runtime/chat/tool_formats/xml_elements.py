@@ -118,7 +118,7 @@ def is_followed(r: Reader, by: Sequence[str], *, or_end: bool = False) -> Wait[b
     found = False
     for tag in by:
         found = found or (yield from literal(r, tag, or_end=or_end))
-    r.pos = at
+    r.return_to(at)
     return found
 
 
@@ -146,7 +146,7 @@ def _value(
         found = yield from _json_before_tag(r, tags, may_follow)
         if found is not None:
             return found
-        r.pos = start
+        r.return_to(start)
     return (
         yield from _text_before_tag(r, tags, own, may_follow, lambda t: value_json(t, schema, parameters))
     )
@@ -164,7 +164,7 @@ def _json_before_tag(r: Reader, tags: ArgumentTags, may_follow: Callable[[str], 
     at = r.pos
     ends = yield from literal(r, tags.function_end)
     ends = ends or may_follow((yield from _argument_name(r, tags)))
-    r.pos = at
+    r.return_to(at)
     return _Value(found, is_mended=True) if ends else None
 
 
@@ -250,5 +250,5 @@ def _argument_name(r: Reader, tags: ArgumentTags) -> Wait[str]:
     at = r.pos
     name = (yield from name_before(r, tags.named)) if (yield from literal(r, tags.name)) else ""
     if not name:
-        r.pos = at
+        r.return_to(at)
     return name
