@@ -22,6 +22,7 @@ from penstock.client import (
     Summary,
     Timing,
     ToolCall,
+    ToolCallDelta,
     Usage,
     WeightsVersion,
 )
@@ -31,6 +32,7 @@ from penstock.openai.routes.messages.turns import turns_of
 from penstock.openai.routes.messages.writing import MessageWriter, whole_message
 from penstock.openai.schemas.messages import MessagesBody
 from tests.service.openai.messages.sent_messages import accumulated, events_of
+from tests.support.chat import pieces_of
 
 HI = {"role": "user", "content": "hi"}
 USAGE, TIMING, EOS = Usage(7, 2, 5), Timing(0.0, 0.1, 0.2, 0), Finish(FinishReason.EOS)
@@ -52,25 +54,41 @@ ARGUMENTS = st.one_of(
         ["", '{"n": 1e999}', '{"n": -1e999}', '{"n": 123456789012345678901234}', '{"a": 1, "a": 2}']
     ),
 )
+
+
+def in_pieces(text: str, cuts: list[int]) -> list[Delta]:
+    """A call whose arguments are cut at these positions."""
+    names = [("c", "f"), *[("", "")] * len(cuts)]
+    pieces = zip(names, pieces_of(text, cuts), strict=True)
+    return [Delta(0, "", tool_call_deltas=(ToolCallDelta(0, *name, piece),)) for name, piece in pieces]
+
+
 DELTAS = st.lists(
     st.one_of(
-        st.builds(lambda text: Delta(0, "", reasoning=text), TEXT),
-        st.builds(lambda text: Delta(0, text), TEXT),
-        st.builds(lambda text: Delta(0, "", tool_calls=(ToolCall("c", "f", text),)), ARGUMENTS),
+        st.builds(lambda text: [Delta(0, "", reasoning=text)], TEXT),
+        st.builds(lambda text: [Delta(0, text)], TEXT),
+        st.builds(lambda text: [Delta(0, "", tool_calls=(ToolCall("c", "f", text),))], ARGUMENTS),
+        st.builds(in_pieces, ARGUMENTS, st.lists(st.integers(0, 40), max_size=4)),
     ),
     max_size=8,
-)
+).map(lambda parts: [delta for part in parts for delta in part])
 
 
 def said(deltas: list[Delta]) -> Output:
     """The output that these deltas come to."""
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        calls += delta.tool_calls
+        for piece in delta.tool_call_deltas:
+            before = "" if piece.name else calls.pop().arguments_json
+            calls.append(ToolCall("c", "f", before + piece.arguments_json))
     return Output(
         0,
         "".join(delta.delta for delta in deltas),
         (),
         EOS,
         reasoning="".join(delta.reasoning for delta in deltas),
-        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+        tool_calls=tuple(calls),
     )
 
 

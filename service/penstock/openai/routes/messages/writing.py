@@ -8,6 +8,7 @@ signature holds it, so that the block can be sent back in either case.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Final
@@ -84,6 +85,8 @@ class MessageWriter:
         """The type of the block that is being added to; empty if there is none."""
         self._thoughts: list[str] = []
         """What the open block of thinking holds so far, where it is not shown."""
+        self._pieces = _Pieces()
+        """The arguments of the open call."""
         self._has_calls = False
         self._finish: Finish | None = None
 
@@ -141,12 +144,16 @@ class MessageWriter:
 
     def _call(self, call_id: str, name: str) -> str:
         """The beginning of a call."""
-        self._has_calls = True
-        return self._end() + self._begin("tool_use", id=call_id, name=name, input={})
+        self._has_calls, ended = True, self._end()
+        self._pieces = _Pieces()
+        return ended + self._begin("tool_use", id=call_id, name=name, input={})
 
     def _arguments(self, piece: str) -> str:
         """A piece of the arguments of the open call."""
-        return self._delta(f'"input_json_delta","partial_json":{json_string(piece)}') if piece else ""
+        return self._written(self._pieces.add(piece))
+
+    def _written(self, text: str) -> str:
+        return self._delta(f'"input_json_delta","partial_json":{json_string(text)}') if text else ""
 
     def _begin(self, kind: str, **fields: Any) -> str:
         """Make sure that a block of this type is open."""
@@ -168,7 +175,7 @@ class MessageWriter:
         """End the open block, if there is one."""
         if not self._open:
             return ""
-        said = ""
+        said = self._written(self._pieces.rest()) if self._open == "tool_use" else ""
         if self._open == "thinking":
             signature = _signature("".join(self._thoughts), shows_thinking=self._shows_thinking)
             said = self._delta(f'"signature_delta","signature":{json_string(signature)}')
@@ -178,6 +185,60 @@ class MessageWriter:
         return said
 
 
+class _Pieces:
+    """The arguments of one call, which come in pieces, with numbers as `tool_input` makes them: otherwise a
+    client would read a number that it cannot send back.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        """What further characters may change: a number that may go on, or a lone backslash."""
+        self._is_string = False
+
+    def add(self, piece: str) -> str:
+        """Return what is certain with this piece."""
+        text, at, told = self._held + piece, 0, []
+        while at < len(text):
+            found = (_IN_STRING if self._is_string else _BETWEEN).match(text, at)
+            assert found is not None, "both match anything"
+            told.append(found[0])
+            at = found.end()
+            word = None if self._is_string else _WORD.match(text, at)
+            if word is not None and word.end() < len(text):
+                told.append(_sendable(word[0]))
+                at = word.end()
+            elif text[at : at + 1] == '"':
+                told.append('"')
+                at += 1
+                self._is_string = not self._is_string
+            else:
+                break
+        self._held = text[at:]
+        return "".join(told)
+
+    def rest(self) -> str:
+        """Return what is held, which is all that came of a call that was cut off."""
+        held, self._held = self._held, ""
+        return held if self._is_string else _sendable(held)
+
+
+_IN_STRING: Final = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
+_BETWEEN: Final = re.compile(r'[^"\w.+-]*')
+_WORD: Final = re.compile(r"[\w.+-]+")
+
+
+def _sendable(word: str) -> str:
+    """A number, or another word of JSON, as it can be sent back."""
+    try:
+        return json.dumps(_read(word))
+    except ValueError:
+        return word
+
+
+def _read(text: str) -> Any:
+    return json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=lambda _: None)
+
+
 def tool_input(call: ToolCall) -> dict[str, Any]:
     """The arguments of a call, as they can be sent back: what JSON's readers make of them, without halves of
     surrogate pairs, with numbers that are not too large for a request, and with null for what is no number.
@@ -185,7 +246,7 @@ def tool_input(call: ToolCall) -> dict[str, Any]:
     """
     text = call.arguments_json.strip() or "{}"
     try:
-        value = json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=lambda _: None)
+        value = _read(text)
         text = json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError):
         value = _begun_object(text)
