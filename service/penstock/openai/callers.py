@@ -4,6 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
+import sqlite3
+
+
+def secret_of(database: sqlite3.Connection) -> bytes:
+    """The secret of a file in which callers' things are stored. It is made at the first call, within the
+    transaction that is open, if one is.
+    """
+    database.execute(
+        "CREATE TABLE IF NOT EXISTS secret "
+        "(only_row INTEGER PRIMARY KEY CHECK (only_row = 1), value BLOB NOT NULL)"
+    )
+    database.execute("INSERT OR IGNORE INTO secret VALUES (1, ?)", (secrets.token_bytes(32),))
+    ((secret,),) = database.execute("SELECT value FROM secret")
+    return bytes(secret)
 
 
 def caller_of(authorization: str, secret: bytes) -> str:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import sqlite3
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Self, TypeVar
 
-from penstock.openai.callers import caller_of
+from penstock.openai.callers import caller_of, secret_of
 from penstock.openai.failures import ApiError
 from penstock.openai.settings import Settings, SettingsError
 
@@ -36,7 +35,6 @@ _FEW: Final = 32
 """How many responses leave at most for their age when another one comes."""
 _DAY_S: Final = 86400.0
 _TABLES: Final = """
-CREATE TABLE IF NOT EXISTS secret (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), value BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY, owner TEXT NOT NULL, id TEXT NOT NULL, kept_at REAL NOT NULL,
     response BLOB NOT NULL, items BLOB NOT NULL, UNIQUE (owner, id)
@@ -172,8 +170,7 @@ class ResponseStore:
         if version not in (0, _VERSION):
             raise sqlite3.DatabaseError(f"it was made by another version, {version}")
         file.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;")
-        file.execute("INSERT OR IGNORE INTO secret VALUES (1, ?)", (secrets.token_bytes(32),))
-        ((self._secret,),) = file.execute("SELECT value FROM secret")
+        self._secret = secret_of(file)
         file.execute("DELETE FROM responses WHERE kept_at < ?", (self._oldest(),))
 
     def _shut(self) -> None:

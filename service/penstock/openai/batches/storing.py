@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import json
 import os
-import secrets
 import sqlite3
 import threading
 import time
@@ -20,6 +19,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, Final, Literal, ParamSpec, Self, TypeVar
+
+from penstock.openai.callers import secret_of
 
 ParamsT = ParamSpec("ParamsT")
 ValueT = TypeVar("ValueT")
@@ -41,7 +42,7 @@ bytes bounds their numbers, too.
 """
 _GROWTH: Final = 1 << 20
 """So much room is taken at once for a file that grows."""
-_VERSION: Final = 1
+_VERSION: Final = 2
 _DAY_S: Final = 24 * 3600
 _BUSY_S: Final = 30.0
 """How long a change waits for those of other workers."""
@@ -122,7 +123,6 @@ _UNFINISHED_COLUMNS: Final = ", ".join(field.name for field in fields(Unfinished
 _NUMBER: Final = "number INTEGER PRIMARY KEY AUTOINCREMENT"
 """The order in which they were made."""
 _TABLES: Final = (
-    "CREATE TABLE secret (value)",
     f"CREATE TABLE files ({_NUMBER}, {_FILE_COLUMNS}, UNIQUE (id))",
     f"CREATE TABLE batches ({_NUMBER}, {_BATCH_COLUMNS}, UNIQUE (id))",
     "CREATE INDEX files_of ON files (caller, number)",
@@ -185,10 +185,8 @@ class Folder:
             if not version:
                 for command in _TABLES:
                     database.execute(command)
-                database.execute("INSERT INTO secret VALUES (?)", (secrets.token_bytes(32),))
                 database.execute(f"PRAGMA user_version = {_VERSION}")
-            (secret,) = database.execute("SELECT value FROM secret").fetchone()
-        return bytes(secret)
+            return secret_of(database)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
