@@ -99,7 +99,7 @@ async def create_batch(request: Request) -> Response:
 async def list_batches(request: Request) -> Response:
     """GET /v1/batches."""
     batches, caller = await _batches_of(request)
-    query = read_query(request, *QUERY_OF_BATCHES)
+    query = read_query(request)
     limit = read_limit(query, LISTED, MOST_LISTED)
     try:
         found, has_more = await asyncio.to_thread(batches.folder.batches, caller, query.get("after"), limit)

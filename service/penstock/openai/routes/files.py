@@ -24,6 +24,7 @@ from penstock.openai.batches.storing import (
 )
 from penstock.openai.callers import caller_of
 from penstock.openai.calls import call_of
+from penstock.openai.endpoints import endpoint_of
 from penstock.openai.failures import (
     ApiError,
     ClientGone,
@@ -80,13 +81,17 @@ def no_such(param: str, what: str) -> ApiError:
     return ApiError(404, f"No such {what}.", param=param, code="not_found")
 
 
-def read_query(request: Request, *names: str) -> Mapping[str, str]:
-    """The parameters behind the path. Raises ApiError for one that has another name or comes twice."""
+def read_query(request: Request) -> Mapping[str, str]:
+    """The parameters behind the path. Raises ApiError for one that the endpoint does not have, and for one
+    that comes twice, unless its schema makes it a list: of that the last value is given.
+    """
+    endpoint = endpoint_of(request.scope)
+    schemas = {} if endpoint is None else endpoint.query
     found: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
-        if name not in names:
+        if name not in schemas:
             raise unknown(name[:100])
-        if name in found:
+        if name in found and schemas[name].get("type") != "array":
             raise invalid_value(name, "it is given twice.")
         found[name] = value
     return found
@@ -127,7 +132,7 @@ def _told(file: StoredFile) -> dict[str, Any]:
 async def list_files(request: Request) -> Response:
     """GET /v1/files."""
     batches, caller = await files_of(request)
-    query = read_query(request, *QUERY_OF_FILES)
+    query = read_query(request)
     if (order := query.get("order", "desc")) not in ("asc", "desc"):
         raise invalid_value("order", "it must be 'asc' or 'desc'.")
     if (purpose := query.get("purpose")) not in (None, *PURPOSES):

@@ -162,14 +162,17 @@ async def test_unknown_and_deleted_ones_are_told_as_openai_tells_them(rig: Front
         ({"order": "up"}, "order"),
         ({"after": "msg_x"}, "after"),
         ({"before": "msg_x"}, "before"),
+        ({"limit": ["1", "2"]}, "limit"),
     ],
 )
-async def test_wrong_pages_are_refused_by_name(rig: FrontRig, query: dict[str, str], param: str) -> None:
+async def test_wrong_pages_are_refused_by_name(rig: FrontRig, query: dict[str, Any], param: str) -> None:
     made = await say(rig, "hi")
     reply = await rig.http.get(f"/v1/responses/{made.id}/input_items", params=query)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
     refused = await rig.http.get(f"/v1/responses/{made.id}", params={"stream": "true"})
     assert refused.json()["error"]["param"] == "stream"
+    listed = {"include[]": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
+    assert (await rig.http.get(f"/v1/responses/{made.id}", params=listed)).status_code == 200
 
 
 async def test_items_that_are_kept_may_be_named(rig: FrontRig) -> None:

@@ -18,12 +18,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.openai.calls import call_of
-from penstock.openai.endpoints import endpoint_of
 from penstock.openai.failures import (
     INVALID,
     ApiError,
     invalid_value,
-    unknown,
     unsupported_parameter,
     unsupported_value,
 )
@@ -31,7 +29,7 @@ from penstock.openai.front import Front, front_of
 from penstock.openai.jsonbytes import json_bytes
 from penstock.openai.reading import INLINE_BYTES
 from penstock.openai.replying import answered, json_response
-from penstock.openai.routes.files import page_of, read_limit
+from penstock.openai.routes.files import page_of, read_limit, read_query
 from penstock.openai.routes.responses.turns import PREVIOUS
 from penstock.openai.schemas.responses import MAX_ITEMS, Item, ItemReference, MessageItem, ReasoningItem
 from penstock.openai.store import Kept, ResponseStore
@@ -171,8 +169,7 @@ def _written(item: Item, number: str) -> dict[str, Any]:
 
 async def show_response(request: Request) -> Response:
     """GET /v1/responses/ID."""
-    _check_query(request)
-    if request.query_params.get("stream") not in (None, "false"):
+    if _query(request).get("stream") not in (None, "false"):
         raise unsupported_value("stream", "the events of a response are not kept.")
     kept = await _kept(request)
     return Response(kept.response, media_type="application/json")
@@ -180,7 +177,7 @@ async def show_response(request: Request) -> Response:
 
 async def delete_response(request: Request) -> Response:
     """DELETE /v1/responses/ID."""
-    _check_query(request)
+    _query(request)
     store, key, response_id = await _asked(request)
     if not await store.forget(key, response_id):
         raise _not_found(response_id)
@@ -189,8 +186,7 @@ async def delete_response(request: Request) -> Response:
 
 async def list_input_items(request: Request) -> Response:
     """GET /v1/responses/ID/input_items."""
-    asked = request.query_params
-    _check_query(request)
+    asked = _query(request)
     limit, order = read_limit(asked, _PAGE, _MOST_PER_PAGE), asked.get("order", "desc")
     if order not in ("asc", "desc"):
         raise invalid_value("order", 'it must be "asc" or "desc".')
@@ -215,14 +211,12 @@ def _page(written: bytes, after: str | None, limit: int, order: str) -> bytes:
     return json_bytes(page_of(page, len(items) > len(page)))
 
 
-def _check_query(request: Request) -> None:
-    """Raise ApiError for a parameter of the query that the endpoint does not have."""
-    endpoint = endpoint_of(request.scope)
-    for name, value in request.query_params.multi_items():
-        if endpoint is None or name not in endpoint.query:
-            raise unknown(name[:80])
-        if name in _INCLUDE and value not in _INCLUDED:
+def _query(request: Request) -> Mapping[str, str]:
+    """What the query asks for. Raises ApiError also for what cannot be included."""
+    for value in (value for name in _INCLUDE for value in request.query_params.getlist(name)):
+        if value not in _INCLUDED:
             raise unsupported_value("include", f"there is no {value[:80]!r} to be included.")
+    return read_query(request)
 
 
 async def _kept(request: Request) -> Kept:
