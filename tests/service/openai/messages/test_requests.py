@@ -385,9 +385,12 @@ def test_paths_of_the_contract_lead_back_to_blocks() -> None:
     for path, field in {
         "chat.tools[0].parameters_json": "tools[1].input_schema",
         "chat.messages[0]": "system",
+        "chat.messages[0].content": "system",
+        "chat.messages[1].parts": "messages[0].content",
         "chat.messages[1]": "messages[0]",
         "chat.messages[2].tool_calls[0].arguments_json": "messages[1].content[1].input",
         "chat.messages[3].tool_call_id": "messages[2].content[0].tool_use_id",
+        "chat.messages[3].content": "messages[2].content[0].content",
         "chat.messages[3].parts[1].image.data": "messages[2].content[0].content[1].source.data",
         "chat.messages[4].parts[1].image": "messages[2].content[2].source.data",
         "chat.messages[4].parts[2].image": "messages[3].content[0].source.data",

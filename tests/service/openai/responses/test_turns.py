@@ -186,5 +186,9 @@ def test_paths_of_the_contract_lead_back_to_items() -> None:
     assert params["chat.messages[1]"] == "input[0]"
     assert params["chat.messages[2]"] == "input[1]"
     assert params["chat.messages[3].tool_call_id"] == "input[4].call_id"
+    for field in ("content", "parts"):
+        assert params[f"chat.messages[0].{field}"] == "instructions"
+        assert params[f"chat.messages[1].{field}"] == "input[0].content"
+        assert params[f"chat.messages[3].{field}"] == "input[4].output"
     text = body_of("hi", "Be brief.")
     assert turn_params(text.input, text.instructions)["chat.messages[1]"] == "input"

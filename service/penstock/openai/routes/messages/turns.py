@@ -72,9 +72,11 @@ class Turn:
         """From the contract's paths of what the turn has to the fields that it was made of. `at` is the path
         of the turn.
         """
+        content = "system" if self.path == "system" else f"{self.path}.content"
         params = {
             at: self.path,
-            f"{at}.parts": f"{self.path}.content",
+            f"{at}.content": content,
+            f"{at}.parts": content,
             f"{at}.tool_call_id": f"{self.path}.tool_use_id",
         }
         for j, path in enumerate(self.part_paths):
@@ -98,8 +100,11 @@ def turns_of(body: CountTokensBody) -> list[Turn]:
         )
     turns: list[Turn] = []
     if body.system is not None:
-        texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
-        turns.append(Turn("system", "system", list(texts)))
+        if isinstance(body.system, str):
+            turns.append(Turn("system", "system", [body.system], ["system"]))
+        else:
+            paths = [f"system[{j}]" for j in range(len(body.system))]
+            turns.append(Turn("system", "system", [block.text for block in body.system], paths))
     for i, message in enumerate(body.messages):
         for turn in _turns_of_message(message, f"messages[{i}]"):
             if turns and turns[-1].role == turn.role and turn.role in ("user", "assistant"):

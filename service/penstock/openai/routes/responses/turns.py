@@ -105,12 +105,14 @@ def turn_params(
                 params[f"{call}.id"] = _inner(item, "call_id")
         else:
             made_of = turn.made_of
-            params[at] = made_of
-            if made_of.endswith("]"):  # an item
+            is_item = made_of.endswith("]")
+            name = "output" if turn.turn.role == "tool" else "content"
+            content = f"{made_of}.{name}" if is_item else made_of
+            params |= {at: made_of, f"{at}.content": content, f"{at}.parts": content}
+            if is_item:
                 params[f"{at}.tool_call_id"] = f"{made_of}.call_id"
-                params[f"{at}.parts"] = f"{made_of}.content"
                 for j in range(0 if isinstance(turn.turn.content, str) else len(turn.turn.content)):
-                    field = f"{made_of}.content[{j}]"
+                    field = f"{content}[{j}]"
                     params |= part_params(f"{at}.parts[{j}]", field, f"{field}.image_url")
     return params
 
