@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.chat.messages import Chat, ChatTurn, RawTool, Tool, ToolCall
-from penstock.runtime.chat.template import render
+from penstock.runtime.chat.template import ChatTemplates, render
 from penstock.runtime.chat.template_sandbox import TemplateSandbox
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.images.image import Image
@@ -29,6 +29,7 @@ CALLED = (
     ChatTurn("assistant", "", (ToolCall("abcdefghi", "get_weather", '{"city":"Z\u00fcrich"}'),)),
     ChatTurn("tool", "4 \u00b0C", tool_call_id="abcdefghi"),
 )
+NO_TEMPLATE = ChatTemplates(None, {"eos_token": "<|end|>"})
 SHOWN = (
     '{"type": "function", "function": {"name": "get_weather", "description": "Look.", "parameters": '
     '{"type": "object", "properties": {"city": {"type": "string"}}}}}'
@@ -252,7 +253,7 @@ def test_a_template_that_fails(template: str, reason: str, sandbox: TemplateSand
     assert field == "chat.messages"
     assert reason in own
     with pytest.raises(InvalidRequest) as caught:
-        render(bytes_tokenizer(), Chat((USER,), template=template, options=options), sandbox)
+        render(NO_TEMPLATE, Chat((USER,), template=template, options=options), sandbox)
     (violation,) = caught.value.violations
     assert violation.field == "chat.chat_template"
     assert reason in violation.description
@@ -272,12 +273,12 @@ def test_a_callers_template(sandbox: TemplateSandbox) -> None:
             CALLED, [WEATHER], chat_template=template, template_options_json='{"bos_token": "<s>"}'
         )
         own = Chat.parse(CALLED, [WEATHER], template_options_json='{"bos_token": "<s>"}')
-        assert render(bytes_tokenizer(), chat, sandbox) == rendered(template, own)
+        assert render(NO_TEMPLATE, chat, sandbox) == rendered(template, own)
 
 
 def test_output_is_bounded(sandbox: TemplateSandbox) -> None:
     with pytest.raises(InvalidRequest, match="writes 10001 characters; at most 10000 are taken"):
-        render(bytes_tokenizer(), Chat((USER,), template="{{ 'x' * 10001 }}"), sandbox)
+        render(NO_TEMPLATE, Chat((USER,), template="{{ 'x' * 10001 }}"), sandbox)
 
 
 @pytest.mark.parametrize(
@@ -299,12 +300,11 @@ def test_a_template_that_would_never_end(template: str) -> None:
         with pytest.raises(
             InvalidRequest, match=r"^chat\.chat_template: the chat template (took|fails: Memory)"
         ):
-            render(bytes_tokenizer(), Chat((USER,), template=template), sandbox)
+            render(NO_TEMPLATE, Chat((USER,), template=template), sandbox)
         worker = sandbox.worker_pid
         assert worker is not None
         assert (
-            render(bytes_tokenizer(), Chat((USER,), template="{{ messages[0].content }}"), sandbox)
-            == USER.content
+            render(NO_TEMPLATE, Chat((USER,), template="{{ messages[0].content }}"), sandbox) == USER.content
         )
         assert sandbox.worker_pid == worker
     finally:
@@ -317,7 +317,7 @@ def runs(pid: int) -> bool:
 
 def test_templates_cannot_see_what_earlier_ones_did(sandbox: TemplateSandbox) -> None:
     """Each template is rendered in a process of its own, which has ended when the result arrives."""
-    sandbox.render({"conversations": [[]], "chat_template": "x"})
+    sandbox.render({"messages": [], "chat_template": "x"})
     pid = sandbox.worker_pid
     assert pid is not None
     assert not Path(f"/proc/{pid}/task/{pid}/children").read_text()
@@ -325,7 +325,7 @@ def test_templates_cannot_see_what_earlier_ones_did(sandbox: TemplateSandbox) ->
 
 def test_the_sandbox_ends_with_its_owner() -> None:
     sandbox = TemplateSandbox(cpu_limit_s=60)
-    assert sandbox.render({"conversations": [[]], "chat_template": "x"}) == "x"
+    assert sandbox.render({"messages": [], "chat_template": "x"}) == "x"
     pid = sandbox.worker_pid
     assert pid is not None
     assert runs(pid)
@@ -336,7 +336,7 @@ def test_the_sandbox_ends_with_its_owner() -> None:
 def test_a_process_that_died_meanwhile_is_replaced() -> None:
     sandbox = TemplateSandbox(cpu_limit_s=60)
     for _ in range(2):
-        assert sandbox.render({"conversations": [[]], "chat_template": "x"}) == "x"
+        assert sandbox.render({"messages": [], "chat_template": "x"}) == "x"
         assert sandbox.worker_pid is not None
         os.kill(sandbox.worker_pid, signal.SIGKILL)
         while sandbox.worker_pid is not None:
@@ -348,7 +348,7 @@ def test_the_sandbox_does_not_see_the_environment(monkeypatch: pytest.MonkeyPatc
     """If a template broke out of jinja's sandbox, it would find no secrets there."""
     monkeypatch.setenv("PENSTOCK_SECRET", "x")
     sandbox = TemplateSandbox(cpu_limit_s=60)
-    sandbox.render({"conversations": [[]], "chat_template": "x"})
+    sandbox.render({"messages": [], "chat_template": "x"})
     environment = Path(f"/proc/{sandbox.worker_pid}/environ").read_text()
     sandbox.close()
     assert "PENSTOCK_SECRET" not in environment

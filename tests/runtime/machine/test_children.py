@@ -25,10 +25,10 @@ TEMPLATES = f"""
 import threading, time
 from penstock.runtime.chat.template_sandbox import TemplateSandbox
 sandbox = TemplateSandbox(cpu_limit_s=600)
-say = {{"conversations": [[]], "chat_template": "x"}}
+say = {{"messages": [], "chat_template": "x"}}
 assert sandbox.render(say) == "x"
 print(sandbox.worker_pid, flush=True)
-sandbox.render({{"conversations": [[]], "chat_template": {SPIN!r}}})
+sandbox.render({{"messages": [], "chat_template": {SPIN!r}}})
 """
 HOSTILE = "start: A\nA: " + " & ".join(f"/(?s:.*){i * 7919:x}(?s:.*)/" for i in range(2000))
 GRAMMARS = f"""

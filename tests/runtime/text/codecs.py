@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock.runtime.text.codec import TextCodec
 from penstock.runtime.text.decoder import byte_level_piece
@@ -55,19 +57,21 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
-CODECS = {
-    "bytes": TextCodec(bytes_tokenizer()),
-    "golden": TextCodec.from_pretrained(GOLDEN),
-    "wordpiece": TextCodec(wordpiece_tokenizer()),
-    "metaspace": TextCodec(metaspace_tokenizer()),
-    "llama2": TextCodec(sentencepiece_tokenizer(strip=True)),
-    "gemma": TextCodec(sentencepiece_tokenizer(strip=False)),
+WITNESSES: Mapping[str, Any] = {
+    "bytes": bytes_tokenizer(),
+    "golden": AutoTokenizer.from_pretrained(str(GOLDEN)),
+    "wordpiece": wordpiece_tokenizer(),
+    "metaspace": metaspace_tokenizer(),
+    "llama2": sentencepiece_tokenizer(strip=True),
+    "gemma": sentencepiece_tokenizer(strip=False),
 }
+CODECS = {name: TextCodec(tokenizer) for name, tokenizer in WITNESSES.items() if name != "golden"}
+CODECS["golden"] = TextCodec.from_pretrained(GOLDEN)
 BYTES = CODECS["bytes"]
 VOCABULARY = {"bytes": 260, "golden": 512, "wordpiece": 8, "metaspace": 6, "llama2": 263, "gemma": 263}
 
 
 def reference(name: str, ids: list[int], skip: bool) -> str:
-    text = CODECS[name]._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    text = WITNESSES[name].decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text

@@ -19,7 +19,16 @@ from penstock.runtime.errors import ConfigError, InvalidRequest
 from penstock.runtime.text.assembler import TextStream
 from penstock.runtime.text.codec import TextCodec
 from penstock.runtime.text.decoder import PieceDecoder, WindowDecoder
-from tests.runtime.text.codecs import BYTES, CODECS, EOS, GOLDEN, VOCABULARY, bytes_tokenizer, reference
+from tests.runtime.text.codecs import (
+    BYTES,
+    CODECS,
+    EOS,
+    GOLDEN,
+    VOCABULARY,
+    WITNESSES,
+    bytes_tokenizer,
+    reference,
+)
 
 
 def chunks_of(items: list[int], cuts: list[int]) -> list[list[int]]:
@@ -326,7 +335,7 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
         asked.append(options.get("trust_remote_code"))
         return bytes_tokenizer()
 
-    monkeypatch.setattr("penstock.runtime.text.codec.AutoTokenizer.from_pretrained", load)
+    monkeypatch.setattr("penstock.runtime.text.by_transformers.AutoTokenizer.from_pretrained", load)
     TextCodec.from_pretrained(tmp_path)
     assert asked == [False]
 
@@ -336,7 +345,7 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
 def test_text_is_encoded_as_transformers_does(name: str, special: bool) -> None:
     """Encoding goes past transformers where that only adds time."""
     for text in ("", "the cat plays.", "\u00e9<|end|>\U0001f600 <a b>", "do not " * 50):
-        wanted = CODECS[name]._tokenizer.encode(text, add_special_tokens=special)
+        wanted = WITNESSES[name].encode(text, add_special_tokens=special)
         assert CODECS[name].encode(text, add_special_tokens=special) == wanted
 
 

@@ -1,5 +1,5 @@
-"""Renders a conversation to the prompt that asks for the assistant's next turn, by transformers' chat
-templates.
+"""Renders a conversation to the prompt that asks for the assistant's next turn, by a chat template in Hugging
+Face's form.
 
 The model's own template is the operator's choice and runs in this process. A template that a caller sends
 runs in a process of its own (`template_sandbox`), with bounds on time, memory and output.
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.runtime.chat.json_object import parse_object, with_whole_pairs
 from penstock.runtime.chat.messages import Chat, ChatTurn, Tool, ToolCall
+from penstock.runtime.chat.rendering import render_messages
 from penstock.runtime.chat.template_reading import Demands, demands_of
 from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
 from penstock.runtime.errors import InvalidRequest, Violation
@@ -25,6 +25,47 @@ from penstock.runtime.images.image import Image
 
 BROKEN_ARGUMENTS = "invalid_json"
 """The name under which the model is shown arguments that are no JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplates:
+    """A model's chat templates."""
+
+    own: str | Mapping[str, str] | None
+    """The template, or several by their names; None or empty: there is none."""
+    special_tokens: Mapping[str, str]
+    """The special tokens that a template may write, by their names, such as "eos_token"."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All templates."""
+        return tuple(self.own.values()) if isinstance(self.own, Mapping) else (self.own,) if self.own else ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the templates, if the model names them."""
+        return tuple(self.own) if isinstance(self.own, Mapping) else ()
+
+    @property
+    def default(self) -> str:
+        """The template, or the one named "default" if they have names; empty if there is none."""
+        return (self.own.get("default") if isinstance(self.own, Mapping) else self.own) or ""
+
+    def chosen(self, asked: str | None = None, *, with_tools: bool = False) -> str:
+        """The template that renders a chat. `asked`: a template, or the name of one. Where there are several,
+        one may be for tools. Raises InvalidRequest if there is none.
+        """
+        named = self.own if isinstance(self.own, Mapping) else {}
+        if asked is not None:
+            return named.get(asked, asked)
+        found = named.get("tool_use") if with_tools else None
+        found = self.default if found is None else found
+        if found:
+            return found
+        problem = "the model has no chat template"
+        if named:
+            problem = f"the model has no default chat template; name one: {', '.join(sorted(named))}"
+        raise InvalidRequest([Violation("chat", problem)])
 
 
 def tool_dict(tool: Tool) -> dict[str, Any]:
@@ -134,20 +175,13 @@ def _parts_of(turn: ChatTurn) -> tuple[str | Image, ...]:
     return (turn.content,) if isinstance(turn.content, str) else turn.content
 
 
-def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, sandbox: TemplateSandbox) -> str:
+def render(templates: ChatTemplates, chat: Chat, sandbox: TemplateSandbox) -> str:
     """The prompt. Raises InvalidRequest if there is no template, or if it refuses the chat or fails: on
     `chat.messages` for the model's own template, on `chat.chat_template` for the caller's.
     """
     tools = [tool_dict(tool) for tool in chat.offered_tools] or None
-    own = getattr(tokenizer, "chat_template", None)
-    if chat.template is None and not own:
-        raise InvalidRequest([Violation("chat", "the model has no chat template")])
-    try:
-        # A model may have several named templates, one of them for tools.
-        template = tokenizer.get_chat_template(chat.template, tools)
-    except ValueError as error:
-        raise InvalidRequest([Violation("chat", str(error))]) from error
-    trusted = template in (own.values() if isinstance(own, dict) else [own])
+    template = templates.chosen(chat.template, with_tools=tools is not None)
+    trusted = template in templates.texts
     matters = tools or any(turn.tool_calls or turn.reasoning for turn in chat.messages)
     demands = demands_of(template) if trusted and matters else Demands()
     functions = [tool["function"] for tool in tools or ()]
@@ -157,10 +191,10 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, sandbox: TemplateSand
             turns.insert(0, {"role": "system", "content": ""})
         turns[0]["tools"] = json.dumps(functions, ensure_ascii=False)
     variables = {
-        **tokenizer.special_tokens_map,
+        **templates.special_tokens,
         **({"xml_tools": functions} if demands.xml_tools and functions else {}),
         **chat.options,
-        "conversations": [turns],
+        "messages": turns,
         "tools": tools,
         "chat_template": template,
         "add_generation_prompt": True,
@@ -177,22 +211,19 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, sandbox: TemplateSand
 
 
 def render_turns(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]], options: Mapping[str, Any]
+    templates: ChatTemplates, turns: Sequence[Mapping[str, str]], options: Mapping[str, Any]
 ) -> str:
     """The prompt that the model's own template makes of turns of any roles. InvalidRequest if it refuses."""
+    variables = {
+        **templates.special_tokens,
+        **options,
+        "messages": [dict(turn) for turn in turns],
+        "tools": None,
+        "chat_template": templates.chosen(),
+        "add_generation_prompt": True,
+    }
     try:
-        return render_here(
-            {
-                **tokenizer.special_tokens_map,
-                **options,
-                "conversations": [[dict(turn) for turn in turns]],
-                "tools": None,
-                "chat_template": tokenizer.get_chat_template(),
-                "add_generation_prompt": True,
-            }
-        )
-    except ValueError as error:  # several templates, and none is the default
-        raise InvalidRequest([Violation("chat", str(error))]) from error
+        return render_here(variables)
     except TemplateFailed as error:
         raise InvalidRequest([Violation("chat", f"the chat template {error}")]) from error
 
@@ -200,7 +231,7 @@ def render_turns(
 def render_here(variables: dict[str, Any]) -> str:
     """Render by a template of the model's own, in this process. TemplateFailed if it refuses or fails."""
     try:
-        text = render_jinja_template(**variables)[0][0]
+        text = render_messages(**variables)
     except TemplateError as error:
         raise TemplateFailed(f"says: {error}") from error
     except Exception as error:  # a template is a program: it may raise anything

@@ -14,36 +14,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.runtime.chat.messages import RESERVED_OPTIONS
-
-
-class _Generation(Extension):
-    """The block {% generation %} that transformers adds to Jinja, in which the answer stands: its content."""
-
-    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-_JINJA = ImmutableSandboxedEnvironment(
-    extensions=["jinja2.ext.loopcontrols", _Generation], trim_blocks=True, lstrip_blocks=True
-)
-"""Reads templates as transformers' environment does, which renders them."""
-_JINJA.globals |= dict.fromkeys(("raise_exception", "strftime_now"))
+from penstock.runtime.chat.rendering import JINJA
 
 
 def check_template(template: str) -> None:
     """Raise what Jinja raises if it cannot compile the template: TemplateSyntaxError, or anything else,
     because a template may be no text, and Jinja computes constants as it compiles.
     """
-    _JINJA.compile(template)
+    JINJA.compile(template)
 
 
 class Demands(NamedTuple):
@@ -67,7 +48,7 @@ class Demands(NamedTuple):
 def demands_of(template: str) -> Demands:
     """What the template demands. One that is no Jinja demands nothing. It takes milliseconds, and is kept."""
     try:
-        parsed = _JINJA.parse(template)
+        parsed = JINJA.parse(template)
     except TemplateError:
         return Demands()
     tests = list(parsed.find_all(nodes.Test))
@@ -130,7 +111,7 @@ def variables_of(templates: Iterable[str], special_tokens: Iterable[str]) -> tup
     names: set[str] = set()
     for template in templates:
         try:
-            parsed = _JINJA.parse(template)
+            parsed = JINJA.parse(template)
         except TemplateError:
             continue
         # Jinja also names what a template sets itself, if it does so in a branch.

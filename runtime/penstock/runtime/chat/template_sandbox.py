@@ -6,8 +6,8 @@ computed while the template compiles, in C, holding the interpreter's lock; and 
 A process can be killed, and the kernel bounds its processor time and memory. Should a template ever break out
 of jinja's sandbox, that process has no files and no network (`confined`).
 
-The first template that needs the process starts it (a second, for the imports), and it stays. It renders one
-template after the other, each in a fork of itself (`template_worker`).
+The first template that needs the process starts it (half a second, for the imports), and it stays. It renders
+one template after the other, each in a fork of itself (`template_worker`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class TemplateSandbox:
         self._worker: Worker | None = None
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the text of transformers' `render_jinja_template(**variables)`; `variables` are JSON
-        values.
+        """Return the text of `rendering.render_messages(**variables)`; `variables` are JSON values.
 
         Raises TemplateFailed if the template raises, or exceeds a limit.
         """

@@ -21,8 +21,8 @@ import signal
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from penstock.runtime.chat.rendering import render_messages
 from penstock.runtime.machine import confined
 
 MEMORY_BYTES = 512 * 1024 * 1024
@@ -36,7 +36,7 @@ _BYTES_PER_CHAR = 12
 def main() -> None:
     connection = confined.connect()
     for template in _FIRST:
-        answer({"conversations": [[]], "tools": None, "chat_template": template}, 1)
+        answer({"messages": [], "tools": None, "chat_template": template}, 1)
     confined.limit_memory(MEMORY_BYTES)
     confined.confine()
     gc.freeze()  # otherwise the first garbage collection of each fork would copy all these pages
@@ -88,7 +88,7 @@ def render_apart(message: dict[str, Any]) -> bytes:
 def answer(variables: dict[str, Any], max_chars: int) -> dict[str, str]:
     """`{"text"}`, or `{"error"}` with the reason, for one template."""
     try:
-        text = render_jinja_template(**variables)[0][0]
+        text = render_messages(**variables)
     except TemplateError as error:
         return {"error": f"says: {error}"[:MAX_ERROR_CHARS]}
     except Exception as error:  # noqa: BLE001  a template is a program: it may raise anything

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import transformers
 from numpy.typing import NDArray
-from PIL.Image import Image as PilImage
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.images.decoding import BadImage
 from penstock.runtime.images.vision import Grid, Vision
 from penstock.runtime.model_files import read_json_object
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PilImage
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class ImageProcessor:
             return None
         for file in files:
             read_json_object(file)  # which says more of a damaged file than transformers does
+        import transformers  # noqa: PLC0415  # a second, which only models that read pictures need
+
         auto: Any = transformers.AutoImageProcessor
         try:
             processor = auto.from_pretrained(

@@ -1,25 +1,22 @@
-"""Text at the edge of the engine, by transformers: encodes prompts, renders chats and decodes tokens.
+"""Text at the edge of the engine: encodes prompts, renders chats and decodes tokens.
 
-The engine itself sees token ids only. Callers know `TextCodec` as `interface.Text`.
-
-`is_plain` and `end_token_ids` tell what a tokenizer of transformers shows of itself, and of the model that it
-belongs to.
+The engine itself sees token ids only. Callers know `TextCodec` as `interface.Text`. A tokenizer comes from
+`tokenizer`, which reads its files, or from `by_transformers`, which is imported only where that must do it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
-from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from penstock.runtime.chat.messages import Chat, ChatTurn
-from penstock.runtime.chat.template import render, render_here, render_turns
+from penstock.runtime.chat.template import ChatTemplates, render, render_here, render_turns
 from penstock.runtime.chat.template_reading import check_template, variables_of
 from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
 from penstock.runtime.chat.tool_formats import harmony
@@ -35,21 +32,22 @@ from penstock.runtime.text.decoder import (
     left_to_strip,
     piece_rule,
 )
+from penstock.runtime.text.tokenizer import (
+    CONFIG,
+    FILE,
+    FURTHER_TEMPLATES,
+    TEMPLATE,
+    LoadedTokenizer,
+    read_tokenizer,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _ANSWER = "The answer is forty-two."
 
 
-def is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer is one of Hugging Face's fast ones that changes nothing of how they encode."""
-    kind = type(tokenizer)
-    return (
-        isinstance(tokenizer, TokenizersBackend)
-        and kind.encode is PreTrainedTokenizerBase.encode
-        and kind._encode_plus is TokenizersBackend._encode_plus
-    )
-
-
-def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def end_token_ids(tokenizer: LoadedTokenizer, templates: ChatTemplates) -> frozenset[int]:
     """The tokens that end a text or a turn: the tokenizer's own end token, and the one that the model's chat
     template writes directly after what an assistant has said. In Harmony, where an answer is one of several
     messages, they are the markers after the last of them.
@@ -57,15 +55,14 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     A checkpoint may say so nowhere else. With the end tokens of its configuration alone, which may be those
     of the model that it was trained from, its model would go on after its turn.
     """
-    found = frozenset() if tokenizer.eos_token_id is None else frozenset([int(tokenizer.eos_token_id)])
-    tokens = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError:
+    found = frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
+    template = templates.default
+    if not template:
         return found
+    tokens = {str(token): i for i, token in tokenizer.added_tokens.items()}
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return found | {tokens[end] for end in (harmony.CALL, harmony.RETURN) if end in tokens}
-    after = _written_after_an_answer(tokenizer, template)
+    after = _written_after_an_answer(templates)
     longest = max(
         ((len(token), i) for token, i in tokens.items() if after.startswith(token)),
         default=None,
@@ -73,7 +70,7 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return found if longest is None else found | {longest[1]}
 
 
-def _written_after_an_answer(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+def _written_after_an_answer(templates: ChatTemplates) -> str:
     """What the template writes after a conversation's last words, if they are the assistant's; "" where it
     does not take such a conversation.
     """
@@ -81,10 +78,9 @@ def _written_after_an_answer(tokenizer: PreTrainedTokenizerBase, template: str) 
     try:
         text = render_here(
             {
-                **tokenizer.special_tokens_map,
-                "conversations": [turns],
-                "tools": None,
-                "chat_template": template,
+                **templates.special_tokens,
+                "messages": turns,
+                "chat_template": templates.default,
                 "add_generation_prompt": False,
             }
         )
@@ -93,74 +89,83 @@ def _written_after_an_answer(tokenizer: PreTrainedTokenizerBase, template: str) 
     return text.rpartition(_ANSWER)[2]
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-_CONFIG = "tokenizer_config.json"
-_TEMPLATE = "chat_template.jinja"
+TOKENIZER_FILES = (FILE, "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _OLDER_TEMPLATE = "chat_template.json"
-_FURTHER_TEMPLATES = "additional_chat_templates"
 _OTHER_FILES = (
-    _CONFIG,
+    CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
-    _TEMPLATE,
+    TEMPLATE,
     _OLDER_TEMPLATE,
 )
 
 
-def _load(folder: Path) -> PreTrainedTokenizerBase:
+def _load(folder: Path) -> LoadedTokenizer:
     """Load the tokenizer of a folder with its chat templates. ConfigError, which names the file as far as it
     can be told, if one of its files is damaged.
     """
     files = [folder / name for name in (*TOKENIZER_FILES, *_OTHER_FILES)]
-    for file in [*files, *(folder / _FURTHER_TEMPLATES).glob("*.jinja")]:
+    for file in [*files, *(folder / FURTHER_TEMPLATES).glob("*.jinja")]:
         check_downloaded(file)
-    try:
-        # Else transformers would ask on the terminal whether code of the checkpoint may run. It may not.
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # transformers may raise anything for a value that it does not expect
-        there = [file for file in files if file.exists()]
-        for file in there:
-            if file.suffix == ".json":
-                read_json_object(file)
-        names = ", ".join(file.name for file in there)
-        raise ConfigError(f"{folder}: the tokenizer cannot be loaded from {names}: {error!r}") from error
+    tokenizer = read_tokenizer(folder) or _by_transformers(folder, files)
     older = folder / _OLDER_TEMPLATE
-    if older.is_file() and not (folder / _TEMPLATE).is_file():
-        tokenizer.chat_template = read_json_object(older).get("chat_template")
-        if not isinstance(tokenizer.chat_template, str):
+    if older.is_file() and not (folder / TEMPLATE).is_file():
+        template = read_json_object(older).get("chat_template")
+        if not isinstance(template, str):
             raise ConfigError(f"{older} must have the field chat_template, a text")
+        tokenizer = dataclasses.replace(tokenizer, chat_template=template)
     own = tokenizer.chat_template
-    for name, template in own.items() if isinstance(own, dict) else [("default", own)] if own else []:
+    for name, template in own.items() if isinstance(own, Mapping) else [("default", own)] if own else []:
         try:
             check_template(template)
         except Exception as error:  # see `check_template`
             file = _file_of_template(folder, name)
             line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             raise ConfigError(f"{file}: the chat template is not valid{line}: {error}") from error
-    return cast("PreTrainedTokenizerBase", tokenizer)
+    return tokenizer
+
+
+def _by_transformers(folder: Path, files: Sequence[Path]) -> LoadedTokenizer:
+    """Have transformers load the tokenizer, which takes a second to import. `files`: those that it may read.
+    ConfigError if it cannot.
+    """
+    from penstock.runtime.text import by_transformers  # noqa: PLC0415  # a second, which few need
+
+    try:
+        return by_transformers.load(folder)
+    except Exception as error:  # it may raise anything
+        there = [file for file in files if file.exists()]
+        for file in there:
+            if file.suffix == ".json":
+                read_json_object(file)
+        names = ", ".join(file.name for file in there)
+        raise ConfigError(f"{folder}: the tokenizer cannot be loaded from {names}: {error!r}") from error
 
 
 def _file_of_template(folder: Path, name: str) -> Path:
     """Where the template of this name is read from."""
-    places = [folder / _FURTHER_TEMPLATES / f"{name}.jinja"]
+    places = [folder / FURTHER_TEMPLATES / f"{name}.jinja"]
     if name == "default":
-        places += [folder / _TEMPLATE, folder / _OLDER_TEMPLATE]
-    return next((place for place in places if place.is_file()), folder / _CONFIG)
+        places += [folder / TEMPLATE, folder / _OLDER_TEMPLATE]
+    return next((place for place in places if place.is_file()), folder / CONFIG)
 
 
 class TextCodec:
     """A checkpoint's tokenizer and chat template. Thread-safe: encoding may run in any thread."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: LoadedTokenizer | PreTrainedTokenizerBase) -> None:
+        """`tokenizer` may be one of transformers', too."""
+        if not isinstance(tokenizer, LoadedTokenizer):
+            from penstock.runtime.text import by_transformers  # noqa: PLC0415  # as above
+
+            tokenizer = by_transformers.loaded(tokenizer)
         self._tokenizer = tokenizer
-        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        self._backend = backend
-        self._rule = piece_rule(decoder_state(backend)) if backend is not None else None
+        self._templates = ChatTemplates(tokenizer.chat_template, tokenizer.special_tokens)
+        self._backend: Any = tokenizer.backend
+        self._rule = None if self._backend is None else piece_rule(decoder_state(self._backend))
         self._special = frozenset(
-            i for i, token in tokenizer.added_tokens_decoder.items() if getattr(token, "special", True)
+            i for i, token in tokenizer.added_tokens.items() if getattr(token, "special", True)
         )
         self._pieces = Pieces(self._piece)
         self._shown: dict[frozenset[int], Pieces] = {frozenset(): self._pieces}
@@ -172,13 +177,6 @@ class TextCodec:
         So a prompt that is longer than the context times this number is too long, and need not be tokenized
         to see it."""
         self._sandbox = TemplateSandbox()
-        self._is_plain = is_plain(tokenizer)
-        """Whether the backend alone encodes as the tokenizer does. What transformers does around it takes
-        twice as long as a short prompt's tokens."""
-        if self._is_plain:
-            backend.no_padding()  # as the tokenizer has it when it encodes one text
-            backend.no_truncation()
-            backend.encode_special_tokens = tokenizer.split_special_tokens
 
     def _longest_token(self) -> int | None:
         """Computed at the start, because it takes a tenth of a second, for which the first request would hold
@@ -193,12 +191,7 @@ class TextCodec:
         """Read the tokenizer of a checkpoint folder. ConfigError if there is none, or if it or its chat
         template cannot be read.
         """
-        tokenizer = _load(Path(folder))
-        # The engine decides how long a prompt may be. For prompts above the tokenizer's own limit,
-        # transformers would log that "indexing errors" follow, even if they are cut before the model sees
-        # them.
-        tokenizer.model_max_length = VERY_LARGE_INTEGER
-        return cls(tokenizer)
+        return cls(_load(Path(folder)))
 
     @classmethod
     def find(cls, folder: str | Path) -> TextCodec | None:
@@ -214,40 +207,38 @@ class TextCodec:
         """The `tokenizers.Tokenizer` underneath; None if the tokenizer is not one of Hugging Face's fast
         ones.
         """
-        return cast("Tokenizer | None", self._backend)
+        return self._tokenizer.backend
 
     @property
     def token_bytes(self) -> TokenBytes:
         """The bytes of single tokens."""
         if self._rule is None:
             return TokenBytes(
-                lambda i: self._decode_whole([i], False).encode(), self._special, is_exact=False
+                lambda i: self._tokenizer.decode([i], False).encode(), self._special, is_exact=False
             )
         return TokenBytes(self._piece, self._special, True, self._rule.strip_leading_spaces)
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:
         """The tokens that end a text or a turn, by the tokenizer and the model's own template."""
-        return end_token_ids(self._tokenizer)
+        return end_token_ids(self._tokenizer, self._templates)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the checkpoint has a chat template."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        return bool(self._templates.own)
 
     @property
     def template_names(self) -> tuple[str, ...]:
         """The names of the model's templates, if it has several; else empty."""
-        template = getattr(self._tokenizer, "chat_template", None)
-        return tuple(template) if isinstance(template, dict) else ()
+        return self._templates.names
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`. Special tokens that are spelt out in it are recognised, as Hugging Face
         does.
         """
-        if not self._is_plain:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return ids
+        if self._tokenizer.encode is not None:
+            return self._tokenizer.encode(text, add_special_tokens)
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
@@ -256,33 +247,29 @@ class TextCodec:
         """The model's template, for `chat.parser.detect`: if it has several, all of them joined; empty if it
         has none.
         """
-        template = getattr(self._tokenizer, "chat_template", None)
-        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+        return "\n".join(self._templates.texts)
 
     @property
     def default_template(self) -> str:
         """The model's template, or the one named "default" if it has several; empty if there is none."""
-        template = getattr(self._tokenizer, "chat_template", None)
-        return (template.get("default") if isinstance(template, dict) else template) or ""
+        return self._templates.default
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
         """The special tokens that have a part, by its name, such as "eos_token"."""
-        return dict(self._tokenizer.special_tokens_map)
+        return dict(self._tokenizer.special_tokens)
 
     @property
     def tokenizer_class(self) -> str:
         """The class that loads the tokenizer in Hugging Face transformers."""
-        return type(self._tokenizer).__name__
+        return self._tokenizer.class_name
 
     @cached_property
     def template_variables(self) -> tuple[str, ...]:
         """The variables that the model's templates read and a request may set, such as "enable_thinking";
         without the names of special tokens, which it may set, too.
         """
-        template = getattr(self._tokenizer, "chat_template", None) or ""
-        templates = template.values() if isinstance(template, dict) else [template]
-        return variables_of(templates, self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES)
+        return variables_of(self._templates.texts, self._tokenizer.token_names)
 
     @cached_property
     def shows_names(self) -> bool:
@@ -301,7 +288,7 @@ class TextCodec:
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:
         """Text to id, for the tokens that the tokenizer has besides its vocabulary."""
-        return {str(token): i for i, token in self._tokenizer.added_tokens_decoder.items()}
+        return {str(token): i for i, token in self._tokenizer.added_tokens.items()}
 
     def render_chat(self, chat: Chat | Sequence[Mapping[str, str]]) -> str:
         """The prompt that asks for the assistant's next turn; InvalidRequest if the template refuses the
@@ -312,13 +299,13 @@ class TextCodec:
         """
         if not isinstance(chat, Chat):
             chat = Chat(tuple(ChatTurn(turn["role"], turn["content"]) for turn in chat))
-        return render(self._tokenizer, chat, self._sandbox)
+        return render(self._templates, chat, self._sandbox)
 
     def render_turns(self, turns: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> str:
         """What the model's own template makes of turns, which may have roles that no conversation has.
         InvalidRequest if it refuses them.
         """
-        return render_turns(self._tokenizer, turns, options)
+        return render_turns(self._templates, turns, options)
 
     def encode_chat(
         self, chat: Chat | Sequence[Mapping[str, str]], *, add_special_tokens: bool = False
@@ -356,16 +343,10 @@ class TextCodec:
             left = left_to_strip(self._rule.strip_leading_spaces, map(pieces.__getitem__, after))
             return PieceDecoder(pieces, left)
         if not visible:
-            return WindowDecoder(lambda ids: self._decode_whole(ids, skip_special_tokens), after)
+            return WindowDecoder(lambda ids: self._tokenizer.decode(ids, skip_special_tokens), after)
         return WindowDecoder(
-            lambda ids: self._decode_whole([i for i in ids if i not in hidden], False), after
+            lambda ids: self._tokenizer.decode([i for i in ids if i not in hidden], False), after
         )
-
-    def _decode_whole(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        text = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return cast("str", text)
 
     def _pieces_without(self, hidden: frozenset[int]) -> Pieces:
         shown = self._shown.get(hidden)
