@@ -299,6 +299,10 @@ class FakeEngine:
         options = {"tools": self.config.tool_call_parser, "reasoning": self.config.reasoning_parser}
         return choose_forms(self.text.chat_template, self.text.added_tokens, **options)
 
+    @property
+    def has_grammars(self) -> bool:
+        return self.text is not None and self.text.backend is not None
+
     @cached_property
     def grammars(self) -> GrammarCompiler | None:
         if self.text is None or self.text.backend is None:

@@ -28,6 +28,7 @@ from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.compile.on_demand import CompilerOnDemand
+from penstock.runtime.grammar.vocabulary import rule_and_ends
 from penstock.runtime.images.image import ImageLimits
 from penstock.runtime.images.reader import ImageReader
 from penstock.runtime.loading.served_model import ServedModel
@@ -146,9 +147,14 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
 
 
 def grammar_compiler(text: TextCodec | None, info: ModelInfo, config: ResolvedConfig) -> CompilerOnDemand:
-    """A compiler of grammars for the model's tokenizer, if it has one that allows it."""
+    """A compiler of grammars for the model's tokenizer, if it allows them; else the log says why not."""
     backend = None if text is None else text.backend
     if backend is None:
+        return CompilerOnDemand(None)
+    try:
+        rule_and_ends(backend, info.vocab_size, info.eos_token_ids)
+    except ConfigError as error:
+        log.warning("no structured output: %s", error)
         return CompilerOnDemand(None)
     return CompilerOnDemand(
         lambda: GrammarCompiler.from_tokenizer(

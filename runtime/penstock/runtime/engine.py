@@ -277,6 +277,11 @@ class Engine(EngineCore):
         return self._model.text
 
     @property
+    def has_grammars(self) -> bool:
+        """Whether there is a compiler of grammars; asking does not make it."""
+        return self._grammars.exists
+
+    @property
     def grammars(self) -> GrammarCompiler | None:
         """Compiles grammars for the model's tokenizer; None for a model without one, or with one that cannot
         have them. The first access makes it, which takes up to a second.

@@ -179,6 +179,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def has_grammars(self) -> bool:
+        """Whether `grammars` is not None; asking does not make it."""
+        ...
+
+    @property
     def grammars(self) -> GrammarCompiler | None:
         """The compiler of grammars; None if the model has no tokenizer, or one that grammars cannot work
         with.

@@ -521,12 +521,3 @@ def test_jax_may_take_most_of_an_accelerator(
         monkeypatch.delenv(name)
     run("demo", "--page-size", "3")
     assert os.environ[name] == used
-
-
-def test_a_warm_up_that_fails_does_not_end_the_server(caplog: pytest.LogCaptureFixture) -> None:
-    def warm_up() -> None:
-        raise OSError("no more processes")
-
-    engine: Any = argparse.Namespace(grammars=argparse.Namespace(warm_up=warm_up))
-    serve._warm_grammars(engine, ServerOptions())
-    assert "constraints are not ready, and the first one will try again: no more processes" in caplog.text

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.requests.constraint import Mask, mask_words
-from penstock.runtime.text.decoder import decoder_state, piece_rule
+from penstock.runtime.text.decoder import PieceRule, decoder_state, piece_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +40,7 @@ class Vocabulary:
         `vocab_size` is the model's, the width of its logits, which may be more or less than the tokenizer's.
         Raises ConfigError if its tokens do not each stand for bytes, or if there is no end token.
         """
-        rule = piece_rule(decoder_state(backend))
-        if rule is None:
-            raise ConfigError("structured output needs a tokenizer whose tokens stand for bytes")
-        eos = tuple(sorted(i for i in set(eos_token_ids) if 0 <= i < vocab_size))
-        if not eos:
-            raise ConfigError("structured output needs a model with an end token")
+        rule, eos = rule_and_ends(backend, vocab_size, eos_token_ids)
         added = backend.get_added_tokens_decoder()
         markers = {i for i, token in added.items() if token.special or _is_marker(token.content)}
         tokens = [b""] * vocab_size
@@ -70,6 +65,21 @@ class Vocabulary:
             pack(known.difference(self.eos_token_ids), len(self.tokens)),
             pack(self.eos_token_ids, len(self.tokens)),
         )
+
+
+def rule_and_ends(
+    backend: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
+) -> tuple[PieceRule, tuple[int, ...]]:
+    """How tokens become bytes, and the end tokens, which is all that must be known to say whether a tokenizer
+    can have grammars. The other arguments and the ConfigErrors are those of `Vocabulary.from_tokenizer`.
+    """
+    rule = piece_rule(decoder_state(backend))
+    if rule is None:
+        raise ConfigError("structured output needs a tokenizer whose tokens stand for bytes")
+    eos = tuple(sorted(i for i in set(eos_token_ids) if 0 <= i < vocab_size))
+    if not eos:
+        raise ConfigError("structured output needs a model with an end token")
+    return rule, eos
 
 
 def pack(token_ids: Collection[int], vocab_size: int) -> Mask:

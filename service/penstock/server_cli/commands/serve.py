@@ -194,15 +194,12 @@ async def _serve_with(
     starting.result()
     if front is None or await _first(asyncio.ensure_future(front.listening()), *ends):
         _tell_addresses(server, front, wanted.socket_is_private)
-    warming = in_thread(lambda: _warm_grammars(engine, options))  # while the server serves already
     has_failed = await _first(failing, stopping)
     log.info("stopping: no new requests; running ones have %g s", options.grace_s)
     await _stop(server, front, options.drain_delay_s)
     if server.engine_hangs:
         return _End(1, by_force=True)
     log.info("stopped")
-    await warming
-    engine.shutdown()  # again, because warming may have started something since
     return _End(int(has_failed))
 
 
@@ -256,15 +253,6 @@ def _reload_on_hangup(server: PenstockServer) -> None:
         task.add_done_callback(running.discard)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-
-
-def _warm_grammars(engine: Engine, options: ServerOptions) -> None:
-    """Start the process that grammars are tried in, so that the first constraint does not wait for it."""
-    try:
-        if options.features.constraints and engine.grammars is not None:
-            engine.grammars.warm_up()
-    except Exception as error:  # noqa: BLE001 -- a constraint tries it again, and is refused then
-        log.warning("constraints are not ready, and the first one will try again: %s", error)
 
 
 def _tell(engine: Engine) -> None:

@@ -128,7 +128,7 @@ def limits_of(
         info=engine.info,
         max_logprobs=engine.config.max_logprobs,
         codec=engine.text,
-        has_grammars=features.constraints and engine.grammars is not None,
+        has_grammars=features.constraints and engine.has_grammars,
         has_priority=engine.config.scheduling_policy == "priority",
         # more could never be queued together
         max_outputs=min(MAX_OUTPUTS, engine.config.max_queued_requests),

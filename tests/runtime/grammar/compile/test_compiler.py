@@ -77,7 +77,7 @@ def test_a_limited_number_of_outputs_shares_a_lexer(make, built):
 
 def test_callers_at_the_same_time_share_one_compile(make, built, monkeypatch):
     compiler = make()
-    compiler.warm_up()
+    compiler.compile(Grammar.json_object())
     built.clear()
     everybody = threading.Barrier(8)
 
@@ -154,7 +154,7 @@ def test_the_longest_chain_of_rules_compiles(link, make):
 @pytest.mark.ci
 def test_other_grammars_compile_while_a_hostile_one_does(make):
     compiler = make(time_limit_s=4.0)
-    compiler.warm_up()
+    compiler.compile(Grammar.json_object())
     with ThreadPoolExecutor(1) as pool:
         hostile = pool.submit(compiler.compile, Grammar.ebnf(HOSTILE))
         for i in range(3):
@@ -221,7 +221,7 @@ def test_a_panic_or_an_interrupt_reaches_no_other_caller(make, monkeypatch, erro
 
 def test_close_ends_the_processes_and_a_later_compile_starts_one(make):
     compiler = make()
-    compiler.warm_up()
+    compiler.compile(Grammar.json_object())
     (trial,) = compiler._sandbox._idle
     compiler.close()
     assert not trial.alive
@@ -230,7 +230,7 @@ def test_close_ends_the_processes_and_a_later_compile_starts_one(make):
 
 def test_a_process_that_died_is_replaced(make):
     compiler = make()
-    compiler.warm_up()
+    compiler.compile(Grammar.json_object())
     (trial,) = compiler._sandbox._idle
     os.kill(trial.pid, signal.SIGKILL)
     while trial.alive:

@@ -208,10 +208,6 @@ class GrammarCompiler:
                 self._refusals.popitem(last=False)
         return refused
 
-    def warm_up(self) -> None:
-        """Start a process, so that the first request need not wait seconds for it."""
-        self.compile(Grammar.json_object())
-
     def close(self) -> None:
         """End the processes. Constraints go on; a later compile starts a new process."""
         self._sandbox.close()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
-from penstock.runtime.errors import ConfigError
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
-
-log = logging.getLogger(__name__)
 
 
 class CompilerOnDemand:
@@ -18,24 +14,18 @@ class CompilerOnDemand:
     """
 
     def __init__(self, make: Callable[[], GrammarCompiler] | None) -> None:
-        """`make` may raise ConfigError if the model's tokenizer allows no grammars; None: the model has no
-        tokenizer.
-        """
+        """None: the model's tokenizer allows no grammars, or it has none."""
         self._make = make
+        self.exists = make is not None
+        """Whether there can be a compiler."""
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
 
     def get(self) -> GrammarCompiler | None:
-        """The compiler, which the first caller makes while others wait. None if the model can have none; the
-        reason is logged once.
-        """
+        """The compiler, which the first caller makes while others wait. None if the model can have none."""
         with self._lock:
             if self._make is not None:
-                try:
-                    self._compiler = self._make()
-                except ConfigError as error:
-                    log.warning("no structured output: %s", error)
-                self._make = None
+                self._compiler, self._make = self._make(), None
             return self._compiler
 
     def close(self) -> None:
