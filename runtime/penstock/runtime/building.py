@@ -18,7 +18,12 @@ import numpy as np
 
 from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig, ResolvedConfig, resolve
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.execution.backend import Backend, check_required, choose_backend
+from penstock.runtime.execution.backend import (
+    Backend,
+    check_required,
+    choose_backend,
+    lacking_kernels,
+)
 from penstock.runtime.execution.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.execution.compilation import use_compilation_cache
 from penstock.runtime.execution.device_state import DeviceState
@@ -83,6 +88,14 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
     cache.check_dtype(options.kv_cache_dtype)
     config = resolve(options, backend.sizes, defaults=model.defaults)
     _log_penalties(model, config)
+    better = lacking_kernels(options.dtype, np.dtype(model.dtype), backend)
+    if better is not None:
+        log.warning(
+            "the checkpoint is in %s, which XLA computes: dtype %s, which the native kernels compute, takes "
+            "a fraction of the processor time",
+            np.dtype(model.dtype),
+            better,
+        )
     use_compilation_cache(config.compilation_cache)
     buckets = _buckets(model, config, backend)
     shapes = _runner_config(model, config, buckets, backend, threads=threads)

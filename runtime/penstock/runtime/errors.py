@@ -76,7 +76,27 @@ class UnknownArchitecture(ConfigError):
 
     def __init__(self, name: str, known: Sequence[str]) -> None:
         self.name, self.known = name, tuple(known)
-        super().__init__(f"unknown architecture {name!r}; known ones: {', '.join(sorted(known))}")
+        what = next((what for part, what in _OTHER_KINDS.items() if part in name), "")
+        super().__init__(f"unknown architecture {name!r}{what}; known ones: {', '.join(sorted(known))}")
+
+
+_ENCODER = " (an encoder, which writes no text; only decoders are served)"
+_OTHER_KINDS = {
+    "Bert": _ENCODER,
+    "BERT": _ENCODER,
+    "Roberta": _ENCODER,
+    "ForMaskedLM": _ENCODER,
+    "Electra": _ENCODER,
+    "MPNet": _ENCODER,
+    "T5": " (an encoder with a decoder, which is not served)",
+    "Bart": " (an encoder with a decoder, which is not served)",
+    "Whisper": " (a model that reads speech, which is not served)",
+    "ForSequenceClassification": " (a classifier, which writes no text)",
+    "ForTokenClassification": " (a classifier, which writes no text)",
+    "CLIP": " (a model that compares images with texts, which is not served)",
+    "Siglip": " (a model that compares images with texts, which is not served)",
+}
+"""What models are of which the architecture has this part in its name."""
 
 
 class CheckpointError(ConfigError):

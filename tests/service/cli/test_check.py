@@ -182,7 +182,11 @@ def test_what_is_missing_or_too_much_is_named(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["BertModel"]}, "BertModel"),
+        ({"architectures": ["BertModel"]}, "'BertModel' (an encoder"),
+        ({"architectures": ["XLMRobertaForMaskedLM"]}, "(an encoder"),
+        ({"architectures": ["T5ForConditionalGeneration"]}, "(an encoder with a decoder"),
+        ({"architectures": ["OtherForSequenceClassification"]}, "(a classifier"),
+        ({"architectures": ["OtherForCausalLM"]}, "unknown architecture 'OtherForCausalLM';"),
         ({"quantization_config": {"quant_method": "gptq"}, "logit_scale": 2.0}, "logit_scale"),
         ({"hidden_act": "relu"}, "hidden_act"),
     ],
@@ -193,6 +197,40 @@ def test_a_config_that_cannot_be_served(run: Run, tmp_path: Path, change: Any, n
     code, out, err = run(str(tmp_path))
     assert (code, out) == (1, "")
     assert named in err
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("adapter_config.json", "an adapter (LoRA)"),
+        ("model_index.json", "diffusers"),
+        ("params.json", "makers"),
+    ],
+)
+def test_a_folder_of_another_kind(run: Run, tmp_path: Path, file: str, named: str) -> None:
+    (tmp_path / file).write_text("{}")
+    assert named in run(str(tmp_path))[2]
+
+
+def test_what_the_whole_process_takes(run: Run) -> None:
+    """The sum of its parts. The cache is that of an engine: 16 rows of 2,048 tokens of the demo model, and a
+    number and a float for each token of the vocabulary in 16 feature slots.
+    """
+    facts = json.loads(run("demo", "--json")[1])
+    parts = ("weight_bytes", "cache_bytes", "program_bytes", "tokenizer_bytes", "interpreter_bytes")
+    assert facts["process_bytes"] == sum(facts[part] for part in parts)
+    assert facts["cache_bytes"] == 16 * 2048 * facts["kv_bytes_per_token"] + 16 * 2048 * 8
+    assert facts["interpreter_bytes"] > 50 * 2**20
+    assert "by default: weights" in run("demo")[1]
+
+
+def test_a_model_in_float32_is_told_of_the_kernels(run: Run) -> None:
+    advice = "with --dtype bfloat16 by the native CPU kernels"
+    assert advice in run(str(GOLDEN / "qwen3"))[1]
+    assert advice not in run(str(GOLDEN / "qwen3"), "--dtype", "float32")[1]
+    assert advice not in run(str(GOLDEN / "qwen3"), "--dtype", "bfloat16")[1]
+    assert advice not in run(str(GOLDEN / "qwen3"), "--native", "off")[1]
+    assert advice not in run("demo")[1]
 
 
 def test_bad_arguments(run: Run, tmp_path: Path) -> None:

@@ -212,6 +212,13 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.array(devices), (AXIS,))
 
 
+def lacking_kernels(asked: str, dtype: np.dtype[np.generic], backend: Backend) -> np.dtype[np.generic] | None:
+    """The dtype that the kernels compute, where a checkpoint's own is another and nobody asked for that; else
+    None.
+    """
+    return backend.packed_dtype if asked == "auto" and backend.packed_dtype != dtype else None
+
+
 def check_required(config: EngineConfig, backend: Backend, dtype: np.dtype[np.generic]) -> None:
     """Raise ConfigError if the native kernels are required and cannot compute everything in this dtype."""
     if config.native == "require" and dtype != backend.native_dtype:

@@ -39,6 +39,12 @@ Placement: TypeAlias = (
 )
 Progress: TypeAlias = bool | Callable[[int, int], None]
 
+_OTHER_KINDS = {
+    "adapter_config.json": ": the directory holds an adapter (LoRA), and not the model that it changes",
+    "model_index.json": ": the directory holds a pipeline that makes images (diffusers), which is not served",
+    "params.json": ": the directory holds a model in the form of its makers; convert it to Hugging Face's",
+}
+"""What directories are that have such a file in place of config.json."""
 _COMPARED_AT_ONCE = 1 << 24  # bytes
 
 
@@ -64,7 +70,8 @@ def read_config(directory: Path) -> ModelConfig:
     """
     file = directory / "config.json"
     if not file.exists():
-        raise ConfigError(f"{file} is not there; give the directory that holds the model's config.json")
+        what = next((what for name, what in _OTHER_KINDS.items() if (directory / name).is_file()), "")
+        raise ConfigError(f"{file} is not there{what}; give the directory that holds the model's config.json")
     config = parse_config(read_json_object(file))
     generation = directory / "generation_config.json"
     if generation.is_file():

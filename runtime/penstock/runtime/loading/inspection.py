@@ -10,9 +10,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from penstock.runtime.config import EngineConfig
-from penstock.runtime.execution.backend import Backend
+from penstock.runtime.config import EngineConfig, ResolvedConfig, resolve
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.execution.backend import Backend, lacking_kernels
+from penstock.runtime.execution.kv_sizing import plan_kv
+from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW
 from penstock.runtime.loading.served_model import read_checkpoint
+from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.params import abstract_model, leaf_shapes
 from penstock.runtime.ops.cache_spec import CacheSpec, cache_dtype
 from penstock.runtime.scheduling.pages import window_pages
@@ -45,6 +49,13 @@ class Inspection:
     eos_token_ids: tuple[int, ...]
     text: TextCodec | None
     """Its tokenizer and chat template; None if it has none."""
+    served_cache_bytes: int | None
+    """Of the KV cache and state with which a server starts by default; None where that depends on the memory
+    of an accelerator, or cannot hold the context that was asked for."""
+    sampling_bytes: int
+    """Of what a server keeps for penalties and biases."""
+    kernels_dtype: np.dtype[np.generic] | None = None
+    """The dtype that native kernels would compute, if they compute none of this model for its dtype alone."""
     image_token_bytes: int = 0
     """Bytes of the pool of embeddings for each token of an image; 0: it reads no images."""
     has_image_processor: bool = False
@@ -93,10 +104,12 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
     config, vision = facts.config, facts.config.vision
     graphdef, shapes = abstract_model(config, facts.dtype, facts.linear)
     leaves = leaf_shapes(config, facts.dtype, facts.linear).values()
+    kv_dtype = cache_dtype(options.kv_cache_dtype, facts.dtype)
+    resolved = resolve(options, backend.sizes, defaults=facts.defaults)
     return Inspection(
         architecture=config.architecture,
         dtype=facts.dtype,
-        kv_dtype=cache_dtype(options.kv_cache_dtype, facts.dtype),
+        kv_dtype=kv_dtype,
         num_layers=config.num_layers,
         num_parameters=sum(math.prod(tensor.shape) for tensor in facts.rules.tensors),
         devices=config.devices,
@@ -108,11 +121,40 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
         page_size=options.page_size,
         eos_token_ids=facts.eos_token_ids,
         text=facts.text,
+        served_cache_bytes=None
+        if backend.memory() is not None
+        else _served_cache_bytes(directory, config, resolved, backend.kv_storage_dtype(kv_dtype)),
+        sampling_bytes=8 * resolved.feature_slots * config.vocab_size,
+        kernels_dtype=lacking_kernels(options.dtype, facts.dtype, backend),
         image_token_bytes=0
         if vision is None
         else vision.out_size * (1 + len(vision.deepstack)) * facts.dtype.itemsize,
         has_image_processor=facts.image_processor is not None,
     )
+
+
+def _served_cache_bytes(
+    directory: Path, model: ModelConfig, config: ResolvedConfig, kv_dtype: np.dtype[np.generic]
+) -> int | None:
+    """Bytes of the cache that an engine on the CPU makes with these options; None if its default size cannot
+    hold the context that they ask for.
+    """
+    cache, rows = model.cache, config.max_num_seqs
+    groups = cache.groups(config.page_size, kv_dtype)
+    try:
+        plan = plan_kv(
+            config,
+            model_max_len=model.max_position_embeddings,
+            groups=groups,
+            state_bytes=cache.slot_bytes * rows,
+            snapshot_bytes=cache.snapshot_bytes,
+            tokens_per_row=DEMO_TOKENS_PER_ROW if directory == DEMO_DIRECTORY else None,
+            device_bytes=None,
+        )
+    except ConfigError:
+        return None
+    pages = sum(num * group.page_bytes for num, group in zip(plan.num_pages, groups, strict=True))
+    return pages + cache.state_bytes(rows, plan.num_snapshots)
 
 
 def _num_bytes(leaf: jax.ShapeDtypeStruct) -> int:

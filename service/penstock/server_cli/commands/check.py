@@ -21,6 +21,8 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import choose_backend
 from penstock.runtime.loading.hub import DEMO, resolve_model
 from penstock.runtime.loading.inspection import Inspection, inspect_checkpoint
+from penstock.runtime.machine import host_memory
+from penstock.runtime.machine.resident import resident_bytes
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -36,6 +38,8 @@ It reads all that `penstock serve` reads at its start, but of the *.safetensors 
 not, and what is wrong is named, with its file.
 """
 _DEFAULTS = EngineConfig()
+_PROGRAM_BYTES = 100 * 2**20
+"""About what programs take, with the memory in which they compute: 50 to 100 MiB for small models."""
 _ROWS = 16
 
 
@@ -101,6 +105,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what the checkpoint is. Returns 1 if it would not serve."""
+    interpreter = resident_bytes() or 0  # with all libraries that a server has, and no model
     try:
         with _quiet():
             found = _inspect(args)
@@ -110,7 +115,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             complain("check", f"{args.model} would not serve: {error}")
         return 1
-    facts = _facts(found, args.max_num_seqs)
+    host_memory.give_back()
+    facts = _facts(found, args.max_num_seqs) | _process(found, interpreter)
     if args.json:
         json.dump(facts, sys.stdout, indent=2)
         print()
@@ -187,6 +193,20 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
     }
 
 
+def _process(found: Inspection, interpreter: int) -> dict[str, Any]:
+    """What a server's process takes by default, in bytes; nothing of it where that cannot be told."""
+    cache = found.served_cache_bytes
+    if cache is None or not interpreter:
+        return {"process_bytes": None}
+    parts = {
+        "cache_bytes": cache + found.sampling_bytes,
+        "program_bytes": _PROGRAM_BYTES,
+        "tokenizer_bytes": max(0, (resident_bytes() or 0) - interpreter),
+        "interpreter_bytes": interpreter,
+    }
+    return parts | {"process_bytes": found.weight_bytes + sum(parts.values())}
+
+
 def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
     """What a person reads."""
     if found.is_native:
@@ -195,6 +215,10 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
         computed = "by the native CPU kernels in part, else by XLA"
     else:
         computed = "by XLA"
+    if found.kernels_dtype is not None:
+        computed += (
+            f"; with --dtype {found.kernels_dtype} by the native CPU kernels, in a fraction of the time"
+        )
     kv = [f"{found.token_bytes:,} bytes for each token"] if found.token_bytes else []
     kv += [
         f"{per_token:,} bytes for each of the latest {window:,} tokens"
@@ -224,12 +248,29 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
             "memory",
             f"{_size(facts['total_bytes'])}{cut} for the weights and {facts['requests']} such requests",
         ),
+        *_process_row(facts),
         ("end tokens", ends),
         ("text", text),
         ("images", _images(found)),
     ]
     head = f"{found.architecture} with {found.num_layers} layers would serve."
     return [head, *(f"  {name:<12}{value}" for name, value in rows)]
+
+
+def _process_row(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    if facts["process_bytes"] is None:
+        return []
+    parts = ", ".join(
+        f"{name} {_size(facts[of])}"
+        for name, of in (
+            ("weights", "weight_bytes"),
+            ("cache and state", "cache_bytes"),
+            ("tokenizer and configuration", "tokenizer_bytes"),
+            ("interpreter and libraries", "interpreter_bytes"),
+        )
+    )
+    whole, programs = _size(facts["process_bytes"]), _size(facts["program_bytes"])
+    return [("process", f"{whole} by default: {parts}, programs about {programs}")]
 
 
 def _images(found: Inspection) -> str:
