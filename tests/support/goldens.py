@@ -54,6 +54,8 @@ ROWS = (
 """Folders in GOLDEN of families that are data: a row of a table, or a function that reads config.json. CI
 draws of them.
 """
+QUANTISED = GOLDEN / "quantised"
+"""Checkpoints of two families in every form of quantised weights."""
 NAMES = (
     "deepseek_v3",
     "qwen3",

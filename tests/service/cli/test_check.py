@@ -114,6 +114,28 @@ def test_a_kv_cache_of_int8(run: Run) -> None:
     assert "in float32: 1,024 bytes for each token" in run(str(GOLDEN / "qwen3"))[1]
 
 
+def test_a_quantised_checkpoint(run: Run) -> None:
+    """A layer has seven weights, each with 4 bits for a code, and 16 for a scale and 4 for a zero of each 64
+    inputs.
+    """
+    code, out, err = run(str(GOLDEN / "quantised" / "awq_g64"), "--json")
+    facts = json.loads(out)
+    count = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256)
+    assert (code, err) == (0, "")
+    assert facts["quantised"] == [
+        {
+            "form": "AWQ, 4 bits, groups of 64 with zeros",
+            "weights": 14,
+            "parameters": count,
+            "bits_per_parameter": pytest.approx(4 + 20 / 64, abs=1e-3),
+        }
+    ]
+    assert facts["parameters"] == count + 320 * 128 + 5 * 128
+    text = run(str(GOLDEN / "quantised" / "awq_g64"))[1]
+    assert "quantised   14 weights in the files as AWQ, 4 bits, groups of 64 with zeros: 4.31 bits" in text
+    assert json.loads(run(str(GOLDEN / "qwen3"), "--json")[1])["quantised"] == []
+
+
 def test_windowed_layers_hold_their_window(run: Run) -> None:
     code, out, _ = run(str(GOLDEN / "mistral_swa"), "--json")
     facts = json.loads(out)

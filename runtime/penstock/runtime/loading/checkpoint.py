@@ -20,7 +20,8 @@ from tqdm import tqdm
 from penstock.runtime.errors import CheckpointError, ConfigError
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.leaves import LeafMaker, LeafShape, Parts
-from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors
+from penstock.runtime.loading.quantised.checkpoint import find_weights
+from penstock.runtime.loading.quantised.config import without_quantisation
 from penstock.runtime.loading.tensor_checks import problems_of
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.model_files import read_json_object
@@ -56,7 +57,7 @@ def load_config(directory: Path) -> ModelConfig:
     """
     config = read_config(directory)
     try:
-        tensors = find_tensors(directory)
+        tensors = find_weights(directory)
     except ConfigError:  # `load_weights` says what is wrong with them
         return config
     return config_for_tensors(config, tensors, directory)
@@ -72,7 +73,7 @@ def read_config(directory: Path) -> ModelConfig:
     if not file.exists():
         what = next((what for name, what in _OTHER_KINDS.items() if (directory / name).is_file()), "")
         raise ConfigError(f"{file} is not there{what}; give the directory that holds the model's config.json")
-    config = parse_config(read_json_object(file))
+    config = parse_config(without_quantisation(read_json_object(file)))
     generation = directory / "generation_config.json"
     if generation.is_file():
         fields = Fields(read_json_object(generation))
@@ -84,9 +85,7 @@ def read_config(directory: Path) -> ModelConfig:
     return config
 
 
-def config_for_tensors(
-    config: ModelConfig, tensors: Mapping[str, TensorEntry], directory: Path
-) -> ModelConfig:
+def config_for_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], directory: Path) -> ModelConfig:
     """Add what only the checkpoint's tensors say: what their names begin with, and what is tied. A decoder
     saved by itself, without a head (as the larger Qwen3-Embedding), gets its embeddings as the head. A head
     that config.json ties to the embeddings, but that the files have beside them with other values, is not
@@ -144,7 +143,7 @@ def load_weights(
     and ConfigError for files that are absent, truncated or corrupt. Only values beyond the range of `dtype`
     are found later (CheckpointError too, listing every tensor that has some).
     """
-    rules, found = load_rules(config, dtype, linear), find_tensors(directory)
+    rules, found = load_rules(config, dtype, linear), find_weights(directory)
     check_tensors(rules, found, where=f"checkpoint {directory}")
     leaves = load_leaves(
         directory,
@@ -161,7 +160,7 @@ def load_weights(
 def load_leaves(
     directory: Path,
     rules: LoadRules,
-    found: Mapping[str, TensorEntry],
+    found: Mapping[str, Tensor],
     shapes: Mapping[ParamPath, LeafShape],
     *,
     placement: Placement = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +16,32 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, lacking_kernels
 from penstock.runtime.execution.kv_sizing import plan_kv
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW
+from penstock.runtime.loading.quantised.layers import QuantisedWeight
 from penstock.runtime.loading.served_model import read_checkpoint
 from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.load_rules import Tensor
 from penstock.runtime.models.params import abstract_model, leaf_shapes
 from penstock.runtime.ops.cache_spec import CacheSpec, cache_dtype
 from penstock.runtime.scheduling.pages import window_pages
 from penstock.runtime.text.codec import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedForm:
+    """The weights of a checkpoint that have one form of quantisation."""
+
+    form: str
+    """What it is, for people."""
+    num_weights: int
+    num_parameters: int
+    """Numbers in these weights."""
+    num_bytes: int
+    """What they take in the files, with scales and all else."""
+
+    @property
+    def bits_per_parameter(self) -> float:
+        """Bits in the files for each number."""
+        return 8 * self.num_bytes / self.num_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +56,8 @@ class Inspection:
     num_layers: int
     num_parameters: int
     """Numbers in the tensors that are read."""
+    quantised: tuple[QuantisedForm, ...] = ()
+    """The weights that are quantised in the files, which are served as the others are."""
     devices: int
     """Over how many devices it would be cut. All bytes are those of one of them."""
     weight_bytes: int
@@ -112,6 +135,7 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
         kv_dtype=kv_dtype,
         num_layers=config.num_layers,
         num_parameters=sum(math.prod(tensor.shape) for tensor in facts.rules.tensors),
+        quantised=_forms(facts.tensors),
         devices=config.devices,
         weight_bytes=sum(_num_bytes(leaf) for leaf in leaves) // config.devices,
         is_packed=facts.linear.packed,
@@ -155,6 +179,24 @@ def _served_cache_bytes(
         return None
     pages = sum(num * group.page_bytes for num, group in zip(plan.num_pages, groups, strict=True))
     return pages + cache.state_bytes(rows, plan.num_snapshots)
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> tuple[QuantisedForm, ...]:
+    """The forms of quantised weights, those with most numbers first."""
+    by_form: dict[str, list[QuantisedWeight]] = {}
+    for tensor in tensors.values():
+        if isinstance(tensor, QuantisedWeight):
+            by_form.setdefault(tensor.form, []).append(tensor)
+    forms = [
+        QuantisedForm(
+            form,
+            len(weights),
+            sum(math.prod(weight.shape) for weight in weights),
+            sum(weight.num_bytes for weight in weights),
+        )
+        for form, weights in by_form.items()
+    ]
+    return tuple(sorted(forms, key=lambda found: -found.num_parameters))
 
 
 def _num_bytes(leaf: jax.ShapeDtypeStruct) -> int:

@@ -26,14 +26,14 @@ from penstock.runtime.images.vision import Vision
 from penstock.runtime.loading.checkpoint import check_tensors, config_for_tensors, load_leaves, read_config
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW, resolve_model
 from penstock.runtime.loading.pooling import read_answer_tokens, read_pooling
-from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors
+from penstock.runtime.loading.quantised.checkpoint import find_weights
 from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.vision import VisionConfig
 from penstock.runtime.models.cutting import cut, sizes_that_work
 from penstock.runtime.models.linear import LinearFormat
-from penstock.runtime.models.load_rules import LoadRules, RulesFor
+from penstock.runtime.models.load_rules import LoadRules, RulesFor, Tensor
 from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules, model_dtype, state_of
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
 from penstock.runtime.ops.cache_spec import CacheSpec
@@ -97,7 +97,7 @@ class CheckpointFacts:
     """Of parameters and activations."""
     linear: LinearFormat
     rules: LoadRules
-    tensors: Mapping[str, TensorEntry]
+    tensors: Mapping[str, Tensor]
     text: TextCodec | None
     defaults: GenerationDefaults
     eos_token_ids: tuple[int, ...]
@@ -128,7 +128,7 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
     """
     config = read_config(directory)
     check_max_model_len(options, config.max_position_embeddings)
-    tensors = find_tensors(directory)
+    tensors = find_weights(directory)
     config = cut(config_for_tensors(config, tensors, directory), options.tensor_parallel_size or 1)
     config = config.for_context(options.max_model_len or config.max_position_embeddings)
     dtype = model_dtype(config, options.dtype)

@@ -20,7 +20,7 @@ from penstock.runtime.config import DTYPES, KV_CACHE_DTYPES, NATIVE, QUANTIZATIO
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import choose_backend
 from penstock.runtime.loading.hub import DEMO, resolve_model
-from penstock.runtime.loading.inspection import Inspection, inspect_checkpoint
+from penstock.runtime.loading.inspection import Inspection, QuantisedForm, inspect_checkpoint
 from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.resident import resident_bytes
 
@@ -170,6 +170,15 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
         "dtype": found.dtype.name,
         "layers": found.num_layers,
         "parameters": found.num_parameters,
+        "quantised": [
+            {
+                "form": form.form,
+                "weights": form.num_weights,
+                "parameters": form.num_parameters,
+                "bits_per_parameter": round(form.bits_per_parameter, 3),
+            }
+            for form in found.quantised
+        ],
         "devices": found.devices,
         "weight_bytes": found.weight_bytes,
         "packed": found.is_packed,
@@ -240,6 +249,7 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
     cut = f" on each of {found.devices} devices" if found.devices > 1 else ""
     rows = [
         ("weights", f"{_size(found.weight_bytes)}{cut}: {found.num_parameters:,} parameters"),
+        *(("quantised" if form is found.quantised[0] else "", _quantised(form)) for form in found.quantised),
         ("computed", f"in {found.dtype.name}, {computed}"),
         ("context", f"{found.max_model_len:,} tokens"),
         ("KV cache", "; ".join(kv) or "none"),
@@ -271,6 +281,13 @@ def _process_row(facts: dict[str, Any]) -> list[tuple[str, str]]:
     )
     whole, programs = _size(facts["process_bytes"]), _size(facts["program_bytes"])
     return [("process", f"{whole} by default: {parts}, programs about {programs}")]
+
+
+def _quantised(form: QuantisedForm) -> str:
+    return (
+        f"{form.num_weights} weights in the files as {form.form}: {form.bits_per_parameter:.2f} bits for "
+        f"each of {form.num_parameters:,} parameters"
+    )
 
 
 def _images(found: Inspection) -> str:

@@ -1,0 +1,100 @@
+"""The tensors of a checkpoint's directory, where quantised weights read as floats."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.loading.dtypes import name_of
+from penstock.runtime.loading.quantised.config import Quantisation, read_quantisation
+from penstock.runtime.loading.quantised.layers import Layer, QuantisedWeight
+from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors
+from penstock.runtime.model_files import read_json_object
+from penstock.runtime.models.load_rules import Tensor
+
+_log = logging.getLogger(__name__)
+_MOST_TOLD = 10
+
+
+def find_weights(directory: Path) -> dict[str, Tensor]:
+    """Find every tensor of a checkpoint, as `find_tensors` does. A quantised layer, as config.json describes
+    it, is one tensor, its weight in float32. Raises ConfigError.
+    """
+    file = directory / "config.json"
+    config = read_json_object(file) if file.is_file() else {}
+    quantisation = read_quantisation(directory, config)
+    tensors = find_tensors(directory)
+    if quantisation is None:
+        return dict(tensors)
+    for note in quantisation.notes:
+        _log.warning("%s: %s", directory, note)
+    return as_floats(tensors, quantisation)
+
+
+def as_floats(tensors: Mapping[str, TensorEntry], quantisation: Quantisation) -> dict[str, Tensor]:
+    """Put one tensor in the place of those of each quantised layer. Raises ConfigError, which lists what is
+    wrong with layers, each with its file and tensor.
+    """
+    found: dict[str, Tensor] = {
+        name: entry for name, entry in tensors.items() if not _ends(name, quantisation.unused)
+    }
+    problems: list[str] = []
+    layers = _layers(tensors, quantisation)
+    for layer in layers.values():
+        for ending in layer.tensors:
+            del found[f"{layer.name}.{ending}"]
+        try:
+            weight = _weight_of(layer, tensors, quantisation)
+            found[f"{layer.name}.weight"] = weight
+        except ConfigError as error:
+            problems.append(str(error))
+    parents = {name.rpartition(".")[0] for name in layers}
+    for name, tensor in found.items():
+        layer_name, _, ending = name.rpartition(".")
+        is_product = ending == "weight" and layer_name.endswith("_proj") and len(tensor.shape) == 2
+        if (
+            is_product
+            and isinstance(tensor, TensorEntry)
+            and layer_name.rpartition(".")[0] in parents
+            and not quantisation.may_be_plain(layer_name)
+        ):
+            problems.append(
+                f"{tensor.file}: tensor {name} has dtype {name_of(tensor.dtype)}, but quantization_config "
+                "says that the layer is quantised"
+            )
+    if problems:
+        more = f"; and {len(problems) - _MOST_TOLD} more" if len(problems) > _MOST_TOLD else ""
+        raise ConfigError("; ".join(problems[:_MOST_TOLD]) + more)
+    return found
+
+
+def _weight_of(
+    layer: Layer, tensors: Mapping[str, TensorEntry], quantisation: Quantisation
+) -> QuantisedWeight:
+    reader, first = quantisation.reader(layer.name), min(layer.tensors)
+    if reader is None:
+        raise layer.problem(first, "is quantised, but quantization_config says that the layer is not")
+    if "weight" not in layer and f"{layer.name}.weight" in tensors:
+        raise layer.problem(first, f"is quantised, but there is {layer.name}.weight too")
+    return reader(layer)
+
+
+def _layers(tensors: Mapping[str, TensorEntry], quantisation: Quantisation) -> dict[str, Layer]:
+    """The quantised layers by their names."""
+    found: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in tensors.items():
+        for ending in quantisation.endings:
+            if name.endswith(f".{ending}"):
+                found.setdefault(name.removesuffix(f".{ending}"), {})[ending] = entry
+    return {
+        name: Layer(name, entries)
+        for name, entries in found.items()
+        if any(ending in entries for ending in quantisation.marks)
+        or ("weight" in entries and name_of(entries["weight"].dtype) in quantisation.dtypes)
+    }
+
+
+def _ends(name: str, endings: tuple[str, ...]) -> bool:
+    return any(name.endswith(f".{ending}") for ending in endings)

@@ -1,0 +1,272 @@
+"""Readers of layers whose codes are integers: AWQ, GPTQ, compressed-tensors, bitsandbytes' int8 and MLX.
+
+N outputs, K inputs, G inputs in a group. Formulas and layouts are those of the projects' own packing code
+(AutoAWQ, GPTQModel, compressed-tensors, bitsandbytes, MLX), which tests compare with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.runtime.loading.quantised.forms import OffsetCodes
+from penstock.runtime.loading.quantised.layers import (
+    FLOATS,
+    Layer,
+    QuantisedWeight,
+    check_lost,
+    columns,
+    entries_of,
+    order_of,
+    share,
+    unpacked,
+)
+from penstock.runtime.loading.safetensors_files import TensorEntry
+from penstock.runtime.models.quantised import Codes
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where output i of eight lies among the codes of an AWQ word."""
+_BNB_STEP = np.float32(1 / 127)
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """What a config says of the integers of a layer."""
+
+    bits: int
+    group: int | None
+    """Inputs that share a scale; None: all."""
+    symmetric: bool
+    """Whether the zero is the middle of the codes."""
+
+
+def _form(kind: str, scheme: Integers, *, zeros: bool, ordered: bool = False) -> str:
+    """What a weight is, for people."""
+    scales = "a scale for each output" if scheme.group is None else f"groups of {scheme.group}"
+    bits = scheme.bits
+    return f"{kind}, {bits} bits, {scales}{' with zeros' * zeros}{', in an order of their own' * ordered}"
+
+
+def awq(layer: Layer, scheme: Integers) -> QuantisedWeight:
+    """qweight [K, N / 8], qzeros [K / G, N / 8], scales [K / G, N]: a word has eight outputs of one input, in
+    an order of its own.
+    """
+    qweight = layer.entry("qweight", "I32")
+    inputs, outputs = qweight.shape[0], qweight.shape[1] * 8
+    group = layer.groups("qweight", inputs, scheme.group)
+    qzeros = layer.entry("qzeros", "I32", shape=(inputs // group, outputs // 8))
+    scales = layer.entry("scales", *FLOATS, shape=(inputs // group, outputs))
+
+    def outputs_of(words: npt.NDArray[Any], begin: int, end: int) -> npt.NDArray[np.uint8]:
+        """[in, words] -> [end - begin, in]."""
+        eights = unpacked(words, 4).reshape(len(words), -1, 8)[:, :, _AWQ_ORDER]
+        return np.ascontiguousarray(eights.reshape(len(words), -1)[:, begin:end].T)
+
+    def read(begin: int, end: int) -> Codes:
+        first, last = begin // 8, -(-end // 8)
+        within = (begin - 8 * first, end - 8 * first)
+        codes = Codes(
+            codes=outputs_of(qweight.map()[:, first:last], *within),
+            bits=4,
+            scales=layer.finite("scales", columns(scales, begin, end)),
+            zeros=outputs_of(qzeros.map()[:, first:last], *within).astype(np.float32),
+            group=group,
+        )
+        return check_lost(layer, "scales", codes)
+
+    return QuantisedWeight(layer, (outputs, inputs), _form("AWQ", scheme, zeros=True), read)
+
+
+def gptq(layer: Layer, scheme: Integers, *, version: int, ordered: bool) -> QuantisedWeight:
+    """qweight [K * bits / 32, N], qzeros [K / G, N * bits / 32], scales [K / G, N], g_idx [K]: a word has
+    inputs of one output, and of zeros outputs.
+
+    `version`: 1 stores zeros less 1. `ordered`: whether the inputs of a group may lie apart.
+    """
+    bits, per_word = scheme.bits, 32 // scheme.bits
+    qweight = layer.entry("qweight", "I32")
+    inputs, outputs = qweight.shape[0] * per_word, qweight.shape[1]
+    if outputs % per_word:
+        raise layer.problem("qweight", f"has {outputs} outputs, no multiple of {per_word}")
+    group = layer.groups("qweight", inputs, scheme.group)
+    qzeros = layer.entry("qzeros", "I32", shape=(inputs // group, outputs // per_word))
+    scales = layer.entry("scales", *FLOATS, shape=(inputs // group, outputs))
+    order = order_of(layer, "g_idx", inputs, group) if "g_idx" in layer or ordered else None
+    if order is not None and not ordered:
+        raise layer.problem("g_idx", "has groups whose inputs lie apart, but desc_act is false")
+
+    def zeros_of(begin: int, end: int) -> npt.NDArray[np.uint8]:
+        first = begin // per_word
+        words = np.asarray(qzeros.map()[:, first : -(-end // per_word)])
+        return unpacked(words, bits)[:, begin - first * per_word : end - first * per_word].T
+
+    def read(begin: int, end: int) -> Codes:
+        values: npt.NDArray[Any] = unpacked(columns(qweight, begin, end), bits)
+        stored, middle = zeros_of(begin, end), 1 << (bits - 1)
+        zeros: npt.NDArray[np.float32] | None = None
+        if scheme.symmetric:
+            # Some files of version 2 are labelled as version 1; here both mean the middle.
+            if not ((stored == stored.flat[0]).all() and stored.flat[0] in (middle - 1, middle)):
+                raise layer.problem("qzeros", f"has other zeros than {middle}, but sym is true")
+            values = _signed(values, bits)
+        else:
+            if version == 1 and (stored == 2 * middle - 1).any():
+                raise layer.problem(
+                    "qzeros",
+                    f"has {2 * middle - 1}, which stands for 0 or for {2 * middle} in checkpoint_format "
+                    "'gptq'; convert it to gptq_v2",
+                )
+            zeros = np.ascontiguousarray(stored.astype(np.float32) + np.float32(version == 1))
+        codes = Codes(
+            codes=values if order is None else values[:, order],
+            bits=bits,
+            scales=layer.finite("scales", columns(scales, begin, end)),
+            zeros=zeros,
+            group=group,
+            order=order,
+        )
+        return check_lost(layer, "scales", codes)
+
+    form = _form("GPTQ", scheme, zeros=not scheme.symmetric, ordered=order is not None)
+    return QuantisedWeight(layer, (outputs, inputs), form, read)
+
+
+def packed(layer: Layer, scheme: Integers) -> QuantisedWeight:
+    """compressed-tensors' pack-quantized: weight_packed [N, K * bits / 32], weight_shape [2], weight_scale
+    [N, K / G], weight_zero_point [N * bits / 32, K / G], weight_g_idx [K]. Codes and zeros are stored with
+    half of their range added.
+    """
+    bits, per_word = scheme.bits, 32 // scheme.bits
+    words = layer.entry("weight_packed", "I32")
+    told = entries_of(layer.entry("weight_shape", "I64", "I32", shape=(2,))).tolist()
+    outputs, inputs = words.shape[0], int(told[1])
+    if told[0] != outputs or inputs < 1 or -(-inputs // per_word) != words.shape[1]:
+        raise layer.problem("weight_shape", f"says {told}, but weight_packed has {list(words.shape)} words")
+    group = layer.groups("weight_packed", inputs, scheme.group)
+    scales = _scales(layer, outputs, inputs // group)
+    zeros = None
+    if not scheme.symmetric:
+        zeros = _packed_zeros(layer, bits, outputs, inputs // group)
+    elif "weight_zero_point" in layer:
+        raise layer.problem("weight_zero_point", "is there, but symmetric is true")
+    order = order_of(layer, "weight_g_idx", inputs, group) if "weight_g_idx" in layer else None
+
+    def read(begin: int, end: int) -> Codes:
+        values = _signed(unpacked(words[begin:end], bits)[:, :inputs], bits)
+        codes = Codes(
+            codes=values if order is None else values[:, order],
+            bits=bits,
+            scales=_of_groups(layer.finite("weight_scale", share(scales, slice(begin, end))), inputs, group),
+            zeros=None if zeros is None else zeros[begin:end],
+            group=group,
+            order=order,
+        )
+        return check_lost(layer, "weight_scale", codes)
+
+    form = _form("compressed-tensors", scheme, zeros=zeros is not None, ordered=order is not None)
+    return QuantisedWeight(layer, (outputs, inputs), form, read)
+
+
+def _packed_zeros(layer: Layer, bits: int, outputs: int, groups: int) -> npt.NDArray[np.float32]:
+    """The zeros of all outputs, [N, K / G]. They are packed along the outputs; some files have one in each
+    entry.
+    """
+    if "weight_zero_point" in layer and layer.tensors["weight_zero_point"].shape == (outputs, groups):
+        entry = layer.entry("weight_zero_point", "I8", shape=(outputs, groups))
+        return np.asarray(entry.map()).astype(np.float32)
+    rows = -(-outputs * bits // 32)
+    entry = layer.entry("weight_zero_point", "I32", shape=(rows, groups))
+    stored = unpacked(np.asarray(entry.map()).T, bits)[:, :outputs]
+    return np.ascontiguousarray(_signed(stored, bits).T.astype(np.float32))
+
+
+def plain_integers(layer: Layer, scheme: Integers) -> QuantisedWeight:
+    """compressed-tensors' int-quantized and naive-quantized: weight int8 [N, K], weight_scale [N, K / G], and
+    weight_zero_point of the same shape.
+    """
+    weight = layer.entry("weight", "I8")
+    outputs, inputs = weight.shape
+    group = layer.groups("weight", inputs, scheme.group)
+    scales, zeros = _scales(layer, outputs, inputs // group), None
+    if not scheme.symmetric:
+        zeros = layer.entry("weight_zero_point", "I8", *FLOATS, shape=scales.shape)
+
+    def read(begin: int, end: int) -> Codes:
+        rows = slice(begin, end)
+        codes = Codes(
+            codes=np.ascontiguousarray(weight[rows]),
+            bits=8,
+            scales=_of_groups(layer.finite("weight_scale", share(scales, rows)), inputs, group),
+            zeros=None
+            if zeros is None
+            else _of_groups(layer.finite("weight_zero_point", share(zeros, rows)), inputs, group),
+            group=group,
+        )
+        return check_lost(layer, "weight_scale", codes)
+
+    form = _form("compressed-tensors", scheme, zeros=zeros is not None)
+    return QuantisedWeight(layer, (outputs, inputs), form, read)
+
+
+def bitsandbytes_int8(layer: Layer) -> QuantisedWeight:
+    """weight int8 [N, K], SCB float32 [N], weight_format []: value = code * SCB / 127."""
+    weight = layer.entry("weight", "I8")
+    outputs, inputs = weight.shape
+    peaks = layer.entry("SCB", "F32", shape=(outputs,))
+    if "weight_format" in layer:
+        form = entries_of(layer.entry("weight_format", "U8", shape=layer.tensors["weight_format"].shape))
+        if form.tolist() != [0]:
+            raise layer.problem("weight_format", f"is {form.tolist()}; only 0, rows, is supported")
+
+    def read(begin: int, end: int) -> Codes:
+        scales = layer.finite("SCB", peaks[begin:end])[:, None] * _BNB_STEP
+        codes = Codes(np.ascontiguousarray(weight[begin:end]), 8, scales, None, inputs)
+        return check_lost(layer, "SCB", codes)
+
+    return QuantisedWeight(
+        layer, (outputs, inputs), _form("bitsandbytes", Integers(8, None, True), zeros=False), read
+    )
+
+
+def mlx(layer: Layer, scheme: Integers) -> QuantisedWeight:
+    """weight uint32 [N, K * bits / 32], scales and biases [N, K / G]: value = code * scale + bias."""
+    bits = scheme.bits
+    words = layer.entry("weight", "U32")
+    outputs, inputs = words.shape[0], words.shape[1] * (32 // bits)
+    group = layer.groups("weight", inputs, scheme.group)
+    shape = (outputs, inputs // group)
+    scales = layer.entry("scales", *FLOATS, shape=shape)
+    biases = layer.entry("biases", *FLOATS, shape=shape)
+
+    def read(begin: int, end: int) -> OffsetCodes:
+        return OffsetCodes(
+            codes=unpacked(words[begin:end], bits),
+            bits=bits,
+            scales=layer.finite("scales", scales[begin:end]),
+            offsets=layer.finite("biases", biases[begin:end]),
+            group=group,
+        )
+
+    return QuantisedWeight(layer, (outputs, inputs), _form("MLX", scheme, zeros=True), read)
+
+
+def _signed(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int8]:
+    """Codes less the half of their range."""
+    return (codes ^ (1 << (bits - 1))).view(np.int8) if bits == 8 else codes.astype(np.int8) - np.int8(8)
+
+
+def _scales(layer: Layer, outputs: int, groups: int) -> TensorEntry:
+    """The entry of weight_scale: for each output and group, or one for all weights."""
+    found = layer.tensors.get("weight_scale")
+    shape: tuple[int, ...] = (outputs, groups)
+    if found is not None and groups == 1 and found.shape in ((), (1,), (1, 1), (outputs,)):
+        shape = found.shape
+    return layer.entry("weight_scale", *FLOATS, shape=shape)
+
+
+def _of_groups(values: npt.NDArray[np.float32], inputs: int, group: int) -> npt.NDArray[np.float32]:
+    """Values [out, 1] or [out, groups] as [out, groups]."""
+    return np.ascontiguousarray(np.broadcast_to(values, (len(values), inputs // group)))
