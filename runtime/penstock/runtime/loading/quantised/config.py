@@ -102,12 +102,12 @@ def _given(directory: Path, config: Mapping[str, Any]) -> list[tuple[str, dict[s
 
 def _read(fields: Fields) -> Quantisation | None:
     method = fields.raw("quant_method")
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         supported = ", ".join(map(repr, (*_METHODS, *_OF_FAMILIES)))
         fields.problem("quant_method", f"{method!r} is not supported; supported: {supported}")
         fields.rest()
         return None
-    return _METHODS[str(method)](fields)
+    return _METHODS[method](fields)
 
 
 @dataclass(frozen=True, slots=True)

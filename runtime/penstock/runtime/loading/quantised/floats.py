@@ -184,8 +184,9 @@ def _peaks(layer: Layer, state: _State, count: int) -> npt.NDArray[np.float32]:
     table = layer.entry("weight.nested_quant_map", "F32", shape=(256,))
     of_outer = layer.finite("weight.nested_absmax", entries_of(outer))
     values = layer.finite("weight.nested_quant_map", entries_of(table))[stored]
-    peaks: npt.NDArray[np.float32] = values * of_outer[np.arange(count) // state.nested_block]
-    return peaks + np.float32(state.nested_offset)
+    with np.errstate(over="ignore", invalid="ignore"):
+        peaks = values * of_outer[np.arange(count) // state.nested_block]
+        return layer.finite("weight.nested_absmax", peaks + np.float32(state.nested_offset))
 
 
 def _not_lost(layer: Layer, ending: str, rows: TableCodes) -> TableCodes:

@@ -105,7 +105,12 @@ class QuantisedWeight:
             raise ValueError("rows are read one after the other")
         if end <= begin:
             return np.zeros((0, self.shape[1]), np.float32)
-        return self.read(begin, end).dequantised()
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = self.read(begin, end).dequantised()
+        if not np.isfinite(values).all():
+            first = min(self.layer.tensors)
+            raise self.layer.problem(first, "and its scales make values that are infinite or no numbers")
+        return values
 
 
 def unpacked(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
