@@ -1,5 +1,5 @@
-"""Measures what bfloat16, int8 weights and an int8 KV cache change: next-token distributions against float32
-on the same text.
+"""Measures what bfloat16, weights of 8 and 4 bits and an int8 KV cache change: next-token distributions
+against float32 on the same text.
 
     python -m bench.probes.accuracy --model demo
 
@@ -112,7 +112,7 @@ def main() -> int:
     config = load_config(directory)
     backend = choose_backend(EngineConfig(), jax.devices("cpu")[0])
     bfloat16 = np.dtype(jnp.bfloat16)
-    plain, int8 = (backend.linear_format(bfloat16, int8=is_int8) for is_int8 in (False, True))
+    plain, int8, int4 = (backend.linear_format(bfloat16, name) for name in ("none", "int8", "int4"))
     formats = {
         "float32 | float32": Format("float32", LinearFormat()),
         "float32 | int8": Format("float32", LinearFormat(), "int8"),
@@ -120,6 +120,7 @@ def main() -> int:
         "bfloat16 | int8": Format("bfloat16", plain, "int8"),
         "int8 | bfloat16": Format("bfloat16", int8),
         "int8 | int8": Format("bfloat16", int8, "int8"),
+        "int4 | bfloat16": Format("bfloat16", int4),
     }
     scores = {
         name: np.stack([score(text) for text in texts])

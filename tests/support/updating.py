@@ -68,7 +68,7 @@ def fresh_bits(directory: Path, tensors: Arrays, into: Path, **changes: Any) -> 
     options = EngineConfig(show_progress=False, **changes)
     config = load_config(into)
     dtype = options.dtype if options.dtype not in (None, "auto") else config.dtype
-    linear = toy_backend(options).linear_format(np.dtype(dtype), int8=options.quantization == "int8")
+    linear = toy_backend(options).linear_format(np.dtype(dtype), options.quantization)
     state = load_weights(into, config, dtype, linear=linear, progress=False)
     return [np.asarray(leaf).tobytes() for leaf in state_to_leaves(state)]
 

@@ -27,7 +27,7 @@ POOLED_IMAGES = 4
 MOST_IMAGE_PIXELS = 2**26
 """Pillow would warn of pictures that are a third larger."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "int8")
 NATIVE = ("auto", "require", "off")
 _CHOICES: Mapping[str, Collection[str]] = {
@@ -83,7 +83,8 @@ class EngineConfig:
     """Dtype of weights and activations; "auto" is the checkpoint's own."""
     quantization: str = "none"
     """"int8" stores the weights of linear layers in int8 with one scale for each output; activations are
-    quantized on the way."""
+    quantized on the way. "int4" stores them in 4 bits with a scale for each 32 inputs, except tables of
+    embeddings, heads and layers of odd sizes, which are int8."""
     kv_cache_dtype: str = "auto"
     """What keys and values are kept in: "auto" is the dtype of activations; "int8" keeps 8-bit numbers, with
     a scale for each token and head."""

@@ -58,7 +58,7 @@ def test_updates_of_parts_that_were_staged_together_all_stay(tiny: Path, native:
     engine = small_engine(tiny, native=native)
     try:
         device = engine.updater._device
-        linear = toy_backend(EngineConfig(native=native)).linear_format(np.dtype(jnp.bfloat16), int8=False)
+        linear = toy_backend(EngineConfig(native=native)).linear_format(np.dtype(jnp.bfloat16), "none")
         assert linear.packed == (native == "auto" and library.available())
         rules = load_rules(load_config(tiny), jnp.bfloat16, linear)
         old = {name: np.array(entry.map()) for name, entry in find_tensors(tiny).items()}

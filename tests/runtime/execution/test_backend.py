@@ -67,8 +67,8 @@ def test_cpu_has_the_native_kernels_if_they_can_be_used() -> None:
     assert backend.sampler is native_sample
     assert (backend.logprobs, backend.zeros) == (native_token_logprobs, huge_pages.zeros)
     assert (backend.recurrent, backend.recurs_batch_invariantly) == (NATIVE_RECURRENT, True)
-    assert backend.linear_format(BF16, int8=True).packed
-    assert not backend.linear_format(F32, int8=True).packed
+    assert backend.linear_format(BF16, "int8").packed
+    assert not backend.linear_format(F32, "int8").packed
     query, cache = jax.ShapeDtypeStruct((1, 1, 32), F32), jax.ShapeDtypeStruct((1, 2, 1, 16, 32), F32)
     keys_only = jax.ShapeDtypeStruct((1, 1, 1, 16, 32), F32)
     assert backend.attends_batch_invariantly(query, cache, None)
@@ -83,7 +83,7 @@ def test_cpu_without_kernels_computes_with_xla() -> None:
     assert backend.sampler is sample
     assert (backend.logprobs, backend.zeros) == (token_logprobs, jnp.zeros)
     assert (backend.recurrent, backend.recurs_batch_invariantly) == (XLA_RECURRENT, False)
-    assert not backend.linear_format(BF16, int8=False).packed
+    assert not backend.linear_format(BF16, "none").packed
     assert (backend.sizes, backend.row_growth, backend.fixed_windows) == (CPU_SIZES, 4, False)
     assert backend.memory() is None
     assert list(backend.mesh.devices.flat) == [CPU]
@@ -96,7 +96,7 @@ def test_an_accelerator_computes_with_xla_and_reports_its_memory() -> None:
     assert backend.sampler is sample
     assert (backend.logprobs, backend.zeros) == (token_logprobs, jnp.zeros)
     assert (backend.recurrent, backend.recurs_batch_invariantly) == (XLA_RECURRENT, False)
-    assert not backend.linear_format(BF16, int8=False).packed
+    assert not backend.linear_format(BF16, "none").packed
     assert (backend.sizes, backend.row_growth, backend.fixed_windows) == (ACCELERATOR_SIZES, 2, True)
     assert backend.memory() == DeviceMemory(80 * GIB, GIB)
     assert chosen({"bytes_limit": 16 * GIB, "bytes_in_use": 0}).sizes == SMALL_SIZES
@@ -140,7 +140,7 @@ def test_hopper_has_a_kernel_for_decode_steps() -> None:
         assert backend.decodes_natively(query, cache, None)
         assert not backend.attends_batch_invariantly(query, cache, None)
         assert (backend.sampler, backend.recurrent) == (sample, XLA_RECURRENT)
-        assert not backend.linear_format(BF16, int8=True).packed
+        assert not backend.linear_format(BF16, "int8").packed
     required = EngineConfig(native="require")
     check_required(required, backend, BF16)
     with pytest.raises(ConfigError, match=r"^native: .*a model in float32 .*serve it in bfloat16"):

@@ -22,6 +22,7 @@ from penstock.runtime.models.config import (
 )
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.rope import RopeConfig
+from penstock.runtime.ops.codes import CodeForm
 from penstock.runtime.ops.native import library
 from tests.support.suite.drawing import few
 
@@ -108,11 +109,19 @@ def bound(config: ModelConfig, linear: LinearFormat) -> Any:
     return nnx.merge(*params.abstract_model(config, "bfloat16", linear))
 
 
-def test_int8_in_xla_agrees_with_float32(make_sequence: Any) -> None:
-    config, int8 = model(KINDS["shared with a gate"]), LinearFormat(int8=True)
+@pytest.mark.parametrize(
+    ("tried", "tolerance"),
+    [(LinearFormat(int8=True), 0.15), (LinearFormat(codes=CodeForm(bits=4, zeros=False)), 0.4)],
+    ids=["int8", "int4"],
+)
+def test_integers_in_xla_agree_with_float32(
+    make_sequence: Any, tried: LinearFormat, tolerance: float
+) -> None:
+    config = model(KINDS["shared with a gate"])
     exact = make_sequence(config, random_weights(config, "float32", PLAIN), "float32").feed(PROMPT)
-    tried = make_sequence(config, random_weights(config, "bfloat16", int8), "bfloat16", int8).feed(PROMPT)
-    assert np.abs(tried - exact).max() < 0.15 * np.ptp(exact)
+    got = make_sequence(config, random_weights(config, "bfloat16", tried), "bfloat16", tried).feed(PROMPT)
+    assert np.abs(got - exact).max() < tolerance * np.ptp(exact)
+    assert np.corrcoef(got.ravel(), exact.ravel())[0, 1] > 0.95
 
 
 @pytest.mark.parametrize(

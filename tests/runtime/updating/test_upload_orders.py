@@ -48,7 +48,7 @@ class Served:
     count: int = 0
 
 
-FORMATS = ("plain", "tied", "packed", "int8", "packed int8")
+FORMATS = ("plain", "tied", "packed", "int8", "packed int8", "int4")
 
 
 @pytest.fixture(scope="module", params=few(FORMATS, ["tied", "packed", "packed int8"]))
@@ -63,6 +63,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         write_checkpoint(directory, SHAPES["tiny"])
     if "int8" in request.param:
         changes["quantization"] = "int8"
+    if request.param == "int4":
+        changes["quantization"] = "int4"
     if request.param == "int8":
         changes["native"] = "off"
     old = tensors_of(directory)

@@ -29,6 +29,7 @@ from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import AXIS
 from penstock.runtime.ops.attention import LONG_SPAN, AttentionOp, paged_attention
+from penstock.runtime.ops.codes import CodeForm
 from penstock.runtime.ops.device_arrays import ZerosOf
 from penstock.runtime.ops.kv_rows import kv_storage_dtype
 from penstock.runtime.ops.native import attention as attention_kernels
@@ -137,9 +138,13 @@ class Backend:
         """JAX's name of the platform, such as "cpu", for those who report it. Decisions are made here."""
         return str(self.mesh.devices.flat[0].platform)
 
-    def linear_format(self, dtype: np.dtype[np.generic], *, int8: bool) -> LinearFormat:
+    def linear_format(self, dtype: np.dtype[np.generic], quantization: str) -> LinearFormat:
         """How the linear weights of a model in `dtype` are stored."""
-        return LinearFormat(packed=dtype == self.packed_dtype, int8=int8)
+        return LinearFormat(
+            packed=dtype == self.packed_dtype,
+            int8=quantization == "int8",
+            codes=CodeForm(bits=4, zeros=False) if quantization == "int4" else None,
+        )
 
 
 def choose_backend(config: EngineConfig, *devices: jax.Device) -> Backend:

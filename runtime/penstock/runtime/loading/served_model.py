@@ -134,7 +134,7 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
     config.cache.check_dtype(options.kv_cache_dtype)
-    linear = backend.linear_format(dtype, int8=options.quantization == "int8")
+    linear = backend.linear_format(dtype, options.quantization)
     rules = load_rules(config, dtype, linear)
     check_tensors(rules, tensors, where=f"checkpoint {directory}")
     text = TextCodec.find(directory)

@@ -177,7 +177,15 @@ class CausalLM(nnx.Module):
         self.lm_head = (
             None
             if tied
-            else Linear(hidden, of_head, dtype, planners, bias=config.head_bias, linear=linear, pieces=pieces)
+            else Linear(
+                hidden,
+                of_head,
+                dtype,
+                planners,
+                bias=config.head_bias,
+                linear=linear.int8_table(),
+                pieces=pieces,
+            )
         )
         vision = config.vision
         self.visual = None if vision is None else VisionTower(vision, dtype, linear, planners)

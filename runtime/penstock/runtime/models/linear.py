@@ -1,8 +1,9 @@
 """Linear layers, and what decoders build from them, over any format of weights.
 
 Weights keep the checkpoint's own [out, in] layout, or are packed for the CPU kernels (`native.linear`), or
-are int8 with one scale for each output. Layers that have the same input, such as q, k and v, are one product
-whose outputs lie side by side. Norms, biases and scales have places in the model's pools (`pools`).
+are int8 with one scale for each output, or codes with a scale for each 32 inputs (`ops.codes`). Layers that
+have the same input, such as q, k and v, are one product whose outputs lie side by side. Norms, biases and
+scales of outputs have places in the model's pools (`pools`).
 
 The functions below are the fusions that the kernels have; for other formats they are composed of plain
 operations with the same meaning (`ops.products`).
@@ -13,8 +14,8 @@ skip and whose results are undefined.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +32,14 @@ from penstock.runtime.models.load_rules import (
     StoredAt,
     Target,
     copy_rows,
+    pack_code_rows,
     pack_rows,
     quantize_and_pack_rows,
     quantize_rows,
 )
 from penstock.runtime.models.norms import LayerNorm, Norm, RMSNorm, vector_rule
 from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
+from penstock.runtime.ops.codes import CodeForm, matmul_codes
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.activations import Activation as GateActivation
 from penstock.runtime.ops.native.norm import normalize
@@ -51,6 +54,43 @@ class LinearFormat:
     """As tiles for the native CPU kernels; activations must be bfloat16."""
     int8: bool = False
     """As int8 with one float32 scale for each output; activations are quantized row by row on the way."""
+    codes: CodeForm | None = None
+    """As these bytes, whether or not the kernels multiply them. Layers that cannot be cut into tiles, and
+    tables of embeddings with their head, are int8: in 4 bits they alone would cost as much accuracy as a
+    third of all layers."""
+
+    def of(self, out_sizes: Iterable[int], in_size: int) -> LinearFormat:
+        """The format of a layer whose parts have these numbers of outputs."""
+        if all(native.can_pack(size, in_size) for size in out_sizes):
+            return self
+        return replace(self.int8_table(), packed=False)
+
+    def int8_table(self) -> LinearFormat:
+        """The format of a table of embeddings and of a head: int8 in the place of codes."""
+        return self if self.codes is None else LinearFormat(packed=self.packed, int8=True)
+
+    def weight(self, out_size: int, in_size: int, dtype: jnp.dtype, *stacked: int) -> nnx.Param[jax.Array]:
+        """A weight [*stacked, out_size, in_size] of zeros in this format."""
+        if self.codes is not None:
+            return nnx.Param(jnp.zeros((*stacked, *self.codes.shape(out_size, in_size)), jnp.uint8))
+        shape = (out_size, in_size)
+        if self.packed:
+            return nnx.Param(
+                jnp.zeros(
+                    (*stacked, *native.packed_shape(*shape, int8=self.int8)), jnp.int8 if self.int8 else dtype
+                )
+            )
+        return nnx.Param(jnp.zeros((*stacked, *shape), jnp.int8 if self.int8 else dtype))
+
+    @property
+    def put(self) -> Put:
+        """How rows are put into a leaf."""
+        return pack_code_rows if self.codes is not None else PUTS[self.packed, self.int8]
+
+    @property
+    def outputs_per_entry(self) -> int:
+        """How many outputs an entry of a leaf has."""
+        return native.BLOCK_OUT if self.packed or self.codes is not None else 1
 
 
 PLAIN = LinearFormat()
@@ -85,7 +125,7 @@ def part_rules(
     pools; None: it has none. `shape` is that of one piece: pieces, sums: into how many the outputs and the
     inputs are cut.
     """
-    block = native.BLOCK_OUT if linear.packed else 1
+    block = linear.outputs_per_entry
     tensor: ParamPath = (*layer, "weight")
     targets = [Target(leaf, at=at, begin=row // block, rows_per_entry=block)]
     if scale_at is not None:
@@ -98,7 +138,7 @@ def part_rules(
         num_rows=shape[0],
         dtype=dtype,
         decode=there.decode,
-        put=PUTS[linear.packed, linear.int8],
+        put=linear.put,
         cut=by_rows if sums == 1 else Cut(pieces=sums, along="columns", size=shape[1]),
     )
     yield tensor, rule
@@ -133,12 +173,15 @@ class Linear(nnx.Module):
         self.pieces, self.sums = tuple((pieces or {}).get(part, 1) for part in parts), sums
         out_size = sum(parts.values())
         self.in_size, self.parts = in_size, tuple(parts.items())
-        self.packed = linear.packed and all(native.can_pack(size, in_size) for size in parts.values())
-        self.int8 = linear.int8
-        shape = native.packed_shape(out_size, in_size, int8=self.int8) if self.packed else (out_size, in_size)
-        self.weight = nnx.Param(jnp.zeros(shape, jnp.int8 if self.int8 else dtype))
-        self.scale_at: Place | None = planners.scales.take(out_size) if self.int8 else None
+        self.form = linear.of(parts.values(), in_size)
+        self.weight = self.form.weight(out_size, in_size, dtype)
+        self.scale_at: Place | None = planners.scales.take(out_size) if self.form.int8 else None
         self.bias_at: Place | None = planners.vectors.take(out_size) if bias else None
+
+    @property
+    def packed(self) -> bool:
+        """Whether the native kernels multiply it."""
+        return self.form.packed and self.form.codes is None
 
     def load_rules(
         self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
@@ -151,7 +194,7 @@ class Linear(nnx.Module):
                 (size, self.in_size),
                 dtype,
                 stored,
-                LinearFormat(packed=self.packed, int8=self.int8),
+                self.form,
                 leaf=(*path, "weight"),
                 row=row,
                 scale_at=None if self.scale_at is None else self.scale_at.begin + row,
@@ -180,7 +223,9 @@ class Linear(nnx.Module):
     def product(self, x: jax.Array, pools: Pools) -> jax.Array:
         """x [T, in] -> float32 [T, out]; for unpacked weights only."""
         scale = self.scale(pools)
-        if scale is None:
+        if self.form.codes is not None:
+            y = matmul_codes(x, self.weight[...])
+        elif scale is None:
             y = matmul_transposed(x, self.weight[...])
         else:
             y = matmul_int8(x, self.weight[...], scale)
@@ -203,7 +248,7 @@ class Embedding(Linear):
         name: str = "embed_tokens",
     ) -> None:
         """`name`: what its path in the checkpoint ends in."""
-        super().__init__(hidden_size, {name: vocab_size}, dtype, planners, linear=linear)
+        super().__init__(hidden_size, {name: vocab_size}, dtype, planners, linear=linear.int8_table())
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, token_ids: jax.Array, pools: Pools) -> jax.Array:

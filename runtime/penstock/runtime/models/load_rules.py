@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from penstock.runtime.models.quantised import Codes, quantised
 from penstock.runtime.ops.native import linear as native
 
 AXIS = "model"
@@ -108,9 +109,9 @@ class Source:
         return (*self.at, *(slice(None),) * self.axis, rows)
 
 
-Decode: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any]]
-"""Makes rows of a parameter, in float32 or the rule's dtype, of the same rows of the tensors that it is made
-of."""
+Decode: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any] | Codes]
+"""Makes rows of a parameter, in float32 or the rule's dtype or as `Codes`, of the same rows of the tensors
+that it is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,11 @@ def quantize_and_pack_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt
     """Write the rows as tiles of int8, and their scales as the second part."""
     values, parts[1][...] = native.quantize(rows[0])
     native.pack_into(parts[0], np.ascontiguousarray(values))
+
+
+def pack_code_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
+    """Write the rows as codes of 4 bits (`ops.codes`). `LoadRule.fill` packs those that are codes already."""
+    quantised(rows[0]).pack(parts[0])
 
 
 def put_zeros(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
@@ -259,11 +265,18 @@ class LoadRule:
                 ):
                     too_large.append(source.name)
             rows.append(values)
-        if self.decode is not None:
-            rows = [self.decode(rows).astype(self.dtype, copy=False)]
-        if self.columns is not None:
-            rows = [values[:, self.columns] for values in rows]
-        self.put([leaves[target.path][target.part(begin, end)] for target in self.targets], rows)
+        parts = [leaves[target.path][target.part(begin, end)] for target in self.targets]
+        decoded = None if self.decode is None else self.decode(rows)
+        if isinstance(decoded, Codes):
+            decoded = decoded if self.columns is None else decoded.of_columns(self.columns)
+            if self.put is pack_code_rows:
+                decoded.pack(parts[0])
+                return too_large
+            rows = [decoded.dequantised().astype(self.dtype, copy=False)]
+        else:
+            rows = rows if decoded is None else [decoded.astype(self.dtype, copy=False)]
+            rows = rows if self.columns is None else [values[:, self.columns] for values in rows]
+        self.put(parts, rows)
         return too_large
 
     def on_device(self, device: int, devices: int) -> LoadRule:

@@ -1,15 +1,17 @@
-"""The form on the host of a quantised weight, whatever checkpoint it came from.
+"""The form on the host of a quantised weight, whatever checkpoint it came from, and how it is packed.
 
-Readers of checkpoints make it (`LoadRule.decode`), and packing for a device takes it. What it means is
-`Codes.dequantised`.
+Readers of checkpoints make it (`LoadRule.decode`), and `pack` writes it as the bytes of `ops.codes`. What it
+means is `Codes.dequantised`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.runtime.ops.codes import GROUP, CodeForm, pack_codes, quantise
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +64,55 @@ class Codes:
         ordered = np.empty_like(columns)
         ordered[:, self.order] = columns
         return ordered
+
+    def of_columns(self, columns: slice) -> Codes:
+        """The part of consecutive inputs, which begins and ends with a group.
+
+        Raises ValueError if it does not, or if the inputs are in another order.
+        """
+        begin, end, _ = columns.indices(self.codes.shape[1])
+        if self.order is not None or begin % self.group or end % self.group:
+            raise ValueError(f"inputs {begin} to {end} are not whole groups of {self.group} neighbours")
+        groups = slice(begin // self.group, end // self.group)
+        return replace(
+            self,
+            codes=self.codes[:, columns],
+            scales=self.scales[:, groups],
+            zeros=None if self.zeros is None else self.zeros[:, groups],
+        )
+
+    def form(self) -> CodeForm | None:
+        """The form of the bytes that hold this weight without a change of its codes; None: there is none.
+
+        Zeros are not needed where all of them are half of the codes' range.
+        """
+        if self.order is not None or self.group % GROUP:
+            return None
+        zeros = self._unsigned_zeros()
+        return CodeForm(self.bits, bool((zeros != 1 << (self.bits - 1)).any()))
+
+    def pack(self, leaf: NDArray[np.uint8]) -> None:
+        """Write the codes to the leaf of a weight (`ops.codes`).
+
+        Raises ValueError if the leaf's form cannot hold them.
+        """
+        needed, given = self.form(), CodeForm.of(leaf.shape[1], self.codes.shape[1])
+        if needed is None or needed.bits != given.bits or needed.zeros > given.zeros:
+            raise ValueError(f"a weight that needs {needed} does not fit into {given}")
+        codes = self.codes
+        if codes.dtype == np.int8:
+            codes = (codes.astype(np.int16) + given.middle).astype(np.uint8)
+        repeats = self.group // GROUP
+        zeros = np.repeat(self._unsigned_zeros(), repeats, axis=1) if given.zeros else None
+        pack_codes(leaf, codes.astype(np.uint8, copy=False), np.repeat(self.scales, repeats, axis=1), zeros)
+
+    def _unsigned_zeros(self) -> NDArray[np.float32]:
+        """The zeros of codes that are counted from 0."""
+        zeros = np.zeros_like(self.scales) if self.zeros is None else self.zeros
+        return zeros if self.codes.dtype == np.uint8 else zeros + np.float32(1 << (self.bits - 1))
+
+
+def quantised(weight: NDArray[np.generic]) -> Codes:
+    """Make codes of 4 bits with a scale for each 32 inputs of a weight [N, K] in floats."""
+    codes, scales = quantise(weight)
+    return Codes(codes=codes, bits=4, scales=scales, zeros=np.full_like(scales, 8), group=GROUP)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from penstock.runtime.ops.codes import OUTPUTS, matmul_codes
 from penstock.runtime.ops.native.activations import Activation
 from penstock.runtime.ops.products import gated, matmul_int8, matmul_transposed
 
@@ -21,7 +22,7 @@ class StackedExperts(NamedTuple):
     """Weights of all experts, in the checkpoint's [out, in] layout."""
 
     weight: jax.Array
-    """[experts, out, in], in the model's dtype or int8."""
+    """[experts, out, in], in the model's dtype or int8; or the bytes of `codes` [experts, out / 16, any]."""
     scale: jax.Array | None = None
     """Of each output, float32 [experts, out], with int8."""
     bias: jax.Array | None = None
@@ -103,7 +104,9 @@ def experts(
         out = _product(inner, down_one)
         return jnp.where(is_mine[:, :, None], out[:, None, :], chosen), None
 
-    count, width, _ = down.weight.shape
+    count, width = len(down.weight), down.weight.shape[1]
+    if down.weight.dtype == jnp.uint8:
+        width *= OUTPUTS
     none = jnp.zeros((*ids.shape, width), jnp.float32)
     chosen, _ = jax.lax.scan(add, none, (jnp.arange(count, dtype=jnp.int32), gate_up, down))
     total = jnp.zeros((x.shape[0], width), jnp.float32)
@@ -116,5 +119,8 @@ def experts(
 def _product(x: jax.Array, expert: StackedExperts) -> jax.Array:
     """x [T, in] -> float32 [T, out], by one expert's [out, in]."""
     weight, scale, bias = expert
-    y = matmul_transposed(x, weight) if scale is None else matmul_int8(x, weight, scale)
+    if weight.dtype == jnp.uint8:
+        y = matmul_codes(x, weight)
+    else:
+        y = matmul_transposed(x, weight) if scale is None else matmul_int8(x, weight, scale)
     return y if bias is None else y + bias.astype(jnp.float32)[None, :]

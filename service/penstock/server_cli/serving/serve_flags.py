@@ -290,7 +290,12 @@ def _add_engine(flag: AddFlag) -> None:
         "NAME",
     )
     flag("dtype", "auto: the checkpoint's", choices=DTYPES)
-    flag("quantization", "int8: weights and activations of linear layers have 8 bits", choices=QUANTIZATIONS)
+    flag(
+        "quantization",
+        "int8: weights and activations of linear layers have 8 bits; int4: weights have 4, except embeddings "
+        "and heads",
+        choices=QUANTIZATIONS,
+    )
     flag(
         "kv_cache_dtype",
         "what the KV cache is kept in; int8: 8 bits, with a scale for each token and head, so that the "

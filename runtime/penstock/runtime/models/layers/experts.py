@@ -23,7 +23,6 @@ from penstock.runtime.models.norms import Norm
 from penstock.runtime.models.pools import Place, PoolPlanners, Pools
 from penstock.runtime.ops import experts as xla
 from penstock.runtime.ops.native import experts as native
-from penstock.runtime.ops.native.linear import can_pack, packed_shape
 from penstock.runtime.ops.native.norm import normalize
 
 
@@ -47,18 +46,17 @@ class StackedLinear(nnx.Module):
         pieces: int = 1,
         sums: int = 1,
     ) -> None:
-        """numbered: the path of a parameter has the expert's number. linear: whether weights are packed is
-        decided by the caller, who must know that they can be. pieces, sums: see `Linear`.
+        """numbered: the path of a parameter has the expert's number. linear: the format as it is; the caller
+        knows that the weights can have it. pieces, sums: see `Linear`.
         """
         self.pieces, self.sums = pieces, sums
         out_size = sum(parts.values())
         self.num_experts, self.in_size, self.out_size = num_experts, in_size, out_size
         self.parts, self.numbered = tuple(parts.items()), numbered
-        self.packed, self.int8 = linear.packed, linear.int8
-        shape = packed_shape(out_size, in_size, int8=self.int8) if self.packed else (out_size, in_size)
-        self.weight = nnx.Param(jnp.zeros((num_experts, *shape), jnp.int8 if self.int8 else dtype))
+        self.form = linear
+        self.weight = linear.weight(out_size, in_size, dtype, num_experts)
         size = num_experts * out_size
-        self.scale_at: Place | None = planners.scales.take(size) if self.int8 else None
+        self.scale_at: Place | None = planners.scales.take(size) if linear.int8 else None
         self.bias_at: Place | None = planners.vectors.take(size) if bias else None
 
     def load_rules(
@@ -74,7 +72,7 @@ class StackedLinear(nnx.Module):
                     (size, self.in_size),
                     dtype,
                     stored,
-                    LinearFormat(packed=self.packed, int8=self.int8),
+                    self.form,
                     leaf=(*path, "weight"),
                     at=(expert,),
                     row=row,
@@ -123,9 +121,8 @@ class ExpertStack(nnx.Module):
     ) -> None:
         """inner: the intermediate size. numbered: see `StackedLinear`."""
         hidden = model.hidden_size
-        packed = linear.packed and can_pack(inner, hidden) and can_pack(hidden, inner)
-        form = LinearFormat(packed=packed, int8=linear.int8)
-        self.packed, self.config = packed, config
+        form = linear.of((inner,), hidden).of((hidden,), inner)
+        self.packed, self.config = form.packed and form.codes is None, config
 
         def stacked(in_size: int, parts: dict[str, int], *, pieces: int = 1, sums: int = 1) -> StackedLinear:
             return StackedLinear(

@@ -1,0 +1,209 @@
+"""Weights of 4 or 8 bits with a scale for each 32 inputs: how they lie in memory, and XLA's product.
+
+A weight [out, in] is a leaf uint8 [out / 16, bytes]. The bytes of 16 outputs are a tile for each 64 inputs,
+and behind them 16 factors in float32. A tile is, in lines of 64 bytes:
+
+- the scales of its two groups of 32 inputs, float16 [2, 16 outputs];
+- their zeros in the same form, if the weight has any;
+- the codes, unsigned. With 4 bits a line has 8 inputs: byte 4 o + i holds input i of output o in its low half
+  and input 4 + i in its high half. With 8 bits it has 4 inputs: byte 4 o + i is input i of output o.
+
+value = factor * scale * (code - zero), where a weight without zeros has half of the codes' range. Factors are
+powers of two, so that the scales of an output use the range of float16: a scale in float16, or in bfloat16 of
+at least 2^-14 of the output's largest, is kept exactly. A coarser group of a checkpoint repeats its scale.
+
+XLA's product makes floats of the whole weight, and keeps activations as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.runtime.ops.products import matmul_transposed
+
+GROUP = 32
+"""Inputs that share a scale."""
+OUTPUTS, INPUTS = 16, 64
+"""What a tile has."""
+_LINE = 64
+_QUANTISED_AT_ONCE = 1 << 16
+"""How many weights are quantised at once, so that intermediate values stay in the second-level cache."""
+_SHRINKS = (1.0, 0.95, 0.9, 0.84, 0.77)
+"""The parts of the scale of the largest value that are tried: smaller ones cut off the largest values, and
+round the others less."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeForm:
+    """What the bytes of a weight hold."""
+
+    bits: int
+    """Of a code: 4 or 8."""
+    zeros: bool
+    """Whether each group has a zero of its own."""
+
+    @property
+    def middle(self) -> int:
+        """The zero of a weight without zeros."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile."""
+        return _LINE * (1 + self.zeros + 2 * self.bits)
+
+    def shape(self, out_size: int, in_size: int) -> tuple[int, int]:
+        """The shape of the leaf of a weight [out_size, in_size] that `fits`."""
+        return out_size // OUTPUTS, in_size // INPUTS * self.tile_bytes + _LINE
+
+    @classmethod
+    def of(cls, num_bytes: int, in_size: int) -> CodeForm:
+        """The form of a weight with `in_size` inputs whose 16 outputs take so many bytes.
+
+        Raises ValueError if there is none.
+        """
+        for form in FORMS:
+            if form.shape(OUTPUTS, in_size)[1] == num_bytes:
+                return form
+        raise ValueError(f"no form has {num_bytes} bytes for {in_size} inputs of {OUTPUTS} outputs")
+
+
+FORMS = tuple(CodeForm(bits, zeros) for bits in (4, 8) for zeros in (False, True))
+
+
+def fits(out_size: int, in_size: int) -> bool:
+    """Whether a weight [out_size, in_size] can be cut into tiles."""
+    return out_size % OUTPUTS == 0 and in_size % INPUTS == 0
+
+
+def pack_codes(
+    leaf: NDArray[np.uint8],
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    zeros: NDArray[np.float32] | None,
+) -> None:
+    """Write unsigned codes [N, K], and scales and zeros [N, K / 32], to the leaf of a weight [N, K], whose
+    shape says the form. A form without zeros takes None.
+    """
+    num_out, num_in = codes.shape
+    form = CodeForm.of(leaf.shape[1], num_in)
+    blocks, tiles = num_out // OUTPUTS, num_in // INPUTS
+    factors = _factors(scales)
+    lines = leaf[:, :-_LINE].reshape(blocks, tiles, -1, _LINE)
+    _put_halves(lines[:, :, 0], scales / factors[:, None])
+    if zeros is not None:
+        _put_halves(lines[:, :, 1], zeros)
+    kept = codes
+    if form.bits == 4:
+        fours = codes.reshape(num_out, -1, 2, 4)
+        kept = np.bitwise_or(fours[:, :, 0], np.left_shift(fours[:, :, 1], 4, dtype=np.uint8))
+    words = np.ascontiguousarray(kept).reshape(num_out, -1).view(np.uint32)
+    of_tiles = np.ascontiguousarray(words.reshape(blocks, OUTPUTS, tiles, -1).transpose(0, 2, 3, 1))
+    lines[:, :, 1 + form.zeros :] = of_tiles.view(np.uint8).reshape(blocks, tiles, -1, _LINE)
+    leaf[:, -_LINE:] = factors.reshape(blocks, OUTPUTS).view(np.uint8)
+
+
+def _put_halves(lines: NDArray[np.uint8], values: NDArray[np.float32]) -> None:
+    """Write values [N, K / 32] in float16 to a line [N / 16, K / 64, 64] of each tile."""
+    blocks, tiles, _ = lines.shape
+    with np.errstate(over="ignore"):
+        halves = values.astype(np.float16).reshape(blocks, OUTPUTS, tiles, 2).transpose(0, 2, 3, 1)
+    lines[...] = np.ascontiguousarray(halves).view(np.uint8).reshape(lines.shape)
+
+
+def _factors(scales: NDArray[np.float32]) -> NDArray[np.float32]:
+    """For each output the power of two that brings its largest scale to at least 1 and less than 2. It is 1
+    where that is 0 or not finite."""
+    largest = np.abs(scales).max(axis=1)
+    usual = np.isfinite(largest) & (largest > 0)
+    _, exponents = np.frexp(np.where(usual, largest, np.float32(1)))
+    factors: NDArray[np.float32] = np.ldexp(np.float32(1), np.maximum(exponents - 1, -126)).astype(np.float32)
+    return factors
+
+
+def quantise(weight: NDArray[np.generic]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Weight [N, K] -> codes of 4 bits [N, K] around 8, and scales [N, K / 32].
+
+    Of a few scales for each group, the one is taken that leaves the least squared error. The value of the
+    largest size becomes -8, because there is no +8; so a scale may be negative. If a weight is not finite,
+    neither is its group's scale.
+    """
+    num_out, num_in = weight.shape
+    codes = np.empty((num_out, num_in), np.uint8)
+    scales = np.empty((num_out, num_in // GROUP), np.float32)
+    rows = max(1, _QUANTISED_AT_ONCE // num_in)
+    for begin in range(0, num_out, rows):
+        part = slice(begin, begin + rows)
+        # Sums over a group are sums over the first axis, which numpy vectorises.
+        groups = np.ascontiguousarray(weight[part].reshape(-1, GROUP).T.astype(np.float32))
+        found = _best_scales(groups)
+        scales[part] = found.reshape(-1, num_in // GROUP)
+        numbers = _rounded(groups, found, np.empty_like(groups))
+        codes[part] = (numbers + np.float32(8)).astype(np.uint8).T.reshape(-1, num_in)
+    return codes, scales
+
+
+def _rounded(
+    groups: NDArray[np.float32], scales: NDArray[np.float32], out: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """The codes of groups [32, n], from -8 to 7, with scales [n]; 0 where a scale is 0 or not finite."""
+    usable = np.isfinite(scales) & (scales != 0)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        np.multiply(groups, np.where(usable, np.float32(1) / scales, np.float32(0)), out=out)
+    if not usable.all():
+        np.nan_to_num(out, copy=False, nan=0.0)
+    np.rint(out, out=out)
+    return np.clip(out, np.float32(-8), np.float32(7), out=out)
+
+
+def _best_scales(groups: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The scales of groups [32, n] that leave the least squared error."""
+    highest, lowest = groups.max(axis=0), groups.min(axis=0)
+    peak = np.where(highest > -lowest, highest, lowest) / np.float32(-8)
+    best: NDArray[np.float32] = peak
+    most = np.zeros_like(peak)
+    numbers, work = np.empty_like(groups), np.empty_like(groups)
+    for shrink in _SHRINKS:
+        _rounded(groups, peak * np.float32(shrink), numbers)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            products = np.multiply(groups, numbers, out=work).sum(axis=0)
+            squares = np.multiply(numbers, numbers, out=work).sum(axis=0)
+            fitted = products / squares  # the best scale for these codes
+            gain = products * fitted  # and how much squared error it takes off
+            better = gain > most
+        most, best = np.where(better, gain, most), np.where(better, fitted, best)
+    return best
+
+
+def dequantised(leaf: jax.Array, in_size: int, dtype: jnp.dtype) -> jax.Array:
+    """The weight [N, K] that a leaf stands for; it is computed in float32."""
+    form = CodeForm.of(leaf.shape[1], in_size)
+    blocks, tiles = leaf.shape[0], in_size // INPUTS
+    lines = leaf[:, :-_LINE].reshape(blocks, tiles, -1, _LINE)
+    factors = jax.lax.bitcast_convert_type(leaf[:, -_LINE:].reshape(blocks, OUTPUTS, 4), jnp.float32)
+
+    def halves(line: int) -> jax.Array:
+        pairs = lines[:, :, line].reshape(blocks, tiles, 2, OUTPUTS, 2)
+        return jax.lax.bitcast_convert_type(pairs, jnp.float16).astype(jnp.float32)
+
+    # [blocks, tiles, lines, outputs, 4], and with 4 bits both halves of a byte one after the other.
+    codes = lines[:, :, 1 + form.zeros :].reshape(blocks, tiles, -1, OUTPUTS, 4)
+    if form.bits == 4:
+        both = jnp.stack([codes & np.uint8(15), codes >> 4], axis=3)
+        codes = both.reshape(blocks, tiles, -1, OUTPUTS, 4)
+    # [blocks, tiles, groups, words of a group, outputs, 4]
+    numbers = codes.reshape(blocks, tiles, 2, -1, OUTPUTS, 4).astype(jnp.float32)
+    zeros = halves(1)[:, :, :, None, :, None] if form.zeros else np.float32(form.middle)
+    scales = halves(0) * factors[:, None, None, :]
+    values = (numbers - zeros) * scales[:, :, :, None, :, None]
+    return values.transpose(0, 4, 1, 2, 3, 5).reshape(blocks * OUTPUTS, in_size).astype(dtype)
+
+
+def matmul_codes(x: jax.Array, leaf: jax.Array) -> jax.Array:
+    """x [T, in] times the weight [out, in] of a leaf, in x's dtype, transposed: float32 [T, out]."""
+    return matmul_transposed(x, dequantised(leaf, x.shape[1], x.dtype))

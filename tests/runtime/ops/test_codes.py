@@ -1,0 +1,98 @@
+"""Codes as bytes: where each lies, what XLA makes of them, and the scales that are chosen for floats."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from penstock.runtime.ops.codes import FORMS, GROUP, CodeForm, dequantised, matmul_codes, pack_codes, quantise
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.bits} bits{' and zeros' * form.zeros}")
+def test_bytes_lie_as_the_module_says(form: CodeForm) -> None:
+    """Output 17 (block 1, place 1) and input 75 (tile 1, group 0, input 11 of it)."""
+    rng = np.random.default_rng(form.bits)
+    codes = rng.integers(0, 1 << form.bits, (32, 128)).astype(np.uint8)
+    scales = np.full((32, 4), 3.0, np.float32)
+    scales[17, 2] = 0.375
+    zeros = np.full((32, 4), 5.0, np.float32)
+    zeros[17, 2] = 6.5
+    leaf = np.zeros(form.shape(32, 128), np.uint8)
+    pack_codes(leaf, codes, scales, zeros if form.zeros else None)
+    tile = leaf[1, form.tile_bytes : 2 * form.tile_bytes].reshape(-1, 64)
+    halves = tile[: 1 + form.zeros].view(np.float16)
+    assert leaf[1, -64:].view(np.float32)[1] == 2.0  # the power of two below 3
+    assert halves[0, 1] == 0.375 / 2
+    assert halves[0, 16 + 1] == 3 / 2
+    if form.zeros:
+        assert halves[1, 1] == 6.5
+    lines = tile[1 + form.zeros :]
+    if form.bits == 8:
+        assert lines[11 // 4, 4 * 1 + 3] == codes[17, 75]
+    else:  # input 11 is the fourth of the second line, and input 15 lies above it
+        assert lines[1, 4 * 1 + 3] == codes[17, 75] | codes[17, 79] << 4
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.bits} bits{' and zeros' * form.zeros}")
+def test_xla_multiplies_what_the_codes_stand_for(form: CodeForm) -> None:
+    rng = np.random.default_rng(form.bits + 8)
+    codes = rng.integers(0, 1 << form.bits, (48, 192)).astype(np.uint8)
+    scales = rng.standard_normal((48, 6)).astype(np.float16).astype(np.float32)
+    zeros = rng.integers(0, 1 << form.bits, (48, 6)).astype(np.float32)
+    leaf = np.zeros(form.shape(48, 192), np.uint8)
+    pack_codes(leaf, codes, scales, zeros if form.zeros else None)
+    of_all = zeros if form.zeros else np.full_like(zeros, form.middle)
+    exact = np.repeat(scales, GROUP, axis=1) * (codes - np.repeat(of_all, GROUP, axis=1).astype(np.float64))
+    np.testing.assert_array_equal(np.asarray(dequantised(jnp.asarray(leaf), 192, jnp.float32)), exact)
+    x = rng.standard_normal((5, 192)).astype(np.float32)
+    got = np.asarray(matmul_codes(jnp.asarray(x), jnp.asarray(leaf)))
+    assert np.abs(got - x.astype(np.float64) @ exact.T).max() < 1e-5 * np.abs(exact).sum(axis=1).max()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("size", [1e-30, 1e-4, 1.0, 1e4])
+def test_scales_of_16_bits_are_kept_exactly(dtype: type, size: float) -> None:
+    """Those of bfloat16 also where they are beyond the range of float16."""
+    if dtype is np.float16 and size == 1e-30:
+        pytest.skip("float16 has no such numbers")
+    rng = np.random.default_rng(3)
+    scales = (rng.uniform(0.5, 100, (16, 4)) * size / 100).astype(dtype).astype(np.float32)
+    leaf = np.zeros(CodeForm(4, False).shape(16, 128), np.uint8)
+    pack_codes(leaf, np.full((16, 128), 9, np.uint8), scales, None)
+    got = np.asarray(dequantised(jnp.asarray(leaf), 128, jnp.float32))
+    np.testing.assert_array_equal(got, np.repeat(scales, GROUP, axis=1))
+
+
+def squared_errors(weight: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Of each group of 32, with the nearest of 16 codes around 8, in float64."""
+    groups, scale = weight.reshape(-1, GROUP).astype(np.float64), scales.reshape(-1, 1).astype(np.float64)
+    numbers = np.clip(np.rint(groups / scale), -8, 7)
+    errors: np.ndarray = ((numbers * scale - groups) ** 2).sum(axis=1)
+    return errors
+
+
+def test_scales_leave_less_squared_error_than_those_of_the_largest_value() -> None:
+    """No group has more than with its largest value at -8, and all have a quarter less than with it at 7."""
+    rng = np.random.default_rng(4)
+    weight = rng.standard_normal((64, 256)).astype(np.float32)
+    codes, scales = quantise(weight)
+    kept = ((codes.astype(np.float64) - 8) * np.repeat(scales, GROUP, axis=1) - weight) ** 2
+    ours = kept.reshape(-1, GROUP).sum(axis=1)
+    np.testing.assert_allclose(ours, squared_errors(weight, scales), rtol=1e-3)
+    groups = weight.reshape(-1, GROUP)
+    peaks = groups[np.arange(len(groups)), np.abs(groups).argmax(axis=1)]
+    assert (ours <= squared_errors(weight, peaks / -8) * 1.0001).all()
+    assert ours.sum() < 0.75 * squared_errors(weight, np.abs(peaks) / 7).sum()
+
+
+def test_weights_that_are_not_finite_make_their_outputs_not_finite() -> None:
+    weight = np.random.default_rng(5).standard_normal((16, 64)).astype(np.float32)
+    weight[3, 40], weight[5, 2], weight[7] = np.nan, -np.inf, 0.0
+    codes, scales = quantise(weight)
+    leaf = np.zeros(CodeForm(4, False).shape(16, 64), np.uint8)
+    pack_codes(leaf, codes, scales, None)
+    got = np.asarray(matmul_codes(jnp.ones((1, 64)), jnp.asarray(leaf)))[0]
+    assert np.isfinite(got).tolist() == [output not in (3, 5) for output in range(16)]
+    assert got[7] == 0
