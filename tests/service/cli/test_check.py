@@ -125,6 +125,7 @@ def test_a_quantised_checkpoint(run: Run) -> None:
     assert facts["quantised"] == [
         {
             "form": "AWQ, 4 bits, groups of 64 with zeros",
+            "kept": False,
             "weights": 14,
             "parameters": count,
             "bits_per_parameter": pytest.approx(4 + 20 / 64, abs=1e-3),
@@ -134,6 +135,12 @@ def test_a_quantised_checkpoint(run: Run) -> None:
     text = run(str(GOLDEN / "quantised" / "awq_g64"))[1]
     assert "quantised   14 weights in the files as AWQ, 4 bits, groups of 64 with zeros: 4.31 bits" in text
     assert json.loads(run(str(GOLDEN / "qwen3"), "--json")[1])["quantised"] == []
+    kept = json.loads(run(str(GOLDEN / "quantised" / "awq_g64"), "--json", "--quantization", "int4")[1])
+    assert kept["quantised"] == [facts["quantised"][0] | {"kept": True}]
+    # A tile of 16 x 64 has 512 bytes of codes, 64 of scales and 64 of zeros. An output has a factor.
+    tiles, outputs = count // (16 * 64), 2 * (128 + 64 + 64 + 128 + 256 + 256 + 128)
+    table, norms = 320 * (128 + 4), 5 * 128 * 2
+    assert 0 <= kept["weight_bytes"] - (tiles * 640 + outputs * 4 + table + norms) < 4096
 
 
 def test_windowed_layers_hold_their_window(run: Run) -> None:

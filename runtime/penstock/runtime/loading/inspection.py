@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +16,9 @@ from penstock.runtime.execution.backend import Backend, lacking_kernels
 from penstock.runtime.execution.kv_sizing import plan_kv
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW
 from penstock.runtime.loading.quantised.layers import QuantisedWeight
-from penstock.runtime.loading.served_model import read_checkpoint
+from penstock.runtime.loading.served_model import CheckpointFacts, read_checkpoint
 from penstock.runtime.models.config import ModelConfig
-from penstock.runtime.models.load_rules import Tensor
+from penstock.runtime.models.load_rules import pack_code_rows
 from penstock.runtime.models.params import abstract_model, leaf_shapes
 from penstock.runtime.ops.cache_spec import CacheSpec, cache_dtype
 from penstock.runtime.scheduling.pages import window_pages
@@ -32,6 +31,8 @@ class QuantisedForm:
 
     form: str
     """What it is, for people."""
+    is_kept: bool
+    """Whether their codes are kept in memory; else they are made floats, and served as those are."""
     num_weights: int
     num_parameters: int
     """Numbers in these weights."""
@@ -57,7 +58,7 @@ class Inspection:
     num_parameters: int
     """Numbers in the tensors that are read."""
     quantised: tuple[QuantisedForm, ...] = ()
-    """The weights that are quantised in the files, which are served as the others are."""
+    """The weights that are quantised in the files."""
     devices: int
     """Over how many devices it would be cut. All bytes are those of one of them."""
     weight_bytes: int
@@ -135,7 +136,7 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
         kv_dtype=kv_dtype,
         num_layers=config.num_layers,
         num_parameters=sum(math.prod(tensor.shape) for tensor in facts.rules.tensors),
-        quantised=_forms(facts.tensors),
+        quantised=_forms(facts),
         devices=config.devices,
         weight_bytes=sum(_num_bytes(leaf) for leaf in leaves) // config.devices,
         is_packed=facts.linear.packed,
@@ -181,20 +182,25 @@ def _served_cache_bytes(
     return pages + cache.state_bytes(rows, plan.num_snapshots)
 
 
-def _forms(tensors: Mapping[str, Tensor]) -> tuple[QuantisedForm, ...]:
+def _forms(facts: CheckpointFacts) -> tuple[QuantisedForm, ...]:
     """The forms of quantised weights, those with most numbers first."""
-    by_form: dict[str, list[QuantisedWeight]] = {}
-    for tensor in tensors.values():
+    packed = {
+        source.name for rule in facts.rules.rules if rule.put is pack_code_rows for source in rule.sources
+    }
+    by_form: dict[tuple[str, bool], list[QuantisedWeight]] = {}
+    for name, tensor in facts.tensors.items():
         if isinstance(tensor, QuantisedWeight):
-            by_form.setdefault(tensor.form, []).append(tensor)
+            is_kept = name in packed and tensor.has_kept_codes
+            by_form.setdefault((tensor.form, is_kept), []).append(tensor)
     forms = [
         QuantisedForm(
             form,
+            is_kept,
             len(weights),
             sum(math.prod(weight.shape) for weight in weights),
             sum(weight.num_bytes for weight in weights),
         )
-        for form, weights in by_form.items()
+        for (form, is_kept), weights in by_form.items()
     ]
     return tuple(sorted(forms, key=lambda found: -found.num_parameters))
 

@@ -26,7 +26,7 @@ from penstock.runtime.images.vision import Vision
 from penstock.runtime.loading.checkpoint import check_tensors, config_for_tensors, load_leaves, read_config
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW, resolve_model
 from penstock.runtime.loading.pooling import read_answer_tokens, read_pooling
-from penstock.runtime.loading.quantised.checkpoint import find_weights
+from penstock.runtime.loading.quantised.checkpoint import find_weights, format_for
 from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.config import ModelConfig
@@ -134,7 +134,7 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
     config.cache.check_dtype(options.kv_cache_dtype)
-    linear = backend.linear_format(dtype, options.quantization)
+    linear = format_for(backend.linear_format(dtype, options.quantization), tensors.values())
     rules = load_rules(config, dtype, linear)
     check_tensors(rules, tensors, where=f"checkpoint {directory}")
     text = TextCodec.find(directory)

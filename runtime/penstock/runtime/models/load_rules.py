@@ -51,6 +51,15 @@ class Tensor(Protocol):
     def __getitem__(self, rows: slice, /) -> npt.NDArray[Any]: ...
 
 
+@runtime_checkable
+class CodedTensor(Tensor, Protocol):
+    """A tensor whose values stand in the checkpoint as codes."""
+
+    def codes(self, rows: slice, /) -> Codes | None:
+        """Consecutive rows as codes of 4 bits that can be packed as they are; None if it has none."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """What a rule reads of one tensor: row r of the rule is the tensor's entry `begin` + r along an axis."""
@@ -90,6 +99,17 @@ class Source:
         found = self._entries(tensor, self.begin + first, self.begin + int(entries.max()) + 1)
         ordered: npt.NDArray[Any] = found[entries - first]
         return ordered
+
+    def codes(self, tensor: CodedTensor, begin: int, end: int) -> Codes | None:
+        """Rows `begin` to `end` of the rule as codes, if the tensor has them in rows."""
+        if self.at or self.axis:
+            return None
+        if self.order is None:
+            return tensor.codes(slice(self.begin + begin, self.begin + end))
+        entries = np.asarray(self.order[begin:end])
+        first = int(entries.min())
+        found = tensor.codes(slice(self.begin + first, self.begin + int(entries.max()) + 1))
+        return None if found is None else found.of_rows(entries - first)
 
     def _entries(self, tensor: Tensor, begin: int, end: int) -> npt.NDArray[Any]:
         """Entries `begin` to `end` of the tensor along the axis, which comes first."""
@@ -250,6 +270,9 @@ class LoadRule:
 
         Returns the tensors with values that the rule's dtype cannot hold, whose result is of no use.
         """
+        if self.put is pack_code_rows and (codes := self._codes(tensors, begin, end)) is not None:
+            codes.pack(leaves[self.targets[0].path][self.targets[0].part(begin, end)])
+            return []
         too_large: list[str] = []
         rows: list[npt.NDArray[Any]] = []
         for source in self.sources:
@@ -278,6 +301,15 @@ class LoadRule:
             rows = rows if self.columns is None else [values[:, self.columns] for values in rows]
         self.put(parts, rows)
         return too_large
+
+    def _codes(self, tensors: Mapping[str, Tensor], begin: int, end: int) -> Codes | None:
+        """Rows of the one source as the codes that its tensor has; None if it has none."""
+        source, *others = self.sources
+        tensor = tensors[source.name]
+        if others or not isinstance(tensor, CodedTensor):
+            return None
+        codes = source.codes(tensor, begin, end)
+        return codes if codes is None or self.columns is None else codes.of_columns(self.columns)
 
     def on_device(self, device: int, devices: int) -> LoadRule:
         """The rule for one device of a mesh. Leaves have one entry for each device along their first axis."""

@@ -81,6 +81,17 @@ class Codes:
             zeros=None if self.zeros is None else self.zeros[:, groups],
         )
 
+    def of_rows(self, rows: NDArray[np.intp]) -> Codes:
+        """These outputs."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+
+    def in_groups_of(self, group: int) -> Codes:
+        """The same weight with smaller groups, whose size divides that of its own."""
+        repeats = self.group // group
+        zeros = None if self.zeros is None else np.repeat(self.zeros, repeats, axis=1)
+        return replace(self, scales=np.repeat(self.scales, repeats, axis=1), zeros=zeros, group=group)
+
     def form(self) -> CodeForm | None:
         """The form of the bytes that hold this weight without a change of its codes; None: there is none.
 

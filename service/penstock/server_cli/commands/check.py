@@ -173,6 +173,7 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
         "quantised": [
             {
                 "form": form.form,
+                "kept": form.is_kept,
                 "weights": form.num_weights,
                 "parameters": form.num_parameters,
                 "bits_per_parameter": round(form.bits_per_parameter, 3),
@@ -286,7 +287,7 @@ def _process_row(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _quantised(form: QuantisedForm) -> str:
     return (
         f"{form.num_weights} weights in the files as {form.form}: {form.bits_per_parameter:.2f} bits for "
-        f"each of {form.num_parameters:,} parameters"
+        f"each of {form.num_parameters:,} parameters; {'kept so' if form.is_kept else 'made floats'}"
     )
 
 

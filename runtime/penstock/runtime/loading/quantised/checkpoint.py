@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.runtime.errors import ConfigError
@@ -12,6 +13,7 @@ from penstock.runtime.loading.quantised.config import Quantisation, read_quantis
 from penstock.runtime.loading.quantised.layers import Layer, QuantisedWeight
 from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors
 from penstock.runtime.model_files import read_json_object
+from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import Tensor
 
 _log = logging.getLogger(__name__)
@@ -31,6 +33,15 @@ def find_weights(directory: Path) -> dict[str, Tensor]:
     for note in quantisation.notes:
         _log.warning("%s: %s", directory, note)
     return as_floats(tensors, quantisation)
+
+
+def format_for(linear: LinearFormat, tensors: Iterable[Tensor]) -> LinearFormat:
+    """Give the format of weights in codes zeros, if some of these tensors have codes that need them."""
+    if linear.codes is None or not any(
+        isinstance(tensor, QuantisedWeight) and tensor.kept and tensor.kept.zeros for tensor in tensors
+    ):
+        return linear
+    return replace(linear, codes=replace(linear.codes, zeros=True))
 
 
 def as_floats(tensors: Mapping[str, TensorEntry], quantisation: Quantisation) -> dict[str, Tensor]:

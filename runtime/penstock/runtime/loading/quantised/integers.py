@@ -20,6 +20,7 @@ from penstock.runtime.loading.quantised.layers import (
     check_lost,
     columns,
     entries_of,
+    kept_as,
     order_of,
     share,
     unpacked,
@@ -77,7 +78,9 @@ def awq(layer: Layer, scheme: Integers) -> QuantisedWeight:
         )
         return check_lost(layer, "scales", codes)
 
-    return QuantisedWeight(layer, (outputs, inputs), _form("AWQ", scheme, zeros=True), read)
+    return QuantisedWeight(
+        layer, (outputs, inputs), _form("AWQ", scheme, zeros=True), read, kept_as(4, group, zeros=True)
+    )
 
 
 def gptq(layer: Layer, scheme: Integers, *, version: int, ordered: bool) -> QuantisedWeight:
@@ -130,8 +133,9 @@ def gptq(layer: Layer, scheme: Integers, *, version: int, ordered: bool) -> Quan
         )
         return check_lost(layer, "scales", codes)
 
-    form = _form("GPTQ", scheme, zeros=not scheme.symmetric, ordered=order is not None)
-    return QuantisedWeight(layer, (outputs, inputs), form, read)
+    traits = {"zeros": not scheme.symmetric, "ordered": order is not None}
+    form, kept = _form("GPTQ", scheme, **traits), kept_as(bits, group, **traits)
+    return QuantisedWeight(layer, (outputs, inputs), form, read, kept)
 
 
 def packed(layer: Layer, scheme: Integers) -> QuantisedWeight:
@@ -166,8 +170,9 @@ def packed(layer: Layer, scheme: Integers) -> QuantisedWeight:
         )
         return check_lost(layer, "weight_scale", codes)
 
-    form = _form("compressed-tensors", scheme, zeros=zeros is not None, ordered=order is not None)
-    return QuantisedWeight(layer, (outputs, inputs), form, read)
+    traits = {"zeros": zeros is not None, "ordered": order is not None}
+    form, kept = _form("compressed-tensors", scheme, **traits), kept_as(bits, group, **traits)
+    return QuantisedWeight(layer, (outputs, inputs), form, read, kept)
 
 
 def _packed_zeros(layer: Layer, bits: int, outputs: int, groups: int) -> npt.NDArray[np.float32]:

@@ -19,6 +19,7 @@ from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.quantised.forms import Rows
 from penstock.runtime.loading.safetensors_files import TensorEntry
 from penstock.runtime.models.quantised import Codes
+from penstock.runtime.ops.codes import GROUP, CodeForm
 
 FLOATS = ("F32", "BF16", "F16")
 """The dtypes that scales have, but for those of FP4."""
@@ -86,7 +87,9 @@ class QuantisedWeight:
     form: str
     """What it is, for people."""
     read: Read
-    """Its rows as they are in the files, for what keeps them so."""
+    """Its rows as they are in the files."""
+    kept: CodeForm | None = None
+    """The bytes that can hold its codes as they are; None: none can."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -97,6 +100,19 @@ class QuantisedWeight:
     def num_bytes(self) -> int:
         """Bytes that it takes in the files, with scales and all else."""
         return sum(entry.num_bytes for entry in self.layer.tensors.values())
+
+    @property
+    def has_kept_codes(self) -> bool:
+        """Whether `codes` gives any."""
+        return self.kept is not None and self.kept.bits == 4
+
+    def codes(self, rows: slice) -> Codes | None:
+        """Consecutive rows as codes of 4 bits, if they can be packed as they are (`CodedTensor`)."""
+        if not self.has_kept_codes:
+            return None
+        begin, end, _ = rows.indices(self.shape[0])
+        found = self.read(begin, end)
+        return found.in_groups_of(GROUP) if isinstance(found, Codes) else None
 
     def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
         """The values of consecutive rows."""
@@ -111,6 +127,13 @@ class QuantisedWeight:
             first = min(self.layer.tensors)
             raise self.layer.problem(first, "and its scales make values that are infinite or no numbers")
         return values
+
+
+def kept_as(bits: int, group: int, *, zeros: bool, ordered: bool = False) -> CodeForm | None:
+    """The bytes that hold a weight's codes as they are; None if none can, because a scale belongs to a part
+    of a group of theirs, or the inputs of one lie apart.
+    """
+    return None if ordered or group % GROUP else CodeForm(bits, zeros)
 
 
 def unpacked(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
