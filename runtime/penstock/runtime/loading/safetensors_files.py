@@ -26,6 +26,8 @@ from penstock.runtime.model_files import check_downloaded
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What reading a header raises that is no header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,19 +153,33 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         raise _damaged(file, error) from error
 
 
+def read_metadata(file: Path) -> dict[str, str]:
+    """What a file says beside its tensors. Raises ConfigError as `read_header` does."""
+    try:
+        with file.open("rb") as stream:
+            told = _header(file, stream.fileno())[0].get("__metadata__", {})
+        return {str(name): str(value) for name, value in told.items()}
+    except _DAMAGE as error:
+        raise _damaged(file, error) from error
+
+
 def header_of(file: Path, descriptor: int) -> dict[str, TensorEntry]:
     """As `read_header`, of a file that is open."""
     try:
-        check_downloaded(file, os.pread(descriptor, 512, 0))
-        size = os.fstat(descriptor).st_size
-        prefix = os.pread(descriptor, 8, 0)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if length > min(size - 8, _MAX_HEADER_BYTES):
-            raise ValueError(f"its header would be {length} bytes long and the file has {size}")
-        header = json.loads(os.pread(descriptor, length, 8))
-        return _parse_header(file, header, 8 + length, size)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _parse_header(file, *_header(file, descriptor))
+    except _DAMAGE as error:
         raise _damaged(file, error) from error
+
+
+def _header(file: Path, descriptor: int) -> tuple[Mapping[str, Mapping[str, object]], int, int]:
+    """The header, where the data begin, and the file's size."""
+    check_downloaded(file, os.pread(descriptor, 512, 0))
+    size = os.fstat(descriptor).st_size
+    prefix = os.pread(descriptor, 8, 0)
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+    if length > min(size - 8, _MAX_HEADER_BYTES):
+        raise ValueError(f"its header would be {length} bytes long and the file has {size}")
+    return json.loads(os.pread(descriptor, length, 8)), 8 + length, size
 
 
 def _damaged(file: Path, error: Exception) -> ConfigError:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from penstock.runtime.loading.quantised.checkpoint import find_weights
 from penstock.runtime.loading.quantised.layers import QuantisedWeight
@@ -21,6 +22,7 @@ from tests.support.goldens import QUANTISED
 
 FORMS = {
     "awq_g64": "AWQ, 4 bits, groups of 64 with zeros",
+    "bnb_int8": "bitsandbytes, 8 bits, a scale for each output",
     "bnb_nf4": "bitsandbytes nf4, 4 bits, groups of 64",
     "bnb_nf4_double": "bitsandbytes nf4, 4 bits, groups of 64",
     "ct_fp8_block": "FP8, 8 bits, blocks of 128 x 128",
@@ -39,6 +41,8 @@ FORMS = {
     "gptq_v1_asym_g32": "GPTQ, 4 bits, groups of 32 with zeros",
     "gptq_v2_asym_g64": "GPTQ, 4 bits, groups of 64 with zeros",
     "mlx_4bit_g64": "MLX, 4 bits, groups of 64 with zeros",
+    "torchao_int8": "torchao, 8 bits, a scale for each output with zeros",
+    "torchao_intx4_g32": "torchao, 8 bits, groups of 32 with zeros",
 }
 """What each golden's layers are, for people."""
 
@@ -70,9 +74,32 @@ def test_weights_equal_the_witness_to_the_last_bit(name: str) -> None:
         assert list(values.shape) == told["shape"]
         np.testing.assert_array_equal(values, rows_of(tensor, 1000))
         wide = values.astype(np.float64)
-        assert (wide.sum(), np.abs(wide).sum()) == (told["sum"], told["abs_sum"])
         flat = wide.ravel()
-        assert (flat[:4].tolist(), flat[-4:].tolist()) == (told["head"], told["tail"])
+        got = [wide.sum(), np.abs(wide).sum(), *flat[:4], *flat[-4:]]
+        theirs = [told["sum"], told["abs_sum"], *told["head"], *told["tail"]]
+        if name == "bnb_int8":  # it multiplies twice, by a scale and by 1 / 127
+            np.testing.assert_allclose(got[1:], theirs[1:], rtol=2e-7)
+        else:
+            assert got == theirs
+
+
+def test_torchaos_int4_by_hand(tmp_path: Path) -> None:
+    """A byte has two codes in two's complement, the first in the low half. Scales, and what is added, have
+    the outputs as columns.
+    """
+    values = {"qdata": [[0x71, 0x8F], [0x20, 0xF3]], "scale": [[0.5, 2.0], [1.0, 0.25]]}
+    arrays = {name: np.array(rows) for name, rows in values.items()}
+    tensors: dict[str, np.ndarray] = {
+        "a._weight_qdata": arrays["qdata"].astype(np.uint8),
+        "a._weight_scale": arrays["scale"].astype(np.float32),
+        "a._weight_zero_point": np.array([[10, 20], [30, 40]], np.float16),
+    }
+    told = {"_type": "Int4Tensor", "_data": {"block_size": [1, 2], "shape": [2, 4]}}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"a.weight": json.dumps(told)})
+    config = {"quantization_config": {"quant_method": "torchao", "quant_type": "int4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    by_hand = [[10 + 0.5, 10 + 7 * 0.5, 30 - 1, 30 - 8], [20, 20 + 2 * 2, 40 + 3 * 0.25, 40 - 0.25]]
+    np.testing.assert_array_equal(find_weights(tmp_path)["a.weight"][0:2], np.array(by_hand, np.float32))
 
 
 @pytest.fixture

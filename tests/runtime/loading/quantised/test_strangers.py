@@ -24,14 +24,19 @@ from tests.support.goldens import QUANTISED
 NAMES = sorted(folder.name for folder in QUANTISED.iterdir())
 LAYER = "model.layers.0.self_attn.q_proj"
 Header = dict[str, dict[str, Any]]
+TOLD = '{"_type": "Int8Tensor", "_data": {"block_size": [128, 128]}}'
+"""What another of torchao's files might say of a weight."""
 
 
 def parted(data: bytes) -> tuple[Header, bytes]:
     """A safetensors file as its header and its data."""
     length = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8 : 8 + length])
-    header.pop("__metadata__", None)
-    return header, data[8 + length :]
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def entries(header: Header) -> list[dict[str, Any]]:
+    """What a header says of the tensors."""
+    return [entry for name, entry in header.items() if name != "__metadata__"]
 
 
 def joined(header: Header, data: bytes) -> bytes:
@@ -56,10 +61,10 @@ def changed(folder: Path, change: Callable[[Header, bytearray], None]) -> Path:
     """
     file = folder / "model.safetensors"
     header, data = parted(file.read_bytes())
-    places = {tuple(entry["data_offsets"]) for entry in header.values()}
+    places = {tuple(entry["data_offsets"]) for entry in entries(header)}
     raw = bytearray(data)
     change(header, raw)
-    kept = {tuple(entry["data_offsets"]) for entry in header.values()}
+    kept = {tuple(entry["data_offsets"]) for entry in entries(header)}
     for i, (begin, end) in enumerate(sorted(places - kept)):
         header[f"rest.{i}"] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
     file.write_bytes(joined(header, bytes(raw)))
@@ -216,6 +221,11 @@ TENSORS: list[tuple[str, Callable[[Header, bytearray], None], str, str]] = [
     ("bnb_nf4", rename(**{"weight.quant_state.bitsandbytes__nf4": "x"}), "", "has no weight.quant_state"),
     ("bnb_nf4", filled("weight.quant_state.bitsandbytes__nf4", 0xFF, "u1", 9), "nf4", "cannot be read"),
     ("bnb_nf4_double", rename(**{"weight.nested_absmax": "x"}), "", "has no weight.nested_absmax"),
+    ("bnb_int8", filled("weight_format", 1, "u1"), "weight_format", "is [1]; only 0, rows"),
+    ("bnb_int8", rename(SCB="x"), "", "has no SCB"),
+    ("torchao_int8", rename(_weight_scale="x"), "", "has no _weight_scale"),
+    ("torchao_int8", told("_weight_scale", shape=[1, 128]), "_weight_scale", "expected [128, 1]"),
+    ("torchao_int8", filled("_weight_scale", np.nan, "f4"), "_weight_scale", "infinite or no numbers"),
     ("mlx_4bit_g64", rename(biases="x"), "", "has no biases"),
     ("mlx_4bit_g64", filled("biases", np.nan, "f2", 3), "biases", "infinite or no numbers"),
 ]
@@ -285,7 +295,13 @@ def mutated(data: bytes, header_too: bool, draw: st.DataObject) -> bytes:
             raw[draw.draw(st.integers(first, len(raw) - 1))] = draw.draw(st.integers(0, 255))
         return bytes(raw)
     header, rest = parted(data)
-    name = draw.draw(st.sampled_from(sorted(header)))
+    if draw.draw(st.booleans()):
+        told = header["__metadata__"]
+        told[draw.draw(st.sampled_from(sorted(told)))] = draw.draw(
+            st.sampled_from(("", "{}", "[]", "[[", TOLD))
+        )
+        return joined(header, rest)
+    name = draw.draw(st.sampled_from(sorted(set(header) - {"__metadata__"})))
     entry = header[name]
     size = st.sampled_from((0, 1, 2, 7, 64, 128, 256, 1 << 31, 1 << 62, -1))
     match draw.draw(st.sampled_from(("dtype", "shape", "name", "drop"))):

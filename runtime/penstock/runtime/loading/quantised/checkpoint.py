@@ -11,7 +11,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.quantised.config import Quantisation, read_quantisation
 from penstock.runtime.loading.quantised.layers import Layer, QuantisedWeight
-from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors
+from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors, read_metadata
 from penstock.runtime.model_files import read_json_object
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import Tensor
@@ -99,8 +99,12 @@ def _layers(tensors: Mapping[str, TensorEntry], quantisation: Quantisation) -> d
         for ending in quantisation.endings:
             if name.endswith(f".{ending}"):
                 found.setdefault(name.removesuffix(f".{ending}"), {})[ending] = entry
+    told: dict[str, str] = {}
+    if quantisation.has_metadata:
+        for file in sorted({entry.file for entry in tensors.values()}):
+            told |= read_metadata(file)
     return {
-        name: Layer(name, entries)
+        name: Layer(name, entries, told.get(f"{name}.weight", ""))
         for name, entries in found.items()
         if any(ending in entries for ending in quantisation.marks)
         or ("weight" in entries and name_of(entries["weight"].dtype) in quantisation.dtypes)

@@ -47,6 +47,8 @@ class Quantisation:
     """Whether the config allows a layer not to be quantised."""
     unused: tuple[str, ...] = ()
     """Endings of tensors that tell of activations or of the KV cache, and are not read."""
+    has_metadata: bool = False
+    """Whether files tell of layers beside their tensors."""
     notes: tuple[str, ...] = ()
     """What of the config is not used, for the log."""
 
@@ -389,6 +391,23 @@ def _mlx(fields: Fields) -> Quantisation:
     )
 
 
+def _torchao(fields: Fields) -> Quantisation:
+    """transformers' config of torchao. What the weights are is told in the files."""
+    fields.ignore(("quant_type", "quant_type_kwargs", "include_input_output_embeddings"))
+    fields.ignore(("untie_embedding_weights",))
+    plain = _Names.read(fields, "modules_to_not_convert")
+    endings = ("qdata", "scale", "zero_point", "act_pre_scale", "act_quant_scale", "act_quant_zero_point")
+    marks = tuple(f"_weight_{ending}" for ending in endings)
+    return Quantisation(
+        method="torchao",
+        endings=marks,
+        marks=marks,
+        reader=_but(plain, integers.torchao),
+        may_be_plain=lambda layer: True,  # quant_type may leave some out
+        has_metadata=True,
+    )
+
+
 _CT_FORMATS = (
     "pack-quantized",
     "int-quantized",
@@ -581,4 +600,5 @@ _METHODS: Mapping[str, Callable[[Fields], Quantisation | None]] = {
     "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,
     "mlx": _mlx,
+    "torchao": _torchao,
 }

@@ -35,7 +35,7 @@ class TableCodes:
 class OffsetCodes:
     """A quantised weight with a float to add for each group: value = scale * code + offset."""
 
-    codes: npt.NDArray[np.uint8]
+    codes: npt.NDArray[np.uint8] | npt.NDArray[np.int8]
     """[out, in]."""
     bits: int
     scales: npt.NDArray[np.float32]

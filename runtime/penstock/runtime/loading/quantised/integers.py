@@ -1,11 +1,13 @@
-"""Readers of layers whose codes are integers: AWQ, GPTQ, compressed-tensors, bitsandbytes' int8 and MLX.
+"""Readers of layers whose codes are integers: AWQ, GPTQ, compressed-tensors, bitsandbytes' int8, MLX and
+torchao.
 
 N outputs, K inputs, G inputs in a group. Formulas and layouts are those of the projects' own packing code
-(AutoAWQ, GPTQModel, compressed-tensors, bitsandbytes, MLX), which tests compare with.
+(AutoAWQ, GPTQModel, compressed-tensors, bitsandbytes, MLX, torchao), which tests compare with.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from penstock.runtime.loading.quantised.layers import (
     columns,
     entries_of,
     kept_as,
+    nibbles,
     order_of,
     share,
     unpacked,
@@ -256,6 +259,76 @@ def mlx(layer: Layer, scheme: Integers) -> QuantisedWeight:
         )
 
     return QuantisedWeight(layer, (outputs, inputs), _form("MLX", scheme, zeros=True), read)
+
+
+def torchao(layer: Layer) -> QuantisedWeight:
+    """torchao's tensors, whose class and sizes of groups a file tells in JSON. Int8Tensor and
+    IntxUnpackedToInt8Tensor have _weight_qdata int8 [N, K], and _weight_scale and _weight_zero_point [N,
+    K / G]. Int4Tensor has _weight_qdata [N, K / 2], the even input in the low half, and the other two [K / G,
+    N], of which the second is added to values.
+    """
+    first = min(layer.tensors)
+    try:
+        told = json.loads(layer.told)
+        kind, (rows, group) = told["_type"], told["_data"]["block_size"]
+        if not all(type(size) is int and size > 0 for size in (rows, group)):
+            raise ValueError("sizes must be integers above 0")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise layer.problem(first, f"is not described in the file's metadata ({error!r})") from error
+    if kind not in ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor"):
+        raise layer.problem(first, f"is a {kind}, which is not supported; compressed-tensors' formats are")
+    for ending in ("_weight_act_pre_scale", "_weight_act_quant_zero_point"):
+        if ending in layer:
+            raise layer.problem(ending, "is not supported")
+    if kind == "Int4Tensor":
+        return _torchao_int4(layer, group)
+    qdata = layer.entry("_weight_qdata", "I8")
+    outputs, inputs = qdata.shape
+    if rows not in (1, outputs) or inputs % group or (rows == outputs > 1 and group != inputs):
+        raise layer.problem("_weight_qdata", f"has shape {[outputs, inputs]}, but blocks of {[rows, group]}")
+    shape = (outputs // rows, inputs // group)
+    scales, zeros = layer.entry("_weight_scale", *FLOATS, shape=shape), None
+    if "_weight_zero_point" in layer:
+        zeros = layer.entry("_weight_zero_point", "I8", "I32", "I64", *FLOATS, shape=shape)
+
+    def read(begin: int, end: int) -> Codes:
+        part = slice(begin, end)
+
+        def of_groups(ending: str, entry: TensorEntry) -> npt.NDArray[np.float32]:
+            return _of_groups(layer.finite(ending, share(entry, part)), inputs, group)
+
+        codes = Codes(
+            codes=np.ascontiguousarray(qdata[part]),
+            bits=8,
+            scales=of_groups("_weight_scale", scales),
+            zeros=None if zeros is None else of_groups("_weight_zero_point", zeros),
+            group=group,
+        )
+        return check_lost(layer, "_weight_scale", codes)
+
+    scheme = Integers(8, None if group == inputs else group, zeros is None)
+    return QuantisedWeight(layer, (outputs, inputs), _form("torchao", scheme, zeros=zeros is not None), read)
+
+
+def _torchao_int4(layer: Layer, group: int) -> QuantisedWeight:
+    halves = layer.entry("_weight_qdata", "I8", "U8")
+    outputs, inputs = halves.shape[0], 2 * halves.shape[1]
+    shape = (inputs // layer.groups("_weight_qdata", inputs, group), outputs)
+    scales = layer.entry("_weight_scale", *FLOATS, shape=shape)
+    offsets = layer.entry("_weight_zero_point", *FLOATS, shape=shape)
+
+    def read(begin: int, end: int) -> OffsetCodes:
+        stored = nibbles(np.ascontiguousarray(halves[begin:end]).view(np.uint8))
+        return OffsetCodes(
+            codes=_signed(stored ^ np.uint8(8), 4),  # in two's complement
+            bits=4,
+            scales=layer.finite("_weight_scale", columns(scales, begin, end)),
+            offsets=layer.finite("_weight_zero_point", columns(offsets, begin, end)),
+            group=group,
+        )
+
+    form = _form("torchao", Integers(4, group, False), zeros=True)
+    return QuantisedWeight(layer, (outputs, inputs), form, read)
 
 
 def _signed(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int8]:

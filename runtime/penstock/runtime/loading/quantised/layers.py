@@ -31,6 +31,8 @@ class Layer:
 
     name: str
     tensors: Mapping[str, TensorEntry]
+    told: str = ""
+    """What a file says of its weight beside the tensors."""
 
     def __contains__(self, ending: str) -> bool:
         """Whether the files have this tensor."""
