@@ -142,10 +142,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--formats",
-        choices=("bfloat16", "int8"),
+        choices=("bfloat16", "int8", "int4"),
         nargs="+",
         default=("bfloat16", "int8"),
-        help="of weights, and of caches; default: both",
+        help="of weights, and of caches, which have no int4; default: bfloat16 and int8",
     )
     parser.add_argument(
         "--rows",

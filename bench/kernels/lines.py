@@ -8,6 +8,7 @@ operations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from typing import Literal
 
 from bench.measures.cost import Machine, Work
 from bench.measures.limits import Format, Multiplied
+from penstock.runtime.ops.codes import CodeForm
 from penstock.runtime.ops.kv_rows import SCALE_BYTES
 from penstock.runtime.ops.native.library import Isa
 
@@ -22,6 +24,9 @@ CHUNK = 512
 """Tokens of a prefill step."""
 _WEIGHT_SCALE_BYTES = 8
 """Of an output of an int8 weight: two float32 (`Packed.scale`)."""
+
+INT4 = CodeForm(bits=4, zeros=False)
+"""How weights of 4 bits are kept."""
 
 Kind = Literal["product", "decode", "prefill"]
 
@@ -92,10 +97,12 @@ class Line:
     """Of one call."""
 
     def multiplied(self, isa: Isa) -> Multiplied:
-        """What the kernel for an instruction set multiplies. Attention widens an int8 cache: AMX's to
-        bfloat16, the others to int16.
+        """What the kernel for an instruction set multiplies. Codes of 4 bits are widened to int8. Attention
+        widens an int8 cache: AMX's to bfloat16, the others to int16.
         """
-        if self.kind == "product" or self.format == "bfloat16":
+        if self.kind == "product":
+            return "int8" if self.format == "int4" else self.format
+        if self.format == "bfloat16":
             return self.format
         return "bfloat16" if isa == Isa.AMX else "int16"
 
@@ -103,6 +110,8 @@ class Line:
 def product_line(shape: str, product: Product, format: Format, rows: int) -> Line:
     weights = product.outputs * product.inputs
     size = 2.0 * weights if format == "bfloat16" else weights + float(_WEIGHT_SCALE_BYTES * product.outputs)
+    if format == "int4":
+        size = float(math.prod(INT4.shape(product.outputs, product.inputs)))
     return Line("product", shape, product.name, format, rows, 0, Work(2.0 * weights * rows, size))
 
 

@@ -12,9 +12,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.kernels.lines import Product
+from bench.kernels.lines import INT4, Product
 from bench.kernels.stacks import calls_per_run, layers_kept, windows
 from bench.measures.limits import Format
+from penstock.runtime.ops.codes import GROUP, pack_codes
 from penstock.runtime.ops.native import huge_pages
 from penstock.runtime.ops.native.linear import NormOptions, Packed, linear, packed_shape
 
@@ -33,14 +34,21 @@ class Layers:
 
     def __init__(self, product: Product, format: Format, least_bytes: int) -> None:
         self._product = product
-        shape = packed_shape(product.outputs, product.inputs, int8=format == "int8")
+        sizes = (product.outputs, product.inputs)
         rng = np.random.default_rng(0)
         drawn: NDArray[np.generic] = (rng.standard_normal(_DRAWN, np.float32) * 0.02).astype(
             ml_dtypes.bfloat16
         )
         if format == "int8":
             drawn = rng.integers(-127, 128, _DRAWN, np.int8)
-        tiles = np.resize(drawn, shape)
+        tiles: NDArray[np.generic]
+        if format == "int4":
+            tiles = leaf = np.empty(INT4.shape(*sizes), np.uint8)
+            codes = np.resize(rng.integers(0, 16, _DRAWN, np.uint8), sizes)
+            scales = np.full((product.outputs, product.inputs // GROUP), 1e-3, np.float32)
+            pack_codes(leaf, codes, scales, None)
+        else:
+            tiles = np.resize(drawn, packed_shape(*sizes, int8=format == "int8"))
         kept = layers_kept(tiles.nbytes, least_bytes)
         self._layers: list[Weights] = []
         for _ in range(kept):

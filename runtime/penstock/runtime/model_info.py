@@ -43,7 +43,7 @@ class ModelInfo:
     none."""
     batch_invariant: bool = False
     """Whether a token's logits depend on its own request alone, bit for bit. They do where native kernels
-    compute the whole model (on CPU, in bfloat16, weights and KV cache with or without int8). XLA's products
+    compute the whole model (on CPU, in bfloat16, also with weights or KV cache in fewer bits). XLA's products
     do not promise it."""
     directory: Path | None = None
     """Where the model's files lie; None: it has none."""

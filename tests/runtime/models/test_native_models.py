@@ -37,6 +37,7 @@ from penstock.runtime.models.configs.recurrent import (
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.cache_spec import LatentKV, PagedKV, SlotState
+from penstock.runtime.ops.codes import FORMS
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
 from tests.support.goldens import GOLDEN, NAMES
@@ -205,9 +206,9 @@ def is_native(config: ModelConfig, linear: LinearFormat) -> bool:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
-def test_every_model_is_native(name: str, int8: bool) -> None:
-    assert is_native(MODELS[name], LinearFormat(packed=True, int8=int8))
+@pytest.mark.parametrize("options", [{}, {"int8": True}, {"codes": FORMS[0]}], ids=["bf16", "int8", "int4"])
+def test_every_model_is_native(name: str, options: dict[str, Any]) -> None:
+    assert is_native(MODELS[name], LinearFormat(packed=True, **options))
 
 
 def larger_mlp(mlp: Any) -> Any:

@@ -115,6 +115,7 @@ _AMX_PARTS = (
     "common/limits",
     "linear/linear",
     "linear/linear_amx",
+    "linear/linear_avx512",
     "experts/plan",
     "experts/products",
     "experts/experts",

@@ -55,9 +55,9 @@ class LinearFormat:
     int8: bool = False
     """As int8 with one float32 scale for each output; activations are quantized row by row on the way."""
     codes: CodeForm | None = None
-    """As these bytes, whether or not the kernels multiply them. Layers that cannot be cut into tiles, and
-    tables of embeddings with their head, are int8: in 4 bits they alone would cost as much accuracy as a
-    third of all layers."""
+    """As these bytes, whether or not they are `packed` for the kernels. Layers that cannot be cut into tiles
+    are int8, and so are tables of embeddings and heads: in 4 bits they alone would cost a third of the
+    accuracy that all layers cost."""
 
     def of(self, out_sizes: Iterable[int], in_size: int) -> LinearFormat:
         """The format of a layer whose parts have these numbers of outputs."""
@@ -73,13 +73,9 @@ class LinearFormat:
         """A weight [*stacked, out_size, in_size] of zeros in this format."""
         if self.codes is not None:
             return nnx.Param(jnp.zeros((*stacked, *self.codes.shape(out_size, in_size)), jnp.uint8))
-        shape = (out_size, in_size)
+        shape: tuple[int, ...] = (out_size, in_size)
         if self.packed:
-            return nnx.Param(
-                jnp.zeros(
-                    (*stacked, *native.packed_shape(*shape, int8=self.int8)), jnp.int8 if self.int8 else dtype
-                )
-            )
+            shape = native.packed_shape(out_size, in_size, int8=self.int8)
         return nnx.Param(jnp.zeros((*stacked, *shape), jnp.int8 if self.int8 else dtype))
 
     @property
@@ -181,7 +177,7 @@ class Linear(nnx.Module):
     @property
     def packed(self) -> bool:
         """Whether the native kernels multiply it."""
-        return self.form.packed and self.form.codes is None
+        return self.form.packed
 
     def load_rules(
         self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt

@@ -12,7 +12,8 @@ value = factor * scale * (code - zero), where a weight without zeros has half of
 powers of two, so that the scales of an output use the range of float16: a scale in float16, or in bfloat16 of
 at least 2^-14 of the output's largest, is kept exactly. A coarser group of a checkpoint repeats its scale.
 
-XLA's product makes floats of the whole weight, and keeps activations as they are.
+The native kernels (`native.linear`) read these bytes line by line, and quantise each row's groups of 32
+activations to int8. XLA's product makes floats of the whole weight, and keeps activations as they are.
 """
 
 from __future__ import annotations

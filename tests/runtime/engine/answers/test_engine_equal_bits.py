@@ -2,9 +2,9 @@
 computed: alone or among 24 others, in chunks of any size, in windows or step by step, from the prefix cache,
 or after preemption; as one of several outputs, or with a pause or a weight update in between.
 
-This is tested with every instruction set of this machine and with emulated AMX, with bfloat16 and int8
-weights, and with a KV cache of int8. (Whole engines on emulated AVX-512 would take too long; the tests of
-each operation run that.)
+This is tested with every instruction set of this machine and with emulated AMX, with weights in bfloat16,
+int8 and int4, and with a KV cache of int8. (Whole engines on emulated AVX-512 would take too long; the tests
+of each operation run that.)
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     params=[
         pytest.param({}, id="bf16"),
         pytest.param({"quantization": "int8"}, id="int8"),
+        pytest.param({"quantization": "int4"}, id="int4", marks=pytest.mark.ci),
         pytest.param({"kv_cache_dtype": "int8"}, id="int8 KV", marks=pytest.mark.sweep),
     ],
 )

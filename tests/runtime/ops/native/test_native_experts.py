@@ -14,10 +14,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from penstock.runtime.ops.codes import GROUP
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.activations import Activation
 from penstock.runtime.ops.native.experts import PackedExperts, batched, experts
 from penstock.runtime.ops.native.linear import Packed, linear, pack, quantize
+from tests.support.native.codes import code_leaf
 from tests.support.native.kernels import (
     EMULATED_AMX,
     EMULATED_AVX512,
@@ -30,7 +32,7 @@ BF16 = ml_dtypes.bfloat16
 HIDDEN, INNER, EXPERTS, CHOSEN = 128, 192, 6, 3
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
-both_formats = pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+all_formats = pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
 
 
 @pytest.fixture(params=kernel_params(), autouse=True)
@@ -47,10 +49,12 @@ def wide(array: Any) -> np.ndarray:
     return np.asarray(array).astype(np.float64)
 
 
-def packed(weight: np.ndarray, int8: bool, bias: np.ndarray | None = None) -> PackedExperts:
+def packed(weight: np.ndarray, kind: str, bias: np.ndarray | None = None) -> PackedExperts:
     """Packs weights [G, N, K]. Scale and bias stand behind values of other layers."""
     added = None if bias is None else jnp.asarray(np.concatenate([np.full(5, 99, BF16), bias.reshape(-1)]))
-    if not int8:
+    if kind == "int4":
+        return PackedExperts(jnp.asarray(np.stack([code_leaf(w) for w in weight])), None, added, 0, 5)
+    if kind == "bf16":
         return PackedExperts(jnp.asarray(np.stack([pack(w) for w in weight])), None, added, 0, 5)
     values, scales = zip(*(quantize(w) for w in weight), strict=True)
     scale = np.concatenate([np.full((2, 3), 77, np.float32), *scales], axis=1)
@@ -58,18 +62,30 @@ def packed(weight: np.ndarray, int8: bool, bias: np.ndarray | None = None) -> Pa
     return PackedExperts(tiles, jnp.asarray(scale), added, 3, 5)
 
 
+def settled(weight: np.ndarray) -> np.ndarray:
+    """Weights [G, N, K] that codes of 4 bits stand for exactly: whole numbers from -8 to 7 times 2^-6, and a
+    -8 in each group.
+    """
+    numbers = np.clip(np.rint(wide(weight) * 40), -8, 7)
+    numbers[:, :, ::GROUP] = -8
+    exact: np.ndarray = (numbers / 64).astype(BF16)
+    return exact
+
+
 class Layer:
     """A random layer of experts, as the kernels read it and as it is."""
 
-    def __init__(self, seed: int, int8: bool, *, biases: bool = True) -> None:
+    def __init__(self, seed: int, kind: str, *, biases: bool = True) -> None:
         rng = np.random.default_rng(seed)
         self.gate_up = draw(rng, EXPERTS, 2 * INNER, HIDDEN, scale=0.1)
         self.down = draw(rng, EXPERTS, HIDDEN, INNER, scale=0.1)
         self.gate_up_bias = draw(rng, EXPERTS, 2 * INNER, scale=0.5 if biases else 0)
         self.down_bias = draw(rng, EXPERTS, HIDDEN, scale=0.5 if biases else 0)
+        if kind == "int4":
+            self.gate_up, self.down = settled(self.gate_up), settled(self.down)
         self.packed = (
-            packed(self.gate_up, int8, self.gate_up_bias if biases else None),
-            packed(self.down, int8, self.down_bias if biases else None),
+            packed(self.gate_up, kind, self.gate_up_bias if biases else None),
+            packed(self.down, kind, self.down_bias if biases else None),
         )
 
     def expected(
@@ -114,11 +130,11 @@ def run(layer: Layer, x: Any, ids: Any, weights: Any, rows: int, **options: Any)
     return np.asarray(experts(*operands, *layer.packed, num_rows=jnp.int32(rows), **given))[:rows]
 
 
-def close(got: Any, expected: np.ndarray, int8: bool) -> None:
-    assert np.abs(wide(got) - expected).max() <= (0.25 if int8 else 0.05) * expected.std()
+def close(got: Any, expected: np.ndarray, kind: str) -> None:
+    assert np.abs(wide(got) - expected).max() <= (0.05 if kind == "bf16" else 0.25) * expected.std()
 
 
-@both_formats
+@all_formats
 @pytest.mark.parametrize(
     "options",
     [
@@ -129,58 +145,58 @@ def close(got: Any, expected: np.ndarray, int8: bool) -> None:
     ],
     ids=["silu", "weighed input", "gelu_tanh", "gpt_oss"],
 )
-def test_rows_get_the_sum_of_their_experts(int8: bool, options: dict[str, Any]) -> None:
+def test_rows_get_the_sum_of_their_experts(kind: str, options: dict[str, Any]) -> None:
     """Beside padding that may hold anything, such as experts that do not exist."""
     rng = np.random.default_rng(1)
-    layer = Layer(2, int8)
+    layer = Layer(2, kind)
     x, (ids, weights) = draw(rng, 48, HIDDEN), chosen(rng, 48)
     x[37:], ids[37:], weights[37:] = np.nan, -7, np.nan
     expected = layer.expected(x[:37], ids[:37], weights[:37], **options)
-    close(run(layer, x, ids, weights, 37, **options), expected, int8)
+    close(run(layer, x, ids, weights, 37, **options), expected, kind)
 
 
-@both_formats
-def test_experts_with_no_row_few_and_all(int8: bool) -> None:
+@all_formats
+def test_experts_with_no_row_few_and_all(kind: str) -> None:
     rng = np.random.default_rng(3)
-    layer = Layer(4, int8, biases=False)
+    layer = Layer(4, kind, biases=False)
     x, (ids, weights) = draw(rng, 90, HIDDEN), chosen(rng, 90, among=4)
     ids[:] = np.where(ids == 0, 5, ids)
     ids[:, 0], ids[:, 1:] = 4, np.where(ids[:, 1:] == ids[:, :1], 0, ids[:, 1:])  # expert 4 gets every row
-    close(run(layer, x, ids, weights, 90), layer.expected(x, ids, weights), int8)
+    close(run(layer, x, ids, weights, 90), layer.expected(x, ids, weights), kind)
     one = ids[:1].copy()
-    close(run(layer, x[:1], one, weights[:1], 1), layer.expected(x[:1], one, weights[:1]), int8)
+    close(run(layer, x[:1], one, weights[:1], 1), layer.expected(x[:1], one, weights[:1]), kind)
 
 
 def test_no_rows() -> None:
     x = jnp.ones((4, HIDDEN), jnp.bfloat16)
     ids, weights = jnp.full((4, CHOSEN), 999), jnp.ones((4, CHOSEN))
-    assert run(Layer(5, False), x, ids, weights, 0).shape == (0, HIDDEN)
+    assert run(Layer(5, "bf16"), x, ids, weights, 0).shape == (0, HIDDEN)
 
 
-@both_formats
-def test_weights_of_other_experts_are_not_read(int8: bool) -> None:
+@all_formats
+def test_weights_of_other_experts_are_not_read(kind: str) -> None:
     """They may be anything, and so may their scales and biases."""
     rng = np.random.default_rng(6)
-    layer = Layer(7, int8)
+    layer = Layer(7, kind)
     x, (ids, weights) = draw(rng, 20, HIDDEN), chosen(rng, 20, among=CHOSEN)
     clean = run(layer, x, ids, weights, 20)
     layer.gate_up[CHOSEN:], layer.down[CHOSEN:] = np.nan, np.nan
     layer.gate_up_bias[CHOSEN:], layer.down_bias[CHOSEN:] = np.nan, np.nan
     layer.packed = (
-        packed(layer.gate_up, int8, layer.gate_up_bias),
-        packed(layer.down, int8, layer.down_bias),
+        packed(layer.gate_up, kind, layer.gate_up_bias),
+        packed(layer.down, kind, layer.down_bias),
     )
     np.testing.assert_array_equal(run(layer, x, ids, weights, 20).view(np.uint16), clean.view(np.uint16))
 
 
-@both_formats
+@all_formats
 @pytest.mark.parametrize("weigh_input", [False, True])
-def test_a_row_does_not_depend_on_the_others(int8: bool, weigh_input: bool) -> None:
+def test_a_row_does_not_depend_on_the_others(kind: str, weigh_input: bool) -> None:
     """A row has the same bits alone and at any place beside any number of other rows, so that its experts get
     1, 2, ... and more than 64 rows.
     """
     rng = np.random.default_rng(8)
-    layer, most = Layer(9, int8), 200
+    layer, most = Layer(9, kind), 200
     x, (ids, weights) = draw(rng, most, HIDDEN), chosen(rng, most)
 
     @functools.cache
@@ -206,7 +222,7 @@ def test_a_row_does_not_depend_on_the_others(int8: bool, weigh_input: bool) -> N
 def test_a_choice_is_computed_as_linear_computes_it() -> None:
     """The same bits as two linear layers: experts use the same products."""
     rng = np.random.default_rng(10)
-    layer = Layer(11, False, biases=False)
+    layer = Layer(11, "bf16", biases=False)
     x = draw(rng, 5, HIDDEN)
     gate_up, down = (Packed(jnp.asarray(pack(w[2]))) for w in (layer.gate_up, layer.down))
     count = jnp.int32(5)
@@ -217,11 +233,11 @@ def test_a_choice_is_computed_as_linear_computes_it() -> None:
     np.testing.assert_array_equal(got.view(np.uint16), np.asarray(expected).view(np.uint16))
 
 
-@both_formats
+@all_formats
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gpt_oss"])
-def test_nan_stays_in_its_row(int8: bool, activation: Activation) -> None:
+def test_nan_stays_in_its_row(kind: str, activation: Activation) -> None:
     rng = np.random.default_rng(12)
-    layer = Layer(13, int8)
+    layer = Layer(13, kind)
     x, (ids, weights) = draw(rng, 30, HIDDEN), chosen(rng, 30)
     options: dict[str, Any] = {"activation": activation, "limit": 7.0}
     clean = run(layer, x, ids, weights, 30, **options)
@@ -238,25 +254,26 @@ def test_an_expert_that_does_not_exist_fails_the_program(bad: int) -> None:
     x, (ids, weights) = draw(rng, 3, HIDDEN), chosen(rng, 3)
     ids[2, 1] = bad
     with pytest.raises(jax.errors.JaxRuntimeError, match="an expert that does not exist"):
-        run(Layer(15, False), x, ids, weights, 3)
+        run(Layer(15, "bf16"), x, ids, weights, 3)
 
 
-@both_formats
+@all_formats
 @pytest.mark.parametrize(("rows", "padded"), [(0, 4), (1, 1), (5, 16), (70, 80)])
-def test_each_head_has_a_product_of_its_own(int8: bool, rows: int, padded: int) -> None:
+def test_each_head_has_a_product_of_its_own(kind: str, rows: int, padded: int) -> None:
     rng = np.random.default_rng(16)
     heads, inner, out = 5, 192, 48
     x, weight = draw(rng, padded, heads, inner), draw(rng, heads, out, inner, scale=0.05)
     bias = draw(rng, heads, out)
+    weight = settled(weight) if kind == "int4" else weight
     x[rows:] = np.nan
-    got = batched(jnp.asarray(x), packed(weight, int8, bias), num_rows=jnp.int32(rows))
+    got = batched(jnp.asarray(x), packed(weight, kind, bias), num_rows=jnp.int32(rows))
     assert got.shape == (padded, heads, out)
     if not rows:
         return
     expected = np.einsum("tgk,gnk->tgn", wide(x[:rows]), wide(weight)) + wide(bias)
-    assert np.abs(wide(got[:rows]) - expected).max() <= (0.1 if int8 else 0.03) * expected.std()
+    assert np.abs(wide(got[:rows]) - expected).max() <= (0.03 if kind == "bf16" else 0.1) * expected.std()
     for head in range(heads):  # the bits are those of a linear layer, so they do not depend on other rows
-        alone = packed(weight[head : head + 1], int8, bias[head : head + 1])
+        alone = packed(weight[head : head + 1], kind, bias[head : head + 1])
         one = Packed(alone.tiles[0], alone.scale, alone.bias, alone.scale_at, alone.bias_at)
         same = linear(jnp.asarray(x[:, head]), (one,), num_rows=jnp.int32(rows))
         np.testing.assert_array_equal(
@@ -269,12 +286,12 @@ def test_rows_that_take_several_passes_are_as_alone(kernel: str) -> None:
     if kernel == EMULATED_AMX or kernel in EMULATED_AVX512:
         pytest.skip("emulated kernels would take minutes, and passes do not know the instruction set")
     rng = np.random.default_rng(19)
-    rows, layer = 40_000, Layer(20, False)
+    rows, layer = 40_000, Layer(20, "bf16")
     ids, weights = (np.resize(values, (rows, CHOSEN)) for values in chosen(rng, 1001))
     x = np.resize(draw(rng, 997, HIDDEN), (rows, HIDDEN))
     together = run(layer, x, ids, weights, rows)
     heads = np.resize(draw(rng, 1009, 64, 64), (10_000, 64, 64))
-    weight = packed(draw(rng, 64, 16, 64), False)
+    weight = packed(draw(rng, 64, 16, 64), "bf16")
     each = np.asarray(batched(jnp.asarray(heads), weight, num_rows=jnp.int32(len(heads))))
     for begin, end in [(0, 3), (19_990, 20_010), (rows - 2, rows)]:
         part = slice(begin, end)
@@ -291,5 +308,5 @@ def test_amx_tiles_are_released(kernel: str) -> None:
         pytest.skip("only emulated tiles are counted")
     rng = np.random.default_rng(17)
     x, (ids, weights) = draw(rng, 40, HIDDEN), chosen(rng, 40)
-    run(Layer(18, False), x, ids, weights, 40)
+    run(Layer(18, "bf16"), x, ids, weights, 40)
     assert threads_with_tiles() == 0

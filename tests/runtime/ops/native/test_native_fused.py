@@ -13,6 +13,7 @@ import pytest
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.activations import Activation
 from penstock.runtime.ops.native.linear import Packed, linear, pack, quantize, rotate_qkv
+from tests.support.native.codes import code_leaf
 from tests.support.native.kernels import EMULATED_AVX512, NATIVE, kernel_params, running
 
 BF16 = ml_dtypes.bfloat16
@@ -36,19 +37,19 @@ def same_bits(one: Any, other: Any) -> None:
     np.testing.assert_array_equal(np.asarray(one).view(np.uint16), np.asarray(other).view(np.uint16))
 
 
-def packed(weight: Any, bias: Any, int8: bool) -> Packed:
+def packed(weight: Any, bias: Any, kind: str) -> Packed:
     """A packed weight with scale and bias in arrays of their own."""
-    if not int8:
+    if kind == "int4":
+        return Packed(jnp.asarray(code_leaf(weight)), None, jnp.asarray(bias))
+    if kind == "bf16":
         return Packed(jnp.asarray(pack(weight)), None, jnp.asarray(bias))
     values, scale = quantize(weight)
     return Packed(jnp.asarray(pack(values)), jnp.asarray(scale), jnp.asarray(bias))
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("gate", [None, "silu"], ids=["side by side", "gate"])
-def test_one_weight_of_several_with_its_small_parameters_in_pools(
-    int8: bool, gate: Activation | None
-) -> None:
+def test_one_weight_of_several_with_its_small_parameters_in_pools(kind: str, gate: Activation | None) -> None:
     rng = np.random.default_rng(3)
     sizes = SIZES[1:] if gate else SIZES
     x, norm = jnp.asarray(draw(rng, ROWS, INNER)), draw(rng, INNER)
@@ -56,13 +57,13 @@ def test_one_weight_of_several_with_its_small_parameters_in_pools(
     rows = jnp.int32(ROWS)
     apart = linear(
         x,
-        tuple(packed(w, b, int8) for w, b in zip(weights, biases, strict=True)),
+        tuple(packed(w, b, kind) for w, b in zip(weights, biases, strict=True)),
         num_rows=rows,
         norm=jnp.asarray(norm),
         eps=1e-6,
         gate=gate,
     )
-    whole = packed(np.concatenate(weights), np.concatenate(biases), int8)
+    whole = packed(np.concatenate(weights), np.concatenate(biases), kind)
     vectors = jnp.asarray(np.concatenate([draw(rng, 32), norm, *biases, draw(rng, 5)]))
     scales = None if whole.scale is None else jnp.pad(whole.scale, ((0, 0), (64, 3)), constant_values=7.0)
     fused = Packed(whole.tiles, scales, vectors, 64, 32 + INNER)
@@ -71,13 +72,14 @@ def test_one_weight_of_several_with_its_small_parameters_in_pools(
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_an_int8_output_of_a_weight_that_is_not_finite_is_nan(bad: float) -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_an_output_of_a_weight_that_is_not_finite_is_nan(bad: float, kind: str) -> None:
     """Otherwise the value would be quantized to some number, and nobody would notice."""
     rng = np.random.default_rng(5)
     weight = draw(rng, 48, INNER)
     weight[17, 100] = bad
     ones = draw(rng, 4, INNER)
-    out = linear(jnp.asarray(ones), (packed(weight, draw(rng, 48), True),), num_rows=jnp.int32(4))
+    out = linear(jnp.asarray(ones), (packed(weight, draw(rng, 48), kind),), num_rows=jnp.int32(4))
     is_nan = np.isnan(np.asarray(out).astype(np.float32))
     assert is_nan[:, 17].all()
     assert not np.delete(is_nan, 17, axis=1).any()

@@ -14,9 +14,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from penstock.runtime.ops.codes import FORMS, GROUP, CodeForm, pack_codes
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.linear import Packed, linear, pack, packed_shape, quantize, unpack
 from penstock.runtime.ops.products import matmul_int8
+from tests.support.native.codes import code_leaf, stands_for
 from tests.support.native.kernels import EMULATED_AMX, kernel_params, running, threads_with_tiles
 
 BF16 = ml_dtypes.bfloat16
@@ -34,10 +36,15 @@ def draw(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.ndarra
     return (rng.standard_normal(shape) * scale).astype(BF16)
 
 
-def packed(weight: np.ndarray, int8: bool, bias: np.ndarray | None = None) -> Packed:
+KINDS = ("bf16", "int8", "int4")
+
+
+def packed(weight: np.ndarray, kind: str, bias: np.ndarray | None = None) -> Packed:
     added = None if bias is None else jnp.asarray(bias)
-    if not int8:
+    if kind == "bf16":
         return Packed(jnp.asarray(pack(weight)), None, added)
+    if kind == "int4":
+        return Packed(jnp.asarray(code_leaf(weight)), None, added)
     values, scale = quantize(weight)
     return Packed(jnp.asarray(pack(values)), jnp.asarray(scale), added)
 
@@ -61,39 +68,43 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "padded", "inner", "out"), SIZES)
-def test_products_norm_residual_and_gate(int8: bool, rows: int, padded: int, inner: int, out: int) -> None:
+def test_products_norm_residual_and_gate(kind: str, rows: int, padded: int, inner: int, out: int) -> None:
     rng = np.random.default_rng(rows * inner + out)
     x, residual = draw(rng, padded, inner), draw(rng, padded, out)
     x[rows:] = np.nan  # padding may hold anything
     first, second, third = (draw(rng, out, inner, scale=0.05) for _ in range(3))
+    exact = [wide(weight) for weight in (first, second, third)]
     bias, norm = draw(rng, out), draw(rng, inner) + BF16(1)
     count = jnp.int32(rows)
     real = wide(x[:rows])
+    if kind == "int4":
+        exact = [stands_for(weight) for weight in exact]
     # int8 rounds twice, to about 1/254 of each row's peak; bf16 rounds norm and result to 2^-9.
-    loose, gated = (0.08, 0.35) if int8 else (0.03, 0.06)
+    loose, gated = {"bf16": (0.03, 0.06), "int8": (0.08, 0.35), "int4": (0.08, 0.35)}[kind]
 
     both = linear(
         jnp.asarray(x),
-        (packed(first, int8, bias), packed(second, int8), packed(third, int8)),
+        (packed(first, kind, bias), packed(second, kind), packed(third, kind)),
         num_rows=count,
         norm=jnp.asarray(norm),
         eps=1e-5,
         out_dtype=np.float32,
     )
     normed = real / np.sqrt((real**2).mean(axis=1, keepdims=True) + 1e-5) * wide(norm)
-    parts = [normed @ wide(first).T + wide(bias), normed @ wide(second).T, normed @ wide(third).T]
+    parts = [normed @ weight.T for weight in exact]
+    parts[0] += wide(bias)
     close(both[:rows], np.concatenate(parts, axis=1), loose)
 
-    added = linear(jnp.asarray(x), (packed(first, int8),), num_rows=count, residual=jnp.asarray(residual))
-    close(added[:rows], real @ wide(first).T + wide(residual[:rows]), loose)
+    added = linear(jnp.asarray(x), (packed(first, kind),), num_rows=count, residual=jnp.asarray(residual))
+    close(added[:rows], real @ exact[0].T + wide(residual[:rows]), loose)
 
     mixed = linear(
-        jnp.asarray(x), (packed(first, int8, bias), packed(second, int8)), num_rows=count, gate="silu"
+        jnp.asarray(x), (packed(first, kind, bias), packed(second, kind)), num_rows=count, gate="silu"
     )
-    gate = real @ wide(first).T + wide(bias)
-    close(mixed[:rows], gate / (1 + np.exp(-gate)) * (real @ wide(second).T), gated)
+    gate = real @ exact[0].T + wide(bias)
+    close(mixed[:rows], gate / (1 + np.exp(-gate)) * (real @ exact[1].T), gated)
 
 
 WITNESSED = [
@@ -109,7 +120,7 @@ def test_products_are_within_the_bound_of_a_chain_of_sums(rows: int) -> None:
     """
     rng = np.random.default_rng(rows)
     x, weight = draw(rng, 80, 832), draw(rng, 48, 832, scale=0.05)
-    got = linear(jnp.asarray(x), (packed(weight, False),), num_rows=jnp.int32(rows), out_dtype=np.float32)
+    got = linear(jnp.asarray(x), (packed(weight, "bf16"),), num_rows=jnp.int32(rows), out_dtype=np.float32)
     bound = 2 * 832 * 2.0**-24 * (np.abs(wide(x[:rows])) @ np.abs(wide(weight)).T)
     assert (np.abs(wide(got[:rows]) - wide(x[:rows]) @ wide(weight).T) <= bound).all()
 
@@ -128,6 +139,33 @@ def test_int8_products_are_whole_numbers_times_the_scales(rows: int) -> None:
     assert (np.abs(wide(got[:rows]) - expected) <= 4 * 2.0**-24 * np.abs(expected)).all()
 
 
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.bits} bits{' and zeros' * form.zeros}")
+@pytest.mark.parametrize("rows", WITNESSED)
+def test_products_of_codes_are_a_chain_of_whole_numbers_times_two_scales(form: CodeForm, rows: int) -> None:
+    """A group's sum is known exactly; each of its links rounds four times to 2^-24 of the sizes so far."""
+    rng = np.random.default_rng(rows)
+    inner, out = 832, 48
+    groups = inner // GROUP
+    codes = rng.integers(0, 1 << form.bits, (out, inner)).astype(np.uint8)
+    scales = (rng.standard_normal((out, groups)) * 0.01).astype(np.float16).astype(np.float32)
+    zeros = rng.integers(0, 1 << form.bits, (out, groups)).astype(np.float32)
+    if not form.zeros:
+        zeros[:] = form.middle
+    leaf = np.empty(form.shape(out, inner), np.uint8)
+    pack_codes(leaf, codes, scales, zeros if form.zeros else None)
+    x = draw(rng, 80, inner)
+    x[0, :GROUP] = 0  # a group without a peak
+    got = linear(jnp.asarray(x), (Packed(jnp.asarray(leaf)),), num_rows=jnp.int32(rows), out_dtype=np.float32)
+    grouped = x[:rows].astype(np.float32).reshape(rows, groups, GROUP)
+    peaks = np.abs(grouped).max(axis=2, keepdims=True)
+    inverse = np.divide(np.float32(127), peaks, out=np.zeros_like(peaks), where=peaks > 0)
+    numbers = np.rint(grouped * inverse).astype(np.int64)
+    centred = codes.reshape(out, groups, GROUP).astype(np.int64) - zeros.astype(np.int64)[:, :, None]
+    links = np.einsum("rgi,ogi->rog", numbers, centred) * wide(scales) * (wide(peaks) / 127).swapaxes(1, 2)
+    bound = (groups + 4) * 2.0**-24 * np.abs(links).sum(axis=2)
+    assert (np.abs(wide(got[:rows]) - links.sum(axis=2)) <= bound).all()
+
+
 def test_exact_small_integers() -> None:
     """Products of small integers are exact in bf16, so the result must be exact, and a wrong layout is
     found.
@@ -136,21 +174,21 @@ def test_exact_small_integers() -> None:
     x, weight = rng.integers(-4, 5, (40, 256)), rng.integers(-4, 5, (48, 256))
     got = linear(
         jnp.asarray(x.astype(BF16)),
-        (packed(weight.astype(BF16), False),),
+        (packed(weight.astype(BF16), "bf16"),),
         num_rows=jnp.int32(40),
         out_dtype=np.float32,
     )
     np.testing.assert_array_equal(np.asarray(got), (x @ weight.T).astype(np.float32))
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
-def test_a_row_does_not_depend_on_the_others(int8: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_the_others(kind: str) -> None:
     """A row has the same bits alone and at any place beside any number of other rows."""
     rng = np.random.default_rng(6)
     # An odd number of blocks, and so many inputs and rows that they are cut in unequal parts.
     inner, out, most = 832, 48, 500
-    first, second = (packed(draw(rng, out, inner, scale=0.05), int8, draw(rng, out)) for _ in range(2))
-    third = packed(draw(rng, 16, inner), int8)
+    first, second = (packed(draw(rng, out, inner, scale=0.05), kind, draw(rng, out)) for _ in range(2))
+    third = packed(draw(rng, 16, inner), kind)
     x, residual, norm = draw(rng, most, inner), draw(rng, most, out), jnp.asarray(draw(rng, inner))
 
     @functools.cache
@@ -180,14 +218,14 @@ def test_a_row_does_not_depend_on_the_others(int8: bool) -> None:
             np.testing.assert_array_equal(together, one_by_one[rows], err_msg=f"{count} rows")
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
-def test_rows_that_take_several_passes_do_not_depend_on_each_other(int8: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_take_several_passes_do_not_depend_on_each_other(kind: str) -> None:
     """There are so many inputs that AMX takes the rows in several passes: the second-level cache cannot hold
     all of them.
     """
     rng = np.random.default_rng(9)
     inner = 16512
-    weight, x = packed(draw(rng, 16, inner, scale=0.05), int8), draw(rng, 100, inner)
+    weight, x = packed(draw(rng, 16, inner, scale=0.05), kind), draw(rng, 100, inner)
 
     def run(begin: int, end: int) -> np.ndarray:
         rows, count = jnp.asarray(np.roll(x, -begin, 0)), jnp.int32(end - begin)
@@ -215,11 +253,11 @@ def test_int8_sums_are_exact(inner: int, least: int) -> None:
     np.testing.assert_array_equal(np.asarray(got), (x @ values.T.astype(np.int64)).astype(np.float32))
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
-def test_a_row_with_nan_or_infinity_is_not_finite_and_the_others_keep_their_bits(int8: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_with_nan_or_infinity_is_not_finite_and_the_others_keep_their_bits(kind: str) -> None:
     """XLA's form does the same. If the row came out finite, it would be served as an answer."""
     rng = np.random.default_rng(10)
-    weight, other = (packed(draw(rng, 32, 192, scale=0.05), int8) for _ in range(2))
+    weight, other = (packed(draw(rng, 32, 192, scale=0.05), kind) for _ in range(2))
     norm = jnp.asarray(draw(rng, 192))
     clean = draw(rng, 40, 192)
     spoiled = {0: np.nan, 7: -np.nan, 16: np.inf, 33: -np.inf}
@@ -243,21 +281,21 @@ def test_a_row_with_nan_or_infinity_is_not_finite_and_the_others_keep_their_bits
         assert not np.isfinite(dirty[list(spoiled)]).any()
         assert np.isnan(dirty[[0, 7]]).all()
         assert np.isnan(few).all()
-    if int8:
+    if kind == "int8":
         values = jnp.asarray(unpack(np.asarray(weight.tiles)))
         expected = np.asarray(matmul_int8(jnp.asarray(x), values, jnp.ones((32,), jnp.float32)))
         np.testing.assert_array_equal(np.isnan(run(x, 40)[0]), np.isnan(expected))
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 40])
-def test_amx_tiles_are_released(kernel: str, int8: bool, rows: int) -> None:
+def test_amx_tiles_are_released(kernel: str, kind: str, rows: int) -> None:
     """Otherwise the system saves 8 KiB of tiles whenever it switches threads."""
     if kernel != EMULATED_AMX:
         pytest.skip("only emulated tiles are counted")
     rng = np.random.default_rng(11)
     x = jnp.asarray(draw(rng, rows, 64))
-    np.asarray(linear(x, (packed(draw(rng, 32, 64), int8),), num_rows=jnp.int32(rows)))
+    np.asarray(linear(x, (packed(draw(rng, 32, 64), kind),), num_rows=jnp.int32(rows)))
     assert threads_with_tiles() == 0
 
 

@@ -1,4 +1,4 @@
-// For a library that has the kernels for AMX and no others.
+// For a library that has the kernels for AMX, those for codes, and no others.
 #include <cstdlib>
 
 #include "attention/attention.h"
@@ -7,7 +7,6 @@
 namespace penstock {
 
 const LinearKernel& LinearAvx2() { abort(); }
-const LinearKernel& LinearAvx512() { abort(); }
 const LinearKernel& LinearAvx512Bf16() { abort(); }
 const AttentionKernel& AttentionAvx2() { abort(); }
 const AttentionKernel& AttentionAvx512() { abort(); }

@@ -257,6 +257,10 @@ inline __m256i _mm512_cvtepi32_epi16(__m512i a) {
 inline __m128i _mm512_cvtepi32_epi8(__m512i a) {
   return (__m128i)ByLane<U8x16>([&](int i) { return static_cast<uint8_t>(((U32x16)a)[i]); });
 }
+inline __m512 _mm512_cvtph_ps(__m256i a) {
+  const __m256 low = _mm256_cvtph_ps(_mm256_castsi256_si128(a)), high = _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1));
+  return ByLane<__m512>([&](int i) { return i < 8 ? low[i] : high[i - 8]; });
+}
 inline __m512 _mm512_cvtepi32_ps(__m512i a) {
   return ByLane<__m512>([&](int i) { return static_cast<float>(((I32x16)a)[i]); });
 }

@@ -53,6 +53,7 @@ bool Call(const char* name, const Operands& r) {
   if (is("cvtepi8_epi32")) return Put(r, _mm512_cvtepi8_epi32(LowQuarter(r.a))), true;
   if (is("cvtepi32_epi16")) return Put(r, _mm512_cvtepi32_epi16(I(r.a))), true;
   if (is("cvtepi32_epi8")) return Put(r, _mm512_cvtepi32_epi8(I(r.a))), true;
+  if (is("cvtph_ps")) return Put(r, _mm512_cvtph_ps(LowHalf(r.a))), true;
   if (is("cvtepi32_ps")) return Put(r, _mm512_cvtepi32_ps(I(r.a))), true;
   if (is("cvtps_epi32")) return Put(r, _mm512_cvtps_epi32(F(r.a))), true;
   if (is("cmp_eq")) return Put(r, _mm512_cmp_ps_mask(F(r.a), F(r.b), _CMP_EQ_OQ)), true;

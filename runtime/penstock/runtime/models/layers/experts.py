@@ -122,7 +122,7 @@ class ExpertStack(nnx.Module):
         """inner: the intermediate size. numbered: see `StackedLinear`."""
         hidden = model.hidden_size
         form = linear.of((inner,), hidden).of((hidden,), inner)
-        self.packed, self.config = form.packed and form.codes is None, config
+        self.packed, self.config = form.packed, config
 
         def stacked(in_size: int, parts: dict[str, int], *, pieces: int = 1, sums: int = 1) -> StackedLinear:
             return StackedLinear(

@@ -32,7 +32,7 @@ class PackedExperts(NamedTuple):
     the expert before it, from `scale_at` and `bias_at` on, of arrays that may hold those of other layers too.
     """
 
-    tiles: Array  # bfloat16 [G, N / 16, K / 32, 16, 16, 2] or int8 [G, N / 16, K / 64, 16, 16, 4]
+    tiles: Array  # [G, N / 16, any], as in `Packed`
     scale: Array | None = None  # float32 [2, any] with int8, as in `Packed`
     bias: Array | None = None  # bfloat16 [any]
     scale_at: int = 0

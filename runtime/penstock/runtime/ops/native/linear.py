@@ -40,7 +40,9 @@ class Packed(NamedTuple):
     layers too: a program with fewer arrays is called faster.
     """
 
-    tiles: Array  # bfloat16 [N / 16, K / 32, 16, 16, 2] or int8 [N / 16, K / 64, 16, 16, 4]
+    tiles: Array
+    """bfloat16 [N / 16, K / 32, 16, 16, 2], or int8 [N / 16, K / 64, 16, 16, 4], or the uint8 of `ops.codes`
+    [N / 16, any], which has its scales."""
     scale: Array | None = None  # float32 [2, any] with int8: of each output, and 128 * the sum of its weights
     bias: Array | None = None  # bfloat16 [any]
     scale_at: int = 0

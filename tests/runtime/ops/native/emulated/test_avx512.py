@@ -171,6 +171,8 @@ def test_conversions(call: Call) -> None:
         0x8000,
     ]  # the low bits, not the nearest number
     assert call("cvtepi32_epi8", [0x123456F8, 128, -129]).view(np.int8)[:3].tolist() == [-8, -128, 127]
+    halves = [1.5, 2.0**-24, -INF, *[0.0] * 12, -0.0]
+    same(call("cvtph_ps", np.array(halves, np.float16)), halves)
     same(call("cvtepi32_ps", [2**24 + 1, 2**24 + 3, -7]), [2.0**24, 2.0**24 + 4, -7.0])
     wide = [0.5, 1.5, -2.5, 2147483520.0, 2147483648.0, -2147483648.0, NAN, -INF]
     assert ints(call("cvtps_epi32", wide), 8) == [0, 2, -2, 2147483520, MIN, MIN, MIN, MIN]

@@ -19,18 +19,18 @@ constexpr int64_t kPassBytes = 64 << 20;
 ffi::Error Batched(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::S32> num_rows, ffi::AnyBuffer tiles,
                    ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::BF16> bias, ffi::Result<ffi::Buffer<ffi::BF16>> y,
                    int64_t scale_at, int64_t bias_at) {
-  const LinearKernel* kernel = CurrentLinearKernel();
+  const PackedGroup group = GroupOf(tiles, scale, scale_at, bias, bias_at, x.dimensions()[2]);
+  const LinearKernel* kernel = CurrentLinearKernel(group.format);
   if (!kernel) {
     return ffi::Error::Internal("no kernel for this processor");
   }
-  const PackedGroup group = GroupOf(tiles, scale, scale_at, bias, bias_at);
   const auto shape = x.dimensions();
   if (shape[1] != group.number || shape[2] != group.k || y->dimensions()[2] != group.Outputs()) {
     return ffi::Error::InvalidArgument("x, the weights and the result do not fit together");
   }
   const int64_t stride = group.number * group.k, ldy = group.number * group.Outputs();
   const int64_t rows = std::min<int64_t>(num_rows.typed_data()[0], shape[0]);
-  const int64_t row_bytes = std::max<int64_t>(1, group.number * kernel->x_bytes(1, group.k, group.int8));
+  const int64_t row_bytes = std::max<int64_t>(1, group.number * kernel->x_bytes(1, group.k, group.format));
   const int64_t rows_in_pass = std::max<int64_t>(1, kPassBytes / row_bytes);
   const int64_t passes = rows > 0 ? CeilDiv(rows, rows_in_pass) : 0;
   for (int64_t pass = 0; pass < passes; ++pass) {  // of equal sizes
@@ -40,7 +40,7 @@ ffi::Error Batched(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<f
       LinearJob job{};
       job.m = last - first;
       job.k = group.k;
-      job.int8 = group.int8;
+      job.format = group.format;
       job.weights[0] = group.Part(g, 0, group.num_blocks);
       job.num_weights = 1;
       job.y_bf16 = reinterpret_cast<uint16_t*>(y->untyped_data()) + first * ldy + g * group.Outputs();

@@ -53,7 +53,7 @@ void SumRow(const ExpertsJob& job, const Choices& choices, const int64_t* places
   }
 }
 
-void Pass(const ExpertsJob& job, const LinearKernel& kernel, ffi::ThreadPool& pool, int64_t first, int64_t last) {
+void Pass(const ExpertsJob& job, ffi::ThreadPool& pool, int64_t first, int64_t last) {
   const Choices choices = SortChoices(job.ids, job.weights, first, last, job.per_row, job.gate_up.number);
   const int64_t count = (last - first) * job.per_row, inner = job.down.k, outputs = job.down.Outputs();
   uint16_t* gated = nullptr;
@@ -65,13 +65,14 @@ void Pass(const ExpertsJob& job, const LinearKernel& kernel, ffi::ThreadPool& po
   };
   carve(Carver(Scratch<struct ExpertResults>(carve(Carver(nullptr)))));
 
-  Products first_products(kernel), second_products(kernel);
+  Products first_products(*CurrentLinearKernel(job.gate_up.format));
+  Products second_products(*CurrentLinearKernel(job.down.format));
   const int64_t inner_blocks = job.down.k / kBlockOut;
   for (const Choices::Expert& expert : choices.experts) {
     LinearJob up{};
     up.m = expert.count;
     up.k = job.gate_up.k;
-    up.int8 = job.gate_up.int8;
+    up.format = job.gate_up.format;
     up.weights[0] = job.gate_up.Part(expert.number, 0, inner_blocks);
     up.weights[1] = job.gate_up.Part(expert.number, inner_blocks, inner_blocks);
     up.num_weights = 2;
@@ -89,7 +90,7 @@ void Pass(const ExpertsJob& job, const LinearKernel& kernel, ffi::ThreadPool& po
     LinearJob down{};
     down.m = expert.count;
     down.k = inner;
-    down.int8 = job.down.int8;
+    down.format = job.down.format;
     down.weights[0] = job.down.Part(expert.number, 0, job.down.num_blocks);
     down.num_weights = 1;
     down.y_f32 = results + expert.begin * outputs;
@@ -120,10 +121,6 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<f
                    ffi::Buffer<ffi::F32> down_scale, ffi::Buffer<ffi::BF16> down_bias,
                    ffi::Result<ffi::Buffer<ffi::BF16>> y, int64_t activation, float limit, bool weigh_input,
                    ffi::Span<const int64_t> at) {
-  const LinearKernel* kernel = CurrentLinearKernel();
-  if (!kernel) {
-    return ffi::Error::Internal("no kernel for this processor");
-  }
   if (at.size() != 4 || !IsGated(activation)) {
     return ffi::Error::InvalidArgument("`at` has four places, and the activation is a gated one");
   }
@@ -132,8 +129,8 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<f
   job.ids = ids.typed_data();
   job.weights = weights.typed_data();
   job.per_row = ids.dimensions()[1];
-  job.gate_up = GroupOf(gate_up, gate_up_scale, at[0], gate_up_bias, at[1]);
-  job.down = GroupOf(down, down_scale, at[2], down_bias, at[3]);
+  job.gate_up = GroupOf(gate_up, gate_up_scale, at[0], gate_up_bias, at[1], x.dimensions()[1]);
+  job.down = GroupOf(down, down_scale, at[2], down_bias, at[3], job.gate_up.Outputs() / 2);
   job.activation = static_cast<Activation>(activation);
   job.limit = limit;
   job.weigh_input = weigh_input;
@@ -142,14 +139,19 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<f
       job.gate_up.number != job.down.number || job.down.Outputs() != y->dimensions()[1]) {
     return ffi::Error::InvalidArgument("x, gate_up, down and the result do not fit together");
   }
+  const LinearKernel* up_kernel = CurrentLinearKernel(job.gate_up.format);
+  const LinearKernel* down_kernel = CurrentLinearKernel(job.down.format);
+  if (!up_kernel || !down_kernel) {
+    return ffi::Error::Internal("no kernel for this processor");
+  }
   const int64_t most = x.dimensions()[0], rows = std::min<int64_t>(num_rows.typed_data()[0], most);
-  const int64_t choice_bytes =
-      std::max(kernel->x_bytes(1, job.gate_up.k, job.gate_up.int8), kernel->x_bytes(1, job.down.k, job.down.int8)) +
-      job.down.k * 2 + job.down.Outputs() * 4;
+  const int64_t choice_bytes = std::max(up_kernel->x_bytes(1, job.gate_up.k, job.gate_up.format),
+                                        down_kernel->x_bytes(1, job.down.k, job.down.format)) +
+                               job.down.k * 2 + job.down.Outputs() * 4;
   const int64_t rows_in_pass = std::max<int64_t>(1, kPassBytes / (choice_bytes * job.per_row));
   const int64_t passes = rows > 0 ? CeilDiv(rows, rows_in_pass) : 0;
   for (int64_t pass = 0; pass < passes; ++pass) {  // of equal sizes
-    Pass(job, *kernel, pool, pass * rows / passes, (pass + 1) * rows / passes);
+    Pass(job, pool, pass * rows / passes, (pass + 1) * rows / passes);
   }
   return ffi::Error::Success();
 }

@@ -1,12 +1,14 @@
 #include "experts/products.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "common/buffers.h"
 #include "common/carver.h"
 #include "common/common.h"
 #include "common/parallel.h"
 #include "common/scratch.h"
+#include "linear/format_of.h"
 
 namespace penstock {
 namespace {
@@ -31,16 +33,16 @@ struct Numbering {
 }  // namespace
 
 PackedWeight PackedGroup::Part(int64_t index, int64_t block, int64_t count) const {
-  const int64_t block_bytes = kBlockOut * k * (int8 ? 1 : 2);
+  const int64_t block_bytes = BytesOfBlock(format, k);
   const int64_t output = index * Outputs() + block * kBlockOut;
   return {tiles + (index * num_blocks + block) * block_bytes, scale ? scale + output : nullptr,
           sums ? sums + output : nullptr, bias ? bias + output : nullptr, count};
 }
 
 PackedGroup GroupOf(const ffi::AnyBuffer& tiles, const ffi::Buffer<ffi::F32>& scale, int64_t scale_at,
-                    const ffi::Buffer<ffi::BF16>& bias, int64_t bias_at) {
+                    const ffi::Buffer<ffi::BF16>& bias, int64_t bias_at, int64_t k) {
   const auto shape = tiles.dimensions();
-  const bool int8 = tiles.element_type() == ffi::S8;
+  const std::optional<Format> format = FormatOf(tiles, 1, k);
   const float* scales = From<float>(scale, scale_at);
   return {static_cast<const char*>(tiles.untyped_data()),
           scales,
@@ -48,8 +50,8 @@ PackedGroup GroupOf(const ffi::AnyBuffer& tiles, const ffi::Buffer<ffi::F32>& sc
           From<uint16_t>(bias, bias_at),
           shape[0],
           shape[1],
-          shape[2] * (int8 ? 64 : 32),
-          int8};
+          format ? k : -1,
+          format.value_or(Format::kBf16)};
 }
 
 void Products::Add(const LinearJob& job, const LinearInput& input) {
@@ -60,8 +62,8 @@ void Products::PutRows(ffi::ThreadPool& pool) {
   const auto carve = [&](Carver carver) {
     for (Product& product : products_) {
       const LinearJob& job = product.job;
-      product.x = carver.Take<char>(kernel_.x_bytes(job.m, job.k, job.int8));
-      product.x_scale = carver.Take<float>(job.int8 ? job.m : 0);
+      product.x = carver.Take<char>(kernel_.x_bytes(job.m, job.k, job.format));
+      product.x_scale = carver.Take<float>(job.format == Format::kInt8 ? job.m : 0);
     }
     return carver.used();
   };

@@ -2,6 +2,7 @@
 // then the epilogue.
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "common/buffers.h"
 #include "common/common.h"
@@ -10,13 +11,16 @@
 #include "common/huge_pages.h"
 #include "common/parallel.h"
 #include "common/scratch.h"
+#include "linear/format_of.h"
 #include "linear/linear.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace penstock {
 
-const LinearKernel* CurrentLinearKernel() {
-  const auto kernel = ForCurrentIsa(LinearAvx2, LinearAvx512, UsePairs() ? LinearAvx512Bf16 : LinearAvx512, LinearAmx);
+const LinearKernel* CurrentLinearKernel(Format format) {
+  // On AMX the sums of codes would have to leave the tiles after each group, to be multiplied by its scales.
+  const auto kernel = ForCurrentIsa(LinearAvx2, LinearAvx512, UsePairs() ? LinearAvx512Bf16 : LinearAvx512,
+                                    IsCodes(format) ? LinearAvx512 : LinearAmx);
   return kernel ? &kernel() : nullptr;
 }
 
@@ -43,10 +47,6 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
                   ffi::Buffer<ffi::BF16> norm, ffi::Buffer<ffi::BF16> residual, ffi::Buffer<ffi::BF16> up,
                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int32_t activation, float limit, float eps,
                   float offset, float scale, float softcap, ffi::Span<const int64_t> at) {
-  const LinearKernel* kernel = CurrentLinearKernel();
-  if (!kernel) {
-    return ffi::Error::Internal("no kernel for this processor");
-  }
   LinearJob job{};
   const int64_t most = x.dimensions()[0];
   job.m = std::min<int64_t>(num_rows.typed_data()[0], most);
@@ -72,14 +72,19 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
     if (!tiles || !scale || !bias) {
       return ffi::Error::InvalidArgument("weights, scales and biases are buffers");
     }
-    job.int8 = tiles->element_type() == ffi::S8;
+    const std::optional<Format> format = FormatOf(*tiles, 0, job.k);
+    if (!format || (w > 0 && *format != job.format)) {
+      return ffi::Error::InvalidArgument("x and a weight differ in their inner size, or two weights in their format");
+    }
+    job.format = *format;
     const float* scales = From<float>(*scale, at[1 + 2 * w]);
     job.weights[w] = {static_cast<const char*>(tiles->untyped_data()), scales,
                       scales ? scales + scale->dimensions()[1] : nullptr, From<uint16_t>(*bias, at[2 + 2 * w]),
                       tiles->dimensions()[0]};
-    if (tiles->dimensions()[1] * (job.int8 ? 64 : 32) != job.k) {
-      return ffi::Error::InvalidArgument("x and a weight differ in their inner size");
-    }
+  }
+  const LinearKernel* kernel = CurrentLinearKernel(job.format);
+  if (!kernel) {
+    return ffi::Error::Internal("no kernel for this processor");
   }
   if (job.gated() && job.num_weights == 1) {
     Halve(&job);
@@ -104,7 +109,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
     WantHugePages(y->untyped_data(), y->size_bytes() / most * job.m);
   }
 
-  const int64_t x_bytes = RoundUp(kernel->x_bytes(job.m, job.k, job.int8), kCacheLine);
+  const int64_t x_bytes = RoundUp(kernel->x_bytes(job.m, job.k, job.format), kCacheLine);
   char* scratch = Scratch<struct LinearRows>(x_bytes + job.m * 4);
   float* x_scale = reinterpret_cast<float*>(scratch + x_bytes);
   const LinearInput input{reinterpret_cast<const uint16_t*>(x.untyped_data()),

@@ -3,6 +3,7 @@
 // A packed bf16 weight [out, in] is [out / 16][in / 32][16 pairs of in][16 out][2]: each 1 KiB tile is the B operand
 // of AMX's TDPBF16PS and, row by row, the vector operand of AVX-512's VDPBF16PS, and the whole weight is read in
 // one ascending sweep. A packed int8 weight is [out / 16][in / 64][16 fours of in][16 out][4].
+// Codes of 4 or 8 bits with a scale for each 32 inputs lie as ops/codes.py says.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +12,23 @@
 
 namespace penstock {
 
+// What the tiles of a weight hold.
+enum class Format { kBf16, kInt8, kCodes4, kCodes4Zeros, kCodes8, kCodes8Zeros };
+
 constexpr int64_t kBlockOut = 16;  // outputs of a tile
+constexpr int64_t kGroup = 32;     // inputs that share a scale of codes
+constexpr int64_t kLine = 64;      // bytes of a line: of codes, of the scales of two groups, of a block's factors
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kMaxWeights = 3;
 constexpr int64_t kRowBlock = 16;  // rows of x that put_rows takes at once
+
+constexpr bool IsCodes(Format format) { return format >= Format::kCodes4; }
+
+// The bytes of 16 outputs of a weight with k inputs.
+constexpr int64_t BytesOfBlock(Format format, int64_t k) {
+  constexpr int64_t kLinesOfTile[] = {32, 16, 9, 10, 17, 18};  // of 64 inputs
+  return k * kLinesOfTile[static_cast<int>(format)] + (IsCodes(format) ? kLine : 0);
+}
 
 struct PackedWeight {
   const char* tiles;
@@ -29,13 +43,13 @@ struct PackedWeight {
 // Otherwise y = residual + softcap * tanh(scale * x W^T / softcap), where biases belong to the products.
 struct LinearJob {
   const void* x;         // in the kernel's own form, see LinearKernel::put_rows
-  const float* x_scale;  // int8: [m]
+  const float* x_scale;  // kInt8: [m]
   int64_t m, k;
   PackedWeight weights[kMaxWeights];
   int64_t num_weights;
   Activation activation;
   float limit;  // of the activation, see Activate
-  bool int8;
+  Format format;
   uint16_t* y_bf16;          // [m, ldy], or null if y is float32
   float* y_f32;              // [m, ldy], if y_bf16 is null
   const uint16_t* residual;  // bf16 [m, ldy] added to y, or null
@@ -46,7 +60,7 @@ struct LinearJob {
 
   // Whether two products make one output.
   bool gated() const { return activation != Activation::kNone && !up; }
-  int64_t BlockBytes() const { return kBlockOut * k * (int8 ? 1 : 2); }
+  int64_t BlockBytes() const { return BytesOfBlock(format, k); }
 };
 
 // The operation's x: m rows of k values in bf16. If `norm`, bf16 [k], is not null, each row is normalised by its root
@@ -69,7 +83,7 @@ struct LinearKernel {
   void (*run_unit)(const LinearJob&, int64_t unit);
   // Bytes of x in the kernel's form; and the function that puts row block `block` of x into it, where `row` is room for
   // k floats.
-  int64_t (*x_bytes)(int64_t m, int64_t k, bool int8);
+  int64_t (*x_bytes)(int64_t m, int64_t k, Format format);
   void (*put_rows)(const LinearInput&, int64_t block, const LinearJob&, void* x, float* x_scale, float* row);
 };
 
@@ -78,7 +92,7 @@ const LinearKernel& LinearAvx512();
 const LinearKernel& LinearAvx512Bf16();
 const LinearKernel& LinearAmx();
 
-// The kernels for the instruction set in use; null if there are none.
-const LinearKernel* CurrentLinearKernel();
+// The kernels for the instruction set in use and weights of this format; null if there are none.
+const LinearKernel* CurrentLinearKernel(Format format);
 
 }  // namespace penstock

@@ -33,6 +33,9 @@ constexpr int kX1 = 5;
 constexpr int kW0 = 6;
 constexpr int kW1 = 7;
 
+bool IsInt8(const LinearJob& job) { return job.format == Format::kInt8; }
+int64_t ElementBytes(Format format) { return format == Format::kInt8 ? 1 : 2; }
+
 // Sets the numbers of rows of the two row blocks; rows1 may be 0.
 void Configure(int64_t rows0, int64_t rows1) {
   TileConfig config;
@@ -273,7 +276,7 @@ void ManyRows(const LinearJob& job, const UnitBlocks& unit, int64_t first_row, i
 
 // How many rows of x are taken together.
 int64_t RowsAtOnce(const LinearJob& job) {
-  const int64_t rows = kRowsBytes / (job.k * (job.int8 ? 1 : 2)) / (2 * kRows) * (2 * kRows);
+  const int64_t rows = kRowsBytes / (job.k * ElementBytes(job.format)) / (2 * kRows) * (2 * kRows);
   return rows < 2 * kRows ? 2 * kRows : rows;
 }
 
@@ -293,27 +296,27 @@ int64_t NumUnits(const LinearJob& job) {
 void RunUnit(const LinearJob& job, int64_t unit) {
   if (job.m <= kRows) {
     const UnitBlocks unit_blocks = FindUnit(job, unit, PerUnit(job));
-    job.int8 ? FewRows<true>(job, unit_blocks) : FewRows<false>(job, unit_blocks);
+    IsInt8(job) ? FewRows<true>(job, unit_blocks) : FewRows<false>(job, unit_blocks);
     return;
   }
   const int64_t units = CountUnits(job, PerUnit(job)), rows = RowsAtOnce(job);
   const UnitBlocks unit_blocks = FindUnit(job, unit % units, PerUnit(job));
   const int64_t first = unit / units * rows;
   const int64_t last = Min(first + rows, job.m);
-  job.int8 ? ManyRows<true>(job, unit_blocks, first, last) : ManyRows<false>(job, unit_blocks, first, last);
+  IsInt8(job) ? ManyRows<true>(job, unit_blocks, first, last) : ManyRows<false>(job, unit_blocks, first, last);
 }
 
 // x in the kernel's form: row blocks of 16, each as tiles [rows, 64 bytes] in the order in which they are multiplied.
-int64_t XBytes(int64_t m, int64_t k, bool int8) { return m * k * (int8 ? 1 : 2); }
+int64_t XBytes(int64_t m, int64_t k, Format format) { return m * k * ElementBytes(format); }
 
 void PutRows(const LinearInput& input, int64_t block, const LinearJob& job, void* x, float* x_scale, float* row) {
   const int64_t k = job.k;
   const int64_t first = block * kRows;
   const int64_t count = Min(job.m - first, kRows);
-  char* out = static_cast<char*>(x) + first * k * (job.int8 ? 1 : 2);
+  char* out = static_cast<char*>(x) + first * k * ElementBytes(job.format);
   for (int64_t r = 0; r < count; ++r) {
     LoadRow(input, first + r, k, row);
-    if (job.int8) {
+    if (IsInt8(job)) {
       const float peak = RowPeak(row, k), inverse = Int8Inverse(peak);
       x_scale[first + r] = peak / 127.0f;
       for (int64_t s = 0; s < k / 64; ++s) {

@@ -8,6 +8,7 @@ namespace {
 struct WideBf16 {
   using Sum = __m256;
   using Operand = __m256;
+  static constexpr bool kByGroup = false;
   static constexpr int kParts = 2, kSteps = 2, kRows = 6, kPairedRows = 0, kWidth = 8;
   static constexpr Form kForm = Form::kFloat;
   static Sum LoadSum(const float* from) { return _mm256_loadu_ps(from); }
@@ -34,6 +35,7 @@ struct WideBf16 {
 struct WideInt8 {
   using Sum = __m256i;
   using Operand = __m256i;
+  static constexpr bool kByGroup = false;
   static constexpr int kParts = 2, kSteps = 2, kRows = 6, kPairedRows = 0, kWidth = 8;
   static constexpr Form kForm = Form::kHalves;
   static Sum LoadSum(const float* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
@@ -52,9 +54,61 @@ struct WideInt8 {
   }
 };
 
+// What products by group have beyond sums.
+struct WideFloats {
+  using Floats = __m256;
+  static Floats Load(const float* from) { return _mm256_loadu_ps(from); }
+  static void Store(float* to, Floats value) { _mm256_storeu_ps(to, value); }
+  static Floats Fill(const uint32_t* word) { return _mm256_set1_ps(*reinterpret_cast<const float*>(word)); }
+  static Floats Halves(const uint16_t* halves, int part) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves) + part));
+  }
+  static Floats Times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+  static Floats PlusProduct(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(b, c, a); }
+  static Floats MinusProduct(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(b, c, a); }
+};
+
+// Codes of 8 bits are widened to int16, as int8 is. Products of codes of 4 bits are summed in int16: a sum has two
+// products of each of a group's eight lines and halves, at most 16 * 15 * 127.
+template <int kBits, bool kZeros>
+struct WideCodes : WideFloats {
+  using Sum = __m256i;
+  using Operand = __m256i;
+  static constexpr bool kByGroup = true;
+  static constexpr int kParts = 2, kSteps = 2, kRows = 4, kPairedRows = 0, kWidth = 8;
+  static constexpr int kScaleLines = kZeros ? 2 : 1, kGroupLines = kBits == 4 ? 4 : 8;
+  static constexpr int kMiddle = kZeros ? 0 : 1 << (kBits - 1);
+  static constexpr Form kForm = kBits == 4 ? Form::kFour : Form::kHalves;
+  template <int kStep>
+  static Operand Weights(const char* line, int part) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line) + part);
+    if (kBits == 8) {
+      return kStep == 0 ? _mm256_and_si256(codes, _mm256_set1_epi16(0xff)) : _mm256_srli_epi16(codes, 8);
+    }
+    return _mm256_and_si256(kStep == 0 ? codes : _mm256_srli_epi16(codes, 4), _mm256_set1_epi8(15));
+  }
+  static Operand Word(const uint32_t* x) { return _mm256_set1_epi32(static_cast<int>(*x)); }
+  static Sum Add(Sum sum, Operand weights, Operand word) {
+    if (kBits == 8) {
+      return _mm256_add_epi32(sum, _mm256_madd_epi16(weights, word));
+    }
+    return _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, word));
+  }
+  static Sum Begin(const uint32_t* word) { return kZeros || kBits == 4 ? _mm256_setzero_si256() : Word(word); }
+  static Floats Total(Sum sum, const uint32_t* word) {
+    if (kBits == 8) {
+      return _mm256_cvtepi32_ps(sum);
+    }
+    const __m256i wide = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+    return _mm256_cvtepi32_ps(kZeros ? wide : _mm256_add_epi32(wide, Word(word)));
+  }
+};
+
 struct Avx2 {
   using Bf16 = WideBf16;
   using Int8 = WideInt8;
+  template <int kBits, bool kZeros>
+  using Codes = WideCodes<kBits, kZeros>;
 };
 
 }  // namespace

@@ -8,6 +8,8 @@ namespace {
 struct Avx512 {
   using Bf16 = WideBf16;
   using Int8 = VnniInt8;
+  template <int kBits, bool kZeros>
+  using Codes = VnniCodes<kBits, kZeros>;
 };
 
 }  // namespace

@@ -12,6 +12,7 @@ namespace {
 struct WideBf16 {
   using Sum = __m512;
   using Operand = __m512;
+  static constexpr bool kByGroup = false;
   static constexpr int kParts = 1, kSteps = 2, kRows = 16, kPairedRows = 8, kWidth = 16;
   static constexpr Form kForm = Form::kFloat;
   static Sum LoadSum(const float* from) { return _mm512_loadu_ps(from); }
@@ -31,6 +32,7 @@ struct WideBf16 {
 struct VnniInt8 {
   using Sum = Int32Sums;
   using Operand = __m512i;
+  static constexpr bool kByGroup = false;
   static constexpr int kParts = 1, kSteps = 1, kRows = 16, kPairedRows = 8, kWidth = 16;
   static constexpr Form kForm = Form::kFourOffset;
   static Sum LoadSum(const float* from) { return (Sum)_mm512_loadu_si512(from); }
@@ -43,6 +45,42 @@ struct VnniInt8 {
   static Sum Add(Sum sum, Operand weights, Operand word) {
     return (Sum)_mm512_dpbusd_epi32((__m512i)sum, word, weights);
   }
+};
+
+// Codes, and the int8 of a row's group. Instructions take the codes as unsigned, and a row's as signed.
+template <int kBits, bool kZeros>
+struct VnniCodes {
+  using Sum = Int32Sums;
+  using Operand = __m512i;
+  using Floats = __m512;
+  static constexpr bool kByGroup = true;
+  static constexpr int kParts = 1, kSteps = kBits == 4 ? 2 : 1, kRows = 16, kPairedRows = 8, kWidth = 16;
+  static constexpr int kScaleLines = kZeros ? 2 : 1, kGroupLines = kBits == 4 ? 4 : 8;
+  static constexpr int kMiddle = kZeros ? 0 : 1 << (kBits - 1);
+  static constexpr Form kForm = Form::kFour;
+  template <int kStep>
+  static Operand Weights(const char* line, int) {
+    const __m512i codes = _mm512_loadu_si512(line);
+    if (kBits == 8) {
+      return codes;
+    }
+    return _mm512_and_si512(kStep == 0 ? codes : _mm512_srli_epi32(codes, 4), _mm512_set1_epi32(0x0f0f0f0f));
+  }
+  static Operand Word(const uint32_t* x) { return _mm512_set1_epi32(static_cast<int>(*x)); }
+  static Sum Add(Sum sum, Operand weights, Operand word) {
+    return (Sum)_mm512_dpbusd_epi32((__m512i)sum, weights, word);
+  }
+  static Sum Begin(const uint32_t* word) { return kZeros ? Sum{} : (Sum)Word(word); }
+  static Floats Total(Sum sum, const uint32_t*) { return _mm512_cvtepi32_ps((__m512i)sum); }
+  static Floats Load(const float* from) { return _mm512_loadu_ps(from); }
+  static void Store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
+  static Floats Fill(const uint32_t* word) { return _mm512_castsi512_ps(Word(word)); }
+  static Floats Halves(const uint16_t* halves, int) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
+  }
+  static Floats Times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  static Floats PlusProduct(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(b, c, a); }
+  static Floats MinusProduct(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(b, c, a); }
 };
 
 }  // namespace

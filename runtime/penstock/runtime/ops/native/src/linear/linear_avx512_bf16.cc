@@ -8,6 +8,7 @@ namespace {
 struct PairBf16 {
   using Sum = __m512;
   using Operand = __m512i;
+  static constexpr bool kByGroup = false;
   static constexpr int kParts = 1, kSteps = 1, kRows = 16, kPairedRows = 8, kWidth = 16;
   static constexpr Form kForm = Form::kPair;
   static Sum LoadSum(const float* from) { return _mm512_loadu_ps(from); }
@@ -25,6 +26,8 @@ struct PairBf16 {
 struct Avx512Bf16 {
   using Bf16 = PairBf16;
   using Int8 = VnniInt8;
+  template <int kBits, bool kZeros>
+  using Codes = VnniCodes<kBits, kZeros>;
 };
 
 }  // namespace

@@ -132,6 +132,14 @@ inline void Dequantize(const LinearJob& job, int64_t weight, int64_t block, int6
   }
 }
 
+// Multiplies the sums of `rows` rows by the factors of a block's outputs, in place.
+inline void MultiplyByFactors(const char* factors, int64_t rows, float* sums) {
+  const Lanes of_outputs = Load(reinterpret_cast<const float*>(factors));
+  for (int64_t r = 0; r < rows; ++r) {
+    Store(sums + r * kBlockOut, Mul(Load(sums + r * kBlockOut), of_outputs));
+  }
+}
+
 // Calls put(channel, values) for all channels of a row of x in float32, 16 at a time, in order: times the row's factor,
 // and normalised by its root mean square if there is a norm (Zhang and Sennrich 2019).
 template <typename Put>

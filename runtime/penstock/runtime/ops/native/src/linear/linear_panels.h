@@ -8,12 +8,19 @@
 namespace penstock {
 namespace {
 
-// What a word of x holds: a float32; two bf16; four int8, plus 128 as unsigned bytes; or two of four
-// int8 as int16, where a word with the values 0 and 2 precedes the one with 1 and 3.
-enum class Form { kFloat, kPair, kFourOffset, kHalves };
+// What a word of x holds: a float32; two bf16; four int8, plus 128 as unsigned bytes; two of four int8 as int16, where
+// a word with the values 0 and 2 precedes the one with 1 and 3; or four int8.
+enum class Form { kFloat, kPair, kFourOffset, kHalves, kFour };
 
 constexpr int64_t Words(Form form, int64_t k) {
-  return form == Form::kFloat ? k : form == Form::kFourOffset ? k / 4 : k / 2;
+  return form == Form::kFloat ? k : form == Form::kFourOffset || form == Form::kFour ? k / 4 : k / 2;
+}
+
+// The words of a panel that follow those of all rows, where rows are quantised by group: for each group the scales of
+// all rows, and then what is added to their sums.
+template <class P>
+constexpr int64_t ScaleWords(int64_t k) {
+  return P::kByGroup ? k / kGroup * 2 : 0;
 }
 
 // Whether m rows are multiplied by two blocks at once.
@@ -92,20 +99,51 @@ inline void PutRow(Form form, const LinearInput& input, int64_t row, int64_t k, 
   }
 }
 
+// Quantises a row by groups to words of kFour or kHalves. `scales` gets two words for each group, `stride` words apart:
+// the scale; and what is added to a sum of products with codes, `middle` of which stands for 0. Where `middle` is 0,
+// weights have zeros of their own, and it is the sum of the row's group as float32.
+inline void PutGroups(Form form, const float* floats, int64_t k, int32_t middle, uint32_t* words, uint32_t* scales,
+                      int64_t stride) {
+  for (int64_t i = 0; i < k; i += kGroup, scales += 2 * stride) {
+    alignas(32) int8_t bytes[kGroup];
+    const float peak = RowPeak(floats + i, kGroup), scale = peak / 127.0f;
+    Quantize(floats + i, kGroup, Int8Inverse(peak), bytes);
+    int32_t sum = 0;
+    for (int8_t byte : bytes) {
+      sum += byte;
+    }
+    const float as_float = static_cast<float>(sum);
+    const int32_t added = -middle * sum;
+    memcpy(scales, &scale, 4);
+    memcpy(scales + stride, middle ? static_cast<const void*>(&added) : &as_float, 4);
+    if (form == Form::kHalves) {
+      WidenFours(bytes, words + i / 2);
+    } else {
+      memcpy(words + i / 4, bytes, kGroup);
+    }
+  }
+}
+
 // Puts the rows of a row block into their place in x, whose form and panels are those of P (see linear_vector.h), and
-// whose stretches have `tile_rows` tile rows. `row` is room for k floats.
+// whose stretches have `steps` steps. `row` is room for k floats.
 template <class P>
-void PutPanels(const LinearInput& input, int64_t block, const LinearJob& job, int64_t tile_rows, uint32_t* x,
+void PutPanels(const LinearInput& input, int64_t block, const LinearJob& job, int64_t steps, uint32_t* x,
                float* x_scale, float* row) {
   static_assert(P::kRows <= kTransposedRows, "TransposeWords takes a whole panel");
   const int64_t words = Words(P::kForm, job.k), first = block * kRowBlock;
-  const int64_t last = Min(job.m, first + kRowBlock), stretch = tile_rows * P::kSteps;
+  const int64_t last = Min(job.m, first + kRowBlock), stretch = steps;
   const int64_t stride = words + 16;  // rows a power of two apart would share a set of the first-level cache
   auto* apart = reinterpret_cast<uint32_t*>(Scratch<struct LinearPanel>(kRowBlock * stride * 4));
   for (int64_t from = first; from < last;) {
     const int64_t rows = PanelRows(PanelMost<P>(job.m), job.m, from);
     for (int64_t r = 0; r < rows; ++r) {
-      PutRow(P::kForm, input, from + r, job.k, row, job.int8 ? x_scale + from + r : nullptr, apart + r * stride);
+      if constexpr (P::kByGroup) {
+        LoadRow(input, from + r, job.k, row);
+        uint32_t* scales = x + words * job.m + from * ScaleWords<P>(job.k) + r;
+        PutGroups(P::kForm, row, job.k, P::kMiddle, apart + r * stride, scales, rows);
+      } else {
+        PutRow(P::kForm, input, from + r, job.k, row, x_scale + from + r, apart + r * stride);
+      }
     }
     for (int64_t begin = 0; begin < words; begin += stretch) {
       const int64_t count = Min(words - begin, stretch);

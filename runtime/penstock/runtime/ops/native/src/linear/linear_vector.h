@@ -1,5 +1,5 @@
-// Linear layers on vector registers, for any instruction set described by a traits class V whose members Bf16 and
-// Int8 say how words (32 bits) of weights and of x are multiplied:
+// Linear layers on vector registers, for any instruction set described by a traits class V whose members Bf16, Int8 and
+// Codes<bits, zeros> say how words (32 bits) of weights and of x are multiplied:
 //   Sum             a register of float32 or int32 sums; kWidth of them
 //   kParts          registers for the 16 outputs of a tile's row
 //   kSteps          products to a tile's row: each takes one word of every row of x
@@ -8,6 +8,16 @@
 //   kForm           what x's words are, see Form
 //   LoadSum(const float*), StoreSum(float*, sum), Weights<step>(tile row, part), Word(const uint32_t*),
 //   Add(sum, weights, word)
+//   kByGroup        whether groups of inputs have scales
+//
+// Where kByGroup is true:
+//   kScaleLines     lines of a tile (of two groups) before its codes: 0, or 1 with scales, or 2 also with zeros
+//   kGroupLines     lines of codes in a group
+//   kMiddle         the code that stands for 0; or 0, if weights have zeros of their own
+//   Floats          a register of kWidth float32, with Load, Store, Fill(word), Halves(float16, part), Times(a, b), and
+//                   PlusProduct(a, b, c) and MinusProduct(a, b, c): a +- b * c, rounded once
+//   Begin(word)     sums before the first product, where the word is what belongs to a row and a group
+//   Total(sum, word)  the whole numbers that the sums of a group stand for
 //
 // The inputs are cut in stretches, and the rows of x in panels of at most kRows rows. A block's weights of one stretch
 // are multiplied by all panels in turn, so that they come from the first-level cache from the second panel on; the sums
@@ -20,7 +30,8 @@
 // apart by a power of two bytes would share a few sets of the first-level cache.)
 //
 // An output is one chain of products in ascending order of inputs, whatever the number of rows: its bits depend on
-// its own row alone. (A sum in memory is the same float32 as in a register.)
+// its own row alone. (A sum in memory is the same float32 as in a register.) By group, a link of the chain is a sum of
+// whole numbers, which is exact, times the scales of x and of the weight.
 #pragma once
 
 #include <immintrin.h>
@@ -36,9 +47,25 @@ namespace {
 
 constexpr int64_t kUnitBytes = 128 * 1024;  // of weight in a unit: enough to be worth a claim
 constexpr int64_t kPrefetchBytes = 4096;    // how far ahead a weight is prefetched if there is one panel
-constexpr int64_t kStretch = 128;           // tile rows: 8 KiB of weights, a quarter of a small first-level cache
+constexpr int64_t kStretch = 128;           // lines: 8 KiB of weights, a quarter of a small first-level cache
 constexpr int64_t kRowsAtOnce = 256;        // of x: a stretch of them stays in the second-level cache
 constexpr int64_t kFewRows = 2;  // so few have too few sums to fill the latency of an addition with one block
+
+// The lines and the words of each row of x in a unit of weights, which is a tile by group and else a line; and how many
+// of these a stretch has.
+template <class P>
+constexpr int64_t LinesOfUnit(bool with_scales) {
+  if constexpr (P::kByGroup) {
+    return 2 * P::kGroupLines + (with_scales ? P::kScaleLines : 0);
+  }
+  return 1;
+}
+template <class P>
+constexpr int64_t kUnitLines = LinesOfUnit<P>(true);
+template <class P>
+constexpr int64_t kUnitWords = LinesOfUnit<P>(false) * P::kSteps;
+template <class P>
+constexpr int64_t kStretchUnits = kStretch / kUnitLines<P>;
 
 // How far behind the weights in use those lie that are fetched, and how much farther with each tile row, in bytes.
 struct Ahead {
@@ -97,25 +124,132 @@ __attribute__((noinline)) void Multiply(const char* const* blocks, const uint32_
   }
 }
 
-// Multiply for a panel of any size.
-template <class P, int B, int R = B == 1 ? P::kRows : Max<int>(P::kPairedRows, kFewRows)>
-void AnyPanel(int64_t rows, const char* const* blocks, const uint32_t* x, int64_t tile_rows, Ahead ahead,
-              float* const* sums) {
-  if constexpr (R > 1) {
-    if (rows < R) {
-      return AnyPanel<P, B, R - 1>(rows, blocks, x, tile_rows, ahead, sums);
+// Adds the products of one word of each row of x to the sums of a group; `at` is the line of codes in a tile.
+template <class P, int kStep, int B, int R>
+inline __attribute__((always_inline)) void AddLine(const char* const (&tiles)[B], int64_t at, const uint32_t* x,
+                                                   typename P::Sum (&sum)[B][R][P::kParts]) {
+  for (int b = 0; b < B; ++b) {
+    typename P::Operand weights[P::kParts];
+    for (int p = 0; p < P::kParts; ++p) {
+      weights[p] = P::template Weights<kStep>(tiles[b] + at, p);
+    }
+    for (int r = 0; r < R; ++r) {
+      const typename P::Operand word = P::Word(x + r);
+      for (int p = 0; p < P::kParts; ++p) {
+        sum[b][r][p] = P::Add(sum[b][r][p], weights[p], word);
+      }
     }
   }
-  Multiply<P, R, B>(blocks, x, tile_rows, ahead, sums);
 }
+
+// Multiply for weights with scales by group: `units` are tiles of 64 inputs, and `scales` are those of the panel's
+// rows, see ScaleWords. The sums of a group are in registers, those of all groups in memory.
+template <class P, int R, int B>
+__attribute__((noinline)) void MultiplyGroups(const char* const* blocks, const uint32_t* x, const uint32_t* scales,
+                                              int64_t units, Ahead ahead, float* const* sums) {
+  constexpr int kGroups = 2;
+  const char* tiles[B];
+  for (int b = 0; b < B; ++b) {
+    tiles[b] = blocks[b];
+  }
+  for (int64_t u = 0; u < units; ++u) {
+    for (int line = 0; line < kUnitLines<P>; ++line, ahead.bytes += ahead.step) {
+      for (int b = 0; b < B; ++b) {
+        _mm_prefetch(tiles[b] + line * kLine + ahead.bytes, _MM_HINT_T0);
+      }
+    }
+    for (int g = 0; g < kGroups; ++g, scales += 2 * R) {
+      typename P::Sum sum[B][R][P::kParts];
+      for (int b = 0; b < B; ++b) {
+        for (int r = 0; r < R; ++r) {
+          for (int p = 0; p < P::kParts; ++p) {
+            sum[b][r][p] = P::Begin(scales + R + r);
+          }
+        }
+      }
+#pragma GCC unroll 8  // otherwise GCC stores all sums after each line
+      for (int line = 0; line < P::kGroupLines; ++line) {
+        AddLine<P, 0>(tiles, (P::kScaleLines + g * P::kGroupLines + line) * kLine, x, sum);
+        x += R;
+        if constexpr (P::kSteps == 2) {
+          AddLine<P, 1>(tiles, (P::kScaleLines + g * P::kGroupLines + line) * kLine, x, sum);
+          x += R;
+        }
+      }
+      for (int b = 0; b < B; ++b) {
+        const auto* halves = reinterpret_cast<const uint16_t*>(tiles[b]) + g * kBlockOut;
+        for (int p = 0; p < P::kParts; ++p) {
+          const typename P::Floats scale = P::Halves(halves, p), zero = P::Halves(halves + kLine / 2, p);
+          for (int r = 0; r < R; ++r) {
+            float* to = sums[b] + r * kBlockOut + p * P::kWidth;
+            typename P::Floats value = P::Total(sum[b][r][p], scales + R + r);
+            if constexpr (P::kScaleLines == 2) {
+              value = P::MinusProduct(value, zero, P::Fill(scales + R + r));
+            }
+            if constexpr (P::kScaleLines > 0) {
+              value = P::PlusProduct(P::Load(to), P::Times(value, P::Fill(scales + r)), scale);
+            } else {
+              value = P::PlusProduct(P::Load(to), value, P::Fill(scales + r));
+            }
+            P::Store(to, value);
+          }
+        }
+      }
+    }
+    for (int b = 0; b < B; ++b) {
+      tiles[b] += kUnitLines<P> * kLine;
+    }
+  }
+}
+
+// Multiply or MultiplyGroups for a panel of any size.
+template <class P, int B, int R = B == 1 ? P::kRows : Max<int>(P::kPairedRows, kFewRows)>
+void AnyPanel(int64_t rows, const char* const* blocks, const uint32_t* x, const uint32_t* scales, int64_t units,
+              Ahead ahead, float* const* sums) {
+  if constexpr (R > 1) {
+    if (rows < R) {
+      return AnyPanel<P, B, R - 1>(rows, blocks, x, scales, units, ahead, sums);
+    }
+  }
+  if constexpr (P::kByGroup) {
+    MultiplyGroups<P, R, B>(blocks, x, scales, units, ahead, sums);
+  } else {
+    Multiply<P, R, B>(blocks, x, units, ahead, sums);
+  }
+}
+
+template <class P>
+struct Multiplier {
+  using Type = P;
+};
 
 template <class V>
 struct VectorLinear {
+  // Calls run(Multiplier<P>()) with the P of the format.
+  template <typename Run>
+  static auto Choose(Format format, Run&& run) {
+    switch (format) {
+      case Format::kBf16:
+        return run(Multiplier<typename V::Bf16>());
+      case Format::kInt8:
+        return run(Multiplier<typename V::Int8>());
+      case Format::kCodes4:
+        return run(Multiplier<typename V::template Codes<4, false>>());
+      case Format::kCodes4Zeros:
+        return run(Multiplier<typename V::template Codes<4, true>>());
+      case Format::kCodes8:
+        return run(Multiplier<typename V::template Codes<8, false>>());
+      case Format::kCodes8Zeros:
+        return run(Multiplier<typename V::template Codes<8, true>>());
+    }
+    __builtin_unreachable();
+  }
+
   // Whether many rows are multiplied by two blocks at once. A word of x is then loaded once for two products: with one
   // block each product has a word of its own to load, and a processor that loads no more often than it multiplies
   // waits.
   static bool Paired(const LinearJob& job) {
-    return job.int8 ? TwoBlocks<typename V::Int8>(job.m) : TwoBlocks<typename V::Bf16>(job.m);
+    return Choose(job.format, [&](auto p) { return TwoBlocks<typename decltype(p)::Type>(job.m); });
   }
 
   static int64_t PerUnit(const LinearJob& job) {
@@ -139,27 +273,29 @@ struct VectorLinear {
   static void MultiplyBlocks(const LinearJob& job, const char* const* tiles, int64_t first, int64_t last,
                              float* const* sums) {
     const uint32_t* x = static_cast<const uint32_t*>(job.x);
-    const int64_t tile_rows = job.BlockBytes() / 64, most = PanelMost<P>(job.m);
+    const uint32_t* scales = x + Words(P::kForm, job.k) * job.m;
+    const int64_t units = Words(P::kForm, job.k) / kUnitWords<P>, most = PanelMost<P>(job.m);
     if (job.m <= most) {
-      AnyPanel<P, B>(job.m, tiles, x, tile_rows, {kPrefetchBytes, 0}, sums);
+      AnyPanel<P, B>(job.m, tiles, x, scales, units, {kPrefetchBytes, 0}, sums);
       return;
     }
-    const int64_t part = CeilDiv(64, CeilDiv(last - first, most));  // of each tile row's bytes a panel fetches
-    for (int64_t begin = 0; begin < tile_rows; begin += kStretch) {
-      const int64_t count = Min(tile_rows - begin, kStretch);
-      const uint32_t* panel = x + (begin * job.m + first * count) * P::kSteps;
-      Ahead ahead{count * 64, part - 64};
+    const int64_t part = CeilDiv(kLine, CeilDiv(last - first, most));  // of each line's bytes a panel fetches
+    for (int64_t begin = 0; begin < units; begin += kStretchUnits<P>) {
+      const int64_t count = Min(units - begin, kStretchUnits<P>), lines = count * kUnitLines<P>;
+      const uint32_t* panel = x + (begin * job.m + first * count) * kUnitWords<P>;
+      Ahead ahead{lines * kLine, part - kLine};
       for (int64_t row = first; row < last;) {
         const int64_t rows = PanelRows(most, job.m, row);
         const char* stretches[B];
         float* to[B];
         for (int b = 0; b < B; ++b) {
-          stretches[b] = tiles[b] + begin * 64;
+          stretches[b] = tiles[b] + begin * kUnitLines<P> * kLine;
           to[b] = sums[b] + (row - first) * kBlockOut;
         }
-        AnyPanel<P, B>(rows, stretches, panel, count, ahead, to);
-        ahead.bytes += part * count;
-        panel += rows * count * P::kSteps;
+        const uint32_t* of_panel = scales + row * ScaleWords<P>(job.k) + begin * rows * ScaleWords<P>(2 * kGroup);
+        AnyPanel<P, B>(rows, stretches, panel, of_panel, count, ahead, to);
+        ahead.bytes += part * lines;
+        panel += rows * count * kUnitWords<P>;
         row += rows;
       }
     }
@@ -170,7 +306,8 @@ struct VectorLinear {
     alignas(64) float memory[2][kRowsAtOnce * kBlockOut];
     float* sums[2] = {memory[0], memory[1]};
     const int64_t rows = last - first, end = unit_blocks.block + unit_blocks.count;
-    const bool together = job.m <= kFewRows || Paired(job);
+    // By group there are enough sums without a second block.
+    const bool together = (!P::kByGroup && job.m <= kFewRows) || Paired(job);
     for (int64_t b = unit_blocks.block; b < end;) {
       // Two blocks make one output, or are multiplied together.
       const int64_t count = job.gated() || (together && b + 1 < end) ? 2 : 1;
@@ -189,8 +326,12 @@ struct VectorLinear {
           MultiplyBlocks<P, 1>(job, tiles + i, first, last, sums + i);
         }
       }
-      for (int64_t i = 0; job.int8 && i < count; ++i) {
-        Dequantize(job, weight[i], block[i], first, rows, sums[i], P::kForm == Form::kFourOffset);
+      for (int64_t i = 0; i < count; ++i) {
+        if (job.format == Format::kInt8) {
+          Dequantize(job, weight[i], block[i], first, rows, sums[i], P::kForm == Form::kFourOffset);
+        } else if (IsCodes(job.format)) {
+          MultiplyByFactors(tiles[i] + job.BlockBytes() - kLine, rows, sums[i]);
+        }
       }
       if (job.gated()) {
         FinishGate(job, b, first, rows, sums[0], sums[1]);
@@ -206,18 +347,22 @@ struct VectorLinear {
     const UnitBlocks unit_blocks = FindUnit(job, unit % units, PerUnit(job));
     const int64_t first = unit / units * rows;
     const int64_t last = Min(first + rows, job.m);
-    job.int8 ? Run<typename V::Int8>(job, unit_blocks, first, last)
-             : Run<typename V::Bf16>(job, unit_blocks, first, last);
+    Choose(job.format, [&](auto p) { Run<typename decltype(p)::Type>(job, unit_blocks, first, last); });
   }
 
-  static int64_t XBytes(int64_t m, int64_t k, bool int8) {
-    return m * 4 * (int8 ? Words(V::Int8::kForm, k) : Words(V::Bf16::kForm, k));
+  static int64_t XBytes(int64_t m, int64_t k, Format format) {
+    return Choose(format, [&](auto p) {
+      using P = typename decltype(p)::Type;
+      return m * 4 * (Words(P::kForm, k) + ScaleWords<P>(k));
+    });
   }
 
   static void PutRows(const LinearInput& input, int64_t block, const LinearJob& job, void* x, float* x_scale,
                       float* row) {
-    job.int8 ? PutPanels<typename V::Int8>(input, block, job, kStretch, static_cast<uint32_t*>(x), x_scale, row)
-             : PutPanels<typename V::Bf16>(input, block, job, kStretch, static_cast<uint32_t*>(x), x_scale, row);
+    Choose(job.format, [&](auto p) {
+      using P = typename decltype(p)::Type;
+      PutPanels<P>(input, block, job, kStretchUnits<P> * kUnitWords<P>, static_cast<uint32_t*>(x), x_scale, row);
+    });
   }
 
   static const LinearKernel& Kernel() {
