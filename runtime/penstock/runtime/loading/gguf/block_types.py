@@ -1,0 +1,197 @@
+"""The types of GGUF's tensors: blocks of values that share scales, and what the values are.
+
+A block's values come as float32, rounded after each operation as ggml's reference does it: first the scale of
+a group (a float16 by a small integer), then the value, then the minimum. Source of the layouts:
+https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h and ggml-quants.c beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+_SUPER = 256
+"""Values of a block of the types with a K, which have scales for groups of 16 or 32 of them."""
+_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+"""What the 4 bits of IQ4_NL and IQ4_XS mean."""
+_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+"""Twice what the 4 bits of MXFP4 mean. There is no zero with a sign."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """One type: how many values a block has, in how many bytes, and how they are read.
+
+    dtype: that of the values as they are read. decode: blocks [n, num_bytes] to values [n, values]; None:
+    the bytes are the values.
+    """
+
+    name: str
+    values: int
+    num_bytes: int
+    dtype: np.dtype[Any]
+    decode: Callable[[Bytes], Floats] | None = None
+
+    def read(self, rows: Bytes) -> npt.NDArray[Any]:
+        """The values of rows of whole blocks, uint8 [rows, n * num_bytes] -> [rows, n * values]."""
+        if self.decode is None:
+            return rows.view(self.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # scales may be anything; `LoadRule.fill` looks
+            return self.decode(rows.reshape(-1, self.num_bytes)).reshape(len(rows), -1)
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    """The float16 at a byte of each block, [n, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _nibbles(packed: Bytes, size: int) -> Bytes:
+    """[n, m] -> [n, 2 m]: of each `size` bytes the lower halves, and then the upper ones."""
+    return _bits(packed, 4, size)
+
+
+def _bits(packed: Bytes, width: int, size: int) -> Bytes:
+    """[n, m] -> [n, m * 8 / width]: of each `size` bytes the lowest `width` bits, then the next, and so
+    on.
+    """
+    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
+    parts = packed.reshape(len(packed), -1, 1, size) >> shifts & np.uint8((1 << width) - 1)
+    return parts.reshape(len(packed), -1)
+
+
+def _fifth(blocks: Bytes, at: int) -> Bytes:
+    """The bits of 4 bytes as the fifth bits of 32 values, [n, 32]."""
+    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << np.uint8(4)
+
+
+def _by_group(values: npt.NDArray[Any], scales: Floats) -> Floats:
+    """Values [n, 256] times the scale of each group, [n, groups], as [n, groups, values of a group]."""
+    groups = scales.shape[1]
+    return scales[:, :, None] * values.astype(np.float32).reshape(len(values), groups, -1)
+
+
+def _q4_0(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * (_nibbles(blocks[:, 2:], 16).astype(np.float32) - 8)
+
+
+def _q4_1(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * _nibbles(blocks[:, 4:], 16).astype(np.float32) + _half(blocks, 2)
+
+
+def _q5_0(blocks: Bytes) -> Floats:
+    codes = _nibbles(blocks[:, 6:], 16) | _fifth(blocks, 2)
+    return _half(blocks, 0) * (codes.astype(np.float32) - 16)
+
+
+def _q5_1(blocks: Bytes) -> Floats:
+    codes = _nibbles(blocks[:, 8:], 16) | _fifth(blocks, 4)
+    return _half(blocks, 0) * codes.astype(np.float32) + _half(blocks, 2)
+
+
+def _q8_0(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+
+
+def _q2_k(blocks: Bytes) -> Floats:
+    scales = _half(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
+    minima = _half(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
+    return (_by_group(_bits(blocks[:, 16:80], 2, 32), scales) - minima[:, :, None]).reshape(-1, _SUPER)
+
+
+def _q3_k(blocks: Bytes) -> Floats:
+    low, high = _nibbles(blocks[:, 96:104], 8), _bits(blocks[:, 104:108], 2, 4)
+    scales = _half(blocks, 108) * ((low | high << 4).astype(np.float32) - 32)
+    codes = _bits(blocks[:, 32:96], 2, 32) | _bits(blocks[:, :32], 1, 32) << 2
+    return _by_group(codes.astype(np.float32) - 4, scales).reshape(-1, _SUPER)
+
+
+def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
+    """Those of the 8 groups of Q4_K and Q5_K, [n, 8] each."""
+    one, other, rest = (blocks[:, at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate([one & 63, rest & 15 | one >> 6 << 4], axis=1)
+    minima = np.concatenate([other & 63, rest >> 4 | other >> 6 << 4], axis=1)
+    return _half(blocks, 0) * scales.astype(np.float32), _half(blocks, 2) * minima.astype(np.float32)
+
+
+def _q4_k(blocks: Bytes) -> Floats:
+    scales, minima = _scales_and_minima(blocks)
+    return (_by_group(_nibbles(blocks[:, 16:], 32), scales) - minima[:, :, None]).reshape(-1, _SUPER)
+
+
+def _q5_k(blocks: Bytes) -> Floats:
+    scales, minima = _scales_and_minima(blocks)
+    codes = _nibbles(blocks[:, 48:], 32) | _bits(blocks[:, 16:48], 1, 32) << 4
+    return (_by_group(codes, scales) - minima[:, :, None]).reshape(-1, _SUPER)
+
+
+def _q6_k(blocks: Bytes) -> Floats:
+    codes = _nibbles(blocks[:, :128], 64) | _bits(blocks[:, 128:192], 2, 32) << 4
+    scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return _by_group(codes.astype(np.float32) - 32, scales).reshape(-1, _SUPER)
+
+
+def _iq4_nl(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * _NL[_nibbles(blocks[:, 2:], 16)]
+
+
+def _iq4_xs(blocks: Bytes) -> Floats:
+    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    low = (blocks[:, 4:8, None] >> np.array([0, 4], np.uint8) & 15).reshape(-1, 8)
+    scales = _half(blocks, 0) * ((low | high << 4).astype(np.float32) - 32)
+    return _by_group(_NL[_nibbles(blocks[:, 8:], 16)], scales).reshape(-1, _SUPER)
+
+
+def _mxfp4(blocks: Bytes) -> Floats:
+    scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    return scales * _E2M1[_nibbles(blocks[:, 1:], 16)]
+
+
+_FLOAT32 = np.dtype(np.float32)
+BLOCK_TYPES: Mapping[int, BlockType] = {
+    0: BlockType("F32", 1, 4, _FLOAT32),
+    1: BlockType("F16", 1, 2, np.dtype(np.float16)),
+    2: BlockType("Q4_0", 32, 18, _FLOAT32, _q4_0),
+    3: BlockType("Q4_1", 32, 20, _FLOAT32, _q4_1),
+    6: BlockType("Q5_0", 32, 22, _FLOAT32, _q5_0),
+    7: BlockType("Q5_1", 32, 24, _FLOAT32, _q5_1),
+    8: BlockType("Q8_0", 32, 34, _FLOAT32, _q8_0),
+    10: BlockType("Q2_K", _SUPER, 84, _FLOAT32, _q2_k),
+    11: BlockType("Q3_K", _SUPER, 110, _FLOAT32, _q3_k),
+    12: BlockType("Q4_K", _SUPER, 144, _FLOAT32, _q4_k),
+    13: BlockType("Q5_K", _SUPER, 176, _FLOAT32, _q5_k),
+    14: BlockType("Q6_K", _SUPER, 210, _FLOAT32, _q6_k),
+    20: BlockType("IQ4_NL", 32, 18, _FLOAT32, _iq4_nl),
+    23: BlockType("IQ4_XS", _SUPER, 136, _FLOAT32, _iq4_xs),
+    30: BlockType("BF16", 1, 2, np.dtype(jnp.bfloat16)),
+    39: BlockType("MXFP4", 32, 17, _FLOAT32, _mxfp4),
+}
+"""The number that a file has for a type to the type."""
+NOT_READ: Mapping[int, str] = {
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+    41: "Q1_0",
+}
+"""The names of types that are known and not read."""
