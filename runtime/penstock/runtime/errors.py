@@ -72,12 +72,16 @@ class ConfigError(PenstockError):
 
 
 class UnknownArchitecture(ConfigError):
-    """config.json names an architecture that is not in the registry."""
+    """A checkpoint names an architecture that is not served; `where` says which kind of checkpoint has others
+    than those of the registry.
+    """
 
-    def __init__(self, name: str, known: Sequence[str]) -> None:
+    def __init__(self, name: str, known: Sequence[str], where: str = "") -> None:
         self.name, self.known = name, tuple(known)
         what = next((what for part, what in _OTHER_KINDS.items() if part in name), "")
-        super().__init__(f"unknown architecture {name!r}{what}; known ones: {', '.join(sorted(known))}")
+        super().__init__(
+            f"unknown architecture {name!r}{where}{what}; known ones: {', '.join(sorted(known))}"
+        )
 
 
 _ENCODER = " (an encoder, which writes no text; only decoders are served)"

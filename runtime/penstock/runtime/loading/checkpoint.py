@@ -22,6 +22,7 @@ from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.leaves import LeafMaker, LeafShape, Parts
 from penstock.runtime.loading.quantised.checkpoint import find_weights
 from penstock.runtime.loading.quantised.config import without_quantisation
+from penstock.runtime.loading.safetensors_files import refuse_gguf_in
 from penstock.runtime.loading.tensor_checks import problems_of
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.model_files import read_json_object
@@ -71,6 +72,7 @@ def read_config(directory: Path) -> ModelConfig:
     """
     file = directory / "config.json"
     if not file.exists():
+        refuse_gguf_in(directory)
         what = next((what for name, what in _OTHER_KINDS.items() if (directory / name).is_file()), "")
         raise ConfigError(f"{file} is not there{what}; give the directory that holds the model's config.json")
     config = parse_config(without_quantisation(read_json_object(file)))
@@ -158,7 +160,7 @@ def load_weights(
 
 
 def load_leaves(
-    directory: Path,
+    where: Path,
     rules: LoadRules,
     found: Mapping[str, Tensor],
     shapes: Mapping[ParamPath, LeafShape],
@@ -167,11 +169,12 @@ def load_leaves(
     progress: Progress = True,
     threads: int | None = None,
 ) -> Mapping[ParamPath, jax.Array]:
-    """Make all leaves, of these shapes, of a checkpoint's tensors, which `check_tensors` has found right. The
-    other arguments are those of `load_weights`, and so is the CheckpointError.
+    """Make all leaves, of these shapes, of a checkpoint's tensors, which `check_tensors` has found right.
+    where: the directory or file that they are in. The other arguments are those of `load_weights`, and so is
+    the CheckpointError.
     """
     total = sum(rule.num_bytes for rule in rules.rules)
-    _log.info("loading %d tensors (%.2f GB) from %s", len(rules.tensors), total / 1e9, directory)
+    _log.info("loading %d tensors (%.2f GB) from %s", len(rules.tensors), total / 1e9, where)
     values: dict[ParamPath, jax.Array] = {}
 
     def take(path: ParamPath, leaf: npt.NDArray[Any], parts: Parts) -> None:
@@ -213,7 +216,7 @@ def load_leaves(
         problems = [
             f"{name} has values beyond the range of {dtype}" for name, dtype in maker.too_large.items()
         ]
-        raise CheckpointError(mismatched=problems, where=f"checkpoint {directory}")
+        raise CheckpointError(mismatched=problems, where=f"checkpoint {where}")
     return values
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from penstock.runtime.models.load_rules import Tensor
 from penstock.runtime.sent_tensors import SentTensor
 
 DTYPES: Mapping[str, np.dtype[np.generic]] = {
@@ -35,6 +36,15 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def name_of(dtype: np.dtype[Any]) -> str:
     """The name of a dtype; numpy's own for one that no safetensors file holds."""
     return _NAMES.get(dtype, str(dtype))
+
+
+def stored_types(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of the dtypes of tensors, that of most values first."""
+    values: dict[str, int] = {}
+    for tensor in tensors.values():
+        name = name_of(tensor.dtype)
+        values[name] = values.get(name, 0) + math.prod(tensor.shape)
+    return sorted(values, key=lambda name: -values[name])
 
 
 def is_float(dtype: str) -> bool:

@@ -63,6 +63,8 @@ class Inspection:
     """Over how many devices it would be cut. All bytes are those of one of them."""
     weight_bytes: int
     """Of the weights as they lie in memory."""
+    stored: str
+    """How the files have the weights: format, and the types of matrices."""
     is_packed: bool
     """Whether weights are packed for the native kernels."""
     is_native: bool
@@ -139,6 +141,7 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
         quantised=_forms(facts),
         devices=config.devices,
         weight_bytes=sum(_num_bytes(leaf) for leaf in leaves) // config.devices,
+        stored=facts.stored,
         is_packed=facts.linear.packed,
         is_native=nnx.merge(graphdef, shapes).is_native,
         max_model_len=options.max_model_len or config.max_position_embeddings,

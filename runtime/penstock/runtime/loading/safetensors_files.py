@@ -76,9 +76,8 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
         return read_header(single)
     if index.is_file():
         return _sharded(directory, index)
-    other = sorted(
-        p.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for p in directory.glob(pattern)
-    )
+    refuse_gguf_in(directory)
+    other = sorted(p.name for pattern in ("*.bin", "*.pth", "*.pt") for p in directory.glob(pattern))
     hint = (
         f"found {', '.join(other)}, which is another format: convert it with transformers' "
         "save_pretrained(..., safe_serialization=True)"
@@ -86,6 +85,13 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
         else "download the *.safetensors files of the model into it, or give another directory"
     )
     raise ConfigError(f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}; {hint}")
+
+
+def refuse_gguf_in(directory: Path) -> None:
+    """Raise ConfigError if a directory, in which something is missing, has a model in another form."""
+    gguf = sorted(directory.glob("*.gguf"))
+    if gguf:
+        raise ConfigError(f"{directory} holds a GGUF file; give the file itself: {gguf[0]}")
 
 
 def _sharded(directory: Path, index: Path) -> dict[str, TensorEntry]:

@@ -24,6 +24,9 @@ from penstock.runtime.execution.runner_config import check_end_tokens
 from penstock.runtime.images.processor import ImageProcessor
 from penstock.runtime.images.vision import Vision
 from penstock.runtime.loading.checkpoint import check_tensors, config_for_tensors, load_leaves, read_config
+from penstock.runtime.loading.dtypes import stored_types
+from penstock.runtime.loading.gguf.file import is_gguf
+from penstock.runtime.loading.gguf.model import read_model
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW, resolve_model
 from penstock.runtime.loading.pooling import read_answer_tokens, read_pooling
 from penstock.runtime.loading.quantised.checkpoint import find_weights, format_for
@@ -98,6 +101,8 @@ class CheckpointFacts:
     linear: LinearFormat
     rules: LoadRules
     tensors: Mapping[str, Tensor]
+    stored: str
+    """How the files have the weights: format, and the types of matrices."""
     text: TextCodec | None
     defaults: GenerationDefaults
     eos_token_ids: tuple[int, ...]
@@ -115,20 +120,25 @@ def with_mesh_size(config: EngineConfig, model: str, devices: Sequence[jax.Devic
         return config
     size, most = 1, most_devices(devices)
     if most > 1:
-        size = max(n for n in sizes_that_work(read_config(resolve_model(model))) if n <= most)
+        size = max(n for n in sizes_that_work(_config_of(resolve_model(model))) if n <= most)
         _log.info("tensor_parallel_size: the model is cut over %d of %d devices", size, most)
     return dataclasses.replace(config, tensor_parallel_size=size)
 
 
+def _config_of(path: Path) -> ModelConfig:
+    return read_model(path).config if is_gguf(path) else read_config(path)
+
+
 def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) -> CheckpointFacts:
-    """Read all files of a checkpoint, of the weights' only the headers. A server starts with this function,
-    and `penstock check` calls it, so that both refuse the same: UnknownArchitecture, CheckpointError and
-    ConfigError say what is wrong, and in which file. Only values of weights beyond the range of the dtype are
-    found later.
+    """Read all files of a checkpoint, of the weights' only the headers. `directory` may be a GGUF file, which
+    has everything. A server starts with this function, and `penstock check` calls it, so that both refuse the
+    same: UnknownArchitecture, CheckpointError and ConfigError say what is wrong, and in which file. Only
+    values of weights beyond the range of the dtype are found later.
     """
-    config = read_config(directory)
+    gguf = read_model(directory, options.generation_config) if is_gguf(directory) else None
+    config = gguf.config if gguf else read_config(directory)
     check_max_model_len(options, config.max_position_embeddings)
-    tensors = find_weights(directory)
+    tensors: Mapping[str, Tensor] = gguf.tensors if gguf else find_weights(directory)
     config = cut(config_for_tensors(config, tensors, directory), options.tensor_parallel_size or 1)
     config = config.for_context(options.max_model_len or config.max_position_embeddings)
     dtype = model_dtype(config, options.dtype)
@@ -137,10 +147,10 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
     linear = format_for(backend.linear_format(dtype, options.quantization), tensors.values())
     rules = load_rules(config, dtype, linear)
     check_tensors(rules, tensors, where=f"checkpoint {directory}")
-    text = TextCodec.find(directory)
+    text = gguf.text if gguf else TextCodec.find(directory)
     eos_token_ids = end_tokens(config.eos_token_ids, text, config.vocab_size)
     check_end_tokens(eos_token_ids)
-    defaults = read_generation_defaults(directory, options.generation_config)
+    defaults = gguf.defaults if gguf else read_generation_defaults(directory, options.generation_config)
     vision, processor = None, None
     if config.vision is not None:
         vision = vision_of(config.vision)
@@ -152,6 +162,7 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
         linear=linear,
         rules=rules,
         tensors=tensors,
+        stored=gguf.stored if gguf else f"safetensors: {', '.join(stored_types(tensors))}",
         text=text,
         defaults=defaults,
         eos_token_ids=eos_token_ids,
@@ -163,7 +174,8 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
 
 
 def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedModel:
-    """Load "demo", a checkpoint directory or a hub id onto the backend's devices, with a progress bar.
+    """Load "demo", a checkpoint directory, a GGUF file or a hub id onto the backend's devices, with a bar
+    that shows progress.
 
     Raises ConfigError (unknown architecture, bad config or checkpoint, a hub that cannot be reached), which
     says what to do.
@@ -198,7 +210,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         is_native=nnx.merge(graphdef, shapes).is_native,
         rules=facts.rules,
         rules_for=partial(_rules_for, facts.config, facts.dtype, facts.linear, facts.rules),
-        directory=directory,
+        directory=None if is_gguf(directory) else directory,
         vision=facts.vision,
         image_processor=facts.image_processor,
         hidden_size=facts.config.hidden_size,

@@ -19,6 +19,7 @@ from penstock.runtime.chat.parser import HARMONY, choose_forms
 from penstock.runtime.config import DTYPES, KV_CACHE_DTYPES, NATIVE, QUANTIZATIONS, EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import choose_backend
+from penstock.runtime.loading.gguf.file import is_gguf
 from penstock.runtime.loading.hub import DEMO, resolve_model
 from penstock.runtime.loading.inspection import Inspection, QuantisedForm, inspect_checkpoint
 from penstock.runtime.machine import host_memory
@@ -32,8 +33,9 @@ examples:
   penstock check ./Qwen3-0.6B
   penstock check ./Qwen3-30B-A3B --quantization int8 --max-model-len 32768 --max-num-seqs 8
   penstock check ./gemma-3-4b --json
+  penstock check ./gemma-3-4b-Q4_K_M.gguf
 
-It reads all that `penstock serve` reads at its start, but of the *.safetensors files only the headers. With
+It reads all that `penstock serve` reads at its start, but of files with weights only the headers. With
 --tensor-parallel-size all sizes are those of one device. Exit codes: 0 the checkpoint would serve; 1 it would
 not, and what is wrong is named, with its file.
 """
@@ -54,7 +56,9 @@ def add_parser(subparsers: Subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", metavar="MODEL_DIR", help='the folder with config.json and *.safetensors, or "demo"'
+        "model",
+        metavar="MODEL",
+        help='the folder with config.json and *.safetensors, a .gguf file, or "demo"',
     )
     parser.add_argument(
         "--dtype",
@@ -140,8 +144,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _inspect(args: argparse.Namespace) -> Inspection:
-    if args.model != DEMO and not Path(args.model).is_dir():
-        raise ConfigError(f"{args.model} is no folder; give one that holds config.json and *.safetensors")
+    path = Path(args.model)
+    if args.model != DEMO and not path.is_dir() and not is_gguf(path):
+        raise ConfigError(
+            f"{args.model} is neither a folder nor a GGUF file; give a folder that holds config.json and "
+            "*.safetensors, or a file that ends in .gguf"
+        )
     if args.max_num_seqs < 1:
         raise ConfigError(f"max_num_seqs: must be at least 1, not {args.max_num_seqs}")
     options = EngineConfig(
@@ -181,6 +189,7 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
             for form in found.quantised
         ],
         "devices": found.devices,
+        "stored": found.stored,
         "weight_bytes": found.weight_bytes,
         "packed": found.is_packed,
         "native": found.is_native,
@@ -251,6 +260,7 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
     rows = [
         ("weights", f"{_size(found.weight_bytes)}{cut}: {found.num_parameters:,} parameters"),
         *(("quantised" if form is found.quantised[0] else "", _quantised(form)) for form in found.quantised),
+        ("stored", found.stored),
         ("computed", f"in {found.dtype.name}, {computed}"),
         ("context", f"{found.max_model_len:,} tokens"),
         ("KV cache", "; ".join(kv) or "none"),

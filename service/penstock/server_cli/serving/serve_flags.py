@@ -79,7 +79,8 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "model",
-        help='"demo" (built in), a checkpoint directory, or a Hugging Face id such as Qwen/Qwen3-0.6B',
+        help='"demo" (built in), a checkpoint directory, a .gguf file, or a Hugging Face id such as '
+        "Qwen/Qwen3-0.6B",
     )
     flags = Flags(
         parser,

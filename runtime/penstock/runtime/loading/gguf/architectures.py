@@ -1,0 +1,483 @@
+"""What the metadata of a GGUF file says of its model, in the fields of config.json, and what safetensors
+files call its tensors.
+
+From here on a model of a GGUF file is like any other: its family parses these fields and refuses what it does
+not know, and the family's load rules read the tensors. What llama.cpp takes for granted, because the metadata
+has no key for it, is written here beside its architecture. Sources: convert_hf_to_gguf.py and
+src/llama-model.cpp of https://github.com/ggml-org/llama.cpp
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from penstock.runtime.errors import ConfigError, UnknownArchitecture
+from penstock.runtime.loading.gguf import tensors as made
+from penstock.runtime.loading.gguf.file import GgufFile, TensorInfo
+from penstock.runtime.models.hf_fields import Fields
+from penstock.runtime.models.load_rules import Tensor
+
+Config: TypeAlias = dict[str, Any]
+"""The fields of a config.json."""
+Infos: TypeAlias = Mapping[str, TensorInfo]
+
+_ROPE_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_EMBEDDINGS, _HEAD = "token_embd.weight", "output.weight"
+_HARMLESS = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
+"""Keys of an architecture that change nothing: the number of tokens is that of the embeddings."""
+_POOLING = (0, 3)
+"""The numbers of poolings that are served: none, and the last token's."""
+_END_TOKENS = ("eos", "eot", "eom")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One architecture of llama.cpp.
+
+    config: (its keys without the prefix, the stored tensors, fields of every model) -> what it adds to these
+    fields, or puts in their place. names: for a layer, from the stored name to that of safetensors, in which
+    {e} is the number of an expert. turned: whether channels of queries and keys are stored in pairs.
+    norm_offset: what was added to the weights of norms.
+    """
+
+    config: Callable[[Fields, Infos, Config], Config]
+    names: Mapping[str, str]
+    turned: bool = False
+    norm_offset: float = 0.0
+
+
+def read_config(file: GgufFile) -> Config:
+    """The fields of the config.json that the model would have. Raises UnknownArchitecture, or ConfigError
+    with every key that cannot be served.
+    """
+    name, architecture = _architecture(file)
+    prefix = f"{name}."
+    own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    keys = Fields({key: _collapsed(key, value) for key, value in own.items()}, prefix)
+    common = _common(keys, file)
+    config = common | architecture.config(keys, file.tensors, common)
+    keys.refuse_unread(_HARMLESS)
+    if keys.problems:
+        raise ConfigError(f"{file.path}: its metadata cannot be served: {'; '.join(keys.problems)}")
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def find_tensors(file: GgufFile, config: Config) -> dict[str, Tensor]:
+    """Every tensor under the name that it has in a safetensors file. One that the architecture does not know
+    keeps its name, under which the load rules refuse it.
+    """
+    _, architecture = _architecture(file)
+    found: dict[str, Tensor] = {}
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for stored, info in file.tensors.items():
+        if stored in (_ROPE_FREQS, _LONG, _SHORT):  # `_common` reads them, and refuses them elsewhere
+            continue
+        name, is_norm = _name(stored, architecture), "norm" in stored
+        part = stored.split(".")[-2] if "." in stored else stored
+        if architecture.turned and part in heads:
+            found[name] = made.turned_back(info, heads[part])
+        elif "{e}" in name:
+            found |= {name.format(e=i): tensor for i, tensor in enumerate(made.experts_apart(info))}
+        elif part == "ffn_gate_inp_shexp" and len(info.shape) == 1:
+            found[name] = made.as_row(info)
+        else:
+            found[name] = made.whole(info, added=architecture.norm_offset if is_norm else 0.0)
+    return _fused(found, config) if config["model_type"] == "gpt_oss" else found
+
+
+def _architecture(file: GgufFile) -> tuple[str, Architecture]:
+    kind = file.metadata.get("general.type", "model")
+    if kind != "model":
+        raise ConfigError(f"{file.path}: general.type is {kind!r}: it is no model by itself")
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise ConfigError(f"{file.path}: general.architecture must name the architecture, not {name!r}")
+    if name not in ARCHITECTURES:
+        raise UnknownArchitecture(name, tuple(ARCHITECTURES), where=" of a GGUF file")
+    return name, ARCHITECTURES[name]
+
+
+_BY_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+
+
+def _collapsed(key: str, value: object) -> object:
+    """A value that is listed for each layer, but is the same for all, as one value."""
+    if key in _BY_LAYER and isinstance(value, list) and value and value == value[:1] * len(value):
+        return value[0]
+    return value
+
+
+def _common(keys: Fields, file: GgufFile) -> Config:
+    """The fields that all models have."""
+    heads = keys.integer("attention.head_count")
+    hidden = keys.integer("embedding_length")
+    head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
+    keys.only("attention.value_length", head_dim)
+    keys.only("attention.causal", True)
+    keys.only("pooling_type", *_POOLING)
+    embeddings = file.tensors.get(_EMBEDDINGS)
+    if embeddings is None:
+        raise ConfigError(f"{file.path}: it has no tensor {_EMBEDDINGS}, so it is no model by itself")
+    kv_heads, layers = keys.integer("attention.head_count_kv", heads), keys.integer("block_count")
+    if layers > len(file.tensors):
+        keys.problem("block_count", f"the file has no tensors for {layers} layers")
+    _check_heads(keys, file.tensors, heads, kv_heads, head_dim)
+    rotated = keys.integer("rope.dimension_count", head_dim)
+    ends = [_token_id(file, f"tokenizer.ggml.{kind}_token_id") for kind in _END_TOKENS]
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": keys.integer("feed_forward_length", 1),
+        "max_position_embeddings": keys.integer("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", 10_000.0),
+        "rope_scaling": _rope_scaling(keys, file),
+        "partial_rotary_factor": None if rotated == head_dim else rotated / head_dim,
+        "vocab_size": embeddings.shape[0],
+        "tie_word_embeddings": _HEAD not in file.tensors,
+        "dtype": _dtype(file.tensors),
+        "bos_token_id": _token_id(file, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
+    }
+
+
+def _check_heads(keys: Fields, infos: Infos, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Note a problem unless there are as many channels as these heads have, before anything is computed for
+    each of them.
+    """
+    rows = {"attn_q": heads * head_dim, "attn_qkv": (heads + 2 * kv_heads) * head_dim}
+    found = {name: info for name in rows if (info := infos.get(f"blk.0.{name}.weight")) is not None}
+    if not found:
+        keys.problem("attention.head_count", "the file has no tensor blk.0.attn_q.weight")
+    for name, info in found.items():
+        if info.shape[0] != rows[name]:
+            size = f"{rows[name]} channels of {heads} heads"
+            keys.problem(
+                "attention.head_count", f"blk.0.{name}.weight has {info.shape[0]} rows, not the {size}"
+            )
+
+
+def _experts(keys: Fields, infos: Infos) -> int:
+    """How many experts there are, which the tensors must have."""
+    count = keys.integer("expert_count")
+    stacked = infos.get("blk.0.ffn_gate_exps.weight")
+    if stacked is None or stacked.shape[0] != count:
+        keys.problem("expert_count", f"blk.0.ffn_gate_exps.weight is not that of {count} experts")
+        return 1
+    return count
+
+
+def _token_id(file: GgufFile, key: str) -> int | None:
+    value = file.metadata.get(key)
+    if value is None or value == (1 << 32) - 1:  # older converters write -1 for none
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{file.path}: {key} must be a token id, not {value!r}")
+    return value
+
+
+def _dtype(infos: Infos) -> str:
+    """What the model is computed in unless the operator says otherwise: that of its matrices, or bfloat16 if
+    some are quantised.
+    """
+    kinds = {info.type.name for info in infos.values() if len(info.shape) > 1}
+    if kinds <= {"F32"}:
+        return "float32"
+    return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
+
+
+def _rope_scaling(keys: Fields, file: GgufFile) -> Config | None:
+    """The object rope_scaling. Llama 3.1's scaling is in no key: the file has what each frequency is divided
+    by, which is the same in short and long contexts.
+    """
+    kind = keys.raw("rope.scaling.type")
+    original = keys.optional_integer("rope.scaling.original_context_length")
+    factor, scale = (keys.optional_number(f"rope.scaling.{name}") for name in ("factor", "attn_factor"))
+    factors = {
+        name: _factors(file, stored) for name, stored in (("long_factor", _LONG), ("short_factor", _SHORT))
+    }
+    if any(factors.values()):
+        return {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": original,
+            "attention_factor": scale,
+        } | factors
+    if freqs := _factors(file, _ROPE_FREQS):
+        if kind not in (None, "none"):
+            keys.problem("rope.scaling.type", f"{kind!r} is not supported beside the tensor {_ROPE_FREQS}")
+        context = keys.integer("context_length")
+        same = {"short_factor": freqs, "long_factor": freqs}
+        return {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": context,
+            "attention_factor": 1.0,
+        } | same
+    if kind in (None, "none"):
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        betas = {
+            f"beta_{name}": keys.optional_number(f"rope.scaling.yarn_beta_{name}")
+            for name in ("fast", "slow")
+        }
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original} | betas
+    keys.problem("rope.scaling.type", f"{kind!r} is not supported; supported: none, linear, yarn, longrope")
+    return None
+
+
+def _factors(file: GgufFile, stored: str) -> list[float] | None:
+    """A short vector of a file, for the configuration."""
+    info = file.tensors.get(stored)
+    if info is None:
+        return None
+    if len(info.shape) != 1 or info.shape[0] > 1 << 12:
+        raise ConfigError(f"{file.path}: tensor {stored} has shape {info.shape}")
+    values: list[float] = made.whole(info)[0 : info.shape[0]].astype(np.float64).tolist()
+    return values
+
+
+def _name(stored: str, architecture: Architecture) -> str:
+    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"."""
+    if stored in _TOP:
+        return _TOP[stored]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", stored)
+    if match is None or match[2] not in architecture.names:
+        return stored
+    name = f"model.layers.{int(match[1])}.{architecture.names[match[2]]}"
+    return name if match[2] == "attn_sinks" else f"{name}.{match[3]}"
+
+
+_TOP = {
+    _EMBEDDINGS: "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    _HEAD: "lm_head.weight",
+}
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_PRE = {**_ATTENTION, "ffn_norm": "post_attention_layernorm", **_MLP}
+_SANDWICH = {
+    **_ATTENTION,
+    **_MLP,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{e}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{e}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{e}.w2",
+}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{e}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{e}.up_proj",
+    "ffn_down_exps": "mlp.experts.{e}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+
+def _llama(keys: Fields, infos: Infos, common: Config) -> Config:
+    """Llama, Mistral and Mixtral share an architecture."""
+    window = keys.optional_integer("attention.sliding_window", 0)
+    chosen = keys.optional_integer("expert_used_count", 0)
+    if keys.optional_integer("expert_count", 0):
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": _experts(keys, infos),
+            "num_experts_per_tok": chosen,
+            "sliding_window": window or None,
+        }
+    if window:
+        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | _biases(infos)
+
+
+def _biases(infos: Infos) -> Config:
+    """Whether there are biases, which no key says."""
+    return {"attention_bias": "blk.0.attn_q.bias" in infos, "mlp_bias": "blk.0.ffn_down.bias" in infos}
+
+
+def _qwen2(keys: Fields, infos: Infos, common: Config) -> Config:
+    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
+
+def _qwen3(keys: Fields, infos: Infos, common: Config) -> Config:
+    bias = _biases(infos)["attention_bias"]
+    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": bias}
+
+
+def _qwen_experts(keys: Fields, infos: Infos) -> Config:
+    return {
+        "num_experts": _experts(keys, infos),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+    }
+
+
+def _qwen2_moe(keys: Fields, infos: Infos, common: Config) -> Config:
+    return {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": keys.boolean("expert_weights_norm", False),
+    } | _qwen_experts(keys, infos)
+
+
+def _qwen3_moe(keys: Fields, infos: Infos, common: Config) -> Config:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": _biases(infos)["attention_bias"],
+        "norm_topk_prob": keys.boolean("expert_weights_norm", True),
+    } | _qwen_experts(keys, infos)
+
+
+def _gemma(keys: Fields, common: Config, largest: int) -> Config:
+    """What Gemma 2 and 3 have in common. largest: the number of layers of their 27B, in which alone scores
+    are divided by another size than that of a head.
+    """
+    head_dim = common["head_dim"]
+    if common["num_hidden_layers"] == largest:
+        head_dim = common["hidden_size"] // common["num_attention_heads"]
+    scale = keys.optional_number("attention.scale")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": head_dim if scale is None else scale**-2,
+        "sliding_window": keys.integer("attention.sliding_window", 4096),
+        "tie_word_embeddings": True,
+    } | _layer_types(keys, common)
+
+
+def _layer_types(keys: Fields, common: Config) -> Config:
+    """Which layers have the sliding window, where a key says so: the others are every n-th one, or listed."""
+    pattern, layers = keys.raw("attention.sliding_window_pattern"), common["num_hidden_layers"]
+    if pattern is None:
+        return {}
+    if type(pattern) is int and pattern > 0:
+        pattern = [(layer + 1) % pattern != 0 for layer in range(layers)]
+    if not isinstance(pattern, list) or len(pattern) != layers or not set(map(type, pattern)) <= {bool}:
+        keys.problem(
+            "attention.sliding_window_pattern", f"must be a number, or true or false for {layers} layers"
+        )
+        return {}
+    return {"layer_types": [f"{'sliding' if slides else 'full'}_attention" for slides in pattern]}
+
+
+def _gemma2(keys: Fields, infos: Infos, common: Config) -> Config:
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+    } | _gemma(keys, common, 46)
+
+
+def _gemma3(keys: Fields, infos: Infos, common: Config) -> Config:
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": keys.optional_number("final_logit_softcapping"),
+    } | _gemma(keys, common, 62)
+
+
+def _phi3(keys: Fields, infos: Infos, common: Config) -> Config:
+    scaling = common["rope_scaling"]
+    original = scaling and scaling.get("original_max_position_embeddings")
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "head_dim": None,  # transformers' Phi 3 knows no other than hidden_size / num_attention_heads
+        "sliding_window": keys.optional_integer("attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _gpt_oss(keys: Fields, infos: Infos, common: Config) -> Config:
+    kinds = {info.type.name for name, info in infos.items() if name.endswith("_exps.weight")}
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": _experts(keys, infos),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "attention_bias": True,
+        "rope_scaling": common["rope_scaling"] and {**common["rope_scaling"], "truncate": False},
+        "quantization_config": {"quant_method": "mxfp4"} if kinds == {"MXFP4"} else None,
+    }
+
+
+def _fused(found: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """gpt-oss with gate and up in one tensor, as its safetensors files have them."""
+    joined = dict(found)
+    for layer in range(config["num_hidden_layers"]):
+        above = f"model.layers.{layer}.mlp.experts."
+        for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            weights, vectors = ([f"{above}{part}.{kind}" for part in parts] for kind in ("weight", "bias"))
+            matrices, added = (_alike(found, names, rank) for names, rank in ((weights, 3), (vectors, 2)))
+            if matrices and added:
+                for each in (*weights, *vectors):
+                    del joined[each]
+                joined[f"{above}{name}_bias"] = made.biases(added)
+                if "quantization_config" in config:
+                    joined[f"{above}{name}_blocks"], joined[f"{above}{name}_scales"] = made.mxfp4(matrices)
+                else:
+                    joined[f"{above}{name}"] = made.transposed(matrices)
+    return joined
+
+
+def _alike(found: Mapping[str, Tensor], names: list[str], rank: int) -> list[made.Stored]:
+    """The tensors of these names, if all are there and have one shape; else none."""
+    tensors = [tensor for name in names if isinstance(tensor := found.get(name), made.Stored)]
+    shapes = {tensor.shape for tensor in tensors}
+    is_whole = len(tensors) == len(names) and len(shapes) == 1 and len(tensors[0].shape) == rank
+    return tensors if is_whole else []
+
+
+_GPT_OSS = {
+    **_ATTENTION,
+    "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.gate",
+    "ffn_up_exps": "mlp.experts.up",
+    "ffn_down_exps": "mlp.experts.down",
+}
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(config=_llama, names={**_PRE, **_MIXTRAL}, turned=True),
+    "qwen2": Architecture(config=_qwen2, names=_PRE),
+    "qwen3": Architecture(config=_qwen3, names=_PRE),
+    "qwen2moe": Architecture(config=_qwen2_moe, names={**_PRE, **_EXPERTS}),
+    "qwen3moe": Architecture(config=_qwen3_moe, names={**_PRE, **_EXPERTS}),
+    "gemma2": Architecture(config=_gemma2, names=_SANDWICH, norm_offset=1.0),
+    "gemma3": Architecture(config=_gemma3, names=_SANDWICH, norm_offset=1.0),
+    "phi3": Architecture(
+        config=_phi3, names={**_PRE, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+    ),
+    "gpt-oss": Architecture(config=_gpt_oss, names=_GPT_OSS),
+}
+"""llama.cpp's name to the architecture."""

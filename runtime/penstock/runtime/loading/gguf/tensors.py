@@ -1,0 +1,161 @@
+"""The tensors of a GGUF file as a safetensors file of the same model would have them.
+
+llama.cpp stores some weights otherwise than transformers: other names, rows in another order, norms with one
+added to them, experts of a layer in one tensor. Here each becomes a `Tensor` of the load rules, whose values
+are read, and turned back, a few rows at a time.
+
+A weight that stays packed on its way to the device would be read beside `Stored.__getitem__`: the rows that
+it needs are those of `Stored.blocks`, in which its type tells codes, scales and minima apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.runtime.loading.gguf.block_types import Bytes
+from penstock.runtime.loading.gguf.file import TensorInfo
+
+Made: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A tensor, or one matrix of a stack of them."""
+
+    info: TensorInfo
+    shape: tuple[int, ...]
+    first_row: int = 0
+    """Where it begins, in rows of the stored tensor."""
+    order: npt.NDArray[np.intp] | None = None
+    """Row r, or number r of a vector, is stored as number order[r]; None: in the same order."""
+    added: float = 0.0
+    """What was added to every value when it was stored."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values as they are read."""
+        return np.dtype(np.float32) if self.added else self.info.type.dtype
+
+    def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
+        """Read consecutive rows, or matrices of a stack."""
+        begin, end, step = rows.indices(self.shape[0])
+        if step != 1:
+            raise ValueError("rows are read one after the other")
+        values: Made
+        if len(self.shape) == 1:
+            vector = self.info.type.read(self.info.blocks(self.first_row, self.first_row + 1))[0]
+            values = (vector if self.order is None else vector[self.order])[begin:end]
+        else:
+            each = math.prod(self.shape[1:-1])
+            read = self.info.type.read(self.blocks(begin * each, end * each))
+            values = read.reshape(max(0, end - begin), *self.shape[1:])
+        return values.astype(np.float32) - np.float32(self.added) if self.added else values
+
+    def blocks(self, begin: int, end: int) -> Bytes:
+        """Rows as they are stored, uint8 [rows, bytes of a row], but in order."""
+        if self.order is None:
+            return self.info.blocks(self.first_row + begin, self.first_row + end)
+        entries = self.order[begin:end]
+        if not len(entries):
+            return self.info.blocks(0, 0)
+        first = int(entries.min())
+        found = self.info.blocks(self.first_row + first, self.first_row + int(entries.max()) + 1)
+        return found[entries - first]
+
+
+def whole(info: TensorInfo, *, added: float = 0.0) -> Stored:
+    """The tensor as it is, but for what was added to it."""
+    return Stored(info, info.shape, added=added)
+
+
+def turned_back(info: TensorInfo, num_heads: int) -> Stored:
+    """Rows (or biases) of queries or keys of which the two channels of a rotated pair are stored side by
+    side; transformers has the first ones of all pairs of a head before the second ones.
+    """
+    rows = info.shape[0]
+    order = np.arange(rows, dtype=np.intp)
+    if rows % (2 * num_heads) == 0:  # else the load rules refuse the shape
+        order = order.reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    return Stored(info, info.shape, order=order)
+
+
+def as_row(info: TensorInfo) -> Stored:
+    """A vector as a matrix of one row."""
+    return Stored(info, (1, *info.shape))
+
+
+def experts_apart(info: TensorInfo) -> list[Stored]:
+    """The matrices, or the vectors, of a stack."""
+    each = math.prod(info.shape[1:-1])
+    return [Stored(info, info.shape[1:], first_row=expert * each) for expert in range(info.shape[0])]
+
+
+class ByExpert:
+    """A stack of what a function makes of each expert, an expert at a time."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, make: Callable[[int], Made]) -> None:
+        self.shape, self.dtype = shape, np.dtype(dtype)
+        # The rules read a few rows of an expert, and then its next ones. Threads read neighbouring experts.
+        self._make = functools.lru_cache(maxsize=4)(make)
+
+    def __getitem__(self, experts: slice) -> Made:
+        """Make these consecutive experts."""
+        begin, end, step = experts.indices(self.shape[0])
+        if step != 1:
+            raise ValueError("experts are read one after the other")
+        made = [self._make(expert) for expert in range(begin, end)]
+        return made[0][None] if len(made) == 1 else np.stack(made)
+
+
+def transposed(parts: Sequence[Stored]) -> ByExpert:
+    """Matrices [E, N, K] each, as one [E, K, N * parts], in which the columns of the parts alternate."""
+    count, rows, columns = parts[0].shape
+
+    def make(expert: int) -> Made:
+        made = np.empty((columns, rows, len(parts)), parts[0].dtype)
+        for i, part in enumerate(parts):
+            made[:, :, i] = part[expert : expert + 1][0].T
+        return made.reshape(columns, -1)
+
+    return ByExpert((count, columns, rows * len(parts)), parts[0].dtype, make)
+
+
+def biases(parts: Sequence[Stored]) -> ByExpert:
+    """Vectors [E, N] each, as one [E, N * parts], in which the entries of the parts alternate."""
+    count, rows = parts[0].shape
+
+    def make(expert: int) -> Made:
+        return np.stack([part[expert : expert + 1][0] for part in parts], axis=1).reshape(-1)
+
+    return ByExpert((count, rows * len(parts)), parts[0].dtype, make)
+
+
+def mxfp4(parts: Sequence[Stored]) -> tuple[ByExpert, ByExpert]:
+    """Matrices [E, N, K] each in MXFP4, as the codes [E, N * parts, K / 32, 16] and scales [E, N * parts, K /
+    32] of gpt-oss's safetensors, in which the rows of the parts alternate. A byte of theirs has values 2 j
+    and 2 j + 1 of a block, and one of llama.cpp's has j and j + 16.
+    """
+    count, rows, columns = parts[0].shape
+    blocks = columns // 32
+
+    def stored(expert: int) -> Bytes:
+        found = [part.blocks(expert * rows, (expert + 1) * rows) for part in parts]
+        return np.stack(found, axis=1).reshape(rows * len(parts), blocks, 17)
+
+    def codes(expert: int) -> Made:
+        packed = stored(expert)[:, :, 1:]
+        low, high = packed & 15, packed >> 4
+        return np.concatenate([each[..., 0::2] | each[..., 1::2] << 4 for each in (low, high)], axis=-1)
+
+    def scales(expert: int) -> Made:
+        return np.ascontiguousarray(stored(expert)[:, :, 0])
+
+    shape = (count, rows * len(parts), blocks)
+    return ByExpert((*shape, 16), np.uint8, codes), ByExpert(shape, np.uint8, scales)

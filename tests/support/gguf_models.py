@@ -1,0 +1,180 @@
+"""Checkpoints as GGUF files, written by the package `gguf`: an independent witness of names and layouts.
+
+What llama.cpp's converter does beside it is done here: channels in pairs, norms plus one, stacks of experts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.runtime.loading.safetensors_files import find_tensors
+from tests.support import gguf_package  # noqa: F401 -- skips tests where the package is missing
+
+import gguf  # isort: skip
+
+Array = npt.NDArray[Any]
+Config = Mapping[str, Any]
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "gpt_oss": "gpt-oss",
+}
+"""model_type to llama.cpp's name."""
+_NORMS_PLUS_ONE = ("gemma2", "gemma3")
+
+
+def write_gguf(
+    folder: Path,
+    path: Path,
+    *,
+    kind: str = "F32",
+    keys: Mapping[str, Any] | None = None,
+    parts: int = 0,
+) -> None:
+    """Write the checkpoint of a folder. kind: the type of its matrices. keys: further metadata, such as a
+    tokenizer. parts: how many tensors each part has; 0: there is one file.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    architecture = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=parts)
+    _write_config(writer, config)
+    _write_keys(writer, keys or {})
+    for name, values in _converted(folder, architecture, config).items():
+        chosen = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), chosen), raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_keys(writer: Any, keys: Mapping[str, Any]) -> None:
+    for key, value in keys.items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+        if key not in writer.kv_data[0]:
+            add[type(value)](key, value)
+
+
+def _write_config(writer: Any, config: Config) -> None:
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    head_dim = config.get("head_dim") or hidden // heads
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    for part, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
+        if config[f"{part}_token_id"] is not None:
+            add(config[f"{part}_token_id"])
+    rope = config["rope_parameters"]
+    _write_rope(writer, rope.get("full_attention", rope))
+    for field, add in (
+        ("sliding_window", writer.add_sliding_window),
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("num_local_experts", writer.add_expert_count),
+        ("num_experts", writer.add_expert_count),
+        ("num_experts_per_tok", writer.add_expert_used_count),
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+    ):
+        if config.get(field):
+            add(config[field])
+    if config["model_type"] == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if "query_pre_attn_scalar" in config:
+        writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
+
+
+def _write_rope(writer: Any, rope: Config) -> None:
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _converted(folder: Path, architecture: str, config: Config) -> dict[str, Array]:
+    """Stored name to values."""
+    names = gguf.get_tensor_name_map(
+        next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
+        config["num_hidden_layers"],
+    )
+    found = {
+        name: entry[0 : entry.shape[0]].astype(np.float32) for name, entry in find_tensors(folder).items()
+    }
+    converted: dict[str, Array] = {}
+    for name, values in _stacked(found).items():
+        if architecture in _NORMS_PLUS_ONE and name.endswith("norm.weight"):
+            values = values + 1
+        for projection, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+            if architecture == "llama" and f".{projection}_proj." in name:
+                turned = values.reshape(config[heads], 2, -1, *values.shape[1:]).swapaxes(1, 2)
+                values = turned.reshape(values.shape)
+        if name.endswith("shared_expert_gate.weight"):
+            values = values[0]
+        base, kind = (name, "weight") if name.endswith(".sinks") else name.rsplit(".", 1)
+        stored = names.get_name(base)
+        assert stored is not None, name
+        converted[f"{stored}.{kind}"] = values
+    if config["rope_parameters"].get("rope_type") == "llama3":
+        converted["rope_freqs.weight"] = _llama3_factors(config)
+    return converted
+
+
+def _stacked(found: Mapping[str, Array]) -> dict[str, Array]:
+    """With the experts of each layer in one tensor, and gpt-oss's gate and up apart."""
+    stacks: dict[str, dict[int, Array]] = {}
+    kept: dict[str, Array] = {}
+    for name, values in found.items():
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
+        if match:
+            stacks.setdefault(f"{match[1]}.{match[3]}.weight", {})[int(match[2])] = values
+        elif ".experts.gate_up_proj" in name:
+            kind = "bias" if name.endswith("_bias") else "weight"
+            base = name.removesuffix("_bias").removesuffix("gate_up_proj")
+            turned = values if kind == "bias" else values.swapaxes(1, 2)
+            kept[f"{base}gate_proj.{kind}"], kept[f"{base}up_proj.{kind}"] = turned[:, 0::2], turned[:, 1::2]
+        elif name.endswith(".experts.down_proj_bias"):
+            kept[name.removesuffix("_bias") + ".bias"] = values
+        elif name.endswith(".experts.down_proj"):
+            kept[f"{name}.weight"] = values.swapaxes(1, 2)
+        else:
+            kept[name] = values
+    for name, experts in stacks.items():
+        kept[name] = np.stack([experts[i] for i in range(len(experts))])
+    return kept
+
+
+def _llama3_factors(config: Config) -> Array:
+    """What each frequency is divided by (llama.cpp's converter, LlamaModel.generate_extra_tensors)."""
+    rope = config["rope_parameters"]
+    pairs = np.arange(0, config["head_dim"], 2) / config["head_dim"]
+    wavelengths = 2 * np.pi * rope["rope_theta"] ** pairs
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = (rope["original_max_position_embeddings"] / wavelengths - low) / (high - low)
+    smooth = np.clip(smooth, 0, 1)
+    factors: Array = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    return factors.astype(np.float32)
