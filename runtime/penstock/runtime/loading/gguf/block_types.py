@@ -45,7 +45,8 @@ class BlockType:
         if self.decode is None:
             return rows.view(self.dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # scales may be anything; `LoadRule.fill` looks
-            return self.decode(rows.reshape(-1, self.num_bytes)).reshape(len(rows), -1)
+            blocks = rows.reshape(rows.size // self.num_bytes, self.num_bytes)
+            return self.decode(blocks).reshape(len(rows), rows.shape[1] // self.num_bytes * self.values)
 
 
 def _half(blocks: Bytes, at: int) -> Floats:

@@ -1,0 +1,90 @@
+"""Tensors of GGUF files as safetensors files would have them, a few rows at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.runtime.loading.gguf import tensors
+from penstock.runtime.loading.gguf.file import TensorInfo, read_gguf
+from penstock.runtime.loading.gguf.model import read_model
+from penstock.runtime.models.families.mxfp4 import decode
+from tests.support.gguf_models import write_gguf
+from tests.support.goldens import GOLDEN
+
+import gguf  # isort: skip
+
+_RNG = np.random.default_rng(39)
+
+
+def _stored(path: Path, kind: str, *matrices: np.ndarray) -> tuple[list[TensorInfo], list[np.ndarray]]:
+    """The tensors in a file, and what the package reads of them."""
+    chosen = gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(path, "llama")
+    blocks = [gguf.quants.quantize(np.float32(values), chosen) for values in matrices]
+    for i, values in enumerate(blocks):
+        writer.add_tensor(f"t{i}", values, raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = read_gguf(path).tensors
+    return [found[f"t{i}"] for i in range(len(matrices))], [gguf.quants.dequantize(b, chosen) for b in blocks]
+
+
+def test_rows_of_pairs_are_turned_back_whatever_is_read_at_once(tmp_path: Path) -> None:
+    """What llama.cpp's converter does, undone: 3 heads of 8 channels."""
+    weights = _RNG.normal(size=(24, 64))
+    turned = weights.reshape(3, 2, 4, 64).swapaxes(1, 2).reshape(24, 64)
+    (info,), (values,) = _stored(tmp_path / "m.gguf", "Q8_0", turned)
+    expected = values.reshape(3, 4, 2, 64).swapaxes(1, 2).reshape(24, 64)
+    tensor = tensors.turned_back(info, 3)
+    for begin in range(24):
+        for end in range(begin, 25):
+            np.testing.assert_array_equal(tensor[begin:end], expected[begin:end])
+
+
+def test_experts_are_the_matrices_of_a_stack(tmp_path: Path) -> None:
+    (info,), (values,) = _stored(tmp_path / "m.gguf", "Q4_0", _RNG.normal(size=(3, 6, 32)))
+    apart = tensors.experts_apart(info)
+    assert len(apart) == 3
+    for expert, tensor in enumerate(apart):
+        np.testing.assert_array_equal(tensor[1:5], values[expert, 1:5])
+    np.testing.assert_array_equal(tensors.whole(info)[1:3], values[1:3])
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_mxfp4_is_that_of_gpt_oss(tmp_path: Path, parts: int) -> None:
+    """Decoded by the family, values are those that the package reads; rows of gate and up alternate."""
+    infos, values = _stored(tmp_path / "m.gguf", "MXFP4", *_RNG.normal(size=(parts, 3, 6, 64)))
+    blocks, scales = tensors.mxfp4([tensors.whole(info) for info in infos])
+    assert (blocks.shape, scales.shape) == ((3, 6 * parts, 2, 16), (3, 6 * parts, 2))
+    for expert in range(3):
+        found = decode([blocks[expert : expert + 1][0], scales[expert : expert + 1][0]])
+        for part in range(parts):
+            np.testing.assert_array_equal(found[part::parts], values[part][expert])
+    assert blocks[0:2].shape == (2, *blocks.shape[1:])
+
+
+@pytest.mark.parametrize("tensor", ["stored", "stack"])
+def test_rows_come_one_after_the_other(tmp_path: Path, tensor: str) -> None:
+    (info,), _ = _stored(tmp_path / "m.gguf", "F32", np.ones((2, 3, 4)))
+    of: Any = {"stored": tensors.whole(info), "stack": tensors.transposed([tensors.whole(info)])}[tensor]
+    with pytest.raises(ValueError, match="one after the other"):
+        of[0:2:2]
+
+
+def test_a_model_in_parts_is_that_of_one_file(tmp_path: Path) -> None:
+    """Parts as the package writes them."""
+    write_gguf(GOLDEN / "qwen3", tmp_path / "m.gguf")
+    write_gguf(GOLDEN / "qwen3", tmp_path / "p.gguf", parts=5)
+    first, *others = sorted(tmp_path.glob("p-*.gguf"))
+    assert others
+    one, parts = read_model(tmp_path / "m.gguf"), read_model(first)
+    assert parts.config == one.config
+    assert set(parts.tensors) == set(one.tensors)
+    for name, expected in one.tensors.items():
+        np.testing.assert_array_equal(parts.tensors[name][0:9], expected[0:9])
