@@ -33,6 +33,9 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "phi3": "phi3",
     "gpt_oss": "gpt-oss",
+    "granite": "granite",
+    "glm4_moe": "glm4moe",
+    "deepseek_v3": "deepseek2",
 }
 """model_type to llama.cpp's name."""
 _NORMS_PLUS_ONE = ("gemma2", "gemma3")
@@ -78,10 +81,14 @@ def _write_config(writer: Any, config: Config) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    if "kv_lora_rank" in config:
+        _write_latents(writer, config)
+    else:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        share = config["rope_parameters"].get("partial_rotary_factor", 1)
+        writer.add_rope_dimension_count(int(head_dim * share))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     for part, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
@@ -96,15 +103,40 @@ def _write_config(writer: Any, config: Config) -> None:
         ("num_local_experts", writer.add_expert_count),
         ("num_experts", writer.add_expert_count),
         ("num_experts_per_tok", writer.add_expert_used_count),
+        ("n_routed_experts", writer.add_expert_count),
+        ("n_shared_experts", writer.add_expert_shared_count),
+        ("n_group", writer.add_expert_group_count),
+        ("topk_group", writer.add_expert_group_used_count),
+        ("norm_topk_prob", writer.add_expert_weights_norm),
+        ("routed_scaling_factor", writer.add_expert_weights_scale),
+        ("first_k_dense_replace", writer.add_leading_dense_block_count),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("attention_multiplier", writer.add_attention_scale),
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),
         ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
     ):
-        if config.get(field):
+        if config.get(field) and not (config["model_type"] == "qwen3_moe" and field == "norm_topk_prob"):
             add(config[field])
+    if "n_routed_experts" in config:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config["model_type"] == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if "query_pre_attn_scalar" in config:
         writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
+
+
+def _write_latents(writer: Any, config: Config) -> None:
+    """The sizes as the model attends to latents, and those of heads beside them."""
+    writer.add_head_count_kv(1)
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    writer.add_value_length(config["kv_lora_rank"])
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
 
 
 def _write_rope(writer: Any, rope: Config) -> None:
@@ -130,11 +162,15 @@ def _converted(folder: Path, architecture: str, config: Config) -> dict[str, Arr
         if architecture in _NORMS_PLUS_ONE and name.endswith("norm.weight"):
             values = values + 1
         for projection, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
-            if architecture == "llama" and f".{projection}_proj." in name:
+            if architecture in ("llama", "granite") and f".{projection}_proj." in name:
                 turned = values.reshape(config[heads], 2, -1, *values.shape[1:]).swapaxes(1, 2)
                 values = turned.reshape(values.shape)
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
+        if name.endswith("kv_b_proj.weight"):
+            converted |= _latents(name, values, config)
+            continue
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         base, kind = (name, "weight") if name.endswith(".sinks") else name.rsplit(".", 1)
         stored = names.get_name(base)
         assert stored is not None, name
@@ -142,6 +178,15 @@ def _converted(folder: Path, architecture: str, config: Config) -> dict[str, Arr
     if config["rope_parameters"].get("rope_type") == "llama3":
         converted["rope_freqs.weight"] = _llama3_factors(config)
     return converted
+
+
+def _latents(name: str, values: Array, config: Config) -> dict[str, Array]:
+    """Keys, turned, apart from values."""
+    sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
+    by_head = values.reshape(config["num_attention_heads"], sum(sizes), -1)
+    keys, of_values = np.split(by_head, sizes[:1], axis=1)
+    above = f"blk.{name.split('.')[2]}."
+    return {f"{above}attn_k_b.weight": keys.swapaxes(1, 2), f"{above}attn_v_b.weight": of_values}
 
 
 def _stacked(found: Mapping[str, Array]) -> dict[str, Array]:

@@ -13,9 +13,9 @@ from penstock.runtime.loading.checkpoint import read_config as read_directory
 from penstock.runtime.loading.gguf.architectures import find_tensors, read_config
 from penstock.runtime.loading.gguf.file import read_gguf
 from penstock.runtime.loading.safetensors_files import find_tensors as find_in_directory
-from penstock.runtime.models.config import AttentionConfig, ModelConfig
+from penstock.runtime.models.config import AttentionConfig, LatentConfig, ModelConfig
 from penstock.runtime.models.registry import parse_config
-from penstock.runtime.models.rope import inverse_frequencies
+from penstock.runtime.models.rope import RopeConfig, inverse_frequencies
 from tests.support.gguf_models import write_gguf
 from tests.support.goldens import GOLDEN
 
@@ -33,7 +33,11 @@ _NAMES = (
     "gemma3",
     "phi3",
     "gpt_oss",
+    "granite",
+    "glm4_moe",
+    "deepseek_v3",
 )
+_NO_ROPE = RopeConfig()
 
 
 def _without_frequencies(config: ModelConfig) -> ModelConfig:
@@ -42,10 +46,12 @@ def _without_frequencies(config: ModelConfig) -> ModelConfig:
     """
     layers = []
     for layer in config.layers:
-        assert isinstance(layer.attention, AttentionConfig)
+        assert isinstance(layer.attention, AttentionConfig | LatentConfig)
         scale = float(np.float32(layer.attention.scale))
         layers.append(
-            dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, rope=None, scale=scale))
+            dataclasses.replace(
+                layer, attention=dataclasses.replace(layer.attention, rope=_NO_ROPE, scale=scale)
+            )
         )
     return dataclasses.replace(
         config,
@@ -56,9 +62,10 @@ def _without_frequencies(config: ModelConfig) -> ModelConfig:
 
 def _frequencies(config: ModelConfig, layer: int) -> tuple[np.ndarray, float]:
     attention = config.layers[layer].attention
-    assert isinstance(attention, AttentionConfig)
+    assert isinstance(attention, AttentionConfig | LatentConfig)
     assert attention.rope is not None
-    return inverse_frequencies(attention.rope, attention.rotary_dim), attention.rope.attention_factor
+    rotated = attention.rope_dim if isinstance(attention, LatentConfig) else attention.rotary_dim
+    return inverse_frequencies(attention.rope, rotated), attention.rope.attention_factor
 
 
 @pytest.mark.parametrize("name", _NAMES)

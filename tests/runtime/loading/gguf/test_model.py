@@ -65,7 +65,7 @@ _LIES: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "no heads": ({"llama.attention.head_count": 0}, r"llama\.attention\.head_count: must be an integer"),
     "experts": (
         {"llama.expert_count": _HUGE, "llama.expert_used_count": 2},
-        r"llama\.expert_count: blk\.0\.ffn",
+        r"llama\.expert_count: no tensor ffn_gate_exps",
     ),
     "a key's type": ({"llama.embedding_length": "many"}, r"llama\.embedding_length: must be an integer"),
     "no context": ({"llama.context_length": None}, r"llama\.context_length: is required"),

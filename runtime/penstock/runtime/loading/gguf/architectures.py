@@ -32,6 +32,7 @@ _HARMLESS = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 """Keys of an architecture that change nothing: the number of tokens is that of the embeddings."""
 _POOLING = (0, 3)
 """The numbers of poolings that are served: none, and the last token's."""
+_NEXT = "num_nextn_predict_layers"
 _END_TOKENS = ("eos", "eot", "eom")
 
 
@@ -41,12 +42,14 @@ class Architecture:
 
     config: (its keys without the prefix, the stored tensors, fields of every model) -> what it adds to these
     fields, or puts in their place. names: for a layer, from the stored name to that of safetensors, in which
-    {e} is the number of an expert. turned: whether channels of queries and keys are stored in pairs.
+    {e} is the number of an expert. latent: whether heads of keys and values are made of a latent; `config`
+    reads their sizes then. turned: whether channels of queries and keys are stored in pairs.
     norm_offset: what was added to the weights of norms.
     """
 
     config: Callable[[Fields, Infos, Config], Config]
     names: Mapping[str, str]
+    latent: bool = False
     turned: bool = False
     norm_offset: float = 0.0
 
@@ -59,7 +62,7 @@ def read_config(file: GgufFile) -> Config:
     prefix = f"{name}."
     own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     keys = Fields({key: _collapsed(key, value) for key, value in own.items()}, prefix)
-    common = _common(keys, file)
+    common = _common(keys, file) | ({} if architecture.latent else _heads(keys, file.tensors))
     config = common | architecture.config(keys, file.tensors, common)
     keys.refuse_unread(_HARMLESS)
     if keys.problems:
@@ -73,21 +76,34 @@ def find_tensors(file: GgufFile, config: Config) -> dict[str, Tensor]:
     """
     _, architecture = _architecture(file)
     found: dict[str, Tensor] = {}
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    heads = {name: config.get(f"num_{which}_heads") for name, which in _TURNED.items()}
     for stored, info in file.tensors.items():
-        if stored in (_ROPE_FREQS, _LONG, _SHORT):  # `_common` reads them, and refuses them elsewhere
+        if stored in (_ROPE_FREQS, _LONG, _SHORT) or _is_further(
+            stored, config
+        ):  # `_common` reads the factors
             continue
         name, is_norm = _name(stored, architecture), "norm" in stored
         part = stored.split(".")[-2] if "." in stored else stored
-        if architecture.turned and part in heads:
-            found[name] = made.turned_back(info, heads[part])
+        if architecture.turned and (num_heads := heads.get(part)):
+            found[name] = made.turned_back(info, num_heads)
         elif "{e}" in name:
             found |= {name.format(e=i): tensor for i, tensor in enumerate(made.experts_apart(info))}
         elif part == "ffn_gate_inp_shexp" and len(info.shape) == 1:
             found[name] = made.as_row(info)
         else:
             found[name] = made.whole(info, added=architecture.norm_offset if is_norm else 0.0)
+    if config["model_type"] == "deepseek_v3":
+        return _with_latents(found, config)
     return _fused(found, config) if config["model_type"] == "gpt_oss" else found
+
+
+_TURNED = {"attn_q": "attention", "attn_k": "key_value"}
+
+
+def _is_further(stored: str, config: Config) -> bool:
+    """Whether it is of a layer behind the others, which predicts further tokens and is not read."""
+    layer = re.match(r"blk\.(\d+)\.", stored)
+    return layer is not None and int(layer[1]) >= config["num_hidden_layers"] and config.get(_NEXT, 0) > 0
 
 
 def _architecture(file: GgufFile) -> tuple[str, Architecture]:
@@ -114,33 +130,24 @@ def _collapsed(key: str, value: object) -> object:
 
 def _common(keys: Fields, file: GgufFile) -> Config:
     """The fields that all models have."""
-    heads = keys.integer("attention.head_count")
-    hidden = keys.integer("embedding_length")
-    head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
-    keys.only("attention.value_length", head_dim)
     keys.only("attention.causal", True)
     keys.only("pooling_type", *_POOLING)
     embeddings = file.tensors.get(_EMBEDDINGS)
     if embeddings is None:
         raise ConfigError(f"{file.path}: it has no tensor {_EMBEDDINGS}, so it is no model by itself")
-    kv_heads, layers = keys.integer("attention.head_count_kv", heads), keys.integer("block_count")
+    layers = keys.integer("block_count")
     if layers > len(file.tensors):
         keys.problem("block_count", f"the file has no tensors for {layers} layers")
-    _check_heads(keys, file.tensors, heads, kv_heads, head_dim)
-    rotated = keys.integer("rope.dimension_count", head_dim)
     ends = [_token_id(file, f"tokenizer.ggml.{kind}_token_id") for kind in _END_TOKENS]
     return {
-        "hidden_size": hidden,
+        "hidden_size": keys.integer("embedding_length"),
         "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
+        "num_attention_heads": keys.integer("attention.head_count"),
         "intermediate_size": keys.integer("feed_forward_length", 1),
         "max_position_embeddings": keys.integer("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.number("rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(keys, file),
-        "partial_rotary_factor": None if rotated == head_dim else rotated / head_dim,
         "vocab_size": embeddings.shape[0],
         "tie_word_embeddings": _HEAD not in file.tensors,
         "dtype": _dtype(file.tensors),
@@ -149,28 +156,40 @@ def _common(keys: Fields, file: GgufFile) -> Config:
     }
 
 
-def _check_heads(keys: Fields, infos: Infos, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Note a problem unless there are as many channels as these heads have, before anything is computed for
-    each of them.
+def _heads(keys: Fields, infos: Infos) -> Config:
+    """The fields of heads of queries, keys and values. It is a problem unless there are as many channels as
+    these heads have, before anything is computed for each of them.
     """
-    rows = {"attn_q": heads * head_dim, "attn_qkv": (heads + 2 * kv_heads) * head_dim}
+    heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
+    kv_heads = keys.integer("attention.head_count_kv", heads)
+    head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
+    keys.only("attention.value_length", head_dim)
+    rotated = keys.integer("rope.dimension_count", head_dim)
+    _check_rows(keys, infos, {"attn_q": heads * head_dim, "attn_qkv": (heads + 2 * kv_heads) * head_dim})
+    return {
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "partial_rotary_factor": None if rotated == head_dim else rotated / head_dim,
+    }
+
+
+def _check_rows(keys: Fields, infos: Infos, rows: Mapping[str, int]) -> None:
+    """Note a problem unless the first layer has one of these tensors, with this number of rows."""
     found = {name: info for name in rows if (info := infos.get(f"blk.0.{name}.weight")) is not None}
     if not found:
-        keys.problem("attention.head_count", "the file has no tensor blk.0.attn_q.weight")
+        keys.problem("attention.head_count", f"the file has no tensor blk.0.{next(iter(rows))}.weight")
     for name, info in found.items():
         if info.shape[0] != rows[name]:
-            size = f"{rows[name]} channels of {heads} heads"
-            keys.problem(
-                "attention.head_count", f"blk.0.{name}.weight has {info.shape[0]} rows, not the {size}"
-            )
+            has = f"blk.0.{name}.weight has {info.shape[0]} rows"
+            keys.problem("attention.head_count", f"{has}, not the {rows[name]} channels of all heads")
 
 
 def _experts(keys: Fields, infos: Infos) -> int:
     """How many experts there are, which the tensors must have."""
     count = keys.integer("expert_count")
-    stacked = infos.get("blk.0.ffn_gate_exps.weight")
-    if stacked is None or stacked.shape[0] != count:
-        keys.problem("expert_count", f"blk.0.ffn_gate_exps.weight is not that of {count} experts")
+    stacks = [info for name, info in infos.items() if name.endswith(".ffn_gate_exps.weight")]
+    if not stacks or stacks[0].shape[0] != count:
+        keys.problem("expert_count", f"no tensor ffn_gate_exps.weight is that of {count} experts")
         return 1
     return count
 
@@ -253,7 +272,7 @@ def _name(stored: str, architecture: Architecture) -> str:
     if match is None or match[2] not in architecture.names:
         return stored
     name = f"model.layers.{int(match[1])}.{architecture.names[match[2]]}"
-    return name if match[2] == "attn_sinks" else f"{name}.{match[3]}"
+    return name if match[2] in ("attn_sinks", "exp_probs_b") else f"{name}.{match[3]}"
 
 
 _TOP = {
@@ -415,6 +434,93 @@ def _phi3(keys: Fields, infos: Infos, common: Config) -> Config:
     }
 
 
+def _granite(keys: Fields, infos: Infos, common: Config) -> Config:
+    return {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "attention_multiplier": keys.number("attention.scale", common["head_dim"] ** -0.5),
+        "embedding_multiplier": keys.optional_number("embedding_scale"),
+        "residual_multiplier": keys.optional_number("residual_scale"),
+        "logits_scaling": keys.optional_number("logit_scale"),
+    } | _biases(infos)
+
+
+def _grouped_experts(keys: Fields, infos: Infos, common: Config) -> Config:
+    """What DeepSeek and GLM have in common. Layers that predict further tokens count as layers."""
+    keys.only("expert_gating_func", 2)  # sigmoids
+    further = keys.optional_integer("nextn_predict_layers", 0) or 0
+    return {
+        "num_hidden_layers": max(1, common["num_hidden_layers"] - further),
+        _NEXT: further,
+        "n_routed_experts": _experts(keys, infos),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "n_shared_experts": keys.integer("expert_shared_count"),
+        "n_group": keys.integer("expert_group_count", 1),
+        "topk_group": keys.integer("expert_group_used_count", 1),
+        "norm_topk_prob": keys.boolean("expert_weights_norm", False),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "first_k_dense_replace": keys.integer("leading_dense_block_count", 0, minimum=0),
+    }
+
+
+def _glm4_moe(keys: Fields, infos: Infos, common: Config) -> Config:
+    return {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "attention_bias": _biases(infos)["attention_bias"],
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in infos,
+    } | _grouped_experts(keys, infos, common)
+
+
+def _deepseek2(keys: Fields, infos: Infos, common: Config) -> Config:
+    """DeepSeek V3. Older files have sizes of whole heads where newer ones have those of latents."""
+    heads, latent = common["num_attention_heads"], keys.integer("attention.kv_lora_rank")
+    rotated, rank = keys.integer("rope.dimension_count"), keys.optional_integer("attention.q_lora_rank")
+    is_newer = "attention.key_length_mla" in keys
+    if is_newer:
+        keys.only("attention.key_length", latent + rotated)
+        keys.only("attention.value_length", latent)
+    keys.only("attention.head_count_kv", 1 if is_newer else heads)
+    suffix = "_mla" if is_newer else ""
+    key, value = (keys.integer(f"attention.{name}_length{suffix}") for name in ("key", "value"))
+    _check_rows(keys, infos, {"attn_q": heads * key} if rank is None else {"attn_q_b": heads * key})
+    scaling, weight = common["rope_scaling"], keys.optional_number("rope.scaling.yarn_log_multiplier")
+    if scaling is not None and weight is not None:
+        scaling = scaling | {"mscale": 10 * weight, "mscale_all_dim": 10 * weight}
+    return (
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "kv_lora_rank": latent,
+            "qk_rope_head_dim": rotated,
+            "qk_nope_head_dim": max(1, key - rotated),
+            "v_head_dim": value,
+            "rope_scaling": scaling,
+            "rope_interleave": True,
+        }
+        | _grouped_experts(keys, infos, common)
+        | {"q_lora_rank": rank}
+    )
+
+
+def _with_latents(found: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """DeepSeek with keys and values of a layer in one tensor, as its safetensors files have them."""
+    joined = dict(found)
+    for layer in range(config["num_hidden_layers"]):
+        above = f"model.layers.{layer}.self_attn."
+        keys, values = (found.get(f"{above}{name}_b.weight") for name in ("k", "v"))
+        if (
+            isinstance(keys, made.Stored)
+            and isinstance(values, made.Stored)
+            and len(keys.shape) == len(values.shape) == 3
+            and (keys.shape[0], keys.shape[1]) == (values.shape[0], values.shape[2])
+        ):
+            del joined[f"{above}k_b.weight"], joined[f"{above}v_b.weight"]
+            joined[f"{above}kv_b_proj.weight"] = made.keys_and_values(keys, values)
+    return joined
+
+
 def _gpt_oss(keys: Fields, infos: Infos, common: Config) -> Config:
     kinds = {info.type.name for name, info in infos.items() if name.endswith("_exps.weight")}
     return {
@@ -457,6 +563,28 @@ def _alike(found: Mapping[str, Tensor], names: list[str], rank: int) -> list[mad
     return tensors if is_whole else []
 
 
+_GROUPED = {
+    **_PRE,
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_exps": "mlp.experts.{e}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{e}.up_proj",
+    "ffn_down_exps": "mlp.experts.{e}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_DEEPSEEK = {
+    **_GROUPED,
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b",
+    "attn_v_b": "self_attn.v_b",
+}
 _GPT_OSS = {
     **_ATTENTION,
     "attn_sinks": "self_attn.sinks",
@@ -478,6 +606,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phi3": Architecture(
         config=_phi3, names={**_PRE, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
     ),
+    "granite": Architecture(config=_granite, names=_PRE, turned=True),
+    "glm4moe": Architecture(
+        config=_glm4_moe, names={**_GROUPED, "post_attention_norm": "post_attention_layernorm"}
+    ),
+    "deepseek2": Architecture(config=_deepseek2, names=_DEEPSEEK, latent=True),
     "gpt-oss": Architecture(config=_gpt_oss, names=_GPT_OSS),
 }
 """llama.cpp's name to the architecture."""

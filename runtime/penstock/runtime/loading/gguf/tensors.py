@@ -97,24 +97,44 @@ def experts_apart(info: TensorInfo) -> list[Stored]:
     return [Stored(info, info.shape[1:], first_row=expert * each) for expert in range(info.shape[0])]
 
 
-class ByExpert:
-    """A stack of what a function makes of each expert, an expert at a time."""
+class Pieces:
+    """A tensor that a function makes piece by piece: of each expert, or of each head."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, make: Callable[[int], Made]) -> None:
-        self.shape, self.dtype = shape, np.dtype(dtype)
-        # The rules read a few rows of an expert, and then its next ones. Threads read neighbouring experts.
+    def __init__(
+        self, shape: tuple[int, ...], dtype: npt.DTypeLike, make: Callable[[int], Made], entries: int = 1
+    ) -> None:
+        """make: from a piece's number to the piece. entries: how many of the first axis it has."""
+        self.shape, self.dtype, self._entries = shape, np.dtype(dtype), entries
+        # The rules read a few rows of a piece, and then its next ones. Threads read neighbouring pieces.
         self._make = functools.lru_cache(maxsize=4)(make)
 
-    def __getitem__(self, experts: slice) -> Made:
-        """Make these consecutive experts."""
-        begin, end, step = experts.indices(self.shape[0])
+    def __getitem__(self, entries: slice) -> Made:
+        """Make these consecutive entries."""
+        begin, end, step = entries.indices(self.shape[0])
         if step != 1:
-            raise ValueError("experts are read one after the other")
-        made = [self._make(expert) for expert in range(begin, end)]
-        return made[0][None] if len(made) == 1 else np.stack(made)
+            raise ValueError("rows are read one after the other")
+        if begin >= end:
+            return np.empty((0, *self.shape[1:]), self.dtype)
+        first = begin // self._entries
+        made = [self._make(piece) for piece in range(first, -(-end // self._entries))]
+        joined = made[0] if len(made) == 1 else np.concatenate(made)
+        return joined[begin - first * self._entries : end - first * self._entries]
 
 
-def transposed(parts: Sequence[Stored]) -> ByExpert:
+def keys_and_values(keys: Stored, values: Stored) -> Pieces:
+    """DeepSeek's kv_b_proj [heads * (K + V), latent], of keys [heads, latent, K] and values [heads, V,
+    latent].
+    """
+    heads, latent, _ = keys.shape
+    entries = keys.shape[2] + values.shape[1]
+
+    def make(head: int) -> Made:
+        return np.concatenate([keys[head : head + 1][0].T, values[head : head + 1][0]])
+
+    return Pieces((heads * entries, latent), keys.dtype, make, entries)
+
+
+def transposed(parts: Sequence[Stored]) -> Pieces:
     """Matrices [E, N, K] each, as one [E, K, N * parts], in which the columns of the parts alternate."""
     count, rows, columns = parts[0].shape
 
@@ -122,22 +142,22 @@ def transposed(parts: Sequence[Stored]) -> ByExpert:
         made = np.empty((columns, rows, len(parts)), parts[0].dtype)
         for i, part in enumerate(parts):
             made[:, :, i] = part[expert : expert + 1][0].T
-        return made.reshape(columns, -1)
+        return made.reshape(1, columns, -1)
 
-    return ByExpert((count, columns, rows * len(parts)), parts[0].dtype, make)
+    return Pieces((count, columns, rows * len(parts)), parts[0].dtype, make)
 
 
-def biases(parts: Sequence[Stored]) -> ByExpert:
+def biases(parts: Sequence[Stored]) -> Pieces:
     """Vectors [E, N] each, as one [E, N * parts], in which the entries of the parts alternate."""
     count, rows = parts[0].shape
 
     def make(expert: int) -> Made:
-        return np.stack([part[expert : expert + 1][0] for part in parts], axis=1).reshape(-1)
+        return np.stack([part[expert : expert + 1][0] for part in parts], axis=1).reshape(1, -1)
 
-    return ByExpert((count, rows * len(parts)), parts[0].dtype, make)
+    return Pieces((count, rows * len(parts)), parts[0].dtype, make)
 
 
-def mxfp4(parts: Sequence[Stored]) -> tuple[ByExpert, ByExpert]:
+def mxfp4(parts: Sequence[Stored]) -> tuple[Pieces, Pieces]:
     """Matrices [E, N, K] each in MXFP4, as the codes [E, N * parts, K / 32, 16] and scales [E, N * parts, K /
     32] of gpt-oss's safetensors, in which the rows of the parts alternate. A byte of theirs has values 2 j
     and 2 j + 1 of a block, and one of llama.cpp's has j and j + 16.
@@ -147,15 +167,15 @@ def mxfp4(parts: Sequence[Stored]) -> tuple[ByExpert, ByExpert]:
 
     def stored(expert: int) -> Bytes:
         found = [part.blocks(expert * rows, (expert + 1) * rows) for part in parts]
-        return np.stack(found, axis=1).reshape(rows * len(parts), blocks, 17)
+        return np.stack(found, axis=1).reshape(1, rows * len(parts), blocks, 17)
 
     def codes(expert: int) -> Made:
-        packed = stored(expert)[:, :, 1:]
+        packed = stored(expert)[..., 1:]
         low, high = packed & 15, packed >> 4
         return np.concatenate([each[..., 0::2] | each[..., 1::2] << 4 for each in (low, high)], axis=-1)
 
     def scales(expert: int) -> Made:
-        return np.ascontiguousarray(stored(expert)[:, :, 0])
+        return np.ascontiguousarray(stored(expert)[..., 0])
 
     shape = (count, rows * len(parts), blocks)
-    return ByExpert((*shape, 16), np.uint8, codes), ByExpert(shape, np.uint8, scales)
+    return Pieces((*shape, 16), np.uint8, codes), Pieces(shape, np.uint8, scales)
