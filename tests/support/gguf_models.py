@@ -36,9 +36,11 @@ ARCHITECTURES = {
     "granite": "granite",
     "glm4_moe": "glm4moe",
     "deepseek_v3": "deepseek2",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 """model_type to llama.cpp's name."""
-_NORMS_PLUS_ONE = ("gemma2", "gemma3")
+_NORMS_PLUS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe")
 
 
 def write_gguf(
@@ -123,6 +125,14 @@ def _write_config(writer: Any, config: Config) -> None:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config["model_type"] == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if "linear_num_key_heads" in config:
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
+        writer.add_rope_dimension_sections([*config["rope_parameters"]["mrope_section"], 0])
     if "query_pre_attn_scalar" in config:
         writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
 
@@ -159,6 +169,9 @@ def _converted(folder: Path, architecture: str, config: Config) -> dict[str, Arr
     }
     converted: dict[str, Array] = {}
     for name, values in _stacked(found).items():
+        if ".linear_attn." in name:
+            converted |= _recurrent(name, values, config)
+            continue
         if architecture in _NORMS_PLUS_ONE and name.endswith("norm.weight"):
             values = values + 1
         for projection, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
@@ -178,6 +191,44 @@ def _converted(folder: Path, architecture: str, config: Config) -> dict[str, Arr
     if config["rope_parameters"].get("rope_type") == "llama3":
         converted["rope_freqs.weight"] = _llama3_factors(config)
     return converted
+
+
+def _recurrent(name: str, values: Array, config: Config) -> dict[str, Array]:
+    """A tensor of Qwen 3.5's recurrent layers: what has values comes with the first head of each group of
+    values first (llama.cpp's converter, _LinearAttentionVReorderBase).
+    """
+    layer, part = name.split(".")[2], name.partition(".linear_attn.")[2]
+    groups, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    before = 2 * groups * config["linear_key_head_dim"]
+    in_group = config["linear_num_value_heads"] // groups
+
+    def tiled(rows: Array, size: int) -> Array:
+        return rows.reshape(groups, in_group, size, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+    if part == "conv1d.weight":
+        values = values[:, 0]
+    if part in ("conv1d.weight", "in_proj_qkv.weight"):
+        values = np.concatenate([values[:before], tiled(values[before:], size)])
+    elif part == "in_proj_z.weight":
+        values = tiled(values, size)
+    elif part == "out_proj.weight":
+        values = tiled(values.T, size).T
+    elif part != "norm.weight":
+        values = tiled(-np.exp(values) if part == "A_log" else values, 1)
+    return {f"blk.{layer}.{_RECURRENT[part]}": values}
+
+
+_RECURRENT = {
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+}
 
 
 def _latents(name: str, values: Array, config: Config) -> dict[str, Array]:

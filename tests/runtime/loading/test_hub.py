@@ -15,7 +15,9 @@ from huggingface_hub.utils._paths import filter_repo_objects
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading import hub
+from penstock.runtime.loading.checkpoint import read_config
 from penstock.runtime.loading.hub import resolve_model
+from penstock.runtime.loading.safetensors_files import find_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +55,15 @@ def test_a_file_is_not_a_directory(tmp_path):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="is a file; give the directory"):
         resolve_model(str(tmp_path / "model.safetensors"))
+
+
+def test_a_gguf_file_is_a_model_and_a_directory_of_one_is_not(tmp_path):
+    path = tmp_path / "model-Q4_K_M.gguf"
+    path.touch()
+    assert resolve_model(str(path)) == path
+    for read in (read_config, find_tensors):
+        with pytest.raises(ConfigError, match=r"give the file itself: .*model-Q4_K_M\.gguf"):
+            read(tmp_path)
 
 
 def test_a_hub_id_fetches_what_serving_needs(tmp_path, monkeypatch):

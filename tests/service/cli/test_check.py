@@ -15,6 +15,7 @@ import pytest
 
 from bench.checkpoint import SHAPES, config_json
 from penstock.cli.__main__ import main
+from tests.support.gguf_bytes import header, padded, typed
 from tests.support.goldens import GOLDEN
 
 Run = Callable[..., tuple[int, str, str]]
@@ -266,3 +267,25 @@ def test_bad_arguments(run: Run, tmp_path: Path) -> None:
     assert run(str(tmp_path / "absent"))[0] == 1
     assert "config.json" in run(str(tmp_path))[2]
     assert "max_num_seqs" in run("demo", "--max-num-seqs", "0")[2]
+
+
+def test_a_gguf_file_is_a_whole_model(run: Run) -> None:
+    """The figures are those of the file: 320 rows of embeddings and one layer, mostly of Q4_K and Q6_K."""
+    code, out, err = run(str(GOLDEN / "gguf" / "llama_q4_k_m" / "model.gguf"), "--json")
+    facts = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (facts["architecture"], facts["layers"], facts["dtype"]) == ("LlamaForCausalLM", 1, "bfloat16")
+    assert (facts["tokenizer"], facts["chat_template"], facts["end_token_ids"]) == (True, False, [2])
+    kinds, _, bits = facts["stored"].partition("; ")
+    assert kinds == "GGUF: Q4_K, Q6_K, Q5_0"
+    assert 4.5 < float(bits.split()[0]) < 6.5625
+    assert "stored" in run(str(GOLDEN / "gguf" / "llama_q4_k_m" / "model.gguf"))[1]
+    assert json.loads(run(str(GOLDEN / "qwen3"), "--json")[1])["stored"] == "safetensors: F32"
+
+
+def test_a_gguf_file_of_another_architecture_is_refused_by_name(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(padded(header({"general.architecture": typed("mamba")})))
+    code, _, err = run(str(path))
+    assert code == 1
+    assert "unknown architecture 'mamba' of a GGUF file; known ones: deepseek2" in err

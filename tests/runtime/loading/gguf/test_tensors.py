@@ -88,3 +88,19 @@ def test_a_model_in_parts_is_that_of_one_file(tmp_path: Path) -> None:
     assert set(parts.tensors) == set(one.tensors)
     for name, expected in one.tensors.items():
         np.testing.assert_array_equal(parts.tensors[name][0:9], expected[0:9])
+
+
+def test_heads_of_a_group_are_side_by_side(tmp_path: Path) -> None:
+    """Three groups of two heads with four rows each, behind five other rows: stored are the first heads of
+    all groups, and then the second ones.
+    """
+    names = [(group, head, row) for group in range(3) for head in range(2) for row in range(4)]
+    stored = sorted(names, key=lambda name: (name[1], name[0], name[2]))
+    labels = [-1.0] * 5 + [float(names.index(name)) for name in stored]
+    (rows, columns), _ = _stored(
+        tmp_path / "m.gguf", "F32", np.array(labels)[:, None], np.array([labels[5:]])
+    )
+    turned = tensors.grouped(tensors.whole(rows), 3, 2, 4, from_row=5)
+    assert turned[0:29][:, 0].tolist() == [-1.0] * 5 + list(range(24))
+    assert turned[7:9][:, 0].tolist() == [2.0, 3.0]
+    assert tensors.grouped_columns(tensors.whole(columns), 3, 2, 4)[0:1][0].tolist() == list(range(24))

@@ -42,16 +42,16 @@ class Architecture:
 
     config: (its keys without the prefix, the stored tensors, fields of every model) -> what it adds to these
     fields, or puts in their place. names: for a layer, from the stored name to that of safetensors, in which
-    {e} is the number of an expert. latent: whether heads of keys and values are made of a latent; `config`
-    reads their sizes then. turned: whether channels of queries and keys are stored in pairs.
-    norm_offset: what was added to the weights of norms.
+    {e} is the number of an expert. query_rows: how many rows of attn_q each channel of a query has; 0: heads
+    are made of a latent, whose sizes `config` reads. turned: whether channels of queries and keys are stored
+    in pairs. plus_one: whether one was added to the weights of norms.
     """
 
     config: Callable[[Fields, Infos, Config], Config]
     names: Mapping[str, str]
-    latent: bool = False
+    query_rows: int = 1
     turned: bool = False
-    norm_offset: float = 0.0
+    plus_one: bool = False
 
 
 def read_config(file: GgufFile) -> Config:
@@ -62,7 +62,7 @@ def read_config(file: GgufFile) -> Config:
     prefix = f"{name}."
     own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     keys = Fields({key: _collapsed(key, value) for key, value in own.items()}, prefix)
-    common = _common(keys, file) | ({} if architecture.latent else _heads(keys, file.tensors))
+    common = _common(keys, file) | _heads(keys, file.tensors, architecture)
     config = common | architecture.config(keys, file.tensors, common)
     keys.refuse_unread(_HARMLESS)
     if keys.problems:
@@ -82,7 +82,7 @@ def find_tensors(file: GgufFile, config: Config) -> dict[str, Tensor]:
             stored, config
         ):  # `_common` reads the factors
             continue
-        name, is_norm = _name(stored, architecture), "norm" in stored
+        name, is_norm = _name(stored, architecture), "norm" in stored and "ssm_norm" not in stored
         part = stored.split(".")[-2] if "." in stored else stored
         if architecture.turned and (num_heads := heads.get(part)):
             found[name] = made.turned_back(info, num_heads)
@@ -90,8 +90,12 @@ def find_tensors(file: GgufFile, config: Config) -> dict[str, Tensor]:
             found |= {name.format(e=i): tensor for i, tensor in enumerate(made.experts_apart(info))}
         elif part == "ffn_gate_inp_shexp" and len(info.shape) == 1:
             found[name] = made.as_row(info)
+        elif architecture.plus_one and is_norm:
+            found[name] = made.less_one(info)
         else:
-            found[name] = made.whole(info, added=architecture.norm_offset if is_norm else 0.0)
+            found[name] = made.whole(info)
+    if config["model_type"] in ("qwen3_5_text", "qwen3_5_moe_text"):
+        return _grouped_values(found, config)
     if config["model_type"] == "deepseek_v3":
         return _with_latents(found, config)
     return _fused(found, config) if config["model_type"] == "gpt_oss" else found
@@ -156,16 +160,21 @@ def _common(keys: Fields, file: GgufFile) -> Config:
     }
 
 
-def _heads(keys: Fields, infos: Infos) -> Config:
+def _heads(keys: Fields, infos: Infos, architecture: Architecture) -> Config:
     """The fields of heads of queries, keys and values. It is a problem unless there are as many channels as
     these heads have, before anything is computed for each of them.
     """
+    if not architecture.query_rows:
+        return {}
     heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
     kv_heads = keys.integer("attention.head_count_kv", heads)
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
     keys.only("attention.value_length", head_dim)
     rotated = keys.integer("rope.dimension_count", head_dim)
-    _check_rows(keys, infos, {"attn_q": heads * head_dim, "attn_qkv": (heads + 2 * kv_heads) * head_dim})
+    rows = {"attn_q": architecture.query_rows * heads * head_dim}
+    if "attn_qkv" in architecture.names and "attn_gate" not in architecture.names:
+        rows["attn_qkv"] = (heads + 2 * kv_heads) * head_dim
+    _check_rows(keys, infos, rows)
     return {
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -174,14 +183,16 @@ def _heads(keys: Fields, infos: Infos) -> Config:
 
 
 def _check_rows(keys: Fields, infos: Infos, rows: Mapping[str, int]) -> None:
-    """Note a problem unless the first layer has one of these tensors, with this number of rows."""
-    found = {name: info for name in rows if (info := infos.get(f"blk.0.{name}.weight")) is not None}
-    if not found:
-        keys.problem("attention.head_count", f"the file has no tensor blk.0.{next(iter(rows))}.weight")
-    for name, info in found.items():
-        if info.shape[0] != rows[name]:
-            has = f"blk.0.{name}.weight has {info.shape[0]} rows"
-            keys.problem("attention.head_count", f"{has}, not the {rows[name]} channels of all heads")
+    """Note a problem unless the file has one of these tensors, the first of which has so many rows."""
+    endings = {f".{name}.weight": number for name, number in rows.items()}
+    for name, info in infos.items():
+        for ending, number in endings.items():
+            if name.endswith(ending):
+                if info.shape[0] != number:
+                    has = f"{name} has {info.shape[0]} rows"
+                    keys.problem("attention.head_count", f"{has}, not the {number} that all heads have")
+                return
+    keys.problem("attention.head_count", f"the file has no tensor {' or '.join(endings)} of any layer")
 
 
 def _experts(keys: Fields, infos: Infos) -> int:
@@ -268,11 +279,11 @@ def _name(stored: str, architecture: Architecture) -> str:
     """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"."""
     if stored in _TOP:
         return _TOP[stored]
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", stored)
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+?)(?:\.(weight|bias))?", stored)
     if match is None or match[2] not in architecture.names:
         return stored
     name = f"model.layers.{int(match[1])}.{architecture.names[match[2]]}"
-    return name if match[2] in ("attn_sinks", "exp_probs_b") else f"{name}.{match[3]}"
+    return name if match[2] in _WHOLE_NAMES else f"{name}.{match[3]}"
 
 
 _TOP = {
@@ -280,6 +291,8 @@ _TOP = {
     "output_norm.weight": "model.norm.weight",
     _HEAD: "lm_head.weight",
 }
+_WHOLE_NAMES = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt")
+"""Tensors of which safetensors files have no .weight or .bias."""
 _ATTENTION = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -445,6 +458,60 @@ def _granite(keys: Fields, infos: Infos, common: Config) -> Config:
     } | _biases(infos)
 
 
+def _qwen35(keys: Fields, infos: Infos, common: Config) -> Config:
+    """Three of four layers are recurrent, with several heads of values to one of keys."""
+    value_heads, sections = keys.integer("ssm.time_step_rank"), keys.raw("rope.dimension_sections")
+    further = keys.optional_integer("nextn_predict_layers", 0) or 0
+    inner, known = keys.integer("ssm.inner_size"), sections if isinstance(sections, list) else []
+    mrope = {"mrope_section": [size for size in known if size], "mrope_interleaved": True} if known else {}
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": max(1, common["num_hidden_layers"] - further),
+        _NEXT: further or None,
+        "full_attention_interval": keys.integer("full_attention_interval", 4),
+        "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.integer("ssm.state_size"),
+        "linear_num_key_heads": keys.integer("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": max(1, inner // value_heads),
+        "rope_scaling": {**(common["rope_scaling"] or {"rope_type": "default"}), **mrope},
+    }
+
+
+def _qwen35_moe(keys: Fields, infos: Infos, common: Config) -> Config:
+    return {
+        **_qwen35(keys, infos, common),
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length"),
+    } | _qwen_experts(keys, infos)
+
+
+def _grouped_values(found: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Qwen 3.5 with the heads of values that share a head of keys side by side."""
+    groups, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    in_group = config["linear_num_value_heads"] // groups
+    before = 2 * groups * config["linear_key_head_dim"]
+    turned = dict(found)
+    for name, tensor in found.items():
+        if ".linear_attn." not in name or not isinstance(tensor, made.Stored):
+            continue
+        part = name.partition(".linear_attn.")[2]
+        if part in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight"):
+            base = made.log_of_negated(tensor.info) if part == "A_log" else tensor
+            turned[name] = made.grouped(base, groups, in_group, 1)
+        elif part in ("in_proj_qkv.weight", "conv1d.weight"):
+            by_head = made.grouped(tensor, groups, in_group, size, from_row=before)
+            is_conv = part == "conv1d.weight" and len(tensor.shape) == 2
+            turned[name] = made.with_middle_axis(by_head) if is_conv else by_head
+        elif part == "in_proj_z.weight":
+            turned[name] = made.grouped(tensor, groups, in_group, size)
+        elif part == "out_proj.weight":
+            turned[name] = made.grouped_columns(tensor, groups, in_group, size)
+    return turned
+
+
 def _grouped_experts(keys: Fields, infos: Infos, common: Config) -> Config:
     """What DeepSeek and GLM have in common. Layers that predict further tokens count as layers."""
     keys.only("expert_gating_func", 2)  # sigmoids
@@ -585,6 +652,19 @@ _DEEPSEEK = {
     "attn_k_b": "self_attn.k_b",
     "attn_v_b": "self_attn.v_b",
 }
+_QWEN35 = {
+    **_PRE,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+}
 _GPT_OSS = {
     **_ATTENTION,
     "attn_sinks": "self_attn.sinks",
@@ -601,16 +681,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": Architecture(config=_qwen3, names=_PRE),
     "qwen2moe": Architecture(config=_qwen2_moe, names={**_PRE, **_EXPERTS}),
     "qwen3moe": Architecture(config=_qwen3_moe, names={**_PRE, **_EXPERTS}),
-    "gemma2": Architecture(config=_gemma2, names=_SANDWICH, norm_offset=1.0),
-    "gemma3": Architecture(config=_gemma3, names=_SANDWICH, norm_offset=1.0),
+    "gemma2": Architecture(config=_gemma2, names=_SANDWICH, plus_one=True),
+    "gemma3": Architecture(config=_gemma3, names=_SANDWICH, plus_one=True),
     "phi3": Architecture(
         config=_phi3, names={**_PRE, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
     ),
+    "qwen35": Architecture(config=_qwen35, names=_QWEN35, query_rows=2, plus_one=True),
+    "qwen35moe": Architecture(config=_qwen35_moe, names={**_QWEN35, **_EXPERTS}, query_rows=2, plus_one=True),
     "granite": Architecture(config=_granite, names=_PRE, turned=True),
     "glm4moe": Architecture(
         config=_glm4_moe, names={**_GROUPED, "post_attention_norm": "post_attention_layernorm"}
     ),
-    "deepseek2": Architecture(config=_deepseek2, names=_DEEPSEEK, latent=True),
+    "deepseek2": Architecture(config=_deepseek2, names=_DEEPSEEK, query_rows=0),
     "gpt-oss": Architecture(config=_gpt_oss, names=_GPT_OSS),
 }
 """llama.cpp's name to the architecture."""

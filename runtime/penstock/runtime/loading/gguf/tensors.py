@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,13 +35,15 @@ class Stored:
     """Where it begins, in rows of the stored tensor."""
     order: npt.NDArray[np.intp] | None = None
     """Row r, or number r of a vector, is stored as number order[r]; None: in the same order."""
-    added: float = 0.0
-    """What was added to every value when it was stored."""
+    columns: npt.NDArray[np.intp] | None = None
+    """The same for the values of each row."""
+    undo: Callable[[Made], Made] | None = None
+    """Undoes what was computed of the values, in float32, when they were stored."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the values as they are read."""
-        return np.dtype(np.float32) if self.added else self.info.type.dtype
+        return np.dtype(np.float32) if self.undo else self.info.type.dtype
 
     def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
         """Read consecutive rows, or matrices of a stack."""
@@ -55,8 +57,9 @@ class Stored:
         else:
             each = math.prod(self.shape[1:-1])
             read = self.info.type.read(self.blocks(begin * each, end * each))
+            read = read if self.columns is None else read[:, self.columns]
             values = read.reshape(max(0, end - begin), *self.shape[1:])
-        return values.astype(np.float32) - np.float32(self.added) if self.added else values
+        return self.undo(values.astype(np.float32)) if self.undo else values
 
     def blocks(self, begin: int, end: int) -> Bytes:
         """Rows as they are stored, uint8 [rows, bytes of a row], but in order."""
@@ -70,9 +73,19 @@ class Stored:
         return found[entries - first]
 
 
-def whole(info: TensorInfo, *, added: float = 0.0) -> Stored:
-    """The tensor as it is, but for what was added to it."""
-    return Stored(info, info.shape, added=added)
+def whole(info: TensorInfo) -> Stored:
+    """The tensor as it is."""
+    return Stored(info, info.shape)
+
+
+def less_one(info: TensorInfo) -> Stored:
+    """A norm that was stored with one added to it."""
+    return Stored(info, info.shape, undo=lambda values: values - np.float32(1))
+
+
+def log_of_negated(info: TensorInfo) -> Stored:
+    """A logarithm that was stored as minus its exponential."""
+    return Stored(info, info.shape, undo=lambda values: np.log(-values))
 
 
 def turned_back(info: TensorInfo, num_heads: int) -> Stored:
@@ -84,6 +97,35 @@ def turned_back(info: TensorInfo, num_heads: int) -> Stored:
     if rows % (2 * num_heads) == 0:  # else the load rules refuse the shape
         order = order.reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
     return Stored(info, info.shape, order=order)
+
+
+def grouped(tensor: Stored, groups: int, in_group: int, size: int, *, from_row: int = 0) -> Stored:
+    """Rows of heads that are stored with the first head of every group first, then the second ones, and so
+    on; transformers has the heads of a group side by side. size: how many rows a head has. from_row: where
+    such rows begin.
+    """
+    rows = tensor.shape[0]
+    if rows != from_row + groups * in_group * size:  # the load rules refuse the shape
+        return tensor
+    return replace(tensor, order=np.r_[0:from_row, from_row + _by_group(groups, in_group, size)])
+
+
+def grouped_columns(tensor: Stored, groups: int, in_group: int, size: int) -> Stored:
+    """The same for what each row multiplies."""
+    if tensor.shape[-1] != groups * in_group * size:
+        return tensor
+    return replace(tensor, columns=_by_group(groups, in_group, size))
+
+
+def _by_group(groups: int, in_group: int, size: int) -> npt.NDArray[np.intp]:
+    """For each row of heads by group, where it is stored."""
+    stored = np.arange(groups * in_group * size, dtype=np.intp).reshape(in_group, groups, size)
+    return stored.swapaxes(0, 1).reshape(-1)
+
+
+def with_middle_axis(tensor: Stored) -> Stored:
+    """[N, K] as [N, 1, K]."""
+    return replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
 
 
 def as_row(info: TensorInfo) -> Stored:
