@@ -10,11 +10,17 @@ import sys
 import pytest
 
 from penstock.runtime.loading.checkpoint import load_config
-from penstock.runtime.models.config import AttentionConfig, LatentConfig
+from penstock.runtime.models.config import AttentionConfig
+from penstock.runtime.models.configs.recurrent import MambaConfig
 from tests.support.goldens import GOLDEN, KINDS, NAMES
 from tests.support.suite.drawing import few
 
-ALWAYS = ("qwen3",)
+ALWAYS = ((2, "qwen3"),)
+AT_FOUR = ("qwen3", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_5", "olmo2")
+"""Goldens with fewer heads of keys than four devices, with state, or with norms that are cut."""
+CASES = [(devices, name) for devices in (2, 4) for name in NAMES if (devices, name) != (4, "granite_hybrid")]
+"""A mixer of the hybrid has six heads, which four devices cannot share."""
+CI = (*((2, name) for name in KINDS), *((4, name) for name in AT_FOUR))
 
 
 @functools.cache
@@ -26,29 +32,33 @@ def results(devices, names):
     return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
 
 
-def expected_collectives(config):
-    """One sum for what attention adds and one for what the MLP adds, and one gather of the logits, where the
-    head is cut. Where experts stand beside an MLP, XLA makes one sum of both.
+def expected_collectives(config, devices):
+    """The table of `cutting`. XLA joins the two lookups of Gemma 4, and the sums of an MLP and of the experts
+    beside it.
     """
-    sums = 0
+    sums = 1  # embeddings
     for layer in config.layers:
         attention = layer.attention
-        heads_are_cut = isinstance(attention, AttentionConfig) and attention.qk_norm != "all"
-        sums += heads_are_cut or isinstance(attention, LatentConfig)
-        sums += 1
-    gathers = {} if config.tie_word_embeddings else {"all-gather": 1}
-    return {"all-reduce": sums, **gathers}
+        sums += 2  # what attention, or what stands in its place, adds, and what the MLP adds
+        if isinstance(attention, AttentionConfig):
+            sums += attention.qk_norm == "all"
+        if isinstance(attention, MambaConfig):
+            sums += attention.num_groups < devices
+    return {"all-reduce": sums, "all-gather": 1}
 
 
 @pytest.fixture(scope="module")
 def asked(request):
-    """The goldens that this run compares, which one process runs."""
-    items = (item for item in request.session.items if item.module is request.module)
-    return tuple(sorted({item.callspec.params["name"] for item in items}))
+    """The goldens that this run compares on so many devices, which one process runs."""
+    cases = [item.callspec.params for item in request.session.items if item.module is request.module]
+    return {
+        devices: tuple(sorted({case["name"] for case in cases if case["devices"] == devices}))
+        for devices in (2, 4)
+    }
 
 
-@pytest.mark.parametrize("name", few(NAMES, ALWAYS, ci=KINDS))
-def test_two_devices_give_pytorch_s_tokens(asked, name):
-    result = results(2, asked)[name]
+@pytest.mark.parametrize(("devices", "name"), few(CASES, ALWAYS, ci=CI))
+def test_several_devices_give_pytorch_s_tokens(asked, devices, name):
+    result = results(devices, asked[devices])[name]
     assert result["problem"] == ""
-    assert result["collectives"] == expected_collectives(load_config(GOLDEN / name))
+    assert result["collectives"] == expected_collectives(load_config(GOLDEN / name), devices)

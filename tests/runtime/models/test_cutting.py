@@ -3,6 +3,8 @@ are written down here; and which numbers of devices are refused.
 """
 
 import dataclasses
+import math
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.models.cutting import cut, sizes_that_work
+from penstock.runtime.models.families.mxfp4 import decode
 from penstock.runtime.models.linear import PLAIN, LinearFormat
+from penstock.runtime.models.load_rules import Cut, LoadRule, Source, Span, Target
 from penstock.runtime.models.params import leaf_shapes, load_rules
 from tests.support.goldens import GOLDEN, NAMES, WITH_PICTURES
 
@@ -75,11 +79,92 @@ def test_int8_scales_are_those_of_a_device_s_own_part():
         np.testing.assert_allclose(mine * scales[:, None], down[:, some], atol=scales.max() * 0.51)
 
 
+def test_heads_of_recurrent_layers_are_cut_wherever_a_tensor_has_them():
+    """qwen3_5's nets have in_proj_qkv and a convolution over queries, keys and values of all heads."""
+    config = load_config(GOLDEN / "qwen3_5")
+    net = config.layers[0].attention
+    keys, values = net.key_channels, net.value_channels
+    for devices in (2, 4):
+        leaves, tensors = leaves_of("qwen3_5", devices)
+        layer = "model.layers.0.linear_attn"
+        qkv, z = tensors[f"{layer}.in_proj_qkv.weight"], tensors[f"{layer}.in_proj_z.weight"]
+        taps = tensors[f"{layer}.conv1d.weight"][:, 0].T
+        key_pieces = min(devices, net.num_key_heads)
+        for device in range(devices):
+            some = np.arange(keys // key_pieces) + device * key_pieces // devices * (keys // key_pieces)
+            mine = np.arange(values // devices) + device * (values // devices)
+            own = np.concatenate([some, keys + some, 2 * keys + mine])
+            weight = leaves["layers/0/self_attn/in_proj/weight"][device]
+            np.testing.assert_array_equal(weight, np.concatenate([qkv[own], z[mine]]))
+            conv = taps[:, own].ravel()
+            pool = leaves["vectors"][device]
+            assert any(np.array_equal(pool[at : at + conv.size], conv) for at in range(pool.size))
+            out = leaves["layers/0/self_attn/out_proj/weight"][device]
+            np.testing.assert_array_equal(out, tensors[f"{layer}.out_proj.weight"][:, mine])
+
+
+class Counted:
+    """A tensor that counts the values that are read of it."""
+
+    def __init__(self, values):
+        self.values, self.shape, self.dtype, self.read = values, values.shape, values.dtype, 0
+
+    def __getitem__(self, part):
+        found = self.values[part]
+        self.read += found.size
+        return found
+
+
+WHOLE = r"norm|_a_proj|mlp\.gate\.|block_sparse_moe\.gate|e_score_correction"
+"""Names of tensors that every device reads whole."""
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "deepseek_v3", "lfm2"])
+def test_a_device_reads_its_own_slices_and_no_more(name):
+    config, found = cut(load_config(GOLDEN / name), 2), find_tensors(GOLDEN / name)
+    rules, shapes = load_rules(config, "float32").rules, leaf_shapes(config, "float32")
+    leaves = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in shapes.items()}
+    for device in range(2):
+        counted = {name: Counted(tensor) for name, tensor in found.items()}
+        for rule in rules:
+            if rule.targets[0].at[0] == device:
+                rule.fill(leaves, counted, 0, rule.num_rows)
+        for tensor, its in counted.items():
+            share = 1 if re.search(WHOLE, tensor) else 2
+            assert its.read == math.prod(its.shape) // share, tensor
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 6])
+def test_columns_in_blocks_are_read_in_whole_blocks(devices):
+    """gpt-oss has 32 columns in a block of MXFP4; a device's share may begin and end within one."""
+    generator = np.random.default_rng(0)
+    blocks, scales = generator.integers(0, 256, (5, 3, 16)), generator.integers(120, 130, (5, 3))
+    tensors = {"blocks": blocks.astype(np.uint8), "scales": scales.astype(np.uint8)}
+    whole, size, path = decode(list(tensors.values())), 96 // devices, ("leaf",)
+    uint8 = np.dtype(np.uint8)
+    rule = LoadRule(
+        sources=tuple(Source(name, values.shape, dtype=uint8) for name, values in tensors.items()),
+        targets=(Target(path),),
+        num_rows=5,
+        dtype=np.dtype(np.float32),
+        decode=decode,
+        cut=Cut(along="columns", spans=(Span(devices, size),)),
+    )
+    leaf = np.zeros((devices, 5, size), np.float32)
+    for device in range(devices):
+        counted = {name: Counted(values) for name, values in tensors.items()}
+        (own,) = rule.on_device(device, devices)
+        own.fill({path: leaf}, counted, 0, 5)
+        mine = range(device * size // 32, -(-(device + 1) * size // 32))
+        assert counted["scales"].read == 5 * len(mine)
+        np.testing.assert_array_equal(leaf[device], whole[:, device * size : (device + 1) * size])
+
+
 @pytest.mark.parametrize("name", [*NAMES, *WITH_PICTURES])
 def test_every_family_can_be_cut(name):
     """`load_rules` proves that each leaf of each device is filled once, and that every tensor is read."""
     config = load_config(GOLDEN / name)
-    for devices in (2, 4):
+    for devices in sizes_that_work(config)[1:]:
         rules = load_rules(cut(config, devices), "float32").rules
         assert {target.at[0] for rule in rules for target in rule.targets} == set(range(devices))
 

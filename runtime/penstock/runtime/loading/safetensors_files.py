@@ -53,16 +53,22 @@ class TensorEntry:
         raw = np.memmap(self.file, np.uint8, "r", self.offset, (self.num_bytes,))
         return raw.view(self.dtype).reshape(self.shape)
 
-    def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
-        """A memory map of these consecutive rows only. With a map of the whole tensor, everything that was
-        read of it would count as this process's memory.
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> npt.NDArray[Any]:
+        """A memory map of the bytes from the first to the last of these consecutive entries only. With a map
+        of the whole tensor, everything that was read of it would count as this process's memory.
         """
-        begin, end, step = rows.indices(self.shape[0])
-        if step != 1:
-            raise ValueError("rows are read one after the other")
-        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        part = (max(0, end - begin), *self.shape[1:])
-        return TensorEntry(self.file, self.offset + begin * row_bytes, self.dtype, part).map()
+        index = part if isinstance(part, tuple) else (part,)
+        offset, shape, mapped = self.offset, list(self.shape), 0
+        for axis, along in enumerate(index):
+            begin, end, step = along.indices(self.shape[axis])
+            if step != 1:
+                raise ValueError("entries are read one after the other")
+            offset += begin * math.prod(self.shape[axis + 1 :]) * self.dtype.itemsize
+            shape[axis], mapped = max(0, end - begin), axis + 1
+            if shape[axis] != 1:
+                break
+        found = TensorEntry(self.file, offset, self.dtype, tuple(shape)).map()
+        return found[(*(slice(None),) * mapped, *index[mapped:])]
 
 
 def find_tensors(directory: Path) -> dict[str, TensorEntry]:

@@ -218,6 +218,8 @@ class PerLayerConfig:
     size: int
     vocab_size: int
     activation: Activation
+    pieces: int = 1
+    """Into how many pieces the tokens of the table are cut (`cutting`). The size is that of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,8 +233,8 @@ class ModelConfig:
     the first, and then l becomes softcap * tanh(l / softcap). vision: what reads pictures; None: the model
     reads none. names: of the checkpoint's tensors. dtype: that of the checkpoint, as config.json names it;
     None if it does not. devices: over how many devices the model is cut (`cutting`); sizes of layers are
-    those of one device then. whole: the model before it was cut; None: it is not. head_pieces: into how many
-    pieces the outputs of the head are cut.
+    those of one device then. whole: the model before it was cut; None: it is not. vocab_pieces: into how many
+    pieces the tokens of embeddings and head are cut.
     """
 
     architecture: str
@@ -257,7 +259,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     devices: int = 1
     whole: ModelConfig | None = None
-    head_pieces: int = 1
+    vocab_pieces: int = 1
 
     @property
     def num_layers(self) -> int:

@@ -8,15 +8,22 @@ whatever is not in this table, is the same on all devices.
 |---|---|---|
 | attention: queries, gate, sinks | by heads | |
 | attention: keys, values, their cache | by heads of keys, which repeat if they are fewer than devices | |
+| attention: one norm over all heads (OLMo) | by heads | a sum of the squares |
 | attention: output product | by its inputs | a sum |
-| MLP, experts, shared expert: gate and up | by inner channels | |
-| MLP, experts, shared expert: down | by its inputs | a sum |
-| head, if it is not tied and its size divides | by tokens | a gather of the logits |
 | latent attention: queries, what makes keys and values of a latent | by heads | |
 | latent attention: output product | by its inputs | a sum |
 | latents and their cache | not | |
-| attention with one norm over all heads or one for each, recurrent layers | not | |
-| embeddings, routers, norms, encoders of pictures | not | |
+| gated delta net: all but its norm, and its state | by heads, of which those of keys may repeat | |
+| Mamba-2 mixer, and its state | by heads, whose groups may repeat | |
+| Mamba-2 mixer: the norm of a group that several devices have heads of | by heads | a sum of the squares |
+| short convolution, and its state | by channels | |
+| these three: output product | by its inputs | a sum |
+| MLP, experts, shared expert: gate and up | by inner channels | |
+| MLP, experts, shared expert: down | by its inputs | a sum |
+| embeddings, also those of each layer, if their size divides | by tokens | a sum of the rows |
+| head, if its size divides | by tokens | a gather of the logits |
+| attention with layer norms of each head | not | |
+| routers, other norms, products of embeddings of each layer, encoders of pictures | not | |
 """
 
 from __future__ import annotations
@@ -33,6 +40,13 @@ from penstock.runtime.models.config import (
     MLPAndExpertsConfig,
     MLPConfig,
     ModelConfig,
+    PerLayerConfig,
+)
+from penstock.runtime.models.configs.recurrent import (
+    DeltaNetConfig,
+    MambaConfig,
+    RecurrentConfig,
+    ShortConvConfig,
 )
 
 
@@ -48,7 +62,8 @@ def cut(config: ModelConfig, devices: int) -> ModelConfig:
         layers=tuple(_layer(layer, devices) for layer in config.layers),
         devices=devices,
         whole=config,
-        head_pieces=1 if config.tie_word_embeddings or config.vocab_size % devices else devices,
+        per_layer=_per_layer(config.per_layer, devices),
+        vocab_pieces=_pieces_of_tokens(config.vocab_size, devices),
     )
 
 
@@ -73,26 +88,30 @@ def _problems(config: ModelConfig, devices: int) -> list[str]:
         if size is not None and size % devices:
             found[f"{what} are {size}"] = None
 
+    def repeats_or_divides(what: str, size: int) -> None:
+        if devices % size:
+            divides(what, size)
+
     for layer in config.layers:
         attention = layer.attention
-        if isinstance(attention, AttentionConfig) and _is_cut(attention):
+        if isinstance(attention, AttentionConfig) and attention.qk_norm != "layer":
             divides("num_attention_heads", attention.num_heads)
-            if devices % attention.num_kv_heads:
-                divides("num_key_value_heads", attention.num_kv_heads)
-        if isinstance(attention, LatentConfig):
+            repeats_or_divides("num_key_value_heads", attention.num_kv_heads)
+        elif isinstance(attention, LatentConfig):
             divides("num_attention_heads", attention.num_heads)
+        elif isinstance(attention, DeltaNetConfig):
+            divides("linear_num_value_heads", attention.num_value_heads)
+            repeats_or_divides("linear_num_key_heads", attention.num_key_heads)
+        elif isinstance(attention, MambaConfig):
+            divides("mamba_n_heads", attention.num_heads)
+            repeats_or_divides("mamba_n_groups", attention.num_groups)
+        elif isinstance(attention, ShortConvConfig):
+            divides("the channels of the convolution (hidden_size)", attention.channels)
         for mlp in _mlps(layer):
             divides("the inner channels (intermediate_size)", mlp.intermediate_size)
             if isinstance(mlp, ExpertsConfig):
                 divides("the inner channels of the shared expert", mlp.shared_size)
     return list(found)
-
-
-def _is_cut(attention: AttentionConfig) -> bool:
-    """Whether attention is cut. One norm over the channels of all heads would need a sum of its own, and the
-    weights of norms of each head are not cut.
-    """
-    return attention.qk_norm not in ("all", "layer")
 
 
 def _mlps(layer: LayerConfig) -> tuple[MLPConfig | ExpertsConfig, ...]:
@@ -101,10 +120,22 @@ def _mlps(layer: LayerConfig) -> tuple[MLPConfig | ExpertsConfig, ...]:
 
 
 def _layer(layer: LayerConfig, devices: int) -> LayerConfig:
-    attention, mlp = layer.attention, layer.mlp
-    if isinstance(attention, AttentionConfig) and _is_cut(attention):
+    attention, mlp = _attention(layer.attention, devices), layer.mlp
+    if isinstance(mlp, MLPAndExpertsConfig):
+        both = MLPAndExpertsConfig(mlp=_mlp(mlp.mlp, devices), experts=_experts(mlp.experts, devices))
+        return replace(layer, attention=attention, mlp=both)
+    one = _experts(mlp, devices) if isinstance(mlp, ExpertsConfig) else _mlp(mlp, devices)
+    return replace(layer, attention=attention, mlp=one)
+
+
+def _attention(
+    attention: AttentionConfig | LatentConfig | RecurrentConfig, devices: int
+) -> AttentionConfig | LatentConfig | RecurrentConfig:
+    if isinstance(attention, AttentionConfig) and attention.qk_norm == "layer":
+        return attention
+    if isinstance(attention, AttentionConfig):
         kv_pieces = min(devices, attention.num_kv_heads)
-        attention = replace(
+        return replace(
             attention,
             num_heads=attention.num_heads // devices,
             num_kv_heads=attention.num_kv_heads // kv_pieces,
@@ -112,12 +143,39 @@ def _layer(layer: LayerConfig, devices: int) -> LayerConfig:
             kv_pieces=kv_pieces,
         )
     if isinstance(attention, LatentConfig):
-        attention = replace(attention, num_heads=attention.num_heads // devices, pieces=devices)
-    if isinstance(mlp, MLPAndExpertsConfig):
-        both = MLPAndExpertsConfig(mlp=_mlp(mlp.mlp, devices), experts=_experts(mlp.experts, devices))
-        return replace(layer, attention=attention, mlp=both)
-    one = _experts(mlp, devices) if isinstance(mlp, ExpertsConfig) else _mlp(mlp, devices)
-    return replace(layer, attention=attention, mlp=one)
+        return replace(attention, num_heads=attention.num_heads // devices, pieces=devices)
+    if isinstance(attention, DeltaNetConfig):
+        key_pieces = min(devices, attention.num_key_heads)
+        return replace(
+            attention,
+            num_value_heads=attention.num_value_heads // devices,
+            num_key_heads=attention.num_key_heads // key_pieces,
+            pieces=devices,
+            key_pieces=key_pieces,
+        )
+    if isinstance(attention, MambaConfig):
+        group_pieces = min(devices, attention.num_groups)
+        return replace(
+            attention,
+            num_heads=attention.num_heads // devices,
+            num_groups=attention.num_groups // group_pieces,
+            pieces=devices,
+            group_pieces=group_pieces,
+        )
+    return replace(attention, channels=attention.channels // devices, pieces=devices)
+
+
+def _per_layer(per_layer: PerLayerConfig | None, devices: int) -> PerLayerConfig | None:
+    if per_layer is None:
+        return None
+    return replace(per_layer, pieces=_pieces_of_tokens(per_layer.vocab_size, devices))
+
+
+def _pieces_of_tokens(vocab_size: int, devices: int) -> int:
+    """A vocabulary whose size does not divide is not cut: models have odd ones, and could not be cut at
+    all.
+    """
+    return 1 if vocab_size % devices else devices
 
 
 def _mlp(mlp: MLPConfig, devices: int) -> MLPConfig:

@@ -35,6 +35,7 @@ from penstock.runtime.models.layers.mlp_and_experts import MLPAndExperts
 from penstock.runtime.models.layers.per_layer import PerLayerAddition, PerLayerInputs
 from penstock.runtime.models.layers.short_conv import ShortConv
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, logits
+from penstock.runtime.models.load_rules import Span
 from penstock.runtime.models.norms import Norm, Vector, hidden_norm
 from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.models.vision.inputs import VisionInputs
@@ -155,7 +156,10 @@ class CausalLM(nnx.Module):
         hidden, vocab = config.hidden_size, config.vocab_size
         planners = PoolPlanners.new()
         # Formats speed up products, and a table that is only looked up has none.
-        self.embed_tokens = Embedding(vocab, hidden, dtype, planners, linear if tied else PLAIN)
+        pieces = config.vocab_pieces
+        self.embed_tokens = Embedding(
+            vocab // pieces, hidden, dtype, planners, linear if tied else PLAIN, pieces=pieces
+        )
         of_layers = config.per_layer
         self.per_layer = (
             None if of_layers is None else PerLayerInputs(config, of_layers, dtype, linear, planners)
@@ -172,8 +176,8 @@ class CausalLM(nnx.Module):
                 begin + config.max_position_embeddings, hidden, dtype, planners, name="embed_positions"
             )
         )
-        pieces = {"lm_head": config.head_pieces}
-        of_head = {"lm_head": vocab // config.head_pieces}
+        of_head = {"lm_head": vocab // pieces}
+        cuts = {"lm_head": (Span(pieces, vocab // pieces),)}
         self.lm_head = (
             None
             if tied
@@ -184,7 +188,7 @@ class CausalLM(nnx.Module):
                 planners,
                 bias=config.head_bias,
                 linear=linear.int8_table(),
-                pieces=pieces,
+                cuts=cuts,
             )
         )
         vision = config.vision

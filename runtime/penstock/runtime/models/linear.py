@@ -29,6 +29,7 @@ from penstock.runtime.models.load_rules import (
     LoadRule,
     ParamPath,
     Put,
+    Span,
     StoredAt,
     Target,
     copy_rows,
@@ -113,21 +114,21 @@ def part_rules(
     row: int,
     scale_at: int | None,
     bias_at: int | None,
-    pieces: int = 1,
+    spans: tuple[Span, ...] = (),
     sums: int = 1,
 ) -> Iterator[tuple[ParamPath, LoadRule]]:
     """The rules of one layer of a checkpoint, whose weight [out, in] is the rows from `row` on of a leaf, or
     of the matrix `at` that the leaf stacks. scale_at, bias_at: where its scales and its bias begin in their
-    pools; None: it has none. `shape` is that of one piece: pieces, sums: into how many the outputs and the
-    inputs are cut.
+    pools; None: it has none. `shape` is that of one device. spans: how the outputs are cut; none: they are
+    not. sums: into how many the inputs are cut.
     """
     block = linear.outputs_per_entry
     tensor: ParamPath = (*layer, "weight")
     targets = [Target(leaf, at=at, begin=row // block, rows_per_entry=block)]
     if scale_at is not None:
         targets.append(Target(SCALES, begin=scale_at, axis=1))
-    there = stored(tensor, (shape[0] * pieces, shape[1] * sums))
-    by_rows = Cut(pieces=pieces, along="rows", size=shape[0])
+    there = stored(tensor, (sum(span.whole for span in spans) or shape[0], shape[1] * sums))
+    by_rows = Cut(along="rows", spans=spans) if spans else None
     rule = LoadRule(
         sources=there.sources,
         targets=tuple(targets),
@@ -135,11 +136,11 @@ def part_rules(
         dtype=dtype,
         decode=there.decode,
         put=linear.put,
-        cut=by_rows if sums == 1 else Cut(pieces=sums, along="columns", size=shape[1]),
+        cut=by_rows if sums == 1 else Cut(along="columns", spans=(Span(sums, shape[1]),)),
     )
     yield tensor, rule
     if bias_at is not None:
-        of_bias = by_rows if sums == 1 else Cut(pieces=sums, along="first")
+        of_bias = by_rows if sums == 1 else Cut(along="first")
         yield vector_rule((*layer, "bias"), Place(bias_at, shape[0]), dtype, stored, cut=of_bias)
 
 
@@ -160,16 +161,17 @@ class Linear(nnx.Module):
         *,
         bias: bool = False,
         linear: LinearFormat = PLAIN,
-        pieces: Mapping[str, int] | None = None,
+        cuts: Mapping[str, tuple[Span, ...]] | None = None,
         sums: int = 1,
     ) -> None:
-        """Sizes are those of one device. pieces: into how many the outputs of a part are cut, if they are.
-        sums: into how many the inputs are cut; what the devices compute is added up then.
+        """Sizes are those of one device. cuts: how the outputs of a part are cut, if they are. sums: into how
+        many the inputs are cut; what the devices compute is added up then.
         """
-        self.pieces, self.sums = tuple((pieces or {}).get(part, 1) for part in parts), sums
+        self.cuts, self.sums = dict(cuts or {}), sums
         out_size = sum(parts.values())
         self.in_size, self.parts = in_size, tuple(parts.items())
-        self.form = linear.of(parts.values(), in_size)
+        sizes = [span.size for spans in self.cuts.values() for span in spans]
+        self.form = linear.of((*parts.values(), *sizes), in_size)
         self.weight = self.form.weight(out_size, in_size, dtype)
         self.scale_at: Place | None = planners.scales.take(out_size) if self.form.int8 else None
         self.bias_at: Place | None = planners.vectors.take(out_size) if bias else None
@@ -184,7 +186,7 @@ class Linear(nnx.Module):
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
         """See `HasLoadRules`; each part of the outputs is a tensor."""
         row = 0
-        for (part, size), pieces in zip(self.parts, self.pieces, strict=True):
+        for part, size in self.parts:
             yield from part_rules(
                 (*path[:-1], part),
                 (size, self.in_size),
@@ -195,10 +197,15 @@ class Linear(nnx.Module):
                 row=row,
                 scale_at=None if self.scale_at is None else self.scale_at.begin + row,
                 bias_at=None if self.bias_at is None else self.bias_at.begin + row,
-                pieces=pieces,
+                spans=self.cuts.get(part, ()),
                 sums=self.sums,
             )
             row += size
+
+    @property
+    def outputs_are_cut(self) -> bool:
+        """Whether a device has only some of the outputs."""
+        return any(span.pieces > 1 for spans in self.cuts.values() for span in spans)
 
     def operands(self, pools: Pools) -> native.Packed:
         """The operands of the native kernel."""
@@ -242,13 +249,28 @@ class Embedding(Linear):
         linear: LinearFormat = PLAIN,
         *,
         name: str = "embed_tokens",
+        pieces: int = 1,
     ) -> None:
-        """`name`: what its path in the checkpoint ends in."""
-        super().__init__(hidden_size, {name: vocab_size}, dtype, planners, linear=linear.int8_table())
-        self.dtype = jnp.dtype(dtype)
+        """`name`: what its path in the checkpoint ends in. pieces: into how many the tokens are cut, of which
+        one has `vocab_size`.
+        """
+        parts, cuts = {name: vocab_size}, {name: (Span(pieces, vocab_size),)}
+        super().__init__(hidden_size, parts, dtype, planners, linear=linear.int8_table(), cuts=cuts)
+        self.dtype, self.num_tokens = jnp.dtype(dtype), vocab_size
 
     def __call__(self, token_ids: jax.Array, pools: Pools) -> jax.Array:
-        """token_ids int32 [T] -> [T, E]. Ids outside the table, which only padding has, read its edge."""
+        """token_ids int32 [T] -> [T, E]. Ids outside the table, which only padding has, read its edge, or
+        zeros if it is cut.
+        """
+        if not self.outputs_are_cut:
+            return self._rows(token_ids, pools)
+        own = token_ids - jax.lax.axis_index(AXIS) * self.num_tokens
+        is_here = (own >= 0) & (own < self.num_tokens)
+        rows = self._rows(jnp.clip(own, 0, self.num_tokens - 1), pools)
+        return summed(jnp.where(is_here[:, None], rows, 0)).astype(rows.dtype)
+
+    def _rows(self, token_ids: jax.Array, pools: Pools) -> jax.Array:
+        """The rows of the device's own table: int32 [T] -> [T, E]."""
         table = self.weight[...]
         kept = table.dtype
         if kept.itemsize == 2:
@@ -414,7 +436,7 @@ def logits(
             out = out * np.float32(scale)
         if softcap is not None:
             out = np.float32(softcap) * jnp.tanh(out / np.float32(softcap))
-    if head.pieces != (1,):
+    if head.outputs_are_cut:
         with jax.named_scope("gather"):
             out = jax.lax.all_gather(out, AXIS, axis=1, tiled=True)
     return out

@@ -42,13 +42,13 @@ writes it there. The rows are the first axis of each source's array."""
 
 
 class Tensor(Protocol):
-    """A tensor, such as an array, of which consecutive entries along the first axis can be read."""
+    """A tensor, such as an array, of which consecutive entries along the first axes can be read."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> np.dtype[Any]: ...
-    def __getitem__(self, rows: slice, /) -> npt.NDArray[Any]: ...
+    def __getitem__(self, part: slice | tuple[slice, ...], /) -> npt.NDArray[Any]: ...
 
 
 @runtime_checkable
@@ -75,6 +75,8 @@ class Source:
     order: Rows | None = None
     """Where given, row r of the rule is the entry `begin` + order[r]. Channels that a checkpoint stores
     interleaved are put side by side so."""
+    columns: slice | None = None
+    """Which entries are read along the first axis that is not that of the rows; None: all."""
     dtype: np.dtype[np.generic] | None = None
     """The dtype that the tensor must have; None: any of floats, which is converted to the rule's dtype."""
 
@@ -85,10 +87,23 @@ class Source:
         return replace(self, order=self.order[first : first + num_rows])
 
     @property
+    def num_columns(self) -> int | None:
+        """Entries of the whole tensor along the axis of `columns`; None: rows are single values."""
+        rest = self._rest
+        return rest[1 - min(self.axis, 1)] if len(rest) > 1 else None
+
+    @property
     def row_size(self) -> int:
-        """Values in one row."""
-        rest = self.shape[len(self.at) :]
-        return math.prod(rest[: self.axis] + rest[self.axis + 1 :])
+        """Values that are read of one row."""
+        sizes = list(self._rest)
+        if self.columns is not None:
+            sizes[1 - min(self.axis, 1)] = self.columns.stop - self.columns.start
+        return math.prod(sizes[: self.axis] + sizes[self.axis + 1 :])
+
+    @property
+    def _rest(self) -> tuple[int, ...]:
+        """The shape after `at` is applied."""
+        return self.shape[len(self.at) :]
 
     def read(self, tensor: Tensor, begin: int, end: int) -> npt.NDArray[Any]:
         """Rows `begin` to `end` of the rule, [rows, ...]."""
@@ -105,28 +120,34 @@ class Source:
         if self.at or self.axis:
             return None
         if self.order is None:
-            return tensor.codes(slice(self.begin + begin, self.begin + end))
-        entries = np.asarray(self.order[begin:end])
-        first = int(entries.min())
-        found = tensor.codes(slice(self.begin + first, self.begin + int(entries.max()) + 1))
-        return None if found is None else found.of_rows(entries - first)
+            found = tensor.codes(slice(self.begin + begin, self.begin + end))
+        else:
+            entries = np.asarray(self.order[begin:end])
+            first = int(entries.min())
+            found = tensor.codes(slice(self.begin + first, self.begin + int(entries.max()) + 1))
+            found = None if found is None else found.of_rows(entries - first)
+        return found if found is None or self.columns is None else found.of_columns(self.columns)
 
     def _entries(self, tensor: Tensor, begin: int, end: int) -> npt.NDArray[Any]:
         """Entries `begin` to `end` of the tensor along the axis, which comes first."""
-        rows = slice(begin, end)
-        if not self.at and self.axis == 0:
-            return tensor[rows]
-        first = self.at[0] if self.at else 0
-        values = tensor[first : first + 1][0] if self.at else tensor[0 : tensor.shape[0]]
-        turned: npt.NDArray[Any] = np.moveaxis(values[self.at[1:]], self.axis, 0)
-        return turned[rows]
+        stacked = tuple(slice(index, index + 1) for index in self.at)
+        values = tensor[(*stacked, *self._index(slice(begin, end)))][(0,) * len(stacked)]
+        return values if self.axis == 0 else np.moveaxis(values, self.axis, 0)
 
     def part(self, num_rows: int) -> ReadPart:
         """Where the first `num_rows` rows of the rule lie in the tensor."""
         rows: slice | npt.NDArray[np.intp] = slice(self.begin, self.begin + num_rows)
         if self.order is not None:
             rows = np.asarray(self.order[:num_rows], np.intp) + self.begin
-        return (*self.at, *(slice(None),) * self.axis, rows)
+        return (*self.at, *self._index(rows))
+
+    def _index(self, rows: Any) -> tuple[Any, ...]:
+        """The index of these rows, after `at` is applied."""
+        index = [slice(None)] * (self.axis + 1)
+        index[self.axis] = rows
+        if self.columns is not None:
+            index[1 - min(self.axis, 1) : 2 - min(self.axis, 1)] = [self.columns]
+        return tuple(index)
 
 
 Decode: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any] | Codes]
@@ -160,6 +181,10 @@ class Target:
         """Where rows `begin` to `end` of the rule, in whole blocks, lie in the leaf."""
         first, last = begin // self.rows_per_entry, -(-end // self.rows_per_entry)
         return (*self.at, *(slice(None),) * self.axis, slice(self.begin + first, self.begin + last))
+
+    def from_row(self, row: int) -> Target:
+        """The target of the rows from this one on."""
+        return replace(self, begin=self.begin + row // self.rows_per_entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,18 +234,38 @@ def put_zeros(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]
         part[...] = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """How a parameter is cut over the devices of a mesh (`cutting`): into `pieces`, of which device i of n
-    has number i * pieces // n.
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive rows or columns that are cut into `pieces`, each of `size` rows or columns. Device i of n
+    has piece i * pieces // n, so several devices have the same one if there are fewer.
     """
 
     pieces: int
-    along: Literal["rows", "columns", "first"]
-    """"rows": a piece has some of the rows; "columns": it has some of each row's values. "first": the first
-    device has all of it and the others have zeros, because the results of the devices are added up."""
-    size: int = 0
-    """How many rows, or values of each row, a piece has."""
+    size: int
+
+    @property
+    def whole(self) -> int:
+        """Rows or columns of all pieces."""
+        return self.pieces * self.size
+
+    def of(self, device: int, devices: int) -> int:
+        """The first row or column of the device's piece."""
+        return device * self.pieces // devices * self.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How a parameter is cut over the devices of a mesh (`cutting`)."""
+
+    along: Literal["rows", "columns", "first", "sources"]
+    """"rows": a device has some of the rows; "columns": it has some of each row's values. "first": the first
+    device has all of it and the others have zeros, because the results of the devices are added up.
+    "sources": each device has a parameter of its own, such as another expert's."""
+    spans: tuple[Span, ...] = ()
+    """What is cut along rows, one behind the other, each of which a device has a piece of; or the span along
+    columns."""
+    sources: tuple[tuple[Source, ...], ...] = ()
+    """Those of each device, along sources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +284,7 @@ class LoadRule:
     """How it is cut over devices; None: each device has all of it. `num_rows` are those of one device, and
     the sources are those of the first piece."""
     columns: slice | None = None
-    """Which values of each row `put` gets; None: all."""
+    """Which of the values that are read of a row `put` gets; None: all."""
 
     @property
     def unit(self) -> int:
@@ -311,19 +356,54 @@ class LoadRule:
         codes = source.codes(tensor, begin, end)
         return codes if codes is None or self.columns is None else codes.of_columns(self.columns)
 
-    def on_device(self, device: int, devices: int) -> LoadRule:
-        """The rule for one device of a mesh. Leaves have one entry for each device along their first axis."""
+    def on_device(self, device: int, devices: int) -> list[LoadRule]:
+        """The rules for one device of a mesh. Leaves have an axis more, the first one, with an entry for each
+        device.
+        """
         targets = tuple(replace(target, at=(device, *target.at)) for target in self.targets)
         rule, cut = replace(self, targets=targets, cut=None), self.cut
         if cut is None:
-            return rule
-        piece = device * cut.pieces // devices
+            return [rule]
+        if cut.along == "sources":
+            return [replace(rule, sources=cut.sources[device])]
         if cut.along == "first":
-            return rule if device == 0 else replace(rule, put=put_zeros)
-        if cut.along == "rows":
-            first = piece * cut.size
-            return replace(rule, sources=tuple(each.piece(first, self.num_rows) for each in self.sources))
-        return replace(rule, columns=slice(piece * cut.size, (piece + 1) * cut.size))
+            return [rule if device == 0 else replace(rule, put=put_zeros)]
+        if cut.along == "columns":
+            (span,) = cut.spans
+            return [rule._of_columns(span, span.of(device, devices))]
+        return list(rule._of_rows(cut.spans, device, devices))
+
+    def _of_rows(self, spans: Sequence[Span], device: int, devices: int) -> Iterator[LoadRule]:
+        """The rule for a device's piece of each span."""
+        begin = row = 0
+        for span in spans:
+            num_rows = min(span.size, self.num_rows)  # a rule may have some of a piece's rows
+            first = begin + span.of(device, devices)
+            yield replace(
+                self,
+                sources=tuple(source.piece(first, num_rows) for source in self.sources),
+                targets=tuple(target.from_row(row) for target in self.targets),
+                num_rows=num_rows,
+            )
+            begin, row = begin + span.whole, row + span.size
+
+    def _of_columns(self, span: Span, first: int) -> LoadRule:
+        """The rule for the columns from `first` on. Where sources have blocks of columns, such as those that
+        share a scale, whole blocks are read.
+        """
+        end = first + span.size
+        counts = [source.num_columns for source in self.sources]
+        if any(count is None or span.whole % count for count in counts):
+            return replace(self, columns=slice(first, end))
+        block = max(span.whole // count for count in counts if count)
+        begin, stop = first // block * block, -(-end // block) * block
+        sources = tuple(
+            replace(source, columns=slice(begin * count // span.whole, stop * count // span.whole))
+            for source, count in zip(self.sources, counts, strict=True)
+            if count
+        )
+        is_exact = (begin, stop) == (first, end)
+        return replace(self, sources=sources, columns=None if is_exact else slice(first - begin, end - begin))
 
 
 def _largest(dtype: np.dtype[Any]) -> float:
@@ -358,7 +438,9 @@ class LoadRules:
         """The rules for all devices of a mesh."""
         return replace(
             self,
-            rules=tuple(rule.on_device(i, devices) for rule in self.rules for i in range(devices)),
+            rules=tuple(
+                own for rule in self.rules for i in range(devices) for own in rule.on_device(i, devices)
+            ),
             padding=tuple(replace(padding, axis=padding.axis + 1) for padding in self.padding),
         )
 

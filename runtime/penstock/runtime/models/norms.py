@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from penstock.runtime.models.config import ModelConfig
-from penstock.runtime.models.load_rules import Cut, LoadRule, ParamPath, StoredAt, Target
+from penstock.runtime.models.load_rules import Cut, LoadRule, ParamPath, Span, StoredAt, Target
 from penstock.runtime.models.pools import FLOATS, VECTORS, Place, PoolPlanners, Pools
 
 
@@ -24,8 +24,8 @@ def vector_rule(
     cut: Cut | None = None,
 ) -> tuple[ParamPath, LoadRule]:
     """The rule that puts a norm or bias into its place in a pool."""
-    pieces = cut.pieces if cut is not None and cut.along == "rows" else 1
-    there = stored(tensor, (place.size * pieces,))
+    whole = sum(span.whole for span in cut.spans) if cut is not None and cut.along == "rows" else place.size
+    there = stored(tensor, (whole,))
     rule = LoadRule(
         sources=there.sources,
         targets=(Target(pool, begin=place.begin),),
@@ -46,7 +46,7 @@ class Vector(nnx.Module):
         """`name`: the last part of its path in the checkpoint. float32: it keeps this dtype in a model of any
         dtype. pieces: into how many it is cut, of which one has `size`.
         """
-        self.name, self.float32, self.cut = name, float32, Cut(pieces=pieces, along="rows", size=size)
+        self.name, self.float32, self.cut = name, float32, Cut(along="rows", spans=(Span(pieces, size),))
         self.at = (planners.floats if float32 else planners.vectors).take(size)
 
     def load_rules(
@@ -71,20 +71,27 @@ class RMSNorm(nnx.Module):
     weight.
     """
 
-    def __init__(self, size: int, eps: float, planners: PoolPlanners, *, offset: float = 0.0) -> None:
+    def __init__(
+        self, size: int, eps: float, planners: PoolPlanners, *, offset: float = 0.0, pieces: int = 1
+    ) -> None:
+        """pieces: into how many the channels are cut, of which one has `size`."""
         self.weight_at = planners.vectors.take(size)
         self.eps, self.offset = eps, offset
+        self.cut = Cut(along="rows", spans=(Span(pieces, size),))
 
     def load_rules(
         self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
         """See `HasLoadRules`."""
-        yield vector_rule((*path, "weight"), self.weight_at, dtype, stored)
+        yield vector_rule((*path, "weight"), self.weight_at, dtype, stored, cut=self.cut)
 
-    def __call__(self, x: jax.Array, pools: Pools) -> jax.Array:
-        """x [..., size] -> the same shape and dtype."""
+    def __call__(self, x: jax.Array, pools: Pools, mean_square: jax.Array | None = None) -> jax.Array:
+        """x [..., size] -> the same shape and dtype. mean_square: that of all channels, float32 [..., 1],
+        where they are cut.
+        """
         wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        if mean_square is None:
+            mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         weight = pools.vectors[self.weight_at.columns].astype(jnp.float32) + np.float32(self.offset)
         weight = weight.reshape((1,) * (x.ndim - 1) + (-1,))
         return (wide * jax.lax.rsqrt(mean_square + np.float32(self.eps)) * weight).astype(x.dtype)

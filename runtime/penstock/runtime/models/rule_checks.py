@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from penstock.runtime.models.load_rules import LoadRules, ParamPath, Part, ReadPart
 
@@ -47,38 +49,69 @@ def check(rules: LoadRules, leaves: Mapping[ParamPath, jax.ShapeDtypeStruct]) ->
 def _check_filled(path: ParamPath, shape: tuple[int, ...], parts: Sequence[tuple[str, Part]]) -> None:
     if not parts:
         raise ValueError(f"no tensor fills any of the leaf {path}")
-    owners = np.full(_divided(shape, [part for _, part in parts]), -1, np.int32)
+    cells = _Cells(shape, [part for _, part in parts])
+    owners = np.full(cells.shape, -1, np.int32)
     for i, (names, part) in enumerate(parts):
         _check_inside(f"the leaf {path}, which {names} shall fill,", shape, part)
-        before = owners[part].max(initial=-1)
+        index = cells.index(part)
+        before = owners[index].max(initial=-1)
         if before >= 0:
             raise ValueError(f"both {parts[before][0]} and {names} fill {part} of the leaf {path}")
-        owners[part] = i
+        owners[index] = i
     if (empty := np.argwhere(owners < 0)).size:
-        raise ValueError(f"no tensor fills {empty[0].tolist()} of the leaf {path}")
+        raise ValueError(f"no tensor fills {cells.first(empty[0])} of the leaf {path}")
 
 
 def _check_read(name: str, shape: tuple[int, ...], parts: Sequence[ReadPart]) -> None:
-    is_read = np.zeros(_divided(shape, parts), np.bool_)
+    cells = _Cells(shape, parts)
+    is_read = np.zeros(cells.shape, np.bool_)
     for part in parts:
         _check_inside(f"the tensor {name}", shape, part)
-        is_read[part] = True
+        is_read[cells.index(part)] = True
     if (unread := np.argwhere(~is_read)).size:
-        raise ValueError(f"nobody reads {unread[0].tolist()} of the tensor {name}")
+        raise ValueError(f"nobody reads {cells.first(unread[0])} of the tensor {name}")
 
 
-def _divided(shape: tuple[int, ...], parts: Sequence[ReadPart]) -> tuple[int, ...]:
-    """The shape of an array that tells the parts apart. An axis that all parts take whole has one entry, so
-    that stacked matrices, stored transposed, do not need an array of their own size.
+class _Cells:
+    """An array divided into the coarsest cells that tell its parts apart, so that large tensors need no
+    arrays of their own size. An axis along which a part lists its entries has a cell for each entry.
     """
 
-    def is_whole(axis: int) -> bool:
-        return all(
-            isinstance(part[axis], slice) and part[axis] == slice(None) for part in parts if axis < len(part)
-        )
+    def __init__(self, shape: Sequence[int], parts: Sequence[ReadPart]) -> None:
+        self._begins: list[dict[int, int]] = []  # of each axis: the cells' first entries to their numbers
+        for axis, size in enumerate(shape[: max(map(len, parts))]):
+            along = [part[axis] for part in parts if axis < len(part)]
+            if any(isinstance(index, np.ndarray) for index in along):
+                begins = set(range(size + 1))
+            else:
+                begins = {0, size}.union(*(_ends(index, size) for index in along))
+            self._begins.append({entry: cell for cell, entry in enumerate(sorted(begins))})
 
-    depth = max(map(len, parts))
-    return tuple(1 if is_whole(axis) else size for axis, size in enumerate(shape[:depth]))
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(len(begins) - 1 for begins in self._begins)
+
+    def index(self, part: ReadPart) -> ReadPart:
+        """The cells of a part."""
+        found: list[slice | npt.NDArray[np.intp]] = []
+        for index, begins in zip(part, self._begins, strict=False):
+            if isinstance(index, np.ndarray):
+                found.append(index)
+            else:
+                first, last = _ends(index, max(begins))
+                found.append(slice(begins[first], begins[last]))
+        return tuple(found)
+
+    def first(self, cell: npt.NDArray[np.intp]) -> list[int]:
+        """The first entry of a cell."""
+        return [list(begins)[number] for begins, number in zip(self._begins, cell, strict=True)]
+
+
+def _ends(index: Any, size: int) -> tuple[int, int]:
+    """The entries where an index of one axis begins and ends."""
+    if isinstance(index, slice):
+        return index.start or 0, size if index.stop is None else index.stop
+    return index, index + 1
 
 
 def _check_inside(what: str, shape: tuple[int, ...], part: ReadPart) -> None:

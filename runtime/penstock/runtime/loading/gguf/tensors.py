@@ -45,9 +45,13 @@ class Stored:
         """The dtype of the values as they are read."""
         return np.dtype(np.float32) if self.undo else self.info.type.dtype
 
-    def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> npt.NDArray[Any]:
         """Read consecutive rows, or matrices of a stack."""
-        begin, end, step = rows.indices(self.shape[0])
+        if isinstance(part, tuple):
+            rows, *others = part
+            found: npt.NDArray[Any] = self[rows][(slice(None), *others)]
+            return found
+        begin, end, step = part.indices(self.shape[0])
         if step != 1:
             raise ValueError("rows are read one after the other")
         values: Made
@@ -150,9 +154,13 @@ class Pieces:
         # The rules read a few rows of a piece, and then its next ones. Threads read neighbouring pieces.
         self._make = functools.lru_cache(maxsize=4)(make)
 
-    def __getitem__(self, entries: slice) -> Made:
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> Made:
         """Make these consecutive entries."""
-        begin, end, step = entries.indices(self.shape[0])
+        if isinstance(part, tuple):
+            rows, *others = part
+            found: npt.NDArray[Any] = self[rows][(slice(None), *others)]
+            return found
+        begin, end, step = part.indices(self.shape[0])
         if step != 1:
             raise ValueError("rows are read one after the other")
         if begin >= end:

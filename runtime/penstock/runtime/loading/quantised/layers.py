@@ -116,9 +116,13 @@ class QuantisedWeight:
         found = self.read(begin, end)
         return found.in_groups_of(GROUP) if isinstance(found, Codes) else None
 
-    def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> npt.NDArray[Any]:
         """The values of consecutive rows."""
-        begin, end, step = rows.indices(self.shape[0])
+        if isinstance(part, tuple):
+            rows, *others = part
+            found: npt.NDArray[Any] = self[rows][(slice(None), *others)]
+            return found
+        begin, end, step = part.indices(self.shape[0])
         if step != 1:
             raise ValueError("rows are read one after the other")
         if end <= begin:

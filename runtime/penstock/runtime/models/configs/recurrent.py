@@ -28,6 +28,8 @@ class ShortConvConfig:
     channels: int
     num_taps: int
     bias: bool = False
+    pieces: int = 1
+    """Into how many pieces the channels are cut (`cutting`). The number of channels is that of one piece."""
 
     @property
     def kept(self) -> SlotState:
@@ -53,6 +55,12 @@ class DeltaNetConfig:
     key_dim: int
     value_dim: int
     num_taps: int
+    pieces: int = 1
+    """Into how many pieces the heads of values are cut (`cutting`). Numbers of heads are those of one
+    piece."""
+    key_pieces: int = 1
+    """The same for the heads of queries and keys. If there are fewer pieces than devices, several devices
+    have the same one."""
 
     @property
     def key_channels(self) -> int:
@@ -98,6 +106,12 @@ class MambaConfig:
     conv_bias: bool = True
     bias: bool = False
     step_limit: tuple[float, float] = (0.0, math.inf)
+    pieces: int = 1
+    """Into how many pieces the heads are cut (`cutting`). Numbers of heads and groups are those of one
+    piece."""
+    group_pieces: int = 1
+    """The same for the groups. If there are fewer pieces than devices, several devices have heads of one
+    group."""
 
     @property
     def channels(self) -> int:

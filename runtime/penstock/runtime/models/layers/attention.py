@@ -14,7 +14,8 @@ from flax import nnx
 from penstock.runtime.models import rope
 from penstock.runtime.models.config import AttentionConfig, ModelConfig
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
-from penstock.runtime.models.linear import Linear, LinearFormat, project, project_gate
+from penstock.runtime.models.linear import Linear, LinearFormat, project, project_gate, summed
+from penstock.runtime.models.load_rules import Span
 from penstock.runtime.models.norms import HeadNorms, Norm, RMSNorm, Vector
 from penstock.runtime.models.pools import PoolPlanners
 from penstock.runtime.ops.attention import AttentionOptions
@@ -45,9 +46,8 @@ class Attention(nnx.Module):
         if owns and not config.values_are_keys:
             parts["v_proj"] = kv_heads * dim
         pieces = {"q_proj": config.pieces, "k_proj": config.kv_pieces, "v_proj": config.kv_pieces}
-        self.qkv_proj = Linear(
-            hidden, parts, dtype, planners, bias=config.qkv_bias, linear=linear, pieces=pieces
-        )
+        cuts = {part: (Span(pieces[part], size),) for part, size in parts.items()}
+        self.qkv_proj = Linear(hidden, parts, dtype, planners, bias=config.qkv_bias, linear=linear, cuts=cuts)
         out = {"o_proj": hidden}
         self.o_proj = Linear(
             heads * dim, out, dtype, planners, bias=config.o_bias, linear=linear, sums=config.pieces
@@ -61,24 +61,27 @@ class Attention(nnx.Module):
                 planners,
                 bias=config.qkv_bias,
                 linear=linear,
-                pieces={"q_gate": config.pieces},
+                cuts={"q_gate": (Span(config.pieces, heads * dim),)},
             )
             if config.output_gate
             else None
         )
 
-        def norm(num_heads: int) -> RMSNorm | HeadNorms | None:
+        def norm(num_heads: int, pieces: int) -> RMSNorm | HeadNorms | None:
             if config.qk_norm == "layer":
                 return HeadNorms(num_heads, dim, eps, planners)
-            if config.qk_norm not in ("head", "all"):
-                return None
-            size = num_heads * dim if config.qk_norm == "all" else dim
-            return RMSNorm(size, eps, planners, offset=offset)
+            if config.qk_norm == "head":
+                return RMSNorm(dim, eps, planners, offset=offset)
+            if config.qk_norm == "all":
+                return RMSNorm(num_heads * dim, eps, planners, offset=offset, pieces=pieces)
+            return None
 
-        self.q_norm, self.k_norm = norm(heads), norm(kv_heads) if owns else None
+        self.q_norm = norm(heads, config.pieces)
+        self.k_norm = norm(kv_heads, config.kv_pieces) if owns else None
         self.sinks = Vector("sinks", heads, planners, pieces=config.pieces) if config.sinks else None
         self.config, self.layer, self.group, self.eps = config, layer, group, eps
-        can = can_rotate(dim, config.rotary_dim) and config.qk_norm != "layer"
+        self.norms_are_cut = config.qk_norm == "all" and config.pieces > 1
+        can = can_rotate(dim, config.rotary_dim) and config.qk_norm != "layer" and not self.norms_are_cut
         self.rotates_natively = linear.packed and can
 
     @property
@@ -153,20 +156,36 @@ class Attention(nnx.Module):
             return (q, k, v) if self.shares_kv_of is None else (q, *inputs.shared_kv[self.shares_kv_of])
         queries, keys = heads * config.head_dim, kv_heads * config.head_dim
         q, k, v = qkv[:, :queries], qkv[:, queries : queries + keys], qkv[:, queries + keys :]
-        q = self._turned(q, self.q_norm, inputs)
+        squares = self._mean_squares(q, k) if self.norms_are_cut else (None, None)
+        q = self._turned(q, self.q_norm, inputs, squares[0])
         if config.query_scaling is not None:
             scale = inputs.angles.query_scale(config.query_scaling)[:, None, None]
             q = (q.astype(jnp.float32) * scale).astype(q.dtype)
         if self.shares_kv_of is not None:
             return q, *inputs.shared_kv[self.shares_kv_of]
         v = (k if config.values_are_keys else v).reshape(-1, kv_heads, config.head_dim)
-        return q, self._turned(k, self.k_norm, inputs), _normalised(v, self.eps) if config.v_norm else v
+        k = self._turned(k, self.k_norm, inputs, squares[1])
+        return q, k, _normalised(v, self.eps) if config.v_norm else v
 
-    def _turned(self, x: jax.Array, norm: RMSNorm | HeadNorms | None, inputs: LayerInputs) -> jax.Array:
+    def _mean_squares(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The mean squares of the queries' channels on all devices, and of the keys', each float32 [T, 1].
+        Keys that several devices have count once.
+        """
+        own = [jnp.mean(jnp.square(x.astype(jnp.float32)), axis=1, keepdims=True) for x in (q, k)]
+        means = summed(jnp.concatenate(own, axis=1)) * np.float32(1 / self.config.pieces)
+        return means[:, :1], means[:, 1:]
+
+    def _turned(
+        self,
+        x: jax.Array,
+        norm: RMSNorm | HeadNorms | None,
+        inputs: LayerInputs,
+        mean_square: jax.Array | None,
+    ) -> jax.Array:
         """Query or keys [T, heads * D] -> [T, heads, D], normalised and rotated."""
         config, pools = self.config, inputs.pools
-        if norm is not None and config.qk_norm == "all":
-            x = norm(x, pools)
+        if isinstance(norm, RMSNorm) and config.qk_norm == "all":
+            x = norm(x, pools, mean_square)
         x = x.reshape(x.shape[0], -1, config.head_dim)
         if norm is not None and config.qk_norm in ("head", "layer"):
             x = norm(x, pools)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
-from penstock.runtime.models.load_rules import LoadRule, ParamPath, StoredAt, Target
+from penstock.runtime.models.load_rules import Cut, LoadRule, ParamPath, Span, StoredAt, Target
 from penstock.runtime.models.norms import vector_rule
 from penstock.runtime.models.pools import VECTORS, PoolPlanners, Pools
 
@@ -20,7 +20,11 @@ class ConvWeight(nnx.Module):
     [K, C], so that the channels of one tap lie side by side.
     """
 
-    def __init__(self, num_taps: int, channels: int, planners: PoolPlanners, *, bias: bool) -> None:
+    def __init__(
+        self, num_taps: int, channels: int, planners: PoolPlanners, *, bias: bool, spans: tuple[Span, ...]
+    ) -> None:
+        """spans: how the channels are cut over devices, of which one has `channels`."""
+        self.cut = Cut(along="rows", spans=spans)
         self.num_taps, self.channels = num_taps, channels
         self.weight_at = planners.vectors.take(num_taps * channels)
         self.bias_at = planners.vectors.take(channels) if bias else None
@@ -30,7 +34,8 @@ class ConvWeight(nnx.Module):
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
         """See `HasLoadRules`."""
         begin, channels = self.weight_at.begin, self.channels
-        there = stored((*path, "weight"), (channels, 1, self.num_taps))
+        whole = sum(span.whole for span in self.cut.spans)
+        there = stored((*path, "weight"), (whole, 1, self.num_taps))
         rule = LoadRule(
             sources=there.sources,
             targets=tuple(Target(VECTORS, begin=begin + tap * channels) for tap in range(self.num_taps)),
@@ -38,10 +43,11 @@ class ConvWeight(nnx.Module):
             dtype=dtype,
             decode=there.decode,
             put=tap_by_tap,
+            cut=self.cut,
         )
         yield (*path, "weight"), rule
         if self.bias_at is not None:
-            yield vector_rule((*path, "bias"), self.bias_at, dtype, stored)
+            yield vector_rule((*path, "bias"), self.bias_at, dtype, stored, cut=self.cut)
 
     def weight(self, pools: Pools) -> jax.Array:
         """The taps [K, C], of which the last is the token's own."""

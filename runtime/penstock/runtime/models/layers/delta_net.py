@@ -13,6 +13,7 @@ from penstock.runtime.models.configs.recurrent import DeltaNetConfig
 from penstock.runtime.models.layers.conv_weight import ConvWeight
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import Linear, LinearFormat, project, project_float32
+from penstock.runtime.models.load_rules import Span
 from penstock.runtime.models.norms import Norm, Vector
 from penstock.runtime.models.pools import PoolPlanners
 from penstock.runtime.ops.native.state import can_convolve, can_recur
@@ -36,16 +37,22 @@ class DeltaNet(nnx.Module):
         planners: PoolPlanners,
     ) -> None:
         hidden, heads, values = model.hidden_size, config.num_value_heads, config.value_channels
+        pieces = config.pieces
+        of_keys, of_values = Span(config.key_pieces, config.key_channels), Span(pieces, values)
+        qkv = (of_keys, of_keys, of_values)
         parts = {"in_proj_qkv": config.conv_channels, "in_proj_z": values}
-        self.in_proj = Linear(hidden, parts, dtype, planners, linear=linear)
+        cuts = {"in_proj_qkv": qkv, "in_proj_z": (of_values,)}
+        self.in_proj = Linear(hidden, parts, dtype, planners, linear=linear, cuts=cuts)
         of_heads = {"in_proj_b": heads, "in_proj_a": heads}
+        cuts = {part: (Span(pieces, heads),) for part in of_heads}
         floats = LinearFormat(packed=linear.packed)
-        self.in_proj_ba = Linear(hidden, of_heads, dtype, planners, linear=floats)
-        self.conv1d = ConvWeight(config.num_taps, config.conv_channels, planners, bias=False)
-        self.decay = Vector("A_log", heads, planners, float32=True)
-        self.dt_bias = Vector("dt_bias", heads, planners, float32=True)
+        self.in_proj_ba = Linear(hidden, of_heads, dtype, planners, linear=floats, cuts=cuts)
+        self.conv1d = ConvWeight(config.num_taps, config.conv_channels, planners, bias=False, spans=qkv)
+        self.decay = Vector("A_log", heads, planners, float32=True, pieces=pieces)
+        self.dt_bias = Vector("dt_bias", heads, planners, float32=True, pieces=pieces)
         self.gated_norm = Vector("gated_norm", config.value_dim, planners, float32=True)
-        self.out_proj = Linear(values, {"out_proj": hidden}, dtype, planners, linear=linear)
+        out = {"out_proj": hidden}
+        self.out_proj = Linear(values, out, dtype, planners, linear=linear, sums=pieces)
         self.config, self.eps = config, model.rms_norm_eps
         convolves = can_convolve(dtype, config.conv_channels, config.num_taps)
         self.recurs_natively = convolves and can_recur(dtype, config.key_dim, config.value_dim)

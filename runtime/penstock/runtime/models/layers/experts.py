@@ -18,7 +18,7 @@ from penstock.runtime.models.config import ExpertsConfig, ModelConfig
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual, normalised
 from penstock.runtime.models.layers.router import Router
 from penstock.runtime.models.linear import LinearFormat, part_rules, summed
-from penstock.runtime.models.load_rules import LoadRule, ParamPath, StoredAt
+from penstock.runtime.models.load_rules import LoadRule, ParamPath, Span, StoredAt
 from penstock.runtime.models.norms import Norm
 from penstock.runtime.models.pools import Place, PoolPlanners, Pools
 from penstock.runtime.ops import experts as xla
@@ -78,7 +78,7 @@ class StackedLinear(nnx.Module):
                     row=row,
                     scale_at=None if self.scale_at is None else self.scale_at.begin + place,
                     bias_at=None if self.bias_at is None else self.bias_at.begin + place,
-                    pieces=self.pieces,
+                    spans=(Span(self.pieces, size),),
                     sums=self.sums,
                 )
                 row += size

@@ -30,6 +30,7 @@ from penstock.runtime.models.load_rules import (
     Cut,
     LoadRule,
     ParamPath,
+    Span,
     StoredAt,
     Target,
     copy_rows,
@@ -68,7 +69,7 @@ class LatentAttention(nnx.Module):
                 planners,
                 bias=bias,
                 linear=linear,
-                pieces={name: pieces},
+                cuts={name: (Span(pieces, out),)},
                 sums=sums,
             )
 
@@ -195,7 +196,7 @@ class HeadProducts(nnx.Module):
                 dtype=dtype,
                 decode=there.decode,
                 put=put,
-                cut=Cut(pieces=config.pieces, along="rows", size=of_piece),
+                cut=Cut(along="rows", spans=(Span(config.pieces, of_piece),)),
             )
             yield tensor, rule
 

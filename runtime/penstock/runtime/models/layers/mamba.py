@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.recurrent import MambaConfig
 from penstock.runtime.models.layers.conv_weight import ConvWeight
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
-from penstock.runtime.models.linear import Linear, LinearFormat, project, project_float32
+from penstock.runtime.models.linear import Linear, LinearFormat, project, project_float32, summed
+from penstock.runtime.models.load_rules import AXIS, Span
 from penstock.runtime.models.norms import Norm, Vector
-from penstock.runtime.models.pools import PoolPlanners
+from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.ops.native.state import can_convolve, can_recur
+from penstock.runtime.ops.recurrent.ssd import gated_scan
 
 StateArrays = tuple[jax.Array, ...]
 
@@ -37,21 +40,31 @@ class Mamba(nnx.Module):
     ) -> None:
         hidden, heads, inner = model.hidden_size, config.num_heads, config.channels
 
-        def product(size: int, parts: dict[str, int], form: LinearFormat) -> Linear:
-            return Linear(size, parts, dtype, planners, bias=config.bias, linear=form)
+        def product(size: int, cuts: dict[str, tuple[Span, ...]], form: LinearFormat) -> Linear:
+            parts = {part: sum(span.size for span in spans) for part, spans in cuts.items()}
+            return Linear(size, parts, dtype, planners, bias=config.bias, linear=form, cuts=cuts)
 
-        parts = {"in_proj_gate": inner, "in_proj_inputs": config.conv_channels}
-        self.in_proj = product(hidden, parts, linear)
-        self.in_proj_steps = product(hidden, {"in_proj_steps": heads}, LinearFormat(packed=linear.packed))
-        self.conv1d = ConvWeight(config.num_taps, config.conv_channels, planners, bias=config.conv_bias)
-        self.decay = Vector("A_log", heads, planners, float32=True)
-        self.dt_bias = Vector("dt_bias", heads, planners, float32=True)
-        self.skip = Vector("D", heads, planners, float32=True)
-        self.gated_norm = Vector("gated_norm", inner, planners, float32=True)
-        self.out_proj = product(inner, {"out_proj": hidden}, linear)
+        def vector(name: str, size: int) -> Vector:
+            return Vector(name, size, planners, float32=True, pieces=config.pieces)
+
+        of_heads, of_inner = Span(config.pieces, heads), Span(config.pieces, inner)
+        of_keys = Span(config.group_pieces, config.num_groups * config.state_dim)
+        xbc = (of_inner, of_keys, of_keys)
+        self.in_proj = product(hidden, {"in_proj_gate": (of_inner,), "in_proj_inputs": xbc}, linear)
+        floats = LinearFormat(packed=linear.packed)
+        self.in_proj_steps = product(hidden, {"in_proj_steps": (of_heads,)}, floats)
+        self.conv1d = ConvWeight(
+            config.num_taps, config.conv_channels, planners, bias=config.conv_bias, spans=xbc
+        )
+        self.decay, self.dt_bias = vector("A_log", heads), vector("dt_bias", heads)
+        self.skip, self.gated_norm = vector("D", heads), vector("gated_norm", inner)
+        out, sums = {"out_proj": hidden}, config.pieces
+        self.out_proj = Linear(inner, out, dtype, planners, bias=config.bias, linear=linear, sums=sums)
         self.config, self.eps = config, model.rms_norm_eps
         convolves = can_convolve(dtype, config.conv_channels, config.num_taps)
-        self.recurs_natively = convolves and can_recur(dtype, config.state_dim, config.head_dim)
+        self.groups_are_cut = config.pieces > config.group_pieces
+        recurs = can_recur(dtype, config.state_dim, config.head_dim) and not self.groups_are_cut
+        self.recurs_natively = convolves and recurs
 
     @property
     def is_native(self) -> bool:
@@ -80,18 +93,31 @@ class Mamba(nnx.Module):
             meta,
             activation="silu",
         )
-        out, state = inputs.recurrent.ssd(
-            xbc,
+        gate, of_heads = (
             made[:, : config.channels],
-            steps,
-            state,
-            meta,
-            a_log=self.decay(pools),
-            dt_bias=self.dt_bias(pools),
-            skip=self.skip(pools),
-            norm=self.gated_norm(pools),
-            eps=self.eps,
-            num_groups=config.num_groups,
-            dt_limit=config.step_limit,
+            {
+                "a_log": self.decay(pools),
+                "dt_bias": self.dt_bias(pools),
+                "skip": self.skip(pools),
+            },
         )
+        sizes = {"num_groups": config.num_groups, "dt_limit": config.step_limit}
+        if self.groups_are_cut:
+            y, state = gated_scan(xbc, gate, steps, state, meta, **of_heads, **sizes)
+            out = self._normalised(y, pools).astype(x.dtype)
+        else:
+            weight = self.gated_norm(pools)
+            out, state = inputs.recurrent.ssd(
+                xbc, gate, steps, state, meta, norm=weight, eps=self.eps, **of_heads, **sizes
+            )
         return residual.add_projected(self.out_proj, out, x, inputs), (kept, state)
+
+    def _normalised(self, y: jax.Array, pools: Pools) -> jax.Array:
+        """y float32 [T, H * P], of heads of one group that other devices have heads of too, normalised over
+        all of the group's.
+        """
+        pieces, groups = self.config.pieces, self.config.group_pieces
+        own = jax.nn.one_hot(jax.lax.axis_index(AXIS) * groups // pieces, groups)[None]
+        of_groups = summed(jnp.mean(jnp.square(y), axis=1, keepdims=True) * own)
+        mean_square = jnp.sum(of_groups * own, axis=1, keepdims=True) * np.float32(groups / pieces)
+        return y * jax.lax.rsqrt(mean_square + np.float32(self.eps)) * self.gated_norm(pools)[None]

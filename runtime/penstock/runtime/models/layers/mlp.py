@@ -12,6 +12,7 @@ from flax import nnx
 from penstock.runtime.models.config import MLPConfig, ModelConfig, PlainActivation
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import Linear, LinearFormat, project, project_gated
+from penstock.runtime.models.load_rules import Span
 from penstock.runtime.models.norms import Norm, Vector
 from penstock.runtime.models.pools import PoolPlanners
 
@@ -31,8 +32,8 @@ class MLP(nnx.Module):
         parts = {"gate_proj": inner, "up_proj": inner}
         if config.plain is not None:
             del parts["gate_proj"]
-        pieces = dict.fromkeys(parts, config.pieces)
-        self.gate_up_proj = Linear(hidden, parts, dtype, planners, bias=bias, linear=linear, pieces=pieces)
+        cuts = {part: (Span(config.pieces, inner),) for part in parts}
+        self.gate_up_proj = Linear(hidden, parts, dtype, planners, bias=bias, linear=linear, cuts=cuts)
         down = {"down_proj": hidden}
         self.down_proj = Linear(inner, down, dtype, planners, bias=bias, linear=linear, sums=config.pieces)
         self.activation, self.plain = config.activation, config.plain

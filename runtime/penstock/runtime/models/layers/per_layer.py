@@ -34,7 +34,13 @@ class PerLayerInputs(nnx.Module):
         self.size, self.hidden = config.size, model.hidden_size
         width = model.num_layers * config.size
         self.table = Embedding(
-            config.vocab_size, width, dtype, planners, PLAIN, name="embed_tokens_per_layer"
+            config.vocab_size // config.pieces,
+            width,
+            dtype,
+            planners,
+            PLAIN,
+            name="embed_tokens_per_layer",
+            pieces=config.pieces,
         )
         parts = {"per_layer_model_projection": width}
         self.projection = Linear(model.hidden_size, parts, dtype, planners, linear=linear)

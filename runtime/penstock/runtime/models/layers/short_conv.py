@@ -13,6 +13,7 @@ from penstock.runtime.models.configs.recurrent import ShortConvConfig
 from penstock.runtime.models.layers.conv_weight import ConvWeight
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import Linear, LinearFormat, project
+from penstock.runtime.models.load_rules import Span
 from penstock.runtime.models.norms import Norm
 from penstock.runtime.models.pools import PoolPlanners
 from penstock.runtime.ops.native.state import can_convolve
@@ -31,12 +32,13 @@ class ShortConv(nnx.Module):
         linear: LinearFormat,
         planners: PoolPlanners,
     ) -> None:
-        channels, bias = config.channels, config.bias
-        parts = {"in_proj": 3 * channels}
-        self.in_proj = Linear(model.hidden_size, parts, dtype, planners, bias=bias, linear=linear)
-        self.conv = ConvWeight(config.num_taps, channels, planners, bias=bias)
-        out = {"out_proj": model.hidden_size}
-        self.out_proj = Linear(channels, out, dtype, planners, bias=bias, linear=linear)
+        hidden, channels, bias = model.hidden_size, config.channels, config.bias
+        span = Span(config.pieces, channels)
+        parts, cuts = {"in_proj": 3 * channels}, {"in_proj": (span, span, span)}
+        self.in_proj = Linear(hidden, parts, dtype, planners, bias=bias, linear=linear, cuts=cuts)
+        self.conv = ConvWeight(config.num_taps, channels, planners, bias=bias, spans=(span,))
+        out, sums = {"out_proj": hidden}, config.pieces
+        self.out_proj = Linear(channels, out, dtype, planners, bias=bias, linear=linear, sums=sums)
         self.config = config
         self.convolves_natively = can_convolve(dtype, channels, config.num_taps)
 

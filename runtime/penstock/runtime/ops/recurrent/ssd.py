@@ -74,6 +74,38 @@ def mamba2(
 
     Returns (outputs [T, H * P] in xbc's dtype, the new state). Outputs of padding tokens are undefined.
     """
+    y, state = gated_scan(
+        xbc,
+        gate,
+        dt,
+        state,
+        meta,
+        a_log=a_log,
+        dt_bias=dt_bias,
+        skip=skip,
+        num_groups=num_groups,
+        dt_limit=dt_limit,
+    )
+    grouped = y.reshape(y.shape[0], num_groups, -1)
+    mean_square = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
+    y = (grouped * lax.rsqrt(mean_square + np.float32(eps))).reshape(y.shape)
+    return (y * norm[None]).astype(xbc.dtype), state
+
+
+def gated_scan(
+    xbc: Array,
+    gate: Array,
+    dt: Array,
+    state: Array,
+    meta: AttentionMeta,
+    *,
+    a_log: Array,
+    dt_bias: Array,
+    skip: Array,
+    num_groups: int,
+    dt_limit: tuple[float, float],
+) -> tuple[Array, Array]:
+    """`mamba2` before its norm: (outputs float32 [T, H * P], the new state)."""
     num_tokens, _, heads, state_dim, head_dim = xbc.shape[0], *state.shape
     inner, keys = heads * head_dim, num_groups * state_dim
     wide = xbc.astype(jnp.float32)
@@ -85,10 +117,7 @@ def mamba2(
     steps = jnp.clip(jax.nn.softplus(dt + dt_bias[None]), *map(np.float32, dt_limit))
     y, state = selective_scan(x * steps[..., None], b, c, -jnp.exp(a_log)[None] * steps, state, meta)
     y = (y + skip[None, :, None] * x).reshape(num_tokens, inner)
-    y = (y * jax.nn.silu(gate.astype(jnp.float32))).reshape(num_tokens, num_groups, -1)
-    mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
-    y = (y * lax.rsqrt(mean_square + np.float32(eps))).reshape(num_tokens, inner)
-    return (y * norm[None]).astype(xbc.dtype), state
+    return y * jax.nn.silu(gate.astype(jnp.float32)), state
 
 
 def selective_scan(
