@@ -40,6 +40,7 @@ OTHERS = {
     "quantization": "int8",
     "kv_cache_dtype": "int8",
     "tensor_parallel_size": 2,
+    "expert_parallel": True,
     "native": "require",
     "native_folder": "/kernels",
     "threads": 3,

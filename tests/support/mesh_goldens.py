@@ -1,6 +1,8 @@
 """Runs goldens that are cut over devices of the CPU.
 
-    python -m tests.support.mesh_goldens DEVICES NAME...
+    python -m tests.support.mesh_goldens DEVICES NAME[:experts]...
+
+With ":experts" the experts stay whole.
 
 JAX makes the devices of a process only once, so this is a process of its own. It prints one JSON object for
 each golden: its name, what differs from PyTorch's (empty: nothing), and the collectives of its program.
@@ -31,8 +33,9 @@ def main() -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     mesh = mesh_of(jax.devices("cpu"))
     for name in names:
-        directory = GOLDEN / name
-        config = cut(load_config(directory), mesh.size)
+        golden, _, dealt = name.partition(":")
+        directory = GOLDEN / golden
+        config = cut(load_config(directory), mesh.size, expert_parallel=bool(dealt))
         state = load_weights(directory, config, "float32", placement=cut_sharding(mesh), progress=False)
         sequence = Sequence(config, state, "float32", mesh=mesh)
         problem = ""

@@ -92,6 +92,9 @@ class EngineConfig:
     """Over how many devices the model is cut, so that each has a part of the weights and of the cache. None:
     as many as there are and the model can be cut over, on a CPU one. A CPU's devices are made by the engine,
     so load it before other code computes with JAX."""
+    expert_parallel: bool = False
+    """Whether the experts of a mixture stay whole, so that each device has some of them. Else each device has
+    a part of every expert."""
     native: str = "auto"
     """The kernels for CPUs, and for decode steps on GPUs of the Hopper generation: "auto" uses them where the
     machine and the model can, "require" refuses to start unless they compute all of the model or, on a GPU,

@@ -20,16 +20,21 @@ AT_FOUR = ("qwen3", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_5", "olmo2")
 """Goldens with fewer heads of keys than four devices, with state, or with norms that are cut."""
 CASES = [(devices, name) for devices in (2, 4) for name in NAMES if (devices, name) != (4, "granite_hybrid")]
 """A mixer of the hybrid has six heads, which four devices cannot share."""
+MIXTURES = ("deepseek_v3", "gpt_oss", "llama4", "gemma4_moe", "mixtral", "qwen3_5_moe", "minimax_m2")
+DEALT = "2, with whole experts"
 CI = (*((2, name) for name in KINDS), *((4, name) for name in AT_FOUR))
 
 
 @functools.cache
 def results(devices, names):
     """What the process says of each golden."""
+    if devices == DEALT:
+        devices, names = 2, [f"{name}:experts" for name in names]
     command = [sys.executable, "-m", "tests.support.mesh_goldens", str(devices), *names]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
+    lines = map(json.loads, done.stdout.splitlines())
+    return {line["name"].removesuffix(":experts"): line for line in lines}
 
 
 def expected_collectives(config, devices):
@@ -53,7 +58,7 @@ def asked(request):
     cases = [item.callspec.params for item in request.session.items if item.module is request.module]
     return {
         devices: tuple(sorted({case["name"] for case in cases if case["devices"] == devices}))
-        for devices in (2, 4)
+        for devices in (2, 4, DEALT)
     }
 
 
@@ -62,3 +67,12 @@ def test_several_devices_give_pytorch_s_tokens(asked, devices, name):
     result = results(devices, asked[devices])[name]
     assert result["problem"] == ""
     assert result["collectives"] == expected_collectives(load_config(GOLDEN / name), devices)
+
+
+@pytest.mark.parametrize("devices", [DEALT])
+@pytest.mark.parametrize("name", few(MIXTURES, (), ci=("deepseek_v3", "gpt_oss")))
+def test_experts_that_stay_whole_give_pytorch_s_tokens(asked, devices, name):
+    """Without a collective more: what a device's own experts give is added up as parts of experts are."""
+    result = results(devices, asked[devices])[name]
+    assert result["problem"] == ""
+    assert result["collectives"] == expected_collectives(load_config(GOLDEN / name), 2)

@@ -20,10 +20,10 @@ from penstock.runtime.models.params import leaf_shapes, load_rules
 from tests.support.goldens import GOLDEN, NAMES, WITH_PICTURES
 
 
-def leaves_of(name, devices, linear=PLAIN):
+def leaves_of(name, devices, linear=PLAIN, **options):
     """The leaves of a golden that is cut over devices, and the checkpoint's tensors in float32."""
     directory = GOLDEN / name
-    config, tensors = cut(load_config(directory), devices), find_tensors(directory)
+    config, tensors = cut(load_config(directory), devices, **options), find_tensors(directory)
     shapes = leaf_shapes(config, "float32", linear)
     leaves = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in shapes.items()}
     for rule in load_rules(config, "float32", linear).rules:
@@ -113,6 +113,36 @@ class Counted:
         found = self.values[part]
         self.read += found.size
         return found
+
+
+def test_experts_are_dealt_whole_and_the_shared_one_is_cut():
+    leaves, tensors = leaves_of("deepseek_v3", 2, expert_parallel=True)
+    config = load_config(GOLDEN / "deepseek_v3").layers[-1].mlp
+    layer = f"model.layers.{len(load_config(GOLDEN / 'deepseek_v3').layers) - 1}.mlp"
+    own = config.num_experts // 2
+    shared = tensors[f"{layer}.shared_experts.down_proj.weight"]
+    some = shared.shape[1] // 2
+    path = layer.removeprefix("model.").replace(".", "/")
+    for device in range(2):
+        downs = leaves[f"{path}/experts/down_proj/weight"][device]
+        for expert in range(own):
+            name = f"{layer}.experts.{device * own + expert}.down_proj.weight"
+            np.testing.assert_array_equal(downs[expert], tensors[name])
+        mine = shared[:, device * some : (device + 1) * some]
+        np.testing.assert_array_equal(leaves[f"{path}/shared_expert/down_proj/weight"][device, 0], mine)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "told"),
+    [
+        ("qwen3", 2, "expert_parallel: must be left out: Qwen3ForCausalLM has no experts"),
+        ("mixtral", 1, "expert_parallel: must be left out on one device"),
+        ("deepseek_v3", 3, "num_experts are 8; sizes that would work: 1, 2, 4"),
+    ],
+)
+def test_experts_that_cannot_be_dealt_are_refused(name, devices, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        cut(load_config(GOLDEN / name), devices, expert_parallel=True)
 
 
 WHOLE = r"norm|_a_proj|mlp\.gate\.|block_sparse_moe\.gate|e_score_correction"

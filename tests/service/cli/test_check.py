@@ -186,6 +186,83 @@ def test_seventy_billion_parameters_are_checked_without_reading_them(run: Run, t
     assert "no tokenizer" in out
 
 
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "max_position_embeddings": 163840,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 1,
+}
+
+
+def llama_70b_on_each_of(devices: int) -> int:
+    """Numbers of the weights, of which only norms are not cut."""
+    layer = (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192) // devices + 2 * 8192
+    return 80 * layer + 2 * 128256 * 8192 // devices + 8192
+
+
+def deepseek_v3_on_each_of(devices: int) -> int:
+    """Numbers of the weights. What makes latents is whole, and so is the router, whose 256 corrections are
+    float32, and so count twice.
+    """
+    by_heads = 128 * 192 * 1536 + 128 * 256 * 512 + 128 * 128 * 7168
+    attention = (1536 + 576) * 7168 + by_heads // devices + 1536 + 512 + 2 * 7168
+    dense = 3 * 7168 * 18432 // devices
+    experts = 257 * 3 * 7168 * 2048 // devices + 256 * 7168 + 2 * 256
+    return 61 * attention + 3 * dense + 58 * experts + 2 * 129280 * 7168 // devices + 7168
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize(
+    ("config", "on_each_of", "page_bytes"),
+    [
+        (LLAMA_70B, llama_70b_on_each_of, {1: 8 * 2621440, 8: 2621440}),  # 80 x 2 x 64 x 128 x 2 bytes
+        (DEEPSEEK_V3, deepseek_v3_on_each_of, dict.fromkeys((1, 8), 61 * 64 * 576 * 2)),
+    ],
+    ids=["Llama-70B", "DeepSeek-V3"],
+)
+def test_a_config_alone_says_what_each_device_holds(
+    run: Run, tmp_path: Path, config: Any, on_each_of: Any, page_bytes: dict[int, int], devices: int
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    options = ["--tensor-parallel-size", str(devices), "--native", "off"]
+    code, out, err = run(str(file), "--json", *options)
+    facts = json.loads(out)
+    assert (code, err, facts["would_serve"], facts["devices"]) == (0, "", None, devices)
+    assert facts["weight_bytes"] == 2 * on_each_of(devices)
+    assert (facts["kv_page_tokens"], facts["kv_bytes_per_page"]) == (64, page_bytes[devices])
+    corrections = 58 * 256 if config is DEEPSEEK_V3 else 0
+    assert facts["parameters"] == on_each_of(1) - corrections
+    assert "by its config.json alone" in run(str(file), *options)[1]
+
+
+def test_experts_that_are_dealt_take_as_much_as_parts_of_all(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(DEEPSEEK_V3))
+    options = [str(file), "--json", "--native", "off", "--expert-parallel", "--tensor-parallel-size"]
+    assert json.loads(run(*options, "8")[1])["weight_bytes"] == 2 * deepseek_v3_on_each_of(8)
+    assert "num_experts are 256" in run(*options, "3")[1]
+
+
 def test_the_demo(run: Run) -> None:
     code, out, _ = run("demo")
     assert code == 0

@@ -1,9 +1,11 @@
-"""Says whether a checkpoint would serve, and how much memory it would take, without loading its weights."""
+"""Says whether a checkpoint would serve, and how much memory it would take, without loading its weights. Of a
+config.json alone it says the latter.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -15,11 +17,15 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, lacking_kernels
 from penstock.runtime.execution.kv_sizing import plan_kv
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW
+from penstock.runtime.loading.quantised.config import without_quantisation
 from penstock.runtime.loading.quantised.layers import QuantisedWeight
-from penstock.runtime.loading.served_model import CheckpointFacts, read_checkpoint
+from penstock.runtime.loading.served_model import CheckpointFacts, read_checkpoint, served_config
+from penstock.runtime.model_files import read_json_object
 from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import pack_code_rows
-from penstock.runtime.models.params import abstract_model, leaf_shapes
+from penstock.runtime.models.params import abstract_model, leaf_shapes, model_dtype
+from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.cache_spec import CacheSpec, cache_dtype
 from penstock.runtime.scheduling.pages import window_pages
 from penstock.runtime.text.codec import TextCodec
@@ -47,7 +53,7 @@ class QuantisedForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """A checkpoint that would serve."""
+    """A checkpoint that would serve, or a config.json whose model would take so much memory."""
 
     architecture: str
     dtype: np.dtype[np.generic]
@@ -59,6 +65,8 @@ class Inspection:
     """Numbers in the tensors that are read."""
     quantised: tuple[QuantisedForm, ...] = ()
     """The weights that are quantised in the files."""
+    has_weights: bool
+    """Whether there is a checkpoint, and not a config.json alone."""
     devices: int
     """Over how many devices it would be cut. All bytes are those of one of them."""
     weight_bytes: int
@@ -86,6 +94,11 @@ class Inspection:
     """Bytes of the pool of embeddings for each token of an image; 0: it reads no images."""
     has_image_processor: bool = False
     """Whether its files say how images are made ready for it; without that no prompt can have one."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of KV in all layers."""
+        return self.cache.page_bytes(self.page_size, self.kv_dtype)
 
     @property
     def token_bytes(self) -> int:
@@ -127,26 +140,15 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
     raises.
     """
     facts = read_checkpoint(directory, options, backend)
-    config, vision = facts.config, facts.config.vision
-    graphdef, shapes = abstract_model(config, facts.dtype, facts.linear)
-    leaves = leaf_shapes(config, facts.dtype, facts.linear).values()
+    config = facts.config
     kv_dtype = cache_dtype(options.kv_cache_dtype, facts.dtype)
     resolved = resolve(options, backend.sizes, defaults=facts.defaults)
-    return Inspection(
-        architecture=config.architecture,
-        dtype=facts.dtype,
-        kv_dtype=kv_dtype,
-        num_layers=config.num_layers,
+    return replace(
+        _inspection(config, facts.dtype, facts.linear, options),
         num_parameters=sum(math.prod(tensor.shape) for tensor in facts.rules.tensors),
+        has_weights=True,
         quantised=_forms(facts),
-        devices=config.devices,
-        weight_bytes=sum(_num_bytes(leaf) for leaf in leaves) // config.devices,
         stored=facts.stored,
-        is_packed=facts.linear.packed,
-        is_native=nnx.merge(graphdef, shapes).is_native,
-        max_model_len=options.max_model_len or config.max_position_embeddings,
-        cache=config.cache,
-        page_size=options.page_size,
         eos_token_ids=facts.eos_token_ids,
         text=facts.text,
         served_cache_bytes=None
@@ -154,10 +156,51 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
         else _served_cache_bytes(directory, config, resolved, backend.kv_storage_dtype(kv_dtype)),
         sampling_bytes=8 * resolved.feature_slots * config.vocab_size,
         kernels_dtype=lacking_kernels(options.dtype, facts.dtype, backend),
+        has_image_processor=facts.image_processor is not None,
+    )
+
+
+def inspect_config(file: Path, options: EngineConfig, backend: Backend) -> Inspection:
+    """Read a config.json alone. Raises ConfigError and UnknownArchitecture."""
+    config = parse_config(without_quantisation(read_json_object(file)))
+    config = served_config(config, options)
+    dtype = model_dtype(config, options.dtype)
+    config.cache.check_dtype(options.kv_cache_dtype)
+    return _inspection(config, dtype, backend.linear_format(dtype, options.quantization), options)
+
+
+def _inspection(
+    config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat, options: EngineConfig
+) -> Inspection:
+    """What a model's config says."""
+    vision = config.vision
+    graphdef, shapes = abstract_model(config, dtype, linear)
+    leaves = leaf_shapes(config, dtype, linear).values()
+    whole = config.whole or config
+    padding = nnx.merge(*abstract_model(whole, dtype)).padding
+    numbers = sum(math.prod(leaf.shape) for leaf in leaf_shapes(whole, dtype).values())
+    return Inspection(
+        architecture=config.architecture,
+        dtype=dtype,
+        kv_dtype=cache_dtype(options.kv_cache_dtype, dtype),
+        num_layers=config.num_layers,
+        num_parameters=numbers - sum(between.size for between in padding),
+        has_weights=False,
+        devices=config.devices,
+        weight_bytes=sum(_num_bytes(leaf) for leaf in leaves) // config.devices,
+        stored="no weights: a config.json alone",
+        is_packed=linear.packed,
+        is_native=nnx.merge(graphdef, shapes).is_native,
+        max_model_len=options.max_model_len or config.max_position_embeddings,
+        cache=config.cache,
+        page_size=options.page_size,
+        eos_token_ids=config.eos_token_ids,
+        text=None,
+        served_cache_bytes=None,
+        sampling_bytes=0,
         image_token_bytes=0
         if vision is None
-        else vision.out_size * (1 + len(vision.deepstack)) * facts.dtype.itemsize,
-        has_image_processor=facts.image_processor is not None,
+        else vision.out_size * (1 + len(vision.deepstack)) * dtype.itemsize,
     )
 
 

@@ -120,7 +120,9 @@ def with_mesh_size(config: EngineConfig, model: str, devices: Sequence[jax.Devic
         return config
     size, most = 1, most_devices(devices)
     if most > 1:
-        size = max(n for n in sizes_that_work(_config_of(resolve_model(model))) if n <= most)
+        model_config = _config_of(resolve_model(model))
+        sizes = sizes_that_work(model_config, expert_parallel=config.expert_parallel)
+        size = max(n for n in sizes if n <= most)
         _log.info("tensor_parallel_size: the model is cut over %d of %d devices", size, most)
     return dataclasses.replace(config, tensor_parallel_size=size)
 
@@ -139,8 +141,7 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
     config = gguf.config if gguf else read_config(directory)
     check_max_model_len(options, config.max_position_embeddings)
     tensors: Mapping[str, Tensor] = gguf.tensors if gguf else find_weights(directory)
-    config = cut(config_for_tensors(config, tensors, directory), options.tensor_parallel_size or 1)
-    config = config.for_context(options.max_model_len or config.max_position_embeddings)
+    config = served_config(config_for_tensors(config, tensors, directory), options)
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
     config.cache.check_dtype(options.kv_cache_dtype)
@@ -171,6 +172,14 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
         vision=vision,
         image_processor=processor,
     )
+
+
+def served_config(config: ModelConfig, options: EngineConfig) -> ModelConfig:
+    """The model as each device computes it, for the context that is served. ConfigError: see `cut`."""
+    check_max_model_len(options, config.max_position_embeddings)
+    size, dealt = options.tensor_parallel_size or 1, options.expert_parallel
+    config = cut(config, size, expert_parallel=dealt)
+    return config.for_context(options.max_model_len or config.max_position_embeddings)
 
 
 def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedModel:

@@ -172,8 +172,18 @@ class ExpertsConfig:
     shared_gate: bool = False
     stored_as: Literal["floats", "mxfp4"] = "floats"
     pieces: int = 1
-    """Into how many pieces the inner channels of each expert are cut (`cutting`). The sizes are those of one
-    piece."""
+    """Into how many pieces the inner channels of each expert are cut (`cutting`). intermediate_size is that
+    of one piece."""
+    expert_pieces: int = 1
+    """Into how many pieces the experts are dealt, where they stay whole: one of `pieces` and this is 1.
+    num_experts is the number of all."""
+    shared_pieces: int = 1
+    """The same as `pieces` for the shared expert."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether what devices compute of the layer must be added up."""
+        return max(self.pieces, self.expert_pieces, self.shared_pieces) > 1
 
     @property
     def active_size(self) -> int:

@@ -20,6 +20,7 @@ whatever is not in this table, is the same on all devices.
 | these three: output product | by its inputs | a sum |
 | MLP, experts, shared expert: gate and up | by inner channels | |
 | MLP, experts, shared expert: down | by its inputs | a sum |
+| experts, with `expert_parallel` | not, but dealt: each is on one device | the same sum |
 | embeddings, also those of each layer, if their size divides | by tokens | a sum of the rows |
 | head, if its size divides | by tokens | a gather of the logits |
 | attention with layer norms of each head | not | |
@@ -50,16 +51,19 @@ from penstock.runtime.models.configs.recurrent import (
 )
 
 
-def cut(config: ModelConfig, devices: int) -> ModelConfig:
-    """The model as each of the devices computes it. ConfigError, which names the sizes that would work, if
-    something does not divide.
+def cut(config: ModelConfig, devices: int, *, expert_parallel: bool = False) -> ModelConfig:
+    """The model as each of the devices computes it. expert_parallel: experts stay whole, and each device has
+    some. ConfigError, which names the sizes that would work, if something does not divide; and if there are
+    no experts, or no devices, to deal.
     """
+    if expert_parallel:
+        _check_experts(config, devices)
     if devices == 1:
         return config
-    _check(config, devices)
+    _check(config, devices, expert_parallel=expert_parallel)
     return replace(
         config,
-        layers=tuple(_layer(layer, devices) for layer in config.layers),
+        layers=tuple(_layer(layer, devices, expert_parallel) for layer in config.layers),
         devices=devices,
         whole=config,
         per_layer=_per_layer(config.per_layer, devices),
@@ -67,21 +71,31 @@ def cut(config: ModelConfig, devices: int) -> ModelConfig:
     )
 
 
-def sizes_that_work(config: ModelConfig) -> list[int]:
+def sizes_that_work(config: ModelConfig, *, expert_parallel: bool = False) -> list[int]:
     """The numbers of devices over which the model can be cut, from 1 on."""
-    return [devices for devices in range(1, MOST_DEVICES + 1) if not _problems(config, devices)]
+    return [
+        devices for devices in range(1, MOST_DEVICES + 1) if not _problems(config, devices, expert_parallel)
+    ]
 
 
-def _check(config: ModelConfig, devices: int) -> None:
-    problems = _problems(config, devices)
+def _check(config: ModelConfig, devices: int, *, expert_parallel: bool) -> None:
+    problems = _problems(config, devices, expert_parallel)
     if problems:
+        sizes = sizes_that_work(config, expert_parallel=expert_parallel)
         raise ConfigError(
             f"tensor_parallel_size: {config.architecture} cannot be cut over {devices} devices: "
-            f"{'; '.join(problems)}; sizes that would work: {', '.join(map(str, sizes_that_work(config)))}"
+            f"{'; '.join(problems)}; sizes that would work: {', '.join(map(str, sizes))}"
         )
 
 
-def _problems(config: ModelConfig, devices: int) -> list[str]:
+def _check_experts(config: ModelConfig, devices: int) -> None:
+    if not any(isinstance(mlp, ExpertsConfig) for layer in config.layers for mlp in _mlps(layer)):
+        raise ConfigError(f"expert_parallel: must be left out: {config.architecture} has no experts here")
+    if devices == 1:
+        raise ConfigError("expert_parallel: must be left out on one device; see tensor_parallel_size")
+
+
+def _problems(config: ModelConfig, devices: int, expert_parallel: bool) -> list[str]:  # private
     found: dict[str, None] = {}  # each once, in order
 
     def divides(what: str, size: int | None) -> None:
@@ -108,9 +122,12 @@ def _problems(config: ModelConfig, devices: int) -> list[str]:
         elif isinstance(attention, ShortConvConfig):
             divides("the channels of the convolution (hidden_size)", attention.channels)
         for mlp in _mlps(layer):
-            divides("the inner channels (intermediate_size)", mlp.intermediate_size)
             if isinstance(mlp, ExpertsConfig):
                 divides("the inner channels of the shared expert", mlp.shared_size)
+            if isinstance(mlp, ExpertsConfig) and expert_parallel:
+                divides("num_experts", mlp.num_experts)
+            else:
+                divides("the inner channels (intermediate_size)", mlp.intermediate_size)
     return list(found)
 
 
@@ -119,12 +136,14 @@ def _mlps(layer: LayerConfig) -> tuple[MLPConfig | ExpertsConfig, ...]:
     return (mlp.mlp, mlp.experts) if isinstance(mlp, MLPAndExpertsConfig) else (mlp,)
 
 
-def _layer(layer: LayerConfig, devices: int) -> LayerConfig:
+def _layer(layer: LayerConfig, devices: int, expert_parallel: bool) -> LayerConfig:  # private
     attention, mlp = _attention(layer.attention, devices), layer.mlp
     if isinstance(mlp, MLPAndExpertsConfig):
-        both = MLPAndExpertsConfig(mlp=_mlp(mlp.mlp, devices), experts=_experts(mlp.experts, devices))
+        both = MLPAndExpertsConfig(
+            mlp=_mlp(mlp.mlp, devices), experts=_experts(mlp.experts, devices, expert_parallel)
+        )
         return replace(layer, attention=attention, mlp=both)
-    one = _experts(mlp, devices) if isinstance(mlp, ExpertsConfig) else _mlp(mlp, devices)
+    one = _experts(mlp, devices, expert_parallel) if isinstance(mlp, ExpertsConfig) else _mlp(mlp, devices)
     return replace(layer, attention=attention, mlp=one)
 
 
@@ -182,11 +201,10 @@ def _mlp(mlp: MLPConfig, devices: int) -> MLPConfig:
     return replace(mlp, intermediate_size=mlp.intermediate_size // devices, pieces=devices)
 
 
-def _experts(experts: ExpertsConfig, devices: int) -> ExpertsConfig:
+def _experts(experts: ExpertsConfig, devices: int, expert_parallel: bool) -> ExpertsConfig:  # private
     shared = experts.shared_size
-    return replace(
-        experts,
-        intermediate_size=experts.intermediate_size // devices,
-        shared_size=None if shared is None else shared // devices,
-        pieces=devices,
-    )
+    if shared is not None:
+        experts = replace(experts, shared_size=shared // devices, shared_pieces=devices)
+    if expert_parallel:
+        return replace(experts, expert_pieces=devices)
+    return replace(experts, intermediate_size=experts.intermediate_size // devices, pieces=devices)

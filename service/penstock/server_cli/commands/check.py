@@ -21,7 +21,12 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import choose_backend
 from penstock.runtime.loading.gguf.file import is_gguf
 from penstock.runtime.loading.hub import DEMO, resolve_model
-from penstock.runtime.loading.inspection import Inspection, QuantisedForm, inspect_checkpoint
+from penstock.runtime.loading.inspection import (
+    Inspection,
+    QuantisedForm,
+    inspect_checkpoint,
+    inspect_config,
+)
 from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.resident import resident_bytes
 
@@ -34,8 +39,10 @@ examples:
   penstock check ./Qwen3-30B-A3B --quantization int8 --max-model-len 32768 --max-num-seqs 8
   penstock check ./gemma-3-4b --json
   penstock check ./gemma-3-4b-Q4_K_M.gguf
+  penstock check ./DeepSeek-V3/config.json --tensor-parallel-size 8 --expert-parallel
 
-It reads all that `penstock serve` reads at its start, but of files with weights only the headers. With
+It reads all that `penstock serve` reads at its start, but of files with weights only the headers. Of a
+config.json alone it says what memory the model would take, before you download it. With
 --tensor-parallel-size all sizes are those of one device. Exit codes: 0 the checkpoint would serve; 1 it would
 not, and what is wrong is named, with its file.
 """
@@ -58,7 +65,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help='the folder with config.json and *.safetensors, a .gguf file, or "demo"',
+        help='the folder with config.json and *.safetensors, a .gguf file, a config.json alone, or "demo"',
     )
     parser.add_argument(
         "--dtype",
@@ -90,6 +97,11 @@ def add_parser(subparsers: Subparsers) -> None:
         default=1,
         metavar="N",
         help="devices over which the model would be cut; default: %(default)s",
+    )
+    parser.add_argument(
+        "--expert-parallel",
+        action="store_true",
+        help="deal the experts of a mixture to these devices instead of cutting each",
     )
     parser.add_argument(
         "--max-model-len",
@@ -145,10 +157,11 @@ def _quiet() -> Iterator[None]:
 
 def _inspect(args: argparse.Namespace) -> Inspection:
     path = Path(args.model)
-    if args.model != DEMO and not path.is_dir() and not is_gguf(path):
+    is_config = path.is_file() and not is_gguf(path)
+    if args.model != DEMO and not path.exists():
         raise ConfigError(
-            f"{args.model} is neither a folder nor a GGUF file; give a folder that holds config.json and "
-            "*.safetensors, or a file that ends in .gguf"
+            f"{args.model} is not there; give a folder that holds config.json and *.safetensors, a file that "
+            "ends in .gguf, or a config.json"
         )
     if args.max_num_seqs < 1:
         raise ConfigError(f"max_num_seqs: must be at least 1, not {args.max_num_seqs}")
@@ -159,9 +172,13 @@ def _inspect(args: argparse.Namespace) -> Inspection:
         native=args.native,
         max_model_len=args.max_model_len,
         tensor_parallel_size=args.tensor_parallel_size,
+        expert_parallel=args.expert_parallel,
     )
     on_one = dataclasses.replace(options, tensor_parallel_size=1)  # there need not be so many devices here
-    return inspect_checkpoint(resolve_model(args.model), options, choose_backend(on_one, jax.devices()[0]))
+    backend = choose_backend(on_one, jax.devices()[0])
+    if is_config:
+        return inspect_config(Path(args.model), options, backend)
+    return inspect_checkpoint(resolve_model(args.model), options, backend)
 
 
 def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
@@ -173,7 +190,7 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
         reasoning = HARMONY if forms.is_harmony else forms.reasoning and forms.reasoning.name
     request = found.request_bytes(found.max_model_len)
     return {
-        "would_serve": True,
+        "would_serve": True if found.has_weights else None,
         "architecture": found.architecture,
         "dtype": found.dtype.name,
         "layers": found.num_layers,
@@ -195,6 +212,8 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
         "native": found.is_native,
         "context_tokens": found.max_model_len,
         "kv_cache_dtype": found.kv_dtype.name,
+        "kv_page_tokens": found.page_size,
+        "kv_bytes_per_page": found.page_bytes,
         "kv_bytes_per_token": found.token_bytes,
         "kv_bytes_per_token_in_window": {str(window): n for window, n in found.window_bytes.items()},
         "state_bytes_per_request": found.cache.slot_bytes,
@@ -245,6 +264,7 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
     ]
     if kv:
         kv[0] = f"in {found.kv_dtype.name}: {kv[0]}"
+        kv.append(f"{found.page_bytes:,} for a page of {found.page_size} tokens")
     if found.cache.slot_bytes:
         kv.append(f"{found.cache.slot_bytes:,} bytes of state")
         kv.append(f"{found.cache.snapshot_bytes:,} for each snapshot of it")
@@ -270,11 +290,13 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
             f"{_size(facts['total_bytes'])}{cut} for the weights and {facts['requests']} such requests",
         ),
         *_process_row(facts),
-        ("end tokens", ends),
-        ("text", text),
-        ("images", _images(found)),
     ]
-    head = f"{found.architecture} with {found.num_layers} layers would serve."
+    said = f"{found.architecture} with {found.num_layers} layers"
+    if found.has_weights:
+        rows += [("end tokens", ends), ("text", text), ("images", _images(found))]
+        head = f"{said} would serve."
+    else:
+        head = f"{said}, by its config.json alone; what its other files say was not checked."
     return [head, *(f"  {name:<12}{value}" for name, value in rows)]
 
 

@@ -313,6 +313,11 @@ def _add_engine(flag: AddFlag) -> None:
         type=count_or_auto,
     )
     flag(
+        "expert_parallel",
+        "keep the experts of a mixture whole, so that each device has some of them instead of a part of each",
+        action="store_true",
+    )
+    flag(
         "native",
         "the kernels for CPUs and Hopper GPUs; auto: where machine and model can use them; require: do not "
         "start without; off: XLA alone",

@@ -17,7 +17,7 @@ import pytest
 from penstock.runtime.ops.codes import GROUP
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.activations import Activation
-from penstock.runtime.ops.native.experts import PackedExperts, batched, experts
+from penstock.runtime.ops.native.experts import NO_EXPERT, PackedExperts, batched, experts
 from penstock.runtime.ops.native.linear import Packed, linear, pack, quantize
 from tests.support.native.codes import code_leaf
 from tests.support.native.kernels import (
@@ -167,6 +167,21 @@ def test_experts_with_no_row_few_and_all(kind: str) -> None:
     close(run(layer, x[:1], one, weights[:1], 1), layer.expected(x[:1], one, weights[:1]), kind)
 
 
+@both_formats
+@pytest.mark.parametrize("weigh_input", [False, True])
+def test_a_choice_of_no_expert_adds_nothing(int8: bool, weigh_input: bool) -> None:
+    rng = np.random.default_rng(16)
+    layer = Layer(17, int8, biases=False)
+    x, (ids, weights) = draw(rng, 20, HIDDEN), chosen(rng, 20)
+    kept = rng.random(ids.shape) < 0.5
+    kept[3], kept[4] = True, False
+    expected = layer.expected(x, ids, np.where(kept, weights, 0), weigh_input=weigh_input)
+    ids = np.where(kept, ids, np.int32(NO_EXPERT))
+    got = run(layer, x, ids, weights, 20, weigh_input=weigh_input)
+    close(got, expected, int8)
+    assert not got[4].any()
+
+
 def test_no_rows() -> None:
     x = jnp.ones((4, HIDDEN), jnp.bfloat16)
     ids, weights = jnp.full((4, CHOSEN), 999), jnp.ones((4, CHOSEN))
@@ -248,7 +263,7 @@ def test_nan_stays_in_its_row(kind: str, activation: Activation) -> None:
     np.testing.assert_array_equal(dirty[others].view(np.uint16), clean[others].view(np.uint16))
 
 
-@pytest.mark.parametrize("bad", [-1, EXPERTS])
+@pytest.mark.parametrize("bad", [-2, EXPERTS])
 def test_an_expert_that_does_not_exist_fails_the_program(bad: int) -> None:
     rng = np.random.default_rng(14)
     x, (ids, weights) = draw(rng, 3, HIDDEN), chosen(rng, 3)

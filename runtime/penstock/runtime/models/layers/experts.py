@@ -8,6 +8,7 @@ chosen.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from penstock.runtime.models.config import ExpertsConfig, ModelConfig
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual, normalised
 from penstock.runtime.models.layers.router import Router
 from penstock.runtime.models.linear import LinearFormat, part_rules, summed
-from penstock.runtime.models.load_rules import LoadRule, ParamPath, Span, StoredAt
+from penstock.runtime.models.load_rules import AXIS, Cut, LoadRule, ParamPath, Span, StoredAt
 from penstock.runtime.models.norms import Norm
 from penstock.runtime.models.pools import Place, PoolPlanners, Pools
 from penstock.runtime.ops import experts as xla
@@ -45,11 +46,13 @@ class StackedLinear(nnx.Module):
         numbered: bool,
         pieces: int = 1,
         sums: int = 1,
+        expert_pieces: int = 1,
     ) -> None:
-        """numbered: the path of a parameter has the expert's number. linear: the format as it is; the caller
-        knows that the weights can have it. pieces, sums: see `Linear`.
+        """num_experts: those of one device. numbered: the path of a parameter has the expert's number.
+        linear: the format as it is; the caller knows that the weights can have it. pieces, sums: into how
+        many the outputs and the inputs are cut. expert_pieces: see `ExpertsConfig`.
         """
-        self.pieces, self.sums = pieces, sums
+        self.pieces, self.sums, self.expert_pieces = pieces, sums, expert_pieces
         out_size = sum(parts.values())
         self.num_experts, self.in_size, self.out_size = num_experts, in_size, out_size
         self.parts, self.numbered = tuple(parts.items()), numbered
@@ -64,24 +67,41 @@ class StackedLinear(nnx.Module):
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
         """See `HasLoadRules`; each expert has a tensor for each part of the outputs."""
         for expert in range(self.num_experts):
-            row, above = 0, (*path[:-1], expert) if self.numbered else path[:-1]
-            for part, size in self.parts:
-                place = expert * self.out_size + row
-                yield from part_rules(
-                    (*above, part),
-                    (size, self.in_size),
-                    dtype,
-                    stored,
-                    self.form,
-                    leaf=(*path, "weight"),
-                    at=(expert,),
-                    row=row,
-                    scale_at=None if self.scale_at is None else self.scale_at.begin + place,
-                    bias_at=None if self.bias_at is None else self.bias_at.begin + place,
-                    spans=(Span(self.pieces, size),),
-                    sums=self.sums,
-                )
-                row += size
+            for of_devices in zip(
+                *(
+                    self._rules_of(expert, expert + device * self.num_experts, path, dtype, stored)
+                    for device in range(self.expert_pieces)
+                ),
+                strict=True,
+            ):
+                tensor, rule = of_devices[0]
+                if self.expert_pieces > 1:
+                    sources = tuple(own.sources for _, own in of_devices)
+                    rule = replace(rule, cut=Cut(along="sources", sources=sources))
+                yield tensor, rule
+
+    def _rules_of(
+        self, expert: int, number: int, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
+    ) -> Iterator[tuple[ParamPath, LoadRule]]:
+        """The rules by which the checkpoint's expert of this number becomes one of the leaf."""
+        row, above = 0, (*path[:-1], number) if self.numbered else path[:-1]
+        for part, size in self.parts:
+            place = expert * self.out_size + row
+            yield from part_rules(
+                (*above, part),
+                (size, self.in_size),
+                dtype,
+                stored,
+                self.form,
+                leaf=(*path, "weight"),
+                at=(expert,),
+                row=row,
+                scale_at=None if self.scale_at is None else self.scale_at.begin + place,
+                bias_at=None if self.bias_at is None else self.bias_at.begin + place,
+                spans=(Span(self.pieces, size),),
+                sums=self.sums,
+            )
+            row += size
 
     def operands(self, pools: Pools) -> native.PackedExperts:
         """The operands of the native kernels."""
@@ -111,39 +131,48 @@ class ExpertStack(nnx.Module):
         self,
         model: ModelConfig,
         config: ExpertsConfig,
-        num_experts: int,
-        inner: int,
         dtype: jnp.dtype,
         linear: LinearFormat,
         planners: PoolPlanners,
         *,
-        numbered: bool = True,
+        is_shared: bool = False,
     ) -> None:
-        """inner: the intermediate size. numbered: see `StackedLinear`."""
-        hidden = model.hidden_size
+        """is_shared: this is the expert that all tokens have."""
+        hidden, inner = model.hidden_size, config.intermediate_size
+        num_experts, pieces, dealt = config.num_experts, config.pieces, config.expert_pieces
+        if is_shared:
+            assert config.shared_size is not None
+            num_experts, inner, pieces, dealt = 1, config.shared_size, config.shared_pieces, 1
         form = linear.of((inner,), hidden).of((hidden,), inner)
         self.packed, self.config = form.packed, config
+        self.expert_pieces, self.num_own = dealt, num_experts // dealt
 
         def stacked(in_size: int, parts: dict[str, int], *, pieces: int = 1, sums: int = 1) -> StackedLinear:
             return StackedLinear(
-                num_experts,
+                self.num_own,
                 in_size,
                 parts,
                 dtype,
                 planners,
                 form,
                 bias=config.bias,
-                numbered=numbered,
+                numbered=not is_shared,
                 pieces=pieces,
                 sums=sums,
+                expert_pieces=dealt,
             )
 
-        self.gate_up_proj = stacked(hidden, {"gate_proj": inner, "up_proj": inner}, pieces=config.pieces)
-        self.down_proj = stacked(inner, {"down_proj": hidden}, sums=config.pieces)
+        self.gate_up_proj = stacked(hidden, {"gate_proj": inner, "up_proj": inner}, pieces=pieces)
+        self.down_proj = stacked(inner, {"down_proj": hidden}, sums=pieces)
 
     def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """The sum of what its experts give each token: x [T, E], ids and weights [T, k] -> [T, E]."""
+        """The sum of what its experts give each token: x [T, E], ids and weights [T, k] -> [T, E]. Experts of
+        other devices give nothing here.
+        """
         config, pools = self.config, inputs.pools
+        if self.expert_pieces > 1:
+            ids = ids - jax.lax.axis_index(AXIS) * self.num_own
+            ids = jnp.where((ids >= 0) & (ids < self.num_own), ids, native.NO_EXPERT)
         if self.packed:
             return native.experts(
                 x,
@@ -179,15 +208,13 @@ class Experts(nnx.Module):
         linear: LinearFormat,
         planners: PoolPlanners,
     ) -> None:
-        self.pieces = config.pieces
+        self.is_cut = config.is_cut
         self.router = Router(model, config, dtype, linear, planners)
-        count, inner = config.num_experts, config.intermediate_size
-        self.experts = ExpertStack(model, config, count, inner, dtype, linear, planners)
-        shared = config.shared_size
+        self.experts = ExpertStack(model, config, dtype, linear, planners)
         self.shared_expert = (
             None
-            if shared is None
-            else ExpertStack(model, config, 1, shared, dtype, linear, planners, numbered=False)
+            if config.shared_size is None
+            else ExpertStack(model, config, dtype, linear, planners, is_shared=True)
         )
 
     @property
@@ -210,4 +237,4 @@ class Experts(nnx.Module):
                 if self.is_native
                 else y + shared
             )
-        return residual.add(y if self.pieces == 1 else summed(y).astype(y.dtype), x, inputs)
+        return residual.add(summed(y).astype(y.dtype) if self.is_cut else y, x, inputs)

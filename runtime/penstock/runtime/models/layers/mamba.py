@@ -93,22 +93,35 @@ class Mamba(nnx.Module):
             meta,
             activation="silu",
         )
-        gate, of_heads = (
-            made[:, : config.channels],
-            {
-                "a_log": self.decay(pools),
-                "dt_bias": self.dt_bias(pools),
-                "skip": self.skip(pools),
-            },
-        )
-        sizes = {"num_groups": config.num_groups, "dt_limit": config.step_limit}
+        gate = made[:, : config.channels]
         if self.groups_are_cut:
-            y, state = gated_scan(xbc, gate, steps, state, meta, **of_heads, **sizes)
+            y, state = gated_scan(
+                xbc,
+                gate,
+                steps,
+                state,
+                meta,
+                a_log=self.decay(pools),
+                dt_bias=self.dt_bias(pools),
+                skip=self.skip(pools),
+                num_groups=config.num_groups,
+                dt_limit=config.step_limit,
+            )
             out = self._normalised(y, pools).astype(x.dtype)
         else:
-            weight = self.gated_norm(pools)
             out, state = inputs.recurrent.ssd(
-                xbc, gate, steps, state, meta, norm=weight, eps=self.eps, **of_heads, **sizes
+                xbc,
+                gate,
+                steps,
+                state,
+                meta,
+                a_log=self.decay(pools),
+                dt_bias=self.dt_bias(pools),
+                skip=self.skip(pools),
+                norm=self.gated_norm(pools),
+                eps=self.eps,
+                num_groups=config.num_groups,
+                dt_limit=config.step_limit,
             )
         return residual.add_projected(self.out_proj, out, x, inputs), (kept, state)
 

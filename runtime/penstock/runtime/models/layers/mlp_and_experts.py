@@ -31,12 +31,10 @@ class MLPAndExperts(nnx.Module):
         planners: PoolPlanners,
     ) -> None:
         experts = config.experts
-        self.pieces = experts.pieces
+        self.is_cut = experts.is_cut
         self.mlp = MLP(model, config.mlp, dtype, linear, planners)
         self.router = Router(model, experts, dtype, linear, planners)
-        self.experts = ExpertStack(
-            model, experts, experts.num_experts, experts.intermediate_size, dtype, linear, planners
-        )
+        self.experts = ExpertStack(model, experts, dtype, linear, planners)
 
         def norm() -> RMSNorm:
             return RMSNorm(model.hidden_size, model.rms_norm_eps, planners, offset=model.norm_offset)
@@ -60,6 +58,6 @@ class MLPAndExperts(nnx.Module):
         dense = through(self.mlp_end_norm, self.mlp.alone(x, norm, inputs))
         choice = self.router(through(self.router_norm, x) * np.asarray(self.router_scale, x.dtype), inputs)
         routed = self.experts(through(self.experts_norm, x), choice.ids, choice.weights, inputs)
-        routed = routed if self.pieces == 1 else summed(routed).astype(routed.dtype)
+        routed = summed(routed).astype(routed.dtype) if self.is_cut else routed
         both = Residual(self.experts_end_norm, natively=natively).add(routed, dense, inputs)
         return residual.add(both, x, inputs)

@@ -24,6 +24,9 @@ from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.activations import ACTIVATIONS, Activation
 from penstock.runtime.ops.native.linear import BLOCK_OUT
 
+NO_EXPERT = -1
+"""As the id of a choice: nothing is computed for it, and nothing added. On a mesh another device does it."""
+
 
 class PackedExperts(NamedTuple):
     """Weights [N, K] of G experts (or heads) as the kernels read them.
@@ -126,7 +129,7 @@ def experts(
     of the gate first, and down has I inputs. limit: that of the activation "gpt_oss". weigh_input: x * weight
     goes into the expert, whose result is then added as it is (Llama 4). num_rows int32 []: rows from this one
     on are padding, which costs nothing, and whose results are undefined. Only the weights of experts that a
-    row chose are read. The program fails if a row chose an expert that does not exist.
+    row chose are read. The program fails if a row chose an expert that does not exist and is not NO_EXPERT.
     """
     library.load()
     width = down.tiles.shape[1] * BLOCK_OUT

@@ -46,6 +46,9 @@ void SumRow(const ExpertsJob& job, const Choices& choices, const int64_t* places
   for (int64_t i = 0; i < outputs; i += 16) {
     Lanes sum = Fill(0.0f);
     for (int64_t c = 0; c < job.per_row; ++c) {
+      if (places[c] < 0) {
+        continue;
+      }
       const Lanes result = Load(results + places[c] * outputs + i);
       sum = Add(sum, job.weigh_input ? result : Mul(result, Fill(choices.weights[places[c]])));
     }

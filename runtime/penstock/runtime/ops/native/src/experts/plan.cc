@@ -9,6 +9,9 @@ Choices SortChoices(const int32_t* ids, const float* weights, int64_t first, int
   const int64_t begin = first * per_row, end = last * per_row;
   std::vector<int64_t> next(num_experts);  // the number of each expert's choices, then the place of its next one
   for (int64_t c = begin; c < end; ++c) {
+    if (ids[c] == kNoExpert) {
+      continue;
+    }
     if (ids[c] < 0 || ids[c] >= num_experts) {
       throw std::out_of_range("a row chooses an expert that does not exist");
     }
@@ -26,8 +29,11 @@ Choices SortChoices(const int32_t* ids, const float* weights, int64_t first, int
   }
   choices.rows.resize(place);
   choices.weights.resize(place);
-  choices.places.resize(place);
+  choices.places.assign(end - begin, -1);
   for (int64_t c = begin; c < end; ++c) {
+    if (ids[c] == kNoExpert) {
+      continue;
+    }
     const int64_t at = next[ids[c]]++;
     choices.rows[at] = static_cast<int32_t>(c / per_row);
     choices.weights[at] = weights[c];
