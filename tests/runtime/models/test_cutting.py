@@ -16,7 +16,7 @@ from penstock.runtime.models.cutting import cut, sizes_that_work
 from penstock.runtime.models.families.mxfp4 import decode
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.load_rules import Cut, LoadRule, Source, Span, Target
-from penstock.runtime.models.params import leaf_shapes, load_rules
+from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules
 from tests.support.goldens import GOLDEN, NAMES, WITH_PICTURES
 
 
@@ -192,9 +192,12 @@ def test_columns_in_blocks_are_read_in_whole_blocks(devices):
 
 @pytest.mark.parametrize("name", [*NAMES, *WITH_PICTURES])
 def test_every_family_can_be_cut(name):
-    """`load_rules` proves that each leaf of each device is filled once, and that every tensor is read."""
+    """`load_rules` proves that each leaf of each device is filled once, and that every tensor is read. What is
+    known of a model without its weights is a key of its programs.
+    """
     config = load_config(GOLDEN / name)
     for devices in sizes_that_work(config)[1:]:
+        hash(abstract_model(cut(config, devices), "float32")[0])
         rules = load_rules(cut(config, devices), "float32").rules
         assert {target.at[0] for rule in rules for target in rule.targets} == set(range(devices))
 

@@ -167,10 +167,10 @@ class Linear(nnx.Module):
         """Sizes are those of one device. cuts: how the outputs of a part are cut, if they are. sums: into how
         many the inputs are cut; what the devices compute is added up then.
         """
-        self.cuts, self.sums = dict(cuts or {}), sums
+        self.cuts, self.sums = tuple((cuts or {}).get(part, ()) for part in parts), sums
         out_size = sum(parts.values())
         self.in_size, self.parts = in_size, tuple(parts.items())
-        sizes = [span.size for spans in self.cuts.values() for span in spans]
+        sizes = [span.size for spans in self.cuts for span in spans]
         self.form = linear.of((*parts.values(), *sizes), in_size)
         self.weight = self.form.weight(out_size, in_size, dtype)
         self.scale_at: Place | None = planners.scales.take(out_size) if self.form.int8 else None
@@ -186,7 +186,7 @@ class Linear(nnx.Module):
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
         """See `HasLoadRules`; each part of the outputs is a tensor."""
         row = 0
-        for part, size in self.parts:
+        for (part, size), spans in zip(self.parts, self.cuts, strict=True):
             yield from part_rules(
                 (*path[:-1], part),
                 (size, self.in_size),
@@ -197,7 +197,7 @@ class Linear(nnx.Module):
                 row=row,
                 scale_at=None if self.scale_at is None else self.scale_at.begin + row,
                 bias_at=None if self.bias_at is None else self.bias_at.begin + row,
-                spans=self.cuts.get(part, ()),
+                spans=spans,
                 sums=self.sums,
             )
             row += size
@@ -205,7 +205,7 @@ class Linear(nnx.Module):
     @property
     def outputs_are_cut(self) -> bool:
         """Whether a device has only some of the outputs."""
-        return any(span.pieces > 1 for spans in self.cuts.values() for span in spans)
+        return any(span.pieces > 1 for spans in self.cuts for span in spans)
 
     def operands(self, pools: Pools) -> native.Packed:
         """The operands of the native kernel."""

@@ -89,21 +89,25 @@ class Source:
     @property
     def num_columns(self) -> int | None:
         """Entries of the whole tensor along the axis of `columns`; None: rows are single values."""
-        rest = self._rest
-        return rest[1 - min(self.axis, 1)] if len(rest) > 1 else None
+        return self._rest[self._across] if len(self._rest) > 1 else None
 
     @property
     def row_size(self) -> int:
         """Values that are read of one row."""
         sizes = list(self._rest)
         if self.columns is not None:
-            sizes[1 - min(self.axis, 1)] = self.columns.stop - self.columns.start
+            sizes[self._across] = self.columns.stop - self.columns.start
         return math.prod(sizes[: self.axis] + sizes[self.axis + 1 :])
 
     @property
     def _rest(self) -> tuple[int, ...]:
         """The shape after `at` is applied."""
         return self.shape[len(self.at) :]
+
+    @property
+    def _across(self) -> int:
+        """The axis of `columns`, after `at` is applied."""
+        return 1 if self.axis == 0 else 0
 
     def read(self, tensor: Tensor, begin: int, end: int) -> npt.NDArray[Any]:
         """Rows `begin` to `end` of the rule, [rows, ...]."""
@@ -143,11 +147,10 @@ class Source:
 
     def _index(self, rows: Any) -> tuple[Any, ...]:
         """The index of these rows, after `at` is applied."""
-        index = [slice(None)] * (self.axis + 1)
-        index[self.axis] = rows
+        index = {axis: slice(None) for axis in range(self.axis)} | {self.axis: rows}
         if self.columns is not None:
-            index[1 - min(self.axis, 1) : 2 - min(self.axis, 1)] = [self.columns]
-        return tuple(index)
+            index[self._across] = self.columns
+        return tuple(index[axis] for axis in sorted(index))
 
 
 Decode: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any] | Codes]

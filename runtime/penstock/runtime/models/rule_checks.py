@@ -78,7 +78,8 @@ class _Cells:
     """
 
     def __init__(self, shape: Sequence[int], parts: Sequence[ReadPart]) -> None:
-        self._begins: list[dict[int, int]] = []  # of each axis: the cells' first entries to their numbers
+        self._begins: list[dict[int, int]] = []  # of each axis: where cells begin and end, to their numbers
+        self._sizes = shape
         for axis, size in enumerate(shape[: max(map(len, parts))]):
             along = [part[axis] for part in parts if axis < len(part)]
             if any(isinstance(index, np.ndarray) for index in along):
@@ -94,11 +95,11 @@ class _Cells:
     def index(self, part: ReadPart) -> ReadPart:
         """The cells of a part."""
         found: list[slice | npt.NDArray[np.intp]] = []
-        for index, begins in zip(part, self._begins, strict=False):
+        for index, begins, size in zip(part, self._begins, self._sizes, strict=False):
             if isinstance(index, np.ndarray):
                 found.append(index)
             else:
-                first, last = _ends(index, max(begins))
+                first, last = _ends(index, size)
                 found.append(slice(begins[first], begins[last]))
         return tuple(found)
 
