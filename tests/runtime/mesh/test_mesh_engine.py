@@ -1,5 +1,6 @@
 """The engine's and the server's own tests, with goldens that are cut over two devices of the CPU: schedules,
-log-probabilities, hidden states and weight updates are as on one device.
+prefix cache, forks, preemption, log-probabilities, hidden states, relevances, pictures, a cache of int8,
+grammars, pauses and weight updates are as on one device.
 """
 
 import os
@@ -19,7 +20,11 @@ ROOT = Path(__file__).parents[3]
     [
         ("tests/runtime/engine/answers/test_engine_prompt_logprobs.py", "-k", "qwen3"),
         ("tests/runtime/engine/answers/test_engine_hidden_states.py", "-k", "qwen3"),
+        ("tests/runtime/engine/answers/test_int8_kv.py", "-k", "qwen3", "-m", "not sweep"),
+        ("tests/runtime/engine/test_golden_changes.py", "-m", ""),
         ("tests/service/servicers/test_goldens.py", "-k", "qwen3 or deepseek_v3", "-m", "not sweep"),
+        ("tests/service/servicers/test_goldens.py", "-k", "native-lfm2 or native-olmo2", "-m", ""),
+        ("tests/service/servicers/readings/test_rerank.py", "-k", "pytorchs", "-m", ""),
         ("tests/service/servicers/weights/test_update_weights_real.py",),
         ("tests/service/servicers/images/test_golden_images.py", "-m", "not sweep"),
     ],

@@ -4,10 +4,13 @@ PyTorch's, and the programs have exactly the collectives that ARCHITECTURE.md na
 
 import functools
 import json
+import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.models.config import AttentionConfig
@@ -55,9 +58,10 @@ def expected_collectives(config, devices):
 @pytest.fixture(scope="module")
 def asked(request):
     """The goldens that this run compares on so many devices, which one process runs."""
-    cases = [item.callspec.params for item in request.session.items if item.module is request.module]
+    ours = (item for item in request.session.items if item.module is request.module)
+    cases = [item.callspec.params for item in ours if hasattr(item, "callspec")]
     return {
-        devices: tuple(sorted({case["name"] for case in cases if case["devices"] == devices}))
+        devices: tuple(sorted({case["name"] for case in cases if case.get("devices") == devices}))
         for devices in (2, 4, DEALT)
     }
 
@@ -76,3 +80,26 @@ def test_experts_that_stay_whole_give_pytorch_s_tokens(asked, devices, name):
     result = results(devices, asked[devices])[name]
     assert result["problem"] == ""
     assert result["collectives"] == expected_collectives(load_config(GOLDEN / name), 2)
+
+
+@pytest.mark.ci
+def test_eight_devices_give_pytorch_s_tokens(tmp_path):
+    """No golden has eight heads. This one has each head of queries twice, and each counts half, which changes
+    nothing of what the model computes. Its two heads of keys are on four devices each.
+    """
+    shutil.copytree(GOLDEN / "qwen3", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    heads, dim = config["num_attention_heads"], config["head_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2 * heads}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("q_proj.weight"):
+            twice = np.repeat(tensor.reshape(heads, dim, -1), 2, axis=0)
+            tensors[name] = twice.reshape(2 * heads * dim, -1)
+        elif name.endswith("o_proj.weight"):
+            twice = np.repeat(tensor.reshape(-1, heads, dim), 2, axis=1) / np.float32(2)
+            tensors[name] = np.ascontiguousarray(twice.reshape(-1, 2 * heads * dim))
+    save_file(tensors, tmp_path / "model.safetensors")
+    result = results(8, (str(tmp_path),))[str(tmp_path)]
+    assert result["problem"] == ""
+    assert result["collectives"] == expected_collectives(load_config(tmp_path), 8)

@@ -192,8 +192,8 @@ def test_columns_in_blocks_are_read_in_whole_blocks(devices):
 
 @pytest.mark.parametrize("name", [*NAMES, *WITH_PICTURES])
 def test_every_family_can_be_cut(name):
-    """`load_rules` proves that each leaf of each device is filled once, and that every tensor is read. What is
-    known of a model without its weights is a key of its programs.
+    """`load_rules` proves that each leaf of each device is filled once, and that every tensor is read. A
+    model's structure is a key of its programs.
     """
     config = load_config(GOLDEN / name)
     for devices in sizes_that_work(config)[1:]:
