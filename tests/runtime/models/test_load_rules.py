@@ -3,6 +3,7 @@ array.
 """
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,11 +18,14 @@ from safetensors.numpy import save_file
 
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.loading import leaves
-from penstock.runtime.loading.checkpoint import check_tensors
+from penstock.runtime.loading.by_device import rules_of_each, shapes_of_each
+from penstock.runtime.loading.checkpoint import check_tensors, load_config
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.leaves import LeafMaker
 from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.loading.tensor_checks import problems_of
+from penstock.runtime.machine import host_memory
+from penstock.runtime.models.cutting import cut
 from penstock.runtime.models.load_rules import (
     LoadRule,
     LoadRules,
@@ -32,9 +36,11 @@ from penstock.runtime.models.load_rules import (
     pack_rows,
     quantize_rows,
 )
+from penstock.runtime.models.params import leaf_shapes, load_rules
 from penstock.runtime.models.rule_checks import check
 from penstock.runtime.ops.native.linear import pack, packed_shape
 from penstock.runtime.sent_tensors import SentTensor
+from tests.support.goldens import GOLDEN
 
 F32 = np.dtype(np.float32)
 LEAF = ("layer", "weight")
@@ -397,3 +403,41 @@ def test_floats_of_8_bits_keep_their_values(kind, served):
     eighth = rule("w", (16, 16), dtype=np.dtype(served))
     made = loaded([eighth], {"w": every}, {LEAF: jax.ShapeDtypeStruct((16, 16), served)})
     np.testing.assert_array_equal(made[LEAF].astype(np.float32), every.astype(np.float32))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_leaves_of_files_are_made_one_device_after_the_other(
+    devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most two leaves, as one device has them, are in host memory: one that waits for a thread, and one
+    that is filled. The pool of small parameters is not counted.
+    """
+    config, found = cut(load_config(GOLDEN / "mixtral"), devices), find_tensors(GOLDEN / "mixtral")
+    rules: Sequence[LoadRule] = load_rules(config, "float32").rules
+    shapes: Any = leaf_shapes(config, "float32")
+    if devices > 1:
+        rules, shapes = rules_of_each(rules), shapes_of_each(shapes)
+    largest = max(math.prod(leaf.shape) for leaf in shapes.values())
+    held, most = 0, 0
+    axes_of_pool = 1 if devices == 1 else 2
+
+    def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        nonlocal held, most
+        made = np.zeros(shape, dtype)
+        held += made.size if len(shape) > axes_of_pool else 0
+        most = max(most, held)
+        return made
+
+    def take(path: Any, leaf: np.ndarray, parts: Any) -> None:
+        nonlocal held
+        held -= leaf.size if leaf.ndim > axes_of_pool else 0
+
+    monkeypatch.setattr(host_memory, "zeros", zeros)
+    maker = LeafMaker(rules, set(found), shapes, take, threads=1)
+    try:
+        maker.add_all(found)
+        maker.finish()
+    finally:
+        maker.close()
+    assert largest <= most <= 2 * largest
+    assert held == 0

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from penstock.runtime.errors import CheckpointError, ConfigError
+from penstock.runtime.loading.by_device import LeavesOnDevices, rules_of_each, shapes_of_each
 from penstock.runtime.loading.dtypes import name_of
-from penstock.runtime.loading.leaves import LeafMaker, LeafShape, Parts
+from penstock.runtime.loading.leaves import LeafMaker, LeafShape, Parts, TakeLeaf
 from penstock.runtime.loading.quantised.checkpoint import find_weights
 from penstock.runtime.loading.quantised.config import without_quantisation
 from penstock.runtime.loading.safetensors_files import refuse_gguf_in
@@ -177,9 +179,16 @@ def load_leaves(
     _log.info("loading %d tensors (%.2f GB) from %s", len(rules.tensors), total / 1e9, where)
     values: dict[ParamPath, jax.Array] = {}
 
-    def take(path: ParamPath, leaf: npt.NDArray[Any], parts: Parts) -> None:
+    def place(path: ParamPath, leaf: npt.NDArray[Any], parts: Parts) -> None:
         values[path] = jax.device_put(leaf, placement(path) if callable(placement) else placement)
         jax.block_until_ready(values[path])
+
+    followed: Sequence[LoadRule] = rules.rules
+    take: TakeLeaf = place
+    if isinstance(placement, NamedSharding) and placement.mesh.size > 1:
+        on_devices = LeavesOnDevices(placement)
+        values, take = on_devices.leaves, on_devices.take
+        followed, shapes = rules_of_each(rules.rules), shapes_of_each(shapes)
 
     with tqdm(
         total=total,
@@ -199,7 +208,7 @@ def load_leaves(
                 progress(so_far, total)
 
         maker = LeafMaker(
-            rules.rules,
+            followed,
             found,
             shapes,
             take,
@@ -207,8 +216,7 @@ def load_leaves(
             done=done,
         )
         try:
-            for tensor in rules.tensors:  # in the order of the rules, so that few leaves are open at a time
-                maker.add(tensor.name, found[tensor.name])
+            maker.add_all(found)
             maker.finish()
         finally:
             maker.close()

@@ -72,6 +72,7 @@ class LeafMaker:
         a rule's tensors are in its leaves.
         """
         used = [rule for rule in rules if all(source.name in names for source in rule.sources)]
+        self._rules = used
         self._readers: dict[str, list[_Waiting]] = {}
         for rule in used:
             waiting = _Waiting(rule, {source.name for source in rule.sources})
@@ -109,6 +110,19 @@ class LeafMaker:
             waiting.lacks.discard(name)
             if not waiting.lacks:
                 self._start(waiting.rule)
+
+    def add_all(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take all tensors at once, such as those of files, which are not held in memory. Leaves are filled
+        one after the other, so that few are open at a time.
+        """
+        for name, readers in self._readers.items():
+            self._tensors[name], self._unread[name] = tensors[name], len(readers)
+        self._readers.clear()
+        first: dict[ParamPath, int] = {}
+        for number, rule in enumerate(self._rules):
+            first.setdefault(rule.targets[0].path, number)
+        for rule in sorted(self._rules, key=lambda rule: first[rule.targets[0].path]):
+            self._start(rule)
 
     def finish(self) -> None:
         """Wait until all leaves are complete. RuntimeError if one is not, because a tensor was not added or
