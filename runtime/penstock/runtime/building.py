@@ -26,7 +26,7 @@ from penstock.runtime.execution.backend import (
 )
 from penstock.runtime.execution.buckets import NATIVE_TOKEN_GROWTH, TOKEN_GROWTH, Buckets
 from penstock.runtime.execution.compilation import use_compilation_cache
-from penstock.runtime.execution.device_state import DeviceState
+from penstock.runtime.execution.device_state import DeviceState, peak_temp_bytes
 from penstock.runtime.execution.images import encode_buckets
 from penstock.runtime.execution.kv_sizing import KVPlan, device_kv_bytes, plan_kv, prefix_cache_pages
 from penstock.runtime.execution.runner import ModelRunner
@@ -85,8 +85,7 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
     check_required(options, backend, np.dtype(model.dtype))
     threads = options.threads or available_processors()
     cache = model.cache
-    cache.check_dtype(options.kv_cache_dtype)
-    config = resolve(options, backend.sizes, defaults=model.defaults)
+    config, shapes = longest_shapes(model, options, backend, threads=threads)
     _log_penalties(model, config)
     better = lacking_kernels(options.dtype, np.dtype(model.dtype), backend)
     if better is not None:
@@ -97,18 +96,8 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
             better,
         )
     use_compilation_cache(config.compilation_cache)
-    buckets = _buckets(model, config, backend)
-    shapes = _runner_config(model, config, buckets, backend, threads=threads)
     groups = cache.groups(config.page_size, shapes.kv_dtype)
-    kv = plan_kv(
-        config,
-        model_max_len=model.max_model_len,
-        groups=groups,
-        state_bytes=cache.slot_bytes * config.max_num_seqs,
-        snapshot_bytes=cache.snapshot_bytes,
-        tokens_per_row=model.tokens_per_row,
-        device_bytes=_free_bytes(model, config, shapes, backend),
-    )
+    kv = kv_plan(model, config, shapes, device_bytes=_free_bytes(model, config, shapes, backend))
     shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len, num_snapshots=kv.num_snapshots)
     runner = ModelRunner(model.graphdef, model.weights, model.cache, shapes, backend)
     batch_invariant = model.is_native and runner.device.attends_batch_invariantly
@@ -156,6 +145,34 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
         ),
         backend=backend,
         images=images,
+    )
+
+
+def longest_shapes(
+    model: ServedModel, options: EngineConfig, backend: Backend, *, threads: int
+) -> tuple[ResolvedConfig, RunnerConfig]:
+    """The options with numbers where nothing was chosen, and the runner's configuration for the longest
+    context and the most snapshots that were asked for; the KV cache may hold less. ConfigError if the cache
+    cannot be of the dtype that was asked for.
+    """
+    model.cache.check_dtype(options.kv_cache_dtype)
+    config = resolve(options, backend.sizes, defaults=model.defaults)
+    return config, _runner_config(model, config, _buckets(model, config, backend), backend, threads=threads)
+
+
+def kv_plan(
+    model: ServedModel, config: ResolvedConfig, shapes: RunnerConfig, *, device_bytes: int | None
+) -> KVPlan:
+    """How large the cache is, see `plan_kv`."""
+    cache = model.cache
+    return plan_kv(
+        config,
+        model_max_len=model.max_model_len,
+        groups=cache.groups(config.page_size, shapes.kv_dtype),
+        state_bytes=cache.slot_bytes * config.max_num_seqs,
+        snapshot_bytes=cache.snapshot_bytes,
+        tokens_per_row=model.tokens_per_row,
+        device_bytes=device_bytes,
     )
 
 
@@ -228,7 +245,7 @@ def _free_bytes(
     if config.kv_cache_bytes is not None or backend.memory() is None:
         return None
     probe = DeviceState(model.graphdef, model.weights, model.cache, shapes, backend)
-    peak_bytes = probe.peak_temp_bytes(_PROBE_PAGES)
+    peak_bytes = peak_temp_bytes(probe.builder((_PROBE_PAGES,) * len(model.cache.windows)))
     memory = backend.memory()  # while the probe holds the arrays for sampling that the runner will hold too
     return None if memory is None else device_kv_bytes(memory, config.hbm_utilization, peak_bytes)
 
@@ -236,9 +253,6 @@ def _free_bytes(
 def _runner_config(
     model: ServedModel, config: ResolvedConfig, buckets: Buckets, backend: Backend, *, threads: int
 ) -> RunnerConfig:
-    """The runner's configuration for the longest context and the most snapshots that were asked for; the KV
-    cache may hold less.
-    """
     return RunnerConfig(
         buckets=buckets,
         max_num_seqs=config.max_num_seqs,

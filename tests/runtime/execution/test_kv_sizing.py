@@ -20,7 +20,7 @@ from penstock.runtime.config import (
 )
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import Buckets, ProgramKey
-from penstock.runtime.execution.device_state import DeviceState
+from penstock.runtime.execution.device_state import DeviceState, peak_temp_bytes
 from penstock.runtime.execution.kv_sizing import (
     DEFAULT_CPU_KV_BYTES,
     DeviceMemory,
@@ -229,7 +229,7 @@ def test_scratch_memory_is_that_of_the_largest_program(monkeypatch: pytest.Monke
         monkeypatch.setattr(ProgramBuilder, name, program(name))
     for name in sizes:
         sizes[name] += 10
-        assert state.peak_temp_bytes(64) == 22
+        assert peak_temp_bytes(state.builder((64,))) == 22
         sizes[name] -= 10
     assert set(asked) == {ProgramKey(16, 4), ProgramKey(4, 4, True, True), 4}
     state.free()

@@ -147,9 +147,10 @@ class Backend:
         )
 
 
-def choose_backend(config: EngineConfig, *devices: jax.Device) -> Backend:
+def choose_backend(config: EngineConfig, *devices: jax.Device, memory: DeviceMemory | None = None) -> Backend:
     """The backend of an engine on the first of these devices: as many as `tensor_parallel_size` says, or one.
-    It also limits the native kernels to the engine's threads.
+    It also limits the native kernels to the engine's threads. `memory` is that of accelerators that are not
+    there, for which programs are compiled all the same; others tell it themselves.
 
     Raises ConfigError if there are too few devices, and if the native kernels are required and cannot be
     used.
@@ -163,12 +164,12 @@ def choose_backend(config: EngineConfig, *devices: jax.Device) -> Backend:
     device, mesh = devices[0], mesh_of(devices[:size])
     uses_kernels = _uses_kernels(config, device)
     if device.platform != "cpu":
-        memory = _memory_of(devices[:size])
-        now = memory()
+        tells_memory = _memory_of(devices[:size]) if memory is None else lambda: memory
+        now = tells_memory()
         on_accelerator = Backend(
             mesh=mesh,
             sizes=accelerator_sizes(None if now is None else now.limit_bytes),
-            memory=memory,
+            memory=tells_memory,
             compiler_options=GPU_OPTIONS if device.platform == "gpu" else None,
         )
         return _with_gpu_kernels(on_accelerator) if uses_kernels else on_accelerator

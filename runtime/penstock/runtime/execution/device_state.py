@@ -147,8 +147,8 @@ class DeviceState:
             raise ConfigError(f"the KV cache needs at least one page, not {min(num_pages)}")
         self.free_cache()
         self.num_pages = tuple(num_pages)
-        mesh = self._backend.mesh
-        self._make_kv = zeros_maker(self._cut_shapes(num_pages), cut_sharding(mesh), self._backend.zeros)
+        shapes = cut_cache_shapes(self._cache, self._config, self._backend.mesh, num_pages)
+        self._make_kv = zeros_maker(shapes, cut_sharding(self._backend.mesh), self._backend.zeros)
         self.restore_cache()
 
     def free_cache(self) -> int:
@@ -194,23 +194,6 @@ class DeviceState:
             for layer in self._cache.paged
         )
 
-    def cache_shapes(self, num_pages: Sequence[int]) -> KVCache:
-        """Shapes and dtypes of a cache of so many pages in each group of layers, as a device has it."""
-        config = self._config
-        return self._cache.arrays(
-            num_pages, config.page_size, config.max_num_seqs, config.kv_dtype, config.num_snapshots
-        )
-
-    def _cut_shapes(self, num_pages: Sequence[int]) -> KVCache:
-        """The same of all devices together."""
-        mesh = self._backend.mesh
-        sharding = cut_sharding(mesh)
-        cut: KVCache = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(all_shape(array.shape, mesh), array.dtype, sharding=sharding),
-            self.cache_shapes(num_pages),
-        )
-        return cut
-
     # -- programs --
 
     def builder(self, num_pages: tuple[int, ...]) -> ProgramBuilder:
@@ -224,7 +207,7 @@ class DeviceState:
             state=self.rows,
             cache=self._cache,
             num_pages=num_pages,
-            kv=self._cut_shapes(num_pages),
+            kv=cut_cache_shapes(self._cache, self._config, self._backend.mesh, num_pages),
             backend=self._backend,
             sharding=self.sharding,
             pool=self.pool,
@@ -232,24 +215,6 @@ class DeviceState:
 
     def _rebuild(self, leaves: Weights) -> Any:
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._weights_tree, leaves))
-
-    def peak_temp_bytes(self, num_pages: int) -> int:
-        """The memory that the most demanding program needs besides its arguments, in bytes, as XLA reports
-        it. This compiles the largest program of each kind, for a cache of `num_pages` in each group of
-        layers.
-        """
-        config, builder = self._config, self.builder((num_pages,) * len(self._cache.windows))
-        window = next(key for key in config.buckets.keys() if key.window)  # noqa: SIM118 # no mapping
-        largest = builder.largest
-        jobs = {
-            "forward": lambda: builder.forward(largest),
-            "window": lambda: builder.window(window),
-            "choice": lambda: builder.choice(largest.rows),
-        }
-        if config.encode_buckets:
-            jobs["encode"] = lambda: builder.encode(config.encode_buckets[-1])
-        made = compile_all(jobs, threads=config.threads, show_progress=config.show_progress)
-        return max(map(_bytes_beside_arguments, made.values()))
 
     def free(self) -> None:
         """Frees all memory that is held, except weights that other code holds too."""
@@ -259,26 +224,113 @@ class DeviceState:
         self.leaves = ()
 
     def _new_pool(self) -> Pool:
-        config = self._config
-        if config.vision is None:
-            return ()
-        mesh = self._backend.mesh
-        own = tuple(jax.ShapeDtypeStruct(own_shape(leaf.shape, mesh), leaf.dtype) for leaf in self.leaves)
-        shapes = pool_shapes(self._rebuild, own, config.vision, config.pool_rows)
+        own = tuple(
+            jax.ShapeDtypeStruct(own_shape(leaf.shape, self._backend.mesh), leaf.dtype)
+            for leaf in self.leaves
+        )
+        shapes = _pool_shapes(self._rebuild, own, self._config, self.sharding)
         return tuple(array for each in shapes for array in zeros(each.shape, each.dtype, self.sharding))
 
     def _new_rows(self) -> RowState:
-        config = self._config
-        slots, vocab = config.max_num_seqs, config.vocab_size
-        ints, floats = np.dtype(np.int32), np.dtype(np.float32)
-        (tokens,) = zeros((slots,), ints, self.sharding)
-        (history,) = zeros((config.num_feature_slots, vocab), ints, self.sharding)
-        (bias,) = zeros((config.num_feature_slots, vocab), floats, self.sharding)
-        tables = zeros((slots, config.pages_per_row), ints, self.sharding, len(self._cache.windows))
-        held = None
-        if self._cache.has_state:
-            (held,) = zeros((slots,), ints, self.sharding)
-        return RowState(tokens, tables, history, bias, held)
+        made: RowState = zeros_maker(row_shapes(self._cache, self._config, self.sharding), self.sharding)()
+        return made
+
+
+def builder_of_shapes(
+    graphdef: nnx.GraphDef[Any],
+    weights: Any,
+    cache: CacheSpec,
+    config: RunnerConfig,
+    backend: Backend,
+    num_pages: tuple[int, ...],
+) -> ProgramBuilder:
+    """Make the programs of a model whose `weights` are shapes with shardings. Nothing is put on a device, so
+    the backend's devices need not be there.
+    """
+    leaves, tree = jax.tree.flatten(weights)
+
+    def rebuild(leaves: Weights) -> Any:
+        return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+
+    sharding = NamedSharding(backend.mesh, WHOLE)
+    own = tuple(jax.ShapeDtypeStruct(own_shape(leaf.shape, backend.mesh), leaf.dtype) for leaf in leaves)
+    return ProgramBuilder(
+        config=config,
+        rebuild=rebuild,
+        weights=tuple(leaves),
+        state=row_shapes(cache, config, sharding),
+        cache=cache,
+        num_pages=num_pages,
+        kv=cut_cache_shapes(cache, config, backend.mesh, num_pages),
+        backend=backend,
+        sharding=sharding,
+        pool=_pool_shapes(rebuild, own, config, sharding),
+    )
+
+
+def row_shapes(cache: CacheSpec, config: RunnerConfig, sharding: jax.sharding.Sharding) -> RowState:
+    """Shapes, dtypes and places of the rows' state."""
+
+    def array(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = np.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
+
+    slots, by_token = config.max_num_seqs, (config.num_feature_slots, config.vocab_size)
+    return RowState(
+        array((slots,)),
+        tuple(array((slots, config.pages_per_row)) for _ in cache.windows),
+        array(by_token),
+        array(by_token, np.float32),
+        array((slots,)) if cache.has_state else None,
+    )
+
+
+def cache_shapes(cache: CacheSpec, config: RunnerConfig, num_pages: Sequence[int]) -> KVCache:
+    """Shapes and dtypes of a cache of so many pages in each group of layers, as a device has it."""
+    return cache.arrays(
+        num_pages, config.page_size, config.max_num_seqs, config.kv_dtype, config.num_snapshots
+    )
+
+
+def cut_cache_shapes(
+    cache: CacheSpec, config: RunnerConfig, mesh: jax.sharding.Mesh, num_pages: Sequence[int]
+) -> KVCache:
+    """The same of all devices together, with their places."""
+    sharding = cut_sharding(mesh)
+    cut: KVCache = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(all_shape(array.shape, mesh), array.dtype, sharding=sharding),
+        cache_shapes(cache, config, num_pages),
+    )
+    return cut
+
+
+def _pool_shapes(
+    rebuild: Callable[[Weights], Any], own: Any, config: RunnerConfig, sharding: jax.sharding.Sharding
+) -> Any:
+    """Shapes of the embeddings of pictures, for weights of these shapes on a device; () without pictures."""
+    if config.vision is None:
+        return ()
+    return tuple(
+        jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding)
+        for each in pool_shapes(rebuild, own, config.vision, config.pool_rows)
+    )
+
+
+def peak_temp_bytes(builder: ProgramBuilder) -> int:
+    """The memory that the most demanding program needs besides its arguments, in bytes, as XLA reports it.
+    This compiles the largest program of each kind.
+    """
+    config = builder.config
+    window = next(key for key in config.buckets.keys() if key.window)  # noqa: SIM118 # no mapping
+    largest = builder.largest
+    jobs = {
+        "forward": lambda: builder.forward(largest),
+        "window": lambda: builder.window(window),
+        "choice": lambda: builder.choice(largest.rows),
+    }
+    if config.encode_buckets:
+        jobs["encode"] = lambda: builder.encode(config.encode_buckets[-1])
+    made = compile_all(jobs, threads=config.threads, show_progress=config.show_progress)
+    return max(map(bytes_beside_arguments, made.values()))
 
 
 def _placed(leaves: Weights, shardings: Sequence[jax.sharding.Sharding]) -> Weights:
@@ -289,7 +341,7 @@ def _placed(leaves: Weights, shardings: Sequence[jax.sharding.Sharding]) -> Weig
     return placed
 
 
-def _bytes_beside_arguments(program: jax.stages.Compiled) -> int:
+def bytes_beside_arguments(program: jax.stages.Compiled) -> int:
     """Bytes of scratch memory and of results that do not lie in a donated argument."""
     analysis = program.memory_analysis()
     kinds = (("temp", 1), ("output", 1), ("alias", -1))

@@ -91,18 +91,7 @@ class ProgramBuilder:
         """Compiles all programs in parallel, with a progress bar; those that take longest come first."""
         keys, row_buckets = self.config.buckets.keys(), self.config.buckets.row_buckets
         patches = self.config.encode_buckets
-        hidden = self._hidden()
-        jobs: dict[ProgramKey | int | str, Callable[[], jax.stages.Compiled]] = {
-            **{key: partial(self.window if key.window else self.forward, key) for key in keys},
-            **{rows: partial(self.choice, rows) for rows in row_buckets},
-            **{f"encode {size}": partial(self.encode, size) for size in patches},
-            "prompt_logprobs": partial(self.prompt_logprobs, hidden),
-            "hidden_sums": partial(self.hidden_sums, hidden),
-            "admission": self.admission,
-            "copy_pages": self.copy_pages,
-            "table_rows": self.table_rows,
-        }
-        made = compile_all(jobs, threads=self.config.threads, show_progress=self.config.show_progress)
+        made = compile_all(self.jobs(), threads=self.config.threads, show_progress=self.config.show_progress)
         return Programs(
             steps={key: made[key] for key in keys},
             choices={rows: made[rows] for rows in row_buckets},
@@ -113,6 +102,21 @@ class ProgramBuilder:
             table_rows=made["table_rows"],
             encodes={size: made[f"encode {size}"] for size in patches},
         )
+
+    def jobs(self) -> dict[ProgramKey | int | str, Callable[[], jax.stages.Compiled]]:
+        """What compiles each program: by its key, by its number of rows for a choice, or by its name."""
+        keys, row_buckets = self.config.buckets.keys(), self.config.buckets.row_buckets
+        hidden = self._hidden()
+        return {
+            **{key: partial(self.window if key.window else self.forward, key) for key in keys},
+            **{rows: partial(self.choice, rows) for rows in row_buckets},
+            **{f"encode {size}": partial(self.encode, size) for size in self.config.encode_buckets},
+            "prompt_logprobs": partial(self.prompt_logprobs, hidden),
+            "hidden_sums": partial(self.hidden_sums, hidden),
+            "admission": self.admission,
+            "copy_pages": self.copy_pages,
+            "table_rows": self.table_rows,
+        }
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
         packed = self._ints(self._layout(key).size)
