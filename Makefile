@@ -33,7 +33,7 @@ BENCH_OUT ?= bench/out
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install wheel run test test-ci test-all test-newest test-clients bench bench-compare docs check format-check lint types imports protos-check proto proto-go breaking format lock clean
+.PHONY: help install wheel run test test-ci test-all test-newest test-accelerators test-clients bench bench-compare docs check format-check lint types imports protos-check proto proto-go breaking format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -88,6 +88,14 @@ test-newest: install ## run the goldens, the kernels and a server on the newest 
 		$(MAKE) --no-print-directory install VENV=".venv-$$newest" PYTHON="$$found" && \
 			".venv-$$newest/bin/python" -m pytest $(PYTEST_ARGS) $(NEWEST_TESTS) -m 'not sweep'; \
 	fi
+
+# XLA compiles for TPUs and GPUs that are not there. The plugin for CUDA must have jaxlib's version.
+test-accelerators: ## compile every program for TPUs and GPUs that are not there (some hundred MB; hours on two cores)
+	$(MAKE) --no-print-directory install VENV=.venv-accelerators
+	@jax=$$(.venv-accelerators/bin/python -c 'import jaxlib; print(jaxlib.__version__)') && \
+		.venv-accelerators/bin/python -m pip install --disable-pip-version-check --quiet libtpu nvidia-cuda-nvcc \
+			"jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax"
+	.venv-accelerators/bin/python -m pytest tests/accelerators
 
 # It also takes the commands of the pages, because their lines of grpcurl need Go.
 test-clients: install ## run the tests of the clients for Go and Java, and of what all languages must agree on
@@ -162,5 +170,5 @@ lock: install ## pin the newest versions that pyproject.toml allows in constrain
 		--output-file constraints.txt pyproject.toml
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build site
+	rm -rf $(VENV) .venv-3.* .venv-accelerators .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build site
 	find . -name __pycache__ -type d -not -path './node_modules/*' -prune -exec rm -rf {} +

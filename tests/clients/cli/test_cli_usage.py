@@ -36,6 +36,7 @@ ARGUMENTS = {
     "generate": ["p"],
     "serve": ["demo"],
     "check": ["demo"],
+    "plan": ["demo"],
     "keys": ["list", "--file", "x"],
     "usage": ["x"],
     "push-weights": ["x", "--label", "l"],

@@ -29,33 +29,8 @@ from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.gpu.attention import gpu_paged_attention
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT
 from penstock.runtime.ops.sampler import RowState, sample
+from penstock.runtime.planning.chips import CHIPS
 
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 4814272000000
-  l2_cache_size: 62914560
-  clock_rate_ghz: 1.98
-  device_memory_size: 150000000000
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 }
-runtime_version { major: 13 }
-device_description_str: "NVIDIA H200"
-"""
 PAGES, PAGE, ROWS, STEPS, LAYERS = 40, 64, 4, 2, 2
 KV_HEADS, DIM = 8, 128
 CACHE = (PAGES, 2, KV_HEADS, PAGE, DIM)
@@ -63,7 +38,9 @@ CACHE = (PAGES, 2, KV_HEADS, PAGE, DIM)
 
 def compiled() -> str:
     """The HLO of a window of decode steps of a model in bfloat16 with two layers of Qwen3-0.6B's heads."""
-    device = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200).devices[0]
+    device = topologies.get_topology_desc(
+        platform="cuda", topology="1x1x1", target_config=CHIPS["h200"].target_config
+    ).devices[0]
     mesh = jax.sharding.Mesh(np.array([device]), ("model",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "demo": "start the built-in demo model, show one answer, and stay up",
     "serve": "serve a model over gRPC",
     "check": "say whether a checkpoint would serve, and how much memory it takes",
+    "plan": "say on which chips a model fits, and how fast it can be there",
     "generate": "continue a prompt, streaming to the terminal",
     "chat": "talk to a model in the terminal",
     "embed": "make vectors of texts",
@@ -45,7 +46,7 @@ COMMANDS = {
 """From the name of a command to its line in `penstock --help`. Its module has the same name, with
 underscores.
 """
-_SERVER = {"demo", "serve", "check", "openai", "batch", "keys", "usage"}
+_SERVER = {"demo", "serve", "check", "plan", "openai", "batch", "keys", "usage"}
 """Commands whose modules come with the engine, in `penstock.server_cli.commands`."""
 
 

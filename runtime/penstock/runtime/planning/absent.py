@@ -1,0 +1,189 @@
+"""Builds the programs of an engine from shapes alone, and compiles them for chips that are not there.
+
+XLA compiles for TPUs by the package `libtpu`, and for GPUs by `jax-cuda13-plugin`, `jax-cuda13-pjrt` (both in
+jaxlib's version) and `nvidia-cuda-nvcc`. Neither looks for a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+
+from penstock.runtime.building import kv_plan, longest_shapes
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.execution.backend import Backend, choose_backend
+from penstock.runtime.execution.buckets import ProgramKey
+from penstock.runtime.execution.device_state import builder_of_shapes, peak_temp_bytes
+from penstock.runtime.execution.kv_sizing import DeviceMemory, check_max_model_len
+from penstock.runtime.execution.on_mesh import cut_sharding
+from penstock.runtime.execution.program_set import ProgramBuilder
+from penstock.runtime.loading.served_model import ServedModel, vision_of
+from penstock.runtime.machine.processors import available_processors
+from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.cutting import cut
+from penstock.runtime.models.params import abstract_model, leaf_shapes, model_dtype, state_of
+from penstock.runtime.planning.chips import MOST_COMPILED, Chip, Machine
+from penstock.runtime.requests.sampling import GenerationDefaults
+
+NEEDED = {True: ("libtpu",), False: ("jax_cuda13_plugin", "jax_plugins.xla_cuda13", "nvidia.cu13")}
+"""Whether a chip is a TPU to the modules without which XLA cannot compile for it."""
+
+
+INSTALL = (
+    "for TPUs: pip install libtpu; for GPUs: pip install jax-cuda13-plugin jax-cuda13-pjrt, both in jaxlib's "
+    "version, and nvidia-cuda-nvcc"
+)
+
+
+def prepare() -> None:
+    """Tell JAX that no accelerator is here, before it looks for one. It looks once in a process."""
+    os.environ |= {
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # it would want a driver
+        "TPU_SKIP_MDS_QUERY": "1",  # libtpu would ask Google's machines which TPU they have
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at a time
+    }
+    jax.config.update("jax_platforms", "cpu")
+
+
+def lacking(chip: Chip) -> str | None:
+    """The module whose absence keeps XLA from compiling for the chip; None: nothing lacks."""
+    return next((name for name in NEEDED[chip.is_tpu] if not _is_there(name)), None)
+
+
+def devices_of(machine: Machine) -> tuple[jax.Device, ...]:
+    """The devices for which programs are compiled. ConfigError if they are more than `MOST_COMPILED`."""
+    if machine.devices > MOST_COMPILED:
+        raise ConfigError(
+            f"for: programs are compiled for at most {MOST_COMPILED} devices, not {machine.devices}"
+        )
+    chip = machine.chip
+    if chip.is_tpu:
+        found = topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=chip.target.topology(machine.devices),  # type: ignore[union-attr]  # a TPU
+        )
+    else:
+        found = topologies.get_topology_desc(
+            platform="cuda", topology=f"1x1x{machine.devices}", target_config=chip.target_config
+        )
+    return tuple(found.devices[: machine.devices])
+
+
+def absent_backend(machine: Machine, options: EngineConfig) -> Backend:
+    """What an engine on this machine would compute with."""
+    options = dataclasses.replace(options, tensor_parallel_size=machine.devices)
+    memory = DeviceMemory(machine.chip.usable_bytes, 0)
+    return choose_backend(options, *devices_of(machine), memory=memory)
+
+
+def model_of_shapes(config: ModelConfig, options: EngineConfig, backend: Backend) -> ServedModel:
+    """A model whose weights are shapes with their places on the backend's devices. ConfigError if the options
+    do not suit it.
+    """
+    check_max_model_len(options, config.max_position_embeddings)
+    config = cut(config, backend.mesh.size)
+    config = config.for_context(options.max_model_len or config.max_position_embeddings)
+    dtype = model_dtype(config, options.dtype)
+    linear = backend.linear_format(dtype, int8=options.quantization == "int8")
+    graphdef, shapes = abstract_model(config, dtype, linear)
+    sharding = cut_sharding(backend.mesh)
+    leaves: Any = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        for path, leaf in leaf_shapes(config, dtype, linear).items()
+    }
+    return ServedModel(
+        name=config.architecture,
+        architecture=config.architecture,
+        graphdef=graphdef,
+        weights=state_of(config, leaves, dtype, linear),
+        cache=config.cache,
+        dtype=dtype,
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_position_embeddings,
+        eos_token_ids=config.eos_token_ids,
+        defaults=GenerationDefaults(),
+        text=None,
+        skips_padding=linear.packed,
+        is_native=nnx.merge(graphdef, shapes).is_native,
+        hidden_size=config.hidden_size,
+        vision=None if config.vision is None else vision_of(config.vision),
+    )
+
+
+def absent_programs(
+    config: ModelConfig, options: EngineConfig, backend: Backend, *, kv_bytes: int
+) -> ProgramBuilder:
+    """What makes the programs of an engine with a cache of so many bytes on each device."""
+    model = model_of_shapes(config, options, backend)
+    options = dataclasses.replace(options, kv_cache_bytes=kv_bytes, show_progress=False)
+    resolved, shapes = longest_shapes(model, options, backend, threads=available_processors())
+    kv = kv_plan(model, resolved, shapes, device_bytes=None)
+    shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len, num_snapshots=kv.num_snapshots)
+    return builder_of_shapes(model.graphdef, model.weights, model.cache, shapes, backend, kv.num_pages)
+
+
+def compiled_temp_bytes(config: ModelConfig, machine: Machine, options: EngineConfig) -> int:
+    """The scratch memory of the largest program, as XLA reports it, with a cache of one row. ConfigError,
+    which says what to install, if XLA cannot compile for the chip here.
+    """
+    if missing := lacking(machine.chip):
+        raise ConfigError(
+            f"compile: {missing} is not installed, which compiles for {machine.chip.name}; {INSTALL}"
+        )
+    backend = absent_backend(machine, options)
+    own = cut(config, machine.devices).cache
+    pages = -(-(options.max_model_len or config.max_position_embeddings) // options.page_size) + 1
+    rows = options.max_num_seqs or backend.sizes.num_seqs
+    kv_bytes = pages * own.page_bytes(options.page_size, np.dtype(np.float32)) + 2 * rows * own.slot_bytes
+    return peak_temp_bytes(absent_programs(config, options, backend, kv_bytes=kv_bytes))
+
+
+def name_of(job: ProgramKey | int | str) -> str:
+    """What a program of `ProgramBuilder.jobs` is called."""
+    if isinstance(job, ProgramKey):
+        return job.name
+    return f"choice_rows{job}" if isinstance(job, int) else job
+
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%(?P<name>\S+) \(.*\{$")
+_CALLED = re.compile(r"fusion\(.*calls=%(?P<name>[^,\s]+)")
+_COPY = re.compile(
+    r"= \(?\w+\[(?P<dims>[\d,]+)\](?P<layout>\S*) .*?\b"
+    r"(?P<operation>copy|copy-start|transpose|convert|bitcast-convert)\("
+)
+_ON_CHIP = "S(1)"
+"""In a layout: the array lies in a TPU's own memory, so the copy only fetches it."""
+
+
+def copied(text: str, arrays: Iterable[jax.ShapeDtypeStruct]) -> list[str]:
+    """Which arrays of these shapes a compiled program, as HLO, copies, converts or transposes as a whole in
+    the device's memory. What happens within a fusion is not in memory.
+    """
+    wanted = {",".join(map(str, array.shape)) for array in arrays}
+    fused = {match["name"] for match in _CALLED.finditer(text)}
+    found, is_fused = set(), False
+    for line in text.splitlines():
+        if began := _COMPUTATION.match(line):
+            is_fused = began["name"] in fused
+            continue
+        match = None if is_fused else _COPY.search(line)
+        if match and match["dims"] in wanted and _ON_CHIP not in match["layout"]:
+            found.add(f"{match['operation']} [{match['dims']}]")
+    return sorted(found)
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a package above it is not there
+        return False

@@ -1,0 +1,304 @@
+"""What a model takes on a machine: its memory, what a step reads and multiplies, and the least time for that.
+Only config.json is read, and nothing is computed on a device.
+
+All sizes and times are those of one device; a model that is cut over several has a part on each (`cutting`).
+
+- **Scratch memory**, where no compiler says it, is the most of three that are not needed at one time.
+  Attention by XLA gathers the keys and values of a span of positions for each block of queries, in float32
+  and twice, and has their scores. The sampler has five float32 for each row and token of the vocabulary. An
+  MLP has its inner channels twice and a hidden state, in the model's dtype and in float32.
+- **Bytes of a step**: all weights that are multiplied, once; of a table of embeddings that is not the head,
+  the tokens' rows; of experts as many as the tokens' choices find on average, if all are equally likely; the
+  keys and values that rows attend to, and those that are written; recurrent state, read and written.
+- **Operations**: two for each weight that a token is multiplied by, and for each head and position that it
+  attends to, two for each channel of the key and of the value. The head is computed for one token of each
+  row. What recurrent layers compute beside their products is not counted.
+- **The least time** is the larger of bytes by the memory's rate and operations by the rate of products. What
+  devices tell each other comes on top.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from penstock.runtime.config import EngineConfig, ResolvedConfig, accelerator_sizes, resolve
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.execution.kv_sizing import DeviceMemory, check_max_model_len, device_kv_bytes
+from penstock.runtime.models.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    LatentConfig,
+    LayerConfig,
+    MLPAndExpertsConfig,
+    MLPConfig,
+    ModelConfig,
+)
+from penstock.runtime.models.cutting import cut
+from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.models.params import leaf_shapes, model_dtype
+from penstock.runtime.ops.attention import LONG_SPAN, PREFILL_BLOCK_Q
+from penstock.runtime.ops.cache_spec import LatentKV, PagedKV, SlotState, cache_dtype
+from penstock.runtime.planning.chips import Machine
+
+SAMPLER_COPIES = 5
+"""Arrays of float32 [rows, vocabulary] that the sampler's programs have at a time."""
+STATE_BYTES = 8
+"""What a feature slot takes for each token of the vocabulary (`RowState`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a step of the model takes on each device."""
+
+    tokens: int
+    bytes: int
+    """That are read and written."""
+    operations: int
+    least_s: float
+    """The time that the device's rates allow."""
+    is_bound_by_memory: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A model on a machine. Sizes are those of one device."""
+
+    machine: Machine
+    fits: bool
+    """Whether the rows have room for their whole context."""
+    problem: str | None
+    """Why it does not fit, or cannot be cut over the devices; None: it fits."""
+    context: int
+    rows: int
+    weight_bytes: int = 0
+    state_bytes: int = 0
+    """Of the rows: recurrent state, and what the sampler keeps."""
+    temp_bytes: int = 0
+    """Scratch memory of the largest program."""
+    is_temp_compiled: bool = False
+    """Whether XLA says so, rather than the estimate."""
+    usable_bytes: int = 0
+    """What the engine may take of the device's memory."""
+    kv_bytes: int = 0
+    """What is left for keys and values."""
+    kv_bytes_per_row: int = 0
+    """What a row of the whole context needs."""
+    kv_tokens: int = 0
+    """How many tokens of such rows the cache holds."""
+    decode: Step | None = None
+    """A step of one token for each row, all at the whole context."""
+    prefill: Step | None = None
+    """A step of as many prompt tokens as a step can have, of one row from its first token on."""
+
+
+def plan(
+    model: ModelConfig,
+    machine: Machine,
+    options: EngineConfig,
+    *,
+    temp_bytes: int | None = None,
+) -> Plan:
+    """What the model takes. `options` are those of the server; max_num_seqs is the number of rows, and
+    max_model_len the context of each. temp_bytes: what XLA reports; None: it is estimated.
+
+    ConfigError if the options do not suit the model.
+    """
+    check_max_model_len(options, model.max_position_embeddings)
+    model.cache.check_dtype(options.kv_cache_dtype)
+    context = options.max_model_len or model.max_position_embeddings
+    resolved = resolve(options, accelerator_sizes(machine.chip.usable_bytes))
+    rows = resolved.max_num_seqs
+    try:
+        model = cut(model, machine.devices)
+    except ConfigError as error:
+        return Plan(machine=machine, fits=False, problem=str(error), context=context, rows=rows)
+    parts = _Parts(model.for_context(context), resolved, machine)
+    weights, state = parts.weight_bytes, parts.state_bytes
+    temp = parts.temp_bytes if temp_bytes is None else temp_bytes
+    usable = int(machine.chip.usable_bytes * resolved.hbm_utilization)
+    needed = parts.kv_bytes(context)
+    chunk = min(context, resolved.max_num_batched_tokens)
+    kv_bytes, problem = 0, None
+    try:
+        memory = DeviceMemory(machine.chip.usable_bytes, weights + state)
+        kv_bytes = device_kv_bytes(memory, resolved.hbm_utilization, temp)
+    except ConfigError:
+        problem = f"weights, state and scratch memory take {weights + state + temp:,} of {usable:,} bytes"
+    if problem is None and rows * needed > kv_bytes:
+        problem = f"{rows} rows need {rows * needed:,} bytes of cache, and {kv_bytes:,} are left"
+    return Plan(
+        machine=machine,
+        fits=problem is None,
+        problem=problem,
+        context=context,
+        rows=rows,
+        weight_bytes=weights,
+        state_bytes=state,
+        temp_bytes=temp,
+        is_temp_compiled=temp_bytes is not None,
+        usable_bytes=usable,
+        kv_bytes=kv_bytes,
+        kv_bytes_per_row=needed,
+        kv_tokens=kv_bytes * context // needed if needed else 0,
+        decode=parts.step(rows, context, 1),
+        prefill=parts.step(1, chunk, chunk),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts of which a plan is made, for a model as one device has it."""
+
+    model: ModelConfig
+    options: ResolvedConfig
+    machine: Machine
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        return model_dtype(self.model, self.options.dtype)
+
+    @property
+    def kv_dtype(self) -> np.dtype[np.generic]:
+        return cache_dtype(self.options.kv_cache_dtype, self.dtype)
+
+    @property
+    def leaves(self) -> dict[tuple[str | int, ...], jax.ShapeDtypeStruct]:
+        linear = LinearFormat(int8=self.options.quantization == "int8")
+        return dict(leaf_shapes(self.model, self.dtype, linear))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one device; the leaves have an entry for each."""
+        return sum(_num_bytes(leaf) for leaf in self.leaves.values()) // self.model.devices
+
+    @property
+    def state_bytes(self) -> int:
+        rows = self.options.max_num_seqs
+        return (
+            rows * self.model.cache.slot_bytes
+            + self.options.feature_slots * self.model.vocab_size * STATE_BYTES
+        )
+
+    @property
+    def temp_bytes(self) -> int:
+        """See the module's docstring."""
+        options, model = self.options, self.model
+        tokens, rows, size = options.max_num_batched_tokens, options.max_num_seqs, self.dtype.itemsize
+        wide = max(map(_inner_channels, model.layers))
+        of_mlp = tokens * (2 * wide * size + model.hidden_size * (4 + size))
+        shapes = (
+            (rows, 1, LONG_SPAN.decode),
+            (tokens // PREFILL_BLOCK_Q + rows, PREFILL_BLOCK_Q, LONG_SPAN.prefill),
+        )
+        of_attention = (
+            max(
+                4 * blocks * span * (2 * 2 * kept.num_kv_heads * kept.head_dim + block_q * _num_heads(layer))
+                for layer, kept in self._attending
+                for blocks, block_q, span in shapes
+            )
+            if self._attending
+            else 0
+        )
+        return max(of_mlp, of_attention, SAMPLER_COPIES * rows * model.vocab_size * 4)
+
+    @property
+    def _attending(self) -> list[tuple[LayerConfig, PagedKV | LatentKV]]:
+        """The layers that attend, with what is kept for them."""
+        kept = [self.model.cache.layers[entry] for entry in self.model.cache_entries]
+        pairs = zip(self.model.layers, kept, strict=True)
+        return [(layer, entry) for layer, entry in pairs if not isinstance(entry, SlotState)]
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of cache of a row of so many tokens."""
+        page = self.options.page_size
+        return sum(
+            -(-_seen(tokens, layer.window) // page) * layer.page_bytes(page, self.kv_dtype)
+            for layer in self.model.cache.paged
+        )
+
+    def step(self, rows: int, end: int, count: int) -> Step:
+        """A step of so many rows, each with its last `count` tokens before the position `end`."""
+        model, page = self.model, self.options.page_size
+        num_bytes, operations = self._of_weights(rows * count, rows)
+        num_bytes += rows * model.cache.slot_bytes  # one copy is read, and the other written
+        for layer, kept in self._attending:
+            written = count if layer.shares_kv_of is None else 0
+            per_token = kept.page_bytes(page, self.kv_dtype) // page
+            num_bytes += rows * per_token * (_seen(end, kept.window, count) + written)
+            positions = np.arange(end - count, end) + 1
+            attended = int(np.minimum(positions, kept.window or end).sum())
+            values = kept.head_dim if kept.value_dim is None else kept.value_dim
+            operations += rows * attended * _num_heads(layer) * 2 * (kept.head_dim + values)
+        chip = self.machine.chip
+        rate = chip.int8_ops_per_s if self.options.quantization == "int8" else chip.flops_per_s
+        by_memory, by_products = num_bytes / chip.bytes_per_s, operations / rate
+        return Step(
+            tokens=rows * count,
+            bytes=num_bytes,
+            operations=operations,
+            least_s=max(by_memory, by_products),
+            is_bound_by_memory=by_memory >= by_products,
+        )
+
+    def _of_weights(self, tokens: int, rows: int) -> tuple[int, int]:
+        """Bytes of weights that a step reads, and operations with them."""
+        model = self.model
+        num_bytes = operations = 0.0
+        for path, leaf in self.leaves.items():
+            size = _num_bytes(leaf) / model.devices
+            products = 2 * math.prod(leaf.shape) / model.devices
+            is_head = path[0] == "lm_head" or (path[0] == "embed_tokens" and model.tie_word_embeddings)
+            if path[0] == "visual":
+                continue  # steps read no pictures
+            if is_head:
+                num_bytes, operations = num_bytes + size, operations + products * rows
+            elif str(path[0]).startswith("embed_tokens"):
+                num_bytes += size * min(1.0, tokens / model.vocab_size)
+            elif len(path) == 1:  # a pool of small parameters
+                num_bytes += size
+            elif "experts" in path:
+                share = _share_of_experts(model.layers[int(path[1])])
+                num_bytes += size * (1 - (1 - share) ** tokens)
+                operations += products * share * tokens
+            else:
+                num_bytes, operations = num_bytes + size, operations + products * tokens
+        return round(num_bytes), round(operations)
+
+
+def _num_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return int(math.prod(leaf.shape) * leaf.dtype.itemsize)
+
+
+def _seen(end: int, window: int | None, count: int = 1) -> int:
+    """How many positions before `end` the last `count` tokens attend to, together."""
+    return end if window is None else min(end, window + count - 1)
+
+
+def _num_heads(layer: LayerConfig) -> int:
+    attention = layer.attention
+    assert isinstance(attention, AttentionConfig | LatentConfig), "recurrent layers do not attend"
+    return attention.num_heads
+
+
+def _experts_of(layer: LayerConfig) -> ExpertsConfig | None:
+    mlp = layer.mlp.experts if isinstance(layer.mlp, MLPAndExpertsConfig) else layer.mlp
+    return mlp if isinstance(mlp, ExpertsConfig) else None
+
+
+def _share_of_experts(layer: LayerConfig) -> float:
+    """The share of a layer's experts that a token has."""
+    experts = _experts_of(layer)
+    assert experts is not None, "leaves of experts are in layers that have some"
+    return experts.per_token / experts.num_experts
+
+
+def _inner_channels(layer: LayerConfig) -> int:
+    """How many inner channels a token has in a layer's MLP and experts, gate and up being one."""
+    mlp, experts = layer.mlp, _experts_of(layer)
+    dense = mlp.mlp if isinstance(mlp, MLPAndExpertsConfig) else mlp
+    of_dense = dense.intermediate_size if isinstance(dense, MLPConfig) else 0
+    return of_dense + (0 if experts is None else experts.active_size)

@@ -1,0 +1,124 @@
+"""Every program of an engine, compiled for chips that are not there: `make test-accelerators`.
+
+The models have the heads, widths and experts of published ones, one layer of each of their kinds, and a small
+vocabulary. What is tried of each program: it compiles, no program copies the cache or a weight in memory, and
+its scratch memory is near what `penstock plan` estimates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.execution.device_state import bytes_beside_arguments
+from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.registry import parse_config
+from penstock.runtime.planning.absent import (
+    absent_backend,
+    absent_programs,
+    copied,
+    lacking,
+    name_of,
+    prepare,
+)
+from penstock.runtime.planning.chips import CHIPS, Machine, read_machine
+from penstock.runtime.planning.plan import plan
+from tests.support.models.configs import PUBLISHED, published
+
+lacks = {kind: lacking(CHIPS[kind]) for kind in ("tpu-v5e", "h100")}
+pytestmark = [
+    pytest.mark.users_xla,
+    pytest.mark.sweep,
+    pytest.mark.skipif(any(lacks.values()), reason=f"{lacks} are not installed: make test-accelerators"),
+]
+VOCABULARY = 32_768
+OPTIONS = EngineConfig(
+    dtype="bfloat16",
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    max_model_len=1024,
+    max_decode_steps=1,
+    max_image_tokens=64,
+    compilation_cache=None,
+)
+LARGE = 1 << 20
+"""Bytes from which on an array counts as one that must not be copied."""
+MODELS = (
+    "Qwen3-4B",  # grouped queries, norms of queries and keys
+    "gemma-2-9b",  # windows and soft caps, heads of 256
+    "gpt-oss-20b",  # sinks, biases, experts in MXFP4, heads of 64
+    "Qwen3-30B-A3B",  # experts by softmax
+    "GLM-4.5-Air",  # experts by sigmoid, and a shared one
+    "deepseek_v3",  # latent attention; the golden's small sizes
+    "LFM2-1.2B",  # convolutions
+    "Qwen3.5-0.8B",  # gated delta rule
+    "granite-4.0-h-tiny",  # Mamba-2
+    "Qwen3-VL-4B-Instruct",  # reads pictures
+)
+CHIPS_TRIED = ("tpu-v5e", "tpu-v6e", "tpu-v7x", "h100", "b200", "rtx5090")
+CANNOT: dict[tuple[str, str], str] = {}
+"""What this version of JAX cannot compile: model and chip to a part of the error."""
+SPARE_BYTES = 64 << 20
+"""Scratch memory that a program may have beside twice what a plan estimates."""
+
+
+def small(name: str) -> ModelConfig:
+    """The model with one layer of each kind, in their order, and the small vocabulary."""
+    if (PUBLISHED / f"{name}.json").exists():
+        data = published(name)
+    else:
+        data = json.loads((Path(__file__).parents[1] / "golden" / name / "config.json").read_text())
+    config = parse_config(data)
+    return dataclasses.replace(
+        config,
+        layers=tuple(dict.fromkeys(config.layers)),
+        vocab_size=min(VOCABULARY, config.vocab_size),
+        eos_token_ids=(1,),
+    )
+
+
+def check(model: str, machine: Machine) -> None:
+    """Compile every program, and list all that is wrong."""
+    config = small(model)
+    options = dataclasses.replace(OPTIONS, tensor_parallel_size=machine.devices)
+    backend = absent_backend(machine, options)
+    kv_bytes = 4 * OPTIONS.page_size * 64 * 1024 + config.cache.slot_bytes * 64
+    builder = absent_programs(config, options, backend, kv_bytes=kv_bytes)
+    most = 2 * plan(config, machine, options).temp_bytes + SPARE_BYTES
+    own = [
+        jax.ShapeDtypeStruct(array.shape[1:] if backend.mesh.size > 1 else array.shape, array.dtype)
+        for array in (*jax.tree.leaves(builder.kv), *builder.weights)
+    ]
+    large = [array for array in own if array.size * array.dtype.itemsize >= LARGE]
+    wrong = []
+    for job, make in builder.jobs().items():
+        program = make()
+        if found := copied(program.as_text() or "", large):
+            wrong.append(f"{name_of(job)} copies {', '.join(found)}")
+        if (scratch := bytes_beside_arguments(program)) > most:
+            wrong.append(f"{name_of(job)} has {scratch:,} bytes of scratch memory, and {most:,} are the most")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("chip", CHIPS_TRIED)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_program_compiles(model: str, chip: str) -> None:
+    prepare()
+    if error := CANNOT.get((model, chip)):
+        with pytest.raises(Exception, match=error):
+            check(model, read_machine(chip))
+    else:
+        check(model, read_machine(chip))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("machine", ["tpu-v5e-4", "tpu-v6e-8", "h100-4", "h100-8"])
+def test_every_program_compiles_for_several_devices(machine: str) -> None:
+    prepare()
+    check("Qwen3-4B", read_machine(machine))

@@ -1,0 +1,198 @@
+"""What a plan says of models: weights against published sizes, and all else against sums by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.models.registry import parse_config
+from penstock.runtime.planning.chips import CHIPS, Chip, Machine, read_machine
+from penstock.runtime.planning.plan import plan
+from tests.support.models.configs import published
+
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 128001,
+}
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 1,
+}
+PRODUCTS = (4 + 2 + 2) * 4 * 8 + 16 * 8 + 2 * 16 * 8 + 8 * 16  # qkv, o, gate and up, down
+PADDED = 32
+"""A norm of fewer numbers takes so many in the model's pool."""
+NORMS = 5 * PADDED  # before attention, before the MLP, the last one, queries, keys
+HEAD = 100 * 8
+OPTIONS = EngineConfig(max_num_seqs=3, max_num_batched_tokens=32, max_model_len=48, page_size=16)
+
+
+def one(**changes: Any) -> Machine:
+    """A chip of round numbers."""
+    numbers: dict[str, Any] = {
+        "memory_bytes": 100_000,
+        "bytes_per_s": 1e6,
+        "flops_per_s": 1e9,
+        "int8_ops_per_s": 2e9,
+    }
+    return Machine(dataclasses.replace(CHIPS["h100"], **(numbers | changes)))
+
+
+@pytest.mark.parametrize(
+    ("config", "total_size"),
+    [  # as model.safetensors.index.json says on the hub
+        (published("Qwen3-8B"), 16_381_470_720),
+        (published("Qwen3-30B-A3B"), 61_064_245_248),
+        (published("Mixtral-8x7B-v0.1"), 93_405_585_408),
+        (published("gemma-2-9b") | {"torch_dtype": "bfloat16"}, 18_483_411_968),
+        (LLAMA_3_1_8B, 16_060_522_496),
+    ],
+    ids=["Qwen3-8B", "Qwen3-30B-A3B", "Mixtral-8x7B", "gemma-2-9b", "Llama-3.1-8B"],
+)
+def test_weights_take_what_was_published(config: dict[str, Any], total_size: int) -> None:
+    options = EngineConfig(max_num_seqs=1, max_model_len=4096)
+    assert plan(parse_config(config), read_machine("b200"), options).weight_bytes == total_size
+
+
+def test_every_number_of_a_tiny_model() -> None:
+    found = plan(parse_config(TINY), one(), OPTIONS)
+    assert found.weight_bytes == 2 * (PRODUCTS + NORMS + 2 * HEAD)
+    assert found.state_bytes == 3 * 100 * 8
+    per_token = 2 * 2 * 4 * 2  # key and value, heads, channels, bytes
+    assert found.kv_bytes_per_row == 48 * per_token
+    # Attention of decode rows: key and value of 256 positions twice in float32, and their scores.
+    scratch = 3 * 256 * 4 * (2 * 2 * 2 * 4 + 4)
+    # Of a chunk of 32 tokens: 2 blocks, and one more for each row.
+    scratch = max(scratch, 5 * 128 * 4 * (2 * 2 * 2 * 4 + 16 * 4))
+    assert (found.temp_bytes, found.is_temp_compiled) == (scratch, False)
+    assert found.usable_bytes == 85_500  # 0.9 of 0.95
+    assert not found.fits  # scratch memory alone is too large
+    assert found.problem is not None
+    assert "scratch" in found.problem
+
+
+def test_the_steps_of_a_tiny_model() -> None:
+    found = plan(parse_config(TINY), one(), OPTIONS)
+    decode, prefill = found.decode, found.prefill
+    assert decode is not None
+    assert prefill is not None
+    per_token = 2 * 2 * 4 * 2
+    read = 2 * (PRODUCTS + NORMS + HEAD + 3 * 8) + 3 * (48 + 1) * per_token
+    attended = 4 * 4 * 4  # heads, 2 products of 2 operations, channels
+    operations = 2 * 3 * (PRODUCTS + HEAD) + 3 * 48 * attended
+    assert (decode.tokens, decode.bytes, decode.operations) == (3, read, operations)
+    assert decode.least_s == pytest.approx(read / 1e6)
+    assert decode.is_bound_by_memory
+    # The first 32 tokens of one row: 1 + 2 + ... + 32 positions, and the head once.
+    assert prefill.operations == 2 * (32 * PRODUCTS + HEAD) + 32 * 33 // 2 * attended
+    assert prefill.bytes == 2 * (PRODUCTS + NORMS + HEAD + 32 * 8) + (32 + 32) * per_token
+    slow = plan(parse_config(TINY), one(flops_per_s=1e6), OPTIONS).prefill
+    assert slow is not None
+    assert slow.least_s == pytest.approx(prefill.operations / 1e6)
+    assert not slow.is_bound_by_memory
+
+
+def test_a_window_bounds_what_is_read_and_kept() -> None:
+    config = TINY | {
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": 16,
+        "max_position_embeddings": 64,
+    }
+    found = plan(parse_config(config), one(memory_bytes=10**9), OPTIONS)
+    per_token = 2 * 2 * 4 * 2
+    assert found.kv_bytes_per_row == 16 * per_token
+    assert found.decode is not None
+    weights = 2 * (
+        PRODUCTS + NORMS - 2 * PADDED + HEAD + 3 * 8
+    )  # this family has no norms of queries and keys
+    assert found.decode.bytes == weights + 3 * (16 + 1) * per_token
+    assert found.fits
+
+
+def test_experts_are_read_as_often_as_they_are_drawn() -> None:
+    """With one of two experts for a token, three tokens leave one of them out by 1/2 ** 3."""
+    config = TINY | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    found = plan(parse_config(config), one(memory_bytes=10**9), OPTIONS)
+    assert found.decode is not None
+    expert = 3 * 16 * 8
+    attention = PRODUCTS - expert
+    per_token = 2 * 2 * 4 * 2
+    kept = 3 * (48 + 1) * per_token
+    drawn = 2 * expert * (1 - 0.5**3)
+    assert found.decode.bytes == 2 * (attention + NORMS + HEAD + 2 * 8 + 3 * 8 + drawn) + kept
+    products = attention + HEAD + 2 * 8 + expert
+    assert found.decode.operations == 2 * 3 * products + 3 * 48 * 4 * 4 * 4
+
+
+def test_the_cache_holds_what_the_memory_leaves() -> None:
+    found = plan(parse_config(TINY), one(memory_bytes=10**6), OPTIONS)
+    left = 855_000 - found.weight_bytes - found.state_bytes - found.temp_bytes
+    assert (found.fits, found.kv_bytes, found.kv_tokens) == (True, left, left // 32)
+    tight = plan(parse_config(TINY), one(memory_bytes=10**6), OPTIONS, temp_bytes=846_000)
+    assert (tight.fits, tight.is_temp_compiled, tight.temp_bytes) == (False, True, 846_000)
+
+
+def test_a_model_is_cut_over_devices() -> None:
+    """Products, heads of keys and the head are halves; norms and the table of embeddings are whole."""
+    found = plan(parse_config(TINY), Machine(one().chip, 2), OPTIONS)
+    assert found.weight_bytes == 2 * (PRODUCTS // 2 + NORMS + HEAD + HEAD // 2)
+    assert found.kv_bytes_per_row == 48 * 2 * 4 * 2
+    three = plan(parse_config(TINY), Machine(one().chip, 3), OPTIONS)
+    assert not three.fits
+    assert three.problem is not None
+    assert "num_attention_heads are 4" in three.problem
+
+
+@pytest.mark.parametrize("name", ["h100", "tpu-v5e-4", "tpu-v7x-8"])
+def test_machines_have_names(name: str) -> None:
+    assert read_machine(name).name == name
+
+
+@pytest.mark.parametrize("name", ["h101", "h100-0", "tpu", "", "h100-"])
+def test_an_unknown_machine_is_refused_with_all_names(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^for: .*tpu-v5e-4.*rtx5090"):
+        read_machine(name)
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+def test_a_chip_has_its_source_and_plausible_rates(chip: Chip) -> None:
+    """A rate in the wrong unit would be off by a thousand."""
+    assert chip.source.startswith("https://")
+    assert 10 * 2**30 < chip.memory_bytes < 300 * 2**30
+    assert 100 < chip.flops_per_s / chip.bytes_per_s < 1000
+    assert 1 <= chip.int8_ops_per_s / chip.flops_per_s <= 4

@@ -1,0 +1,95 @@
+"""`penstock plan` through main(): what it prints, and its exit codes. The numbers are tested in
+tests/runtime/planning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.__main__ import main
+from penstock.runtime.planning import absent
+from tests.support.models.configs import published
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run `penstock plan ...`. Returns exit code, stdout and stderr."""
+    monkeypatch.setattr(absent, "prepare", lambda: None)  # this process goes on with other tests
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        code = main(["plan", *arguments])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return command
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(published("Qwen3-8B")))
+    return str(tmp_path)
+
+
+def test_the_smallest_machine_that_holds_the_rows(run: Run, qwen: str) -> None:
+    """32 rows of 8,192 tokens need 38.7 GB of cache beside 16.4 GB of weights: three v5e would do."""
+    code, shown, _ = run(qwen, "--context", "8192", "--rows", "32")
+    assert code == 0
+    *table, verdict = shown.splitlines()
+    assert verdict == "The machine with the least memory that holds 32 rows of 8,192 tokens: tpu-v5e-4."
+    fits = {line.split()[0]: line.split()[3] for line in table[1:]}
+    assert (fits["tpu-v5e-2"], fits["tpu-v5e-4"], fits["rtx4090"]) == ("no", "yes", "no")
+
+
+def test_one_machine(run: Run, qwen: str) -> None:
+    code, shown, _ = run(qwen, "--for", "h100-2", "--context", "8192", "--rows", "32")
+    assert code == 0
+    lines = shown.splitlines()
+    assert lines[0] == "32 rows of 8,192 tokens fit on h100-2. Sizes are those of each device."
+    assert "  weights   8.21 GiB" in lines  # the table of embeddings is whole on each
+    assert any(line.startswith("  decode    32 tokens: ") and line.endswith(", by memory") for line in lines)
+
+
+def test_json_of_what_does_not_fit(run: Run, qwen: str) -> None:
+    code, shown, _ = run(qwen, "--for", "rtx4090", "--rows", "64", "--context", "8192", "--json")
+    assert code == 1
+    told = json.loads(shown)
+    assert told["smallest"] is None
+    (machine,) = told["machines"]
+    assert machine["weight_bytes"] == 16_381_470_720
+    assert "64 rows need" in machine["problem"]
+    assert machine["decode"]["tokens"] == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--for", "abacus"], "for: abacus is no chip of the table"),
+        (["--compile"], "compile: say for which chip, with --for"),
+        (["--context", "99999"], "max_model_len: 99999 is more than the model's own 40960"),
+        (["--rows", "0"], "max_num_seqs: must be from 1 to 4096, not 0"),
+    ],
+)
+def test_what_is_refused(run: Run, qwen: str, arguments: list[str], problem: str) -> None:
+    code, _, told = run(qwen, *arguments)
+    assert code == 1
+    assert problem in told
+
+
+def test_a_folder_without_config_json_is_refused(run: Run, tmp_path: Path) -> None:
+    code, _, told = run(str(tmp_path))
+    assert code == 1
+    assert "is no folder that holds config.json" in told
+
+
+def test_a_compiler_that_is_missing_is_named(run: Run, qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(absent, "lacking", lambda chip: "libtpu")
+    code, _, told = run(qwen, "--for", "tpu-v5e", "--compile")
+    assert code == 1
+    assert "compile: libtpu is not installed, which compiles for tpu-v5e" in told
+    assert "pip install libtpu" in told
