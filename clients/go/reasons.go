@@ -82,6 +82,8 @@ const (
 	ErrWeightsIncomplete Reason = "WEIGHTS_INCOMPLETE"
 	// ErrEngineDead: the server's engine had died before the request came.
 	ErrEngineDead Reason = "ENGINE_DEAD"
+	// ErrGroupEnded: one of the processes over which the model is cut was lost; they start again.
+	ErrGroupEnded Reason = "GROUP_ENDED"
 	// ErrUnavailable: all processes that compile grammars are busy.
 	ErrUnavailable Reason = "UNAVAILABLE"
 	// ErrNonFiniteLogits: the model computed NaN or infinity for this request.

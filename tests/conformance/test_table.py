@@ -27,6 +27,7 @@ UNREACHABLE = {
     "PROFILE_FAILED": "it needs a disk that is full",
     "GENERATION_FAILED": "it needs a fault",
     "ENGINE_DEAD": "a server whose engine has died ends",
+    "GROUP_ENDED": "it needs a process that is lost",
     "INTERNAL": "it needs a bug",
 }
 """Reasons that no case is answered with. Tests of the service have them."""

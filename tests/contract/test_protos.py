@@ -106,14 +106,15 @@ def test_checked_in_code_is_what_the_files_generate(tmp_path: Path) -> None:
     assert (different, missing) == ([], []), "run `make proto`"
 
 
-def test_checked_in_code_of_gateways_is_what_the_files_generate(tmp_path: Path) -> None:
+def test_checked_in_code_of_gateways_and_groups_is_what_the_files_generate(tmp_path: Path) -> None:
     generate = buf("generate", "--template", "buf.gen.gateways.yaml", "--output", str(tmp_path))
     assert generate.returncode == 0, generate.stderr
-    fresh = tmp_path / GATEWAYS.relative_to(REPOSITORY)
-    names = {path.name for path in GATEWAYS.glob("*_pb2.py*")} | {path.name for path in fresh.iterdir()}
-    assert names
-    _, different, missing = filecmp.cmpfiles(GATEWAYS, fresh, names, shallow=False)
-    assert (different, missing) == ([], []), "run `make proto`"
+    for folder in (GATEWAYS, GATEWAYS.with_name("group")):
+        fresh = tmp_path / folder.relative_to(REPOSITORY)
+        names = {path.name for path in folder.glob("*_pb2.py*")} | {path.name for path in fresh.iterdir()}
+        assert names
+        _, different, missing = filecmp.cmpfiles(folder, fresh, names, shallow=False)
+        assert (different, missing) == ([], []), "run `make proto`"
 
 
 def test_the_client_allows_exactly_the_libraries_that_the_code_is_generated_for() -> None:

@@ -183,11 +183,14 @@ class FakeEngine:
 
     def die(self, message: str = "the device is gone") -> None:
         """Die as the real engine does when its thread fails."""
+        self.give_up(EngineFailure(message))
+
+    def give_up(self, failure: EngineFailure) -> None:
         with self._changed:
-            self.failure = EngineFailure(message)
+            self.failure = failure
             for watch in self._watches:
                 watch()
-            self._fail_all(self.failure)
+            self._fail_all(failure)
 
     def _fail_all(self, error: Exception) -> None:
         for running in [*self._running.values(), *self._waiting.values()]:

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.service.access.rates import Clock
 from penstock.service.backend import Backend
+from penstock.service.group.leader import GroupLeader
 from penstock.service.options import ServerOptions
 from penstock.service.server import PenstockServer
 from penstock.service.servicers.serving import Serving
@@ -90,6 +91,7 @@ async def serving(
     channel_options: Sequence[tuple[str, Any]] = (),
     usage: UsageSink | None = None,
     rates_clock: Clock = time.monotonic,
+    group: GroupLeader | None = None,
     **options: Any,
 ) -> AsyncIterator[Rig]:
     """A server on `engine` (by default a free-running fake one).
@@ -98,7 +100,7 @@ async def serving(
     last spans have what is left of the grace: without any they would be lost on a busy machine.
     """
     engine = engine or FakeEngine(codec=CODEC)
-    fronts = FRONT_PROCESSES if options.get("port", 0) is not None else 0
+    fronts = FRONT_PROCESSES if options.get("port", 0) is not None and group is None else 0
     grace_s = 0.0 if tracing is None else WAIT_S
     server = PenstockServer(
         ServerOptions(**({"port": 0, "grace_s": grace_s, "front_processes": fronts} | options)),
@@ -106,6 +108,7 @@ async def serving(
         collector=collector,
         usage=usage,
         rates_clock=rates_clock,
+        group=group,
     )
     await server.start()
     server.attach(engine)

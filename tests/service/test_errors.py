@@ -82,6 +82,7 @@ SAMPLES = [
     (errors.UnknownModel("x", "y"), "NOT_FOUND", "UNKNOWN_MODEL", {"model": "x", "served_model": "y"}),
     (errors.EngineFailure("gone"), "INTERNAL", "ENGINE_FAILURE", {}),
     (errors.EngineDead("gone"), "UNAVAILABLE", "ENGINE_DEAD", {}),
+    (errors.GroupEnded("gone"), "UNAVAILABLE", "GROUP_ENDED", {"cause": "gone"}),
     (errors.GenerationError("no"), "INTERNAL", "GENERATION_FAILED", {}),
     (errors.NonFiniteLogits(), "INTERNAL", "NON_FINITE_LOGITS", {}),
     (

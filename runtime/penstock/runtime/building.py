@@ -31,6 +31,8 @@ from penstock.runtime.execution.images import encode_buckets
 from penstock.runtime.execution.kv_sizing import KVPlan, device_kv_bytes, plan_kv, prefix_cache_pages
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.execution.runner_config import RunnerConfig
+from penstock.runtime.following.interface import DispatchLog
+from penstock.runtime.following.leading import LeadingRunner
 from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
 from penstock.runtime.grammar.compile.on_demand import CompilerOnDemand
 from penstock.runtime.grammar.vocabulary import rule_and_ends
@@ -75,9 +77,15 @@ class EngineParts:
     """Reads the pictures of prompts; None for a model that takes none."""
 
 
-def build(model: ServedModel, options: EngineConfig, backend: Backend | None = None) -> EngineParts:
+def build(
+    model: ServedModel,
+    options: EngineConfig,
+    backend: Backend | None = None,
+    log_of_calls: DispatchLog | None = None,
+) -> EngineParts:
     """Sizes the KV cache and everything that depends on it, and makes the parts. ConfigError if the options
-    cannot be met. `backend` None: the backend of the device that holds the model's weights.
+    cannot be met. `backend` None: the backend of the device that holds the model's weights. `log_of_calls`:
+    takes the runner's calls, for followers.
     """
     if backend is None:
         first = jax.tree.leaves(model.weights)[0]
@@ -99,7 +107,8 @@ def build(model: ServedModel, options: EngineConfig, backend: Backend | None = N
     groups = cache.groups(config.page_size, shapes.kv_dtype)
     kv = kv_plan(model, config, shapes, device_bytes=_free_bytes(model, config, shapes, backend))
     shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len, num_snapshots=kv.num_snapshots)
-    runner = ModelRunner(model.graphdef, model.weights, model.cache, shapes, backend)
+    parts = (model.graphdef, model.weights, model.cache, shapes, backend)
+    runner = ModelRunner(*parts) if log_of_calls is None else LeadingRunner(*parts, log_of_calls)
     batch_invariant = model.is_native and runner.device.attends_batch_invariantly
     is_native = batch_invariant if backend.needs_all_native else runner.device.decodes_natively
     if config.native == "require" and not is_native:

@@ -28,6 +28,8 @@ from penstock.runtime.config import EngineConfig, ResolvedConfig
 from penstock.runtime.errors import ConfigError, InvalidRequest, Violation
 from penstock.runtime.execution.backend import Backend, choose_backend
 from penstock.runtime.execution.cpu_threads import start_backends
+from penstock.runtime.following.interface import DispatchLog, Lead
+from penstock.runtime.following.joining import joined
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.images.reader import ImageReader
@@ -184,6 +186,7 @@ class Engine(EngineCore):
         backend: Backend | None = None,
         observer: Observer | None = None,
         sampling_params_callback: SamplingCallback | None = None,
+        log_of_calls: DispatchLog | None = None,
     ) -> None:
         """Make all parts of the engine; programs are compiled by `start`. ConfigError where the options
         cannot be met.
@@ -191,9 +194,12 @@ class Engine(EngineCore):
         `backend` is the one that the model was loaded for; None: that of the device on which its weights are.
         `observer` sees every step. `sampling_params_callback` sees every request before it is queued, in the
         caller's thread, and returns the sampling it is to have; it must be quick. What it returns is checked
-        as a caller's own would be, and an error that it raises is the caller's answer.
+        as a caller's own would be, and an error that it raises is the caller's answer. `log_of_calls` takes
+        the runner's calls, for followers; None: there are none.
         """
-        parts = build(model, config, backend)
+        if log_of_calls is not None:  # followers get no tensors
+            model = dataclasses.replace(model, rules=None, rules_for=None)
+        parts = build(model, config, backend, log_of_calls)
         self.config: ResolvedConfig = parts.config
         self.info: ModelInfo = parts.info
         self.images: ImageReader | None = parts.images
@@ -245,12 +251,19 @@ class Engine(EngineCore):
         *,
         observer: Observer | None = None,
         sampling_params_callback: SamplingCallback | None = None,
+        lead: Lead | None = None,
     ) -> Self:
-        """Load "demo", a checkpoint directory or a Hugging Face hub id. Raises ConfigError."""
+        """Load "demo", a checkpoint directory or a Hugging Face hub id. Raises ConfigError. `lead`: the group
+        of processes whose leader this one is; None: it has all devices itself. GroupEnded if a follower is
+        lost meanwhile.
+        """
         config = config or EngineConfig()
         threads = config.threads or available_processors()
-        devices = start_backends(threads, config.tensor_parallel_size or 1)
-        config = with_mesh_size(config, model, devices)
+        if lead is None:
+            devices = start_backends(threads, config.tensor_parallel_size or 1)
+            config = with_mesh_size(config, model, devices)
+        else:
+            devices = joined(model, config, lead.options, lead.log.meet)
         backend = choose_backend(config, *devices)
         return cls(
             load_model(model, config, backend),
@@ -258,6 +271,7 @@ class Engine(EngineCore):
             backend=backend,
             observer=observer,
             sampling_params_callback=sampling_params_callback,
+            log_of_calls=None if lead is None else lead.log,
         )
 
     # -- life --

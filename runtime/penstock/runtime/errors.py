@@ -34,7 +34,8 @@ PenstockError
 ├── GenerationError              unexpected: one request cannot go on; the engine serves the others
 │   └── NonFiniteLogits          the model computed NaN or infinity
 └── EngineFailure                unexpected: a bug or the device failed; the engine is dead
-    └── EngineDead               the engine had died before it was asked; another engine may take the request
+    ├── EngineDead               the engine had died before it was asked; another engine may take the request
+    └── GroupEnded               another process that has a part of the model was lost
 
 The service maps each class to one gRPC status in one table; a test proves that none is missing.
 """
@@ -372,3 +373,11 @@ class EngineFailure(PenstockError):
 
 class EngineDead(EngineFailure):
     """The engine had died before the caller asked for anything; `__cause__` holds the failure."""
+
+
+class GroupEnded(EngineFailure):
+    """A process of the group that has the model was lost, or hangs, so all of them end and start again."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"the group of processes that has the model has ended: {reason}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import traceback
 
-from penstock.runtime.errors import EngineFailure, GenerationError
+from penstock.runtime.errors import EngineFailure, GenerationError, GroupEnded
 
 
 def describe(error: BaseException) -> str:
@@ -36,6 +36,9 @@ def engine_failure(error: BaseException) -> EngineFailure:
     device, which would otherwise live as long as the failure. So `error` must have been raised on this thread
     only: clearing a frame in which another thread waits, as in a coroutine, would end that.
     """
+    if isinstance(error, GroupEnded):
+        traceback.clear_frames(error.__traceback__)
+        return error
     failure = EngineFailure(f"the engine failed: {describe(error)}")
     failure.__cause__ = error
     traceback.clear_frames(error.__traceback__)

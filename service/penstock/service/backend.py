@@ -12,6 +12,7 @@ from typing import Protocol
 
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.config import ResolvedConfig
+from penstock.runtime.errors import EngineFailure
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.images.image import ImageLimits
 from penstock.runtime.images.reader import ImageReader
@@ -232,6 +233,10 @@ class Backend(Protocol):
         """Tell whether the engine's thread makes progress. May be called on any thread, and waits for no
         lock.
         """
+        ...
+
+    def give_up(self, failure: EngineFailure) -> None:
+        """End the engine because of something that its own thread cannot notice, and tell every request."""
         ...
 
     def on_failure(self, callback: Callable[[], None]) -> None:

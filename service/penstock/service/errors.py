@@ -255,6 +255,10 @@ TABLE: Mapping[type[errors.PenstockError], StatusRow] = {
     # INTERNAL, so that clients do not send the request that may have killed this engine to the next one.
     # Later requests get ENGINE_DEAD, which clients may retry.
     errors.EngineFailure: StatusRow(Code.INTERNAL, "ENGINE_FAILURE"),
+    # The processes start again, and another server may take the request at once.
+    errors.GroupEnded: StatusRow(
+        Code.UNAVAILABLE, "GROUP_ENDED", lambda e: {"cause": e.reason}, retry_after_s=lambda e: 2.0
+    ),
     errors.EngineDead: StatusRow(Code.UNAVAILABLE, "ENGINE_DEAD", retry_after_s=lambda e: 2.0),
 }
 

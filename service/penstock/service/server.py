@@ -15,17 +15,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import grpc
 
-from penstock.runtime.errors import ConfigError
+from penstock.runtime.errors import ConfigError, GroupEnded
 from penstock.service.access.keys import Keys
 from penstock.service.access.rates import Clock
 from penstock.service.addresses import Addresses, Serve
 from penstock.service.backend import Backend, Info
 from penstock.service.counts import show_counts
+from penstock.service.group.leader import GroupLeader
 from penstock.service.identity import new_instance_id
 from penstock.service.lifecycle import health
 from penstock.service.lifecycle.underway import Calls
@@ -77,6 +78,7 @@ class PenstockServer:
         instance_id: str | None = None,
         usage: UsageSink | None = None,
         rates_clock: Clock = time.monotonic,
+        group: GroupLeader | None = None,
     ) -> None:
         """Take the addresses. Raises ConfigError if one cannot be had, or the keys cannot be read.
 
@@ -84,6 +86,7 @@ class PenstockServer:
         With a `collector` metrics are pushed there.
         `instance_id` is made here unless given. `usage` is told what each request used, in place of
         `options.usage_file`. `rates_clock` gives the seconds that the rates of keys are measured by.
+        `group`: whom the followers of this process call; it is stopped with the server.
         """
         self._options = options
         self._tracing = tracing
@@ -115,7 +118,10 @@ class PenstockServer:
             budget=self._budget,
             tracing=tracing,
         )
-        self._services = Services(self._health, options.features)
+        self._group = group
+        if group is not None:
+            group.on_end = partial(self._lose_group, on_this_loop(self._refuse_without_group))
+        self._services = Services(self._health, options.features, group)
         self.serving: Serving | None = None
         """What its RPCs share, once an engine is attached."""
         self._engine: Backend | None = None
@@ -237,6 +243,8 @@ class PenstockServer:
         self._readiness.allow("starting")
         self._engine.on_failure(on_this_loop(self._bury))
         self._engine.on_ready_changed(on_this_loop(self._look_at_weights))
+        if self._group is not None:
+            self._group.watch(self._engine.pulse)
         if self._options.watchdog_s:
             self._watchdog = Watchdog(self._options.watchdog_s, self._engine.pulse, self._mark_hanging)
             self._watchdog.start()
@@ -261,6 +269,16 @@ class PenstockServer:
         assert self._engine is not None
         log.error("the engine is dead, so the server ends: %s", self._engine.failure)
         self._readiness.refuse("dead")
+        self._failed.set()
+
+    def _lose_group(self, refuse: Callable[[], None], error: GroupEnded) -> None:
+        """Called on any thread."""
+        refuse()
+        if self._engine is not None:
+            self._engine.give_up(error)
+
+    def _refuse_without_group(self) -> None:
+        self._readiness.refuse("group")
         self._failed.set()
 
     def _lose_address(self, error: BaseException | None) -> None:
@@ -307,6 +325,8 @@ class PenstockServer:
         drained = draining is None or await draining
         if end is not None and not drained:
             await end.abort(self._options.grace_s)
+        if self._group is not None:
+            await in_thread(self._group.stop)
         await self._calls.wait_idle(_LAST_REPLIES_S)
         await self.addresses.stop(_LAST_WORDS_S)
         await leaving

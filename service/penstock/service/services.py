@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from penstock.service.gateways import vllm_service
+from penstock.service.group.leader import GroupLeader, add_group_service
 from penstock.service.identity import version
 from penstock.service.lifecycle import health
 from penstock.service.lifecycle.underway import LateServicer
@@ -28,8 +29,11 @@ SERVICES = (_INFERENCE.full_name, _CONTROL.full_name)
 class Services:
     """The contract's services, health, reflection, and what gateways ask for."""
 
-    def __init__(self, health_servicer: health.Health, features: Features) -> None:
-        self._health = health_servicer
+    def __init__(
+        self, health_servicer: health.Health, features: Features, group: GroupLeader | None = None
+    ) -> None:
+        """`group`: whom followers call; None: the server leads no group."""
+        self._health, self._group = health_servicer, group
         self._inference, self._control = LateServicer(_INFERENCE), LateServicer(_CONTROL)
         self._vllm = LateServicer(vllm_service.SERVICE) if features.vllm_service else None
 
@@ -44,6 +48,8 @@ class Services:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if self._vllm is not None:
             vllm_service.add_vllm_service(self._vllm, server)
+        if self._group is not None:
+            add_group_service(self._group, server)
         enable_reflection([*self._names(), health.SERVICE_NAME], server)
 
     def bind(self, serving: Serving, updates: WeightUpdates, profiles: Profiles, *, instance_id: str) -> None:

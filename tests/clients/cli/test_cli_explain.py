@@ -34,6 +34,7 @@ OWN = {
     "DRAINING": r"gpu1:50051 is shutting down; try again when it is back",
     "NOT_READY": r"gpu1:50051 is still loading; try again in a moment",
     "ENGINE_DEAD": r"the engine of gpu1:50051 is dead .* try again when",
+    "GROUP_ENDED": r"the processes of gpu1:50051 start again .* try again when",
     "INVALID_TENSORS": r"the server refused the weights, .* old ones are in use: a: is missing$",
     "CHECKSUM_MISMATCH": r"the server refused the weights, .* old ones are in use: a: is missing$",
     "GENERATION_CHANGED": r"look at the weights in use with `penstock info`, and decide anew",

@@ -33,6 +33,7 @@ REASONS = [
     ("KEY_EXPIRED", Code.UNAUTHENTICATED, api.KeyExpired),
     ("FORBIDDEN", Code.PERMISSION_DENIED, api.Forbidden),
     ("ENGINE_DEAD", Code.UNAVAILABLE, api.EngineDead),
+    ("GROUP_ENDED", Code.UNAVAILABLE, api.GroupEnded),
     ("WEIGHTS_TOO_OLD", Code.FAILED_PRECONDITION, api.WeightsTooOld),
     ("INVALID_TENSORS", Code.INVALID_ARGUMENT, api.TensorsRefused),
     ("CHECKSUM_MISMATCH", Code.DATA_LOSS, api.TensorsRefused),

@@ -500,7 +500,9 @@ def test_traces_and_server_have_the_same_id(run: Run, monkeypatch: pytest.Monkey
         told.append(instance_id)
         return argparse.Namespace(shutdown=lambda timeout_s: None)
 
-    def server(options: ServerOptions, tracing: Any, *, collector: Collector, instance_id: str) -> Any:
+    def server(
+        options: ServerOptions, tracing: Any, *, collector: Collector, instance_id: str, **_: Any
+    ) -> Any:
         told.extend([instance_id, str(collector.resource.attributes["service.instance.id"])])
         raise ConfigError("no server today")
 

@@ -26,6 +26,7 @@
     │   ├── Draining                   the server is shutting down
     │   ├── NotReady                   the server is still loading or compiling
     │   ├── EngineDead                 the server's engine is dead; the server must be restarted
+    │   ├── GroupEnded                 the server's processes have lost one of them, and start again
     │   └── Unreachable                nobody answers at that address
     ├── LimitExceeded                  another limit: a message's size, a stalled reader
     ├── Conflict                       another caller was first
@@ -252,6 +253,12 @@ class NotReady(UnavailableError):
 class EngineDead(UnavailableError):
     """The server's engine is dead, and the server does not answer until it is restarted. Another
     server may.
+    """
+
+
+class GroupEnded(UnavailableError):
+    """The model of the server is cut over several processes, one of which was lost while it had the request.
+    All of them end and start again. Another server may answer.
     """
 
 

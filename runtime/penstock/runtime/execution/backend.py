@@ -271,10 +271,14 @@ def _uses_kernels(config: EngineConfig, device: jax.Device) -> bool:
 
 
 def _memory_of(devices: Sequence[jax.Device]) -> Callable[[], DeviceMemory | None]:
-    """Tells the memory of the device that has the least left, because all get arrays of equal sizes."""
+    """Tells the memory of the device of this process that has the least left, because all get arrays of equal
+    sizes.
+    """
+
+    own = [device for device in devices if device.process_index == jax.process_index()]
 
     def memory() -> DeviceMemory | None:
-        told = [device.memory_stats() for device in devices]
+        told = [device.memory_stats() for device in own]
         if not all(stats and "bytes_limit" in stats for stats in told):
             return None
         fullest = min(told, key=lambda stats: stats["bytes_limit"] - stats["bytes_in_use"])

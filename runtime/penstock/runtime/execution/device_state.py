@@ -21,7 +21,7 @@ from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_programs import KVCache, Weights
 from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.ops.cache_spec import CacheSpec
-from penstock.runtime.ops.device_arrays import zeros, zeros_maker
+from penstock.runtime.ops.device_arrays import put_own, zeros, zeros_maker
 from penstock.runtime.ops.sampler import RowState
 
 
@@ -67,11 +67,10 @@ class DeviceState:
         return dict(zip(self._paths, self.leaves, strict=True))
 
     def place(self, path: ParamPath, leaf: npt.NDArray[Any]) -> jax.Array:
-        """Put a host array where the leaf at this path lies now. On CPU an aligned array is taken as it is,
-        and must not be written again.
+        """Put a host array where the leaf at this path lies now; it has what the devices of this process
+        have of the leaf. On CPU an aligned array is taken as it is, and must not be written again.
         """
-        placed: jax.Array = jax.device_put(leaf, self.leaves_by_path[path].sharding)
-        return placed
+        return put_own(leaf, self.leaves_by_path[path].sharding)
 
     def replace_leaves(self, new: Mapping[ParamPath, jax.Array | npt.NDArray[Any]]) -> None:
         """Swap in new leaves. They have the old ones' shapes and dtypes, so nothing is compiled again. If

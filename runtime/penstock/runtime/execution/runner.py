@@ -41,6 +41,7 @@ from penstock.runtime.grammar.masks.fill import MaskFiller, mask_threads
 from penstock.runtime.grammar.masks.step_masks import StepMasks
 from penstock.runtime.loop.interface import StepShape
 from penstock.runtime.ops.cache_spec import CacheSpec
+from penstock.runtime.ops.device_arrays import put_whole
 from penstock.runtime.ops.sampler import read_logprobs
 from penstock.runtime.ops.sampling_codes import NON_FINITE
 from penstock.runtime.requests.constraint import TokenConstraint, mask_words
@@ -174,7 +175,7 @@ class ProgramCalls:
         self._config = config
         words = mask_words(config.vocab_size)
         self._no_masks = {
-            rows: jax.device_put(np.zeros((rows, words), np.int32), device.sharding)
+            rows: put_whole(np.zeros((rows, words), np.int32), device.sharding)
             for rows in config.buckets.row_buckets
         }
 
@@ -218,27 +219,38 @@ class ProgramCalls:
         bias = request.bias_row
         if bias is None:
             bias = bias_row(request.sampling, self._config.vocab_size)
+        self.admit(packed, bias)
+
+    def admit(self, packed: Ints, bias: NDArray[np.float32]) -> None:
+        """Fill a feature slot, see `make_admission`."""
         self._device.rows = self.programs.admission(self._device.rows, packed, bias)
 
     def write_tables(self, buffers: Iterable[Ints]) -> None:
         """Write whole page tables, from the buffers of `Slots.table_rows`."""
         for packed in buffers:
-            self._device.rows = self.programs.table_rows(self._device.rows, packed)
+            self.write_table_rows(packed)
+
+    def write_table_rows(self, packed: Ints) -> None:
+        """Write page tables, see `make_table_rows`."""
+        self._device.rows = self.programs.table_rows(self._device.rows, packed)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy pages within the cache."""
-        device = self._device
-        pairs = pack_page_copies(copies, self._config.max_num_seqs, device.num_pages)
-        device.kv = self.programs.copy_pages(device.kv, pairs)
+        self.copy_pairs(pack_page_copies(copies, self._config.max_num_seqs, self._device.num_pages))
+
+    def copy_pairs(self, pairs: Ints) -> None:
+        """Copy pages within the cache, see `make_page_copies`."""
+        self._device.kv = self.programs.copy_pages(self._device.kv, pairs)
 
     def encode(self, encodes: Sequence[Encode]) -> None:
         """Encode pictures into the pool."""
         config, vision = self._config, self._config.vision
         assert vision is not None, "a plan encodes pictures for a model that reads none"
         for encode in encodes:
-            self._encode(encode_call(vision, config.encode_buckets, config.pool_rows, encode))
+            self.encode_one(encode_call(vision, config.encode_buckets, config.pool_rows, encode))
 
-    def _encode(self, call: EncodeCall) -> None:
+    def encode_one(self, call: EncodeCall) -> None:
+        """Encode one picture into the pool, see `make_encode`."""
         device = self._device
         program = self.programs.encodes[call.bucket]
         device.pool = program(device.leaves, device.pool, call.inputs, call.packed)
@@ -265,7 +277,7 @@ class ProgramCalls:
         self.write_tables(slots.table_rows([0]))
         if self._config.vision is not None:
             config = self._config
-            self._encode(encode_call(self._config.vision, config.encode_buckets, config.pool_rows, None))
+            self.encode_one(encode_call(self._config.vision, config.encode_buckets, config.pool_rows, None))
         jax.block_until_ready((self._device.rows, self._device.kv, self._device.pool))
 
     def all_allowed(self, rows: int) -> Ints:
@@ -328,11 +340,18 @@ class ModelRunner:
 
     def compile(self) -> None:
         """Compiles every program, and runs each once on padding only."""
+        self._calls = self.make_calls(self.compiled())
+        self._calls.warm_up(self._slots)
+
+    def compiled(self) -> Programs:
+        """Compiles every program."""
         if not self.device.num_pages:
             raise ConfigError("initialize_kv_cache comes before compile")
-        programs = self.device.builder(self.device.num_pages).compile_all()
-        self._calls = ProgramCalls(programs, self.device, self.config)
-        self._calls.warm_up(self._slots)
+        return self.device.builder(self.device.num_pages).compile_all()
+
+    def make_calls(self, programs: Programs) -> ProgramCalls:
+        """What calls the programs."""
+        return ProgramCalls(programs, self.device, self.config)
 
     def start(self) -> None:
         """Count the compilations of the calling thread, the engine's, from now on."""

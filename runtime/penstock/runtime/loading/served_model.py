@@ -28,6 +28,7 @@ from penstock.runtime.loading.dtypes import stored_types
 from penstock.runtime.loading.gguf.file import is_gguf
 from penstock.runtime.loading.gguf.model import read_model
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW, resolve_model
+from penstock.runtime.loading.own_rules import own_devices, own_rules, own_shapes
 from penstock.runtime.loading.pooling import read_answer_tokens, read_pooling
 from penstock.runtime.loading.quantised.checkpoint import find_weights, format_for
 from penstock.runtime.machine import host_memory
@@ -191,11 +192,12 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
     """
     directory = resolve_model(model)
     facts = read_checkpoint(directory, config, backend)
+    own, devices = own_devices(backend.mesh), backend.mesh.size
     leaves = load_leaves(
         directory,
-        facts.rules,
+        own_rules(facts.rules, own, devices),
         facts.tensors,
-        leaf_shapes(facts.config, facts.dtype, facts.linear),
+        own_shapes(leaf_shapes(facts.config, facts.dtype, facts.linear), own, devices),
         placement=cut_sharding(backend.mesh),
         progress=config.show_progress,
         threads=config.threads or available_processors(),

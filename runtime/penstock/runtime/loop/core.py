@@ -131,6 +131,12 @@ class EngineCore:
         if not is_kept:
             callback()
 
+    def give_up(self, failure: EngineFailure) -> None:
+        """End the engine because of something that its own thread cannot notice, and tell every request. The
+        callbacks of `on_failure` come before that. Does nothing if the engine is dead.
+        """
+        self._loop.give_up(failure)
+
     def on_ready_changed(self, callback: Callable[[], None]) -> None:
         """Call `callback` whenever the weights break, so that the engine is not ready, and whenever they are
         whole again; it asks `ready` which of these. It may be called on any thread, and must not block. A

@@ -45,6 +45,11 @@ class Delivery:
         return bool(self._outbox)
 
     @property
+    def is_handing_over(self) -> bool:
+        """Whether sinks are being told."""
+        return self._delivering
+
+    @property
     def is_done(self) -> bool:
         """Whether the sinks have taken all outputs that were posted."""
         return not (self._outbox or self._delivering)

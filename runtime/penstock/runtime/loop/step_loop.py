@@ -15,6 +15,7 @@ import logging
 import time
 from typing import Any
 
+from penstock.runtime.errors import EngineFailure
 from penstock.runtime.failing import engine_failure
 from penstock.runtime.loop.changes import BetweenSteps, refuse
 from penstock.runtime.loop.guard import Annotate, Guard, Life, StepWatch, unannotated
@@ -27,6 +28,7 @@ from penstock.runtime.scheduling.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 3600.0
+_MOMENT_S = 0.5
 
 
 class StepLoop:
@@ -80,7 +82,7 @@ class StepLoop:
 
     def _run(self) -> None:
         steps = self._steps
-        while True:
+        while not self._life.is_dead:
             planned = self._next_plan()
             if planned is not None:
                 steps.dispatch(planned)
@@ -183,13 +185,21 @@ class StepLoop:
         of the others.
         """
         log.error("the engine failed", exc_info=error)
-        failure = engine_failure(error)
-        with self._guard.lock:
+        self.give_up(engine_failure(error))
+        self._steps.forget()
+
+    def give_up(self, failure: EngineFailure) -> None:
+        """End the engine, and tell every request. Any thread may call this, also while the engine's thread
+        hangs, which is waited for no longer than a moment. Does nothing if the engine is dead.
+        """
+        with self._guard.changed:
+            self._guard.changed.wait_for(lambda: not self._delivery.is_handing_over, _MOMENT_S)
+            if self._life.is_dead:
+                return
             watches = self._life.die(failure)
             outputs = self._delivery.fail(failure)
             self._requests.forget_cancelled()
             changes = self._changes.take_unfinished()
-        self._steps.forget()
         for watch in watches:
             try:
                 watch()

@@ -1,4 +1,9 @@
-"""Arrays that are made on the devices where they are kept."""
+"""Arrays that are made on the devices where they are kept, or put there, also where other processes have some
+of the devices.
+
+`jax.device_put` compares an array between all processes, which is a collective for each call. What is here
+compares nothing: each process puts what its own devices have.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 ZerosOf: TypeAlias = Callable[[tuple[int, ...], np.dtype], jax.Array]
 """What an array of zeros is made with, inside a program."""
@@ -41,3 +47,30 @@ def _program(
     shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, zeros_of: ZerosOf
 ) -> Any:
     return jax.jit(partial(zeros_of, shape, dtype), out_shardings=sharding)
+
+
+def put_whole(array: npt.NDArray[Any], sharding: jax.sharding.Sharding) -> jax.Array:
+    """The host array on all devices of `sharding`, each of which has all of it. Every process calls this with
+    the same array.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda _: array)
+
+
+def put_own(array: npt.NDArray[Any], sharding: jax.sharding.Sharding) -> jax.Array:
+    """The array of which the devices of this process have `array`, cut along its first axis. On CPU an
+    aligned array is taken as it is, and must not be written again.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    entries = len(sharding.device_set)
+    return jax.make_array_from_process_local_data(sharding, array, (entries, *array.shape[1:]))
+
+
+def own_part(array: jax.Array) -> npt.NDArray[Any]:
+    """What the devices of this process have of an array, joined along its first axis if it is cut."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
+    return np.concatenate([np.asarray(shard.data) for shard in shards])

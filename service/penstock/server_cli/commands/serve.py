@@ -17,8 +17,11 @@ from penstock import runtime
 from penstock.openai.settings import Settings
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError, PenstockError
+from penstock.runtime.following.interface import Lead
+from penstock.server_cli.processes.follower import GROUP_ENDED, Follower, end_now
 from penstock.server_cli.processes.openai_front import OpenAIFront, front_settings, socket_for_the_front
-from penstock.server_cli.serving.flags import with_flags
+from penstock.server_cli.serving.flags import options_of, with_flags
+from penstock.server_cli.serving.group_flags import GroupFlags, check_server, group_options
 from penstock.server_cli.serving.serve_flags import (
     add_parser,
     engine_config,
@@ -26,6 +29,7 @@ from penstock.server_cli.serving.serve_flags import (
     server_options,
     tracing_options,
 )
+from penstock.service.group.leader import GroupLeader
 from penstock.service.identity import new_instance_id, version
 from penstock.service.limits.bounds import FOR_OTHERS, MANY, raise_limit
 from penstock.service.options import ServerOptions
@@ -48,8 +52,8 @@ _MEMORY_FRACTION = "0.95"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to stop. Returns 0 after a graceful end, and 1 if the server cannot start, or if the
-    engine, an address or the OpenAI front is lost.
+    """Serve until told to stop. Returns 0 after a graceful end, 1 if the server cannot start, or if the
+    engine, an address or the OpenAI front is lost, and GROUP_ENDED if another process of its group is.
     """
     # JAX reads this when it first looks for devices. By its own default a quarter of an accelerator stays
     # unused.
@@ -84,6 +88,8 @@ class _Wanted:
     tracing: Tracing | None
     collector: Collector | None
     instance_id: str
+    group: GroupLeader | None
+    """The group that this process leads."""
     flags: Mapping[str, str]
     """The flags that set the options, by the options' names."""
 
@@ -94,6 +100,12 @@ def _run(args: argparse.Namespace, socket_is_private: bool) -> _End:
         options = server_options(args)
         front = front_settings(args, options)
         config = engine_config(args)
+        group = group_options(args, os.environ)
+        check_server(options, group)
+        if group.is_group and not group.leads:
+            flags = options_of(GroupFlags, args)
+            return _End(Follower(args.model, config, group, options, flags).run(), by_force=True)
+        leader = GroupLeader(group, end_now) if group.leads else None
         instance_id = new_instance_id()
         otlp, named = tracing_options(args), {"version": version(), "instance_id": instance_id}
         collector = open_collector(options.metrics, otlp, **named)
@@ -113,10 +125,13 @@ def _run(args: argparse.Namespace, socket_is_private: bool) -> _End:
                 tracing=tracing,
                 collector=collector,
                 instance_id=instance_id,
+                group=leader,
                 flags=args.flags,
             )
         )
     )
+    if leader is not None:  # JAX's own end would wait for processes that are gone
+        end = _End(GROUP_ENDED if leader.failure is not None else end.code, by_force=True)
     if tracing is not None:
         tracing.shutdown(0.0)  # which the server has done, unless it could not even be made
     if collector is not None:
@@ -133,8 +148,14 @@ async def _serve(wanted: _Wanted) -> _End:
     server = front = None
     try:
         server = PenstockServer(
-            options, wanted.tracing, collector=wanted.collector, instance_id=wanted.instance_id
+            options,
+            wanted.tracing,
+            collector=wanted.collector,
+            instance_id=wanted.instance_id,
+            group=wanted.group,
         )
+        if wanted.group is not None:
+            wanted.group.on_leaving = told_to_stop.set
         if wanted.front is not None:
             front = OpenAIFront(wanted.front)
         if options.metrics.is_exposed:
@@ -180,8 +201,10 @@ async def _serve_with(
     ends = (stopping, failing)
     # `runtime.Engine` loads JAX, which takes a second: until then health is answered, and a mistake in the
     # options or a port in use was told.
+    group = wanted.group
+    led = {} if group is None else {"lead": Lead(group.options, group)}
     loading = asyncio.ensure_future(
-        in_thread(lambda: runtime.Engine.from_pretrained(wanted.model, wanted.config))
+        in_thread(lambda: runtime.Engine.from_pretrained(wanted.model, wanted.config, **led))
     )
     if not await _first(loading, *ends):
         return _End(int(failing.done()), by_force=True)

@@ -39,6 +39,7 @@ from penstock.server_cli.serving.flags import (
     size_or_none,
     size_text,
 )
+from penstock.server_cli.serving.group_flags import GroupFlags, add_group
 from penstock.service.limits.bounds import Bounds
 from penstock.service.listening.connections import ConnectionOptions
 from penstock.service.listening.listen_options import ListenOptions
@@ -95,6 +96,7 @@ def add_parser(subparsers: Subparsers) -> None:
         TracingOptions(),
         MetricsOptions(),
         _Front(),
+        GroupFlags(),
     )
     _add_network(flags.group("network"))
     _add_openai(flags.group("OpenAI's API over HTTP"))
@@ -108,6 +110,7 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_callers(flags.group("callers"))
     _add_weights(flags.group("weight updates"))
     _add_engine(flags.group("engine"))
+    add_group(flags.group("several processes", "all of them have the same flags, but for --process-id"))
     _add_requests(flags.group("requests"))
     _add_replies(flags.group("replies"))
     _add_telemetry(

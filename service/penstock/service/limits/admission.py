@@ -135,6 +135,7 @@ class Kind(enum.Enum):
 _WORK = frozenset({"Generate", "Stream", "Embed", "Score", "Rerank"})
 _UPDATE = "UpdateWeights"
 _WATCH = "WatchLoad"
+_GROUP = "penstock.service.group.GroupService"
 _TOKENIZE = frozenset({"Tokenize", "Detokenize"})
 
 
@@ -153,6 +154,8 @@ def kind_of(method: str) -> Kind:
         return Kind.UPDATE
     if name == _WATCH:
         return Kind.WATCH
+    if service == _GROUP:
+        return Kind.CONTROL
     return Kind.CONTROL if service.startswith(PACKAGES) and name not in _WORK else Kind.WORK
 
 

@@ -21,6 +21,7 @@ from penstock.client import (
     EngineDead,
     Forbidden,
     GenerationChanged,
+    GroupEnded,
     InvalidRequest,
     KeyExpired,
     NotReady,
@@ -75,6 +76,8 @@ def _meaning(error: PenstockClientError, addr: str) -> str:
             return f"{text}; {_again(error)}, or write a simpler grammar"
         case EngineDead():
             return f"the engine of {addr} is dead ({text}); try again when the server has been restarted"
+        case GroupEnded():
+            return f"the processes of {addr} start again ({text}); try again when they have"
         case PromptTooLong():
             return f"{text}; shorten the prompt, or have it cut with --truncation left"
         case UnavailableError():

@@ -33,6 +33,7 @@ final class ErrorTable {
             Map.entry("NOT_READY", UnavailableException.NotReady::new),
             Map.entry("DRAINING", UnavailableException.Draining::new),
             Map.entry("ENGINE_DEAD", UnavailableException.EngineDead::new),
+            Map.entry("GROUP_ENDED", UnavailableException.GroupEnded::new),
             Map.entry("GENERATION_CHANGED", ConflictException.GenerationChanged::new),
             Map.entry("UPDATE_UNDER_WAY", ConflictException.UpdateUnderWay::new),
             Map.entry("PROFILE_UNDER_WAY", ConflictException.ProfileUnderWay::new),

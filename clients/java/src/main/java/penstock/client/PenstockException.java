@@ -21,6 +21,7 @@ import java.util.Optional;
  *   .Denied                   .Unauthenticated, also .KeyExpired; and .Forbidden
  * UnavailableException        the same request may succeed later, or at another server
  *   .QueueFull, .Busy, .RateLimited, .CostlyGrammar, .NotReady, .Draining, .EngineDead
+ *   .GroupEnded
  *   .Unreachable              nobody answers, or the connection broke
  * ConflictException           .GenerationChanged, .UpdateUnderWay, .ProfileUnderWay
  * DeadlineExceededException   the call's timeout passed; also .DrainTimeout

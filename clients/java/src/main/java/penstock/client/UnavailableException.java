@@ -56,6 +56,13 @@ public class UnavailableException extends PenstockException {
         }
     }
 
+    /** One of the processes over which the model is cut was lost; they start again. */
+    public static final class GroupEnded extends UnavailableException {
+        GroupEnded(Failure failure) {
+            super(failure);
+        }
+    }
+
     /** Nobody answers at that address, or the connection broke before an answer came. */
     public static final class Unreachable extends UnavailableException {
         Unreachable(Failure failure) {

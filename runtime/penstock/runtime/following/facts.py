@@ -1,0 +1,90 @@
+"""What must be equal in all processes of a group: versions, options, the model's files, and programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+from pathlib import Path
+
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.execution.program_set import Programs
+from penstock.runtime.execution.runner import ModelRunner
+from penstock.runtime.following.interface import Facts
+from penstock.runtime.loading.hub import resolve_model
+from penstock.runtime.loading.safetensors_files import find_tensors
+
+PROTOCOL = 1
+"""The version of what leader and followers tell each other."""
+_PACKAGES = ("penstock", "jax", "jaxlib", "flax", "numpy")
+_OWN = frozenset(
+    {
+        "compilation_cache",
+        "metrics",
+        "native_folder",
+        "served_model_name",
+        "show_progress",
+        "switch_interval_s",
+        "threads",
+    }
+)
+"""Options that each process may have for itself."""
+_SAMPLE_BYTES = 4096
+_VECTORS = ("amx", "asimd", "avx", "f16c", "fma", "sve")
+
+
+def process_facts(model: str, config: EngineConfig, processes: int) -> Facts:
+    """What can be told before anything is loaded. ConfigError if there is no such model."""
+    options = {
+        field.name: repr(getattr(config, field.name))
+        for field in dataclasses.fields(config)
+        if field.name not in _OWN
+    }
+    return {
+        "the protocol": str(PROTOCOL),
+        "processes": str(processes),
+        **{f"the version of {name}": importlib.metadata.version(name) for name in _PACKAGES},
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "the instruction sets": _instruction_sets(),
+        **options,
+        "the digest of the model's files": model_digest(resolve_model(model)),
+    }
+
+
+def program_facts(runner: ModelRunner, programs: Programs) -> Facts:
+    """What is known once programs are compiled."""
+    return {
+        "the pages of the KV cache": ", ".join(map(str, runner.device.num_pages)),
+        "max_model_len": str(runner.config.max_model_len),
+        "state_snapshots": str(runner.config.num_snapshots),
+        "the list of programs": ", ".join(key.name for key in programs.steps),
+    }
+
+
+def model_digest(directory: Path) -> str:
+    """A digest of the config, and of names, shapes and first bytes of all tensors, in hexadecimal. It does
+    not read all of the weights, which takes minutes for a large model.
+    """
+    digest = hashlib.sha256()
+    for name in ("config.json", "generation_config.json"):
+        file = directory / name
+        digest.update(file.read_bytes() if file.is_file() else b"")
+    for name, tensor in sorted(find_tensors(directory).items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        if tensor.shape and tensor.num_bytes:
+            rows = max(1, _SAMPLE_BYTES * tensor.shape[0] // tensor.num_bytes)
+            digest.update(tensor[0:rows].tobytes()[:_SAMPLE_BYTES])
+    return digest.hexdigest()[:32]
+
+
+def _instruction_sets() -> str:
+    """What Linux says of the processor's vectors; machines of which it differs compute other bits."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    flags = next(
+        (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), []
+    )
+    return " ".join(sorted(flag for flag in flags if flag.startswith(_VECTORS)))

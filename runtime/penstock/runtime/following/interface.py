@@ -1,0 +1,167 @@
+"""What leader and followers of a group tell each other, and the options of a group. No jax.
+
+A group is several processes that together have the devices over which one model is cut. The process with the
+number 0 leads: it has scheduler and service. The others follow: they have a runner, and make the calls of the
+leader's runner, which they get as a dispatch log. What a call computes depends on its arguments and on what
+lies on the devices, so all processes that make the same calls in the same order stay equal.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+from penstock.runtime.errors import ConfigError, GroupEnded
+
+DEFAULT_TIMEOUT_S = 30.0
+MOST_PROCESSES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOptions:
+    """Which process of which group this is. The defaults are those of a process that is alone."""
+
+    processes: int = 1
+    """How many processes the model is cut over; each has as many devices as the others."""
+    process_id: int | None = None
+    """The number of this process; 0 leads. It must be given if there are several."""
+    coordinator: str | None = None
+    """Where JAX's processes find each other: a port on the leader's machine, as HOST:PORT. It must be given
+    if there are several."""
+    group_timeout_s: float = DEFAULT_TIMEOUT_S
+    """Seconds within which the group has ended in every process when one of them is lost, or hangs. Must
+    exceed the time of two steps."""
+
+    def __post_init__(self) -> None:
+        bad: list[str] = []
+        if not 1 <= self.processes <= MOST_PROCESSES:
+            bad.append(f"processes: must be from 1 to {MOST_PROCESSES}, not {self.processes}")
+        if not (math.isfinite(self.group_timeout_s) and 1.0 <= self.group_timeout_s <= 3600.0):
+            bad.append(f"group_timeout_s: must be from 1 to 3600, not {self.group_timeout_s}")
+        if self.processes > 1:
+            if self.coordinator is None:
+                bad.append(f"coordinator: must be given, because processes is {self.processes}")
+            if self.process_id is None:
+                bad.append(f"process_id: must be given, because processes is {self.processes}")
+        elif self.coordinator is not None:
+            bad.append("coordinator: needs processes, of which there is 1")
+        if self.coordinator is not None and not _is_address(self.coordinator):
+            bad.append(f"coordinator: must be HOST:PORT, not {self.coordinator!r}")
+        if self.process_id is not None and not 0 <= self.process_id < self.processes:
+            bad.append(f"process_id: must be from 0 to {self.processes - 1}, not {self.process_id}")
+        if bad:
+            raise ConfigError("; ".join(bad))
+
+    @property
+    def is_group(self) -> bool:
+        """Whether there are several processes."""
+        return self.processes > 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the leader of a group."""
+        return self.is_group and self.process_id == 0
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds after which a process that says nothing is lost. The rest of the timeout is for the end."""
+        return self.group_timeout_s / 2
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
+
+
+class Kind(enum.Enum):
+    """What a call does. The first ones call a program, and the others change what lies on the devices."""
+
+    FORWARD = "forward"
+    WINDOW = "window"
+    CHOOSE = "choose"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    HIDDEN_SUMS = "hidden_sums"
+    ADMIT = "admit"
+    TABLE_ROWS = "table_rows"
+    COPY_PAGES = "copy_pages"
+    ENCODE = "encode"
+    FREE_KV_CACHE = "free_kv_cache"
+    RESTORE_KV_CACHE = "restore_kv_cache"
+    OFFLOAD_WEIGHTS = "offload_weights"
+    RESTORE_WEIGHTS = "restore_weights"
+
+
+class Call(NamedTuple):
+    """What the leader's runner does to its devices in one call, for others to do the same."""
+
+    kind: Kind
+    program: str = ""
+    """Which of several programs it calls: the name of a `ProgramKey`, or the number of patches of ENCODE."""
+    arrays: tuple[NDArray[Any], ...] = ()
+    """The arguments besides what lies on the devices."""
+
+
+Facts = Mapping[str, str]
+"""Name to value of what must be equal in all processes of a group."""
+
+
+class DispatchLog(Protocol):
+    """Takes what the leader's runner does, and brings it to the followers. GroupEnded is raised by every
+    method once the group has ended.
+    """
+
+    def meet(self, facts: Facts) -> None:
+        """Wait until all followers are there, before anything is loaded. ConfigError, which names each
+        difference, if the facts of one are others.
+        """
+        ...
+
+    def begin(self, facts: Facts) -> None:
+        """Wait until all followers have compiled their programs. ConfigError as `meet`."""
+        ...
+
+    def append(self, call: Call) -> None:
+        """Hand over the next call. Waits for nobody."""
+        ...
+
+    def explained(self, error: Exception) -> GroupEnded:
+        """The end of the group that is behind an error of the device."""
+        ...
+
+
+class Lead(NamedTuple):
+    """What makes an engine the leader of a group."""
+
+    options: GroupOptions
+    log: DispatchLog
+
+
+class LeaderLink(Protocol):
+    """A follower's side of a dispatch log. GroupEnded is raised by every method once the group has ended."""
+
+    def meet(self, facts: Facts) -> None:
+        """See `DispatchLog`. ConfigError, which names each difference, if the leader's facts are others."""
+        ...
+
+    def begin(self, facts: Facts) -> None:
+        """Say that the programs are compiled. ConfigError as `meet`."""
+        ...
+
+    def calls(self) -> Iterator[Call]:
+        """The leader's calls, in order. They end when the leader has stopped."""
+        ...
+
+
+def differences(ours: Facts, theirs: Facts) -> list[str]:
+    """Name the facts that are not equal, each with both values."""
+    absent = "absent"
+    return [
+        f"{name} is {theirs.get(name, absent)}, and the leader's {ours.get(name, absent)}"
+        for name in sorted({*ours, *theirs})
+        if ours.get(name) != theirs.get(name)
+    ]

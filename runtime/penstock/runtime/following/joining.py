@@ -1,0 +1,89 @@
+"""Makes this process one of JAX's, which then has the devices of all processes of its group."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+
+from penstock.runtime.config import EngineConfig
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.execution.cpu_threads import start_backends
+from penstock.runtime.following.facts import process_facts
+from penstock.runtime.following.interface import Facts, GroupOptions
+from penstock.runtime.machine.processors import available_processors
+
+_log = logging.getLogger(__name__)
+
+_MEETING_S = 60
+"""Seconds that JAX's processes have to find each other. They all run already when this begins."""
+
+
+def joined(
+    model: str, config: EngineConfig, options: GroupOptions, meet: Callable[[Facts], None]
+) -> list[jax.Device]:
+    """Meet the group, and return the devices of all its processes over which the model is cut, those of the
+    leader first. Call it before other code computes with JAX. ConfigError if the options do not fit a group.
+    """
+    check_options(config, options)
+    meet(process_facts(model, config, options.processes))
+    _join(options)
+    share = (config.tensor_parallel_size or 1) // options.processes
+    devices = shares(
+        start_backends(config.threads or available_processors(), share), share, options.processes
+    )
+    if devices[0].platform != "cpu" and config.kv_cache_bytes is None:
+        raise ConfigError(
+            "kv_cache_bytes: must be given for a model on several processes, because the memory that is left "
+            "on their devices differs"
+        )
+    return devices
+
+
+def check_options(config: EngineConfig, options: GroupOptions) -> None:
+    """Raise ConfigError if the engine's options do not fit those of a group."""
+    size = config.tensor_parallel_size
+    if size is None or size % options.processes:
+        raise ConfigError(
+            f"tensor_parallel_size: must be a multiple of processes, {options.processes}, "
+            f"not {'auto' if size is None else size}"
+        )
+
+
+def shares(devices: Sequence[jax.Device], share: int, processes: int) -> list[jax.Device]:
+    """The first `share` devices of each process, in the order of the processes. ConfigError if one has
+    fewer.
+    """
+    by_process = [[device for device in devices if device.process_index == i] for i in range(processes)]
+    for number, own in enumerate(by_process):
+        if len(own) < share:
+            raise ConfigError(
+                f"tensor_parallel_size: {share} devices are needed of each process, and process {number} has "
+                f"{len(own)}"
+            )
+    return [device for own in by_process for device in own[:share]]
+
+
+def _join(options: GroupOptions) -> None:
+    # This service of JAX's would take SIGTERM, which belongs to the server.
+    jax.config.update("jax_enable_preemption_service", False)
+    assert options.coordinator is not None, "checked when the options were made"
+    try:
+        jax.distributed.initialize(
+            options.coordinator,
+            options.processes,
+            options.process_id,
+            cluster_detection_method="deactivate",
+            # By default it would listen on all addresses of the machine, and it has no keys.
+            coordinator_bind_address=options.coordinator,
+            initialization_timeout=_MEETING_S,
+            # JAX ends a process without a word if another is lost. The group has ended before that.
+            heartbeat_timeout_seconds=math.ceil(2 * options.group_timeout_s) + 10,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"coordinator: JAX's processes cannot meet at {options.coordinator}: {error}"
+        ) from error
+    _log.info("process %d of %d has met the others", options.process_id, options.processes)

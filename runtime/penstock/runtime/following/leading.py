@@ -1,0 +1,141 @@
+"""The leader's runner: each of its calls goes into the dispatch log before the leader makes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.runtime.execution.backend import Backend
+from penstock.runtime.execution.buckets import ProgramKey
+from penstock.runtime.execution.device_state import DeviceState
+from penstock.runtime.execution.images import EncodeCall
+from penstock.runtime.execution.program_set import Programs
+from penstock.runtime.execution.runner import AwaitingTokens, Ints, ModelRunner, PendingStep, ProgramCalls
+from penstock.runtime.execution.runner_config import RunnerConfig
+from penstock.runtime.execution.step_programs import Chosen
+from penstock.runtime.following.facts import program_facts
+from penstock.runtime.following.interface import Call, DispatchLog, Kind
+from penstock.runtime.scheduling.plan import Plan, StepResult
+
+
+class LeadingCalls(ProgramCalls):
+    """Calls of programs that go into the log first, so that followers make them at the same time."""
+
+    def __init__(
+        self, programs: Programs, device: DeviceState, config: RunnerConfig, log: DispatchLog
+    ) -> None:
+        super().__init__(programs, device, config)
+        self._log = log
+
+    def forward(self, key: ProgramKey, packed: Ints) -> tuple[jax.Array, jax.Array]:
+        """See `ProgramCalls`."""
+        self._log.append(Call(Kind.FORWARD, key.name, (packed,)))
+        return super().forward(key, packed)
+
+    def window(self, key: ProgramKey, packed: Ints) -> Chosen:
+        """See `ProgramCalls`."""
+        self._log.append(Call(Kind.WINDOW, key.name, (packed,)))
+        return super().window(key, packed)
+
+    def choose(self, logits: jax.Array, packed: Ints, mask: Ints | None) -> Chosen:
+        """See `ProgramCalls`. The logits are those of the last forward."""
+        self._log.append(Call(Kind.CHOOSE, arrays=(packed,) if mask is None else (packed, mask)))
+        return super().choose(logits, packed, mask)
+
+    def prompt_logprobs(self, hidden: jax.Array, packed: Ints) -> jax.Array:
+        """See `ProgramCalls`. The hidden states are those of the last forward."""
+        self._log.append(Call(Kind.PROMPT_LOGPROBS, arrays=(packed,)))
+        return super().prompt_logprobs(hidden, packed)
+
+    def hidden_sums(self, hidden: jax.Array, packed: Ints) -> jax.Array:
+        """See `ProgramCalls`. The hidden states are those of the last forward."""
+        self._log.append(Call(Kind.HIDDEN_SUMS, arrays=(packed,)))
+        return super().hidden_sums(hidden, packed)
+
+    def admit(self, packed: Ints, bias: NDArray[np.float32]) -> None:
+        """See `ProgramCalls`."""
+        self._log.append(Call(Kind.ADMIT, arrays=(packed, bias)))
+        super().admit(packed, bias)
+
+    def write_table_rows(self, packed: Ints) -> None:
+        """See `ProgramCalls`."""
+        self._log.append(Call(Kind.TABLE_ROWS, arrays=(packed,)))
+        super().write_table_rows(packed)
+
+    def copy_pairs(self, pairs: Ints) -> None:
+        """See `ProgramCalls`."""
+        self._log.append(Call(Kind.COPY_PAGES, arrays=(pairs,)))
+        super().copy_pairs(pairs)
+
+    def encode_one(self, call: EncodeCall) -> None:
+        """See `ProgramCalls`."""
+        inputs = (np.asarray(array) for array in jax.tree.leaves(call.inputs))
+        self._log.append(Call(Kind.ENCODE, str(call.bucket), (call.packed, *inputs)))
+        super().encode_one(call)
+
+
+class LeadingRunner(ModelRunner):
+    """The runner of a group's leader. An error of the device, which a lost follower causes, is told as the
+    group's end.
+    """
+
+    def __init__(
+        self,
+        graphdef: Any,
+        weights: Any,
+        cache: Any,
+        config: RunnerConfig,
+        backend: Backend,
+        log: DispatchLog,
+    ) -> None:
+        super().__init__(graphdef, weights, cache, config, backend)
+        self._log = log
+
+    def make_calls(self, programs: Programs) -> ProgramCalls:
+        """Wait until the followers have compiled the same programs."""
+        self._log.begin(program_facts(self, programs))
+        return LeadingCalls(programs, self.device, self.config, self._log)
+
+    def execute_async(self, plan: Plan) -> PendingStep:
+        """See `ModelRunner`."""
+        try:
+            return super().execute_async(plan)
+        except jax.errors.JaxRuntimeError as error:
+            raise self._log.explained(error) from error
+
+    def choose(self, step: PendingStep) -> AwaitingTokens:
+        """See `ModelRunner`."""
+        try:
+            return super().choose(step)
+        except jax.errors.JaxRuntimeError as error:
+            raise self._log.explained(error) from error
+
+    def wait(self, step: PendingStep) -> StepResult:
+        """See `ModelRunner`."""
+        try:
+            return super().wait(step)
+        except jax.errors.JaxRuntimeError as error:
+            raise self._log.explained(error) from error
+
+    def free_kv_cache(self) -> int:
+        """See `Runner`."""
+        self._log.append(Call(Kind.FREE_KV_CACHE))
+        return super().free_kv_cache()
+
+    def restore_kv_cache(self) -> None:
+        """See `Runner`."""
+        self._log.append(Call(Kind.RESTORE_KV_CACHE))
+        super().restore_kv_cache()
+
+    def offload_weights(self) -> int:
+        """See `Runner`."""
+        self._log.append(Call(Kind.OFFLOAD_WEIGHTS))
+        return super().offload_weights()
+
+    def restore_weights(self) -> None:
+        """See `Runner`."""
+        self._log.append(Call(Kind.RESTORE_WEIGHTS))
+        super().restore_weights()

@@ -1,0 +1,80 @@
+"""A follower's part of a group: it makes the leader's calls, and reads no result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from numpy.typing import NDArray
+
+from penstock.runtime.execution.images import EncodeCall
+from penstock.runtime.execution.program_set import Programs
+from penstock.runtime.execution.runner import ModelRunner
+from penstock.runtime.following.interface import Call, Kind
+
+
+class Repeater:
+    """Makes the calls of a leader's log, one after the other, on one thread."""
+
+    def __init__(self, runner: ModelRunner, programs: Programs) -> None:
+        """The runner's calls are made here alone."""
+        self._runner = runner
+        self._calls = runner.make_calls(programs)
+        self._keys = {key.name: key for key in programs.steps}
+        self._logits: jax.Array | None = None
+        self._hidden: jax.Array | None = None
+
+    def repeat(self, call: Call) -> None:
+        """Make a call. It is dispatched, and nothing waits for the device. ValueError for one that the
+        leader's runner cannot have made.
+        """
+        calls, runner, arrays = self._calls, self._runner, call.arrays
+        match call.kind:
+            case Kind.FORWARD:
+                self._logits, self._hidden = calls.forward(self._key(call.program), *arrays)
+            case Kind.WINDOW:
+                calls.window(self._key(call.program), *arrays)
+            case Kind.CHOOSE:
+                packed, *masks = arrays
+                calls.choose(_there(self._logits), packed, masks[0] if masks else None)
+            case Kind.PROMPT_LOGPROBS:
+                calls.prompt_logprobs(_there(self._hidden), *arrays)
+            case Kind.HIDDEN_SUMS:
+                calls.hidden_sums(_there(self._hidden), *arrays)
+            case Kind.ADMIT:
+                calls.admit(*arrays)
+            case Kind.TABLE_ROWS:
+                calls.write_table_rows(*arrays)
+            case Kind.COPY_PAGES:
+                calls.copy_pairs(*arrays)
+            case Kind.ENCODE:
+                calls.encode_one(self._encode_call(int(call.program), arrays))
+            case Kind.FREE_KV_CACHE:
+                runner.free_kv_cache()
+            case Kind.RESTORE_KV_CACHE:
+                runner.restore_kv_cache()
+            case Kind.OFFLOAD_WEIGHTS:
+                runner.offload_weights()
+            case Kind.RESTORE_WEIGHTS:
+                runner.restore_weights()
+
+    def _key(self, name: str) -> Any:
+        if name not in self._keys:
+            raise ValueError(f"there is no program {name!r}")
+        return self._keys[name]
+
+    def _encode_call(self, bucket: int, arrays: Sequence[NDArray[Any]]) -> EncodeCall:
+        vision = self._runner.config.vision
+        if vision is None:
+            raise ValueError("the model reads no pictures")
+        packed, *inputs = arrays
+        tree = jax.tree.structure(vision.inputs((), bucket))
+        return EncodeCall(bucket, jax.tree.unflatten(tree, inputs), packed)
+
+
+def _there(array: jax.Array | None) -> jax.Array:
+    """The result of the last forward. ValueError before the first one."""
+    if array is None:
+        raise ValueError("no forward came before")
+    return array

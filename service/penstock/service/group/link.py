@@ -1,0 +1,163 @@
+"""A follower's side of a group: one RPC to the leader, which brings its calls and tells that it is alive."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from penstock.runtime.errors import ConfigError, GroupEnded
+from penstock.runtime.following.interface import Call, Facts, GroupOptions
+from penstock.service.group import group_pb2
+from penstock.service.group.leader import BEATS, SERVICE
+from penstock.service.group.messages import call_of
+
+log = logging.getLogger(__name__)
+
+Request, Response = group_pb2.FollowRequest, group_pb2.FollowResponse
+
+
+class FollowerLink:
+    """The RPC of one follower. `meet`, `begin` and `calls` are used on one thread, in this order."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        metadata: Sequence[tuple[str, str | bytes]],
+        options: GroupOptions,
+        on_lost: Callable[[GroupEnded], None],
+    ) -> None:
+        """`on_lost` is called, on a thread of its own, when the group has ended in another way than by the
+        leader's stop: the thread that makes calls may hang in one.
+        """
+        self._options, self._on_lost = options, on_lost
+        self._reports: queue.SimpleQueue[group_pb2.FollowRequest | None] = queue.SimpleQueue()
+        self._records: queue.SimpleQueue[group_pb2.FollowResponse | Exception] = queue.SimpleQueue()
+        self._heard_s = time.monotonic()
+        self._is_welcome = False
+        self._is_over = threading.Event()
+        self._channel, self._metadata = channel, metadata
+
+    # -- the dispatch log --
+
+    def meet(self, facts: Facts) -> None:
+        """See `LeaderLink`. Waits for the leader as long as it takes."""
+        assert self._options.process_id is not None, "a process of a group has a number"
+        self._reports.put(Request(hello=group_pb2.Hello(process_id=self._options.process_id, facts=facts)))
+        method: Any = self._channel.stream_stream(
+            f"/{SERVICE}/Follow", Request.SerializeToString, Response.FromString
+        )
+        answers = method(self._told(), metadata=self._metadata, wait_for_ready=True)
+        threading.Thread(target=self._read, args=(answers,), name="penstock-link", daemon=True).start()
+        self._next("welcome")
+        self._is_welcome = True
+        threading.Thread(target=self._watch, name="penstock-group", daemon=True).start()
+
+    def begin(self, facts: Facts) -> None:
+        """See `LeaderLink`."""
+        self._reports.put(Request(ready=group_pb2.Ready(facts=facts)))
+        self._next("begun")
+
+    def calls(self) -> Iterator[Call]:
+        """See `LeaderLink`."""
+        while True:
+            record = self._record()
+            if record.HasField("stop"):
+                self._is_over.set()
+                return
+            if not record.HasField("call"):
+                raise GroupEnded(f"the leader has sent {record.WhichOneof('record')!r} in place of a call")
+            try:
+                call = call_of(record.call)
+            except ValueError as error:
+                raise GroupEnded(f"a call of the leader's cannot be read: {error}") from error
+            yield call
+
+    # -- what this process tells --
+
+    def leave(self) -> None:
+        """Ask the leader to end the group gracefully. Any thread may call this, also in a handler of a
+        signal.
+        """
+        self._reports.put(Request(leaving=group_pb2.Leaving()))
+
+    def fail(self, reason: str) -> None:
+        """Tell the leader that this process ends, and why. Waits a moment until it has left."""
+        self._is_over.set()
+        self._reports.put(Request(failed=group_pb2.Failed(reason=reason)))
+        self._reports.put(None)
+        time.sleep(0.2)
+
+    def _told(self) -> Iterator[group_pb2.FollowRequest]:
+        beat_s = self._options.silence_s / BEATS
+        while True:
+            try:
+                report = self._reports.get(timeout=beat_s)
+            except queue.Empty:
+                report = Request(alive=group_pb2.Alive())
+            if report is None:
+                return
+            yield report
+
+    # -- how it is done --
+
+    def _next(self, kind: str) -> None:
+        """Wait for a record of this kind."""
+        record = self._record()
+        if not record.HasField(kind):  # type: ignore[arg-type]  # a name that the message has
+            raise GroupEnded(f"the leader has sent {record.WhichOneof('record')!r} in place of {kind!r}")
+
+    def _record(self) -> group_pb2.FollowResponse:
+        record = self._records.get()
+        if isinstance(record, Exception):
+            raise record
+        return record
+
+    def _read(self, answers: Any) -> None:
+        """Run the thread that receives, also while a call takes long."""
+        try:
+            for answer in answers:
+                self._heard_s = time.monotonic()
+                if answer.HasField("refused"):
+                    self._end(_refusal(answer.refused))
+                    return
+                if not answer.HasField("alive"):
+                    self._records.put(answer)
+                if answer.HasField("stop"):
+                    return
+            self._end(GroupEnded("the leader has ended the RPC"))
+        except grpc.RpcError as error:
+            self._end(self._rpc_error(error))
+
+    def _rpc_error(self, error: Any) -> Exception:
+        what = f"{error.code().name}: {error.details()}"
+        if self._is_welcome or error.code() is grpc.StatusCode.UNAVAILABLE:
+            return GroupEnded(f"the leader is gone: {what}")
+        return ConfigError(f"leader: it does not take this process in: {what}")
+
+    def _watch(self) -> None:
+        """Run the thread that notices that the leader says nothing."""
+        silence_s = self._options.silence_s
+        while not self._is_over.wait(silence_s / BEATS / 2):
+            if time.monotonic() - self._heard_s > silence_s:
+                self._end(GroupEnded(f"the leader has said nothing for {silence_s:g} s"))
+
+    def _end(self, error: Exception) -> None:
+        if self._is_over.is_set():
+            return
+        self._is_over.set()
+        self._records.put(error)
+        if isinstance(error, GroupEnded):
+            self._on_lost(error)
+
+
+def _refusal(refused: group_pb2.Refused) -> Exception:
+    reasons = "; ".join(refused.reasons)
+    return (
+        GroupEnded(reasons) if refused.ended else ConfigError(f"the processes of the group differ: {reasons}")
+    )

@@ -1,0 +1,305 @@
+"""Leader and followers of a group, over a real server with a fake engine: facts are compared, calls come in
+order and whole, and whoever is lost ends the group on both sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from penstock.runtime.errors import ConfigError, GroupEnded
+from penstock.runtime.following.interface import Call, GroupOptions, Kind, differences
+from penstock.runtime.loop.interface import Pulse
+from penstock.service.group import group_pb2
+from penstock.service.group.leader import SERVICE, GroupLeader
+from penstock.service.group.link import FollowerLink
+from penstock.service.group.messages import call_bytes, call_of
+from penstock.service.threads.lanes import in_thread
+from tests.service.key_rig import CONTROL, INFER, as_, key, serving_keys
+from tests.service.rig import WAIT_S, Rig, failure_of, fake, generate, serving, until
+
+FACTS = {"page_size": "64", "the version of jax": "0.10.2"}
+SIZES = {"the pages of the KV cache": "256"}
+
+
+def options(process_id: int = 0, processes: int = 2, timeout_s: float = 30.0) -> GroupOptions:
+    return GroupOptions(
+        processes=processes, process_id=process_id, coordinator="127.0.0.1:1", group_timeout_s=timeout_s
+    )
+
+
+def never(error: GroupEnded) -> None:
+    """In place of the end of the process, which comes only after the test."""
+
+
+class Follower:
+    """A follower whose calls are kept. It runs on a thread of its own."""
+
+    def __init__(
+        self, rig: Rig, number: int = 1, *, facts: Any = None, sizes: Any = None, **more: Any
+    ) -> None:
+        self.lost: list[GroupEnded] = []
+        self.calls: list[Call] = []
+        self.error: Exception | None = None
+        self.channel = grpc.insecure_channel(rig.server.address)
+        self.link = FollowerLink(
+            self.channel,
+            more.get("metadata", ()),
+            options(number, timeout_s=more.get("timeout_s", 30.0)),
+            self.lost.append,
+        )
+        self.thread = threading.Thread(target=self._run, args=(facts or FACTS, sizes or SIZES), daemon=True)
+        self.thread.start()
+
+    def _run(self, facts: Any, sizes: Any) -> None:
+        try:
+            self.link.meet(facts)
+            self.link.begin(sizes)
+            self.calls.extend(self.link.calls())
+        except Exception as error:  # noqa: BLE001 -- the test looks at it
+            self.error = error
+
+    async def ended(self) -> Exception | None:
+        """How it ended; None: as the leader wanted."""
+        await until(lambda: not self.thread.is_alive())
+        return self.error
+
+
+@pytest.fixture
+def leader() -> Iterator[GroupLeader]:
+    made = GroupLeader(options(), never)
+    yield made
+    made.stop()
+
+
+async def met(leader: GroupLeader) -> None:
+    await in_thread(lambda: leader.meet(FACTS))
+    await in_thread(lambda: leader.begin(SIZES))
+
+
+async def test_calls_come_in_order_and_end_with_the_leader(leader: GroupLeader) -> None:
+    """More calls than fit a window of HTTP/2, from another thread than the event loop's."""
+    sent = [Call(Kind.FORWARD, f"forward{i}", (np.full(2000, i, np.int32),)) for i in range(100)]
+    async with serving(fake(), group=leader) as rig:
+        follower = Follower(rig)
+        await met(leader)
+        await in_thread(lambda: [leader.append(call) for call in sent] and None)
+        await in_thread(leader.stop)
+        assert await follower.ended() is None
+    assert [call.program for call in follower.calls] == [call.program for call in sent]
+    assert all(
+        (ours.arrays[0] == theirs.arrays[0]).all() for ours, theirs in zip(sent, follower.calls, strict=True)
+    )
+    assert follower.lost == []
+    assert leader.failure is None
+
+
+@given(
+    kind=st.sampled_from(Kind),
+    program=st.text(max_size=20).filter(lambda text: text.isprintable()),
+    values=st.lists(
+        arrays.arrays(
+            st.sampled_from([np.int32, np.float32, np.bool_, np.uint8]),
+            arrays.array_shapes(min_dims=0, min_side=0),
+        ),
+        max_size=3,
+    ),
+)
+def test_a_call_is_what_it_was_behind_the_wire(kind: Kind, program: str, values: list[Any]) -> None:
+    message = group_pb2.FollowResponse.FromString(call_bytes(Call(kind, program, tuple(values))))
+    read = call_of(message.call)
+    assert (read.kind, read.program) == (kind, program)
+    for ours, theirs in zip(values, read.arrays, strict=True):
+        assert (theirs.dtype, theirs.shape, theirs.tobytes()) == (ours.dtype, ours.shape, ours.tobytes())
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        group_pb2.Call(),
+        group_pb2.Call(kind=group_pb2.KIND_ADMIT, arrays=[group_pb2.Array(dtype="object")]),
+        group_pb2.Call(
+            kind=group_pb2.KIND_ADMIT, arrays=[group_pb2.Array(dtype="int32", shape=[2], values=b"abcd")]
+        ),
+    ],
+    ids=["no kind", "objects", "too short"],
+)
+def test_a_message_that_means_no_call_is_refused(message: group_pb2.Call) -> None:
+    with pytest.raises(ValueError, match=r"kind|object|reshape"):
+        call_of(message)
+
+
+def test_differences_name_both_values() -> None:
+    assert differences({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == [
+        "b is 3, and the leader's 2",
+        "c is 4, and the leader's absent",
+    ]
+
+
+@pytest.mark.parametrize("at", ["meet", "begin"])
+async def test_differing_facts_are_named_on_both_sides(leader: GroupLeader, at: str) -> None:
+    other = (
+        {"facts": {**FACTS, "page_size": "16"}}
+        if at == "meet"
+        else {"sizes": {**SIZES, "max_model_len": "7"}}
+    )
+    async with serving(fake(), group=leader) as rig:
+        follower = Follower(rig, **other)
+        what = (
+            "page_size is 16, and the leader's 64"
+            if at == "meet"
+            else "max_model_len is 7, and the leader's absent"
+        )
+        with pytest.raises(ConfigError, match=what):
+            await met(leader)
+        error = await follower.ended()
+        assert isinstance(error, ConfigError)
+        assert what in str(error)
+
+
+@pytest.mark.parametrize("number", [2, 0])
+async def test_a_process_with_a_wrong_number_is_refused_by_name(leader: GroupLeader, number: int) -> None:
+    async with serving(fake(), group=leader) as rig:
+        channel: Any = rig.channel.stream_stream(f"/{SERVICE}/Follow")
+        call = channel()
+        await call.write(
+            group_pb2.FollowRequest(hello=group_pb2.Hello(process_id=number)).SerializeToString()
+        )
+        answer = group_pb2.FollowResponse.FromString(await call.read())
+        assert "process_id: a follower's is from 1 to 1" in answer.refused.reasons[0]
+
+
+async def test_a_follower_that_comes_late_ends_and_the_group_goes_on(leader: GroupLeader) -> None:
+    async with serving(fake(), group=leader) as rig:
+        first = Follower(rig)
+        await met(leader)
+        error = await Follower(rig).ended()
+        assert isinstance(error, GroupEnded)
+        assert first.thread.is_alive()
+        assert leader.failure is None
+
+
+async def test_only_a_key_with_the_role_control_may_follow(tmp_path: Any) -> None:
+    entries = (key("user", INFER), key("group", CONTROL))
+    leader = GroupLeader(options(), never)
+    async with serving_keys(tmp_path / "keys", *entries, group=leader) as rig:
+        for name, refusal in (("user", "PERMISSION_DENIED"), ("nobody", "UNAUTHENTICATED")):
+            error = await Follower(rig, metadata=as_(name)["metadata"]).ended()
+            assert isinstance(error, ConfigError)
+            assert refusal in str(error)
+        follower = Follower(rig, metadata=as_("group")["metadata"])
+        await met(leader)
+        await in_thread(leader.stop)
+        assert await follower.ended() is None
+
+
+async def test_a_lost_follower_ends_the_group_with_health_first() -> None:
+    """Its connection breaks, as when it is killed. The running request learns why."""
+    forced: list[GroupEnded] = []
+    leader = GroupLeader(options(timeout_s=2.0), forced.append)
+    async with serving(fake(hold=True), group=leader) as rig:
+        follower = Follower(rig, timeout_s=2.0)
+        await met(leader)
+        request = rig.inference.Generate(generate("a"))
+        await until(lambda: bool(rig.engine.seen))
+        follower.channel.close()
+        failure = await failure_of(request)
+        assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "GROUP_ENDED")
+        assert "process 1 is gone" in failure.info.metadata["cause"]
+        assert await rig.health_of() == 2  # NOT_SERVING
+        assert isinstance(await follower.ended(), GroupEnded)
+        await until(lambda: bool(forced))
+    with pytest.raises(GroupEnded):
+        leader.append(Call(Kind.WINDOW))
+
+
+async def test_a_follower_that_says_nothing_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was stopped, whose connection stays."""
+    leader = GroupLeader(options(timeout_s=2.0), never)
+    monkeypatch.setattr(FollowerLink, "_told", _only_what_was_asked)
+    async with serving(fake(), group=leader) as rig:
+        follower = Follower(rig, timeout_s=2.0)
+        await met(leader)
+        await until(lambda: leader.failure is not None)
+        assert "process 1 has said nothing for 1 s" in str(leader.failure)
+        error = await follower.ended()
+        assert isinstance(error, GroupEnded)
+        assert "said nothing" in str(error)
+
+
+def _only_what_was_asked(link: Any) -> Iterator[Any]:
+    yield from iter(link._reports.get, None)
+
+
+async def test_a_leader_that_says_nothing_is_left() -> None:
+    """As one that was stopped: a server that takes the call and never answers."""
+
+    async def answer(requests: Any, context: Any) -> None:
+        await anext(aiter(requests))
+        await context.write(group_pb2.FollowResponse(welcome=group_pb2.Welcome()))
+        await asyncio.sleep(WAIT_S)
+
+    server = grpc.aio.server()
+    follow = grpc.stream_stream_rpc_method_handler(
+        answer, group_pb2.FollowRequest.FromString, group_pb2.FollowResponse.SerializeToString
+    )
+    server.add_registered_method_handlers(SERVICE, {"Follow": follow})
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        rig: Any = type("Silent", (), {"server": type("Server", (), {"address": f"127.0.0.1:{port}"})})
+        follower = Follower(rig, timeout_s=2.0)
+        error = await follower.ended()
+        assert isinstance(error, GroupEnded)
+        assert "the leader has said nothing for 1 s" in str(error)
+        assert follower.lost == [error]
+    finally:
+        await server.stop(0)
+
+
+async def test_an_engine_that_hangs_ends_the_group() -> None:
+    """As in a collective in which a follower is missing that still says that it lives."""
+    leader = GroupLeader(options(timeout_s=2.0), never)
+    async with serving(fake(), group=leader) as rig:
+        follower = Follower(rig, timeout_s=2.0)
+        await met(leader)
+        leader.watch(lambda: Pulse(progress=7, has_work=True, thread_id=None))
+        error = await follower.ended()
+        assert isinstance(error, GroupEnded)
+        assert "a process hangs" in str(leader.failure)
+        assert "a process hangs" in str(error)
+
+
+async def test_a_follower_that_is_told_to_stop_asks_for_the_end(leader: GroupLeader) -> None:
+    asked = asyncio.Event()
+    leader.on_leaving = asked.set
+    async with serving(fake(), group=leader) as rig:
+        follower = Follower(rig)
+        await met(leader)
+        follower.link.leave()
+        async with asyncio.timeout(WAIT_S):
+            await asked.wait()
+        assert leader.failure is None
+
+
+async def test_why_a_follower_failed_is_told_to_the_leader(leader: GroupLeader) -> None:
+    async with serving(fake(), group=leader) as rig:
+        follower = Follower(rig)
+        meeting = asyncio.ensure_future(met(leader))
+        await until(lambda: bool(leader._followers))
+        await in_thread(lambda: follower.link.fail("the disk is full"))
+        with (
+            contextlib.suppress(TimeoutError),
+            pytest.raises(GroupEnded, match=r"process 1 .*the disk is full"),
+        ):
+            await meeting
