@@ -79,6 +79,8 @@ def test_the_prometheus_operator_takes_the_pod_monitor() -> None:
 def test_every_folder_is_part_of_a_variant_that_is_tested() -> None:
     used = set(text_of_manifests("complete").split("\n"))
     for file in FOLDER.rglob("*.yaml"):
+        if "multihost" in file.parts:  # test_multihost.py
+            continue
         if file.name not in ("kustomization.yaml", "deployment.yaml"):
             names = [line for line in file.read_text().splitlines() if line.startswith("  name: ")]
             assert set(names) <= used, file

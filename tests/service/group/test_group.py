@@ -5,7 +5,6 @@ order and whole, and whoever is lost ends the group on both sides.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -93,7 +92,12 @@ async def test_calls_come_in_order_and_end_with_the_leader(leader: GroupLeader) 
     async with serving(fake(), group=leader) as rig:
         follower = Follower(rig)
         await met(leader)
-        await in_thread(lambda: [leader.append(call) for call in sent] and None)
+
+        def append() -> None:
+            for call in sent:
+                leader.append(call)
+
+        await in_thread(append)
         await in_thread(leader.stop)
         assert await follower.ended() is None
     assert [call.program for call in follower.calls] == [call.program for call in sent]
@@ -148,7 +152,7 @@ def test_differences_name_both_values() -> None:
 
 @pytest.mark.parametrize("at", ["meet", "begin"])
 async def test_differing_facts_are_named_on_both_sides(leader: GroupLeader, at: str) -> None:
-    other = (
+    other: dict[str, Any] = (
         {"facts": {**FACTS, "page_size": "16"}}
         if at == "meet"
         else {"sizes": {**SIZES, "max_model_len": "7"}}
@@ -295,11 +299,8 @@ async def test_a_follower_that_is_told_to_stop_asks_for_the_end(leader: GroupLea
 async def test_why_a_follower_failed_is_told_to_the_leader(leader: GroupLeader) -> None:
     async with serving(fake(), group=leader) as rig:
         follower = Follower(rig)
-        meeting = asyncio.ensure_future(met(leader))
-        await until(lambda: bool(leader._followers))
+        await met(leader)
         await in_thread(lambda: follower.link.fail("the disk is full"))
-        with (
-            contextlib.suppress(TimeoutError),
-            pytest.raises(GroupEnded, match=r"process 1 .*the disk is full"),
-        ):
-            await meeting
+        await until(lambda: leader.failure is not None)
+    with pytest.raises(GroupEnded, match=r"process 1 .*the disk is full"):
+        leader.append(Call(Kind.WINDOW))

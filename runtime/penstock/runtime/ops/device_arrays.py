@@ -54,7 +54,8 @@ def put_whole(array: npt.NDArray[Any], sharding: jax.sharding.Sharding) -> jax.A
     the same array.
     """
     if sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
+        whole: jax.Array = jax.device_put(array, sharding)
+        return whole
     return jax.make_array_from_callback(array.shape, sharding, lambda _: array)
 
 
@@ -63,9 +64,11 @@ def put_own(array: npt.NDArray[Any], sharding: jax.sharding.Sharding) -> jax.Arr
     aligned array is taken as it is, and must not be written again.
     """
     if sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
+        own: jax.Array = jax.device_put(array, sharding)
+        return own
     entries = len(sharding.device_set)
-    return jax.make_array_from_process_local_data(sharding, array, (entries, *array.shape[1:]))
+    made: jax.Array = jax.make_array_from_process_local_data(sharding, array, (entries, *array.shape[1:]))
+    return made
 
 
 def own_part(array: jax.Array) -> npt.NDArray[Any]:

@@ -131,7 +131,8 @@ def _run(args: argparse.Namespace, socket_is_private: bool) -> _End:
         )
     )
     if leader is not None:  # JAX's own end would wait for processes that are gone
-        end = _End(GROUP_ENDED if leader.failure is not None else end.code, by_force=True)
+        has_ended = leader.failure is not None or leader.is_left
+        end = _End(GROUP_ENDED if has_ended else end.code, by_force=True)
     if tracing is not None:
         tracing.shutdown(0.0)  # which the server has done, unless it could not even be made
     if collector is not None:

@@ -98,6 +98,8 @@ class GroupLeader:
         self._pulse: Callable[[], Pulse] | None = None
         self.on_end: Callable[[GroupEnded], None] = lambda error: None
         """Called once when the group ends in another way than by `stop`, on any thread."""
+        self.is_left = False
+        """Whether a follower has asked for the graceful end of the group."""
         self.on_leaving: Callable[[], None] = lambda: None
         """Called on the event loop when a follower asks for the graceful end of the group."""
 
@@ -248,6 +250,7 @@ class GroupLeader:
                 self.end(f"process {follower.process_id} cannot go on: {report.failed.reason}")
             if report.HasField("leaving"):
                 log.warning("process %d was told to stop, so the group stops", follower.process_id)
+                self.is_left = True
                 self.on_leaving()
 
     def _left(self, follower: _Follower, why: str) -> None:

@@ -38,7 +38,8 @@ class FollowerLink:
         self._options, self._on_lost = options, on_lost
         self._reports: queue.SimpleQueue[group_pb2.FollowRequest | None] = queue.SimpleQueue()
         self._records: queue.SimpleQueue[group_pb2.FollowResponse | Exception] = queue.SimpleQueue()
-        self._heard_s = time.monotonic()
+        self._heard_s: float | None = None
+        """When something came last; None: the leader is not there yet, and is waited for."""
         self._is_welcome = False
         self._is_over = threading.Event()
         self._channel, self._metadata = channel, metadata
@@ -54,9 +55,9 @@ class FollowerLink:
         )
         answers = method(self._told(), metadata=self._metadata, wait_for_ready=True)
         threading.Thread(target=self._read, args=(answers,), name="penstock-link", daemon=True).start()
+        threading.Thread(target=self._watch, name="penstock-group", daemon=True).start()
         self._next("welcome")
         self._is_welcome = True
-        threading.Thread(target=self._watch, name="penstock-group", daemon=True).start()
 
     def begin(self, facts: Facts) -> None:
         """See `LeaderLink`."""
@@ -144,7 +145,7 @@ class FollowerLink:
         """Run the thread that notices that the leader says nothing."""
         silence_s = self._options.silence_s
         while not self._is_over.wait(silence_s / BEATS / 2):
-            if time.monotonic() - self._heard_s > silence_s:
+            if self._heard_s is not None and time.monotonic() - self._heard_s > silence_s:
                 self._end(GroupEnded(f"the leader has said nothing for {silence_s:g} s"))
 
     def _end(self, error: Exception) -> None:

@@ -1,0 +1,265 @@
+"""Kills and stops processes of a group of two at random moments, and prints a table of how the group ended.
+
+    python -m bench.probes.group_storm --rounds 200
+
+Each round starts a group on this machine, with a device of the CPU for each process, has a few streams run,
+and at a random moment kills (SIGKILL) or stops (SIGSTOP) its leader or its follower. Then the other process
+must end within the group's timeout by itself, with an exit code that has it started again, and no stream may
+end without an error or with a token that a whole group does not give. What was stopped is killed after that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from penstock.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+ROOT = Path(__file__).parents[2]
+START_S = 300.0
+RESTART_CODES = (75, -signal.SIGABRT)
+"""GROUP_ENDED, and what JAX ends a process with that notices first that the leader is gone."""
+OPTIONS = (
+    "--tensor-parallel-size=2",
+    "--dtype=float32",
+    "--max-num-seqs=4",
+    "--max-num-batched-tokens=16",
+    "--max-model-len=256",
+    "--page-size=8",
+    "--kv-cache-bytes=4M",
+    "--threads=1",
+    "--grace=5",
+)
+MAX_TOKENS = 120
+READY, MET = "penstock: ready", "processes of the group are there"
+"""What a leader prints when it takes requests, and when all processes are there."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Group:
+    """The processes of one group on this machine; to be used in a `with` block."""
+
+    def __init__(
+        self,
+        model: str,
+        *more: str,
+        processes: int = 2,
+        timeout_s: float = 30.0,
+        own: Sequence[Sequence[str]] = (),
+    ) -> None:
+        """`more`: further flags of all processes. `own`: further flags of each."""
+        self.timeout_s = timeout_s
+        self.address = f"127.0.0.1:{free_port()}"
+        shared = (
+            *OPTIONS,
+            f"--leader={self.address}",
+            f"--port={self.address.rpartition(':')[2]}",
+            f"--processes={processes}",
+            f"--coordinator=localhost:{free_port()}",
+            f"--group-timeout={timeout_s:g}",
+            *more,
+        )
+        self._logs = [tempfile.TemporaryFile("w+") for _ in range(processes)]  # noqa: SIM115 -- `__exit__` closes them
+        self.processes = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-u", "-m", "penstock.cli", "serve", model, *shared),
+                    *(f"--process-id={number}", *(own[number] if own else ())),
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+            )
+            for number, log in enumerate(self._logs)
+        ]
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        for log in self._logs:
+            log.close()
+
+    def output(self, number: int) -> str:
+        """What a process has printed so far."""
+        self._logs[number].seek(0)
+        return self._logs[number].read()
+
+    def wait_ready(self, line: str = READY) -> None:
+        """Wait until the leader has printed this line. RuntimeError if it ends before."""
+        ends_s = time.monotonic() + START_S
+        while line not in self.output(0):
+            if time.monotonic() > ends_s or self.processes[0].poll() is not None:
+                raise RuntimeError(f"no group: {self.output(0)}\n{self.output(1)}")
+            time.sleep(0.1)
+
+    def wait_codes(self, timeout_s: float) -> list[int | None]:
+        """The exit codes of all processes, after waiting so long for them; None: it still runs."""
+        ends_s = time.monotonic() + timeout_s
+        while time.monotonic() < ends_s and any(process.poll() is None for process in self.processes):
+            time.sleep(0.05)
+        return [process.poll() for process in self.processes]
+
+
+@dataclass
+class Reading:
+    """One stream that is read on a thread of its own."""
+
+    address: str
+    prompt: Sequence[int]
+    tokens: list[int] = field(default_factory=list)
+    error: Any = None
+    is_done: bool = False
+
+    def start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self) -> None:
+        request = inference_pb2.StreamRequest(
+            prompt_token_ids=types_pb2.TokenIds(ids=self.prompt),
+            sampling=types_pb2.SamplingParams(temperature=0),
+            stopping=types_pb2.StoppingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
+            output=types_pb2.OutputOptions(text=False),
+        )
+        with grpc.insecure_channel(self.address) as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            try:
+                for message in stub.Stream(request, timeout=120):
+                    self.tokens.extend(message.delta.token_ids)
+                self.is_done = True
+            except grpc.RpcError as error:
+                self.error = error
+
+
+PROMPTS = ([5, 9, 13, 2, 40, 41], [7] * 20, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8])
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round did, and what came of it."""
+
+    what: str
+    after_s: float
+    ended_s: float
+    codes: tuple[int | None, ...]
+    problems: tuple[str, ...]
+
+
+def expected(model: str, *more: str) -> list[list[int]]:
+    """The tokens that a whole group gives, of PROMPTS."""
+    with Group(model, *more) as group:
+        group.wait_ready()
+        readings = [Reading(group.address, prompt) for prompt in PROMPTS]
+        for thread in [reading.start() for reading in readings]:
+            thread.join()
+        if not all(reading.is_done for reading in readings):
+            raise RuntimeError(f"a whole group failed: {[reading.error for reading in readings]}")
+        return [reading.tokens for reading in readings]
+
+
+def storm_round(
+    model: str, right: Sequence[Sequence[int]], chance: random.Random, timeout_s: float, *more: str
+) -> Round:
+    """Run one round."""
+    number, kind = chance.randrange(2), chance.choice((signal.SIGKILL, signal.SIGSTOP))
+    problems: list[str] = []
+    with Group(model, *more, timeout_s=timeout_s) as group:
+        at_start = chance.random() < 0.2
+        group.wait_ready(MET if at_start else READY)
+        after_s = chance.uniform(0.0, 10.0 if at_start else 1.0)
+        readings = [] if at_start else [Reading(group.address, prompt) for prompt in PROMPTS]
+        threads = [reading.start() for reading in readings]
+        time.sleep(after_s)
+        group.processes[number].send_signal(kind)
+        hit_s = time.monotonic()
+        others = [process for at, process in enumerate(group.processes) if at != number]
+        try:
+            for process in others:
+                process.wait(timeout_s + 10.0)
+        except subprocess.TimeoutExpired:
+            problems.append("a process hangs")
+        ended_s = time.monotonic() - hit_s
+        group.processes[number].kill()
+        for thread in threads:
+            thread.join(30.0)
+        codes = tuple(process.poll() for process in group.processes)
+        problems += [
+            f"exit code {process.poll()}" for process in others if process.poll() not in RESTART_CODES
+        ]
+        if ended_s > timeout_s:
+            problems.append(f"ended after {ended_s:.1f} s")
+        for reading, tokens in zip(readings, right, strict=False):
+            if list(reading.tokens) != list(tokens[: len(reading.tokens)]):
+                problems.append("wrong tokens")
+            if not reading.is_done and (reading.error is None or reading.error.code() is not UNAVAILABLE):
+                problems.append(f"a stream ended with {reading.error and reading.error.code()}")
+    name = f"{kind.name} of the {'follower' if number else 'leader'}{' at the start' if at_start else ''}"
+    return Round(name, after_s, ended_s, codes, tuple(problems))
+
+
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+
+def table(rounds: Sequence[Round]) -> str:
+    """A table with a row for each kind of loss."""
+    lines = [
+        "| what | rounds | longest end, s | exit codes of the others | problems |",
+        "|---|---|---|---|---|",
+    ]
+    for what in sorted({each.what for each in rounds}):
+        own = [each for each in rounds if each.what == what]
+        codes = sorted({str(each.codes[0 if "follower" in what else 1]) for each in own})
+        problems = sorted({problem for each in own for problem in each.problems})
+        longest = max(each.ended_s for each in own)
+        lines.append(
+            f"| {what} | {len(own)} | {longest:.1f} | {', '.join(codes)} | {'; '.join(problems) or 'none'} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=30.0, help="the group's --group-timeout")
+    parser.add_argument("--model", default=str(ROOT / "tests" / "golden" / "qwen3"))
+    args = parser.parse_args()
+    chance, rounds = random.Random(args.seed), []
+    right = expected(args.model)
+    for at in range(args.rounds):
+        rounds.append(storm_round(args.model, right, chance, args.timeout))
+        print(f"{at + 1}: {rounds[-1]}", file=sys.stderr, flush=True)
+    print(table(rounds))
+    return int(any(each.problems for each in rounds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

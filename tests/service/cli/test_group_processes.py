@@ -1,0 +1,119 @@
+"""`penstock serve` as a group of two processes with a device of the CPU each: goldens of several kinds of
+layers give PyTorch's tokens through gRPC, and a process that is lost, or is told to stop, ends both.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from bench.probes.group_storm import PROMPTS, Group, Reading, expected, storm_round
+from penstock.v1 import (
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    types_pb2,
+    weights_pb2,
+)
+from tests.support.models.compilation_cache import TEST_CACHE
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+CACHE = f"--compilation-cache={TEST_CACHE}"
+
+
+def ask(stub: Any, case: dict[str, Any], **more: Any) -> Any:
+    return stub.Generate(
+        inference_pb2.GenerateRequest(
+            prompt_token_ids=types_pb2.TokenIds(ids=case["prompt"]),
+            sampling=types_pb2.SamplingParams(temperature=0),
+            stopping=types_pb2.StoppingParams(max_tokens=len(case["tokens"]), ignore_eos=True),
+            output=types_pb2.OutputOptions(logprobs=1, prompt_logprobs=1, text=False),
+            **more,
+        ),
+        timeout=120,
+    )
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        *(
+            pytest.param(name, marks=pytest.mark.sweep)
+            for name in ("deepseek_v3", "qwen3_moe", "qwen3_5", "gpt_oss")
+        ),
+    ],
+)
+def test_goldens_of_a_group_are_pytorch_s(name: str) -> None:
+    """Prefill in chunks, windows, log-probabilities and a bias pass through the log. At the end the follower
+    is told to stop, and both end gracefully.
+    """
+    cases = json.loads((GOLDEN / name / "expected.json").read_text())["cases"]
+    with Group(str(GOLDEN / name), CACHE) as group:
+        group.wait_ready()
+        with grpc.insecure_channel(group.address) as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            for case in cases:
+                for bypass in (False, True):
+                    reply = ask(stub, case, cache=types_pb2.CacheOptions(bypass_prefix_cache=bypass))
+                    output = reply.outputs[0]
+                    assert list(output.token_ids) == case["tokens"]
+                    np.testing.assert_allclose(output.logprobs.sampled, case["logprobs"], rtol=1e-4)
+            biased = inference_pb2.GenerateRequest(
+                prompt_token_ids=types_pb2.TokenIds(ids=cases[0]["prompt"]),
+                sampling=types_pb2.SamplingParams(temperature=0, allowed_token_ids=[11]),
+                stopping=types_pb2.StoppingParams(max_tokens=5, ignore_eos=True),
+                output=types_pb2.OutputOptions(text=False),
+            )
+            assert list(stub.Generate(biased, timeout=120).outputs[0].token_ids) == [11] * 5
+            control: Any = control_pb2_grpc.ControlServiceStub(channel)
+            assert control.Pause(control_pb2.PauseRequest(free_kv_cache=True), timeout=60).freed_bytes > 0
+            control.Resume(control_pb2.ResumeRequest(), timeout=60)
+            assert list(ask(stub, cases[0]).outputs[0].token_ids) == cases[0]["tokens"]
+            begin = weights_pb2.UpdateWeightsBegin(manifest=weights_pb2.TensorManifest())
+            with pytest.raises(grpc.RpcError, match="UpdateWeights") as refused:
+                stub.UpdateWeights(iter([weights_pb2.UpdateWeightsRequest(begin=begin)]), timeout=60)
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        group.processes[1].send_signal(signal.SIGTERM)
+        assert group.wait_codes(60.0) == [75, 0], group.output(0) + group.output(1)
+
+
+@pytest.mark.ci
+def test_a_leader_that_stops_lets_all_end_well() -> None:
+    with Group(str(GOLDEN / "qwen3"), CACHE) as group:
+        group.wait_ready()
+        reading = Reading(group.address, PROMPTS[0])
+        thread = reading.start()
+        while not reading.tokens:
+            thread.join(0.01)
+        group.processes[0].send_signal(signal.SIGTERM)
+        thread.join()
+        assert reading.is_done
+        assert group.wait_codes(60.0) == [0, 0], group.output(0) + group.output(1)
+
+
+@pytest.mark.ci
+def test_a_process_with_other_options_is_refused_on_both_sides() -> None:
+    own = ((), ("--max-logprobs=7",))
+    with Group(str(GOLDEN / "qwen3"), CACHE, own=own) as group:
+        assert group.wait_codes(120.0) == [1, 1]
+        for number in range(2):
+            assert "max_logprobs is 7, and the leader's 20" in group.output(number)
+
+
+@pytest.mark.sweep
+def test_no_loss_leaves_a_process_or_a_wrong_token() -> None:
+    """Kills and stops at random moments, of which `bench.probes.group_storm` tries more."""
+    chance = random.Random(7)
+    right = expected(str(GOLDEN / "qwen3"), CACHE)
+    rounds = [storm_round(str(GOLDEN / "qwen3"), right, chance, 30.0, CACHE) for _ in range(20)]
+    assert [each for each in rounds if each.problems] == []
