@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -94,6 +96,11 @@ class LeadingRunner(ModelRunner):
         super().__init__(graphdef, weights, cache, config, backend)
         self._log = log
 
+    def compile(self) -> None:
+        """See `ModelRunner`. The warm-up runs collectives, too."""
+        with _explained_by(self._log):
+            super().compile()
+
     def make_calls(self, programs: Programs) -> ProgramCalls:
         """Wait until the followers have compiled the same programs."""
         self._log.begin(program_facts(self, programs))
@@ -101,24 +108,18 @@ class LeadingRunner(ModelRunner):
 
     def execute_async(self, plan: Plan) -> PendingStep:
         """See `ModelRunner`."""
-        try:
+        with _explained_by(self._log):
             return super().execute_async(plan)
-        except jax.errors.JaxRuntimeError as error:
-            raise self._log.explained(error) from error
 
     def choose(self, step: PendingStep) -> AwaitingTokens:
         """See `ModelRunner`."""
-        try:
+        with _explained_by(self._log):
             return super().choose(step)
-        except jax.errors.JaxRuntimeError as error:
-            raise self._log.explained(error) from error
 
     def wait(self, step: PendingStep) -> StepResult:
         """See `ModelRunner`."""
-        try:
+        with _explained_by(self._log):
             return super().wait(step)
-        except jax.errors.JaxRuntimeError as error:
-            raise self._log.explained(error) from error
 
     def free_kv_cache(self) -> int:
         """See `Runner`."""
@@ -139,3 +140,12 @@ class LeadingRunner(ModelRunner):
         """See `Runner`."""
         self._log.append(Call(Kind.RESTORE_WEIGHTS))
         super().restore_weights()
+
+
+@contextlib.contextmanager
+def _explained_by(log: DispatchLog) -> Iterator[None]:
+    """Raise GroupEnded in place of an error of the device: a collective fails if a process is lost."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise log.explained(error) from error

@@ -103,8 +103,8 @@ def _run(args: argparse.Namespace, socket_is_private: bool) -> _End:
         group = group_options(args, os.environ)
         check_server(options, group)
         if group.is_group and not group.leads:
-            flags = options_of(GroupFlags, args)
-            return _End(Follower(args.model, config, group, options, flags).run(), by_force=True)
+            follower = Follower(args.model, config, group, options, options_of(GroupFlags, args))
+            return _follow(follower, args.flags)
         leader = GroupLeader(group, end_now) if group.leads else None
         instance_id = new_instance_id()
         otlp, named = tracing_options(args), {"version": version(), "instance_id": instance_id}
@@ -114,25 +114,19 @@ def _run(args: argparse.Namespace, socket_is_private: bool) -> _End:
         _complain(error, args.flags)
         return _End(2)
     raise_limit((options.bounds.max_connections or MANY) * options.num_addresses + FOR_OTHERS)
-    end = asyncio.run(
-        _serve(
-            _Wanted(
-                model=args.model,
-                config=config,
-                options=options,
-                front=front,
-                socket_is_private=socket_is_private,
-                tracing=tracing,
-                collector=collector,
-                instance_id=instance_id,
-                group=leader,
-                flags=args.flags,
-            )
-        )
+    wanted = _Wanted(
+        model=args.model,
+        config=config,
+        options=options,
+        front=front,
+        socket_is_private=socket_is_private,
+        tracing=tracing,
+        collector=collector,
+        instance_id=instance_id,
+        group=leader,
+        flags=args.flags,
     )
-    if leader is not None:  # JAX's own end would wait for processes that are gone
-        has_ended = leader.failure is not None or leader.is_left
-        end = _End(GROUP_ENDED if has_ended else end.code, by_force=True)
+    end = asyncio.run(_serve(wanted)) if leader is None else _lead(wanted, leader)
     if tracing is not None:
         tracing.shutdown(0.0)  # which the server has done, unless it could not even be made
     if collector is not None:
@@ -140,10 +134,32 @@ def _run(args: argparse.Namespace, socket_is_private: bool) -> _End:
     return end
 
 
+def _follow(follower: Follower, flags: Mapping[str, str]) -> _End:
+    """Follow a leader until it stops. The process then ends by force, see `_lead`."""
+    try:
+        return _End(follower.run(), by_force=True)
+    except PenstockError as error:
+        _complain(error, flags)
+        return _End(1, by_force=True)
+
+
+def _lead(wanted: _Wanted, leader: GroupLeader) -> _End:
+    """Run the server of a group's leader until it has ended. The process then ends by force, because JAX's
+    own end would wait for processes that are gone.
+    """
+    try:
+        code = asyncio.run(_serve(wanted)).code
+    except Exception:
+        log.exception("the leader failed")
+        leader.end("the leader failed")
+        code = 1
+    return _End(code if leader.failure is None else GROUP_ENDED, by_force=True)
+
+
 async def _serve(wanted: _Wanted) -> _End:
     """Run the server until it has ended."""
     told_to_stop = asyncio.Event()
-    _on_signals(told_to_stop)
+    signals = _on_signals(told_to_stop)
     stopping = asyncio.ensure_future(told_to_stop.wait())
     options = wanted.options
     server = front = None
@@ -176,7 +192,10 @@ async def _serve(wanted: _Wanted) -> _End:
         await server.start()
         if front is not None:
             front.start()
-        return await _serve_with(server, front, wanted, stopping)
+        end = await _serve_with(server, front, wanted, stopping)
+        # A follower was told to stop, and this process was not.
+        is_left = wanted.group is not None and stopping.done() and not signals
+        return _End(GROUP_ENDED) if is_left else end
     except PenstockError as error:
         _complain(error, wanted.flags)
         return _End(1)
@@ -202,11 +221,7 @@ async def _serve_with(
     ends = (stopping, failing)
     # `runtime.Engine` loads JAX, which takes a second: until then health is answered, and a mistake in the
     # options or a port in use was told.
-    group = wanted.group
-    led = {} if group is None else {"lead": Lead(group.options, group)}
-    loading = asyncio.ensure_future(
-        in_thread(lambda: runtime.Engine.from_pretrained(wanted.model, wanted.config, **led))
-    )
+    loading = asyncio.ensure_future(in_thread(lambda: _load(wanted)))
     if not await _first(loading, *ends):
         return _End(int(failing.done()), by_force=True)
     engine = loading.result()
@@ -225,6 +240,15 @@ async def _serve_with(
         return _End(1, by_force=True)
     log.info("stopped")
     return _End(int(has_failed))
+
+
+def _load(wanted: _Wanted) -> Engine:
+    """Load the model, together with the followers if there are any."""
+    group = wanted.group
+    if group is None:
+        return runtime.Engine.from_pretrained(wanted.model, wanted.config)
+    lead = Lead(group.options, group)
+    return runtime.Engine.from_pretrained(wanted.model, wanted.config, lead=lead)
 
 
 async def _wait_for_failure(server: PenstockServer, front: OpenAIFront | None) -> None:
@@ -253,18 +277,23 @@ async def _first(wanted: asyncio.Future[Any], *ends: asyncio.Future[Any]) -> boo
     return wanted.done()
 
 
-def _on_signals(told_to_stop: asyncio.Event) -> None:
-    """Let the first SIGTERM or SIGINT ask to stop, and the second end the process."""
+def _on_signals(told_to_stop: asyncio.Event) -> list[int]:
+    """Let the first SIGTERM or SIGINT ask to stop, and the second end the process. The signals that come are
+    put into the list that is returned.
+    """
+    came: list[int] = []
 
     def stop(number: int) -> None:
-        if told_to_stop.is_set():
+        if came:
             log.warning("second signal: ending at once")
             logging.shutdown()
             os._exit(128 + number)
+        came.append(number)
         told_to_stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    return came
 
 
 def _reload_on_hangup(server: PenstockServer) -> None:

@@ -38,7 +38,8 @@ class Follower:
     flags: GroupFlags
 
     def run(self) -> int:
-        """Follow the leader until it stops. Returns 0 then. Raises ConfigError if this process cannot follow.
+        """Follow the leader until it stops. Returns 0 if this process was told to stop, and GROUP_ENDED if
+        not: started again, it waits for the next leader. Raises ConfigError if this process cannot follow.
         Ends the process with GROUP_ENDED if the group has ended in another way.
         """
         address = leader_address(self.flags, self.group, self.options)
@@ -58,7 +59,7 @@ class Follower:
             address,
         )
         link = FollowerLink(channel, where.metadata, self.group, end_now)
-        _leave_on_signals(link)
+        signals = _leave_on_signals(link)
         try:
             # Imported here, because JAX takes a second to load, and a mistake should be told before.
             from penstock.runtime.follower import follow  # noqa: PLC0415
@@ -74,7 +75,7 @@ class Follower:
             link.fail(repr(error))
             end_now(GroupEnded(repr(error)))
         log.info("the leader has stopped, and so does process %d", self.group.process_id)
-        return 0
+        return 0 if signals else GROUP_ENDED
 
     def _access(self) -> Access:
         listen = self.options.listen
@@ -100,8 +101,10 @@ def end_now(error: GroupEnded) -> None:
     os._exit(GROUP_ENDED)
 
 
-def _leave_on_signals(link: FollowerLink) -> None:
-    """Let the first SIGTERM or SIGINT ask the leader to stop, and the second end the process."""
+def _leave_on_signals(link: FollowerLink) -> list[int]:
+    """Let the first SIGTERM or SIGINT ask the leader to stop, and the second end the process. The signals
+    that come are put into the list that is returned.
+    """
     asked: list[int] = []
 
     def stop(number: int, _frame: Any) -> None:
@@ -112,3 +115,4 @@ def _leave_on_signals(link: FollowerLink) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    return asked

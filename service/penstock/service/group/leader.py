@@ -98,8 +98,6 @@ class GroupLeader:
         self._pulse: Callable[[], Pulse] | None = None
         self.on_end: Callable[[GroupEnded], None] = lambda error: None
         """Called once when the group ends in another way than by `stop`, on any thread."""
-        self.is_left = False
-        """Whether a follower has asked for the graceful end of the group."""
         self.on_leaving: Callable[[], None] = lambda: None
         """Called on the event loop when a follower asks for the graceful end of the group."""
 
@@ -189,7 +187,7 @@ class GroupLeader:
         if follower is None:
             await context.write(_refused(reasons).SerializeToString())
             return
-        reading = asyncio.create_task(self._read(reports, follower))
+        tasks = [asyncio.create_task(work) for work in (self._read(reports, follower), self._beat(follower))]
         lost = "its connection was lost"
         try:
             await self._write(follower, context)
@@ -198,7 +196,8 @@ class GroupLeader:
                 lost = f"it cannot be written to: {error!r}"
             raise
         finally:
-            reading.cancel()
+            for task in tasks:
+                task.cancel()
             self._left(follower, lost)
 
     def _entered(self, hello: group_pb2.Hello) -> tuple[_Follower | None, list[str]]:
@@ -222,8 +221,6 @@ class GroupLeader:
         return follower, []
 
     async def _write(self, follower: _Follower, context: Any) -> None:
-        beat_s = self.options.silence_s / BEATS
-        alive = Response(alive=group_pb2.Alive()).SerializeToString()
         while True:
             with self._changed:
                 waiting, is_over = follower.take(), follower.is_over
@@ -231,13 +228,15 @@ class GroupLeader:
                 await context.write(data)
             if is_over:
                 return
-            if waiting:
-                continue
-            try:
-                async with asyncio.timeout(beat_s):
-                    await follower.wake.wait()
-            except TimeoutError:
-                await context.write(alive)
+            await follower.wake.wait()
+
+    async def _beat(self, follower: _Follower) -> None:
+        """Say again and again that the leader is alive."""
+        alive = Response(alive=group_pb2.Alive()).SerializeToString()
+        while True:
+            with self._changed:
+                follower.put(alive)
+            await asyncio.sleep(self.options.silence_s / BEATS)
 
     async def _read(self, reports: AsyncIterator[group_pb2.FollowRequest], follower: _Follower) -> None:
         async for report in reports:
@@ -250,7 +249,6 @@ class GroupLeader:
                 self.end(f"process {follower.process_id} cannot go on: {report.failed.reason}")
             if report.HasField("leaving"):
                 log.warning("process %d was told to stop, so the group stops", follower.process_id)
-                self.is_left = True
                 self.on_leaving()
 
     def _left(self, follower: _Follower, why: str) -> None:
