@@ -272,28 +272,28 @@ class Embedding(Linear):
     def _rows(self, token_ids: jax.Array, pools: Pools) -> jax.Array:
         """The rows of the device's own table: int32 [T] -> [T, E]."""
         table = self.weight[...]
-        by_bits = self._rows_by_bits if table.dtype.itemsize == 2 else self._rows
-        rows: jax.Array = jax.lax.platform_dependent(table, token_ids, cpu=by_bits, default=self._rows)
+        by_bits = self._gathered_by_bits if table.dtype.itemsize == 2 else self._gathered
+        rows: jax.Array = jax.lax.platform_dependent(table, token_ids, cpu=by_bits, default=self._gathered)
         scales = self.scale(pools)
         if scales is None:
             return rows
         scale = scales.at[token_ids].get(mode="clip")
         return (rows.astype(jnp.float32) * scale[:, None]).astype(self.dtype)
 
-    def _rows(self, table: jax.Array, token_ids: jax.Array) -> jax.Array:
+    def _gathered(self, table: jax.Array, token_ids: jax.Array) -> jax.Array:
         if not self.packed:
             return table.at[token_ids].get(mode="clip")
         ids = jnp.clip(token_ids, 0, table.shape[0] * native.BLOCK_OUT - 1)
         rows = table[ids // native.BLOCK_OUT, :, :, ids % native.BLOCK_OUT]
         return rows.reshape(ids.shape[0], -1)
 
-    def _rows_by_bits(self, table: jax.Array, token_ids: jax.Array) -> jax.Array:
+    def _gathered_by_bits(self, table: jax.Array, token_ids: jax.Array) -> jax.Array:
         """Gathers bits, because of floats XLA's CPU backend would first copy the whole table to float32. On
         TPUs the bits would be a copy of the table.
         """
         # Without the barrier XLA would move the cast out of a loop of steps, where it is a copy.
         table, token_ids = jax.lax.optimization_barrier((table, token_ids))
-        rows = self._rows(jax.lax.bitcast_convert_type(table, jnp.uint16), token_ids)
+        rows = self._gathered(jax.lax.bitcast_convert_type(table, jnp.uint16), token_ids)
         return jax.lax.bitcast_convert_type(rows, table.dtype)
 
 

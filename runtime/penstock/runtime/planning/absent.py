@@ -94,7 +94,7 @@ def model_of_shapes(config: ModelConfig, options: EngineConfig, backend: Backend
     config = cut(config, backend.mesh.size)
     config = config.for_context(options.max_model_len or config.max_position_embeddings)
     dtype = model_dtype(config, options.dtype)
-    linear = backend.linear_format(dtype, int8=options.quantization == "int8")
+    linear = backend.linear_format(dtype, options.quantization)
     graphdef, shapes = abstract_model(config, dtype, linear)
     sharding = cut_sharding(backend.mesh)
     leaves: Any = {
