@@ -119,7 +119,8 @@ def test_a_quantised_checkpoint(run: Run) -> None:
     """A layer has seven weights, each with 4 bits for a code, and 16 for a scale and 4 for a zero of each 64
     inputs.
     """
-    code, out, err = run(str(GOLDEN / "quantised" / "awq_g64"), "--json")
+    folder = str(GOLDEN / "quantised" / "awq_g64")
+    code, out, err = run(folder, "--json")
     facts = json.loads(out)
     count = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256)
     assert (code, err) == (0, "")
@@ -133,10 +134,10 @@ def test_a_quantised_checkpoint(run: Run) -> None:
         }
     ]
     assert facts["parameters"] == count + 320 * 128 + 5 * 128
-    text = run(str(GOLDEN / "quantised" / "awq_g64"))[1]
+    text = run(folder)[1]
     assert "quantised   14 weights in the files as AWQ, 4 bits, groups of 64 with zeros: 4.31 bits" in text
     assert json.loads(run(str(GOLDEN / "qwen3"), "--json")[1])["quantised"] == []
-    kept = json.loads(run(str(GOLDEN / "quantised" / "awq_g64"), "--json", "--quantization", "int4")[1])
+    kept = json.loads(run(folder, "--json", "--quantization", "int4")[1])
     assert kept["quantised"] == [facts["quantised"][0] | {"kept": True}]
     # A tile of 16 x 64 has 512 bytes of codes, 64 of scales and 64 of zeros. An output has a factor.
     tiles, outputs = count // (16 * 64), 2 * (128 + 64 + 64 + 128 + 256 + 256 + 128)

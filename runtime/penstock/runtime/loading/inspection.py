@@ -17,6 +17,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, lacking_kernels
 from penstock.runtime.execution.kv_sizing import plan_kv
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW
+from penstock.runtime.loading.quantised.checkpoint import has_codes
 from penstock.runtime.loading.quantised.config import without_quantisation
 from penstock.runtime.loading.quantised.layers import QuantisedWeight
 from penstock.runtime.loading.served_model import CheckpointFacts, read_checkpoint, served_config
@@ -230,13 +231,14 @@ def _served_cache_bytes(
 
 def _forms(facts: CheckpointFacts) -> tuple[QuantisedForm, ...]:
     """The forms of quantised weights, those with most numbers first."""
+    form = facts.linear.codes
     packed = {
         source.name for rule in facts.rules.rules if rule.put is pack_code_rows for source in rule.sources
     }
     by_form: dict[tuple[str, bool], list[QuantisedWeight]] = {}
     for name, tensor in facts.tensors.items():
         if isinstance(tensor, QuantisedWeight):
-            is_kept = name in packed and tensor.has_kept_codes
+            is_kept = name in packed and form is not None and has_codes(tensor, form.bits)
             by_form.setdefault((tensor.form, is_kept), []).append(tensor)
     forms = [
         QuantisedForm(

@@ -146,7 +146,9 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
     config.cache.check_dtype(options.kv_cache_dtype)
-    linear = format_for(backend.linear_format(dtype, options.quantization), tensors.values())
+    linear = format_for(
+        backend.linear_format(dtype, options.quantization), tensors, partial(load_rules, config, dtype)
+    )
     rules = load_rules(config, dtype, linear)
     check_tensors(rules, tensors, where=f"checkpoint {directory}")
     text = gguf.text if gguf else TextCodec.find(directory)

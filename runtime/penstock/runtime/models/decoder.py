@@ -187,7 +187,7 @@ class CausalLM(nnx.Module):
                 dtype,
                 planners,
                 bias=config.head_bias,
-                linear=linear.int8_table(),
+                linear=linear.of_table(),
                 cuts=cuts,
             )
         )

@@ -59,16 +59,18 @@ class LinearFormat:
     """As these bytes, whether or not they are `packed` for the kernels. Layers that cannot be cut into tiles
     are int8, and so are tables of embeddings and heads: in 4 bits they alone would cost a third of the
     accuracy that all layers cost."""
+    plain_tables: bool = False
+    """With codes, which are a checkpoint's: what is int8 beside them otherwise is in the model's dtype."""
 
     def of(self, out_sizes: Iterable[int], in_size: int) -> LinearFormat:
         """The format of a layer whose parts have these numbers of outputs."""
         if all(native.can_pack(size, in_size) for size in out_sizes):
             return self
-        return replace(self.int8_table(), packed=False)
+        return replace(self.of_table(), packed=False)
 
-    def int8_table(self) -> LinearFormat:
-        """The format of a table of embeddings and of a head: int8 in the place of codes."""
-        return self if self.codes is None else LinearFormat(packed=self.packed, int8=True)
+    def of_table(self) -> LinearFormat:
+        """The format of a table of embeddings and of a head, which are never in codes."""
+        return self if self.codes is None else LinearFormat(packed=self.packed, int8=not self.plain_tables)
 
     def weight(self, out_size: int, in_size: int, dtype: jnp.dtype, *stacked: int) -> nnx.Param[jax.Array]:
         """A weight [*stacked, out_size, in_size] of zeros in this format."""
@@ -255,7 +257,7 @@ class Embedding(Linear):
         one has `vocab_size`.
         """
         parts, cuts = {name: vocab_size}, {name: (Span(pieces, vocab_size),)}
-        super().__init__(hidden_size, parts, dtype, planners, linear=linear.int8_table(), cuts=cuts)
+        super().__init__(hidden_size, parts, dtype, planners, linear=linear.of_table(), cuts=cuts)
         self.dtype, self.num_tokens = jnp.dtype(dtype), vocab_size
 
     def __call__(self, token_ids: jax.Array, pools: Pools) -> jax.Array:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.runtime.models.quantised import Codes, quantised
+from penstock.runtime.ops.codes import CodeForm
 from penstock.runtime.ops.native import linear as native
 
 AXIS = "model"
@@ -55,8 +56,8 @@ class Tensor(Protocol):
 class CodedTensor(Tensor, Protocol):
     """A tensor whose values stand in the checkpoint as codes."""
 
-    def codes(self, rows: slice, /) -> Codes | None:
-        """Consecutive rows as codes of 4 bits that can be packed as they are; None if it has none."""
+    def codes(self, rows: slice, bits: int, /) -> Codes | None:
+        """Consecutive rows as codes of so many bits that can be packed as they are; None if it has none."""
         ...
 
 
@@ -119,16 +120,16 @@ class Source:
         ordered: npt.NDArray[Any] = found[entries - first]
         return ordered
 
-    def codes(self, tensor: CodedTensor, begin: int, end: int) -> Codes | None:
+    def codes(self, tensor: CodedTensor, begin: int, end: int, bits: int) -> Codes | None:
         """Rows `begin` to `end` of the rule as codes, if the tensor has them in rows."""
         if self.at or self.axis:
             return None
         if self.order is None:
-            found = tensor.codes(slice(self.begin + begin, self.begin + end))
+            found = tensor.codes(slice(self.begin + begin, self.begin + end), bits)
         else:
             entries = np.asarray(self.order[begin:end])
             first = int(entries.min())
-            found = tensor.codes(slice(self.begin + first, self.begin + int(entries.max()) + 1))
+            found = tensor.codes(slice(self.begin + first, self.begin + int(entries.max()) + 1), bits)
             found = None if found is None else found.of_rows(entries - first)
         return found if found is None or self.columns is None else found.of_columns(self.columns)
 
@@ -227,8 +228,8 @@ def quantize_and_pack_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt
 
 
 def pack_code_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
-    """Write the rows as codes of 4 bits (`ops.codes`). `LoadRule.fill` packs those that are codes already."""
-    quantised(rows[0]).pack(parts[0])
+    """Write the rows as codes (`ops.codes`). `LoadRule.fill` packs those that are codes already."""
+    quantised(rows[0], CodeForm.of(parts[0].shape[-1], rows[0].shape[1]).bits).pack(parts[0])
 
 
 def put_zeros(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
@@ -318,9 +319,11 @@ class LoadRule:
 
         Returns the tensors with values that the rule's dtype cannot hold, whose result is of no use.
         """
-        if self.put is pack_code_rows and (codes := self._codes(tensors, begin, end)) is not None:
-            codes.pack(leaves[self.targets[0].path][self.targets[0].part(begin, end)])
-            return []
+        if self.put is pack_code_rows:
+            part = leaves[self.targets[0].path][self.targets[0].part(begin, end)]
+            if (codes := self._codes(tensors, begin, end, part.shape[-1])) is not None:
+                codes.pack(part)
+                return []
         too_large: list[str] = []
         rows: list[npt.NDArray[Any]] = []
         for source in self.sources:
@@ -350,13 +353,16 @@ class LoadRule:
         self.put(parts, rows)
         return too_large
 
-    def _codes(self, tensors: Mapping[str, Tensor], begin: int, end: int) -> Codes | None:
-        """Rows of the one source as the codes that its tensor has; None if it has none."""
+    def _codes(self, tensors: Mapping[str, Tensor], begin: int, end: int, num_bytes: int) -> Codes | None:
+        """Rows of the one source as the codes that its tensor has, if they fit into a leaf with so many bytes
+        for 16 outputs; else None.
+        """
         source, *others = self.sources
         tensor = tensors[source.name]
         if others or not isinstance(tensor, CodedTensor):
             return None
-        codes = source.codes(tensor, begin, end)
+        inputs = range(source.shape[-1])[slice(None) if self.columns is None else self.columns]
+        codes = source.codes(tensor, begin, end, CodeForm.of(num_bytes, len(inputs)).bits)
         return codes if codes is None or self.columns is None else codes.of_columns(self.columns)
 
     def on_device(self, device: int, devices: int) -> list[LoadRule]:

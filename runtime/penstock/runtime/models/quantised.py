@@ -123,7 +123,14 @@ class Codes:
         return zeros if self.codes.dtype == np.uint8 else zeros + np.float32(1 << (self.bits - 1))
 
 
-def quantised(weight: NDArray[np.generic]) -> Codes:
-    """Make codes of 4 bits with a scale for each 32 inputs of a weight [N, K] in floats."""
-    codes, scales = quantise(weight)
-    return Codes(codes=codes, bits=4, scales=scales, zeros=np.full_like(scales, 8), group=GROUP)
+def quantised(weight: NDArray[np.generic], bits: int = 4) -> Codes:
+    """Make codes of 4 or 8 bits with a scale for each 32 inputs of a weight [N, K] in floats."""
+    if bits == 4:
+        codes, scales = quantise(weight)
+        return Codes(codes=codes, bits=4, scales=scales, zeros=np.full_like(scales, 8), group=GROUP)
+    groups = weight.astype(np.float32).reshape(len(weight), -1, GROUP)
+    scales = (np.abs(groups).max(axis=2) / np.float32(127)).astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        numbers = np.rint(np.nan_to_num(groups / scales[:, :, None], posinf=0.0, neginf=0.0))
+    signed = np.clip(numbers, -127, 127).astype(np.int8).reshape(weight.shape)
+    return Codes(codes=signed, bits=8, scales=scales, zeros=None, group=GROUP)

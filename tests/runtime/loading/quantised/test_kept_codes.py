@@ -1,6 +1,8 @@
-"""Codes of 4 bits lie in memory as a checkpoint has them, and stand for the same values."""
+"""Codes lie in memory as a checkpoint has them, and stand for the same values."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,37 +12,85 @@ import pytest
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.loading.quantised.checkpoint import find_weights, format_for
 from penstock.runtime.models.linear import LinearFormat
-from penstock.runtime.models.params import leaf_shapes
+from penstock.runtime.models.params import leaf_shapes, load_rules
+from penstock.runtime.models.quantised import quantised
 from penstock.runtime.ops.codes import CodeForm, dequantised
 from tests.support.goldens import QUANTISED
 
-LEAF = ("layers", 1, "mlp", "gate_up_proj", "weight")
-PARTS = [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up")]
-INT4 = LinearFormat(codes=CodeForm(bits=4, zeros=False))
+LEAF = ("layers", 0, "mlp", "gate_up_proj", "weight")
+TABLE = ("embed_tokens", "weight")
+PARTS = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
+INT4 = LinearFormat(packed=True, codes=CodeForm(bits=4, zeros=False))
+NATIVE = LinearFormat(packed=True)
+
+
+def loaded(name: str, linear: LinearFormat) -> tuple[LinearFormat, dict[tuple[str | int, ...], jax.Array]]:
+    """A golden's format in memory where floats would have `linear`, and its leaves."""
+    config, tensors = load_config(QUANTISED / name), find_weights(QUANTISED / name)
+    found = format_for(linear, tensors, partial(load_rules, config, "bfloat16"))
+    state = load_weights(QUANTISED / name, config, "bfloat16", linear=found, progress=False)
+    return found, dict(zip(leaf_shapes(config, "bfloat16", found), jax.tree.leaves(state), strict=True))
+
+
+def told(name: str) -> np.ndarray:
+    """The values of the leaf as the files tell them."""
+    tensors = find_weights(QUANTISED / name)
+    return np.concatenate([tensors[part][0:256] for part in PARTS])
 
 
 @pytest.mark.parametrize(
-    ("name", "zeros", "is_kept"),
+    ("name", "form"),
     [
-        ("awq_g64", True, True),
-        ("gptq_v1_asym_g32", True, True),
-        ("gptq_mislabelled_v2_g128", False, True),
-        ("ct_w4a16_asym_g64", True, True),
-        ("gptq_desc_act_g32", False, False),
-        ("ct_mxfp4a16", False, False),
+        ("awq_g64", CodeForm(bits=4, zeros=True)),
+        ("gptq_v1_asym_g32", CodeForm(bits=4, zeros=True)),
+        ("gptq_mislabelled_v2_g128", CodeForm(bits=4, zeros=False)),
+        ("gptq_8bit_channel", CodeForm(bits=8, zeros=False)),
+        ("ct_w4a16_asym_g64", CodeForm(bits=4, zeros=True)),
+        ("ct_w8a8_int8", CodeForm(bits=8, zeros=False)),
     ],
 )
-def test_a_leaf_stands_for_the_values_of_the_files(name: str, zeros: bool, is_kept: bool) -> None:
-    tensors = find_weights(QUANTISED / name)
-    linear = format_for(INT4, tensors.values())
+def test_the_kernels_codes_stand_for_the_values_of_the_files(name: str, form: CodeForm) -> None:
+    linear, leaves = loaded(name, NATIVE)
+    assert linear.codes == form
+    values = dequantised(leaves[LEAF], 128, jnp.dtype(jnp.float32))
+    np.testing.assert_array_equal(np.asarray(values), told(name))
+    assert leaves[TABLE].dtype == jnp.bfloat16  # what was not quantised stays so
+
+
+@pytest.mark.parametrize("name", ["gptq_desc_act_g32", "ct_mxfp4a16", "bnb_int8", "mlx_4bit_g64"])
+def test_what_no_codes_in_memory_can_hold_is_made_floats(name: str) -> None:
+    linear, leaves = loaded(name, NATIVE)
+    assert linear == NATIVE
+    assert leaves[LEAF].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("linear", [LinearFormat(), LinearFormat(packed=True, int8=True)])
+def test_codes_are_kept_only_for_kernels_and_not_in_int8(linear: LinearFormat) -> None:
+    assert loaded("awq_g64", linear)[0] == linear
+
+
+@pytest.mark.parametrize(("name", "zeros"), [("awq_g64", True), ("gptq_mislabelled_v2_g128", False)])
+def test_int4_keeps_codes_of_4_bits(name: str, zeros: bool) -> None:
+    linear, leaves = loaded(name, INT4)
     assert linear.codes == CodeForm(bits=4, zeros=zeros)
-    config = load_config(QUANTISED / name)
-    state = load_weights(QUANTISED / name, config, "float32", linear=linear, progress=False)
-    leaf = dict(zip(leaf_shapes(config, "float32", linear), jax.tree.leaves(state), strict=True))[LEAF]
-    got = np.asarray(dequantised(leaf, 128, jnp.dtype(jnp.float32)))
-    there = np.concatenate([tensors[part][0:256] for part in PARTS])
-    if is_kept:
-        np.testing.assert_array_equal(got, there)
-    else:  # these are quantised anew: the values are near, and not the same
-        error = np.abs(got - there).mean() / np.abs(there).mean()
-        assert 0 < error < 0.1
+    values = dequantised(leaves[LEAF], 128, jnp.dtype(jnp.float32))
+    np.testing.assert_array_equal(np.asarray(values), told(name))
+    assert leaves[TABLE].dtype == jnp.int8
+
+
+@pytest.mark.parametrize("name", ["gptq_desc_act_g32", "gptq_8bit_channel"])
+def test_int4_quantises_other_weights_anew(name: str) -> None:
+    linear, leaves = loaded(name, INT4)
+    assert linear.codes == CodeForm(bits=4, zeros=False)
+    there = told(name)
+    error = np.abs(np.asarray(dequantised(leaves[LEAF], 128, jnp.dtype(jnp.float32))) - there)
+    assert 0 < error.mean() < 0.15 * np.abs(there).mean()
+
+
+def test_floats_become_codes_of_8_bits_within_half_a_step() -> None:
+    """An update sends floats to a model whose codes have 8 bits."""
+    weight = np.random.default_rng(3).standard_normal((16, 64)).astype(np.float32)
+    weight[0, :32] = 0
+    codes = quantised(weight, bits=8)
+    steps = np.repeat(np.abs(weight).reshape(16, 2, 32).max(axis=2) / 127, 32, axis=1)
+    assert (np.abs(codes.dequantised() - weight) <= steps * 0.501).all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from penstock.runtime.loading.quantised.layers import Layer, QuantisedWeight
 from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors, read_metadata
 from penstock.runtime.model_files import read_json_object
 from penstock.runtime.models.linear import LinearFormat
-from penstock.runtime.models.load_rules import Tensor
+from penstock.runtime.models.load_rules import LoadRules, Tensor, pack_code_rows
+from penstock.runtime.ops.codes import CodeForm
 
 _log = logging.getLogger(__name__)
 _MOST_TOLD = 10
@@ -35,13 +36,35 @@ def find_weights(directory: Path) -> dict[str, Tensor]:
     return as_floats(tensors, quantisation)
 
 
-def format_for(linear: LinearFormat, tensors: Iterable[Tensor]) -> LinearFormat:
-    """Give the format of weights in codes zeros, if some of these tensors have codes that need them."""
-    if linear.codes is None or not any(
-        isinstance(tensor, QuantisedWeight) and tensor.kept and tensor.kept.zeros for tensor in tensors
-    ):
+def format_for(
+    linear: LinearFormat, tensors: Mapping[str, Tensor], rules: Callable[[LinearFormat], LoadRules]
+) -> LinearFormat:
+    """Give the format in which weights lie in memory, where `linear` would be that of floats or of codes that
+    are made of them. `rules`: those of the model by the format.
+
+    Codes of the files are kept if the kernels multiply them and all layers can have one form, with zeros if
+    one of them needs some. Else weights are made floats.
+    """
+    weights = [tensor for tensor in tensors.values() if isinstance(tensor, QuantisedWeight)]
+    forms = [weight.kept for weight in weights if weight.kept is not None]
+    bits = forms[0].bits if linear.codes is None and forms else 4
+    of_bits = CodeForm(bits, any(form.zeros for form in forms if form.bits == bits))
+    if linear.codes is not None:
+        return replace(linear, codes=of_bits)
+    if not weights or not linear.packed or linear.int8:
         return linear
-    return replace(linear, codes=replace(linear.codes, zeros=True))
+    kept = replace(linear, codes=of_bits, plain_tables=True)
+    in_codes = (rule for rule in rules(kept).rules if rule.put is pack_code_rows)
+    unfit = [s.name for rule in in_codes for s in rule.sources if not has_codes(tensors.get(s.name), bits)]
+    if unfit:
+        _log.info("weights are made floats, because the codes of %s cannot be kept as others are", unfit[0])
+        return linear
+    return kept
+
+
+def has_codes(tensor: Tensor | None, bits: int) -> bool:
+    """Whether a tensor has codes of so many bits that can be kept."""
+    return isinstance(tensor, QuantisedWeight) and tensor.kept is not None and tensor.kept.bits == bits
 
 
 def as_floats(tensors: Mapping[str, TensorEntry], quantisation: Quantisation) -> dict[str, Tensor]:

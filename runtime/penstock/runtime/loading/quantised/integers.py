@@ -82,7 +82,11 @@ def awq(layer: Layer, scheme: Integers) -> QuantisedWeight:
         return check_lost(layer, "scales", codes)
 
     return QuantisedWeight(
-        layer, (outputs, inputs), _form("AWQ", scheme, zeros=True), read, kept_as(4, group, zeros=True)
+        layer,
+        (outputs, inputs),
+        _form("AWQ", scheme, zeros=True),
+        read,
+        kept_as(4, group, scales, zeros=True),
     )
 
 
@@ -137,7 +141,7 @@ def gptq(layer: Layer, scheme: Integers, *, version: int, ordered: bool) -> Quan
         return check_lost(layer, "scales", codes)
 
     traits = {"zeros": not scheme.symmetric, "ordered": order is not None}
-    form, kept = _form("GPTQ", scheme, **traits), kept_as(bits, group, **traits)
+    form, kept = _form("GPTQ", scheme, **traits), kept_as(bits, group, scales, **traits)
     return QuantisedWeight(layer, (outputs, inputs), form, read, kept)
 
 
@@ -174,7 +178,7 @@ def packed(layer: Layer, scheme: Integers) -> QuantisedWeight:
         return check_lost(layer, "weight_scale", codes)
 
     traits = {"zeros": zeros is not None, "ordered": order is not None}
-    form, kept = _form("compressed-tensors", scheme, **traits), kept_as(bits, group, **traits)
+    form, kept = _form("compressed-tensors", scheme, **traits), kept_as(bits, group, scales, **traits)
     return QuantisedWeight(layer, (outputs, inputs), form, read, kept)
 
 
@@ -216,7 +220,9 @@ def plain_integers(layer: Layer, scheme: Integers) -> QuantisedWeight:
         return check_lost(layer, "weight_scale", codes)
 
     form = _form("compressed-tensors", scheme, zeros=zeros is not None)
-    return QuantisedWeight(layer, (outputs, inputs), form, read)
+    has_integers = zeros is None or zeros.dtype.kind == "i"
+    kept = kept_as(8, group, scales, zeros=zeros is not None) if has_integers else None
+    return QuantisedWeight(layer, (outputs, inputs), form, read, kept)
 
 
 def bitsandbytes_int8(layer: Layer) -> QuantisedWeight:

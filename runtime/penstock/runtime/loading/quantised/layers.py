@@ -103,14 +103,9 @@ class QuantisedWeight:
         """Bytes that it takes in the files, with scales and all else."""
         return sum(entry.num_bytes for entry in self.layer.tensors.values())
 
-    @property
-    def has_kept_codes(self) -> bool:
-        """Whether `codes` gives any."""
-        return self.kept is not None and self.kept.bits == 4
-
-    def codes(self, rows: slice) -> Codes | None:
-        """Consecutive rows as codes of 4 bits, if they can be packed as they are (`CodedTensor`)."""
-        if not self.has_kept_codes:
+    def codes(self, rows: slice, bits: int) -> Codes | None:
+        """Consecutive rows as codes of so many bits, if they can be packed as they are (`CodedTensor`)."""
+        if self.kept is None or self.kept.bits != bits:
             return None
         begin, end, _ = rows.indices(self.shape[0])
         found = self.read(begin, end)
@@ -135,11 +130,15 @@ class QuantisedWeight:
         return values
 
 
-def kept_as(bits: int, group: int, *, zeros: bool, ordered: bool = False) -> CodeForm | None:
-    """The bytes that hold a weight's codes as they are; None if none can, because a scale belongs to a part
-    of a group of theirs, or the inputs of one lie apart.
+def kept_as(
+    bits: int, group: int, scales: TensorEntry, *, zeros: bool, ordered: bool = False
+) -> CodeForm | None:
+    """The bytes that hold a weight's codes as they are. None if none can, because a scale belongs to a part
+    of a group of theirs, or has more bits than theirs, or the inputs of a group lie apart.
     """
-    return None if ordered or group % GROUP else CodeForm(bits, zeros)
+    if ordered or group % GROUP or scales.dtype.itemsize > 2:
+        return None
+    return CodeForm(bits, zeros)
 
 
 def unpacked(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
