@@ -22,7 +22,7 @@ from penstock.runtime.errors import CheckpointError, ConfigError
 from penstock.runtime.loading.by_device import LeavesOnDevices, rules_of_each, shapes_of_each
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.leaves import LeafMaker, LeafShape, Parts, TakeLeaf
-from penstock.runtime.loading.quantised.checkpoint import find_weights
+from penstock.runtime.loading.quantised.checkpoint import find_weights, without_empty_biases
 from penstock.runtime.loading.quantised.config import without_quantisation
 from penstock.runtime.loading.safetensors_files import refuse_gguf_in
 from penstock.runtime.loading.tensor_checks import problems_of
@@ -147,7 +147,8 @@ def load_weights(
     and ConfigError for files that are absent, truncated or corrupt. Only values beyond the range of `dtype`
     are found later (CheckpointError too, listing every tensor that has some).
     """
-    rules, found = load_rules(config, dtype, linear), find_weights(directory)
+    rules = load_rules(config, dtype, linear)
+    found = without_empty_biases(find_weights(directory), rules)
     check_tensors(rules, found, where=f"checkpoint {directory}")
     leaves = load_leaves(
         directory,

@@ -30,7 +30,7 @@ from penstock.runtime.loading.gguf.model import read_model
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW, resolve_model
 from penstock.runtime.loading.own_rules import own_devices, own_rules, own_shapes
 from penstock.runtime.loading.pooling import read_answer_tokens, read_pooling
-from penstock.runtime.loading.quantised.checkpoint import find_weights, format_for
+from penstock.runtime.loading.quantised.checkpoint import find_weights, format_for, without_empty_biases
 from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.config import ModelConfig
@@ -150,6 +150,7 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
         backend.linear_format(dtype, options.quantization), tensors, partial(load_rules, config, dtype)
     )
     rules = load_rules(config, dtype, linear)
+    tensors = without_empty_biases(tensors, rules)
     check_tensors(rules, tensors, where=f"checkpoint {directory}")
     text = gguf.text if gguf else TextCodec.find(directory)
     eos_token_ids = end_tokens(config.eos_token_ids, text, config.vocab_size)

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from penstock.runtime.loading.quantised.checkpoint import find_weights
+from penstock.runtime.loading.checkpoint import load_config
+from penstock.runtime.loading.quantised.checkpoint import find_weights, without_empty_biases
 from penstock.runtime.loading.quantised.layers import QuantisedWeight
 from penstock.runtime.models.load_rules import Tensor
+from penstock.runtime.models.params import load_rules
 from tests.support.goldens import QUANTISED
 
 FORMS = {
@@ -119,3 +121,18 @@ def test_a_config_in_a_file_of_its_own_is_read(old_file: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     there = find_weights(QUANTISED / "gptq_v2_asym_g64")[name]
     np.testing.assert_array_equal(rows_of(find_weights(old_file)[name], 64), rows_of(there, 64))
+
+
+@pytest.mark.parametrize(("value", "is_left_out"), [(0, True), (1, False)])
+def test_biases_of_0_that_the_model_does_not_have_are_left_out(
+    tmp_path: Path, value: int, is_left_out: bool
+) -> None:
+    """AutoGPTQ writes a bias for every layer that it quantises."""
+    shutil.copytree(QUANTISED / "gptq_v2_asym_g64", tmp_path / "biased")
+    name = "model.layers.0.mlp.up_proj.bias"
+    tensors = load_file(tmp_path / "biased" / "model.safetensors")
+    biased = tensors | {name: np.full(256, value, np.float16)}
+    save_file(biased, tmp_path / "biased" / "model.safetensors")
+    rules = load_rules(load_config(tmp_path / "biased"))
+    found = without_empty_biases(find_weights(tmp_path / "biased"), rules)
+    assert (name not in found) == is_left_out

@@ -62,6 +62,25 @@ def format_for(
     return kept
 
 
+def without_empty_biases(tensors: Mapping[str, Tensor], rules: LoadRules) -> dict[str, Tensor]:
+    """Leave out biases of quantised layers that the model does not have, and that are all 0: AutoGPTQ writes
+    one for every layer.
+    """
+    known = {spec.name for spec in rules.tensors}
+
+    def is_empty(name: str, tensor: Tensor) -> bool:
+        layer = name.removesuffix(".bias")
+        return (
+            name not in known
+            and layer != name
+            and isinstance(tensors.get(f"{layer}.weight"), QuantisedWeight)
+            and len(tensor.shape) == 1
+            and not tensor[0 : tensor.shape[0]].any()
+        )
+
+    return {name: tensor for name, tensor in tensors.items() if not is_empty(name, tensor)}
+
+
 def has_codes(tensor: Tensor | None, bits: int) -> bool:
     """Whether a tensor has codes of so many bits that can be kept."""
     return isinstance(tensor, QuantisedWeight) and tensor.kept is not None and tensor.kept.bits == bits
