@@ -253,7 +253,7 @@ class Engine(EngineCore):
         sampling_params_callback: SamplingCallback | None = None,
         lead: Lead | None = None,
     ) -> Self:
-        """Load "demo", a checkpoint directory or a Hugging Face hub id. Raises ConfigError. `lead`: the group
+        """Load "demo", a checkpoint directory, a GGUF file or a hub id. Raises ConfigError. `lead`: the group
         of processes whose leader this one is; None: it has all devices itself. GroupEnded if a follower is
         lost meanwhile.
         """

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.errors import ConfigError
+from penstock.runtime.errors import CheckpointError, ConfigError
 from penstock.runtime.loading.checkpoint import check_tensors
 from penstock.runtime.loading.gguf import model as gguf_model
 from penstock.runtime.loading.gguf.file import GgufFile, read_gguf
@@ -75,6 +75,14 @@ _LIES: Mapping[str, tuple[Mapping[str, Any], str]] = {
         {"llama.rope.scaling.type": "mystery"},
         r"llama\.rope\.scaling\.type: 'mystery' is not supported",
     ),
+    "attention factor": (
+        {
+            "llama.rope.scaling.type": "linear",
+            "llama.rope.scaling.factor": 2.0,
+            "llama.rope.scaling.attn_factor": 2.0,
+        },
+        r"llama\.rope\.scaling\.attn_factor: 2\.0 is not supported with linear",
+    ),
     "RoPE of a part": ({"llama.rope.dimension_count": 2}, r"partial_rotary_factor: .* is not supported"),
     "tokens": (
         {"tokenizer.ggml.tokens": ["a"] * 999, "tokenizer.ggml.token_type": [1] * 999},
@@ -94,6 +102,29 @@ def test_what_cannot_be_served_is_refused_by_its_key(read: Any, name: str) -> No
     metadata, message = _LIES[name]
     with pytest.raises(ConfigError, match=message):
         read(**metadata)
+
+
+def test_two_names_of_one_tensor_are_refused(file: GgufFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of the two counts must not depend on their order."""
+    tensors = {**file.tensors, "blk.00.attn_q.weight": file.tensors["blk.0.attn_q.weight"]}
+    monkeypatch.setattr(gguf_model, "read_gguf", lambda path: dataclasses.replace(file, tensors=tensors))
+    with pytest.raises(ConfigError, match=r"tensor blk\.00\.attn_q\.weight is there twice"):
+        gguf_model.read_model(Path("m.gguf"))
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.0.{e}.weight", "{0}", "blk.0.attn_q", "blk.0.ffn_gate_exps.weight", "é"]
+)
+def test_an_unknown_tensor_is_refused_by_its_name(
+    file: GgufFile, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also one of experts in a model without experts."""
+    tensors = {**file.tensors, name: file.tensors["output_norm.weight"]}
+    monkeypatch.setattr(gguf_model, "read_gguf", lambda path: dataclasses.replace(file, tensors=tensors))
+    found = gguf_model.read_model(Path("m.gguf"))
+    with pytest.raises(CheckpointError) as raised:
+        check_tensors(load_rules(found.config, np.float32), found.tensors, where="m.gguf")
+    assert len(raised.value.extra) == 1
 
 
 def test_defaults_of_sampling_are_those_of_the_metadata(read: Any, caplog: pytest.LogCaptureFixture) -> None:

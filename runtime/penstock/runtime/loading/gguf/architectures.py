@@ -27,11 +27,14 @@ Config: TypeAlias = dict[str, Any]
 Infos: TypeAlias = Mapping[str, TensorInfo]
 
 _ROPE_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_READ_BEFORE = (_ROPE_FREQS, _LONG, _SHORT)
+"""Tensors that are part of the configuration."""
 _EMBEDDINGS, _HEAD = "token_embd.weight", "output.weight"
 _HARMLESS = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 """Keys of an architecture that change nothing: the number of tokens is that of the embeddings."""
 _POOLING = (0, 3)
 """The numbers of poolings that are served: none, and the last token's."""
+_MOST_EXPERTS = 1 << 12
 _NEXT = "num_nextn_predict_layers"
 _END_TOKENS = ("eos", "eot", "eom")
 
@@ -78,16 +81,17 @@ def find_tensors(file: GgufFile, config: Config) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     heads = {name: config.get(f"num_{which}_heads") for name, which in _TURNED.items()}
     for stored, info in file.tensors.items():
-        if stored in (_ROPE_FREQS, _LONG, _SHORT) or _is_further(
-            stored, config
-        ):  # `_common` reads the factors
+        if stored in _READ_BEFORE or _is_further(stored, config):
             continue
         name, is_norm = _name(stored, architecture), "norm" in stored and "ssm_norm" not in stored
         part = stored.split(".")[-2] if "." in stored else stored
+        if name in found or name.replace("{e}", "0") in found:
+            raise ConfigError(f"{file.path}: tensor {stored} is there twice, under another name too: {name}")
         if architecture.turned and (num_heads := heads.get(part)):
             found[name] = made.turned_back(info, num_heads)
-        elif "{e}" in name:
-            found |= {name.format(e=i): tensor for i, tensor in enumerate(made.experts_apart(info))}
+        elif "{e}" in name and len(info.shape) == 3 and info.shape[0] <= _MOST_EXPERTS:
+            apart = enumerate(made.experts_apart(info))
+            found |= {name.replace("{e}", str(expert)): tensor for expert, tensor in apart}
         elif part == "ffn_gate_inp_shexp" and len(info.shape) == 1:
             found[name] = made.as_row(info)
         elif architecture.plus_one and is_norm:
@@ -199,7 +203,7 @@ def _experts(keys: Fields, infos: Infos) -> int:
     """How many experts there are, which the tensors must have."""
     count = keys.integer("expert_count")
     stacks = [info for name, info in infos.items() if name.endswith(".ffn_gate_exps.weight")]
-    if not stacks or stacks[0].shape[0] != count:
+    if not stacks or stacks[0].shape[0] != count or count > _MOST_EXPERTS:
         keys.problem("expert_count", f"no tensor ffn_gate_exps.weight is that of {count} experts")
         return 1
     return count
@@ -250,9 +254,11 @@ def _rope_scaling(keys: Fields, file: GgufFile) -> Config | None:
             "original_max_position_embeddings": context,
             "attention_factor": 1.0,
         } | same
-    if kind in (None, "none"):
+    if kind == "none" or (kind is None and factor is None):
         return None
-    if kind == "linear":
+    if scale not in (None, 1.0):
+        keys.problem("rope.scaling.attn_factor", f"{scale} is not supported with {kind}")
+    if kind in (None, "linear"):
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         betas = {
@@ -276,7 +282,7 @@ def _factors(file: GgufFile, stored: str) -> list[float] | None:
 
 
 def _name(stored: str, architecture: Architecture) -> str:
-    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"."""
+    """The name in safetensors files: "model.layers.3.self_attn.q_proj.weight" for "blk.3.attn_q.weight"."""
     if stored in _TOP:
         return _TOP[stored]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+?)(?:\.(weight|bias))?", stored)
