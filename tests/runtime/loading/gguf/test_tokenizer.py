@@ -191,6 +191,7 @@ def test_a_file_without_a_tokenizer_has_none() -> None:
 _WRONG: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "model": ({"model": "bert"}, "tokenizer.ggml.model 'bert' is not supported"),
     "pre": ({"pre": "klingon"}, "tokenizer.ggml.pre 'klingon' is not supported"),
+    "no pre": ({"pre": None}, "tokenizer.ggml.pre is absent"),
     "tokens": ({"tokens": 5}, "tokenizer.ggml.tokens must be of type list"),
     "no tokens": ({"tokens": [], "token_type": []}, "0 types for 0 tokens"),
     "a token": ({"tokens": [1, 2, 3, 4]}, "tokenizer.ggml.tokens must be a list of str"),
@@ -215,7 +216,8 @@ _WRONG: Mapping[str, tuple[Mapping[str, Any], str]] = {
 @pytest.mark.parametrize("name", _WRONG)
 def test_what_makes_no_tokenizer_is_refused_by_its_key(name: str) -> None:
     changes, message = _WRONG[name]
-    keys = {**_TINY, **{f"tokenizer.ggml.{key}": value for key, value in changes.items()}}
+    changed = {**_TINY, **{f"tokenizer.ggml.{key}": value for key, value in changes.items()}}
+    keys = {key: value for key, value in changed.items() if value is not None}
     with pytest.raises(ConfigError, match=message):
         find_tokenizer(GgufFile(Path("m.gguf"), keys, {}))
 

@@ -170,7 +170,8 @@ def _byte_level(data: _Metadata, ids: Mapping[str, int]) -> Tokenizer:
     key = "tokenizer.ggml.pre"
     name = data.value(key, str)
     if name not in _PRE:
-        raise data.error(key, f"{name!r} is not supported; supported: {', '.join(_PRE)}")
+        said = "is absent, as in files of old converters" if name is None else f"{name!r} is not supported"
+        raise data.error(key, f"{said}; supported: {', '.join(_PRE)}")
     pre = _PRE[name]
     merges: list[tuple[str, str]] = []
     for i, line in enumerate(data.listed("tokenizer.ggml.merges", str)):
@@ -280,18 +281,20 @@ def _wrapped(
         if token_id is not None and 0 <= token_id < len(tokens) and ids.get(tokens[token_id]) == token_id:
             parts[name] = tokens[token_id]
     pre = _PRE.get(data.value("tokenizer.ggml.pre", str) or "", _Pre())
-    begins = data.flag("tokenizer.ggml.add_bos_token", pre.bos if kind == "gpt2" else True)
-    ends = data.flag("tokenizer.ggml.add_eos_token", False)
-    around = [(name, on) for name, on in (("bos_token", begins), ("eos_token", ends)) if on]
-    absent = next((name for name, _ in around if name not in parts), None)
-    if absent is not None:
-        raise data.error(f"tokenizer.ggml.{absent}_id", "is no token, but a text shall have it")
-    before, after = (parts[name] if on else "" for name, on in (("bos_token", begins), ("eos_token", ends)))
-    if around:
+    around: list[list[str]] = []
+    for key, default in (("bos", pre.bos if kind == "gpt2" else True), ("eos", False)):
+        name = f"{key}_token"
+        wanted = data.value(f"tokenizer.ggml.add_{name}", bool)
+        if wanted and name not in parts:
+            raise data.error(f"tokenizer.ggml.{name}_id", "is no token, but a text shall have it")
+        is_added = name in parts and (default if wanted is None else wanted)
+        around.append([parts[name]] if is_added else [])
+    before, after = around
+    if before or after:
         tokenizer.post_processor = TemplateProcessing(
-            single=" ".join(filter(None, [before, "$A", after])),
-            pair=" ".join(filter(None, [before, "$A", after, before, "$B:1", after])),
-            special_tokens=[(token, ids[token]) for token in {before, after} - {""}],
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *before, "$B:1", *after],
+            special_tokens=[(token, ids[token]) for token in {*before, *after}],
         )
     wrap: Any = PreTrainedTokenizerFast
     wrapped: PreTrainedTokenizerBase = wrap(
