@@ -277,6 +277,7 @@ def _runner_config(
         threads=threads,
         max_decode_steps=config.max_decode_steps,
         show_progress=config.show_progress,
+        program_folder=config.compilation_cache,
         **_picture_shapes(model, config, backend),
     )
 

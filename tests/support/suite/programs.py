@@ -36,7 +36,7 @@ def compiled_for(builder: ProgramBuilder) -> Hashable:
     """
     device: Any = builder.rebuild.__self__  # type: ignore[attr-defined] # a method of DeviceState
     return (
-        dataclasses.replace(builder.config, show_progress=False),
+        dataclasses.replace(builder.config, show_progress=False, program_folder=None),
         device._graphdef,
         device._weights_tree,
         _shapes((builder.weights, builder.state, builder.kv, builder.pool)),
@@ -47,6 +47,11 @@ def compiled_for(builder: ProgramBuilder) -> Hashable:
         jax.ffi.ffi_call,  # tests put another in its place to call emulated kernels
         jax.config.read("jax_disable_most_optimizations"),
     )
+
+
+def _without_files(builder: ProgramBuilder) -> ProgramBuilder:
+    """The same, but programs on disk are not used: a test may have changed what they compute."""
+    return dataclasses.replace(builder, config=dataclasses.replace(builder.config, program_folder=None))
 
 
 def forget_programs() -> None:
@@ -65,7 +70,7 @@ def shared_programs() -> Iterator[None]:
 
     def shared(builder: ProgramBuilder) -> Programs:
         key = compiled_for(builder)
-        programs = _kept.pop(key, None) or compile_all(builder)
+        programs = _kept.pop(key, None) or compile_all(_without_files(builder))
         _kept[key] = programs
         while len(_kept) > MOST_KEPT:
             del _kept[next(iter(_kept))]

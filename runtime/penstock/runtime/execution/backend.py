@@ -128,6 +128,9 @@ class Backend:
     host_memory: str | None = "pinned_host"
     """JAX's name of the memory to which weights are moved to free the device's; None: they are on the host
     anyway."""
+    keeps_programs: bool = False
+    """Whether compiled programs are kept on disk as a whole (`program_store`), which was tried on one CPU
+    device only."""
     zeros: ZerosOf = jnp.zeros
     """What the cache's arrays are made with. Those of the native kernels begin on huge pages."""
     use_huge_pages: Callable[[Sequence[jax.Array]], object] = _no_huge_pages
@@ -183,6 +186,7 @@ def choose_backend(config: EngineConfig, *devices: jax.Device, memory: DeviceMem
         kv_storage_dtype=kv_storage_dtype,
         sizes=CPU_SIZES,
         host_memory=None,
+        keeps_programs=size == 1,
         use_huge_pages=huge_pages.advise,
     )
     if not uses_kernels:

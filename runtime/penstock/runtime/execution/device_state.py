@@ -201,6 +201,7 @@ class DeviceState:
         """
         return ProgramBuilder(
             config=self._config,
+            graphdef=self._graphdef,
             rebuild=self._rebuild,
             weights=self.leaves,
             state=self.rows,
@@ -255,6 +256,7 @@ def builder_of_shapes(
     own = tuple(jax.ShapeDtypeStruct(own_shape(leaf.shape, backend.mesh), leaf.dtype) for leaf in leaves)
     return ProgramBuilder(
         config=config,
+        graphdef=graphdef,
         rebuild=rebuild,
         weights=tuple(leaves),
         state=row_shapes(cache, config, sharding),

@@ -4,6 +4,8 @@ compiled.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from penstock.runtime.execution import program_store
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.compilation import compile_all, compile_program
@@ -45,6 +49,10 @@ from penstock.runtime.requests.constraint import mask_words
 _FORWARD = Forward(kv=CUT, state=WHOLE, logits=WHOLE, hidden=WHOLE)  # type: ignore[arg-type]  # a prefix
 
 
+Job = ProgramKey | int | str
+"""The name of a program in its set."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
     """All programs that a runner calls; see `step_programs` and `request_programs`."""
@@ -69,6 +77,8 @@ class ProgramBuilder:
     """
 
     config: RunnerConfig
+    graphdef: nnx.GraphDef[Any]
+    """The model's structure, of which `rebuild` makes the model."""
     rebuild: Rebuild
     weights: Weights
     state: RowState
@@ -88,10 +98,12 @@ class ProgramBuilder:
         )
 
     def compile_all(self) -> Programs:
-        """Compiles all programs in parallel, with a progress bar; those that take longest come first."""
+        """Loads the programs that an earlier start has kept, and compiles the others in parallel, with a
+        progress bar; those that take longest come first.
+        """
         keys, row_buckets = self.config.buckets.keys(), self.config.buckets.row_buckets
         patches = self.config.encode_buckets
-        made = compile_all(self.jobs(), threads=self.config.threads, show_progress=self.config.show_progress)
+        made = self._made(self.jobs())
         return Programs(
             steps={key: made[key] for key in keys},
             choices={rows: made[rows] for rows in row_buckets},
@@ -103,10 +115,10 @@ class ProgramBuilder:
             encodes={size: made[f"encode {size}"] for size in patches},
         )
 
-    def jobs(self) -> dict[ProgramKey | int | str, Callable[[], jax.stages.Compiled]]:
+    def jobs(self) -> dict[Job, Callable[[], jax.stages.Compiled]]:
         """What compiles each program: by its key, by its number of rows for a choice, or by its name."""
         keys, row_buckets = self.config.buckets.keys(), self.config.buckets.row_buckets
-        hidden = self._hidden()
+        hidden = functools.cache(self._hidden)  # asked for only where a program is not kept
         return {
             **{key: partial(self.window if key.window else self.forward, key) for key in keys},
             **{rows: partial(self.choice, rows) for rows in row_buckets},
@@ -117,6 +129,37 @@ class ProgramBuilder:
             "copy_pages": self.copy_pages,
             "table_rows": self.table_rows,
         }
+
+    def _made(
+        self, jobs: Mapping[Job, Callable[[], jax.stages.Compiled]]
+    ) -> Mapping[Job, jax.stages.Compiled]:
+        compile_them = partial(
+            compile_all, threads=self.config.threads, show_progress=self.config.show_progress
+        )
+        folder, key = self.config.program_folder, self._key()
+        if folder is None or key is None:
+            return compile_them(jobs)
+        kept = program_store.load(folder, key, self.backend.mesh.devices.flat[0])
+        left = {name: job for name, job in jobs.items() if name not in kept.programs}
+        if not left:
+            return kept.programs
+        with program_store.Fresh() as fresh:
+            made = compile_them({name: partial(fresh.run, name, job) for name, job in left.items()})
+        new = {name: program for name, program in made.items() if name in fresh.names}
+        program_store.save(folder, key, kept, new)
+        return {**kept.programs, **made}
+
+    def _key(self) -> str | None:
+        """The key under which the programs are kept; None: they are not. It was never tried for models that
+        read pictures.
+        """
+        config = self.config
+        if config.program_folder is None or config.vision is not None or not self.backend.keeps_programs:
+            return None
+        config = dataclasses.replace(config, show_progress=False, program_folder=None)
+        values = (config, self.graphdef, self.backend, self.cache, self.num_pages, self.sharding)
+        arrays = jax.tree.leaves((self.weights, self.state, self.kv, self.pool))
+        return program_store.key_of(values, arrays)
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
         packed = self._ints(self._layout(key).size)
@@ -179,15 +222,15 @@ class ProgramBuilder:
             program, self.state, logits, packed, mask, donate=(0,), name=f"choice_rows{rows}"
         )
 
-    def prompt_logprobs(self, hidden: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
+    def prompt_logprobs(self, hidden: Callable[[], jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
         program = make_prompt_logprobs(self.rebuild, self._shapes, self.backend.logprobs)
         packed = self._ints(1 + 2 * self._shapes.max_tokens)
-        return self._compiled(program, self.weights, hidden, packed)
+        return self._compiled(program, self.weights, hidden(), packed)
 
-    def hidden_sums(self, hidden: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
+    def hidden_sums(self, hidden: Callable[[], jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
         program = make_hidden_sums(self.rebuild, self._shapes, self.config.max_num_seqs)
         packed = self._ints(1 + 2 * self._shapes.max_tokens)
-        return self._compiled(program, self.weights, hidden, packed)
+        return self._compiled(program, self.weights, hidden(), packed)
 
     def admission(self) -> jax.stages.Compiled:
         vocab = self.config.vocab_size

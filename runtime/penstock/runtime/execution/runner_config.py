@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,8 @@ class RunnerConfig:
     max_decode_steps: int = 1
     """Most steps of a decode program's loop; see `Plan.num_steps`."""
     show_progress: bool = True
+    program_folder: Path | None = None
+    """Where compiled programs are kept as a whole (`program_store`); None: nowhere."""
     vision: Vision | None = None
     """What the model makes of pictures; None: it reads none."""
     pool_rows: int = 0
