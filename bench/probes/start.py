@@ -156,7 +156,6 @@ def main() -> int:
     args = parser.parse_args()
     with ExitStack() as stack:
         programs = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-start-"))
-        flags = [args.checkpoint, "--compilation-cache", programs, *args.flags]
         trees, names = {HERE: TREE}, {HERE: HERE}
         if args.against is not None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-start-")))
@@ -164,7 +163,8 @@ def main() -> int:
         found: dict[str, list[Start]] = {side: [] for side in trees}
         for number in range(-1, args.rounds):
             for side, tree in trees.items():
-                start = measure(tree, flags)
+                kept = str(Path(programs) / side)  # of its own, so that each side compiles all that it keeps
+                start = measure(tree, [args.checkpoint, "--compilation-cache", kept, *args.flags])
                 if number >= 0:
                     found[side].append(start)
         print(table(found, names))
