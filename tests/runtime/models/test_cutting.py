@@ -12,6 +12,8 @@ import pytest
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.loading.safetensors_files import find_tensors
+from penstock.runtime.models.config import ExpertsConfig
+from penstock.runtime.models.configs.recurrent import DeltaNetConfig
 from penstock.runtime.models.cutting import cut, sizes_that_work
 from penstock.runtime.models.families.mxfp4 import decode
 from penstock.runtime.models.linear import PLAIN, LinearFormat
@@ -83,6 +85,7 @@ def test_heads_of_recurrent_layers_are_cut_wherever_a_tensor_has_them():
     """qwen3_5's nets have in_proj_qkv and a convolution over queries, keys and values of all heads."""
     config = load_config(GOLDEN / "qwen3_5")
     net = config.layers[0].attention
+    assert isinstance(net, DeltaNetConfig)
     keys, values = net.key_channels, net.value_channels
     for devices in (2, 4):
         leaves, tensors = leaves_of("qwen3_5", devices)
@@ -118,6 +121,7 @@ class Counted:
 def test_experts_are_dealt_whole_and_the_shared_one_is_cut():
     leaves, tensors = leaves_of("deepseek_v3", 2, expert_parallel=True)
     config = load_config(GOLDEN / "deepseek_v3").layers[-1].mlp
+    assert isinstance(config, ExpertsConfig)
     layer = f"model.layers.{len(load_config(GOLDEN / 'deepseek_v3').layers) - 1}.mlp"
     own = config.num_experts // 2
     shared = tensors[f"{layer}.shared_experts.down_proj.weight"]

@@ -24,7 +24,7 @@ def _stored(path: Path, kind: str, *matrices: np.ndarray) -> tuple[list[TensorIn
     """The tensors in a file, and what the package reads of them."""
     chosen = gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(path, "llama")
-    blocks = [gguf.quants.quantize(np.float32(values), chosen) for values in matrices]
+    blocks = [gguf.quants.quantize(values.astype(np.float32), chosen) for values in matrices]
     for i, values in enumerate(blocks):
         writer.add_tensor(f"t{i}", values, raw_dtype=chosen)
     writer.write_header_to_file()

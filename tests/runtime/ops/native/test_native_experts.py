@@ -167,18 +167,18 @@ def test_experts_with_no_row_few_and_all(kind: str) -> None:
     close(run(layer, x[:1], one, weights[:1], 1), layer.expected(x[:1], one, weights[:1]), kind)
 
 
-@both_formats
+@all_formats
 @pytest.mark.parametrize("weigh_input", [False, True])
-def test_a_choice_of_no_expert_adds_nothing(int8: bool, weigh_input: bool) -> None:
+def test_a_choice_of_no_expert_adds_nothing(kind: str, weigh_input: bool) -> None:
     rng = np.random.default_rng(16)
-    layer = Layer(17, int8, biases=False)
+    layer = Layer(17, kind, biases=False)
     x, (ids, weights) = draw(rng, 20, HIDDEN), chosen(rng, 20)
     kept = rng.random(ids.shape) < 0.5
     kept[3], kept[4] = True, False
     expected = layer.expected(x, ids, np.where(kept, weights, 0), weigh_input=weigh_input)
     ids = np.where(kept, ids, np.int32(NO_EXPERT))
     got = run(layer, x, ids, weights, 20, weigh_input=weigh_input)
-    close(got, expected, int8)
+    close(got, expected, kind)
     assert not got[4].any()
 
 
