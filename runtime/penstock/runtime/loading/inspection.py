@@ -14,7 +14,7 @@ from flax import nnx
 
 from penstock.runtime.config import EngineConfig, ResolvedConfig, resolve
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.execution.backend import Backend, lacking_kernels
+from penstock.runtime.execution.backend import Backend, check_required, lacking_kernels
 from penstock.runtime.execution.kv_sizing import plan_kv
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW
 from penstock.runtime.loading.quantised.checkpoint import has_codes
@@ -166,6 +166,7 @@ def inspect_config(file: Path, options: EngineConfig, backend: Backend) -> Inspe
     config = parse_config(without_quantisation(read_json_object(file)))
     config = served_config(config, options)
     dtype = model_dtype(config, options.dtype)
+    check_required(options, backend, dtype)
     config.cache.check_dtype(options.kv_cache_dtype)
     return _inspection(config, dtype, backend.linear_format(dtype, options.quantization), options)
 

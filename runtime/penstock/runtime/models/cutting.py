@@ -95,7 +95,7 @@ def _check_experts(config: ModelConfig, devices: int) -> None:
         raise ConfigError("expert_parallel: must be left out on one device; see tensor_parallel_size")
 
 
-def _problems(config: ModelConfig, devices: int, expert_parallel: bool) -> list[str]:  # private
+def _problems(config: ModelConfig, devices: int, expert_parallel: bool) -> list[str]:
     found: dict[str, None] = {}  # each once, in order
 
     def divides(what: str, size: int | None) -> None:
@@ -136,7 +136,7 @@ def _mlps(layer: LayerConfig) -> tuple[MLPConfig | ExpertsConfig, ...]:
     return (mlp.mlp, mlp.experts) if isinstance(mlp, MLPAndExpertsConfig) else (mlp,)
 
 
-def _layer(layer: LayerConfig, devices: int, expert_parallel: bool) -> LayerConfig:  # private
+def _layer(layer: LayerConfig, devices: int, expert_parallel: bool) -> LayerConfig:
     attention, mlp = _attention(layer.attention, devices), layer.mlp
     if isinstance(mlp, MLPAndExpertsConfig):
         both = MLPAndExpertsConfig(
@@ -201,7 +201,7 @@ def _mlp(mlp: MLPConfig, devices: int) -> MLPConfig:
     return replace(mlp, intermediate_size=mlp.intermediate_size // devices, pieces=devices)
 
 
-def _experts(experts: ExpertsConfig, devices: int, expert_parallel: bool) -> ExpertsConfig:  # private
+def _experts(experts: ExpertsConfig, devices: int, expert_parallel: bool) -> ExpertsConfig:
     shared = experts.shared_size
     if shared is not None:
         experts = replace(experts, shared_size=shared // devices, shared_pieces=devices)

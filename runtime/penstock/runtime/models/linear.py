@@ -172,7 +172,8 @@ class Linear(nnx.Module):
         self.cuts, self.sums = tuple((cuts or {}).get(part, ()) for part in parts), sums
         out_size = sum(parts.values())
         self.in_size, self.parts = in_size, tuple(parts.items())
-        sizes = [span.size for spans in self.cuts for span in spans]
+        split = (spans for spans in self.cuts if any(span.pieces > 1 for span in spans))
+        sizes = [span.size for spans in split for span in spans]
         self.form = linear.of((*parts.values(), *sizes), in_size)
         self.weight = self.form.weight(out_size, in_size, dtype)
         self.scale_at: Place | None = planners.scales.take(out_size) if self.form.int8 else None
