@@ -4,6 +4,7 @@ A file there is named after its tool:
 
     tool = "llm-comply, chat"
     version = "0.5.0"
+    tried = 2026-11-27              # the day on which these outcomes were last seen
     checks = 9                      # how many checks the tool has
 
     [exceptions.image-input]        # the check that does not pass
@@ -17,6 +18,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ class Expected:
 
     tool: str
     version: str
+    tried: date
     checks: int
     exceptions: Mapping[str, Exempt]
 
@@ -66,18 +69,18 @@ def parse(document: Mapping[str, Any]) -> Expected:
     wrong = {name: exempt.kind for name, exempt in exceptions.items() if exempt.kind not in KINDS}
     if wrong:
         raise ValueError(f"these exceptions are of no kind that there is: {wrong}")
-    return Expected(document["tool"], document["version"], document["checks"], exceptions)
+    return Expected(document["tool"], document["version"], document["tried"], document["checks"], exceptions)
 
 
 def page(tools: Sequence[Expected]) -> str:
     """What docs/openai.md says of the tools, in Markdown: how many checks end how, and why some fail."""
     lines = [
-        "| program | version | checks | passed | refused | model | tool |",
-        "|---|---|---|---|---|---|---|",
+        "| program | version | last tried | checks | passed | refused | model | tool |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for told in tools:
         counts = (told.checks, told.checks - len(told.exceptions), *map(told.count, KINDS))
-        lines.append(f"| {told.tool} | {told.version} | {' | '.join(map(str, counts))} |")
+        lines.append(f"| {told.tool} | {told.version} | {told.tried} | {' | '.join(map(str, counts))} |")
     lines += ["", "| program | check | | why it does not pass |", "|---|---|---|---|"]
     for told in tools:
         lines += [

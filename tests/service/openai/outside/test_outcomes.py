@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import date
+
 import pytest
 
 from tests.service.openai.outside.outcomes import differences, page, parse, read_all
@@ -11,6 +13,7 @@ EXPECTED = parse(
     {
         "tool": "a tool",
         "version": "1",
+        "tried": date(2026, 11, 27),
         "checks": 2,
         "exceptions": {"image": {"kind": "refused", "error": "image_url", "reason": "It sees none."}},
     }
@@ -42,6 +45,7 @@ def test_an_exception_of_no_kind_is_refused() -> None:
             {
                 "tool": "a tool",
                 "version": "1",
+                "tried": date(2026, 11, 27),
                 "checks": 1,
                 "exceptions": {"image": {"kind": "whatever", "error": "", "reason": ""}},
             }
