@@ -1,20 +1,23 @@
 """Every program of an engine, compiled for chips that are not there: `make test-accelerators`.
 
 The models have the heads, widths and experts of published ones, one layer of each of their kinds, and a small
-vocabulary. What is tried of each program: it compiles, no program copies the cache or a weight in memory, and
-its scratch memory is near what `penstock plan` estimates.
+vocabulary. What is tried of each program: it compiles, no program copies the cache or a weight in memory, its
+scratch memory is near what `penstock plan` estimates, and decode steps attend by a kernel where there is one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from penstock.runtime.config import EngineConfig
+from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.device_state import bytes_beside_arguments
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.registry import parse_config
@@ -46,6 +49,8 @@ OPTIONS = EngineConfig(
     max_image_tokens=64,
     compilation_cache=None,
 )
+KERNEL = re.compile('custom_call_target="(tpu_custom_call|mosaic_gpu)')
+"""How a kernel in Pallas is called."""
 LARGE = 1 << 20
 """Bytes from which on an array counts as one that must not be copied."""
 MODELS = (
@@ -95,11 +100,22 @@ def check(model: str, machine: Machine) -> None:
         for array in (*jax.tree.leaves(builder.kv), *builder.weights)
     ]
     large = [array for array in own if array.size * array.dtype.itemsize >= LARGE]
+    has_kernel = any(
+        backend.decodes_natively(
+            jax.ShapeDtypeStruct((1, kept.num_kv_heads, kept.head_dim), jnp.bfloat16),
+            kept.arrays(1, OPTIONS.page_size, 1, jnp.dtype(jnp.bfloat16)),
+            kept.value_dim,
+        )
+        for kept in builder.cache.paged
+    )
     wrong = []
     for job, make in builder.jobs().items():
         program = make()
-        if found := copied(program.as_text() or "", large):
+        text = program.as_text() or ""
+        if found := copied(text, large):
             wrong.append(f"{name_of(job)} copies {', '.join(found)}")
+        if isinstance(job, ProgramKey) and job.decode_only and bool(KERNEL.search(text)) != has_kernel:
+            wrong.append(f"{name_of(job)} has {'no' if has_kernel else 'a'} kernel")
         if (scratch := bytes_beside_arguments(program)) > most:
             wrong.append(f"{name_of(job)} has {scratch:,} bytes of scratch memory, and {most:,} are the most")
     assert not wrong, "\n".join(wrong)

@@ -96,9 +96,9 @@ class EngineConfig:
     """Whether the experts of a mixture stay whole, so that each device has some of them. Else each device has
     a part of every expert."""
     native: str = "auto"
-    """The kernels for CPUs, and for decode steps on GPUs of the Hopper generation: "auto" uses them where the
-    machine and the model can, "require" refuses to start unless they compute all of the model or, on a GPU,
-    the attention of its decode steps, "off" leaves everything to XLA."""
+    """The kernels for CPUs, and for decode steps on TPUs and on GPUs of the Hopper generation: "auto" uses
+    them where the machine and the model can, "require" refuses to start unless they compute all of the model
+    or, on an accelerator, the attention of its decode steps, "off" leaves everything to XLA."""
     native_folder: Path | None = None
     """Folder of the CPU kernels' library, which is compiled into it if it is not there; None: the library
     that came with the wheel, or else ~/.cache/penstock/native."""

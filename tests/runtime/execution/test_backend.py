@@ -29,6 +29,7 @@ from penstock.runtime.ops.native.sample import native_sample, native_token_logpr
 from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT
 from penstock.runtime.ops.sampler import sample, token_logprobs
+from penstock.runtime.ops.tpu.attention import tpu_paged_attention
 from penstock.runtime.requests.request import StoppingParams
 from tests.support.collector import GREEDY_PARAMS
 from tests.support.models.toy import toy_engine, toy_tokens
@@ -127,8 +128,10 @@ def test_required_kernels_take_cpu_and_bfloat16() -> None:
         with pytest.raises(ConfigError, match=rf"^native: .*a model in {dtype} .*serve it in bfloat16"):
             check_required(required, backend, dtype)
     tpu = Accelerator(None, platform="tpu")
-    with pytest.raises(ConfigError, match=r"^native: .*they are for CPUs and GPUs, not tpu"):
+    with pytest.raises(ConfigError, match=r"^native: .*those for TPUs need one of TPU v5 lite.* is a none$"):
         choose_backend(required, cast("Any", tpu))
+    with pytest.raises(ConfigError, match=r"^native: .*they are for CPUs, GPUs and TPUs, not quantum"):
+        choose_backend(required, cast("Any", Accelerator(None, platform="quantum")))
 
 
 def test_hopper_has_a_kernel_for_decode_steps() -> None:
@@ -148,6 +151,17 @@ def test_hopper_has_a_kernel_for_decode_steps() -> None:
     off = choose_backend(EngineConfig(native="off"), hopper)
     assert isinstance(off.attention, partial)
     assert not off.decodes_natively(query, cache, None)
+
+
+def test_tpus_have_a_kernel_for_decode_steps() -> None:
+    tpu = cast("Any", Accelerator(None, platform="tpu", device_kind="TPU v5 lite"))
+    query = jax.ShapeDtypeStruct((1, 1, 128), BF16)
+    wide, narrow = (jax.ShapeDtypeStruct((9, 2, 8, 64, dim), BF16) for dim in (128, 64))
+    backend = choose_backend(EngineConfig(native="require"), tpu)
+    assert backend.attention is tpu_paged_attention
+    assert [backend.decodes_natively(query, cache, None) for cache in (wide, narrow)] == [True, False]
+    off = choose_backend(EngineConfig(native="off"), tpu)
+    assert isinstance(off.attention, partial)
 
 
 def test_other_gpus_have_xla_alone_and_a_line_of_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:

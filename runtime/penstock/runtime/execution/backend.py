@@ -53,6 +53,8 @@ AttentionTest = Callable[[ArrayShape, ArrayShape, int | None], bool]
 this `value_dim`."""
 HOPPER = "9.0"
 """The compute capability of the GPUs that our kernels are for. Those of Blackwell lack their instructions."""
+TPUS = ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x")
+"""The TPUs, as JAX names their kinds, for which the kernel was compiled."""
 
 GPU_OPTIONS: Mapping[str, str | bool] = MappingProxyType(
     {
@@ -175,7 +177,9 @@ def choose_backend(config: EngineConfig, *devices: jax.Device, memory: DeviceMem
             memory=tells_memory,
             compiler_options=GPU_OPTIONS if device.platform == "gpu" else None,
         )
-        return _with_gpu_kernels(on_accelerator) if uses_kernels else on_accelerator
+        if not uses_kernels:
+            return on_accelerator
+        return (_with_gpu_kernels if device.platform == "gpu" else _with_tpu_kernels)(on_accelerator)
     threads = config.threads or available_processors()
     check_pool(threads)
     on_xla = Backend(
@@ -254,6 +258,21 @@ def _with_gpu_kernels(backend: Backend) -> Backend:
     )
 
 
+def _with_tpu_kernels(backend: Backend) -> Backend:
+    # Imported here, because Pallas for TPUs takes a second, which nobody else should wait for.
+    from penstock.runtime.ops.tpu.attention import supports, tpu_paged_attention  # noqa: PLC0415
+
+    return replace(
+        backend,
+        attention=tpu_paged_attention,
+        decodes_natively=supports,
+        needs_all_native=False,
+        native_dtype=np.dtype(jnp.bfloat16),
+        kernels_cannot="native: the kernels are required, but cannot compute this model's attention: they "
+        "take keys and values in bfloat16, heads of a multiple of 128 and a page_size in multiples of 16",
+    )
+
+
 def _uses_kernels(config: EngineConfig, device: jax.Device) -> bool:
     """Whether programs for the device call kernels of ours."""
     if config.native == "off":
@@ -264,8 +283,12 @@ def _uses_kernels(config: EngineConfig, device: jax.Device) -> bool:
             library.load(config.native_folder)
         except library.NotAvailable as error:
             problem = str(error)
+    elif device.platform == "tpu":
+        if device.device_kind not in TPUS:
+            problem = f"those for TPUs need one of {', '.join(TPUS)}, and this one is a {device.device_kind}"
+            log.info("TPU kernels are not used: %s", problem)
     elif device.platform != "gpu":
-        problem = f"they are for CPUs and GPUs, not {device.platform}"
+        problem = f"they are for CPUs, GPUs and TPUs, not {device.platform}"
     elif (capability := str(getattr(device, "compute_capability", "none"))) != HOPPER:
         problem = f"those for GPUs need compute capability {HOPPER} (Hopper), and this one has {capability}"
         log.info("GPU kernels are not used: %s", problem)

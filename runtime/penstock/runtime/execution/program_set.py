@@ -262,7 +262,9 @@ class ProgramBuilder:
         """`results`: what of the program's results is cut over devices, see `on_mesh`."""
         options = self.backend.compiler_options
         for_all = on_mesh(program, self.backend.mesh, specs_of(arguments), results)
-        return compile_program(for_all, *arguments, donate=donate, name=name, options=options)
+        # Pallas asks the default device for which chip it compiles, and that device may not be here.
+        with jax.default_device(self.backend.mesh.devices.flat[0]):
+            return compile_program(for_all, *arguments, donate=donate, name=name, options=options)
 
     @property
     def _shapes(self) -> StepShapes:

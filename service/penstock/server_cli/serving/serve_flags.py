@@ -322,8 +322,8 @@ def _add_engine(flag: AddFlag) -> None:
     )
     flag(
         "native",
-        "the kernels for CPUs and Hopper GPUs; auto: where machine and model can use them; require: do not "
-        "start without; off: XLA alone",
+        "the kernels for CPUs, TPUs and Hopper GPUs; auto: where machine and model can use them; require: do "
+        "not start without; off: XLA alone",
         choices=NATIVE,
     )
     flag(

@@ -1,0 +1,171 @@
+"""Attention of decode steps on TPUs: a kernel in Pallas that reads only the pages in use.
+
+A program of the grid takes one row. It brings the row's pages to the chip's memory, a few ahead, multiplies,
+and keeps an online softmax for each head of keys, as `penstock.runtime.ops.attention` does. Lengths and page
+tables are read at run time; padding rows cost nothing, and their output is 0. Weights are rounded to bfloat16
+before they multiply values; everything else is float32.
+
+JAX has a kernel of its own for TPUs (`jax.experimental.pallas.ops.tpu.ragged_paged_attention`). It wants
+another layout of pages, knows no sinks and no chunks, reads a window's layers from their first position on,
+and Pallas' interpreters of JAX 0.10 cannot run it, so nothing could be said of it without a TPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.tpu as pltpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+LANES = 128
+"""Channels of a head come in whole multiples of so many."""
+SUBLANES = 16
+"""Positions of a page and heads of queries come in whole multiples of so many, in bfloat16."""
+_MOST_STAGES = 4
+_PAGES_BYTES = 8 * 2**20
+"""What the pages that are on their way may take of the chip's memory, which has 16 MiB for a kernel."""
+_LOW = -1e30
+
+
+def stages_for(page_size: int, kv_heads: int, dim: int) -> int:
+    """How many pages are on the chip at a time; less than 2 do not do."""
+    return min(_MOST_STAGES, _PAGES_BYTES // (2 * kv_heads * page_size * dim * 2))
+
+
+def takes(page_size: int, kv_heads: int, dim: int) -> bool:
+    """Whether the kernel can compute with such pages and heads."""
+    return dim % LANES == 0 and page_size % SUBLANES == 0 and stages_for(page_size, kv_heads, dim) >= 2
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "softcap", "interpret"))
+def decode_attention(
+    q: Array,
+    kv: Array,
+    oldest: Array,
+    ends: Array,
+    page_table: Array,
+    sinks: Array | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    interpret: Any = False,
+) -> Array:
+    """Attention of one query a row: q bfloat16 [R, H, D], kv bfloat16 [page, 2, KH, page size, D] -> bfloat16
+    [R, H, D].
+
+    Row r attends to its positions from oldest[r] up to ends[r], which is exclusive, and 0 for a padding row;
+    page_table int32[R, P] has the page of each position. What lies elsewhere may be NaN. `sinks` float32[H],
+    `scale` and `softcap` are as in `AttentionOptions`. `interpret`: as `pallas_call` takes it.
+    """
+    num_rows, num_heads, dim = q.shape
+    _, _, kv_heads, page_size, _ = kv.shape
+    group = num_heads // kv_heads
+    spare = -group % SUBLANES
+    stages = stages_for(page_size, kv_heads, dim)
+    by_head = (kv_heads, group + spare)
+
+    def kernel(oldest_ref: Any, ends_ref: Any, table_ref: Any, q_ref: Any, *others: Any) -> None:
+        *sink_ref, kv_ref, out_ref, pages, peaks, totals, acc, arrived = others
+        row = pl.program_id(0)
+        seen_from, seen_to = oldest_ref[row], ends_ref[row]
+        first = seen_from // page_size
+        count = (seen_to + page_size - 1) // page_size - first
+        peaks[...] = jnp.full(peaks.shape, _LOW, jnp.float32)
+        totals[...] = jnp.zeros(totals.shape, jnp.float32)
+        acc[...] = jnp.zeros(acc.shape, jnp.float32)
+
+        def fetching(i: Any) -> Any:
+            stage = lax.rem(i, jnp.int32(stages))
+            page = kv_ref.at[table_ref[0, 0, first + i]]
+            return pltpu.make_async_copy(page, pages.at[stage], arrived.at[stage])
+
+        for i in range(stages - 1):
+
+            @pl.when(i < count)
+            def _(i: int = i) -> None:
+                fetching(jnp.int32(i)).start()
+
+        def step(i: Any, carry: None) -> None:
+            @pl.when(i + (stages - 1) < count)
+            def _() -> None:
+                fetching(i + (stages - 1)).start()
+
+            fetching(i).wait()
+            stage = lax.rem(i, jnp.int32(stages))
+            begin = (first + i) * page_size
+            at = begin + lax.broadcasted_iota(jnp.int32, (by_head[1], page_size), 1)
+            seen = (at >= seen_from) & (at < seen_to)
+            held = begin + lax.broadcasted_iota(jnp.int32, (page_size, dim), 0)
+            held = (held >= seen_from) & (held < seen_to)
+            for head in range(kv_heads):
+                keys, values = pages[stage, 0, head], pages[stage, 1, head]
+                scores = scale * lax.dot_general(
+                    q_ref[0, head], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+                )
+                if softcap is not None:
+                    scores = softcap * jnp.tanh(scores / softcap)
+                scores = jnp.where(seen, scores, _LOW)
+                peak = peaks[head, :, :1]
+                top = jnp.maximum(peak, scores.max(axis=1, keepdims=True))
+                fade = jnp.exp(peak - top)
+                weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
+                total = totals[head, :, :1] * fade + weights.sum(axis=1, keepdims=True)
+                # What the row does not attend to may be NaN, so it must not even be multiplied by zero.
+                values = jnp.where(held, values.astype(jnp.float32), 0.0).astype(jnp.bfloat16)
+                acc[head] = acc[head] * fade + jnp.dot(
+                    weights.astype(jnp.bfloat16), values, preferred_element_type=jnp.float32
+                )
+                peaks[head] = jnp.broadcast_to(top, peaks.shape[1:])
+                totals[head] = jnp.broadcast_to(total, totals.shape[1:])
+
+        lax.fori_loop(0, count, step, None)
+        for head in range(kv_heads):
+            peak, total = peaks[head, :, :1], totals[head, :, :1]
+            fade = jnp.ones_like(peak)
+            for ref in sink_ref:
+                sink = ref[head, :, :1]
+                top = jnp.maximum(peak, sink)
+                fade = jnp.exp(peak - top)
+                total = total * fade + jnp.exp(sink - top)
+            out_ref[0, head] = (acc[head] * fade / jnp.maximum(total, 1e-30)).astype(jnp.bfloat16)
+
+    def of_row(*size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *size), lambda row, *_: (row, *(0 for _ in size)))
+
+    width = page_table.shape[1]
+    asked = q.reshape(num_rows, kv_heads, group, dim)
+    asked = jnp.pad(asked, ((0, 0), (0, 0), (0, spare), (0, 0)))
+    given, specs = [], []
+    if sinks is not None:
+        by_lane = jnp.pad(sinks.astype(jnp.float32).reshape(kv_heads, group), ((0, 0), (0, spare)))
+        given.append(jnp.broadcast_to(by_lane[:, :, None], (*by_head, LANES)))
+        specs.append(pl.BlockSpec((*by_head, LANES), lambda row, *_: (0, 0, 0)))
+    out: Array = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((num_rows, *by_head, dim), jnp.bfloat16),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(num_rows,),
+            in_specs=[
+                pl.BlockSpec((1, 1, width), lambda row, *_: (row, 0, 0), memory_space=pltpu.SMEM),
+                of_row(*by_head, dim),
+                *specs,
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=of_row(*by_head, dim),
+            scratch_shapes=[
+                pltpu.VMEM((stages, 2, kv_heads, page_size, dim), jnp.bfloat16),
+                pltpu.VMEM((*by_head, LANES), jnp.float32),
+                pltpu.VMEM((*by_head, LANES), jnp.float32),
+                pltpu.VMEM((*by_head, dim), jnp.float32),
+                pltpu.SemaphoreType.DMA((stages,)),
+            ],
+        ),
+        name="decode_attention",
+        interpret=interpret,
+    )(oldest, ends, page_table.reshape(num_rows, 1, width), asked, *given, kv)
+    return out[:, :, :group].reshape(num_rows, num_heads, dim)
