@@ -9,7 +9,7 @@ MARK ?=
 PYTEST_ARGS ?= --numprocesses $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4))) --dist loadfile
 # What depends most on JAX's version: PyTorch's results, the kernels as JAX calls them, and one server.
 NEWEST_TESTS = tests/runtime/models/test_golden.py tests/service/servicers/test_goldens.py tests/runtime/ops/native \
-	tests/runtime/ops/gpu \
+	tests/runtime/ops/gpu tests/runtime/ops/tpu \
 	tests/service/cli/test_serve.py::test_a_checkpoint_is_served_until_sigterm -k 'not emulated'
 AGAINST ?= HEAD~1
 # What of the sweep `make test-ci` runs: the third that a number draws, here the commit's, and what changes since a
