@@ -19,7 +19,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.quantised.checkpoint import find_weights
 from penstock.runtime.loading.quantised.config import read_quantisation
 from penstock.runtime.loading.quantised.layers import QuantisedWeight
-from tests.support.goldens import QUANTISED
+from tests.support.goldens import GOLDEN, QUANTISED
 
 NAMES = sorted(folder.name for folder in QUANTISED.iterdir())
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -267,6 +267,19 @@ def test_a_config_that_contradicts_its_tensors_is_refused(
         values_of(written(tmp_path, name, change))
     assert f"model.safetensors: tensor {LAYER}." in str(refused.value)
     assert said in str(refused.value)
+
+
+def test_a_config_of_quantised_layers_needs_some(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "qwen3", tmp_path / "floats")
+    file = tmp_path / "floats" / "config.json"
+    told = json.loads((QUANTISED / "awq_g64" / "config.json").read_text())["quantization_config"]
+    (tmp_path / "floats" / "quant_config.json").write_text(json.dumps(told))
+    assert not values_of(tmp_path / "floats")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": told}))
+    with pytest.raises(
+        ConfigError, match=r"config.json says that layers are quantised \(awq\), but no tensor"
+    ):
+        find_weights(tmp_path / "floats")
 
 
 def test_a_scale_of_0_is_right_where_all_weights_are_0(tmp_path: Path) -> None:

@@ -33,7 +33,13 @@ def find_weights(directory: Path) -> dict[str, Tensor]:
         return dict(tensors)
     for note in quantisation.notes:
         _log.warning("%s: %s", directory, note)
-    return as_floats(tensors, quantisation)
+    found = as_floats(tensors, quantisation)
+    # A file beside config.json may have been left there, and says nothing by itself.
+    if quantisation.is_of_config and not any(
+        isinstance(tensor, QuantisedWeight) for tensor in found.values()
+    ):
+        raise ConfigError(f"{file} says that layers are quantised ({quantisation.method}), but no tensor is")
+    return found
 
 
 def format_for(

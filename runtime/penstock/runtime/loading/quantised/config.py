@@ -49,6 +49,8 @@ class Quantisation:
     """Endings of tensors that tell of activations or of the KV cache, and are not read."""
     has_metadata: bool = False
     """Whether files tell of layers beside their tensors."""
+    is_of_config: bool = True
+    """Whether config.json says it, and no file beside it."""
     notes: tuple[str, ...] = ()
     """What of the config is not used, for the log."""
 
@@ -63,7 +65,7 @@ def read_quantisation(directory: Path, config: Mapping[str, Any]) -> Quantisatio
         fields.refuse_unread()
         if fields.problems:
             raise ConfigError(f"{directory / file} cannot be served: {'; '.join(fields.problems)}")
-        return quantisation
+        return quantisation and replace(quantisation, is_of_config=file == "config.json")
     return None
 
 
@@ -120,7 +122,7 @@ class _Names:
 
     @staticmethod
     def read(fields: Fields, *names: str) -> _Names:
-        """Read the first of these fields that is given."""
+        """Read the lists that these fields have, one after the other."""
         found: list[str] = []
         for name in names:
             value = fields.raw(name)
