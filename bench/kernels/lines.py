@@ -22,8 +22,8 @@ from penstock.runtime.ops.native.library import Isa
 
 CHUNK = 512
 """Tokens of a prefill step."""
-_WEIGHT_SCALE_BYTES = 8
-"""Of an output of an int8 weight: two float32 (`Packed.scale`)."""
+_WEIGHT_SCALE_BYTES = 4
+"""Of an output of an int8 weight."""
 
 INT4 = CodeForm(bits=4, zeros=False)
 """How weights of 4 bits are kept."""

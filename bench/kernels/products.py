@@ -52,7 +52,7 @@ class Layers:
         kept = layers_kept(tiles.nbytes, least_bytes)
         self._layers: list[Weights] = []
         for _ in range(kept):
-            scale = jnp.full((2, product.outputs), 1e-3, jnp.float32) if format == "int8" else None
+            scale = jnp.full(product.outputs, 1e-3, jnp.float32) if format == "int8" else None
             self._layers.append((jnp.array(tiles, copy=True), scale))
         huge_pages.advise(tiles for tiles, _ in self._layers)
 

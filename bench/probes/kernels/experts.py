@@ -54,7 +54,7 @@ def _weight(rng: np.random.Generator, out: int, inner: int, int8: bool) -> Weigh
         tiles = (rng.standard_normal(shape, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
         return jnp.asarray(np.broadcast_to(tiles, (EXPERTS, *shape))), None
     values = rng.integers(-127, 128, shape, np.int8)
-    scale = jnp.full((2, EXPERTS * out), 1e-3, jnp.float32)
+    scale = jnp.full(EXPERTS * out, 1e-3, jnp.float32)
     return jnp.asarray(np.broadcast_to(values, (EXPERTS, *shape))), scale
 
 

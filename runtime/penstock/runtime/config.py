@@ -82,9 +82,9 @@ class EngineConfig:
     dtype: str = "auto"
     """Dtype of weights and activations; "auto" is the checkpoint's own."""
     quantization: str = "none"
-    """"int8" stores the weights of linear layers in int8 with one scale for each output; activations are
-    quantized on the way. "int4" stores them in 4 bits with a scale for each 32 inputs, except tables of
-    embeddings, heads and layers of odd sizes, which are int8."""
+    """"int8" stores weights of linear layers in int8 with one scale for each output. "int4" has 4 bits and
+    a scale for each 32 inputs, except in tables of embeddings, heads and layers of odd sizes, which are int8.
+    With both the kernels for CPUs quantize activations on the way."""
     kv_cache_dtype: str = "auto"
     """What keys and values are kept in: "auto" is the dtype of activations; "int8" keeps 8-bit numbers, with
     a scale for each token and head."""

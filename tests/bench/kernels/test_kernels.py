@@ -59,7 +59,7 @@ def test_products_of_a_layer():
 def test_work_of_a_product():
     product = Product("o", outputs=32, inputs=64)
     assert product_line("0.6B", product, "bfloat16", 3).work == Work(2 * 32 * 64 * 3, 2 * 32 * 64)
-    assert product_line("0.6B", product, "int8", 3).work == Work(2 * 32 * 64 * 3, 32 * 64 + 8 * 32)
+    assert product_line("0.6B", product, "int8", 3).work == Work(2 * 32 * 64 * 3, 32 * 64 + 4 * 32)
 
 
 def test_work_of_attention():

@@ -344,22 +344,22 @@ def test_blocks_of_rows_lie_in_a_stacked_leaf_of_tiles():
 
 
 def test_scales_go_to_a_leaf_of_their_own():
-    """One rule has two targets. One of them is filled along its second axis, with padding that is named."""
+    """One rule has two targets. One of them has padding, which is named."""
     matrix = np.array([[1, -127], [254, 2]], np.float32)
     shapes: dict[ParamPath, jax.ShapeDtypeStruct] = {
         LEAF: jax.ShapeDtypeStruct((2, 2), np.int8),
-        ("scales",): jax.ShapeDtypeStruct((2, 4), np.float32),
+        ("scales",): jax.ShapeDtypeStruct((4,), np.float32),
     }
-    targets = (Target(LEAF), Target(("scales",), begin=1, axis=1))
+    targets = (Target(LEAF), Target(("scales",), begin=1))
     rules = LoadRules(
         rules=(rule("w", (2, 2), targets=targets, put=quantize_rows),),
-        padding=(Padding(("scales",), 0, 1, axis=1), Padding(("scales",), 3, 1, axis=1)),
+        padding=(Padding(("scales",), 0, 1), Padding(("scales",), 3, 1)),
     )
     check(rules, shapes)
     made = loaded(rules.rules, {"w": matrix}, shapes)
     np.testing.assert_array_equal(made[LEAF], [[1, -127], [127, 1]])
-    np.testing.assert_array_equal(made["scales",][0], [0, 1, 2, 0])
-    with pytest.raises(ValueError, match=r"no tensor fills \[0, 0\] of the leaf \('scales',\)"):
+    np.testing.assert_array_equal(made["scales",], [0, 1, 2, 0])
+    with pytest.raises(ValueError, match=r"no tensor fills \[0\] of the leaf \('scales',\)"):
         check(dataclasses.replace(rules, padding=rules.padding[1:]), shapes)
 
 

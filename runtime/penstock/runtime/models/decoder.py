@@ -196,7 +196,7 @@ class CausalLM(nnx.Module):
         num_vectors = planners.vectors.size
         self.vectors = nnx.Param(jnp.zeros((num_vectors,), dtype)) if num_vectors else None
         num_scales, num_floats = planners.scales.size, planners.floats.size
-        self.scales = nnx.Param(jnp.zeros((2, num_scales), jnp.float32)) if num_scales else None
+        self.scales = nnx.Param(jnp.zeros((num_scales,), jnp.float32)) if num_scales else None
         self.floats = nnx.Param(jnp.zeros((num_floats,), jnp.float32)) if num_floats else None
         self.padding = planners.padding
 

@@ -54,7 +54,7 @@ class LinearFormat:
     packed: bool = False
     """As tiles for the native CPU kernels; activations must be bfloat16."""
     int8: bool = False
-    """As int8 with one float32 scale for each output; activations are quantized row by row on the way."""
+    """As int8 with one float32 scale for each output; the kernels quantize activations on the way."""
     codes: CodeForm | None = None
     """As these bytes, whether or not they are `packed` for the kernels. Layers that cannot be cut into tiles
     are int8, and so are tables of embeddings and heads: in 4 bits they alone would cost a third of the
@@ -128,7 +128,7 @@ def part_rules(
     tensor: ParamPath = (*layer, "weight")
     targets = [Target(leaf, at=at, begin=row // block, rows_per_entry=block)]
     if scale_at is not None:
-        targets.append(Target(SCALES, begin=scale_at, axis=1))
+        targets.append(Target(SCALES, begin=scale_at))
     there = stored(tensor, (sum(span.whole for span in spans) or shape[0], shape[1] * sums))
     by_rows = Cut(along="rows", spans=spans) if spans else None
     rule = LoadRule(
@@ -224,7 +224,7 @@ class Linear(nnx.Module):
         """The scale of each output, float32 [out], with int8; else None."""
         if self.scale_at is None or pools.scales is None:
             return None
-        return pools.scales[0, self.scale_at.columns]
+        return pools.scales[self.scale_at.columns]
 
     def product(self, x: jax.Array, pools: Pools) -> jax.Array:
         """x [T, in] -> float32 [T, out]; for unpacked weights only."""

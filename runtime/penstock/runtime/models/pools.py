@@ -47,7 +47,7 @@ class Pools(NamedTuple):
     vectors: jax.Array
     """Norms and biases, [size] in the model's dtype."""
     scales: jax.Array | None
-    """Scales, float32 [2, size], with int8: see `native.linear.Packed`; else None."""
+    """Scales of outputs, float32 [size], with int8; else None."""
     floats: jax.Array | None = None
     """What is float32 whatever the model's dtype is, [size]; None if there is nothing."""
 
@@ -55,10 +55,10 @@ class Pools(NamedTuple):
 class Planner:
     """Hands out the places of one pool while a model is built."""
 
-    def __init__(self, path: ParamPath, axis: int = 0) -> None:
-        """Plans the pool at `path`, whose columns lie along `axis`."""
+    def __init__(self, path: ParamPath) -> None:
+        """Plans the pool at `path`."""
         self.size = 0
-        self._path, self._axis = path, axis
+        self._path = path
         self._padding: list[Padding] = []
 
     def take(self, size: int) -> Place:
@@ -66,7 +66,7 @@ class Planner:
         place = Place(self.size, size)
         self.size += -(-size // _ALIGNMENT) * _ALIGNMENT
         if place.end < self.size:
-            self._padding.append(Padding(self._path, place.end, self.size - place.end, self._axis))
+            self._padding.append(Padding(self._path, place.end, self.size - place.end))
         return place
 
     @property
@@ -86,7 +86,7 @@ class PoolPlanners:
     @classmethod
     def new(cls) -> PoolPlanners:
         """Planners of empty pools."""
-        return cls(Planner(VECTORS), Planner(SCALES, axis=1), Planner(FLOATS))
+        return cls(Planner(VECTORS), Planner(SCALES), Planner(FLOATS))
 
     @property
     def padding(self) -> tuple[Padding, ...]:

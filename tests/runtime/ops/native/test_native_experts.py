@@ -57,7 +57,7 @@ def packed(weight: np.ndarray, kind: str, bias: np.ndarray | None = None) -> Pac
     if kind == "bf16":
         return PackedExperts(jnp.asarray(np.stack([pack(w) for w in weight])), None, added, 0, 5)
     values, scales = zip(*(quantize(w) for w in weight), strict=True)
-    scale = np.concatenate([np.full((2, 3), 77, np.float32), *scales], axis=1)
+    scale = np.concatenate([np.full(3, 77, np.float32), *scales])
     tiles = jnp.asarray(np.stack([pack(w) for w in values]))
     return PackedExperts(tiles, jnp.asarray(scale), added, 3, 5)
 

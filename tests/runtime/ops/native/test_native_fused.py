@@ -65,7 +65,7 @@ def test_one_weight_of_several_with_its_small_parameters_in_pools(kind: str, gat
     )
     whole = packed(np.concatenate(weights), np.concatenate(biases), kind)
     vectors = jnp.asarray(np.concatenate([draw(rng, 32), norm, *biases, draw(rng, 5)]))
-    scales = None if whole.scale is None else jnp.pad(whole.scale, ((0, 0), (64, 3)), constant_values=7.0)
+    scales = None if whole.scale is None else jnp.pad(whole.scale, (64, 3), constant_values=7.0)
     fused = Packed(whole.tiles, scales, vectors, 64, 32 + INNER)
     together = linear(x, (fused,), num_rows=rows, norm=vectors, norm_at=32, eps=1e-6, gate=gate)
     same_bits(together, apart)

@@ -211,6 +211,7 @@ inline __m512i _mm512_max_epi32(__m512i a, __m512i b) {
   return (__m512i)ByLane<I32x16>([&](int i) { return ((I32x16)a)[i] > ((I32x16)b)[i] ? ((I32x16)a)[i] : ((I32x16)b)[i]; });
 }
 inline __m512i _mm512_and_si512(__m512i a, __m512i b) { return (__m512i)((I32x16)a & (I32x16)b); }
+inline __m512i _mm512_xor_si512(__m512i a, __m512i b) { return (__m512i)((I32x16)a ^ (I32x16)b); }
 inline __m512i _mm512_or_si512(__m512i a, __m512i b) { return (__m512i)((I32x16)a | (I32x16)b); }
 inline __m512i _mm512_slli_epi32(__m512i a, unsigned bits) {
   return bits > 31 ? __m512i{} : (__m512i)((U32x16)a << bits);

@@ -118,7 +118,7 @@ class StackedLinear(nnx.Module):
         shape = (self.num_experts, self.out_size)
         scale = bias = None
         if self.scale_at is not None and pools.scales is not None:
-            scale = pools.scales[0, self.scale_at.columns].reshape(shape)
+            scale = pools.scales[self.scale_at.columns].reshape(shape)
         if self.bias_at is not None:
             bias = pools.vectors[self.bias_at.columns].reshape(shape)
         return xla.StackedExperts(self.weight[...], scale, bias)

@@ -36,7 +36,7 @@ class PackedExperts(NamedTuple):
     """
 
     tiles: Array  # [G, N / 16, any], as in `Packed`
-    scale: Array | None = None  # float32 [2, any] with int8, as in `Packed`
+    scale: Array | None = None  # float32 [any] with int8, as in `Packed`
     bias: Array | None = None  # bfloat16 [any]
     scale_at: int = 0
     bias_at: int = 0
@@ -44,7 +44,7 @@ class PackedExperts(NamedTuple):
     @property
     def operands(self) -> tuple[Array, Array, Array]:
         """Tiles, scale and bias, the latter two empty if there are none."""
-        scale = library.absent(jnp.float32, (2, 0)) if self.scale is None else self.scale
+        scale = library.absent(jnp.float32) if self.scale is None else self.scale
         return self.tiles, scale, library.absent(jnp.bfloat16) if self.bias is None else self.bias
 
 

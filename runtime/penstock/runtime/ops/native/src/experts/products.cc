@@ -36,17 +36,15 @@ PackedWeight PackedGroup::Part(int64_t index, int64_t block, int64_t count) cons
   const int64_t block_bytes = BytesOfBlock(format, k);
   const int64_t output = index * Outputs() + block * kBlockOut;
   return {tiles + (index * num_blocks + block) * block_bytes, scale ? scale + output : nullptr,
-          sums ? sums + output : nullptr, bias ? bias + output : nullptr, count};
+          bias ? bias + output : nullptr, count};
 }
 
 PackedGroup GroupOf(const ffi::AnyBuffer& tiles, const ffi::Buffer<ffi::F32>& scale, int64_t scale_at,
                     const ffi::Buffer<ffi::BF16>& bias, int64_t bias_at, int64_t k) {
   const auto shape = tiles.dimensions();
   const std::optional<Format> format = FormatOf(tiles, 1, k);
-  const float* scales = From<float>(scale, scale_at);
   return {static_cast<const char*>(tiles.untyped_data()),
-          scales,
-          scales ? scales + scale.dimensions()[1] : nullptr,
+          From<float>(scale, scale_at),
           From<uint16_t>(bias, bias_at),
           shape[0],
           shape[1],

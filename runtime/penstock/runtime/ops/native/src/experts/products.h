@@ -12,8 +12,7 @@ namespace penstock {
 // The weights of several products of equal shape, one behind the other: of all experts of a layer, or of all heads.
 struct PackedGroup {
   const char* tiles;              // see linear.h, for each product
-  const float* scale;             // int8: [number, out]; else null
-  const float* sums;              // int8: [number, out], as in PackedWeight; else null
+  const float* scale;             // kInt8: [number, out]; else null
   const uint16_t* bias;           // bf16 [number, out] or null
   int64_t number, num_blocks, k;  // k: -1 if the tiles are not of the inner size that was asked for
   Format format;
@@ -23,7 +22,7 @@ struct PackedGroup {
   PackedWeight Part(int64_t index, int64_t block, int64_t count) const;
 };
 
-// Reads the operands of a group with k inputs: tiles, scale float32 [2, any] or [2, 0], bias bf16 [any] or [0]. The
+// Reads the operands of a group with k inputs: tiles, scale float32 [any] or [0], bias bf16 [any] or [0]. The
 // group's scales begin at column `scale_at`, its biases at `bias_at`.
 PackedGroup GroupOf(const xla::ffi::AnyBuffer& tiles, const xla::ffi::Buffer<xla::ffi::F32>& scale, int64_t scale_at,
                     const xla::ffi::Buffer<xla::ffi::BF16>& bias, int64_t bias_at, int64_t k);

@@ -34,8 +34,7 @@ void Halve(LinearJob* job) {
   first.num_blocks /= 2;
   const int64_t outputs = first.num_blocks * kBlockOut;
   job->weights[1] = {first.tiles + first.num_blocks * job->BlockBytes(), first.scale ? first.scale + outputs : nullptr,
-                     first.sums ? first.sums + outputs : nullptr, first.bias ? first.bias + outputs : nullptr,
-                     first.num_blocks};
+                     first.bias ? first.bias + outputs : nullptr, first.num_blocks};
   job->num_weights = 2;
 }
 
@@ -77,10 +76,8 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
       return ffi::Error::InvalidArgument("x and a weight differ in their inner size, or two weights in their format");
     }
     job.format = *format;
-    const float* scales = From<float>(*scale, at[1 + 2 * w]);
-    job.weights[w] = {static_cast<const char*>(tiles->untyped_data()), scales,
-                      scales ? scales + scale->dimensions()[1] : nullptr, From<uint16_t>(*bias, at[2 + 2 * w]),
-                      tiles->dimensions()[0]};
+    job.weights[w] = {static_cast<const char*>(tiles->untyped_data()), From<float>(*scale, at[1 + 2 * w]),
+                      From<uint16_t>(*bias, at[2 + 2 * w]), tiles->dimensions()[0]};
   }
   const LinearKernel* kernel = CurrentLinearKernel(job.format);
   if (!kernel) {

@@ -32,8 +32,7 @@ constexpr int64_t BytesOfBlock(Format format, int64_t k) {
 
 struct PackedWeight {
   const char* tiles;
-  const float* scale;    // int8: [out], one for each output; else null
-  const float* sums;     // int8: [out], 128 * the sum of each output's weights; else null
+  const float* scale;    // kInt8: [out], one for each output; else null
   const uint16_t* bias;  // bf16 [out] or null
   int64_t num_blocks;    // out / 16
 };

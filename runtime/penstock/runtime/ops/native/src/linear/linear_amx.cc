@@ -136,7 +136,7 @@ void FewRows(const LinearJob& job, const UnitBlocks& unit_blocks) {
       const int64_t weight = job.gated() ? part : unit_blocks.weight, block = job.gated() ? b : b + part;
       Products<kInt8>(job, job.weights[weight].tiles + block * job.BlockBytes(), sums[part]);
       if constexpr (kInt8) {
-        Dequantize(job, weight, block, 0, job.m, sums[part], false);
+        Dequantize(job, weight, block, 0, job.m, sums[part]);
       }
     }
     if (job.gated()) {
@@ -205,9 +205,9 @@ void Epilogue(const LinearJob& job, const OutPair& pair, int64_t row, int64_t ro
   float* first = sums.OfOutBlock(0);
   float* second = sums.OfOutBlock(1);
   if constexpr (kInt8) {
-    Dequantize(job, pair.weight[0], pair.block[0], row, rows, first, false);
+    Dequantize(job, pair.weight[0], pair.block[0], row, rows, first);
     if (pair.has_second) {
-      Dequantize(job, pair.weight[1], pair.block[1], row, rows, second, false);
+      Dequantize(job, pair.weight[1], pair.block[1], row, rows, second);
     }
   }
   if (job.gated()) {

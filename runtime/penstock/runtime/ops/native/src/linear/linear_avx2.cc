@@ -30,31 +30,7 @@ struct WideBf16 {
   }
 };
 
-// A register holds two of the four inputs of eight outputs as int16: shifts widen them in place, 0 and 2, then 1 and 3.
-// (_mm256_maddubs_epi16 would take bytes, but it saturates.)
-struct WideInt8 {
-  using Sum = __m256i;
-  using Operand = __m256i;
-  static constexpr bool kByGroup = false;
-  static constexpr int kParts = 2, kSteps = 2, kRows = 6, kPairedRows = 0, kWidth = 8;
-  static constexpr Form kForm = Form::kHalves;
-  static Sum LoadSum(const float* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
-  static void StoreSum(float* to, Sum sum) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), sum); }
-  template <int kStep>
-  static Operand Weights(const char* tile_row, int part) {
-    const __m256i fours = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile_row) + part);
-    return _mm256_srai_epi16(kStep == 0 ? _mm256_slli_epi16(fours, 8) : fours, 8);
-  }
-  static Operand Word(const uint32_t* x) { return _mm256_set1_epi32(static_cast<int>(*x)); }
-  // Instructions written out, as in WideBf16: with twelve sums, GCC has no register left for the product.
-  static Sum Add(Sum sum, Operand weights, Operand word) {
-    __m256i product;
-    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(weights), "x"(word));
-    return sum;
-  }
-};
-
-// What products by group have beyond sums.
+// What products by group do with sums.
 struct WideFloats {
   using Floats = __m256;
   static Floats Load(const float* from) { return _mm256_loadu_ps(from); }
@@ -66,6 +42,31 @@ struct WideFloats {
   static Floats Times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
   static Floats PlusProduct(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(b, c, a); }
   static Floats MinusProduct(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(b, c, a); }
+};
+
+// A register holds two of the four inputs of eight outputs as int16: shifts widen them in place, 0 and 2, then 1 and 3.
+// (_mm256_maddubs_epi16 would take bytes, but it saturates.)
+struct WideInt8 : WideFloats {
+  using Sum = __m256i;
+  using Operand = __m256i;
+  static constexpr bool kByGroup = true;
+  static constexpr int kParts = 2, kSteps = 2, kRows = 5, kPairedRows = 0, kWidth = 8;
+  static constexpr int kScaleLines = 0, kGroupLines = 8, kMiddle = 0;
+  static constexpr Form kForm = Form::kHalves;
+  template <int kStep>
+  static Operand Weights(const char* line, int part) {
+    const __m256i fours = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line) + part);
+    return _mm256_srai_epi16(kStep == 0 ? _mm256_slli_epi16(fours, 8) : fours, 8);
+  }
+  static Operand Word(const uint32_t* x) { return _mm256_set1_epi32(static_cast<int>(*x)); }
+  // Instructions written out, as in WideBf16: with ten sums, GCC has no register left for the product.
+  static Sum Add(Sum sum, Operand weights, Operand word) {
+    __m256i product;
+    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(weights), "x"(word));
+    return sum;
+  }
+  static Sum Begin(const uint32_t*) { return _mm256_setzero_si256(); }
+  static Floats Total(Sum sum, const uint32_t*) { return _mm256_cvtepi32_ps(sum); }
 };
 
 // Codes of 8 bits are widened to int16, as int8 is. Products of codes of 4 bits are summed in int16: a sum has two

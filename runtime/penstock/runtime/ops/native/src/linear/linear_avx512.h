@@ -29,48 +29,20 @@ struct WideBf16 {
   static Sum Add(Sum sum, Operand weights, Operand word) { return _mm512_fmadd_ps(weights, word, sum); }
 };
 
-struct VnniInt8 {
-  using Sum = Int32Sums;
-  using Operand = __m512i;
-  static constexpr bool kByGroup = false;
-  static constexpr int kParts = 1, kSteps = 1, kRows = 16, kPairedRows = 8, kWidth = 16;
-  static constexpr Form kForm = Form::kFourOffset;
-  static Sum LoadSum(const float* from) { return (Sum)_mm512_loadu_si512(from); }
-  static void StoreSum(float* to, Sum sum) { _mm512_storeu_si512(to, (__m512i)sum); }
-  template <int kStep>
-  static Operand Weights(const char* tile_row, int) {
-    return _mm512_loadu_si512(tile_row);
-  }
-  static Operand Word(const uint32_t* x) { return _mm512_set1_epi32(static_cast<int>(*x)); }
-  static Sum Add(Sum sum, Operand weights, Operand word) {
-    return (Sum)_mm512_dpbusd_epi32((__m512i)sum, word, weights);
-  }
-};
-
-// Codes, and the int8 of a row's group. Instructions take the codes as unsigned, and a row's as signed.
-template <int kBits, bool kZeros>
-struct VnniCodes {
+// Products of weights and the int8 of a row's group. Instructions take those of weights as unsigned, and a row's as
+// signed.
+struct VnniByGroup {
   using Sum = Int32Sums;
   using Operand = __m512i;
   using Floats = __m512;
   static constexpr bool kByGroup = true;
-  static constexpr int kParts = 1, kSteps = kBits == 4 ? 2 : 1, kRows = 16, kPairedRows = 8, kWidth = 16;
-  static constexpr int kScaleLines = kZeros ? 2 : 1, kGroupLines = kBits == 4 ? 4 : 8;
-  static constexpr int kMiddle = kZeros ? 0 : 1 << (kBits - 1);
+  static constexpr int kParts = 1, kRows = 16, kPairedRows = 8, kWidth = 16;
   static constexpr Form kForm = Form::kFour;
-  template <int kStep>
-  static Operand Weights(const char* line, int) {
-    const __m512i codes = _mm512_loadu_si512(line);
-    if (kBits == 8) {
-      return codes;
-    }
-    return _mm512_and_si512(kStep == 0 ? codes : _mm512_srli_epi32(codes, 4), _mm512_set1_epi32(0x0f0f0f0f));
-  }
   static Operand Word(const uint32_t* x) { return _mm512_set1_epi32(static_cast<int>(*x)); }
   static Sum Add(Sum sum, Operand weights, Operand word) {
     return (Sum)_mm512_dpbusd_epi32((__m512i)sum, weights, word);
   }
-  static Sum Begin(const uint32_t* word) { return kZeros ? Sum{} : (Sum)Word(word); }
+  static Sum Begin(const uint32_t* word) { return (Sum)Word(word); }
   static Floats Total(Sum sum, const uint32_t*) { return _mm512_cvtepi32_ps((__m512i)sum); }
   static Floats Load(const float* from) { return _mm512_loadu_ps(from); }
   static void Store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
@@ -81,6 +53,29 @@ struct VnniCodes {
   static Floats Times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
   static Floats PlusProduct(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(b, c, a); }
   static Floats MinusProduct(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(b, c, a); }
+};
+
+struct VnniInt8 : VnniByGroup {
+  static constexpr int kSteps = 1, kScaleLines = 0, kGroupLines = 8, kMiddle = 128;
+  template <int kStep>
+  static Operand Weights(const char* line, int) {
+    return _mm512_xor_si512(_mm512_loadu_si512(line), _mm512_set1_epi32(static_cast<int>(0x80808080)));
+  }
+};
+
+template <int kBits, bool kZeros>
+struct VnniCodes : VnniByGroup {
+  static constexpr int kSteps = kBits == 4 ? 2 : 1, kScaleLines = kZeros ? 2 : 1, kGroupLines = kBits == 4 ? 4 : 8;
+  static constexpr int kMiddle = kZeros ? 0 : 1 << (kBits - 1);
+  template <int kStep>
+  static Operand Weights(const char* line, int) {
+    const __m512i codes = _mm512_loadu_si512(line);
+    if (kBits == 8) {
+      return codes;
+    }
+    return _mm512_and_si512(kStep == 0 ? codes : _mm512_srli_epi32(codes, 4), _mm512_set1_epi32(0x0f0f0f0f));
+  }
+  static Sum Begin(const uint32_t* word) { return kZeros ? Sum{} : VnniByGroup::Begin(word); }
 };
 
 }  // namespace

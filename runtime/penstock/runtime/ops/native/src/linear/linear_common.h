@@ -111,30 +111,23 @@ inline void FinishGate(const LinearJob& job, int64_t block, int64_t row, int64_t
   }
 }
 
-// Converts the int32 sums of an int8 product to float32, in place. `offset`: x was stored plus 128; what this added is
-// taken off before the conversion, because sums with it can be larger than the whole numbers that float32 holds.
-inline void Dequantize(const LinearJob& job, int64_t weight, int64_t block, int64_t row, int64_t rows, float* sums,
-                       bool offset) {
-  const PackedWeight& w = job.weights[weight];
-  const Lanes scale = Load(w.scale + block * kBlockOut);
-  int32_t added[kBlockOut] = {};
-  for (int64_t i = 0; offset && i < kBlockOut; ++i) {
-    added[i] = static_cast<int32_t>(w.sums[block * kBlockOut + i]);
-  }
+// Converts the int32 sums of an int8 product with rows that have a scale each to float32, in place.
+inline void Dequantize(const LinearJob& job, int64_t weight, int64_t block, int64_t row, int64_t rows, float* sums) {
+  const Lanes scale = Load(job.weights[weight].scale + block * kBlockOut);
   for (int64_t r = 0; r < rows; ++r) {
     int32_t whole[kBlockOut];
     float value[kBlockOut];
     memcpy(whole, sums + r * kBlockOut, sizeof whole);
     for (int64_t i = 0; i < kBlockOut; ++i) {
-      value[i] = static_cast<float>(whole[i] - added[i]);
+      value[i] = static_cast<float>(whole[i]);
     }
     Store(sums + r * kBlockOut, Mul(Load(value), Mul(Fill(job.x_scale[row + r]), scale)));
   }
 }
 
 // Multiplies the sums of `rows` rows by the factors of a block's outputs, in place.
-inline void MultiplyByFactors(const char* factors, int64_t rows, float* sums) {
-  const Lanes of_outputs = Load(reinterpret_cast<const float*>(factors));
+inline void MultiplyByFactors(const float* factors, int64_t rows, float* sums) {
+  const Lanes of_outputs = Load(factors);
   for (int64_t r = 0; r < rows; ++r) {
     Store(sums + r * kBlockOut, Mul(Load(sums + r * kBlockOut), of_outputs));
   }

@@ -8,13 +8,11 @@
 namespace penstock {
 namespace {
 
-// What a word of x holds: a float32; two bf16; four int8, plus 128 as unsigned bytes; two of four int8 as int16, where
-// a word with the values 0 and 2 precedes the one with 1 and 3; or four int8.
-enum class Form { kFloat, kPair, kFourOffset, kHalves, kFour };
+// What a word of x holds: a float32; two bf16; two of four int8 as int16, where a word with the values 0 and 2 precedes
+// the one with 1 and 3; or four int8.
+enum class Form { kFloat, kPair, kHalves, kFour };
 
-constexpr int64_t Words(Form form, int64_t k) {
-  return form == Form::kFloat ? k : form == Form::kFourOffset || form == Form::kFour ? k / 4 : k / 2;
-}
+constexpr int64_t Words(Form form, int64_t k) { return form == Form::kFloat ? k : form == Form::kFour ? k / 4 : k / 2; }
 
 // The words of a panel that follow those of all rows, where rows are quantised by group: for each group the scales of
 // all rows, and then what is added to their sums.
@@ -64,54 +62,39 @@ inline void PutBf16(Form form, Lanes values, uint32_t* words) {
   }
 }
 
-// Converts a row of x to words; `floats` is room for k floats.
-inline void PutRow(Form form, const LinearInput& input, int64_t row, int64_t k, float* floats, float* scale,
-                   uint32_t* words) {
-  if (form == Form::kFloat || form == Form::kPair) {
-    const int64_t per_word = form == Form::kFloat ? 1 : 2;
-    if (input.norm || input.factors) {
-      EachOfRow(input, row, k, [&](int64_t i, Lanes values) { PutBf16(form, values, words + i / per_word); });
-    } else if (form == Form::kFloat) {
-      const uint16_t* x = input.RowAt(row);
-      for (int64_t i = 0; i < k; i += 16) {
-        Store(reinterpret_cast<float*>(words) + i, LoadBf16(x + i));
-      }
-    } else {
-      memcpy(words, input.RowAt(row), k * sizeof(uint16_t));
+// Converts a row of x to words of the forms for bf16 weights.
+inline void PutRow(Form form, const LinearInput& input, int64_t row, int64_t k, uint32_t* words) {
+  const int64_t per_word = form == Form::kFloat ? 1 : 2;
+  if (input.norm || input.factors) {
+    EachOfRow(input, row, k, [&](int64_t i, Lanes values) { PutBf16(form, values, words + i / per_word); });
+  } else if (form == Form::kFloat) {
+    const uint16_t* x = input.RowAt(row);
+    for (int64_t i = 0; i < k; i += 16) {
+      Store(reinterpret_cast<float*>(words) + i, LoadBf16(x + i));
     }
-    return;
-  }
-  LoadRow(input, row, k, floats);
-  const float peak = RowPeak(floats, k);
-  *scale = peak / 127.0f;
-  const float inverse = Int8Inverse(peak);
-  if (form == Form::kHalves) {
-    int8_t bytes[32];
-    for (int64_t i = 0; i < k; i += 32) {
-      Quantize(floats + i, 32, inverse, bytes);
-      WidenFours(bytes, words + i / 2);
-    }
-    return;
-  }
-  Quantize(floats, k, inverse, reinterpret_cast<int8_t*>(words));
-  for (int64_t w = 0; w < k / 4; ++w) {
-    words[w] ^= 0x80808080u;
+  } else {
+    memcpy(words, input.RowAt(row), k * sizeof(uint16_t));
   }
 }
 
+inline int32_t SumOf32(const int8_t* bytes) {
+  const __m256i from_128 = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)),
+                                            _mm256_set1_epi8(static_cast<char>(0x80)));
+  const __m256i sums = _mm256_sad_epu8(from_128, _mm256_setzero_si256());
+  const __m128i pair = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+  return _mm_cvtsi128_si32(pair) + _mm_extract_epi32(pair, 2) - 32 * 128;
+}
+
 // Quantises a row by groups to words of kFour or kHalves. `scales` gets two words for each group, `stride` words apart:
-// the scale; and what is added to a sum of products with codes, `middle` of which stands for 0. Where `middle` is 0,
-// weights have zeros of their own, and it is the sum of the row's group as float32.
+// the scale; and what is added to a sum of products with weights, of which `middle` stands for 0. Where `middle` is 0,
+// it is the sum of the row's group as float32, for weights with zeros of their own.
 inline void PutGroups(Form form, const float* floats, int64_t k, int32_t middle, uint32_t* words, uint32_t* scales,
                       int64_t stride) {
   for (int64_t i = 0; i < k; i += kGroup, scales += 2 * stride) {
     alignas(32) int8_t bytes[kGroup];
     const float peak = RowPeak(floats + i, kGroup), scale = peak / 127.0f;
     Quantize(floats + i, kGroup, Int8Inverse(peak), bytes);
-    int32_t sum = 0;
-    for (int8_t byte : bytes) {
-      sum += byte;
-    }
+    const int32_t sum = SumOf32(bytes);
     const float as_float = static_cast<float>(sum);
     const int32_t added = -middle * sum;
     memcpy(scales, &scale, 4);
@@ -127,8 +110,7 @@ inline void PutGroups(Form form, const float* floats, int64_t k, int32_t middle,
 // Puts the rows of a row block into their place in x, whose form and panels are those of P (see linear_vector.h), and
 // whose stretches have `steps` steps. `row` is room for k floats.
 template <class P>
-void PutPanels(const LinearInput& input, int64_t block, const LinearJob& job, int64_t steps, uint32_t* x,
-               float* x_scale, float* row) {
+void PutPanels(const LinearInput& input, int64_t block, const LinearJob& job, int64_t steps, uint32_t* x, float* row) {
   static_assert(P::kRows <= kTransposedRows, "TransposeWords takes a whole panel");
   const int64_t words = Words(P::kForm, job.k), first = block * kRowBlock;
   const int64_t last = Min(job.m, first + kRowBlock), stretch = steps;
@@ -142,7 +124,7 @@ void PutPanels(const LinearInput& input, int64_t block, const LinearJob& job, in
         uint32_t* scales = x + words * job.m + from * ScaleWords<P>(job.k) + r;
         PutGroups(P::kForm, row, job.k, P::kMiddle, apart + r * stride, scales, rows);
       } else {
-        PutRow(P::kForm, input, from + r, job.k, row, x_scale + from + r, apart + r * stride);
+        PutRow(P::kForm, input, from + r, job.k, apart + r * stride);
       }
     }
     for (int64_t begin = 0; begin < words; begin += stretch) {

@@ -328,9 +328,10 @@ struct VectorLinear {
       }
       for (int64_t i = 0; i < count; ++i) {
         if (job.format == Format::kInt8) {
-          Dequantize(job, weight[i], block[i], first, rows, sums[i], P::kForm == Form::kFourOffset);
+          MultiplyByFactors(job.weights[weight[i]].scale + block[i] * kBlockOut, rows, sums[i]);
         } else if (IsCodes(job.format)) {
-          MultiplyByFactors(tiles[i] + job.BlockBytes() - kLine, rows, sums[i]);
+          const char* factors = tiles[i] + job.BlockBytes() - kLine;
+          MultiplyByFactors(reinterpret_cast<const float*>(factors), rows, sums[i]);
         }
       }
       if (job.gated()) {
@@ -357,11 +358,10 @@ struct VectorLinear {
     });
   }
 
-  static void PutRows(const LinearInput& input, int64_t block, const LinearJob& job, void* x, float* x_scale,
-                      float* row) {
+  static void PutRows(const LinearInput& input, int64_t block, const LinearJob& job, void* x, float*, float* row) {
     Choose(job.format, [&](auto p) {
       using P = typename decltype(p)::Type;
-      PutPanels<P>(input, block, job, kStretchUnits<P> * kUnitWords<P>, static_cast<uint32_t*>(x), x_scale, row);
+      PutPanels<P>(input, block, job, kStretchUnits<P> * kUnitWords<P>, static_cast<uint32_t*>(x), row);
     });
   }
 
