@@ -44,21 +44,27 @@ def ask(stub: Any, case: dict[str, Any], **more: Any) -> Any:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "name",
+    ("name", "size"),
     [
-        "qwen3",
+        ("qwen3", 2),
         *(
-            pytest.param(name, marks=pytest.mark.sweep)
-            for name in ("deepseek_v3", "qwen3_moe", "qwen3_5", "gpt_oss")
+            pytest.param(name, size, marks=pytest.mark.sweep)
+            for name, size in (
+                ("qwen3", 4),  # two devices of each process
+                ("deepseek_v3", 2),
+                ("qwen3_moe", 2),
+                ("qwen3_5", 2),
+                ("gpt_oss", 2),
+            )
         ),
     ],
 )
-def test_goldens_of_a_group_are_pytorch_s(name: str) -> None:
-    """Prefill in chunks, windows, log-probabilities and a bias pass through the log. At the end the follower
-    is told to stop, and both end gracefully.
+def test_goldens_of_a_group_are_pytorch_s(name: str, size: int) -> None:
+    """Prefill in chunks, windows, log-probabilities, a bias and a pause that frees the cache pass through the
+    log. At the end the follower is told to stop, and both end gracefully.
     """
     cases = json.loads((GOLDEN / name / "expected.json").read_text())["cases"]
-    with Group(str(GOLDEN / name), CACHE) as group:
+    with Group(str(GOLDEN / name), CACHE, f"--tensor-parallel-size={size}") as group:
         group.wait_ready()
         with grpc.insecure_channel(group.address) as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -79,7 +85,9 @@ def test_goldens_of_a_group_are_pytorch_s(name: str) -> None:
             assert control.Pause(control_pb2.PauseRequest(free_kv_cache=True), timeout=60).freed_bytes > 0
             control.Resume(control_pb2.ResumeRequest(), timeout=60)
             assert list(ask(stub, cases[0]).outputs[0].token_ids) == cases[0]["tokens"]
-            begin = weights_pb2.UpdateWeightsBegin(manifest=weights_pb2.TensorManifest())
+            begin = weights_pb2.UpdateWeightsBegin(
+                update_id="u", version_label="v", manifest=weights_pb2.TensorManifest()
+            )
             with pytest.raises(grpc.RpcError, match="UpdateWeights") as refused:
                 stub.UpdateWeights(iter([weights_pb2.UpdateWeightsRequest(begin=begin)]), timeout=60)
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -108,10 +116,11 @@ def test_a_process_with_other_options_is_refused_on_both_sides() -> None:
     with Group(str(GOLDEN / "qwen3"), CACHE, own=own) as group:
         assert group.wait_codes(120.0) == [1, 1]
         for number in range(2):
-            assert "max_logprobs is 7, and the leader's 20" in group.output(number)
+            assert "--max-logprobs is 7, and the leader's 20" in group.output(number)
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(3600)
 def test_no_loss_leaves_a_process_or_a_wrong_token() -> None:
     """Kills and stops at random moments, of which `bench.probes.group_storm` tries more."""
     chance = random.Random(7)
