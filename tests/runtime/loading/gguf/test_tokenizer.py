@@ -184,6 +184,16 @@ def test_templates_and_parts_are_read(tmp_path: Path) -> None:
     assert found.end_token_ids == {3}
 
 
+@pytest.mark.parametrize(("architecture", "strips"), [("phi3", True), ("llama", False)])
+def test_markers_of_phi3_take_the_spaces_behind_them(tmp_path: Path, architecture: str, strips: bool) -> None:
+    """As AddedToken.rstrip of its tokenizer.json, which no key of a GGUF file has. Its <s> takes none."""
+    theirs = _llama2()
+    theirs.add_tokens(["<|user|>"], special_tokens=True)
+    found = _found(tmp_path, metadata_of(theirs, model="llama") | {"general.architecture": architecture})
+    assert (found.encode("<|user|> \n hi") == found.encode("<|user|>hi")) is strips
+    assert found.encode("<s> hi") != found.encode("<s>hi")
+
+
 def test_a_file_without_a_tokenizer_has_none() -> None:
     assert find_tokenizer(GgufFile(Path("m.gguf"), {}, {})) is None
 

@@ -239,10 +239,10 @@ def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     found: list[tuple[float, int, str, str]] = []
     for piece, score in scores.items():
         for at in range(1, len(piece)):
-            left, right = piece[:at], piece[at:]
-            if left in scores and right in scores:
+            left = piece[:at]
+            if left in scores and (right := piece[at:]) in scores:
                 found.append((-score, -at, left, right))
-    found.sort(key=lambda entry: entry[:2])
+    found.sort()
     return [(left, right) for _, _, left, right in found]
 
 
