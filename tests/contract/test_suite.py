@@ -83,7 +83,7 @@ def test_a_change_runs_the_sweep_of_what_mirrors_it(changed: str, test: str, run
 @pytest.mark.parametrize(
     ("changed", "families"),
     [
-        ("runtime/penstock/runtime/models/families/olmo.py", {"olmo2", "olmo3"}),
+        ("runtime/penstock/runtime/models/families/olmo.py", {"flex_olmo", "olmo2", "olmo3", "olmoe"}),
         ("tests/golden/qwen3/config.json", {"qwen3"}),
         ("runtime/penstock/runtime/models/decoder.py", set()),
     ],

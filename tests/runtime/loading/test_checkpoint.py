@@ -5,6 +5,7 @@ beside the weights.
 import io
 import json
 import logging
+import re
 import sys
 import weakref
 
@@ -119,7 +120,7 @@ def test_leaves_do_not_depend_on_how_the_work_is_divided(tmp_path, monkeypatch, 
         values, scale = quantized(tensor) if int8 else (tensor, None)
         np.testing.assert_array_equal(unpack(weight), values)
         if int8:
-            np.testing.assert_array_equal(scales[0][0], scale)
+            np.testing.assert_array_equal(scales[0], scale)
 
 
 def test_auto_is_the_dtype_of_the_checkpoint(copy):
@@ -190,7 +191,7 @@ def test_a_tied_head_that_differs_is_not_tied(copy, golden_root, golden, caplog)
         level["tie_word_embeddings"] = True
     (directory / "config.json").write_text(json.dumps(data))
     assert load_config(directory) == load_config(golden_root / golden)
-    assert "it ties lm_head.weight to" in caplog.text
+    assert re.search(r"it ties (lm_head|embed_out)\.weight to", caplog.text)
 
 
 @pytest.mark.parametrize(

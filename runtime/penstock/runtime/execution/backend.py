@@ -221,6 +221,11 @@ def most_devices(devices: Sequence[jax.Device]) -> int:
     return 1 if devices[0].platform == "cpu" else len(devices)
 
 
+def has_own_memory(device: jax.Device) -> bool:
+    """Whether a device has memory apart from the host's."""
+    return bool(device.platform != "cpu")
+
+
 def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
     """A mesh of these devices, over which a model is cut."""
     return Mesh(np.array(devices), (AXIS,))

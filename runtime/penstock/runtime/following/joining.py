@@ -10,6 +10,7 @@ import jax
 
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.execution.backend import has_own_memory
 from penstock.runtime.execution.cpu_threads import start_backends
 from penstock.runtime.following.facts import process_facts
 from penstock.runtime.following.interface import Facts, GroupOptions
@@ -34,7 +35,7 @@ def joined(
     devices = shares(
         start_backends(config.threads or available_processors(), share), share, options.processes
     )
-    if devices[0].platform != "cpu" and config.kv_cache_bytes is None:
+    if has_own_memory(devices[0]) and config.kv_cache_bytes is None:
         raise ConfigError(
             "kv_cache_bytes: must be given for a model on several processes, because the memory that is left "
             "on their devices differs"

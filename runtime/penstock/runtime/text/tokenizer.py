@@ -129,25 +129,35 @@ _CLASSES = {
 """The classes that are known here. `TokenizersBackend` takes all from the file, and adds nothing."""
 
 DECLARED = frozenset((
-    "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "lfm2", "lfm2_moe", "llama",
-    "llama4_text", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe",
-    "seed_oss", "smollm3",
+    "apertus", "arcee", "deepseek_v3", "dots1", "exaone4", "falcon", "gemma2", "gemma3_text", "gemma4_text",
+    "gpt_oss", "helium", "lfm2", "lfm2_moe", "llama", "llama4_text", "qwen2_5_vl", "qwen2_moe", "qwen3",
+    "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3", "vaultgemma",
 ))  # fmt: skip
 """Types of models of which transformers takes the class that tokenizer_config.json declares."""
 FIXED = {
+    "ernie4_5": _PLAIN,
+    "ernie4_5_moe": _PLAIN,
+    "flex_olmo": _PLAIN,
+    "glm": _PLAIN,
+    "glm4": _PLAIN,
     "glm4_moe": _PLAIN,
+    "gpt_bigcode": _PLAIN,
     "granite": _PLAIN,
+    "granitemoe": _PLAIN,
     "granitemoehybrid": _PLAIN,
+    "granitemoeshared": _PLAIN,
     "minimax_m2": _PLAIN,
     "ministral3": _PLAIN,
     "mistral": _PLAIN,
     "mixtral": _PLAIN,
+    "nemotron": _PLAIN,
     "olmo2": _PLAIN,
     "olmo3": _PLAIN,
     "phi3": _PLAIN,
     "qwen2": "Qwen2Tokenizer",
     "qwen3_5": "Qwen3_5Tokenizer",
     "qwen3_5_moe": "Qwen3_5Tokenizer",
+    "stablelm": _PLAIN,
 }
 """Types of models of which it takes one class, whatever is declared."""
 _CHANGING = (

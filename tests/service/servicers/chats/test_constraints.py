@@ -216,9 +216,10 @@ async def test_a_grammar_that_was_too_costly_to_follow_is_refused_at_once(monkey
         assert (await rig.inference.Generate(generate("y"))).outputs[0].text == "z"
 
 
-async def test_a_model_that_cannot_have_grammars_says_so():
+async def test_a_model_that_cannot_have_grammars_says_so(monkeypatch):
     """The tokens of its tokenizer do not stand for bytes."""
     engine = fake()
+    monkeypatch.setattr(type(engine), "has_grammars", False)
     engine.__dict__["grammars"] = None
     chat = {
         "messages": [types_pb2.ChatMessage(role="user", content="x")],
