@@ -12,6 +12,7 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.following.interface import Facts
+from penstock.runtime.loading.gguf.file import is_gguf, read_gguf
 from penstock.runtime.loading.hub import resolve_model
 from penstock.runtime.loading.safetensors_files import find_tensors
 
@@ -30,6 +31,8 @@ _OWN = frozenset(
     }
 )
 """Options that each process may have for itself."""
+_CONFIGS = ("config.json", "generation_config.json", "quantize_config.json", "quant_config.json")
+"""The files that say how tensors are read, the latter two those of older tools that quantise."""
 _SAMPLE_BYTES = 4096
 _VECTORS = ("amx", "asimd", "avx", "f16c", "fma", "sve")
 
@@ -62,15 +65,24 @@ def program_facts(runner: ModelRunner, programs: Programs) -> Facts:
     }
 
 
-def model_digest(directory: Path) -> str:
-    """A digest of the config, and of names, shapes and first bytes of all tensors, in hexadecimal. It does
-    not read all of the weights, which takes minutes for a large model.
+def model_digest(model: Path) -> str:
+    """A digest of the configuration, and of names, shapes and first bytes of all tensors, in hexadecimal. It
+    does not read all of the weights, which takes minutes for a large model. model: a directory or a GGUF
+    file. Raises ConfigError.
     """
     digest = hashlib.sha256()
-    for name in ("config.json", "generation_config.json"):
-        file = directory / name
+    if is_gguf(model):
+        header = read_gguf(model)
+        digest.update(repr(sorted(header.metadata.items())).encode())
+        for name, info in sorted(header.tensors.items()):
+            digest.update(f"{name} {info.type.name} {info.shape}".encode())
+            rows = min(info.num_rows, max(1, _SAMPLE_BYTES // info.row_bytes))
+            digest.update(info.blocks(0, rows).tobytes()[:_SAMPLE_BYTES])
+        return digest.hexdigest()[:32]
+    for name in _CONFIGS:
+        file = model / name
         digest.update(file.read_bytes() if file.is_file() else b"")
-    for name, tensor in sorted(find_tensors(directory).items()):
+    for name, tensor in sorted(find_tensors(model).items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
         if tensor.shape and tensor.num_bytes:
             rows = max(1, _SAMPLE_BYTES * tensor.shape[0] // tensor.num_bytes)

@@ -1,0 +1,37 @@
+"""What processes of a group compare before they serve together."""
+
+from __future__ import annotations
+
+import shutil
+
+from penstock.runtime.following.facts import model_digest
+from tests.support.goldens import GOLDEN
+
+_GGUF = GOLDEN / "gguf" / "llama_gqa4_q5_0" / "model.gguf"
+
+
+def test_a_gguf_file_has_a_digest_of_what_it_holds(tmp_path):
+    copy = tmp_path / "copy.gguf"
+    shutil.copy(_GGUF, copy)
+    assert model_digest(copy) == model_digest(_GGUF)
+    data = bytearray(copy.read_bytes())
+    at = data.index(b"general.architecture")
+    data[at : at + 7] = b"GENERAL"
+    copy.write_bytes(data)
+    assert model_digest(copy) != model_digest(_GGUF)
+
+
+def test_another_tensor_is_another_digest(tmp_path):
+    copy = tmp_path / "copy.gguf"
+    data = bytearray(_GGUF.read_bytes())
+    data[-1] ^= 1
+    copy.write_bytes(data)
+    assert model_digest(copy) != model_digest(_GGUF)
+
+
+def test_what_says_how_tensors_are_read_counts(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(GOLDEN / "qwen3" / name, tmp_path / name)
+    before = model_digest(tmp_path)
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 32, "sym": false}')
+    assert model_digest(tmp_path) != before
