@@ -361,7 +361,7 @@ class LoadRule:
         tensor = tensors[source.name]
         if others or not isinstance(tensor, CodedTensor):
             return None
-        inputs = range(source.shape[-1])[slice(None) if self.columns is None else self.columns]
+        inputs = range(source.row_size)[slice(None) if self.columns is None else self.columns]
         codes = source.codes(tensor, begin, end, CodeForm.of(num_bytes, len(inputs)).bits)
         return codes if codes is None or self.columns is None else codes.of_columns(self.columns)
 

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.loading.quantised.checkpoint import find_weights, format_for
+from penstock.runtime.models.cutting import cut
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.params import leaf_shapes, load_rules
 from penstock.runtime.models.quantised import quantised
@@ -55,6 +56,23 @@ def test_the_kernels_codes_stand_for_the_values_of_the_files(name: str, form: Co
     values = dequantised(leaves[LEAF], 128, jnp.dtype(jnp.float32))
     np.testing.assert_array_equal(np.asarray(values), told(name))
     assert leaves[TABLE].dtype == jnp.bfloat16  # what was not quantised stays so
+
+
+@pytest.mark.parametrize("name", ["awq_g64", "gptq_mislabelled_v2_g128", "gptq_8bit_channel", "ct_w8a8_int8"])
+def test_each_device_keeps_the_codes_of_its_inputs(name: str) -> None:
+    """Two devices have 64 inputs each of o_proj, also where 128 share a scale."""
+    devices, tensors = 2, find_weights(QUANTISED / name)
+    config = cut(load_config(QUANTISED / name), devices)
+    linear = format_for(NATIVE, tensors, partial(load_rules, config, "bfloat16"))
+    assert linear.codes is not None
+    shapes = leaf_shapes(config, "bfloat16", linear)
+    leaves = {path: np.zeros(shape.shape, shape.dtype) for path, shape in shapes.items()}
+    for rule in load_rules(config, "bfloat16", linear).rules:
+        rule.fill(leaves, tensors, 0, rule.num_rows)
+    whole = tensors["model.layers.0.self_attn.o_proj.weight"][0:128]
+    own = leaves["layers", 0, "self_attn", "o_proj", "weight"]
+    pieces = [np.asarray(dequantised(jnp.asarray(leaf), 64, jnp.dtype(jnp.float32))) for leaf in own]
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
 
 
 @pytest.mark.parametrize("name", ["gptq_desc_act_g32", "ct_mxfp4a16", "bnb_int8", "mlx_4bit_g64"])
