@@ -159,6 +159,38 @@ def test_experts_are_read_as_often_as_they_are_drawn() -> None:
     assert found.decode.operations == 2 * 3 * products + 3 * 48 * 4 * 4 * 4
 
 
+def test_weights_of_four_bits_take_less_and_are_multiplied_as_often() -> None:
+    """A tile of 16 outputs and 64 inputs has 576 bytes, and 16 outputs have 64 more; table and head are
+    int8.
+    """
+    config = TINY | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "vocab_size": 128}
+    codes = dataclasses.replace(OPTIONS, quantization="int4")
+    plain, packed = (plan(parse_config(config), one(), options) for options in (OPTIONS, codes))
+    outputs = (4 + 2 + 2) * 16 + 64 + 2 * 64 + 64
+    norms = 2 * (3 * 64 + 2 * PADDED)
+    assert packed.weight_bytes == outputs // 16 * (576 + 64) + 128 * (64 + 4) + 128 * 64 * 2 + norms
+    assert plain.decode is not None
+    assert packed.decode is not None
+    assert packed.decode.operations == plain.decode.operations
+    assert packed.decode.bytes < plain.decode.bytes
+
+
+def test_rows_of_learned_positions_are_looked_up() -> None:
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 100,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 1,
+        "n_positions": 64,
+    }
+    found = plan(parse_config(config), one(), OPTIONS).decode
+    longer = plan(parse_config(config | {"n_positions": 128}), one(), OPTIONS).decode
+    assert found is not None
+    assert longer is not None
+    assert (longer.bytes, longer.operations) == (found.bytes, found.operations)
+
+
 def test_the_cache_holds_what_the_memory_leaves() -> None:
     found = plan(parse_config(TINY), one(memory_bytes=10**6), OPTIONS)
     left = 855_000 - found.weight_bytes - found.state_bytes - found.temp_bytes

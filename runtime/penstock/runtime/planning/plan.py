@@ -39,9 +39,11 @@ from penstock.runtime.models.config import (
 )
 from penstock.runtime.models.cutting import cut
 from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.models.params import leaf_shapes, model_dtype
 from penstock.runtime.ops.attention import LONG_SPAN, PREFILL_BLOCK_Q
 from penstock.runtime.ops.cache_spec import LatentKV, PagedKV, SlotState, cache_dtype
+from penstock.runtime.ops.codes import CodeForm
 from penstock.runtime.planning.chips import Machine
 
 SAMPLER_COPIES = 5
@@ -166,8 +168,10 @@ class _Parts:
         return cache_dtype(self.options.kv_cache_dtype, self.dtype)
 
     @property
-    def leaves(self) -> dict[tuple[str | int, ...], jax.ShapeDtypeStruct]:
-        linear = LinearFormat(int8=self.options.quantization == "int8")
+    def leaves(self) -> dict[ParamPath, jax.ShapeDtypeStruct]:
+        quantization = self.options.quantization
+        codes = CodeForm(bits=4, zeros=False) if quantization == "int4" else None
+        linear = LinearFormat(int8=quantization == "int8", codes=codes)
         return dict(leaf_shapes(self.model, self.dtype, linear))
 
     @property
@@ -248,16 +252,18 @@ class _Parts:
         """Bytes of weights that a step reads, and operations with them."""
         model = self.model
         num_bytes = operations = 0.0
+        plain = leaf_shapes(model, self.dtype)  # codes do not have the shapes of what they stand for
         for path, leaf in self.leaves.items():
             size = _num_bytes(leaf) / model.devices
-            products = 2 * math.prod(leaf.shape) / model.devices
+            products = 2 * math.prod(plain.get(path, leaf).shape) / model.devices
+            table = _rows_of_table(model, path)
             is_head = path[0] == "lm_head" or (path[0] == "embed_tokens" and model.tie_word_embeddings)
             if path[0] == "visual":
                 continue  # steps read no pictures
             if is_head:
                 num_bytes, operations = num_bytes + size, operations + products * rows
-            elif str(path[0]).startswith("embed_tokens"):
-                num_bytes += size * min(1.0, tokens / model.vocab_size)
+            elif table is not None:
+                num_bytes += size * min(1.0, tokens / table)
             elif len(path) == 1:  # a pool of small parameters
                 num_bytes += size
             elif "experts" in path:
@@ -267,6 +273,15 @@ class _Parts:
             else:
                 num_bytes, operations = num_bytes + size, operations + products * tokens
         return round(num_bytes), round(operations)
+
+
+def _rows_of_table(model: ModelConfig, path: ParamPath) -> int | None:
+    """How many rows a table has of which steps only look up some; None for other leaves."""
+    if path[0] == "embed_tokens":
+        return model.vocab_size
+    if path[0] == "embed_positions":
+        return (model.positions_from or 0) + model.max_position_embeddings
+    return model.per_layer.vocab_size if path[:2] == ("per_layer", "table") and model.per_layer else None
 
 
 def _num_bytes(leaf: jax.ShapeDtypeStruct) -> int:
