@@ -74,6 +74,26 @@ def test_a_file_that_cannot_be_read_is_told_and_passed_over(
     assert "cannot be read" in caplog.text
 
 
+def test_a_folder_that_can_only_be_read_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError
+
+    save(tmp_path, "key", Kept({}, {}), {"one": compiled(2.5)})
+    monkeypatch.setattr(os, "utime", refuse)
+    assert load(tmp_path, "key", DEVICE).programs.keys() == {"one"}
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    save(tmp_path, "key", Kept({}, {}), {"one": compiled(2.5)})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_store, "MOST_FILES", 2)
     for age, key in enumerate("abc"):

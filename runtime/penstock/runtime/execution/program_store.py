@@ -111,12 +111,13 @@ def load(folder: Path, key: str, device: jax.Device) -> Kept:
     try:
         stored = pickle.loads(file.read_bytes())
         programs = {name: _loaded(each, device) for name, each in stored.items()}
-        os.utime(file)
     except FileNotFoundError:
         return Kept({}, {})
     except Exception as error:  # noqa: BLE001 # it may be cut, or XLA may refuse it
         log.warning("%s cannot be read, and its programs are compiled: %s", file, error)
         return Kept({}, {})
+    with contextlib.suppress(OSError):
+        os.utime(file)  # the folder may be one that can only be read
     log.info("loaded %d compiled programs in %.1f s", len(programs), time.monotonic() - began)
     return Kept(programs, stored)
 
@@ -127,14 +128,24 @@ def save(folder: Path, key: str, kept: Kept, new: Mapping[Any, jax.stages.Compil
         return
     try:
         data = pickle.dumps({**kept.stored, **{name: _stored(program) for name, program in new.items()}})
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".programs-", delete=False) as file:
-            file.write(data)
-        Path(file.name).replace(_file(folder, key))
+        _write(_file(folder, key), data)
         files = sorted(folder.glob("programs-*"), key=lambda each: each.stat().st_mtime, reverse=True)
         for old in files[MOST_FILES:]:
             old.unlink(missing_ok=True)
     except Exception as error:  # noqa: BLE001 # XLA may know programs that it cannot write
         log.info("the compiled programs are not kept as a whole: %s", error)
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Replace a file as a whole; where that fails, nothing is left behind."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".programs-", delete=False) as part:
+        try:
+            part.write(data)
+            part.close()
+            Path(part.name).replace(file)
+        except BaseException:
+            Path(part.name).unlink(missing_ok=True)
+            raise
 
 
 def _file(folder: Path, key: str) -> Path:
