@@ -99,11 +99,60 @@ def test_what_is_left_out(
         ("Exaone4ForCausalLM", {"sliding_window_pattern": "LXG"}, "sliding_window_pattern"),
         ("ArceeForCausalLM", {"hidden_act": "silu"}, "hidden_act: 'silu'"),
         ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("Cohere2ForCausalLM", {"position_embedding_type": "rope_gpt_neox"}, "position_embedding_type"),
+        ("Cohere2ForCausalLM", {"use_parallel_block": False}, "use_parallel_block: False"),
+        ("Starcoder2ForCausalLM", {"norm_type": "rms_norm"}, "norm_type: 'rms_norm'"),
+        ("ApertusForCausalLM", {"qk_norm": False}, "qk_norm: False"),
+        ("ApertusForCausalLM", {"post_norm": True}, "post_norm: True"),
     ],
 )
 def test_what_is_refused(architecture: str, fields: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         least(architecture, **fields)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("ApertusForCausalLM", {"qk_norm": True, "post_norm": False}),
+        (
+            "Cohere2ForCausalLM",
+            {
+                "layer_switch": 4,
+                "order_of_interleaved_layers": "local_attn_first",
+                "position_embedding_type": "rope_gptj",
+                "rotary_pct": 1.0,
+                "use_embedding_sharing": True,
+                "use_gated_activation": True,
+                "use_parallel_block": True,
+                "use_parallel_embedding": True,
+            },
+        ),
+        ("FalconForCausalLM", {"auto_map": {"AutoConfig": "configuration_falcon.FalconConfig"}}),
+        (
+            "GPTBigCodeForCausalLM",
+            {"inference_runner": 0, "pad_key_length": True, "validate_runner_input": True},
+        ),
+        ("OPTForCausalLM", {"activation_dropout": 0.0}),
+        (
+            "Starcoder2ForCausalLM",
+            {
+                "activation_function": "gelu_pytorch_tanh",
+                "attention_softmax_in_fp32": True,
+                "layer_norm_epsilon": 1e-5,
+                "mlp_type": "default",
+                "norm_type": "layer_norm",
+                "rms_norm_eps": 1e-5,
+                "scale_attention_softmax_in_fp32": True,
+                "scale_attn_weights": True,
+            },
+        ),
+    ],
+)
+def test_fields_of_published_files_that_transformers_does_not_read(
+    architecture: str, fields: dict[str, Any]
+) -> None:
+    assert least(architecture, **fields) == least(architecture)
 
 
 @pytest.mark.parametrize("architecture", ["Exaone4ForCausalLM", "Cohere2ForCausalLM"])
@@ -118,6 +167,8 @@ def test_exaone_without_windows_rotates_all_layers() -> None:
     assert {
         (of_layer(config, layer)[0].window, rotation(of_layer(config, layer)[0])) for layer in range(4)
     } == {(None, (1e4, 128))}
+    full = least("Exaone4ForCausalLM", sliding_window=64, layer_types=["full_attention"] * 4)
+    assert {rotation(of_layer(full, layer)[0]) for layer in range(4)} == {None}
     letters = least("Exaone4ForCausalLM", sliding_window=64, sliding_window_pattern="LG")
     assert [of_layer(letters, layer)[0].window for layer in range(4)] == [64, None, 64, None]
 

@@ -208,3 +208,24 @@ def test_other_quantizations_of_gpt_oss_are_refused_by_name():
         changed = {**GPT_OSS["quantization_config"], name: value}
         with pytest.raises(ConfigError, match=rf"quantization_config\.{name}: "):
             parse_config({**GPT_OSS, "quantization_config": changed})
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("dots1", {"scoring_func": "noaux_tc", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
+        (
+            "ernie4_5_moe",
+            {
+                "auto_map": {"AutoConfig": "configuration_ernie4_5_moe.Ernie4_5_MoeConfig"},
+                "moe_capacity": [64, 64, 64],
+                "moe_gate": "topk",
+                "moe_use_aux_free": True,
+                "num_nextn_predict_layers": 1,
+            },
+        ),
+    ],
+)
+def test_fields_of_published_files_that_transformers_does_not_read(name, fields):
+    data = json.loads((GOLDEN / name / "config.json").read_text())
+    assert parse_config({**data, **fields}) == parse_config(data)

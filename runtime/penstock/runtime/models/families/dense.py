@@ -170,6 +170,8 @@ TRAITS: Mapping[str, Traits] = {
 def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
     fields.only("model_type", traits.model_type)
     fields.only("hidden_act", traits.plain or "silu")
+    if traits.qk_norm:
+        fields.only("qk_norm", True)
     sizes = read_sizes(fields, head_dim=traits.head_dim, kv_heads=traits.kv_heads)
     rope = read_rope(fields, sizes.max_positions, theta=traits.theta, partial=traits.partial)
     if traits.rope is not None and not (fields.raw("rope_parameters") or fields.raw("rope_scaling")):
@@ -182,7 +184,8 @@ def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
     )
     num_layers = sizes.num_layers
     windows = (None,) * num_layers if traits.windows is None else traits.windows(fields, num_layers)
-    turns_all = not traits.turns_slid or not any(windows)
+    # A file that gives all layers full attention but leaves sliding_window has none rotated.
+    turns_all = not traits.turns_slid or ("sliding_window" in fields and fields.raw("sliding_window") is None)
     layers = [
         LayerConfig(
             attention=AttentionConfig(

@@ -264,6 +264,8 @@ def _parse_phi(architecture: str, fields: Fields) -> ModelConfig:
 
 def _parse_starcoder2(architecture: str, fields: Fields) -> ModelConfig:
     fields.only("model_type", "starcoder2")
+    fields.only("mlp_type", "default")
+    fields.only("norm_type", "layer_norm")
     sizes = read_sizes(fields, kv_heads=2)
     bias, rope = fields.boolean("use_bias", True), read_rope(fields, sizes.max_positions)
     window = fields.optional_integer("sliding_window")
@@ -351,6 +353,11 @@ def _parse_cohere(architecture: str, fields: Fields) -> ModelConfig:
 def _parse_cohere2(architecture: str, fields: Fields) -> ModelConfig:
     """Command-A and R7B: only layers with a window are rotated."""
     fields.only("model_type", "cohere2")
+    fields.only("order_of_interleaved_layers", "local_attn_first")
+    fields.only("position_embedding_type", "rope_gptj")
+    fields.only("rotary_pct", 1.0)
+    for name in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block"):
+        fields.only(name, True)
     sizes = read_sizes(fields, kv_heads=0)
     bias, rope = fields.boolean("attention_bias", False), read_rope(fields, sizes.max_positions)
     pattern = every(fields.integer("sliding_window_pattern", 4), sizes.num_layers)
@@ -491,11 +498,17 @@ _SUMMARIES = (
 """Fields of GPT-2's other heads, and of how it was computed in float16."""
 FAMILIES: Mapping[str, ModelFamily] = {
     "CohereForCausalLM": _family(_parse_cohere, {"attention_norm": "input_layernorm"}, interleaved=True),
-    "Cohere2ForCausalLM": _family(_parse_cohere2, {"attention_norm": "input_layernorm"}, interleaved=True),
+    "Cohere2ForCausalLM": _family(
+        _parse_cohere2,
+        {"attention_norm": "input_layernorm"},
+        interleaved=True,
+        ignored=("layer_switch", "use_parallel_embedding"),
+    ),
     "FalconForCausalLM": _family(
         _parse_falcon,
         _falcon_names,
         fused="query_key_value",
+        ignored=("auto_map",),
     ),
     "GPT2LMHeadModel": _family(
         _parse_gpt2, _GPT2_NAMES, fused="c_attn", by_rows=True, harmless=_MASKS, ignored=_SUMMARIES
@@ -505,7 +518,14 @@ FAMILIES: Mapping[str, ModelFamily] = {
         _GPT2_NAMES,
         fused="c_attn",
         harmless=_MASKS,
-        ignored=(*_SUMMARIES, "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+        ignored=(
+            *_SUMMARIES,
+            "attention_softmax_in_fp32",
+            "inference_runner",
+            "pad_key_length",
+            "scale_attention_softmax_in_fp32",
+            "validate_runner_input",
+        ),
     ),
     "GPTJForCausalLM": _family(
         _parse_gptj,
@@ -542,7 +562,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "down_proj": "fc2",
             "norm": "final_layer_norm",
         },
-        ignored=("init_std", "layerdrop"),
+        ignored=("activation_dropout", "init_std", "layerdrop"),
     ),
     "PhiForCausalLM": _family(
         _parse_phi,
@@ -558,6 +578,15 @@ FAMILIES: Mapping[str, ModelFamily] = {
         _parse_stablelm, {**PRE_NORMS, "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
     ),
     "Starcoder2ForCausalLM": _family(
-        _parse_starcoder2, {**PRE_NORMS, "up_proj": "c_fc", "down_proj": "c_proj"}
+        _parse_starcoder2,
+        {**PRE_NORMS, "up_proj": "c_fc", "down_proj": "c_proj"},
+        ignored=(
+            "activation_function",
+            "attention_softmax_in_fp32",
+            "layer_norm_epsilon",
+            "rms_norm_eps",
+            "scale_attention_softmax_in_fp32",
+            "scale_attn_weights",
+        ),
     ),
 }

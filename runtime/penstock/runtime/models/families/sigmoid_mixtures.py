@@ -72,6 +72,9 @@ def _parse_glm(architecture: str, fields: Fields) -> ModelConfig:
 
 def _parse_dots(architecture: str, fields: Fields) -> ModelConfig:
     fields.only("model_type", "dots1")
+    fields.only("scoring_func", "noaux_tc", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    fields.only("moe_layer_freq", 1)
     fields.only("hidden_act", "silu")
     sizes = read_sizes(fields, kv_heads=32)
     bias, rope = fields.boolean("attention_bias", False), read_rope(fields, sizes.max_positions)

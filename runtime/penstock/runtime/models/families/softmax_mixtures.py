@@ -198,6 +198,9 @@ def _parse_ernie(architecture: str, fields: Fields) -> ModelConfig:
     fields.only("hidden_act", "silu")
     fields.call({"num_experts_per_tok": "moe_k"})
     fields.only("moe_norm_min", 1e-12)
+    fields.only("moe_gate", "topk")
+    fields.only("moe_gate_act", "softmax")
+    fields.only("moe_use_aux_free", True)
     sizes = read_sizes(fields, kv_heads=4)
     bias, rope = fields.boolean("use_bias", False), read_rope(fields, sizes.max_positions, theta=500_000.0)
     attention = AttentionConfig(
@@ -266,6 +269,9 @@ def family(traits: Traits, *, transposed: bool = False) -> ModelFamily:
 FAMILIES: Mapping[str, ModelFamily] = {
     **{name: family(traits) for name, traits in TRAITS.items()},
     "Ernie4_5_MoeForCausalLM": ModelFamily(
-        parse=_parse_ernie, stored=where_stacked(_stored_ernie), further_layers=True
+        parse=_parse_ernie,
+        ignored=("auto_map", "moe_capacity", "num_nextn_predict_layers"),
+        stored=where_stacked(_stored_ernie),
+        further_layers=True,
     ),
 }
