@@ -173,6 +173,12 @@ def test_exaone_without_windows_rotates_all_layers() -> None:
     assert [of_layer(letters, layer)[0].window for layer in range(4)] == [64, None, 64, None]
 
 
+@pytest.mark.parametrize(("size", "turned"), [(256, 64), (176, 60), (44, 30), (64, 64)])
+def test_gptj_turns_as_many_channels_as_its_file_says(size: int, turned: int) -> None:
+    attention = of_layer(least("GPTJForCausalLM", n_embd=32 * size, rotary_dim=turned))[0]
+    assert (attention.head_dim, attention.rotary_dim) == (size, turned)
+
+
 def test_the_forms_of_falcon() -> None:
     """7B has one head of keys and one norm; 40B has groups and two norms; 1B-like ones have neither."""
     assert least("FalconForCausalLM").layers[0].norms == "parallel_shared"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -131,7 +132,10 @@ def _parse_gptj(architecture: str, fields: Fields) -> ModelConfig:
     if turned % 2 or turned > sizes.head_dim:
         fields.problem("rotary_dim", f"must be even and at most {sizes.head_dim}, not {turned}")
         turned = sizes.head_dim
-    rope = RopeConfig(theta=10_000.0, partial_rotary_factor=turned / sizes.head_dim)
+    share = turned / sizes.head_dim
+    if int(sizes.head_dim * share) < turned:  # 60 of 176 channels would be 59
+        share = math.nextafter(share, 1.0)
+    rope = RopeConfig(theta=10_000.0, partial_rotary_factor=share)
     layer = LayerConfig(
         attention=_attention(sizes, rope),
         mlp=_mlp(fields, sizes, "gelu_new", bias=True),
