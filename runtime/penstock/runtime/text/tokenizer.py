@@ -129,9 +129,11 @@ _CLASSES = {
 """The classes that are known here. `TokenizersBackend` takes all from the file, and adds nothing."""
 
 DECLARED = frozenset((
-    "apertus", "arcee", "deepseek_v3", "dots1", "exaone4", "falcon", "gemma2", "gemma3_text", "gemma4_text",
-    "gpt_oss", "helium", "lfm2", "lfm2_moe", "llama", "llama4_text", "qwen2_5_vl", "qwen2_moe", "qwen3",
-    "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3", "vaultgemma",
+    "apertus", "arcee", "cohere", "cohere2", "deepseek_v3", "dots1", "exaone4", "falcon", "gemma",
+    "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_neox", "gpt_oss", "gptj", "helium", "lfm2",
+    "lfm2_moe", "llama", "llama4_text", "olmo", "olmoe", "opt", "phi", "qwen2_5_vl", "qwen2_moe", "qwen3",
+    "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3", "starcoder2",
+    "vaultgemma",
 ))  # fmt: skip
 """Types of models of which transformers takes the class that tokenizer_config.json declares."""
 FIXED = {
