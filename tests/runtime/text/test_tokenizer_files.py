@@ -224,6 +224,9 @@ def listed(token: AddedToken) -> dict[str, Any]:
         {"auto_map": {"AutoTokenizer": [None, "tokenizer.Own"]}},
         {"split_special_tokens": True},
         {"fix_mistral_regex": True},
+        {"fast_tokenizer_files": ["tokenizer.4.0.json"]},
+        {"model_specific_special_tokens": {"image_token": "<mask>"}},
+        {"image_token": {"content": "<mask>"}},
         {"add_prefix_space": True},
         {"eos_token": "<other>"},
         {"image_token": "<other>"},
@@ -260,6 +263,29 @@ def test_older_files_count_where_no_tokens_are_listed(tmp_path: Path) -> None:
     assert_equal(ours, by_transformers(tmp_path))
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<other>": 300}))
     assert read_tokenizer(tmp_path) is None
+
+
+@pytest.mark.parametrize("config", [{"eos_token": "<end>"}, {"image_token": "<end>"}])
+def test_a_token_with_a_part_that_is_not_special_is_left_to_transformers(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """transformers makes it special, so that it is no text."""
+    backend = byte_level()
+    backend.add_tokens([AddedToken("<end>", special=False, normalized=False)])
+    written(tmp_path, backend, tokenizer_class="PreTrainedTokenizerFast", **config)
+    assert read_tokenizer(tmp_path) is None
+    codec = TextCodec.from_pretrained(tmp_path)
+    assert codec.decode(codec.encode("th<end>")) == "th"
+
+
+def test_a_token_that_only_the_padding_names_is_left_to_transformers(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.enable_padding(pad_id=257, pad_token="<pad>")
+    written(tmp_path, backend, tokenizer_class="PreTrainedTokenizerFast")
+    assert read_tokenizer(tmp_path) is None
+    assert TextCodec.from_pretrained(tmp_path).special_tokens["pad_token"] == "<pad>"
+    written(tmp_path, backend, tokenizer_class="PreTrainedTokenizerFast", pad_token="<pad>")
+    assert read_tokenizer(tmp_path) is not None
 
 
 def test_a_class_of_gemma_with_another_normalizer_is_left_to_transformers(tmp_path: Path) -> None:

@@ -165,11 +165,15 @@ FIXED = {
 _CHANGING = (
     "add_prefix_space",
     "auto_map",
+    "fast_tokenizer_files",
     "fix_mistral_regex",
     "from_slow",
+    "model_specific_special_tokens",
     "split_special_tokens",
 )
-"""Fields of tokenizer_config.json that change how a tokenizer encodes. transformers knows how."""
+"""Fields of tokenizer_config.json that change how a tokenizer encodes, which file it is, or which tokens are
+special. transformers knows how.
+"""
 
 
 def read_tokenizer(folder: Path) -> LoadedTokenizer | None:
@@ -189,6 +193,8 @@ def _read(folder: Path) -> LoadedTokenizer | None:
     model_type = _if_there(folder / "config.json").get("model_type")
     if any(config.get(name) for name in _CHANGING):
         return None
+    if any(isinstance(config[name], dict) for name in _further(config)):
+        return None  # a part that only some models have must be a text there
     backend = Tokenizer.from_file(str(folder / FILE))
     class_name = class_of(config.get("tokenizer_class"), model_type, backend)
     known = _CLASSES.get(class_name)
@@ -201,6 +207,10 @@ def _read(folder: Path) -> LoadedTokenizer | None:
     wanted = [*names.values(), *_extra_tokens(config | more), *_if_there(folder / "added_tokens.json")]
     if not by_name.keys() >= set(wanted) or not _agree(config, by_name):
         return None
+    if not all(by_name[token].special for token in names.values()):
+        return None  # transformers makes special what has a part
+    if backend.padding is not None and "pad_token" not in names:
+        return None  # it takes the token from there
     backend.no_padding()
     backend.no_truncation()
     end = names.get("eos_token")
@@ -234,9 +244,13 @@ def _named(fields: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens that have a part."""
     extra = fields.get("extra_special_tokens")
     fields = {**fields, **(extra if isinstance(extra, dict) else {})}
-    further = sorted(name for name in fields if name.endswith("_token") and name not in NAMED_TOKENS)
-    found = {name: _content(fields.get(name)) for name in (*NAMED_TOKENS, *further)}
+    found = {name: _content(fields.get(name)) for name in (*NAMED_TOKENS, *_further(fields))}
     return {name: token for name, token in found.items() if token is not None}
+
+
+def _further(fields: Mapping[str, Any]) -> list[str]:
+    """The fields that name a special token which only some models have."""
+    return sorted(name for name in fields if name.endswith("_token") and name not in NAMED_TOKENS)
 
 
 def _extra_tokens(fields: Mapping[str, Any]) -> Iterator[str]:
