@@ -84,7 +84,7 @@ def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, 
     """Messages as Hugging Face's templates expect them. Arguments are objects, unless the template demands
     texts, and keys without content are left out, because templates ask whether `tool_calls` is there. A
     tool's turn has the name of the function, unless it has another, and stands where its call does.
-    Reasoning is `reasoning_content`, the name that most templates read; transformers adds the one of gpt-oss,
+    Reasoning is `reasoning_content`, the name that most templates read; `rendering` adds the one of gpt-oss,
     `thinking`.
     """
     names = {call.id: call.name for turn in turns for call in turn.tool_calls}
