@@ -227,6 +227,17 @@ async def test_a_lost_follower_ends_the_group_with_health_first() -> None:
         leader.append(Call(Kind.WINDOW))
 
 
+def test_each_thread_raises_an_end_of_its_own() -> None:
+    """The engine's thread clears the frames of what it raises, so no coroutine may raise the same error."""
+    leader = GroupLeader(options(), never)
+    first = leader.end("process 1 is gone")
+    with pytest.raises(GroupEnded, match="process 1 is gone") as raised:
+        leader.append(Call(Kind.WINDOW))
+    explained = leader.explained(RuntimeError(""))
+    assert str(explained) == str(first)
+    assert len({id(first), id(raised.value), id(explained)}) == 3
+
+
 async def test_a_follower_that_says_nothing_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that was stopped, whose connection stays."""
     leader = GroupLeader(options(timeout_s=2.0), never)

@@ -134,9 +134,9 @@ class GroupLeader:
         """See `DispatchLog`."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended is not None, _EXPLAIN_S)
-            if self._ended is not None:
-                return self._ended
-        return self.end(f"a collective failed: {str(error).splitlines()[0]}")
+            ended = self._ended
+        cause = str(error).partition("\n")[0]
+        return _alike(ended or self.end(f"a collective failed: {cause}"))
 
     # -- life --
 
@@ -267,7 +267,7 @@ class GroupLeader:
 
     def _check(self) -> None:
         if self._ended is not None:
-            raise self._ended
+            raise _alike(self._ended)
         if self._is_stopped:
             raise GroupEnded("the leader has stopped")
 
@@ -322,6 +322,13 @@ class GroupLeader:
                 self.end(f"process {silent[0]} has said nothing for {silence_s:g} s")
             elif pulse is not None and stillness.look(now_s, pulse.progress, pulse.has_work):
                 self.end(f"a step takes longer than {silence_s:g} s: a process hangs")
+
+
+def _alike(error: GroupEnded) -> GroupEnded:
+    """The same for another thread to raise. Requests raise the first one in their coroutines, whose frames
+    are then in its traceback, and the engine's thread would clear them with its own (`failing`).
+    """
+    return GroupEnded(error.reason)
 
 
 def _refused(reasons: list[str], *, ended: bool = True) -> group_pb2.FollowResponse:
