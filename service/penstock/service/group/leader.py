@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 SERVICE = group_pb2.DESCRIPTOR.services_by_name["GroupService"].full_name
 BEATS = 5
 """Signs of life within the time after which a process is lost."""
-_MOST_WAITING_BYTES = 256 << 20
-"""Bytes of calls that one follower may have waiting: far more than those of the steps in flight."""
+_MOST_WAITING_BYTES = 1 << 30
+"""Bytes of calls that one follower may have waiting: far more than those of the steps in flight. The patches
+of one large picture are 100 MB, and a step may encode several."""
 _SETTLE_S = 2.0
 """Seconds that the followers' ends are waited for when the leader stops."""
 _EXPLAIN_S = 1.0
