@@ -307,6 +307,29 @@ async def test_a_follower_that_is_told_to_stop_asks_for_the_end(leader: GroupLea
         assert leader.failure is None
 
 
+async def test_a_follower_that_is_told_to_stop_waits_for_no_leader() -> None:
+    """Nothing listens there, so nobody could be asked for the end of the group."""
+    rig: Any = type("Absent", (), {"server": type("Server", (), {"address": "127.0.0.1:1"})})
+    follower = Follower(rig)
+    follower.link.leave()
+    error = await follower.ended()
+    assert isinstance(error, GroupEnded)
+    assert "told to stop before its leader was there" in str(error)
+    assert follower.link.is_stopped
+    assert follower.lost == []
+
+
+async def test_a_leader_that_stops_before_all_is_compiled_has_stopped_gracefully(
+    leader: GroupLeader,
+) -> None:
+    async with serving(fake(), group=leader) as rig:
+        follower = Follower(rig)
+        await in_thread(lambda: leader.meet(FACTS))
+        await in_thread(leader.stop)
+        assert "the leader has stopped" in str(await follower.ended())
+        assert follower.link.is_stopped
+
+
 async def test_why_a_follower_failed_is_told_to_the_leader(leader: GroupLeader) -> None:
     async with serving(fake(), group=leader) as rig:
         follower = Follower(rig)

@@ -69,12 +69,14 @@ class Follower:
             link.fail(str(error))
             raise
         except GroupEnded as error:
-            end_now(error)
+            if not link.is_stopped:
+                end_now(error)
+            log.info("%s", error)
         except BaseException as error:
             log.exception("the follower failed")
             link.fail(repr(error))
             end_now(GroupEnded(repr(error)))
-        log.info("the leader has stopped, and so does process %d", self.group.process_id)
+        log.info("process %d of the group has stopped", self.group.process_id)
         return 0 if signals else GROUP_ENDED
 
     def _access(self) -> Access:

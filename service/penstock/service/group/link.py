@@ -41,6 +41,9 @@ class FollowerLink:
         self._heard_s: float | None = None
         """When something came last; None: the leader is not there yet, and is waited for."""
         self._is_welcome = False
+        self.is_stopped = False
+        """Whether the leader has stopped gracefully, or was not there yet when this process was told to
+        stop."""
         self._is_over = threading.Event()
         self._channel, self._metadata = channel, metadata
 
@@ -49,6 +52,8 @@ class FollowerLink:
     def meet(self, facts: Facts) -> None:
         """See `LeaderLink`. Waits for the leader as long as it takes."""
         assert self._options.process_id is not None, "a process of a group has a number"
+        if self.is_stopped:
+            raise _stopped_early()
         self._reports.put(Request(hello=group_pb2.Hello(process_id=self._options.process_id, facts=facts)))
         method: Any = self._channel.stream_stream(
             f"/{SERVICE}/Follow", Request.SerializeToString, Response.FromString
@@ -69,6 +74,7 @@ class FollowerLink:
         while True:
             record = self._record()
             if record.HasField("stop"):
+                self.is_stopped = True
                 self._is_over.set()
                 return
             if not record.HasField("call"):
@@ -82,9 +88,13 @@ class FollowerLink:
     # -- what this process tells --
 
     def leave(self) -> None:
-        """Ask the leader to end the group gracefully. Any thread may call this, also in a handler of a
-        signal.
+        """Ask the leader to end the group gracefully, or wait for it no longer if it is not there yet. Any
+        thread may call this, also in a handler of a signal.
         """
+        if self._heard_s is None:
+            self.is_stopped = True
+            self._records.put(_stopped_early())
+            return
         self._reports.put(Request(leaving=group_pb2.Leaving()))
 
     def fail(self, reason: str) -> None:
@@ -110,6 +120,9 @@ class FollowerLink:
     def _next(self, kind: str) -> None:
         """Wait for a record of this kind."""
         record = self._record()
+        if record.HasField("stop"):
+            self.is_stopped = True
+            raise GroupEnded("the leader has stopped")
         if not record.HasField(kind):  # type: ignore[arg-type]  # a name that the message has
             raise GroupEnded(f"the leader has sent {record.WhichOneof('record')!r} in place of {kind!r}")
 
@@ -155,6 +168,10 @@ class FollowerLink:
         self._records.put(error)
         if isinstance(error, GroupEnded):
             self._on_lost(error)
+
+
+def _stopped_early() -> GroupEnded:
+    return GroupEnded("this process was told to stop before its leader was there")
 
 
 def _refusal(refused: group_pb2.Refused) -> Exception:
