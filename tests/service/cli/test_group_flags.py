@@ -20,6 +20,7 @@ from penstock.server_cli.serving.group_flags import (
     leader_address,
 )
 from penstock.server_cli.serving.serve_flags import add_parser, server_options
+from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.options import ServerOptions
 
 LWS = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2", "LWS_LEADER_ADDRESS": "pen-0.pen.models"}
@@ -154,3 +155,11 @@ def test_followers_find_the_leader_s_server() -> None:
     assert leader_address(GroupFlags(), TWO, options) == "a:50051"
     with pytest.raises(ConfigError, match="leader: must be given"):
         leader_address(GroupFlags(), TWO, ServerOptions(port=0))
+
+
+def test_followers_find_the_leader_s_control_port() -> None:
+    """The main address has no control then."""
+    apart = ServerOptions(port=50051, listen=ListenOptions(control_port=50052))
+    assert leader_address(GroupFlags(), TWO, apart) == "a:50052"
+    with pytest.raises(ConfigError, match="leader: must be given, because control_port does not"):
+        leader_address(GroupFlags(), TWO, ServerOptions(listen=ListenOptions(control_port=0)))

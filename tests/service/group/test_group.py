@@ -23,6 +23,7 @@ from penstock.service.group import group_pb2
 from penstock.service.group.leader import SERVICE, GroupLeader
 from penstock.service.group.link import FollowerLink
 from penstock.service.group.messages import call_bytes, call_of
+from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.threads.lanes import in_thread
 from tests.service.key_rig import CONTROL, INFER, as_, key, serving_keys
 from tests.service.rig import WAIT_S, Rig, failure_of, fake, generate, serving, until
@@ -202,6 +203,21 @@ async def test_only_a_key_with_the_role_control_may_follow(tmp_path: Any) -> Non
             assert isinstance(error, ConfigError)
             assert refusal in str(error)
         follower = Follower(rig, metadata=as_("group")["metadata"])
+        await met(leader)
+        await in_thread(leader.stop)
+        assert await follower.ended() is None
+
+
+async def test_a_control_port_is_where_followers_are_taken_in() -> None:
+    """Whoever reaches only the main address can do no more than use the model, and needs no key here."""
+    leader = GroupLeader(options(), never)
+    async with serving(fake(), group=leader, listen=ListenOptions(control_port=0)) as rig:
+        error = await Follower(rig).ended()
+        assert isinstance(error, ConfigError)
+        assert "UNIMPLEMENTED: Follow is not served at this address, but at the control port" in str(error)
+        server = type("Server", (), {"address": rig.server.addresses.control_address})
+        control: Any = type("Control", (), {"server": server})
+        follower = Follower(control)
         await met(leader)
         await in_thread(leader.stop)
         assert await follower.ended() is None

@@ -27,7 +27,8 @@ class GroupFlags:
     process_id: int | None = None
     coordinator: str | None = None
     leader: str | None = None
-    """The address of the leader's server, as HOST:PORT; None: the coordinator's host, and our own port."""
+    """The address of the leader's server, as HOST:PORT; None: the coordinator's host, and our own port, or
+    our control port."""
     group_ca: Path | None = None
     """Authorities of the leader's certificate in PEM form."""
     group_timeout_s: float = DEFAULT_TIMEOUT_S
@@ -54,8 +55,9 @@ def add_group(flag: AddFlag) -> None:
     )
     flag(
         "leader",
-        "the address of the leader's server, for followers; default: the host of --coordinator with --port. "
-        "They send the key in $PENSTOCK_TOKEN, which needs the role control",
+        "the address of the leader's server, for followers; default: the host of --coordinator with --port "
+        "or, if it is given, --control-port. They send the key in $PENSTOCK_TOKEN, which needs the role "
+        "control",
         "HOST:PORT",
     )
     flag(
@@ -122,7 +124,9 @@ def leader_address(flags: GroupFlags, group: GroupOptions, options: ServerOption
     """Where a follower finds the leader's server. Raises ConfigError if that cannot be known."""
     if flags.leader is not None:
         return flags.leader
-    if not options.port:
-        raise ConfigError("leader: must be given, because port does not say the leader's port")
+    apart = options.listen.control_port
+    name, port = ("port", options.port) if apart is None else ("control_port", apart)
+    if not port:
+        raise ConfigError(f"leader: must be given, because {name} does not say the leader's port")
     assert group.coordinator is not None, "checked when the options were made"
-    return f"{group.coordinator.rpartition(':')[0]}:{options.port}"
+    return f"{group.coordinator.rpartition(':')[0]}:{port}"

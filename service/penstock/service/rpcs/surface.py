@@ -30,6 +30,8 @@ GENERATING = frozenset(
     }
 )
 """What runs on the model, and so belongs to the main address."""
+_FOLLOW = "/penstock.service.group.GroupService/Follow"
+"""Followers of a group have the role control; it is no RPC of the contract."""
 CONTROLLING = frozenset(f"/{method}" for method, rule in RULES.items() if rule.role is Role.CONTROL)
 
 
@@ -98,7 +100,9 @@ def main_surface(control_port: Callable[[], int | None]) -> Surface:
     """The surface of the main address, which has no control. `control_port` returns the port once it is
     known.
     """
-    return Surface(CONTROLLING, lambda: f"the control port, {control_port()}", own_requests_only=True)
+    return Surface(
+        CONTROLLING | {_FOLLOW}, lambda: f"the control port, {control_port()}", own_requests_only=True
+    )
 
 
 def control_surface() -> Surface:
@@ -120,5 +124,6 @@ def _refusing(handler: Any, error: ServedElsewhere) -> Handler:
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
     }[handler.request_streaming, handler.response_streaming]
     return made(refuse, handler.request_deserializer, handler.response_serializer)
