@@ -69,11 +69,3 @@ def put_own(array: npt.NDArray[Any], sharding: jax.sharding.Sharding) -> jax.Arr
     entries = len(sharding.device_set)
     made: jax.Array = jax.make_array_from_process_local_data(sharding, array, (entries, *array.shape[1:]))
     return made
-
-
-def own_part(array: jax.Array) -> npt.NDArray[Any]:
-    """What the devices of this process have of an array, joined along its first axis if it is cut."""
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
-    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
-    return np.concatenate([np.asarray(shard.data) for shard in shards])
