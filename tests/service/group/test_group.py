@@ -243,6 +243,28 @@ async def test_a_lost_follower_ends_the_group_with_health_first() -> None:
         leader.append(Call(Kind.WINDOW))
 
 
+async def test_a_call_while_the_last_follower_leaves_is_told_of_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine's thread may append a call just before the group ends, and must not see a group of none."""
+    leader = GroupLeader(options(), never)
+    ended: list[str] = []
+    end = leader.end
+
+    def late_end(reason: str) -> GroupEnded:
+        leader.append(Call(Kind.WINDOW))
+        ended.append(reason)
+        return end(reason)
+
+    async with serving(fake(), group=leader) as rig:
+        follower = Follower(rig)
+        await met(leader)
+        monkeypatch.setattr(leader, "end", late_end)
+        follower.channel.close()
+        await until(lambda: leader.failure is not None)
+        assert "process 1 is gone" in ended[0]
+
+
 def test_each_thread_raises_an_end_of_its_own() -> None:
     """The engine's thread clears the frames of what it raises, so no coroutine may raise the same error."""
     leader = GroupLeader(options(), never)

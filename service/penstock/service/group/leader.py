@@ -254,11 +254,12 @@ class GroupLeader:
 
     def _left(self, follower: _Follower, why: str) -> None:
         with self._changed:
+            is_expected = follower.is_over or self._is_stopped
+        if not is_expected:  # before it is forgotten, so that no call is appended for fewer followers
+            self.end(f"process {follower.process_id} is gone: {why}")
+        with self._changed:
             self._followers.pop(follower.process_id, None)
             self._changed.notify_all()
-            is_expected = follower.is_over or self._is_stopped
-        if not is_expected:
-            self.end(f"process {follower.process_id} is gone: {why}")
 
     # -- how it is done; all of it is called with the lock held, but `_watch` --
 
