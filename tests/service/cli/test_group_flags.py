@@ -103,6 +103,7 @@ def test_what_cannot_be_is_refused_by_name(flags: list[str], environ: dict[str, 
         ("node7,node9", "node7"),
         ("gpu[03-05,9],cpu1", "gpu03"),
         ("rack1-gpu[3].local,b", "rack1-gpu3.local"),
+        ("rack[1-2]n[03,05],b", "rack1n03"),
         ("", ""),
     ],
 )

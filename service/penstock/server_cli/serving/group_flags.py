@@ -104,8 +104,8 @@ def place_in(environ: Mapping[str, str]) -> dict[str, int | str]:
 
 def first_host(nodes: str) -> str:
     """The first host of a list as Slurm writes it: a[03-05,9],b is a03, a04, a05, a9 and b."""
-    parts = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodes)
-    return "".join(part or "" for part in parts.groups()) if parts else ""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
 def check_server(options: ServerOptions, group: GroupOptions) -> None:
