@@ -41,13 +41,15 @@ def results(devices, names):
 
 
 def expected_collectives(config, devices):
-    """The table of `cutting`. XLA joins the two lookups of Gemma 4, and the sums of an MLP and of the experts
-    beside it.
+    """The table of `cutting`. XLA joins the two lookups of Gemma 4, the sums of an MLP and of the experts
+    beside it, and those of attention and of an MLP that stand side by side.
     """
     sums = 1  # embeddings
     for layer in config.layers:
         attention = layer.attention
-        sums += 2  # what attention, or what stands in its place, adds, and what the MLP adds
+        sums += 1  # what the MLP adds
+        is_cut = not isinstance(attention, AttentionConfig) or attention.qk_norm != "layer"
+        sums += is_cut and not layer.norms.startswith("parallel")  # what attention adds, or what stands there
         if isinstance(attention, AttentionConfig):
             sums += attention.qk_norm == "all"
         if isinstance(attention, MambaConfig):

@@ -142,8 +142,8 @@ def test_the_process_that_writes_the_trace_says_what_is_wrong(tmp_path: Path) ->
 def test_writing_the_trace_can_be_given_up_and_takes_no_longer_than_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that imports for a second before its first message stands in for one that takes long."""
-    monkeypatch.setattr(trace_writing, "_PROCESS", "penstock.runtime.chat.template_worker")
+    """A process that imports JAX stands in for one that takes long."""
+    monkeypatch.setattr(trace_writing, "_PROCESS", "penstock.runtime.engine")
     given_up = threading.Event()
     with pytest.raises(ProfileFailed, match="took longer than 0 s"):
         trace_writing.improve_trace(tmp_path, given_up, 0.0)

@@ -5,7 +5,7 @@ compiled.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -118,7 +118,7 @@ class ProgramBuilder:
     def jobs(self) -> dict[Job, Callable[[], jax.stages.Compiled]]:
         """What compiles each program: by its key, by its number of rows for a choice, or by its name."""
         keys, row_buckets = self.config.buckets.keys(), self.config.buckets.row_buckets
-        hidden = functools.cache(self._hidden)  # asked for only where a program is not kept
+        hidden = _once(self._hidden)  # asked for only where a program is not kept
         return {
             **{key: partial(self.window if key.window else self.forward, key) for key in keys},
             **{rows: partial(self.choice, rows) for rows in row_buckets},
@@ -296,3 +296,17 @@ class ProgramBuilder:
 
     def _placed(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+
+
+def _once(make: Callable[[], jax.ShapeDtypeStruct]) -> Callable[[], jax.ShapeDtypeStruct]:
+    """What `make` gives, made when it is first asked for, whichever thread asks."""
+    lock = threading.Lock()
+    made: list[jax.ShapeDtypeStruct] = []
+
+    def get() -> jax.ShapeDtypeStruct:
+        with lock:
+            if not made:
+                made.append(make())
+        return made[0]
+
+    return get
