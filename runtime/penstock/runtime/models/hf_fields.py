@@ -11,6 +11,8 @@ from typing import Final
 from penstock.runtime.errors import ConfigError
 
 REQUIRED: Final = object()
+_MOST: Final = 1 << 33
+"""No size of a model is so large, and arrays cannot have larger ones."""
 
 
 class Fields:
@@ -76,8 +78,9 @@ class Fields:
         value = self.raw(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            self.problem(name, f"must be an integer of at least {minimum}, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < _MOST:
+            bound = "" if not isinstance(value, int) or value < _MOST else f" and below {_MOST}"
+            self.problem(name, f"must be an integer of at least {minimum}{bound}, not {value!r}")
             return None
         return value
 

@@ -62,6 +62,7 @@ _LIES: Mapping[str, tuple[Mapping[str, Any], str]] = {
         {"llama.attention.key_length": _HUGE},
         r"llama\.attention\.head_count: blk\.0\.attn_q\.weight has",
     ),
+    "width": ({"llama.embedding_length": 2**64 - 1}, r"llama\.embedding_length: .* and below 8589934592"),
     "no heads": ({"llama.attention.head_count": 0}, r"llama\.attention\.head_count: must be an integer"),
     "experts": (
         {"llama.expert_count": _HUGE, "llama.expert_used_count": 2},
