@@ -12,7 +12,7 @@ from penstock.runtime.models.config import (
     MLPConfig,
     ModelConfig,
 )
-from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, tensor_name
+from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, pairs_apart, tensor_name
 from penstock.runtime.models.families.mixture_fields import read_grouped_experts
 from penstock.runtime.models.families.reading import Sizes, read_model, read_rope
 from penstock.runtime.models.hf_fields import Fields
@@ -111,17 +111,12 @@ def _order(config: ModelConfig, path: ParamPath) -> Rows | None:
         return None
     match path[-2]:
         case "q_proj" | "q_b_proj":
-            return _side_by_side(attention.num_heads, attention.nope_dim, attention.rope_dim)
+            kept, turned, heads = attention.nope_dim, attention.rope_dim, attention.num_heads
         case "kv_a_proj_with_mqa":
-            return _side_by_side(1, attention.latent_dim, attention.rope_dim)
+            kept, turned, heads = attention.latent_dim, attention.rope_dim, 1
         case _:
             return None
-
-
-def _side_by_side(heads: int, kept: int, rotated: int) -> Rows:
-    """For each head `kept` rows in their order, and then of `rotated` rows the even ones before the odd."""
-    one_head = [*range(kept), *range(kept, kept + rotated, 2), *range(kept + 1, kept + rotated, 2)]
-    return tuple(head * (kept + rotated) + row for head in range(heads) for row in one_head)
+    return pairs_apart(heads, kept + turned, turned, kept)
 
 
 FAMILIES: Mapping[str, ModelFamily] = {

@@ -20,6 +20,7 @@ from penstock.runtime.models.families.family import (
     POST_NORMS,
     PRE_NORMS,
     ModelFamily,
+    pairs_apart,
     tensor_name,
 )
 from penstock.runtime.models.families.reading import every, read_model, read_rope, read_sizes, read_windows
@@ -223,15 +224,11 @@ def _stored(config: ModelConfig, traits: Traits) -> StoredAt:
 
 
 def apart(config: ModelConfig, path: ParamPath) -> Rows:
-    """The rows of queries or keys, whose rotated pairs lie side by side in the checkpoint: for each head the
-    even ones of the rotated channels, the odd ones, and the others.
-    """
+    """The rows of queries or keys, whose rotated pairs lie side by side in the checkpoint."""
     attention = config.layers[int(path[1])].attention
     assert isinstance(attention, AttentionConfig)
-    turned, dim = attention.rotary_dim, attention.head_dim
-    one_head = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, dim)]
     heads = attention.num_heads if path[-2] == "q_proj" else attention.num_kv_heads
-    return tuple(head * dim + row for head in range(heads) for row in one_head)
+    return pairs_apart(heads, attention.head_dim, attention.rotary_dim)
 
 
 FAMILIES: Mapping[str, ModelFamily] = {

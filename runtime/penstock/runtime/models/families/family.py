@@ -6,6 +6,7 @@ stacked: ("layers", 0, "self_attn", "q_proj", "weight"). A family says where a c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.decoder import CausalLM
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.linear import LinearFormat
-from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
+from penstock.runtime.models.load_rules import ParamPath, Rows, Source, Stored, StoredAt
 
 PRE_NORMS: Mapping[str, str] = {
     "attention_norm": "input_layernorm",
@@ -58,6 +59,17 @@ def stored_plainly(names: Mapping[str, str] = PRE_NORMS) -> Callable[[ModelConfi
         return Stored((Source(tensor_name(path, names), shape),))
 
     return lambda config: stored
+
+
+@functools.lru_cache(maxsize=64)
+def pairs_apart(num_heads: int, dim: int, turned: int, begin: int = 0) -> Rows:
+    """Return the rows of heads of `dim` channels, of which `turned` from `begin` on are rotated, in a
+    checkpoint that has the two channels of each rotated pair side by side: of each head the even ones of these before
+    the odd ones, and the others where they are.
+    """
+    end = begin + turned
+    one_head = [*range(begin), *range(begin, end, 2), *range(begin + 1, end, 2), *range(end, dim)]
+    return tuple(head * dim + row for head in range(num_heads) for row in one_head)
 
 
 _PLAINLY = stored_plainly()

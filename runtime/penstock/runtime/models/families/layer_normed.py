@@ -21,7 +21,13 @@ from penstock.runtime.models.config import (
     PlainActivation,
 )
 from penstock.runtime.models.configs.tensor_names import TensorNames
-from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, tensor_name, tied_head
+from penstock.runtime.models.families.family import (
+    PRE_NORMS,
+    ModelFamily,
+    pairs_apart,
+    tensor_name,
+    tied_head,
+)
 from penstock.runtime.models.families.reading import (
     Sizes,
     every,
@@ -86,6 +92,16 @@ def _mlp(fields: Fields, sizes: Sizes, default: str, *, bias: bool) -> MLPConfig
     return MLPConfig(intermediate_size=inner, plain=_ACTIVATIONS.get(str(name), "gelu"), bias=bias)
 
 
+def _model(
+    architecture: str, fields: Fields, sizes: Sizes, layer: LayerConfig, eps_name: str, **others: Any
+) -> ModelConfig:
+    """The model whose layers are all `layer`, with layer norms that have weight and bias."""
+    layers = [layer] * sizes.num_layers
+    return read_model(
+        architecture, fields, sizes, layers, eps=1e-5, eps_name=eps_name, norm="layer", **others
+    )
+
+
 def _parse_gpt2(architecture: str, fields: Fields) -> ModelConfig:
     fields.only("model_type", "gpt2")
     fields.call(_GPT_FIELDS)
@@ -110,15 +126,13 @@ def _gpt2(architecture: str, fields: Fields, sizes: Sizes, activation: str) -> M
         attention=_attention(sizes, None, qkv_bias=True, o_bias=True),
         mlp=_mlp(fields, sizes, activation, bias=True),
     )
-    return read_model(
+    return _model(
         architecture,
         fields,
         sizes,
-        [layer] * sizes.num_layers,
-        eps=1e-5,
-        eps_name="layer_norm_epsilon",
+        layer,
+        "layer_norm_epsilon",
         tied=True,
-        norm="layer",
         positions_from=0,
         names=TensorNames(decoder="transformer.", table="wte.weight"),
     )
@@ -141,14 +155,12 @@ def _parse_gptj(architecture: str, fields: Fields) -> ModelConfig:
         mlp=_mlp(fields, sizes, "gelu_new", bias=True),
         norms="parallel_shared",
     )
-    return read_model(
+    return _model(
         architecture,
         fields,
         sizes,
-        [layer] * sizes.num_layers,
-        eps=1e-5,
-        eps_name="layer_norm_epsilon",
-        norm="layer",
+        layer,
+        "layer_norm_epsilon",
         head_bias=True,
         names=TensorNames(decoder="transformer.", table="wte.weight"),
     )
@@ -166,14 +178,12 @@ def _parse_gpt_neox(architecture: str, fields: Fields) -> ModelConfig:
         mlp=_mlp(fields, sizes, "gelu", bias=True),
         norms="parallel" if fields.boolean("use_parallel_residual", True) else "pre",
     )
-    return read_model(
+    return _model(
         architecture,
         fields,
         sizes,
-        [layer] * sizes.num_layers,
-        eps=1e-5,
-        eps_name="layer_norm_eps",
-        norm="layer",
+        layer,
+        "layer_norm_eps",
         names=TensorNames(decoder="gpt_neox.", head="embed_out.", table="embed_in.weight"),
     )
 
@@ -231,15 +241,13 @@ def _parse_falcon(architecture: str, fields: Fields) -> ModelConfig:
         mlp=_mlp(fields, sizes, "gelu", bias=bias),
         norms=norms,
     )
-    return read_model(
+    return _model(
         architecture,
         fields,
         sizes,
-        [layer] * sizes.num_layers,
-        eps=1e-5,
-        eps_name="layer_norm_epsilon",
+        layer,
+        "layer_norm_epsilon",
         tied=True,
-        norm="layer",
         names=TensorNames(decoder="transformer.", table="word_embeddings.weight"),
     )
 
@@ -254,16 +262,7 @@ def _parse_phi(architecture: str, fields: Fields) -> ModelConfig:
         mlp=_mlp(fields, sizes, "gelu_new", bias=True),
         norms="parallel_shared",
     )
-    return read_model(
-        architecture,
-        fields,
-        sizes,
-        [layer] * sizes.num_layers,
-        eps=1e-5,
-        eps_name="layer_norm_eps",
-        norm="layer",
-        head_bias=True,
-    )
+    return _model(architecture, fields, sizes, layer, "layer_norm_eps", head_bias=True)
 
 
 def _parse_starcoder2(architecture: str, fields: Fields) -> ModelConfig:
@@ -277,16 +276,7 @@ def _parse_starcoder2(architecture: str, fields: Fields) -> ModelConfig:
         attention=_attention(sizes, rope, window=window, qkv_bias=bias, o_bias=bias),
         mlp=_mlp(fields, sizes, "gelu_pytorch_tanh", bias=bias),
     )
-    return read_model(
-        architecture,
-        fields,
-        sizes,
-        [layer] * sizes.num_layers,
-        eps=1e-5,
-        eps_name="norm_epsilon",
-        tied=True,
-        norm="layer",
-    )
+    return _model(architecture, fields, sizes, layer, "norm_epsilon", tied=True)
 
 
 def _parse_nemotron(architecture: str, fields: Fields) -> ModelConfig:
@@ -299,10 +289,7 @@ def _parse_nemotron(architecture: str, fields: Fields) -> ModelConfig:
         attention=_attention(sizes, rope, qkv_bias=bias, o_bias=bias),
         mlp=_mlp(fields, sizes, "relu2", bias=fields.boolean("mlp_bias", False)),
     )
-    layers = [layer] * sizes.num_layers
-    return read_model(
-        architecture, fields, sizes, layers, eps=1e-5, eps_name="norm_eps", norm="layer", norm_offset=1.0
-    )
+    return _model(architecture, fields, sizes, layer, "norm_eps", norm_offset=1.0)
 
 
 def _gated(fields: Fields) -> MLPConfig:
@@ -323,8 +310,7 @@ def _parse_stablelm(architecture: str, fields: Fields) -> ModelConfig:
         mlp=_gated(fields),
         norms="parallel_shared" if fields.boolean("use_parallel_residual", False) else "pre",
     )
-    layers = [layer] * sizes.num_layers
-    return read_model(architecture, fields, sizes, layers, eps=1e-5, eps_name="layer_norm_eps", norm="layer")
+    return _model(architecture, fields, sizes, layer, "layer_norm_eps")
 
 
 def _parse_olmo(architecture: str, fields: Fields) -> ModelConfig:
@@ -450,21 +436,19 @@ def _stored(
     attention = config.layers[int(path[1])].attention
     assert isinstance(attention, AttentionConfig)
     dim, turned = attention.head_dim, attention.rotary_dim if interleaved else 0
-    one_head = (*range(0, turned, 2), *range(1, turned, 2), *range(turned, dim))
     if isinstance(part, int):  # the norm of a head
         above = tensor_name(path[:-2], names)
         if "q_norm" in names:
             return Stored((Source(f"{above}.norms.{part}.weight", shape),))
         heads = attention.num_heads if path[-3] == "q_norm" else attention.num_kv_heads
-        return Stored((Source(f"{above}.weight", (heads, dim), (part,), order=one_head),))
+        return Stored((Source(f"{above}.weight", (heads, dim), (part,), order=pairs_apart(1, dim, turned)),))
     if part in ("q_proj", "k_proj", "v_proj") and fused:
         name = tensor_name((*path[:-2], fused, path[-1]), names)
         return _of_fused(name, str(part), shape, attention, by_rows=by_rows)
     if by_rows and len(shape) == 2:
         return Stored((Source(name, shape[::-1], axis=1),))
     if turned and part in ("q_proj", "k_proj"):
-        order = tuple(head * dim + row for head in range(shape[0] // dim) for row in one_head)
-        return Stored((Source(name, shape, order=order),))
+        return Stored((Source(name, shape, order=pairs_apart(shape[0] // dim, dim, turned)),))
     return Stored((Source(name, shape),))
 
 

@@ -6,7 +6,6 @@ Checkpoints have channels that turn together side by side, and the experts of a 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 from penstock.runtime.models.config import (
@@ -18,7 +17,7 @@ from penstock.runtime.models.config import (
     QueryScaling,
     RouterConfig,
 )
-from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, tensor_name
+from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, pairs_apart, tensor_name
 from penstock.runtime.models.families.mixture_fields import read_experts_and_choices, read_layer_numbers
 from penstock.runtime.models.families.reading import (
     Sizes,
@@ -29,7 +28,7 @@ from penstock.runtime.models.families.reading import (
 )
 from penstock.runtime.models.families.stacked_experts import stored_stacked
 from penstock.runtime.models.hf_fields import Fields
-from penstock.runtime.models.load_rules import ParamPath, Rows, Source, Stored, StoredAt
+from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
 
 _KINDS = ("full_attention", "chunked_attention")
 _NAMES = {**PRE_NORMS, "mlp": "feed_forward"}
@@ -116,17 +115,11 @@ def _stored(config: ModelConfig) -> StoredAt:
             attention = config.layers[int(path[1])].attention
             assert isinstance(attention, AttentionConfig)
             if attention.rope is not None:
-                order = _halves(shape[0] // attention.head_dim, attention.head_dim)
+                dim = attention.head_dim
+                order = pairs_apart(shape[0] // dim, dim, dim)
         return Stored((Source(tensor_name(path, _NAMES), shape, order=order),))
 
     return stored_stacked(stored, config, transposed=True)
-
-
-@functools.lru_cache(maxsize=8)
-def _halves(num_heads: int, head_dim: int) -> Rows:
-    """The rows of heads in whose channels 2 i and 2 i + 1 turn together, so that the first come first."""
-    channels = [*range(0, head_dim, 2), *range(1, head_dim, 2)]
-    return tuple(head * head_dim + channel for head in range(num_heads) for channel in channels)
 
 
 FAMILIES: Mapping[str, ModelFamily] = {"Llama4ForCausalLM": ModelFamily(parse=_parse, stored=_stored)}
