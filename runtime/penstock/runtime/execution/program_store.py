@@ -143,7 +143,7 @@ def _write(file: Path, data: bytes) -> None:
             part.write(data)
             part.close()
             Path(part.name).replace(file)
-        except BaseException:
+        except BaseException:  # whatever it is, it goes on; half of a file must not stay
             Path(part.name).unlink(missing_ok=True)
             raise
 

@@ -149,7 +149,7 @@ def _lead(wanted: _Wanted, leader: GroupLeader) -> _End:
     """
     try:
         code = asyncio.run(_serve(wanted)).code
-    except Exception:
+    except Exception:  # whatever it is, the followers must be told before the process ends
         log.exception("the leader failed")
         leader.end("the leader failed")
         code = 1
