@@ -64,8 +64,8 @@ def stored_plainly(names: Mapping[str, str] = PRE_NORMS) -> Callable[[ModelConfi
 @functools.lru_cache(maxsize=64)
 def pairs_apart(num_heads: int, dim: int, turned: int, begin: int = 0) -> Rows:
     """Return the rows of heads of `dim` channels, of which `turned` from `begin` on are rotated, in a
-    checkpoint that has the two channels of each rotated pair side by side: of each head the even ones of these before
-    the odd ones, and the others where they are.
+    checkpoint that has the two channels of each rotated pair side by side: of each head the even ones of
+    these before the odd ones, and the others where they are.
     """
     end = begin + turned
     one_head = [*range(begin), *range(begin, end, 2), *range(begin + 1, end, 2), *range(end, dim)]
