@@ -62,7 +62,9 @@ def layer_weights(config: ModelConfig) -> int:
 
 def _weights_of(layer: LayerConfig, hidden_size: int) -> int:
     """The number of weights in one layer's products, of experts those that one token needs."""
-    return _attention_weights(layer.attention, hidden_size) + _mlp_weights(layer.mlp, hidden_size)
+    beside = 0 if layer.beside is None else layer.beside.num_weights(hidden_size)
+    mlp = 0 if layer.mlp is None else _mlp_weights(layer.mlp, hidden_size)
+    return _attention_weights(layer.attention, hidden_size) + beside + mlp
 
 
 def _mlp_weights(mlp: MLPConfig | ExpertsConfig | MLPAndExpertsConfig, hidden_size: int) -> int:

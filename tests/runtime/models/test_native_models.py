@@ -152,8 +152,14 @@ MODELS = {
     ),
     "experts": changed(
         mlp=ExpertsConfig(
-            num_experts=6, per_token=2, intermediate_size=64, shared_size=128, shared_gate=True
+            num_experts=6,
+            per_token=2,
+            intermediate_size=64,
+            router=RouterConfig(score="sparsemixer", jitter=0.1),
+            shared_size=128,
+            shared_gate=True,
         ),
+        attention={"qk_norm": "head_after", "alibi": 8.0},
         norm_offset=1.0,
     ),
     "experts in groups": changed(

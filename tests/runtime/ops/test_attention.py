@@ -26,7 +26,7 @@ OPTIONS = (
     Options(window=5),
     Options(chunk=8),
     Options(softcap=2.0, sinks=True),
-    Options(window=7, chunk=12, sinks=True),
+    Options(window=7, chunk=12, sinks=True, alibi=True),
 )
 
 

@@ -11,11 +11,21 @@ import pytest
 
 from penstock.runtime.ops import experts as ops
 from penstock.runtime.ops.experts import StackedExperts
-from tests.support.native.routers import witness
+from tests.support.native.routers import mixed, witness
 
 # Without jit every operation would be compiled by itself.
 route = jax.jit(
-    ops.route, static_argnames=("per_token", "score", "normalize", "scale", "num_groups", "top_groups")
+    ops.route,
+    static_argnames=(
+        "per_token",
+        "score",
+        "normalize",
+        "scale",
+        "jitter",
+        "num_groups",
+        "top_groups",
+        "in_group",
+    ),
 )
 experts = jax.jit(ops.experts, static_argnames=("activation", "limit", "weigh_input"))
 
@@ -42,6 +52,7 @@ GROUPS = {
         (GROUPS, ()),
         (GROUPS, ("correction", "expert_scale")),
         ({**GROUPS, "score": "softmax", "normalize": False}, ("correction",)),
+        ({**GROUPS, "score": "softmax", "normalize": False, "in_group": 1}, ()),
     ],
 )
 def test_choice_and_weights(options: dict[str, Any], numbers: tuple[str, ...]) -> None:
@@ -55,6 +66,19 @@ def test_choice_and_weights(options: dict[str, Any], numbers: tuple[str, ...]) -
     for row, found, shares in zip(logits, np.asarray(ids), np.asarray(weights), strict=True):
         expected_ids, expected = witness(row, router)
         np.testing.assert_array_equal(found, expected_ids)
+        np.testing.assert_allclose(shares, expected, rtol=3e-6)
+
+
+@pytest.mark.parametrize("jitter", [0.01, 0.3])
+def test_sparsemixer(jitter: float) -> None:
+    logits = np.random.default_rng(5).standard_normal((9, 6)).astype(np.float32)
+    logits[:2] -= 4  # all of them are negative
+    ids, weights = route(
+        jnp.asarray(logits), per_token=2, score="sparsemixer", normalize=False, jitter=jitter
+    )
+    for row, found, shares in zip(logits, np.asarray(ids), np.asarray(weights), strict=True):
+        expected_ids, expected = mixed(row, jitter)
+        assert found.tolist() == expected_ids
         np.testing.assert_allclose(shares, expected, rtol=3e-6)
 
 

@@ -37,7 +37,7 @@ def contiguous_attention(
     meta,
     options,
 ):
-    scale, sliding_window, softcap, sinks, chunk, value_dim = options
+    scale, sliding_window, softcap, sinks, chunk, slopes, value_dim = options
     assert (v_new is None) == (value_dim is not None)
     groups = q.shape[1] // k_new.shape[1]
     new = jnp.stack([k_new] if v_new is None else [k_new, v_new], axis=1)
@@ -53,6 +53,8 @@ def contiguous_attention(
     scores = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * np.float32(scale)
     if softcap is not None:
         scores = jnp.tanh(scores / softcap) * softcap
+    if slopes is not None:
+        scores = scores - slopes[:, None, None] * distance[None].astype(jnp.float32)
     scores = jnp.where(visible[None], scores, -jnp.inf)
     extra = 0 if sinks is None else 1
     if sinks is not None:

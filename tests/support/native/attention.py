@@ -49,12 +49,15 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The keyword arguments of `paged_attention`; `sinks` says whether there are any."""
+    """The keyword arguments of `paged_attention`; `sinks` and `alibi` say whether there are any
+    sinks and slopes.
+    """
 
     window: int | None = None
     chunk: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    alibi: bool = False
 
     def oldest(self, position: int) -> int:
         first = 0 if self.window is None else max(0, position - self.window + 1)
@@ -73,6 +76,7 @@ class Batch:
     q_lens: np.ndarray
     table: np.ndarray
     sinks: np.ndarray | None
+    slopes: np.ndarray | None
     expected: np.ndarray  # [real tokens, H, D or value_dim]
     cache_after: np.ndarray
 
@@ -106,7 +110,13 @@ def _nothing(shape: Shape, rng: np.random.Generator) -> np.ndarray:
 
 
 def dense(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, past: int, options: Options, sinks: np.ndarray | None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    past: int,
+    options: Options,
+    sinks: np.ndarray | None,
+    slopes: np.ndarray | None,
 ) -> np.ndarray:
     """Attention of len(q) tokens after `past`, in float64: q [n, H, D], k and v [past + n, KH, ...]."""
     out = np.zeros((*q.shape[:2], v.shape[2]))
@@ -121,6 +131,8 @@ def dense(
         scores = queries[:, mine] @ keys[:, head].T * q.shape[2] ** -0.5  # [n, group, past + n]
         if options.softcap is not None:
             scores = options.softcap * np.tanh(scores / options.softcap)
+        if slopes is not None:
+            scores = scores + slopes[mine, None] * (at - np.array(positions)[:, None, None])
         scores = np.where(seen, scores, -np.inf)
         if sinks is not None:
             sink = np.broadcast_to(sinks[mine, None].astype(np.float64), (len(q), group, 1))
@@ -146,6 +158,7 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
     new = values(planes, shape.tokens, shape.kv_heads, shape.dim)
     prefix = values(planes, shared, shape.kv_heads, shape.dim)
     sinks = rng.standard_normal(shape.heads).astype(np.float32) if options.sinks else None
+    slopes = rng.uniform(0.01, 1, shape.heads).astype(np.float32) if options.alibi else None
     keys_only = shape.value_dim is not None
     cache = _nothing(shape, rng)
     kept = quantized if shape.is_int8 else lambda x: x
@@ -167,7 +180,7 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
         whole = np.concatenate([past, new[:, span]], axis=1)
         seen = read(kept(whole))
         keys, vals = seen[0], seen[-1, ..., : shape.value_dim]
-        expected.append(dense(q[span], keys, vals, case.past, options, sinks))
+        expected.append(dense(q[span], keys, vals, case.past, options, sinks, slopes))
         writes += [(pages[p // page], p % page, at + p - case.past) for p in range(case.past, len(keys))]
         at += case.new
     after = cache.copy()
@@ -183,6 +196,7 @@ def draw(cases: Sequence[Case], shape: Shape, options: Options, seed: int, *, sh
         q_lens,
         table,
         sinks,
+        slopes,
         np.concatenate(expected),
         after.view(storage),
     )
@@ -202,6 +216,7 @@ def runner(
         q_lens: jax.Array,
         table: jax.Array,
         sinks: jax.Array | None,
+        slopes: jax.Array | None,
     ) -> Any:
         meta = make_meta(
             starts=starts,
@@ -224,6 +239,7 @@ def runner(
                 softcap=options.softcap,
                 sinks=sinks,
                 chunk=options.chunk,
+                slopes=slopes,
                 value_dim=shape.value_dim,
             ),
         )
@@ -232,7 +248,15 @@ def runner(
 
     def run(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         out, kv = compiled(
-            batch.q, batch.k, batch.v, batch.cache, batch.starts, batch.q_lens, batch.table, batch.sinks
+            batch.q,
+            batch.k,
+            batch.v,
+            batch.cache,
+            batch.starts,
+            batch.q_lens,
+            batch.table,
+            batch.sinks,
+            batch.slopes,
         )
         return np.asarray(out), np.asarray(kv)
 

@@ -45,6 +45,7 @@ def routers(draw: st.DrawFn) -> dict[str, Any]:
         "expert_scale": draw(st.none() | corrections),
         "num_groups": groups,
         "top_groups": top_groups,
+        "in_group": draw(st.sampled_from([1, 2])),
     }
 
 
@@ -65,11 +66,15 @@ def _keys(logits: np.ndarray, router: dict[str, Any]) -> tuple[Any, Any]:
     """What experts are chosen by, and what groups are chosen by."""
     scores = _scores(logits, router)
     keys = scores + np.array(router["correction"] or [0] * len(scores), np.float32)
-    return keys, np.sort(keys.reshape(router["num_groups"], -1), axis=1)[:, -2:].sum(axis=1)
+    return keys, np.sort(keys.reshape(router["num_groups"], -1), axis=1)[:, -router.get("in_group", 2) :].sum(
+        axis=1
+    )
 
 
 def witness(logits: np.ndarray, router: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """One row in float64, step by step as transformers' DeepseekV3TopkRouter; others are parts of it."""
+    """One row in float64, step by step as transformers' DeepseekV3TopkRouter, or as DeepseekV2's where one
+    score of a group counts; others are parts of it.
+    """
     scores = _scores(logits, router)
     keys, sums = _keys(logits, router)
     allowed = np.zeros((router["num_groups"], len(keys) // router["num_groups"]), bool)
@@ -81,4 +86,17 @@ def witness(logits: np.ndarray, router: dict[str, Any]) -> tuple[np.ndarray, np.
     weights = weights * router["scale"]
     if router["expert_scale"]:
         weights = weights * np.array(router["expert_scale"], np.float32)[ids]
+    return ids, weights
+
+
+def mixed(logits: np.ndarray, jitter: float) -> tuple[list[int], list[float]]:
+    """Two choices of one row in float64, step by step as transformers' sparsemixer."""
+    scores, ids, weights = logits.astype(np.float64), [], []
+    left = scores.copy()
+    for _ in range(2):
+        best = int(left.argmax())
+        far = (left[best] - scores) / np.maximum(np.abs(scores), left[best]) > 2 * jitter
+        ids.append(best)
+        weights.append(float(softmax(np.where(far, -np.inf, left))[best]))
+        left[best] = -np.inf
     return ids, weights

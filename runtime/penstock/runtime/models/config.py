@@ -10,19 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from penstock.runtime.models.configs.recurrent import RecurrentConfig
+from penstock.runtime.models.configs.recurrent import MambaConfig, RecurrentConfig
 from penstock.runtime.models.configs.tensor_names import USUAL, TensorNames
 from penstock.runtime.models.configs.vision import VisionConfig
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV, SlotState
 from penstock.runtime.ops.native.activations import Activation as ExpertActivation
+from penstock.runtime.ops.native.experts import Score
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-QKNorm = Literal["none", "head", "all", "l2_after", "layer"]
+QKNorm = Literal["none", "head", "all", "head_after", "l2_after", "layer"]
 """How queries and keys are normalised: not at all; by a norm over each head; by one norm over the channels of
-all heads (OLMo 2); by their root mean square alone, after the rotation (Llama 4); by a layer norm over each
-head with weights of its own (Cohere)."""
+all heads (OLMo 2); by a norm over each head after the rotation (Hunyuan); the same without weights (Llama 4);
+by a layer norm over each head with weights of its own (Cohere)."""
 Activation = Literal["silu", "gelu_tanh"]
 """The activation of a gated MLP: SiLU, or GELU in its form with a tanh."""
 PlainActivation = Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu"]
@@ -73,6 +74,9 @@ class AttentionConfig:
     """Queries, keys and values are bounded to this on both sides before they are rotated."""
     v_norm: bool = False
     """Whether values are divided by the root mean square of each head."""
+    alibi: float | None = None
+    """ALiBi: scores fall with the distance between query and key, by a slope of each head, of which 2 to
+    minus this power is the least. None: they do not."""
     values_are_keys: bool = False
     """Whether the projection of the keys gives the values too, before keys are normalised and rotated."""
     query_scaling: QueryScaling | None = None
@@ -120,14 +124,15 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConfig:
-    """A gated MLP: down(activation(gate(x)) * up(x)). plain: if given, the MLP has no gate, and is
-    down(plain(up(x))).
+    """A gated MLP: down(activation(gate_multiplier * gate(x)) * up(x)). plain: if given, the MLP has no gate,
+    and is down(plain(up(x))).
     """
 
     intermediate_size: int
     activation: Activation = "silu"
     plain: PlainActivation | None = None
     bias: bool = False
+    gate_multiplier: float = 1.0
     pieces: int = 1
     """Into how many pieces the inner channels are cut (`cutting`). The size is that of one piece."""
 
@@ -140,14 +145,16 @@ class RouterConfig:
     added to its score for the choice only. expert_scale: each has one that its weight is multiplied by.
     """
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Score = "softmax"
     normalize: bool = True
     scale: float = 1.0
+    jitter: float = 0.0
     bias: bool = False
     correction: bool = False
     expert_scale: bool = False
     num_groups: int = 1
     top_groups: int = 1
+    in_group: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,18 +210,23 @@ class MLPAndExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """One layer: attention (or what stands in its place) and MLP (or experts), each with its norms, added to
-    the residual stream.
+    """One layer: attention (or what stands in its place) and MLP (or experts; None: neither), each with its
+    norms, added to the residual stream.
 
-    residual_multiplier: what attention and MLP give is multiplied by it before it is added. has_scalar: the
-    layer's result is multiplied by a number of the checkpoint. shares_kv_of: the earlier layer to whose keys
-    and values this one attends; None: its own.
+    beside: a mixer that reads what attention reads, and is added beside it (Falcon-H1). residual_multiplier:
+    what attention and MLP give is multiplied by it before it is added; mlp_multiplier: what the MLP gives, if
+    by another; beside_multiplier: what `beside` gives. has_scalar: the layer's result is multiplied by a
+    number of the checkpoint. shares_kv_of: the earlier layer to whose keys and values this one attends; None:
+    its own.
     """
 
     attention: AttentionConfig | LatentConfig | RecurrentConfig
-    mlp: MLPConfig | ExpertsConfig | MLPAndExpertsConfig
+    mlp: MLPConfig | ExpertsConfig | MLPAndExpertsConfig | None
+    beside: MambaConfig | None = None
     norms: Norms = "pre"
     residual_multiplier: float = 1.0
+    mlp_multiplier: float | None = None
+    beside_multiplier: float = 1.0
     has_scalar: bool = False
     shares_kv_of: int | None = None
 
@@ -237,14 +249,15 @@ class ModelConfig:
     """A decoder.
 
     norm: what the norms of hidden states are. rms_norm_eps: in the roots of all norms. norm_offset: added to
-    the weights of all norms (Gemma's are stored as differences from one). positions_from: the entry that the
-    first position has in a table of learned positions; None: there is no such table. head_bias: of the head.
-    embedding_scale: embeddings are multiplied by it. logits_scale, logits_softcap: logits are multiplied by
-    the first, and then l becomes softcap * tanh(l / softcap). vision: what reads pictures; None: the model
-    reads none. names: of the checkpoint's tensors. dtype: that of the checkpoint, as config.json names it;
-    None if it does not. devices: over how many devices the model is cut (`cutting`); sizes of layers are
-    those of one device then. whole: the model before it was cut; None: it is not. vocab_pieces: into how many
-    pieces the tokens of embeddings and head are cut.
+    the weights of all norms (Gemma's are stored as differences from one). embed_norm: embeddings are
+    normalised. positions_from: the entry that the first position has in a table of learned positions; None:
+    there is no such table. head_bias: of the head. embedding_scale: embeddings are multiplied by it.
+    logits_scale, logits_softcap: logits are multiplied by the first, and then l becomes softcap *
+    tanh(l / softcap). vision: what reads pictures; None: the model reads none. names: of the checkpoint's
+    tensors. dtype: that of the checkpoint, as config.json names it; None if it does not. devices: over how
+    many devices the model is cut (`cutting`); sizes of layers are those of one device then. whole: the model
+    before it was cut; None: it is not. vocab_pieces: into how many pieces the tokens of embeddings and head
+    are cut.
     """
 
     architecture: str
@@ -255,6 +268,7 @@ class ModelConfig:
     rms_norm_eps: float
     norm: NormKind = "rms"
     norm_offset: float = 0.0
+    embed_norm: bool = False
     positions_from: int | None = None
     head_bias: bool = False
     embedding_scale: float = 1.0
@@ -284,18 +298,21 @@ class ModelConfig:
     @property
     def cache(self) -> CacheSpec:
         """What the model's cache holds."""
-        owners = [layer.attention for layer in self.layers if layer.shares_kv_of is None]
-        return CacheSpec(tuple(map(_kept, owners)))
+        owners = [layer for layer in self.layers if layer.shares_kv_of is None]
+        parts = (part for layer in owners for part in (layer.attention, layer.beside) if part is not None)
+        return CacheSpec(tuple(map(_kept, parts)))
 
     @property
     def cache_entries(self) -> tuple[int, ...]:
-        """For each layer its entry in the cache. Layers that share keys and values share an entry."""
+        """For each layer its entry in the cache. Layers that share keys and values share an entry. What
+        stands beside attention has the entry behind it.
+        """
         entries: list[int] = []
         num_owned = 0
         for layer in self.layers:
             owner = layer.shares_kv_of
             entries.append(num_owned if owner is None else entries[owner])
-            num_owned += owner is None
+            num_owned += 0 if owner is not None else 1 if layer.beside is None else 2
         return tuple(entries)
 
 

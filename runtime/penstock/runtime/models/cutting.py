@@ -6,7 +6,7 @@ whatever is not in this table, is the same on all devices.
 
 | part | cut | joined by |
 |---|---|---|
-| attention: queries, gate, sinks | by heads | |
+| attention: queries, gate, sinks, slopes of ALiBi | by heads | |
 | attention: keys, values, their cache | by heads of keys, which repeat if they are fewer than devices | |
 | attention: one norm over all heads (OLMo) | by heads | a sum of the squares |
 | attention: output product | by its inputs | a sum |
@@ -108,6 +108,9 @@ def _problems(config: ModelConfig, devices: int, expert_parallel: bool) -> list[
 
     for layer in config.layers:
         attention = layer.attention
+        if layer.beside is not None:
+            divides("mamba_n_heads", layer.beside.num_heads)
+            repeats_or_divides("mamba_n_groups", layer.beside.num_groups)
         if isinstance(attention, AttentionConfig) and attention.qk_norm != "layer":
             divides("num_attention_heads", attention.num_heads)
             repeats_or_divides("num_key_value_heads", attention.num_kv_heads)
@@ -133,18 +136,27 @@ def _problems(config: ModelConfig, devices: int, expert_parallel: bool) -> list[
 
 def _mlps(layer: LayerConfig) -> tuple[MLPConfig | ExpertsConfig, ...]:
     mlp = layer.mlp
+    if mlp is None:
+        return ()
     return (mlp.mlp, mlp.experts) if isinstance(mlp, MLPAndExpertsConfig) else (mlp,)
 
 
 def _layer(layer: LayerConfig, devices: int, expert_parallel: bool) -> LayerConfig:
-    attention, mlp = _attention(layer.attention, devices), layer.mlp
+    layer = replace(
+        layer,
+        attention=_attention(layer.attention, devices),
+        beside=None if layer.beside is None else _mamba(layer.beside, devices),
+    )
+    mlp = layer.mlp
+    if mlp is None:
+        return layer
     if isinstance(mlp, MLPAndExpertsConfig):
         both = MLPAndExpertsConfig(
             mlp=_mlp(mlp.mlp, devices), experts=_experts(mlp.experts, devices, expert_parallel)
         )
-        return replace(layer, attention=attention, mlp=both)
+        return replace(layer, mlp=both)
     one = _experts(mlp, devices, expert_parallel) if isinstance(mlp, ExpertsConfig) else _mlp(mlp, devices)
-    return replace(layer, attention=attention, mlp=one)
+    return replace(layer, mlp=one)
 
 
 def _attention(
@@ -173,15 +185,19 @@ def _attention(
             key_pieces=key_pieces,
         )
     if isinstance(attention, MambaConfig):
-        group_pieces = min(devices, attention.num_groups)
-        return replace(
-            attention,
-            num_heads=attention.num_heads // devices,
-            num_groups=attention.num_groups // group_pieces,
-            pieces=devices,
-            group_pieces=group_pieces,
-        )
+        return _mamba(attention, devices)
     return replace(attention, channels=attention.channels // devices, pieces=devices)
+
+
+def _mamba(mixer: MambaConfig, devices: int) -> MambaConfig:
+    group_pieces = min(devices, mixer.num_groups)
+    return replace(
+        mixer,
+        num_heads=mixer.num_heads // devices,
+        num_groups=mixer.num_groups // group_pieces,
+        pieces=devices,
+        group_pieces=group_pieces,
+    )
 
 
 def _per_layer(per_layer: PerLayerConfig | None, devices: int) -> PerLayerConfig | None:

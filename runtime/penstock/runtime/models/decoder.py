@@ -67,11 +67,13 @@ class DecoderLayer(nnx.Module):
         self.attention_norm = norm(wanted=before)
         self.self_attn = _attention(config, layer, dtype, linear, planners)
         self.attention_out_norm = norm(wanted=after)
-        self.mlp_norm = norm(wanted=before and ours.norms != "parallel_shared")
-        mlp = ours.mlp
-        self.mlp = _mlp(config, mlp, dtype, linear, planners)
-        self.mlp_out_norm = norm(wanted=after)
-        self.multiplier = ours.residual_multiplier
+        has_mlp = ours.mlp is not None
+        self.mlp_norm = norm(wanted=before and has_mlp and ours.norms != "parallel_shared")
+        self.beside = None if ours.beside is None else Mamba(config, ours.beside, dtype, linear, planners)
+        self.mlp = None if ours.mlp is None else _mlp(config, ours.mlp, dtype, linear, planners)
+        self.mlp_out_norm = norm(wanted=after and has_mlp)
+        self.multiplier, self.beside_multiplier = ours.residual_multiplier, ours.beside_multiplier
+        self.mlp_multiplier = self.multiplier if ours.mlp_multiplier is None else ours.mlp_multiplier
         natively = linear.packed and can_normalize(config.hidden_size)
         self.joins_natively = natively and config.norm == "rms"
         per_layer = config.per_layer
@@ -83,33 +85,42 @@ class DecoderLayer(nnx.Module):
     @property
     def is_native(self) -> bool:
         """Whether native kernels compute the layer, except `attention` and `recurrent` themselves."""
-        parts_are = self.self_attn.is_native and self.mlp.is_native
+        parts = (self.self_attn, self.beside, self.mlp)
+        parts_are = all(part is None or part.is_native for part in parts)
         added_natively = self.per_layer is None or self.per_layer.is_native
         return self.joins_natively and parts_are and added_natively
 
     def __call__(
         self,
         x: jax.Array,
-        kv: Any,
+        kv: list[Any],
         inputs: LayerInputs,
         of_layer: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """x [T, E] -> ([T, E], this layer's new cache). `of_layer`: the tokens' embeddings for this layer, if
+    ) -> tuple[jax.Array, list[Any]]:
+        """x [T, E] -> ([T, E], this layer's new cache): entries for attention and for what is beside it.
+        `of_layer`: the tokens' embeddings for this layer, if
         the model has such, [T, size].
         """
         with jax.named_scope("attention"):
             joined = Residual(self.attention_out_norm, self.multiplier, self.joins_natively)
-            joined_x, kv = self.self_attn(x, self.attention_norm, joined, kv, inputs)
+            joined_x, kept = self.self_attn(x, self.attention_norm, joined, kv[0], inputs)
+            new_kv = [kept]
+            if self.beside is not None:
+                joined = Residual(None, self.beside_multiplier, self.joins_natively, onto=joined_x)
+                joined_x, state = self.beside(x, self.attention_norm, joined, kv[1], inputs)
+                new_kv.append(state)
         with jax.named_scope("mlp"):
-            joined = Residual(self.mlp_out_norm, self.multiplier, self.joins_natively)
-            if self.is_parallel:
+            joined = Residual(self.mlp_out_norm, self.mlp_multiplier, self.joins_natively)
+            if self.mlp is None:
+                x = joined_x
+            elif self.is_parallel:
                 assert isinstance(self.mlp, MLP)
                 x = joined_x + self.mlp.alone(x, self.mlp_norm or self.attention_norm, inputs)
             else:
                 x = self.mlp(joined_x, self.mlp_norm, joined, inputs)
         if self.per_layer is not None and of_layer is not None:
             x = self.per_layer(x, of_layer, inputs)
-        return x if self.layer_scalar is None else x * self.layer_scalar(inputs.pools)[None], kv
+        return x if self.layer_scalar is None else x * self.layer_scalar(inputs.pools)[None], new_kv
 
 
 def _attention(
@@ -160,6 +171,7 @@ class CausalLM(nnx.Module):
         self.embed_tokens = Embedding(
             vocab // pieces, hidden, dtype, planners, linear if tied else PLAIN, pieces=pieces
         )
+        self.embed_norm = hidden_norm(config, planners) if config.embed_norm else None
         of_layers = config.per_layer
         self.per_layer = (
             None if of_layers is None else PerLayerInputs(config, of_layers, dtype, linear, planners)
@@ -219,6 +231,7 @@ class CausalLM(nnx.Module):
         """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         begins_natively = self.per_layer is None or self.per_layer.is_native
+        begins_natively = begins_natively and self.embed_norm is None
         return head.packed and begins_natively and all(layer.is_native for layer in self.layers)
 
     def __call__(
@@ -251,16 +264,20 @@ class CausalLM(nnx.Module):
         x = x if media is None else media.replace(x)
         if self.config.embedding_scale != 1.0:
             x = x * np.asarray(self.config.embedding_scale, x.dtype)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x, inputs.pools)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions + np.int32(self.config.positions_from or 0), inputs.pools)
         of_layers = None if self.per_layer is None else self.per_layer(token_ids, x, inputs)
         caches = list(kv)
         entries = self.config.cache_entries
-        if len(caches) != max(entries) + 1:
-            raise ValueError(f"the model has {max(entries) + 1} caches, not {len(caches)}")
+        count = len(self.config.cache.layers)
+        if len(caches) != count:
+            raise ValueError(f"the model has {count} caches, not {len(caches)}")
         for i, (layer, entry) in enumerate(zip(self.layers, entries, strict=True)):
             of_layer = None if of_layers is None else of_layers[:, i]
-            x, caches[entry] = layer(x, caches[entry], inputs, of_layer)
+            mine = slice(entry, entry + (1 if layer.beside is None else 2))
+            x, caches[mine] = layer(x, caches[mine], inputs, of_layer)
             x = x if media is None else media.add(x, i)
         return x, tuple(caches)
 

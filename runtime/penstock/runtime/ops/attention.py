@@ -80,6 +80,9 @@ class AttentionOptions(NamedTuple):
     """float32 [H]: one more score without a value in each softmax (gpt-oss)."""
     chunk: int | None = None
     """With c, a token attends only to positions of its own chunk, position // c (Llama 4)."""
+    slopes: Array | None = None
+    """float32 [H]: a score is lowered by the head's slope for each position that the key is before the query
+    (ALiBi)."""
     value_dim: int | None = None
     """With d, the cache holds keys only, there are no new values, and the value of a position is the first d
     channels of its key (latent attention)."""
@@ -213,7 +216,7 @@ def paged_attention(
     written. H is a multiple of KH. Returns out [T, H, D], or [T, H, value_dim], in q's dtype (padding tokens
     hold finite values) and the updated cache.
     """
-    scale, sliding_window, softcap, sinks, chunk, value_dim = options
+    scale, sliding_window, softcap, sinks, chunk, slopes, value_dim = options
     check_cache(q, v_new, kv, value_dim)
     _, num_heads, dim = q.shape
     _, _, kv_heads, page_size, _ = kv.shape
@@ -249,6 +252,9 @@ def paged_attention(
         scores = scores.reshape(*lanes, width)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
+        if slopes is not None:
+            back = (k_pos[None, None, :] - q_pos[:, :, None]).astype(jnp.float32)[:, None, None]
+            scores = scores + slopes.reshape(1, kv_heads, group, 1, 1) * back
         seen = (k_pos[None, None, :] <= q_pos[:, :, None]) & (k_pos[None, None, :] >= oldest[:, :, None])
         seen = seen[:, None, None, :, :]
         scores = jnp.where(seen, scores, _MASKED)

@@ -4,7 +4,7 @@ not packed. Arguments and results are those of `native.experts`.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.runtime.ops.codes import OUTPUTS, matmul_codes
 from penstock.runtime.ops.native.activations import Activation
+from penstock.runtime.ops.native.experts import Score
 from penstock.runtime.ops.products import gated, matmul_int8, matmul_transposed
 
 _TINY = np.float32(1e-20)
@@ -33,18 +34,22 @@ def route(
     logits: jax.Array,
     *,
     per_token: int,
-    score: Literal["softmax", "sigmoid"],
+    score: Score,
     normalize: bool,
     scale: float = 1.0,
+    jitter: float = 0.0,
     correction: jax.Array | None = None,
     expert_scale: jax.Array | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
+    in_group: int = 2,
 ) -> tuple[jax.Array, jax.Array]:
     """logits float32 [T, E] -> the experts of each row, int32 [T, per_token], and their weights, float32.
 
     It chooses as `native.experts.route` does. correction, expert_scale: float32 [E].
     """
+    if score == "sparsemixer":
+        return _mixed(logits, per_token, scale, jitter)
     scores = jax.nn.softmax(logits, axis=1) if score == "softmax" else jax.nn.sigmoid(logits)
     # Scores that only rounding makes equal must not be ties, so without a correction the logits decide.
     keys = logits if correction is None and num_groups == 1 else scores
@@ -52,7 +57,7 @@ def route(
         keys = keys + correction[None, :]
     keys = jnp.where(jnp.isnan(keys), np.float32(np.inf), keys)
     if num_groups > 1:
-        keys = _of_best_groups(keys, num_groups, top_groups)
+        keys = _of_best_groups(keys, num_groups, top_groups, in_group)
     ids = jax.lax.top_k(keys, per_token)[1]
     weights = jnp.take_along_axis(scores, ids, axis=1)
     if normalize:
@@ -61,12 +66,26 @@ def route(
     return ids, weights if expert_scale is None else weights * expert_scale[ids]
 
 
-def _of_best_groups(keys: jax.Array, num_groups: int, top_groups: int) -> jax.Array:
-    """keys [T, E], with -inf for all experts outside the groups whose two highest keys have the largest
-    sums.
+def _mixed(logits: jax.Array, per_token: int, scale: float, jitter: float) -> tuple[jax.Array, jax.Array]:
+    """`route` by "sparsemixer"."""
+    left, ids, weights = logits, [], []
+    for _ in range(per_token):
+        chosen = jnp.argmax(left, axis=1)[:, None]
+        peak = jnp.take_along_axis(left, chosen, axis=1)
+        below = (peak - logits) / jnp.maximum(jnp.abs(logits), peak)
+        near = jnp.where(below > np.float32(2 * jitter), np.float32(-np.inf), left)
+        ids.append(chosen.astype(jnp.int32))
+        weights.append(np.float32(scale) / jnp.exp(near - peak).sum(axis=1, keepdims=True))
+        left = jnp.where(jnp.arange(logits.shape[1])[None] == chosen, np.float32(-np.inf), left)
+    return jnp.concatenate(ids, axis=1), jnp.concatenate(weights, axis=1)
+
+
+def _of_best_groups(keys: jax.Array, num_groups: int, top_groups: int, in_group: int) -> jax.Array:
+    """keys [T, E], with -inf for all experts outside the groups whose `in_group` highest keys have the
+    largest sums.
     """
     grouped = keys.reshape(keys.shape[0], num_groups, -1)
-    sums = jax.lax.top_k(grouped, min(2, grouped.shape[2]))[0].sum(axis=2)
+    sums = jax.lax.top_k(grouped, min(in_group, grouped.shape[2]))[0].sum(axis=2)
     best = jax.lax.top_k(sums, top_groups)[1]
     is_best = (best[:, :, None] == jnp.arange(num_groups)[None, None, :]).any(axis=1)
     return jnp.where(is_best[:, :, None], grouped, np.float32(-np.inf)).reshape(keys.shape)

@@ -100,6 +100,7 @@ options = st.builds(
     chunk=st.sampled_from([None, None, 32, 100, 256]),
     softcap=st.sampled_from([None, 2.0, 30.0]),
     sinks=st.booleans(),
+    alibi=st.booleans(),
 )
 
 
@@ -209,9 +210,9 @@ def grouped(group: int, dim: int, dtype: str) -> Shape:
     ("shape", "options"),
     [
         (grouped(4, 64, "bfloat16"), PLAIN),
-        (grouped(1, 80, "bfloat16"), Options(window=300, softcap=20.0, sinks=True)),
-        (grouped(4, 16, "bfloat16"), PLAIN),  # narrower than a tile
-        (dataclasses.replace(grouped(3, 80, "bfloat16"), is_int8=True), Options(window=300)),
+        (grouped(1, 80, "bfloat16"), Options(window=300, softcap=20.0, sinks=True, alibi=True)),
+        (grouped(4, 16, "bfloat16"), Options(alibi=True)),  # narrower than a tile
+        (dataclasses.replace(grouped(3, 80, "bfloat16"), is_int8=True), Options(window=300, alibi=True)),
         (grouped(4, 64, "float32"), PLAIN),
         (dataclasses.replace(latent(4, 48, 32, "bfloat16", rows=7), tokens=640), PLAIN),
         (dataclasses.replace(latent(3, 80, 48, "bfloat16", rows=7), tokens=640), PLAIN),

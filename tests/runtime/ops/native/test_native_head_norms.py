@@ -62,10 +62,11 @@ def expected_heads(
     offset: float,
 ) -> np.ndarray:
     """x [T, heads, D]; weight [D], or [heads, D] for "all"."""
-    if weight is not None:
+    after = weight if norms == "after" else None
+    if weight is not None and norms != "after":
         x = over_rms(x, (1, 2) if norms == "all" else (2,)) * (offset + weight)
     x = turned(x, *angles)
-    return over_rms(x, (2,)) if norms == "l2_after" else x
+    return over_rms(x, (2,)) * (1.0 if after is None else offset + after) if norms == "after" else x
 
 
 @settings(max_examples=30, deadline=None)
@@ -76,11 +77,12 @@ def expected_heads(
     per_kv_head=st.integers(1, 3),
     dim=st.sampled_from([32, 64, 96, 160]),
     share=st.sampled_from([0.0, 0.5, 1.0]),
-    norms=st.sampled_from(["none", "head", "all", "l2_after"]),
+    norms=st.sampled_from(["none", "head", "all", "after"]),
     offset=st.sampled_from([0.0, 1.0]),
     v_norm=st.booleans(),
     values_are_keys=st.booleans(),
     scaled=st.booleans(),
+    bare=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_every_combination(
@@ -95,6 +97,7 @@ def test_every_combination(
     v_norm: bool,
     values_are_keys: bool,
     scaled: bool,
+    bare: bool,
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -106,7 +109,7 @@ def test_every_combination(
     angle = rng.uniform(0, 6, (padded, rotary // 2)).astype(np.float32)
     cos, sin = np.cos(angle), np.sin(angle)
     factors = rng.uniform(0.5, 2, padded).astype(np.float32)
-    weighted = norms in ("head", "all")
+    weighted = norms in ("head", "all") or (norms == "after" and not bare)
     shapes = ((heads, dim), (kv_heads, dim)) if norms == "all" else ((1, dim), (1, dim))
     weights = [(rng.standard_normal(shape) * 0.3 + 1 - offset).astype(BF16) for shape in shapes]
     pool = np.concatenate([np.full(7, np.nan, BF16), *(weight.ravel() for weight in weights)])
@@ -164,14 +167,14 @@ def test_queries_alone_have_the_bits_of_queries_with_keys_and_values() -> None:
     np.testing.assert_array_equal(np.asarray(alone).view(np.uint16), np.asarray(together).view(np.uint16))
 
 
-@pytest.mark.parametrize("norms", ["head", "all", "l2_after"])
+@pytest.mark.parametrize("norms", ["head", "all", "after"])
 def test_a_row_does_not_depend_on_the_others(norms: HeadNorms) -> None:
     """A row has the same bits alone and at any place beside any number of other rows."""
     rng = np.random.default_rng(2)
     most, heads, dim = 60, 2, 64
     x = rng.standard_normal((most, (heads + 2) * dim)).astype(BF16)
     angle = rng.uniform(0, 6, (most, 16)).astype(np.float32)
-    weight = None if norms == "l2_after" else jnp.asarray(rng.standard_normal(heads * dim).astype(BF16))
+    weight = jnp.asarray(rng.standard_normal(heads * dim).astype(BF16))
 
     @jax.jit
     def program(rows: jax.Array, angles: jax.Array, count: jax.Array) -> tuple[jax.Array, ...]:
@@ -205,13 +208,13 @@ def test_a_row_does_not_depend_on_the_others(norms: HeadNorms) -> None:
             np.testing.assert_array_equal(together, one_by_one[rows], err_msg=f"{count} rows")
 
 
-@pytest.mark.parametrize("norms", ["head", "all", "l2_after"])
+@pytest.mark.parametrize("norms", ["head", "all", "after"])
 def test_nan_stays_in_its_row(norms: HeadNorms) -> None:
     rng = np.random.default_rng(3)
     clean = rng.standard_normal((5, 4 * 32)).astype(BF16)
     x = clean.copy()
     x[2, 5], x[2, 70], x[2, 100] = np.nan, np.nan, np.nan  # in q, k and v
-    weight = None if norms == "l2_after" else jnp.ones((64,), jnp.bfloat16)
+    weight = jnp.ones((64,), jnp.bfloat16)
 
     def run(rows: np.ndarray) -> list[np.ndarray]:
         results = rotate_qkv(
@@ -242,11 +245,9 @@ def test_what_does_not_fit_is_refused() -> None:
     assert not can_rotate(64, 16)
     assert not can_rotate(64, 96)
     rows = jnp.int32(2)
-    qkv, angle, weight = jnp.zeros((2, 192), BF16), jnp.zeros((2, 8)), jnp.zeros((64,), BF16)
+    qkv, angle = jnp.zeros((2, 192), BF16), jnp.zeros((2, 8))
     shared: dict[str, Any] = {"num_rows": rows, "num_heads": 1, "num_kv_heads": 1}
     with pytest.raises(ValueError, match="cos"):
         rotate_qkv(qkv, angle, angle, **shared)
     with pytest.raises(ValueError, match="qkv"):
         rotate_qkv(qkv[:, :160], None, None, **shared)
-    with pytest.raises(ValueError, match="norms"):
-        rotate_qkv(qkv, None, None, norms="l2_after", q_norm=weight, **shared)

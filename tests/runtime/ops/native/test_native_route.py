@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.experts import route
-from tests.support.native.routers import is_decided, routers, softmax, top, witness
+from tests.support.native.routers import is_decided, mixed, routers, softmax, top, witness
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
@@ -36,6 +36,17 @@ def test_choice_and_weights(router: dict[str, Any]) -> None:
         assume(is_decided(row, router))
         expected_ids, expected = witness(row, router)
         np.testing.assert_array_equal(found, expected_ids)
+        np.testing.assert_allclose(shares, expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize("jitter", [0.01, 0.3])
+def test_sparsemixer(jitter: float) -> None:
+    logits = np.random.default_rng(5).standard_normal((90, 16)).astype(np.float32)
+    logits[:9] -= 4  # all of them are negative
+    ids, weights = run(logits, per_token=2, score="sparsemixer", normalize=False, jitter=jitter)
+    for row, found, shares in zip(logits, ids, weights, strict=True):
+        expected_ids, expected = mixed(row, jitter)
+        assert found.tolist() == expected_ids
         np.testing.assert_allclose(shares, expected, rtol=2e-6)
 
 

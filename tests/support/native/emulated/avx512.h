@@ -111,6 +111,10 @@ inline __m512 _mm512_set1_ps(float a) {
 inline __m512i _mm512_set1_epi32(int32_t a) {
   return (__m512i)ByLane<I32x16>([&](int) { return a; });
 }
+inline __m512 _mm512_setr_ps(float a, float b, float c, float d, float e, float f, float g, float h, float i, float j,
+                             float k, float l, float m, float n, float o, float p) {
+  return __m512{a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p};
+}
 inline __m512i _mm512_setr_epi32(int32_t a, int32_t b, int32_t c, int32_t d, int32_t e, int32_t f, int32_t g, int32_t h,
                                  int32_t i, int32_t j, int32_t k, int32_t l, int32_t m, int32_t n, int32_t o,
                                  int32_t p) {

@@ -90,12 +90,13 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaConfig:
-    """A Mamba-2 mixer in the place of attention (Granite 4).
+    """A Mamba-2 mixer in the place of attention (Granite 4), or beside it (Falcon-H1).
 
     head_dim, state_dim: channels of a head's inputs, and of its keys and queries. num_groups: the heads of a
     group have one key and one query, and are normalised together. num_taps: how many latest tokens, itself
     included, a token's convolution reads. conv_bias, bias: whether the convolution has a bias, and the
-    products. step_limit: the least and the largest time step.
+    products. step_limit: the least and the largest time step. normed: outputs are normalised behind their
+    gates. multipliers: of what hidden states become: gates, inputs, keys, queries, and time steps.
     """
 
     num_heads: int
@@ -106,6 +107,8 @@ class MambaConfig:
     conv_bias: bool = True
     bias: bool = False
     step_limit: tuple[float, float] = (0.0, math.inf)
+    normed: bool = True
+    multipliers: tuple[float, ...] = (1.0,) * 5
     pieces: int = 1
     """Into how many pieces the heads are cut (`cutting`). Numbers of heads and groups are those of one
     piece."""

@@ -6,20 +6,33 @@ q, k and v are one product.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from flax import nnx
 
 from penstock.runtime.models import rope
-from penstock.runtime.models.config import AttentionConfig, ModelConfig
+from penstock.runtime.models.config import AttentionConfig, ModelConfig, QKNorm
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import Linear, LinearFormat, project, project_gate, summed
-from penstock.runtime.models.load_rules import Span
+from penstock.runtime.models.load_rules import AXIS, Span
 from penstock.runtime.models.norms import HeadNorms, Norm, RMSNorm, Vector
 from penstock.runtime.models.pools import PoolPlanners
 from penstock.runtime.ops.attention import AttentionOptions
+from penstock.runtime.ops.native.linear import HeadNorms as NativeNorms
 from penstock.runtime.ops.native.linear import can_rotate, rotate_qkv
+
+_NORMS: Mapping[QKNorm, NativeNorms] = {
+    "none": "head",
+    "head": "head",
+    "all": "all",
+    "head_after": "after",
+    "l2_after": "after",
+}
+"""How the native kernel does what it can."""
 
 
 class Attention(nnx.Module):
@@ -70,7 +83,7 @@ class Attention(nnx.Module):
         def norm(num_heads: int, pieces: int) -> RMSNorm | HeadNorms | None:
             if config.qk_norm == "layer":
                 return HeadNorms(num_heads, dim, eps, planners)
-            if config.qk_norm == "head":
+            if config.qk_norm in ("head", "head_after"):
                 return RMSNorm(dim, eps, planners, offset=offset)
             if config.qk_norm == "all":
                 return RMSNorm(num_heads * dim, eps, planners, offset=offset, pieces=pieces)
@@ -107,6 +120,11 @@ class Attention(nnx.Module):
         if self.shares_kv_of is None:
             inputs.shared_kv[self.layer] = k, v
         # A layer that shares writes what is there already, because attention has no form that only reads.
+        slopes = None
+        if config.alibi is not None:
+            first = jax.lax.axis_index(AXIS) * config.num_heads if config.pieces > 1 else 0
+            every = jnp.asarray(alibi_slopes(config.num_heads * config.pieces, config.alibi))
+            slopes = jax.lax.dynamic_slice_in_dim(every, first, config.num_heads)
         out, kv = inputs.attention(
             q,
             k,
@@ -119,6 +137,7 @@ class Attention(nnx.Module):
                 softcap=config.softcap,
                 sinks=None if self.sinks is None else self.sinks(pools).astype(jnp.float32),
                 chunk=config.chunk,
+                slopes=slopes,
             ),
         )
         out = out.reshape(x.shape[0], -1)
@@ -146,7 +165,7 @@ class Attention(nnx.Module):
                 k_norm=None if self.k_norm is None else pools.vectors,
                 q_norm_at=0 if self.q_norm is None else self.q_norm.weight_at.begin,
                 k_norm_at=0 if self.k_norm is None else self.k_norm.weight_at.begin,
-                norms=config.qk_norm if config.qk_norm in ("all", "l2_after") else "head",
+                norms=_NORMS[config.qk_norm],
                 eps=self.eps,
                 offset=0.0 if self.q_norm is None else self.q_norm.offset,
                 v_norm=config.v_norm,
@@ -192,7 +211,21 @@ class Attention(nnx.Module):
         if config.rope is not None:
             cos, sin = inputs.angles.cos_sin(config.rope, config.rotary_dim)
             x = rope.rotate(x, cos, sin)
+        if norm is not None and config.qk_norm == "head_after":
+            return norm(x, pools)
         return _normalised(x, self.eps) if config.qk_norm == "l2_after" else x
+
+
+def alibi_slopes(num_heads: int, strength: float) -> npt.NDArray[np.float32]:
+    """The slope of each head, float32 [num_heads] (Press et al. 2021, arXiv 2108.12409): 2 to minus
+    `strength` times 1/n, 2/n, ..., 1. If the number of heads is no power of two, n is the next one, and the
+    even entries come first.
+    """
+    count = 1 << (num_heads - 1).bit_length()
+    slopes = 2.0 ** -(strength * np.arange(1, count + 1) / count)
+    if count > num_heads:
+        slopes = np.concatenate([slopes[1::2], slopes[::2]])[:num_heads]
+    return slopes.astype(np.float32)
 
 
 def _normalised(x: jax.Array, eps: float) -> jax.Array:

@@ -72,9 +72,13 @@ class Residual(NamedTuple):
     multiplier: float = 1.0
     natively: bool = False
     """Whether the CPU kernel does it where no product can."""
+    onto: jax.Array | None = None
+    """What is added to, if it is not x."""
 
     def add_projected(self, linear: Linear, y: jax.Array, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Add linear(y): y [T, in], x [T, E] -> [T, E]."""
+        if self.onto is not None:
+            x = self.onto
         if self.norm is None:
             return add_projected(linear, y, x, inputs.num_tokens, inputs.pools, multiplier=self.multiplier)
         return self.add(project(linear, y, inputs.num_tokens, inputs.pools), x, inputs)

@@ -16,7 +16,7 @@ from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import Linear, LinearFormat, project, project_float32, summed
 from penstock.runtime.models.load_rules import AXIS, Span
 from penstock.runtime.models.norms import Norm, Vector
-from penstock.runtime.models.pools import PoolPlanners, Pools
+from penstock.runtime.models.pools import PoolPlanners
 from penstock.runtime.ops.native.state import can_convolve, can_recur
 from penstock.runtime.ops.recurrent.ssd import gated_scan
 
@@ -57,13 +57,15 @@ class Mamba(nnx.Module):
             config.num_taps, config.conv_channels, planners, bias=config.conv_bias, spans=xbc
         )
         self.decay, self.dt_bias = vector("A_log", heads), vector("dt_bias", heads)
-        self.skip, self.gated_norm = vector("D", heads), vector("gated_norm", inner)
+        self.skip = vector("D", heads)
+        self.gated_norm = vector("gated_norm", inner) if config.normed else None
         out, sums = {"out_proj": hidden}, config.pieces
         self.out_proj = Linear(inner, out, dtype, planners, bias=config.bias, linear=linear, sums=sums)
         self.config, self.eps = config, model.rms_norm_eps
         convolves = can_convolve(dtype, config.conv_channels, config.num_taps)
         self.groups_are_cut = config.pieces > config.group_pieces
-        recurs = can_recur(dtype, config.state_dim, config.head_dim) and not self.groups_are_cut
+        whole = config.normed and not self.groups_are_cut
+        recurs = can_recur(dtype, config.state_dim, config.head_dim) and whole
         self.recurs_natively = convolves and recurs
 
     @property
@@ -85,6 +87,11 @@ class Mamba(nnx.Module):
         kept, state = kv
         made = project(self.in_proj, x, rows, pools, norm=norm)
         steps = project_float32(self.in_proj_steps, x, rows, pools, norm=norm)
+        if set(config.multipliers) != {1.0}:
+            sizes = (config.channels, config.channels, *(2 * (config.num_groups * config.state_dim,)))
+            factors = np.repeat(np.array(config.multipliers[:4], np.float32), sizes)
+            made = (made.astype(jnp.float32) * factors[None]).astype(made.dtype)
+            steps = steps * np.float32(config.multipliers[4])
         xbc, kept = inputs.recurrent.conv(
             made[:, config.channels :],
             self.conv1d.weight(pools),
@@ -94,7 +101,7 @@ class Mamba(nnx.Module):
             activation="silu",
         )
         gate = made[:, : config.channels]
-        if self.groups_are_cut:
+        if self.groups_are_cut or self.gated_norm is None:
             y, state = gated_scan(
                 xbc,
                 gate,
@@ -107,7 +114,9 @@ class Mamba(nnx.Module):
                 num_groups=config.num_groups,
                 dt_limit=config.step_limit,
             )
-            out = self._normalised(y, pools).astype(x.dtype)
+            out = (y if self.gated_norm is None else self._normalised(y, self.gated_norm(pools))).astype(
+                x.dtype
+            )
         else:
             out, state = inputs.recurrent.ssd(
                 xbc,
@@ -125,7 +134,7 @@ class Mamba(nnx.Module):
             )
         return residual.add_projected(self.out_proj, out, x, inputs), (kept, state)
 
-    def _normalised(self, y: jax.Array, pools: Pools) -> jax.Array:
+    def _normalised(self, y: jax.Array, weight: jax.Array) -> jax.Array:
         """y float32 [T, H * P], of heads of one group that other devices have heads of too, normalised over
         all of the group's.
         """
@@ -133,4 +142,4 @@ class Mamba(nnx.Module):
         own = jax.nn.one_hot(jax.lax.axis_index(AXIS) * groups // pieces, groups)[None]
         of_groups = summed(jnp.mean(jnp.square(y), axis=1, keepdims=True) * own)
         mean_square = jnp.sum(of_groups * own, axis=1, keepdims=True) * np.float32(groups / pieces)
-        return y * jax.lax.rsqrt(mean_square + np.float32(self.eps)) * self.gated_norm(pools)[None]
+        return y * jax.lax.rsqrt(mean_square + np.float32(self.eps)) * weight[None]

@@ -15,6 +15,7 @@ from penstock.runtime.models.linear import Linear, LinearFormat, project, projec
 from penstock.runtime.models.load_rules import Span
 from penstock.runtime.models.norms import Norm, Vector
 from penstock.runtime.models.pools import PoolPlanners
+from penstock.runtime.ops.products import gated
 
 
 class MLP(nnx.Module):
@@ -37,6 +38,7 @@ class MLP(nnx.Module):
         down = {"down_proj": hidden}
         self.down_proj = Linear(inner, down, dtype, planners, bias=bias, linear=linear, sums=config.pieces)
         self.activation, self.plain = config.activation, config.plain
+        self.gate_multiplier = config.gate_multiplier
         learned = config.plain == "xielu"
         self.alpha_p = Vector("alpha_p", 1, planners) if learned else None
         self.alpha_n = Vector("alpha_n", 1, planners) if learned else None
@@ -44,7 +46,7 @@ class MLP(nnx.Module):
     @property
     def is_native(self) -> bool:
         """Whether native kernels compute this layer, or XLA by one rounded operation for each element."""
-        is_exact = self.plain is None or self.plain in ("relu", "relu2")
+        is_exact = self.gate_multiplier == 1.0 and self.plain in (None, "relu", "relu2")
         return is_exact and all(linear.packed for linear in (self.gate_up_proj, self.down_proj))
 
     def __call__(self, x: jax.Array, norm: Norm | None, residual: Residual, inputs: LayerInputs) -> jax.Array:
@@ -57,6 +59,10 @@ class MLP(nnx.Module):
 
     def _inner(self, x: jax.Array, norm: Norm | None, inputs: LayerInputs) -> jax.Array:
         rows, pools = inputs.num_tokens, inputs.pools
+        if self.plain is None and self.gate_multiplier != 1.0:
+            both = project(self.gate_up_proj, x, rows, pools, norm=norm).astype(jnp.float32)
+            factors = np.repeat(np.array([self.gate_multiplier, 1.0], np.float32), both.shape[1] // 2)
+            return gated(self.activation, both * factors[None]).astype(x.dtype)
         if self.plain is None:
             return project_gated(self.gate_up_proj, x, rows, pools, norm=norm, activation=self.activation)
         up = project(self.gate_up_proj, x, rows, pools, norm=norm).astype(jnp.float32)

@@ -112,10 +112,12 @@ class Router(nnx.Module):
                 score=router.score,
                 normalize=router.normalize,
                 scale=router.scale,
+                jitter=router.jitter,
                 correction=None if self.correction is None else self.correction(inputs.pools),
                 expert_scale=None if self.expert_scale is None else self.expert_scale(inputs.pools),
                 num_groups=router.num_groups,
                 top_groups=router.top_groups,
+                in_group=router.in_group,
             )
         else:
             ids, weights = native.route(
@@ -125,12 +127,14 @@ class Router(nnx.Module):
                 score=router.score,
                 normalize=router.normalize,
                 scale=router.scale,
+                jitter=router.jitter,
                 correction=None if self.correction is None else inputs.pools.floats,
                 correction_at=0 if self.correction is None else self.correction.at.begin,
                 expert_scale=None if self.expert_scale is None else inputs.pools.floats,
                 expert_scale_at=0 if self.expert_scale is None else self.expert_scale.at.begin,
                 num_groups=router.num_groups,
                 top_groups=router.top_groups,
+                in_group=router.in_group,
             )
         if not config.shared_gate:
             shared = jnp.ones((x.shape[0], 1), jnp.float32)

@@ -49,7 +49,8 @@ def gpu_paged_attention(
     XLA. `interpreted`: as Pallas' interpreter wants it, for tests.
     """
     check_cache(q, v_new, kv, options.value_dim)
-    if meta.block_tokens.shape[1] > 1 or not supports(q, kv, options.value_dim):
+    is_decode = meta.block_tokens.shape[1] == 1 and options.slopes is None
+    if not is_decode or not supports(q, kv, options.value_dim):
         return paged_attention(q, k_new, v_new, kv, meta, options, span=LONG_SPAN)
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
     ends = jnp.where(meta.q_lens > 0, meta.kv_lens, 0)

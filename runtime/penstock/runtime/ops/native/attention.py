@@ -134,6 +134,7 @@ def attend(
         step_plan,
         page_table,
         library.absent(jnp.float32) if options.sinks is None else options.sinks.astype(jnp.float32),
+        library.absent(jnp.float32) if options.slopes is None else options.slopes,
         scale=np.float32(options.scale),
         softcap=np.float32(options.softcap or 0.0),
     )

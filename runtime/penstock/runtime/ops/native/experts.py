@@ -13,6 +13,7 @@ choices. Latent attention's products for each head go the same way (`batched`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import jax
@@ -26,6 +27,11 @@ from penstock.runtime.ops.native.linear import BLOCK_OUT
 
 NO_EXPERT = -1
 """As the id of a choice: nothing is computed for it, and nothing added. On a mesh another device does it."""
+
+
+Score = Literal["softmax", "sigmoid", "sparsemixer"]
+"""What makes the weights of experts of their logits, see `route`."""
+_SCORES: Mapping[Score, int] = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 
 
 class PackedExperts(NamedTuple):
@@ -53,15 +59,17 @@ def route(
     *,
     num_rows: Array,
     per_token: int,
-    score: Literal["softmax", "sigmoid"],
+    score: Score,
     normalize: bool,
     scale: float = 1.0,
+    jitter: float = 0.0,
     correction: Array | None = None,
     correction_at: int = 0,
     expert_scale: Array | None = None,
     expert_scale_at: int = 0,
     num_groups: int = 1,
     top_groups: int = 1,
+    in_group: int = 2,
 ) -> tuple[Array, Array]:
     """logits float32 [T, E] -> the experts of each row, int32 [T, per_token], and their weights, float32, the
     first choice first.
@@ -70,11 +78,15 @@ def route(
     are chosen, of equals the one with the lower number. correction float32 [any], of which the E values from
     `correction_at` on count, is added to the scores for the choice only. If num_groups is not 1, experts are
     divided into as many groups of neighbours; only the experts of the top_groups groups can be chosen whose
-    two highest (corrected) scores have the largest sums.
+    two highest (corrected) scores have the largest sums, or with in_group 1 whose highest one is largest.
 
     A weight is the score, divided by the sum of the chosen ones' scores if `normalize`, times `scale`, times
     the expert's value of expert_scale, which is given like correction. With softmax and `normalize` this is
     also the softmax over the chosen logits (gpt-oss, Granite).
+
+    "sparsemixer" (Liu et al. 2024, arXiv 2409.12136) gives each choice, with logit l, the softmax over the
+    experts that are not chosen yet and whose logit m is not far below: (l - m) / max(|m|, l) is not above
+    twice the `jitter`. Only `scale` is used besides.
 
     num_rows int32 []: rows from this one on are padding, whose results are undefined. NaN counts as the
     highest score, so a row of logits with a NaN has a weight that is NaN.
@@ -86,6 +98,8 @@ def route(
         raise ValueError(f"num_groups: {count} experts cannot be divided into {num_groups} equal groups")
     if not 1 <= top_groups <= num_groups:
         raise ValueError(f"top_groups: {top_groups} is not between 1 and the {num_groups} groups")
+    if in_group not in (1, 2):
+        raise ValueError(f"in_group: must be 1 or 2, not {in_group}")
     eligible = count // num_groups * top_groups
     if not 1 <= per_token <= eligible:
         raise ValueError(f"per_token: {per_token} is not between 1 and the {eligible} eligible experts")
@@ -100,11 +114,13 @@ def route(
         num_rows,
         none if correction is None else correction,
         none if expert_scale is None else expert_scale,
-        softmax=score == "softmax",
+        score=np.int32(_SCORES[score]),
+        jitter=np.float32(jitter),
         normalize=normalize,
         scale=np.float32(scale),
         num_groups=num_groups,
         top_groups=top_groups,
+        in_group=in_group,
         at=np.array([correction_at, expert_scale_at], np.int64),
     )
     return ids, weights

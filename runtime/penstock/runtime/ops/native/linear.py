@@ -198,10 +198,10 @@ def linear(
     return out
 
 
-HeadNorms = Literal["head", "all", "l2_after"]
+HeadNorms = Literal["head", "all", "after"]
 """How queries and keys are normalised: by a norm over each head's channels; by one over the channels of all
-heads of a token; or by the root mean square of each head after its rotation, without a weight."""
-_NUMBERS: Mapping[HeadNorms, int] = {"head": 0, "all": 1, "l2_after": 2}
+heads of a token; or by the root mean square of each head after its rotation, maybe without a weight."""
+_NUMBERS: Mapping[HeadNorms, int] = {"head": 0, "all": 1, "after": 2}
 """The numbers in src/rotate/rotate.h."""
 _UNIT = 32
 
@@ -236,16 +236,16 @@ def rotate_qkv(
     cos, sin: float32 [T, R / 2]. The first R channels of each head of queries and keys are rotated, channel i
     with channel i + R / 2; None: nothing is rotated.
 
-    norms: how queries and keys are normalised. For "head" and "all" they are multiplied by offset + weight;
-    the weights are D, or for "all" H * D and K * D, values of the bfloat16 arrays [any] q_norm and k_norm,
-    from q_norm_at and k_norm_at on, and without such an array there is no norm. v_norm: each head of values
-    is divided by its root mean square. `eps` is in the root of all of these.
+    norms: how queries and keys are normalised. They are multiplied by offset + weight; the weights are D, or
+    for "all" H * D and K * D, values of the bfloat16 arrays [any] q_norm and k_norm, from q_norm_at and
+    k_norm_at on. Without such an array there is no norm, or with "after" one without weights. v_norm: each
+    head of values is divided by its root mean square. `eps` is in the root of all of these.
 
     values_are_keys: qkv is [T, (H + K) * D], and the values are what the keys are before norm and rotation.
     q_scale: float32 [T], by which the queries of each token are multiplied at the end. num_rows int32 []:
     rows from this one on are padding, and undefined.
 
-    Raises ValueError for sizes that `can_rotate` refuses, and for weights with "l2_after".
+    Raises ValueError for sizes that `can_rotate` refuses.
     """
     num_tokens, channels = qkv.shape
     dim, left = divmod(channels, num_heads + (1 if values_are_keys else 2) * num_kv_heads)
@@ -254,8 +254,6 @@ def rotate_qkv(
     rotary_dim = 0 if cos is None else 2 * cos.shape[1]
     if not can_rotate(dim, rotary_dim):
         raise ValueError(f"cos: heads of {dim} channels with {rotary_dim} rotated do not suit the kernel")
-    if norms == "l2_after" and (q_norm is not None or k_norm is not None):
-        raise ValueError('norms: "l2_after" has no weights')
     library.load()
     none, no_angles = library.absent(jnp.bfloat16), library.absent(jnp.float32, (num_tokens, 0))
     keys = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, dim), jnp.bfloat16)

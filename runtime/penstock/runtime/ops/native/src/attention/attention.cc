@@ -100,8 +100,8 @@ ffi::Error Plan(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> starts, ffi::Buffer<
 
 ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, ffi::AnyBuffer v_new,
                   ffi::AnyBuffer kv_in, ffi::Buffer<ffi::S32> step_plan, ffi::Buffer<ffi::S32> page_table,
-                  ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> kv,
-                  float scale, float softcap) {
+                  ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out,
+                  ffi::Result<ffi::AnyBuffer> kv, float scale, float softcap) {
   const AttentionKernel* kernel = Kernel();
   if (!kernel) {
     return ffi::Error(ffi::ErrorCode::kUnimplemented, "no kernel for this processor");
@@ -124,6 +124,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
   job.page_table = page_table.typed_data();
   job.table_width = page_table.dimensions()[1];
   job.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
+  job.slopes = slopes.element_count() ? slopes.typed_data() : nullptr;
   job.scale = scale, job.softcap = softcap;
 
   const auto* keys = static_cast<const char*>(k_new.untyped_data());
@@ -218,6 +219,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_attent
                              .Arg<ffi::AnyBuffer>()
                              .Arg<ffi::Buffer<ffi::S32>>()
                              .Arg<ffi::Buffer<ffi::S32>>()
+                             .Arg<ffi::Buffer<ffi::F32>>()
                              .Arg<ffi::Buffer<ffi::F32>>()
                              .Ret<ffi::AnyBuffer>()
                              .Ret<ffi::AnyBuffer>()

@@ -37,6 +37,7 @@ struct AttentionJob {
   const int32_t* page_table;  // [rows, table_width]
   int64_t table_width;
   const float* sinks;    // [heads] or null
+  const float* slopes;   // [heads] or null: a score is lowered by this for each position between key and query
   float scale, softcap;  // softcap 0: none
 
   const int32_t* members;         // tokens in the order of tasks

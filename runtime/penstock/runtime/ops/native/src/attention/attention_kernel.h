@@ -27,7 +27,8 @@ constexpr float kNothing = -1e30f;
 struct Columns {
   alignas(64) int32_t oldest[kCols], newest[kCols];
   int32_t token[kCols], head[kCols];
-  float query_scales[kCols];  // of queries in int16
+  float query_scales[kCols];                   // of queries in int16
+  alignas(64) float slopes[kCols], at[kCols];  // of ALiBi, in powers of two; the position of the query
   int count;
   int min_oldest, max_oldest, min_newest, max_newest;
 };
@@ -119,12 +120,15 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
     if (i >= c.count) {
       c.oldest[i] = INT32_MAX;
       c.newest[i] = -1;
+      c.slopes[i] = c.at[i] = 0.0f;
       continue;
     }
     const int32_t token = c.token[i] = job.members[task.first + (first + i) / group];
     const int64_t head = c.head[i] = static_cast<int32_t>(kv_head * group + (first + i) % group);
     c.oldest[i] = job.oldest[token];
     c.newest[i] = job.positions[token];
+    c.slopes[i] = job.slopes ? job.slopes[head] * kLog2E : 0.0f;
+    c.at[i] = static_cast<float>(c.newest[i]);
     c.min_oldest = Min(c.min_oldest, c.oldest[i]);
     c.max_oldest = Max(c.max_oldest, c.oldest[i]);
     c.min_newest = Min(c.min_newest, c.newest[i]);
@@ -193,8 +197,8 @@ void Softmax(const AttentionJob& job, const Columns& c, const Part& part, float*
              Fetch& fetch) {
   const int begin = part.first, end = part.last;
   const float *key_scales = part.key_scales, *value_scales = part.value_scales;
-  const bool cap = job.softcap > 0.0f;
-  const float factor = cap ? 1.0f : job.scale * kLog2E;
+  const bool cap = job.softcap > 0.0f, slopes = job.slopes;
+  const float factor = cap || slopes ? 1.0f : job.scale * kLog2E;
   const int vecs = (c.count + Vec::kWidth - 1) / Vec::kWidth;
   for (int v = 0; v < vecs; ++v) {
     const int col = v * Vec::kWidth;
@@ -211,11 +215,17 @@ void Softmax(const AttentionJob& job, const Columns& c, const Part& part, float*
         }
         if (cap) {
           x = Vec::Mul(Tanh(Vec::Mul(x, Vec::Set(job.scale / job.softcap))), Vec::Set(job.softcap * kLog2E));
+        } else if (slopes) {
+          x = Vec::Mul(x, Vec::Set(job.scale * kLog2E));
+        }
+        if (slopes) {
+          const Vec::F back = Vec::Sub(Vec::Set(static_cast<float>(first + key)), Vec::Load(c.at + col));
+          x = Vec::Fma(Vec::Load(c.slopes + col), back, x);
         }
         if (masked) {
           x = Vec::Within(x, first + key, c.oldest + col, c.newest + col);
         }
-        if (masked || cap || key_scales) {
+        if (masked || cap || slopes || key_scales) {
           Vec::Store(at, x);
         }
         peak = Vec::Max(peak, x);

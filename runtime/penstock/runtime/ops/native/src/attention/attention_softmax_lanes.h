@@ -12,8 +12,8 @@ inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& 
                          Sums& sums, Fetch& fetch) {
   constexpr int kVecs = kKeyTile / Vec::kWidth;
   const int64_t fetch_bytes = fetch.Left() / (c.count * (part.last - part.first) / kKeyTile);
-  const bool cap = job.softcap > 0.0f;
-  const Vec::F factor = Vec::Set(cap ? 1.0f : job.scale * kLog2E), nothing = Vec::Set(-__builtin_inff());
+  const bool cap = job.softcap > 0.0f, slopes = job.slopes;
+  const Vec::F factor = Vec::Set(cap || slopes ? 1.0f : job.scale * kLog2E), nothing = Vec::Set(-__builtin_inff());
   for (int col = 0; col < c.count; ++col) {
     float *at = scores + col * kSplit, *to = out + col * kSplit;
     const int oldest = c.oldest[col] - part.start, newest = c.newest[col] - part.start;
@@ -28,11 +28,17 @@ inline void SoftmaxLanes(const AttentionJob& job, const Columns& c, const Part& 
         Vec::F x = Vec::Load(at + key);
         if (cap) {
           x = Vec::Mul(Tanh(Vec::Mul(x, Vec::Set(job.scale / job.softcap))), Vec::Set(job.softcap * kLog2E));
+        } else if (slopes) {
+          x = Vec::Mul(x, Vec::Set(job.scale * kLog2E));
+        }
+        if (slopes) {
+          const Vec::F keys = Vec::Add(Vec::Lane(), Vec::Set(static_cast<float>(part.start + key)));
+          x = Vec::Fma(Vec::Set(c.slopes[col]), Vec::Sub(keys, Vec::Set(c.at[col])), x);
         }
         if (masked) {
           x = Vec::Between(x, key, oldest, newest);
         }
-        if (masked || cap) {
+        if (masked || cap || slopes) {
           Vec::Store(at + key, x);
         }
         highest[v] = Vec::Max(highest[v], x);

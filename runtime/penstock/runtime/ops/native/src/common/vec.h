@@ -18,6 +18,8 @@ struct Vec {
   // Past the caches, to an address that is a multiple of the vector's size; see _mm_sfence.
   static void Stream(float* p, F x) { _mm512_stream_ps(p, x); }
   static F Set(float x) { return _mm512_set1_ps(x); }
+  // The number of each lane.
+  static F Lane() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
   static F Add(F a, F b) { return _mm512_add_ps(a, b); }
   static F Sub(F a, F b) { return _mm512_sub_ps(a, b); }
   static F Mul(F a, F b) { return _mm512_mul_ps(a, b); }
@@ -77,6 +79,7 @@ struct Vec {
   static void Store(float* p, F x) { _mm256_storeu_ps(p, x); }
   static void Stream(float* p, F x) { _mm256_stream_ps(p, x); }
   static F Set(float x) { return _mm256_set1_ps(x); }
+  static F Lane() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
   static F Add(F a, F b) { return _mm256_add_ps(a, b); }
   static F Sub(F a, F b) { return _mm256_sub_ps(a, b); }
   static F Mul(F a, F b) { return _mm256_mul_ps(a, b); }

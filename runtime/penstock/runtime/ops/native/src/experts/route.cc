@@ -17,9 +17,15 @@ namespace ffi = xla::ffi;
 
 constexpr int64_t kLogitsAtOnce = 4096;  // in a call of the loop over rows: some ten microseconds
 
+// What makes scores of logits. The numbers are those of experts.py.
+enum class Score : int { kSoftmax = 0, kSigmoid = 1, kSparseMixer = 2 };
+
 struct RouteJob {
   int64_t num_experts, per_row, num_groups, top_groups;
-  bool softmax, normalize;
+  int64_t in_group;  // how many of a group's highest keys make its own: 1 or 2
+  Score score;
+  float jitter;  // of kSparseMixer
+  bool normalize;
   float scale;
   const float* correction;    // [num_experts] or null
   const float* expert_scale;  // [num_experts] or null
@@ -70,12 +76,16 @@ class Router {
       : job_(job),
         scores_(job.num_experts),
         keys_(job.num_experts),
-        in_group_(2),
+        in_group_(job.in_group),
         groups_(job.top_groups),
         experts_(job.per_row) {}
 
   void Row(const float* logits, int32_t* ids, float* weights) {
-    Score(logits);
+    if (job_.score == Score::kSparseMixer) {
+      Mix(logits, ids, weights);
+      return;
+    }
+    MakeScores(logits);
     Choose();
     float total = 0.0f;
     for (int64_t i = 0; i < job_.per_row; ++i) {
@@ -92,17 +102,18 @@ class Router {
  private:
   // Sets each expert's score, which makes its weight, and its key, by which experts are chosen. Where nothing is added
   // to the scores, the keys are the logits: they have the same order, and no two of them become equal by rounding.
-  void Score(const float* logits) {
+  void MakeScores(const float* logits) {
+    const bool softmax = job_.score == Score::kSoftmax;
     float peak = -std::numeric_limits<float>::infinity(), total = 0.0f;
     for (int64_t e = 0; e < job_.num_experts; ++e) {
       peak = logits[e] > peak ? logits[e] : peak;
     }
     for (int64_t e = 0; e < job_.num_experts; ++e) {
-      scores_[e] = job_.softmax ? std::exp(logits[e] - peak) : 1.0f / (1.0f + std::exp(-logits[e]));
+      scores_[e] = softmax ? std::exp(logits[e] - peak) : 1.0f / (1.0f + std::exp(-logits[e]));
       total += scores_[e];
     }
     for (int64_t e = 0; e < job_.num_experts; ++e) {
-      scores_[e] = job_.softmax ? scores_[e] / total : scores_[e];
+      scores_[e] = softmax ? scores_[e] / total : scores_[e];
       const bool plain = !job_.correction && job_.num_groups == 1;
       keys_[e] = plain ? logits[e] : scores_[e] + (job_.correction ? job_.correction[e] : 0.0f);
     }
@@ -131,6 +142,29 @@ class Router {
     }
   }
 
+  // SparseMixer (Liu et al. 2024, arXiv 2409.12136): the choices are the highest logits, one after the other. Each
+  // weight is the softmax over those that are not chosen yet and not far below the choice.
+  void Mix(const float* logits, int32_t* ids, float* weights) {
+    experts_.Clear();
+    for (int64_t e = 0; e < job_.num_experts; ++e) {
+      experts_.Show(logits[e], static_cast<int32_t>(e));
+    }
+    for (int64_t i = 0; i < job_.per_row; ++i) {
+      const float peak = experts_.value(i);
+      float total = 0.0f;
+      for (int64_t e = 0; e < job_.num_experts; ++e) {
+        const float below = (peak - logits[e]) / std::max(std::abs(logits[e]), peak);
+        bool is_left = !(below > 2 * job_.jitter);
+        for (int64_t j = 0; j < i; ++j) {
+          is_left = is_left && ids[j] != e;
+        }
+        total += is_left ? std::exp(logits[e] - peak) : 0.0f;
+      }
+      ids[i] = experts_.id(i);
+      weights[i] = job_.scale / total;
+    }
+  }
+
   const RouteJob& job_;
   std::vector<float> scores_, keys_;
   Best in_group_, groups_, experts_;
@@ -141,18 +175,21 @@ class Router {
 // [T, k]. correction and expert_scale float32 [any] or [0]: the values for the experts begin at the places `at`.
 ffi::Error Route(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> num_rows,
                  ffi::Buffer<ffi::F32> correction, ffi::Buffer<ffi::F32> expert_scale,
-                 ffi::Result<ffi::Buffer<ffi::S32>> ids, ffi::Result<ffi::Buffer<ffi::F32>> weights, bool softmax,
-                 bool normalize, float scale, int64_t num_groups, int64_t top_groups, ffi::Span<const int64_t> at) {
+                 ffi::Result<ffi::Buffer<ffi::S32>> ids, ffi::Result<ffi::Buffer<ffi::F32>> weights, int32_t score,
+                 float jitter, bool normalize, float scale, int64_t num_groups, int64_t top_groups, int64_t in_group,
+                 ffi::Span<const int64_t> at) {
   const int64_t num_experts = logits.dimensions()[1], per_row = ids->dimensions()[1];
   if (num_groups < 1 || num_experts % num_groups || top_groups < 1 || top_groups > num_groups || per_row < 1 ||
-      per_row > num_experts / num_groups * top_groups || at.size() != 2) {
+      in_group < 1 || in_group > 2 || per_row > num_experts / num_groups * top_groups || at.size() != 2) {
     return ffi::Error::InvalidArgument("experts, groups, choices and places do not fit together");
   }
   const RouteJob job{num_experts,
                      per_row,
                      num_groups,
                      top_groups,
-                     softmax,
+                     in_group,
+                     static_cast<Score>(score),
+                     jitter,
                      normalize,
                      scale,
                      From<float>(correction, at[0]),
@@ -182,11 +219,13 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_route(
                              .Arg<ffi::Buffer<ffi::F32>>()
                              .Ret<ffi::Buffer<ffi::S32>>()
                              .Ret<ffi::Buffer<ffi::F32>>()
-                             .Attr<bool>("softmax")
+                             .Attr<int32_t>("score")
+                             .Attr<float>("jitter")
                              .Attr<bool>("normalize")
                              .Attr<float>("scale")
                              .Attr<int64_t>("num_groups")
                              .Attr<int64_t>("top_groups")
+                             .Attr<int64_t>("in_group")
                              .Attr<ffi::Span<const int64_t>>("at")
                              .To(Guarded<&Route>::Call)
                              .release();

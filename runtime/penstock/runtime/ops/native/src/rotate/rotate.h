@@ -7,15 +7,16 @@
 namespace penstock {
 
 // How queries and keys are normalised: each head, or all heads of a token together, both before the rotation; or each
-// head after the rotation, without weights. The numbers are those of rotate.py.
-enum class HeadNorms : int { kHead = 0, kAll = 1, kL2After = 2 };
+// head after the rotation, maybe without weights. The numbers are those of linear.py.
+enum class HeadNorms : int { kHead = 0, kAll = 1, kAfter = 2 };
 
 struct RotateJob {
   const uint16_t* qkv;  // bf16 [rows, (heads + 2 * kv_heads) * dim], or + kv_heads if values are keys
   const float* cos;     // [rows, rotary / 2]
   const float* sin;
   int64_t rotary;          // the first `rotary` channels of a head turn, a multiple of 32 that may be 0
-  const uint16_t* q_norm;  // bf16 [dim], or [heads * dim] for all heads together; null: no norm
+  const uint16_t* q_norm;  // bf16 [dim], or [heads * dim] for all heads together; null: no norm,
+                           // or after the rotation one without weights
   const uint16_t* k_norm;  // the same with kv_heads
   const float* q_scale;    // [rows], or null
   HeadNorms norms;

@@ -46,7 +46,9 @@ inline void Turn(const RotateJob& job, const Head& head, int64_t row, Put&& put)
 // The queries, or the keys, of one row: `count` heads, which are multiplied by `factor` at the end.
 inline void Heads(const RotateJob& job, const uint16_t* from, const uint16_t* norm, int64_t count, int64_t row,
                   float factor, uint16_t* to) {
-  const bool together = norm && job.norms == HeadNorms::kAll;
+  const bool together = norm && job.norms == HeadNorms::kAll, after = job.norms == HeadNorms::kAfter;
+  const uint16_t* weights = after ? norm : nullptr;  // those after the rotation
+  norm = after ? nullptr : norm;
   const float all = together ? InverseRms(from, count * job.dim, job.eps) : 1.0f;
   for (int64_t h = 0; h < count; ++h, from += job.dim, to += job.dim) {
     Head head{from, norm, Fill(all), Fill(job.offset)};
@@ -56,12 +58,16 @@ inline void Heads(const RotateJob& job, const uint16_t* from, const uint16_t* no
       head.inverse = Fill(InverseRms(from, job.dim, job.eps));
     }
     float last = factor;
-    if (job.norms == HeadNorms::kL2After) {
+    if (after) {
       Lanes squares = Fill(0.0f);
       Turn(job, head, row, [&](int64_t, Lanes value) { squares = Add(squares, Mul(value, value)); });
       last *= InverseRms(squares, job.dim, job.eps);
     }
-    if (last == 1.0f) {
+    if (weights) {
+      Turn(job, head, row, [&](int64_t i, Lanes value) {
+        StoreBf16(to + i, Mul(Mul(value, Fill(last)), Add(head.offset, LoadBf16(weights + i))));
+      });
+    } else if (last == 1.0f) {
       Turn(job, head, row, [&](int64_t i, Lanes value) { StoreBf16(to + i, value); });
     } else {
       Turn(job, head, row, [&](int64_t i, Lanes value) { StoreBf16(to + i, Mul(value, Fill(last))); });
