@@ -116,6 +116,7 @@ _GRANITE_EXPERTS = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
+_QUARTER = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
 _HALF = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 _OWN = {
     "vocab_size": VOCAB,
@@ -129,6 +130,12 @@ _FALCON = {**_OWN, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_hea
 CASES: Mapping[str, Kind] = {
     "apertus": Kind("ApertusConfig", "ApertusForCausalLM", {}),
     "arcee": Kind("ArceeConfig", "ArceeForCausalLM", {}),
+    "bloom": Kind(
+        "BloomConfig",
+        "BloomForCausalLM",
+        {**_OWN, "hidden_size": 48, "n_layer": 2, "n_head": 4},
+        is_whole=True,
+    ),
     "cohere": Kind("CohereConfig", "CohereForCausalLM", {"use_qk_norm": True, "logit_scale": 0.25}),
     "cohere2": Kind(
         "Cohere2Config",
@@ -153,11 +160,18 @@ CASES: Mapping[str, Kind] = {
     "glm4": Kind("Glm4Config", "Glm4ForCausalLM", {"head_dim": 16, "rope_parameters": _HALF}),
     "gpt2": Kind("GPT2Config", "GPT2LMHeadModel", _GPT, is_whole=True),
     "gpt_bigcode": Kind("GPTBigCodeConfig", "GPTBigCodeForCausalLM", {**_GPT, "n_inner": 112}, is_whole=True),
+    "gpt_neox": Kind("GPTNeoXConfig", "GPTNeoXForCausalLM", {"rope_parameters": _QUARTER}),
     "gpt_neox_serial": Kind(
         "GPTNeoXConfig", "GPTNeoXForCausalLM", {"rope_parameters": _HALF, "use_parallel_residual": False}
     ),
     "gptj": Kind("GPTJConfig", "GPTJForCausalLM", {**_GPT, "rotary_dim": 8}, is_whole=True),
     "helium": Kind("HeliumConfig", "HeliumForCausalLM", {"head_dim": 12}),
+    "mpt": Kind(
+        "MptConfig",
+        "MptForCausalLM",
+        {**_OWN, "d_model": 48, "n_layers": 2, "n_heads": 4, "max_seq_len": 512},
+        is_whole=True,
+    ),
     "nemotron": Kind("NemotronConfig", "NemotronForCausalLM", {"rope_parameters": _HALF}),
     "olmo": Kind("OlmoConfig", "OlmoForCausalLM", {"clip_qkv": 8.0}),
     "opt": Kind(
@@ -212,6 +226,33 @@ CASES: Mapping[str, Kind] = {
         "VaultGemmaConfig",
         "VaultGemmaForCausalLM",
         {"head_dim": 32, "sliding_window": 32, "num_hidden_layers": 4},
+    ),
+    "hunyuan_dense": Kind("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", {"head_dim": 16}),
+    "hunyuan_moe": Kind(
+        "HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM", {"head_dim": 16, "num_experts": 4, "moe_topk": 2}
+    ),
+    "phimoe": Kind("PhimoeConfig", "PhimoeForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v2": Kind(
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 32,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 24,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "topk_method": "group_limited_greedy",
+            "moe_intermediate_size": 48,
+            "routed_scaling_factor": 2.0,
+        },
     ),
     "deepseek_v3": Kind(
         "DeepseekV3Config",

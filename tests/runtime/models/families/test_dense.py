@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.models.config import AttentionConfig, MLPConfig, ModelConfig
+from penstock.runtime.models.layers.attention import alibi_slopes
 from penstock.runtime.models.registry import parse_config
 from tests.support.goldens import GOLDEN
 
@@ -26,8 +28,15 @@ LEAST: dict[str, Any] = {
 GPT: dict[str, Any] = {"vocab_size": 512, "n_embd": 4096, "n_layer": 4, "n_head": 32, "n_positions": 2048}
 
 
+OTHER_NAMES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM"), GPT),
+    "BloomForCausalLM": {"vocab_size": 512, "hidden_size": 4096, "n_layer": 4, "n_head": 32},
+    "MptForCausalLM": {"vocab_size": 512, "d_model": 4096, "n_layers": 4, "n_heads": 32},
+}
+
+
 def least(architecture: str, **fields: Any) -> ModelConfig:
-    base = GPT if architecture.startswith(("GPT2", "GPTB", "GPTJ")) else LEAST
+    base = OTHER_NAMES.get(architecture, LEAST)
     return parse_config({"architectures": [architecture], **base, **fields})
 
 
@@ -48,6 +57,7 @@ def rotation(attention: AttentionConfig) -> tuple[float, int] | None:
     [
         ("ApertusForCausalLM", (32, 128), (1.2e7, 128), (False, False, False), 1e-5, False),
         ("ArceeForCausalLM", (32, 128), (1e4, 128), (False, False, False), 1e-5, False),
+        ("BloomForCausalLM", (32, 128), None, (True, True, True), 1e-5, True),
         ("CohereForCausalLM", (32, 128), (5e5, 128), (False, False, False), 1e-5, True),
         ("Cohere2ForCausalLM", (32, 128), (1e4, 128), (False, False, False), 1e-5, True),
         ("Ernie4_5ForCausalLM", (2, 128), (5e5, 128), (False, False, False), 1e-5, True),
@@ -60,6 +70,8 @@ def rotation(attention: AttentionConfig) -> tuple[float, int] | None:
         ("GPTBigCodeForCausalLM", (1, 128), None, (True, True, True), 1e-5, True),
         ("GPTJForCausalLM", (32, 128), (1e4, 64), (False, False, True), 1e-5, False),
         ("GPTNeoXForCausalLM", (32, 128), (1e4, 32), (True, True, True), 1e-5, False),
+        ("HunYuanDenseV1ForCausalLM", (32, 128), (1e4, 128), (False, False, False), 1e-5, False),
+        ("MptForCausalLM", (32, 128), None, (False, False, False), 1e-5, True),
         ("NemotronForCausalLM", (32, 128), (1e4, 64), (False, False, False), 1e-5, False),
         ("OlmoForCausalLM", (32, 128), (1e4, 128), (False, False, False), 1e-5, False),
         ("OPTForCausalLM", (32, 128), None, (True, True, True), 1e-5, True),
@@ -104,6 +116,20 @@ def test_what_is_left_out(
         ("Starcoder2ForCausalLM", {"norm_type": "rms_norm"}, "norm_type: 'rms_norm'"),
         ("ApertusForCausalLM", {"qk_norm": False}, "qk_norm: False"),
         ("ApertusForCausalLM", {"post_norm": True}, "post_norm: True"),
+        ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection"),
+        ("MptForCausalLM", {"no_bias": False}, "no_bias: False"),
+        ("MptForCausalLM", {"logit_scale": 0.5}, "logit_scale: 0.5"),
+        ("MptForCausalLM", {"attn_config": {"alibi": False}}, "attn_config.alibi: False"),
+        ("MptForCausalLM", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln: True"),
+        ("MptForCausalLM", {"attn_config": {"rope": True}}, "attn_config.rope: True"),
+        ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": False}, "use_qk_norm: False"),
+        ("HunYuanDenseV1ForCausalLM", {"use_cla": True}, "use_cla: True"),
+        ("HunYuanDenseV1ForCausalLM", {"num_experts": 4}, "num_experts: 4"),
+        (
+            "HunYuanDenseV1ForCausalLM",
+            {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": "x"}},
+            "rope_scaling: alpha must be a finite number",
+        ),
     ],
 )
 def test_what_is_refused(architecture: str, fields: dict[str, Any], what: str) -> None:
@@ -132,6 +158,18 @@ def test_what_is_refused(architecture: str, fields: dict[str, Any], what: str) -
         (
             "GPTBigCodeForCausalLM",
             {"inference_runner": 0, "pad_key_length": True, "validate_runner_input": True},
+        ),
+        ("BloomForCausalLM", {"offset_alibi": 100, "pretraining_tp": 4, "seq_length": 2048, "n_inner": None}),
+        ("MptForCausalLM", {"attn_config": {"attn_impl": "triton", "alibi": True}, "init_device": "cpu"}),
+        (
+            "HunYuanDenseV1ForCausalLM",
+            {
+                "cla_share_factor": 2,
+                "eod_token_id": 3,
+                "moe_topk": 1,
+                "use_qk_norm": True,
+                "norm_type": "rms",
+            },
         ),
         ("OPTForCausalLM", {"activation_dropout": 0.0}),
         (
@@ -177,6 +215,41 @@ def test_exaone_without_windows_rotates_all_layers() -> None:
 def test_gptj_turns_as_many_channels_as_its_file_says(size: int, turned: int) -> None:
     attention = of_layer(least("GPTJForCausalLM", n_embd=32 * size, rotary_dim=turned))[0]
     assert (attention.head_dim, attention.rotary_dim) == (size, turned)
+
+
+def test_a_context_of_hunyuan_is_extended_by_another_base() -> None:
+    """The file says "dynamic", but the base depends on no length: theta * alpha^(128 / 126)."""
+    scaling = {
+        "alpha": 1000.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 1.0,
+        "mscale": 1.0,
+        "type": "dynamic",
+    }
+    rope = of_layer(least("HunYuanDenseV1ForCausalLM", rope_scaling=scaling))[0].rope
+    assert rope is not None
+    assert (rope.kind, rope.factor) == ("default", 1.0)
+    assert rope.theta == pytest.approx(11_158_839.9, rel=1e-6)
+    plain = of_layer(least("HunYuanDenseV1ForCausalLM", rope_scaling={"type": "dynamic", "factor": 2.0}))[
+        0
+    ].rope
+    assert plain is not None
+    assert (plain.kind, plain.theta) == ("dynamic", 1e4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "powers"),
+    [(4, [2, 4, 6, 8]), (8, [1, 2, 3, 4, 5, 6, 7, 8]), (6, [2, 4, 6, 8, 1, 3]), (1, [8])],
+)
+def test_the_slopes_of_alibi(heads: int, powers: list[int]) -> None:
+    """Each is 2 to minus so much; transformers' BLOOM and MPT have the same ones."""
+    np.testing.assert_allclose(alibi_slopes(heads, 8.0), 2.0 ** -np.array(powers), rtol=1e-7)
+
+
+def test_mpt_may_bound_its_products_and_scale_its_scores() -> None:
+    attention = of_layer(least("MptForCausalLM", attn_config={"clip_qkv": 6, "softmax_scale": 0.5}))[0]
+    assert (attention.clip, attention.scale, attention.alibi) == (6.0, 0.5, 8.0)
 
 
 def test_the_forms_of_falcon() -> None:

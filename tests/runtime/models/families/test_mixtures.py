@@ -229,3 +229,60 @@ def test_other_quantizations_of_gpt_oss_are_refused_by_name():
 def test_fields_of_published_files_that_transformers_does_not_read(name, fields):
     data = json.loads((GOLDEN / name / "config.json").read_text())
     assert parse_config({**data, **fields}) == parse_config(data)
+
+
+HUNYUAN, PHIMOE, DEEPSEEK2 = (
+    json.loads((GOLDEN / name / "config.json").read_text())
+    for name in ("hunyuan_moe", "phimoe", "deepseek_v2")
+)
+
+
+def test_hunyuan_says_the_same_for_each_layer():
+    lists = {"moe_topk": [2, 2], "moe_intermediate_size": [112, 112], "num_shared_expert": [1, 1]}
+    assert parse_config({**HUNYUAN, **lists, "use_mixed_mlp_moe": True}) == parse_config(HUNYUAN)
+    assert one_layer(parse_config(HUNYUAN)).mlp == ExpertsConfig(
+        num_experts=4, per_token=2, intermediate_size=112, shared_size=112
+    )
+
+
+def test_phimoe_has_temperatures_of_its_own_for_long_contexts():
+    scaling = {
+        "type": "longrope",
+        "short_factor": [1.0] * 6,
+        "long_factor": [2.0] * 6,
+        "short_mscale": 1.25,
+        "long_mscale": 1.25,
+        "original_max_position_embeddings": 256,
+    }
+    data = {name: value for name, value in PHIMOE.items() if name != "rope_parameters"}
+    attention = one_layer(parse_config({**data, "rope_scaling": scaling})).attention
+    assert (attention.rope.kind, attention.rope.attention_factor) == ("longrope", 1.25)
+    with pytest.raises(ConfigError, match=r"rope_scaling.long_mscale: 1.5 is not supported"):
+        parse_config({**data, "rope_scaling": {**scaling, "long_mscale": 1.5}})
+    published_name = parse_config({**PHIMOE, "architectures": ["PhiMoEForCausalLM"]})
+    assert published_name.layers == parse_config(PHIMOE).layers
+
+
+def test_deepseek_v2_without_groups():
+    greedy = {**DEEPSEEK2, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "scoring_func": "softmax"}
+    router = mlps(parse_config(greedy))[1].router
+    assert router == RouterConfig(normalize=False, scale=2.0, in_group=1)
+    assert mlps(parse_config(DEEPSEEK2))[1].router == dataclasses.replace(router, num_groups=2)
+
+
+@pytest.mark.parametrize(
+    ("data", "fields", "what"),
+    [
+        (HUNYUAN, {"moe_topk": [2, 1]}, "moe_topk: must be 1 to 4"),
+        (HUNYUAN, {"moe_intermediate_size": 64}, "moe_intermediate_size: 64"),
+        (HUNYUAN, {"num_shared_expert": [1, 2]}, "num_shared_expert"),
+        (PHIMOE, {"num_experts_per_tok": 3}, "num_experts_per_tok: must be 2"),
+        (DEEPSEEK2, {"topk_method": "noaux_tc"}, "topk_method: 'noaux_tc'"),
+        (DEEPSEEK2, {"norm_topk_prob": True}, "norm_topk_prob: True"),
+        (DEEPSEEK2, {"n_group": 3}, "n_group: 3 groups of at least 1"),
+        (DEEPSEEK2, {"mlp_bias": True}, "mlp_bias: True"),
+    ],
+)
+def test_what_newer_mixtures_must_not_say(data, fields, what):
+    with pytest.raises(ConfigError, match=what):
+        parse_config({**data, **fields})

@@ -1,9 +1,12 @@
-"""DeepSeek V3, with latent attention and mixtures of experts, and the models that have its architecture."""
+"""DeepSeek V2 and V3, with latent attention and mixtures of experts, and the models that have the
+architecture of one of them.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from penstock.runtime.models.config import (
     ExpertsConfig,
@@ -11,9 +14,14 @@ from penstock.runtime.models.config import (
     LayerConfig,
     MLPConfig,
     ModelConfig,
+    RouterConfig,
 )
 from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, pairs_apart, tensor_name
-from penstock.runtime.models.families.mixture_fields import read_grouped_experts
+from penstock.runtime.models.families.mixture_fields import (
+    check_groups,
+    read_experts_and_choices,
+    read_grouped_experts,
+)
 from penstock.runtime.models.families.reading import Sizes, read_model, read_rope
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.load_rules import ParamPath, Rows, Source, Stored, StoredAt
@@ -30,8 +38,14 @@ _NAMES: Mapping[str, str] = {
 }
 
 
-def _parse(architecture: str, fields: Fields) -> ModelConfig:
-    fields.only("model_type", "deepseek_v3")
+def _parse(
+    architecture: str,
+    fields: Fields,
+    *,
+    model_type: str,
+    mlps: Callable[[Fields, int], list[MLPConfig | ExpertsConfig]],
+) -> ModelConfig:
+    fields.only("model_type", model_type)
     fields.only("hidden_act", "silu")
     fields.only("pretraining_tp", 1)
     num_layers, num_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
@@ -45,7 +59,7 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
         attention.nope_dim + attention.rope_dim,
         fields.integer("max_position_embeddings"),
     )
-    layers = [LayerConfig(attention=attention, mlp=mlp) for mlp in _mlps(fields, num_layers)]
+    layers = [LayerConfig(attention=attention, mlp=mlp) for mlp in mlps(fields, num_layers)]
     return read_model(architecture, fields, sizes, layers)
 
 
@@ -59,6 +73,41 @@ def _mlps(fields: Fields, num_layers: int) -> list[MLPConfig | ExpertsConfig]:
     return [dense] * num_dense + [
         read_grouped_experts(fields, count=256, inner=2048, groups=8, top_groups=4, scale=2.5)
     ] * (num_layers - num_dense)
+
+
+def _mlps_of_v2(fields: Fields, num_layers: int) -> list[MLPConfig | ExpertsConfig]:
+    """The same in DeepSeek V2. Experts are chosen by softmax scores, maybe of the groups with the highest
+    ones.
+    """
+    fields.only("scoring_func", "softmax")
+    fields.only("topk_method", "greedy", "group_limited_greedy")
+    fields.only("norm_topk_prob", False)
+    fields.only("moe_layer_freq", 1)
+    fields.only("mlp_bias", False)
+    grouped = fields.raw("topk_method") == "group_limited_greedy"
+    names = ("n_group", "topk_group")
+    if not grouped:
+        fields.ignore(names)
+    groups, top_groups = (fields.integer(name) for name in names) if grouped else (1, 1)
+    count, chosen = read_experts_and_choices(fields, ("n_routed_experts", "num_local_experts"), 64, 6)
+    check_groups(fields, count, chosen, groups, top_groups, least=1)
+    inner = fields.integer("moe_intermediate_size", 1407)
+    experts = ExpertsConfig(
+        num_experts=count,
+        per_token=chosen,
+        intermediate_size=inner,
+        router=RouterConfig(
+            normalize=False,
+            scale=fields.number("routed_scaling_factor", 1.0),
+            num_groups=groups,
+            top_groups=top_groups,
+            in_group=1,
+        ),
+        shared_size=inner * fields.integer("n_shared_experts", 2),
+    )
+    dense = MLPConfig(intermediate_size=fields.integer("intermediate_size", 11008))
+    num_dense = min(fields.integer("first_k_dense_replace", 0, minimum=0), num_layers)
+    return [dense] * num_dense + [experts] * (num_layers - num_dense)
 
 
 def _attention(fields: Fields, num_heads: int) -> LatentConfig:
@@ -120,5 +169,11 @@ def _order(config: ModelConfig, path: ParamPath) -> Rows | None:
 
 
 FAMILIES: Mapping[str, ModelFamily] = {
-    "DeepseekV3ForCausalLM": ModelFamily(parse=_parse, ignored=_IGNORED, stored=_stored, further_layers=True),
+    f"DeepseekV{version}ForCausalLM": ModelFamily(
+        parse=functools.partial(_parse, model_type=f"deepseek_v{version}", mlps=mlps),
+        ignored=_IGNORED,
+        stored=_stored,
+        further_layers=True,
+    )
+    for version, mlps in ((2, _mlps_of_v2), (3, _mlps))
 }

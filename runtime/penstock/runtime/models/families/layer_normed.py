@@ -1,5 +1,5 @@
-"""Decoders whose hidden states pass layer norms: Cohere, Falcon, GPT-2, GPTBigCode, GPT-J, GPT-NeoX,
-Nemotron, OLMo, OPT, Phi, StableLM, StarCoder 2.
+"""Decoders whose hidden states pass layer norms: BLOOM, Cohere, Falcon, GPT-2, GPTBigCode, GPT-J, GPT-NeoX,
+MPT, Nemotron, OLMo, OPT, Phi, StableLM, StarCoder 2.
 
 In some, attention and MLP read the same hidden states. The older ones have MLPs without a gate, biases,
 learned positions, and one tensor of queries, keys and values.
@@ -37,6 +37,7 @@ from penstock.runtime.models.families.reading import (
     read_windows,
 )
 from penstock.runtime.models.hf_fields import Fields
+from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
 from penstock.runtime.models.load_rules import ParamPath, Rows, Source, Stored, StoredAt
 from penstock.runtime.models.rope import RopeConfig
 
@@ -138,6 +139,81 @@ def _gpt2(architecture: str, fields: Fields, sizes: Sizes, activation: str) -> M
     )
 
 
+def _parse_bloom(architecture: str, fields: Fields) -> ModelConfig:
+    """ALiBi, and a norm of the embeddings."""
+    fields.only("model_type", "bloom")
+    fields.call(
+        {
+            "hidden_size": "n_embed",
+            "max_position_embeddings": "seq_length",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        }
+    )
+    fields.only("apply_residual_connection_post_layernorm", False)
+    sizes = read_sizes(fields, kv_heads=0, max_positions=2048)
+    layer = LayerConfig(
+        attention=_attention(sizes, None, alibi=8.0, qkv_bias=True, o_bias=True),
+        mlp=MLPConfig(intermediate_size=4 * sizes.hidden_size, plain="gelu_tanh", bias=True),
+    )
+    return _model(
+        architecture,
+        fields,
+        sizes,
+        layer,
+        "layer_norm_epsilon",
+        tied=True,
+        embed_norm=True,
+        names=TensorNames(decoder="transformer.", table="word_embeddings.weight"),
+    )
+
+
+def _parse_mpt(architecture: str, fields: Fields) -> ModelConfig:
+    """ALiBi, and no biases. An MLP is four times as wide as the model, whatever expansion_ratio says."""
+    fields.only("model_type", "mpt")
+    fields.only("norm_type", "low_precision_layernorm")
+    fields.only("no_bias", True)
+    fields.only("logit_scale", None)
+    fields.call(
+        {
+            "hidden_size": "d_model",
+            "max_position_embeddings": "max_seq_len",
+            "num_attention_heads": "n_heads",
+            "num_hidden_layers": "n_layers",
+        }
+    )
+    inner = Fields(fields.mapping("attn_config"), "attn_config.", fields.problems)
+    for name, value in (
+        ("alibi", True),
+        ("alibi_bias_max", 8),
+        ("attn_type", "multihead_attention"),
+        ("attn_uses_sequence_id", False),
+        ("prefix_lm", False),
+        ("qk_ln", False),
+    ):
+        inner.only(name, value)
+    inner.ignore(("attn_impl", "dtype"))
+    sizes = read_sizes(fields, kv_heads=0, max_positions=2048)
+    attention = _attention(sizes, None, alibi=8.0, clip=inner.optional_number("clip_qkv"))
+    scale = inner.optional_number("softmax_scale")
+    inner.refuse_unread(HARMLESS_FIELDS)
+    layer = LayerConfig(
+        attention=attention if scale is None else dataclasses.replace(attention, scale=scale),
+        mlp=MLPConfig(intermediate_size=4 * sizes.hidden_size, plain="gelu"),
+    )
+    return read_model(
+        architecture,
+        fields,
+        sizes,
+        [layer] * sizes.num_layers,
+        eps=1e-5,
+        eps_name="layer_norm_epsilon",
+        tied=True,
+        norm="layer_without_bias",
+        names=TensorNames(decoder="transformer.", table="wte.weight"),
+    )
+
+
 def _parse_gptj(architecture: str, fields: Fields) -> ModelConfig:
     fields.only("model_type", "gptj")
     fields.call(_GPT_FIELDS)
@@ -146,10 +222,7 @@ def _parse_gptj(architecture: str, fields: Fields) -> ModelConfig:
     if turned % 2 or turned > sizes.head_dim:
         fields.problem("rotary_dim", f"must be even and at most {sizes.head_dim}, not {turned}")
         turned = sizes.head_dim
-    share = turned / sizes.head_dim
-    if int(sizes.head_dim * share) < turned:  # 60 of 176 channels would be 59
-        share = math.nextafter(share, 1.0)
-    rope = RopeConfig(theta=10_000.0, partial_rotary_factor=share)
+    rope = RopeConfig(theta=10_000.0, partial_rotary_factor=_share(turned, sizes.head_dim))
     layer = LayerConfig(
         attention=_attention(sizes, rope),
         mlp=_mlp(fields, sizes, "gelu_new", bias=True),
@@ -166,6 +239,12 @@ def _parse_gptj(architecture: str, fields: Fields) -> ModelConfig:
     )
 
 
+def _share(turned: int, head_dim: int) -> float:
+    """The share of so many channels of a head."""
+    share = turned / head_dim
+    return share if int(head_dim * share) == turned else math.nextafter(share, 1.0)  # 60 of 176 would be 59
+
+
 def _parse_gpt_neox(architecture: str, fields: Fields) -> ModelConfig:
     fields.only("model_type", "gpt_neox")
     fields.call({"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"})
@@ -173,6 +252,14 @@ def _parse_gpt_neox(architecture: str, fields: Fields) -> ModelConfig:
     sizes = dataclasses.replace(sizes, num_kv_heads=sizes.num_heads)  # whatever num_key_value_heads says
     bias = fields.boolean("attention_bias", True)
     rope = read_rope(fields, sizes.max_positions, partial=0.25)
+    turned = int(sizes.head_dim * rope.partial_rotary_factor)
+    if turned % 2 and rope.kind in ("default", "linear"):
+        # One channel more is rotated, but exponents are of the smaller number, as if the base were another.
+        rope = dataclasses.replace(
+            rope,
+            theta=rope.theta ** ((turned + 1) / turned),
+            partial_rotary_factor=_share(turned + 1, sizes.head_dim),
+        )
     layer = LayerConfig(
         attention=_attention(sizes, rope, qkv_bias=bias, o_bias=bias),
         mlp=_mlp(fields, sizes, "gelu", bias=True),
@@ -376,18 +463,21 @@ def _cohere(
     )
 
 
+_HUGE_NAMES: Mapping[str, str] = {
+    "embed_tokens": "word_embeddings",
+    "layers": "h",
+    "self_attn": "self_attention",
+    "o_proj": "dense",
+    "up_proj": "dense_h_to_4h",
+    "down_proj": "dense_4h_to_h",
+    "norm": "ln_f",
+}
+"""What BLOOM and Falcon call parts."""
+
+
 def _falcon_names(config: ModelConfig) -> Mapping[str, str]:
     two = {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
-    return {
-        **(two if config.layers[0].norms == "parallel" else PRE_NORMS),
-        "embed_tokens": "word_embeddings",
-        "layers": "h",
-        "self_attn": "self_attention",
-        "o_proj": "dense",
-        "up_proj": "dense_h_to_4h",
-        "down_proj": "dense_4h_to_h",
-        "norm": "ln_f",
-    }
+    return {**_HUGE_NAMES, **(two if config.layers[0].norms == "parallel" else PRE_NORMS)}
 
 
 def _family(
@@ -397,11 +487,12 @@ def _family(
     interleaved: bool = False,
     fused: str = "",
     by_rows: bool = False,
+    transposed: bool = False,
     **others: Any,
 ) -> ModelFamily:
     """names: of the parts of paths. interleaved: the two channels of each rotated pair lie side by side in
     the checkpoint. fused: the tensor that has queries, keys and values: those of each head of keys together,
-    or, `by_rows`, all queries, all keys, and all values, in matrices that are stored transposed.
+    or, `by_rows`, all queries, all keys, and all values. transposed: so are the matrices of layers.
     """
 
     def of_parts(config: ModelConfig) -> Mapping[str, str]:
@@ -409,7 +500,13 @@ def _family(
 
     def stored(config: ModelConfig) -> StoredAt:
         return functools.partial(
-            _stored, config, of_parts(config), interleaved=interleaved, fused=fused, by_rows=by_rows
+            _stored,
+            config,
+            of_parts(config),
+            interleaved=interleaved,
+            fused=fused,
+            by_rows=by_rows,
+            transposed=transposed,
         )
 
     def copies(config: ModelConfig) -> Mapping[str, str]:
@@ -428,6 +525,7 @@ def _stored(
     interleaved: bool,
     fused: str,
     by_rows: bool,
+    transposed: bool,
 ) -> Stored:
     part = path[-2]
     name = tensor_name(path, names).replace("..", ".")
@@ -444,8 +542,8 @@ def _stored(
         return Stored((Source(f"{above}.weight", (heads, dim), (part,), order=pairs_apart(1, dim, turned)),))
     if part in ("q_proj", "k_proj", "v_proj") and fused:
         name = tensor_name((*path[:-2], fused, path[-1]), names)
-        return _of_fused(name, str(part), shape, attention, by_rows=by_rows)
-    if by_rows and len(shape) == 2:
+        return _of_fused(name, str(part), shape, attention, by_rows=by_rows, transposed=transposed)
+    if transposed and len(shape) == 2:
         return Stored((Source(name, shape[::-1], axis=1),))
     if turned and part in ("q_proj", "k_proj"):
         return Stored((Source(name, shape, order=pairs_apart(shape[0] // dim, dim, turned)),))
@@ -453,14 +551,21 @@ def _stored(
 
 
 def _of_fused(
-    name: str, part: str, shape: tuple[int, ...], attention: AttentionConfig, *, by_rows: bool
+    name: str,
+    part: str,
+    shape: tuple[int, ...],
+    attention: AttentionConfig,
+    *,
+    by_rows: bool,
+    transposed: bool,
 ) -> Stored:
     """Where a tensor of queries, keys and values has one of them."""
     heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     rows, rest = (heads + 2 * kv_heads) * dim, shape[1:]
     if by_rows:
         begin = {"q_proj": 0, "k_proj": heads * dim, "v_proj": (heads + kv_heads) * dim}[part]
-        return Stored((Source(name, (*rest, rows), begin=begin, axis=len(rest)),))
+        whole = (*rest, rows) if transposed else (rows, *rest)
+        return Stored((Source(name, whole, begin=begin, axis=len(rest) if transposed else 0),))
     group = heads // kv_heads
     first, num = {"q_proj": (0, group), "k_proj": (group, 1), "v_proj": (group + 1, 1)}[part]
     order: Rows = tuple(
@@ -484,7 +589,48 @@ _SUMMARIES = (
     "summary_use_proj",
 )
 """Fields of GPT-2's other heads, and of how it was computed in float16."""
+_MPT = _family(
+    _parse_mpt,
+    {
+        "embed_tokens": "wte",
+        "layers": "blocks",
+        "attention_norm": "norm_1",
+        "self_attn": "attn",
+        "o_proj": "out_proj",
+        "mlp_norm": "norm_2",
+        "mlp": "ffn",
+        "norm": "norm_f",
+    },
+    fused="Wqkv",
+    by_rows=True,
+    ignored=(
+        "auto_map",
+        "emb_pdrop",
+        "embedding_fraction",
+        "expansion_ratio",
+        "init_config",
+        "init_device",
+        "learned_pos_emb",
+        "tokenizer_name",
+        "verbose",
+    ),
+)
 FAMILIES: Mapping[str, ModelFamily] = {
+    "BloomForCausalLM": _family(
+        _parse_bloom,
+        {**_HUGE_NAMES, **PRE_NORMS, "embed_norm": "word_embeddings_layernorm"},
+        fused="query_key_value",
+        ignored=(
+            "attention_softmax_in_fp32",
+            "bias_dropout_fusion",
+            "masked_softmax_fusion",
+            "offset_alibi",
+            "pretraining_tp",
+            "skip_bias_add",
+            "skip_bias_add_qkv",
+            "slow_but_exact",
+        ),
+    ),
     "CohereForCausalLM": _family(_parse_cohere, {"attention_norm": "input_layernorm"}, interleaved=True),
     "Cohere2ForCausalLM": _family(
         _parse_cohere2,
@@ -499,7 +645,13 @@ FAMILIES: Mapping[str, ModelFamily] = {
         ignored=("auto_map",),
     ),
     "GPT2LMHeadModel": _family(
-        _parse_gpt2, _GPT2_NAMES, fused="c_attn", by_rows=True, harmless=_MASKS, ignored=_SUMMARIES
+        _parse_gpt2,
+        _GPT2_NAMES,
+        fused="c_attn",
+        by_rows=True,
+        transposed=True,
+        harmless=_MASKS,
+        ignored=_SUMMARIES,
     ),
     "GPTBigCodeForCausalLM": _family(
         _parse_gpt_bigcode,
@@ -537,6 +689,8 @@ FAMILIES: Mapping[str, ModelFamily] = {
         harmless=_MASKS,
         ignored=("classifier_dropout", "is_decoder", "num_key_value_heads"),
     ),
+    "MptForCausalLM": _MPT,
+    "MPTForCausalLM": _MPT,  # as its makers' files call it
     "NemotronForCausalLM": _family(_parse_nemotron, PRE_NORMS),
     "OlmoForCausalLM": _family(_parse_olmo, PRE_NORMS),
     "OPTForCausalLM": _family(

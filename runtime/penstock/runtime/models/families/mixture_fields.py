@@ -44,10 +44,7 @@ def read_grouped_experts(
     count, chosen = read_experts_and_choices(fields, ("n_routed_experts", "num_local_experts"), count, 8)
     inner = fields.integer("moe_intermediate_size", inner)
     groups, top_groups = fields.integer("n_group", groups), fields.integer("topk_group", top_groups)
-    if count % groups or (groups > 1 and count // groups < 2):
-        fields.problem("n_group", f"{groups} groups of at least two cannot be made of {count} experts")
-    elif top_groups > groups or count // groups * top_groups < chosen:
-        fields.problem("topk_group", f"{top_groups} of {groups} groups do not have {chosen} experts")
+    check_groups(fields, count, chosen, groups, top_groups, least=2)
     return ExpertsConfig(
         num_experts=count,
         per_token=chosen,
@@ -62,6 +59,18 @@ def read_grouped_experts(
         ),
         shared_size=inner * fields.integer("n_shared_experts", shared),
     )
+
+
+def check_groups(
+    fields: Fields, count: int, chosen: int, groups: int, top_groups: int, *, least: int
+) -> None:
+    """Note a problem unless so many groups of at least `least` experts can be made, of which top_groups have
+    the chosen ones.
+    """
+    if count % groups or (groups > 1 and count // groups < least):
+        fields.problem("n_group", f"{groups} groups of at least {least} cannot be made of {count} experts")
+    elif top_groups > groups or count // groups * top_groups < chosen:
+        fields.problem("topk_group", f"{top_groups} of {groups} groups do not have {chosen} experts")
 
 
 def read_layer_numbers(fields: Fields, name: str, num_layers: int) -> tuple[int, ...] | None:

@@ -1,10 +1,10 @@
-"""Decoders like Llama's with mixtures of experts: Mixtral, those of Qwen, and ERNIE 4.5."""
+"""Decoders like Llama's with mixtures of experts: Mixtral, Phi-3.5-MoE, those of Qwen, and ERNIE 4.5."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.runtime.models.config import (
     AttentionConfig,
@@ -240,6 +240,58 @@ def _parse_ernie(architecture: str, fields: Fields) -> ModelConfig:
     return read_model(architecture, fields, sizes, layers, eps=1e-5, tied=True)
 
 
+def _parse_phimoe(architecture: str, fields: Fields) -> ModelConfig:
+    """Layer norms, and weights of experts by SparseMixer."""
+    fields.only("model_type", "phimoe")
+    fields.only("hidden_act", "silu")
+    sizes = read_sizes(fields, kv_heads=8)
+    bias = fields.boolean("attention_bias", False)
+    count, chosen = read_experts_and_choices(fields, ("num_local_experts", "num_experts"), 16, 2)
+    if chosen != 2:
+        fields.problem("num_experts_per_tok", f"must be 2, not {chosen}")
+    layer = LayerConfig(
+        attention=AttentionConfig(
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            scale=sizes.head_dim**-0.5,
+            rope=_phimoe_rope(fields, sizes.max_positions),
+            window=fields.optional_integer("sliding_window"),
+            qkv_bias=bias,
+            o_bias=bias,
+        ),
+        mlp=ExpertsConfig(
+            num_experts=count,
+            per_token=2,
+            intermediate_size=fields.integer("intermediate_size"),
+            router=RouterConfig(score="sparsemixer", jitter=fields.number("router_jitter_noise", 0.01)),
+        ),
+    )
+    return read_model(
+        architecture,
+        fields,
+        sizes,
+        [layer] * sizes.num_layers,
+        eps=1e-5,
+        norm="layer",
+        head_bias=fields.boolean("lm_head_bias", False),
+    )
+
+
+def _phimoe_rope(fields: Fields, max_positions: int) -> RopeConfig:
+    """LongRoPE, where it is used, has temperatures of its own, of which published files have one alone."""
+    rope = read_rope(fields, max_positions, theta=1_000_000.0, others=("short_mscale", "long_mscale"))
+    if rope.kind == "default":
+        return rope
+    if rope.kind != "longrope":
+        fields.problem("rope_scaling", f"{rope.kind!r} is not supported in this family")
+    given = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    inner = Fields(given, "rope_scaling.", fields.problems)
+    temperature = inner.number("short_mscale")
+    inner.only("long_mscale", temperature)
+    return replace(rope, attention_factor=temperature)
+
+
 _ERNIE_NAMES: Mapping[str, str] = {**QWEN_NAMES, "shared_expert": "shared_experts"}
 
 
@@ -266,8 +318,15 @@ def family(traits: Traits, *, transposed: bool = False) -> ModelFamily:
     )
 
 
+_PHIMOE = ModelFamily(
+    parse=_parse_phimoe,
+    ignored=("auto_map", "input_jitter_noise"),
+    stored=where_stacked(stored_plainly(MIXTRAL_NAMES)),
+)
 FAMILIES: Mapping[str, ModelFamily] = {
     **{name: family(traits) for name, traits in TRAITS.items()},
+    "PhimoeForCausalLM": _PHIMOE,
+    "PhiMoEForCausalLM": _PHIMOE,  # as Microsoft's files call it
     "Ernie4_5_MoeForCausalLM": ModelFamily(
         parse=_parse_ernie,
         ignored=("auto_map", "moe_capacity", "num_nextn_predict_layers"),
