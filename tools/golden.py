@@ -116,6 +116,15 @@ _GRANITE_EXPERTS = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
+_MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
 _QUARTER = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
 _HALF = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 _OWN = {
@@ -311,19 +320,63 @@ CASES: Mapping[str, Kind] = {
             "logits_scaling": 2.0,
         },
     ),
+    "mamba2": Kind(
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {
+            **_OWN,
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_heads": 6,
+            "head_dim": 16,
+            "state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 16,
+        },
+        is_whole=True,
+    ),
+    "bamba": Kind(
+        "BambaConfig", "BambaForCausalLM", {"num_hidden_layers": 4, "attn_layer_indices": [2], **_MAMBA}
+    ),
+    "falcon_h1": Kind(
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            **_MAMBA,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "mamba_d_ssm": 96,
+            "key_multiplier": 0.7,
+            "lm_head_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+            "ssm_in_multiplier": 0.8,
+            "ssm_out_multiplier": 0.6,
+            "attention_out_multiplier": 0.9,
+            "mlp_multipliers": [0.8, 0.6],
+            "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 0.8],
+        },
+    ),
+    "nemotron_h": Kind(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "hybrid_override_pattern": "M-*-",
+            "head_dim": 16,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 16,
+        },
+    ),
     "granite_hybrid": Kind(
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
         {
             "num_hidden_layers": 4,
             "layer_types": ["mamba", "mamba", "attention", "mamba"],
-            "mamba_n_heads": 6,
-            "mamba_d_head": 16,
-            "mamba_d_state": 16,
-            "mamba_n_groups": 1,
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "mamba_chunk_size": 16,
+            **_MAMBA,
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
             "shared_intermediate_size": 64,

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 
 from penstock.runtime.models.config import (
@@ -17,8 +16,9 @@ from penstock.runtime.models.config import (
 )
 from penstock.runtime.models.configs.recurrent import MambaConfig
 from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, tensor_name
+from penstock.runtime.models.families.mamba import read_mamba, source_of_mamba
 from penstock.runtime.models.families.mixture_fields import read_experts_and_choices
-from penstock.runtime.models.families.reading import Sizes, read_model, read_rope, read_sizes
+from penstock.runtime.models.families.reading import read_model, read_rope, read_sizes
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
 
@@ -51,7 +51,8 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
     )
-    mamba, mlp = _mamba(fields, sizes), _mlp(fields)
+    inner = fields.integer("mamba_expand", 2) * sizes.hidden_size
+    mamba, mlp = read_mamba(fields, inner, "mamba_expand * hidden_size"), _mlp(fields)
     multiplier = fields.number("residual_multiplier", 1.0)
     layers = [
         LayerConfig(attention=mamba if is_mamba else attention, mlp=mlp, residual_multiplier=multiplier)
@@ -88,51 +89,6 @@ def _layer_kinds(fields: Fields, num_layers: int) -> list[bool]:
     return kinds
 
 
-def _mamba(fields: Fields, sizes: Sizes) -> MambaConfig:
-    heads, groups = fields.integer("mamba_n_heads", 128), fields.integer("mamba_n_groups", 1)
-    inner = fields.integer("mamba_expand", 2) * sizes.hidden_size
-    fits = inner // heads
-    head_dim = fits if fields.raw("mamba_d_head") in ("auto", None) else fields.integer("mamba_d_head")
-    if heads * head_dim != inner:
-        fields.problem(
-            "mamba_n_heads",
-            f"{heads} heads of mamba_d_head {head_dim} are not mamba_expand * hidden_size {inner}",
-        )
-    if heads % groups:
-        fields.problem("mamba_n_groups", f"{groups} does not divide mamba_n_heads {heads}")
-    return MambaConfig(
-        num_heads=heads,
-        head_dim=head_dim,
-        state_dim=fields.integer("mamba_d_state", 256),
-        num_groups=groups,
-        num_taps=fields.integer("mamba_d_conv", 4, minimum=2),
-        conv_bias=fields.boolean("mamba_conv_bias", True),
-        bias=fields.boolean("mamba_proj_bias", False),
-        step_limit=_step_limit(fields),
-    )
-
-
-def _step_limit(fields: Fields) -> tuple[float, float]:
-    """The least and the largest time step. JSON has no infinity, so files write it in several ways."""
-    value = fields.raw("time_step_limit")
-    if value is None:
-        return (0.0, math.inf)
-    limits = [_number(bound) for bound in value] if isinstance(value, list) else []
-    if len(limits) != 2 or not 0 <= limits[0] <= limits[1]:  # not even where one is NaN
-        fields.problem("time_step_limit", f"must be two numbers, the least and the largest, not {value!r}")
-        return (0.0, math.inf)
-    return (limits[0], limits[1])
-
-
-def _number(value: object) -> float:
-    """A number, or NaN for what is none."""
-    if isinstance(value, dict):
-        value = value.get("__float__")
-    if value == "Infinity":
-        return math.inf
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-
-
 def _mlp(fields: Fields) -> MLPConfig | ExpertsConfig:
     """What all tokens share, and the experts besides, if there are any."""
     shared = fields.integer("shared_intermediate_size", 1024)
@@ -160,24 +116,11 @@ def _stored(config: ModelConfig) -> StoredAt:
         if path[2:3] == ("self_attn",):
             mamba = config.layers[int(path[1])].attention
             if isinstance(mamba, MambaConfig):
-                return Stored((_source_of_mamba(mamba, path, shape),))
+                above = (*path[:2], "mamba")
+                return Stored((source_of_mamba(mamba, above, path[3:], shape, _NAMES),))
         return Stored((Source(tensor_name(path, _NAMES), shape),))
 
     return stored
-
-
-def _source_of_mamba(mamba: MambaConfig, path: ParamPath, shape: tuple[int, ...]) -> Source:
-    layer, part = (*path[:2], "mamba"), path[3]
-    begins = {
-        "in_proj_gate": 0,
-        "in_proj_inputs": mamba.channels,
-        "in_proj_steps": mamba.channels + mamba.conv_channels,
-    }
-    if part not in begins:
-        return Source(tensor_name((*layer, *path[3:]), _NAMES), shape)
-    rows = mamba.channels + mamba.conv_channels + mamba.num_heads
-    name = tensor_name((*layer, "in_proj", path[4]), _NAMES)
-    return Source(name, (rows, *shape[1:]), begin=begins[str(part)])
 
 
 def _source_of_mlp(config: ModelConfig, path: ParamPath, shape: tuple[int, ...]) -> Source:
