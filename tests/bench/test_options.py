@@ -54,6 +54,8 @@ OTHERS = {
     "metrics": False,
     "max_decode_steps": 5,
     "decode_window_s": 0.5,
+    "speculation": "lookup",
+    "max_proposed_tokens": 6,
     "switch_interval_s": 0.001,
     "max_queued_requests": 9,
     "page_size": 8,

@@ -90,6 +90,8 @@ def build(
     if backend is None:
         first = jax.tree.leaves(model.weights)[0]
         backend = choose_backend(options, *sorted(first.devices(), key=lambda device: device.id))
+    if options.speculation != "off":
+        raise ConfigError(f"speculation: {options.speculation!r} is not there yet, only 'off'")
     check_required(options, backend, np.dtype(model.dtype))
     threads = options.threads or available_processors()
     cache = model.cache

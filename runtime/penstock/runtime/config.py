@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.runtime.chat.parser import REASONING_PARSERS, TOOL_PARSERS
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.requests.request import MAX_PROPOSED_TOKENS
 from penstock.runtime.requests.sampling import GenerationDefaults, override_defaults
 from penstock.runtime.scheduling.scheduler_config import SCHEDULING_POLICIES
 
@@ -30,12 +31,14 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "int8")
 NATIVE = ("auto", "require", "off")
+SPECULATIONS = ("off", "lookup")
 _CHOICES: Mapping[str, Collection[str]] = {
     "dtype": DTYPES,
     "quantization": QUANTIZATIONS,
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "native": NATIVE,
     "scheduling_policy": SCHEDULING_POLICIES,
+    "speculation": SPECULATIONS,
     "tool_call_parser": TOOL_PARSERS,
     "reasoning_parser": REASONING_PARSERS,
 }
@@ -160,6 +163,11 @@ class EngineConfig:
     decode_window_s: float = 0.02
     """Seconds that a window of decode steps should take at most. If eight steps or more fit, rows under a
     constraint have steps of their own between windows, at most one within this time."""
+    speculation: str = "off"
+    """Who proposes the next tokens of an output, which the model then checks in one step: "lookup" copies
+    what followed the same words earlier in the prompt and the output. Outputs are the same as with "off"."""
+    max_proposed_tokens: int = 4
+    """Most tokens that are proposed for an output in a step; a request may lower that."""
     switch_interval_s: float | None = 0.0005
     """Seconds after which Python's interpreter goes from one thread to another that wants it; CPython's own
     default is 0.005. It holds for the whole process from `Engine.start` to `Engine.shutdown`, which puts back
@@ -230,6 +238,9 @@ class EngineConfig:
             bad.append(f"max_decode_steps: must be from 1 to {MAX_DECODE_STEPS}, not {self.max_decode_steps}")
         if not 0.0 < self.decode_window_s <= 60.0:
             bad.append(f"decode_window_s: must be above 0 and at most 60, not {self.decode_window_s}")
+        if not 1 <= self.max_proposed_tokens <= MAX_PROPOSED_TOKENS:
+            described = f"must be from 1 to {MAX_PROPOSED_TOKENS}, not {self.max_proposed_tokens}"
+            bad.append(f"max_proposed_tokens: {described}")
         if self.switch_interval_s is not None and not 1e-5 <= self.switch_interval_s <= 1.0:
             bad.append(f"switch_interval_s: must be from 0.00001 to 1, not {self.switch_interval_s}")
         if self.max_queued_requests < 1:

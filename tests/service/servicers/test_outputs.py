@@ -278,7 +278,15 @@ async def test_new_weights_are_told_though_nothing_else_is():
 
 
 def timing(
-    arrived: int, scheduled: int, first: int, ended: int, preemptions: int, cached: int = 0
+    arrived: int,
+    scheduled: int,
+    first: int,
+    ended: int,
+    preemptions: int,
+    *,
+    cached: int = 0,
+    proposed: int = 0,
+    accepted: int = 0,
 ) -> RequestTiming:
     return RequestTiming(
         arrived_ns=arrived,
@@ -287,15 +295,18 @@ def timing(
         finished_ns=ended,
         preemptions=preemptions,
         cached_prompt_tokens=cached,
+        proposed_tokens=proposed,
+        accepted_tokens=accepted,
     )
 
 
 def test_times_of_several_outputs():
     """From the first arrival to the last end; cached tokens are of the one that was scheduled first."""
-    first = timing(10, 30, 60, 90, 1, cached=8)
-    second = timing(11, 40, 50, 80, 2, cached=16)
+    first = timing(10, 30, 60, 90, 1, cached=8, proposed=9, accepted=5)
+    second = timing(11, 40, 50, 80, 2, cached=16, proposed=4, accepted=4)
+    both = {"cached": 8, "proposed": 13, "accepted": 9}
     never = timing(9, 0, 0, 99, 0)
-    assert merged_timing([second, first]) == timing(10, 30, 50, 90, 3, cached=8)
-    assert merged_timing([never, first, second]) == timing(9, 30, 50, 99, 3, cached=8)
+    assert merged_timing([second, first]) == timing(10, 30, 50, 90, 3, **both)
+    assert merged_timing([never, first, second]) == timing(9, 30, 50, 99, 3, **both)
     assert merged_timing([never]) == never
     assert merged_timing([]) is None

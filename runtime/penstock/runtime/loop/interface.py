@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from penstock.runtime.requests.request import StepOutput
 from penstock.runtime.scheduling.load import Load
-from penstock.runtime.scheduling.plan import Plan, StepResult
+from penstock.runtime.scheduling.plan import Plan, Speculated, StepResult
 
 Sink = Callable[[Sequence[StepOutput]], None]
 """Takes the outputs of one step for all requests that were submitted with this same object. It is called on
@@ -175,6 +175,8 @@ class StepRecord(NamedTuple):
     """When the scheduler had taken in the tokens."""
     delivered_ns: int
     """When the sinks had the outputs."""
+    speculated: tuple[Speculated, ...] = ()
+    """What was proposed and accepted, by proposer; none where nothing was proposed."""
 
     @property
     def step_id(self) -> int:

@@ -170,9 +170,9 @@ class Generation:
 
 
 def merged_timing(times: Sequence[RequestTiming]) -> RequestTiming | None:
-    """One timing for all outputs of a request: the earliest first token, the latest end, the sum of
-    preemptions. Cached tokens are those of the output that was scheduled first, because it computed what the
-    others found. None where there are no outputs.
+    """One timing for all outputs of a request: the earliest first token, the latest end, the sums of
+    preemptions and of proposed and accepted tokens. Cached tokens are those of the output that was scheduled
+    first, because it computed what the others found. None where there are no outputs.
     """
     if not times:
         return None
@@ -188,6 +188,8 @@ def merged_timing(times: Sequence[RequestTiming]) -> RequestTiming | None:
         finished_ns=max(t.finished_ns for t in times),
         preemptions=sum(t.preemptions for t in times),
         cached_prompt_tokens=first.cached_prompt_tokens,
+        proposed_tokens=sum(t.proposed_tokens for t in times),
+        accepted_tokens=sum(t.accepted_tokens for t in times),
     )
 
 

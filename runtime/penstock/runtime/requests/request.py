@@ -43,6 +43,8 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_ENGINE_ID_CHARS = 256
 """Longest id that the engine takes: the service puts the caller's id before the request's."""
 MAX_CACHE_SALT_CHARS = 256
+MAX_PROPOSED_TOKENS = 16
+"""Most tokens that may be proposed for an output in a step."""
 
 
 class Pooling(enum.Enum):
@@ -192,6 +194,9 @@ class Request:
     """What is wanted of the prompt alone. The request then ends with its prompt, and generates nothing."""
     hidden_states: bool = False
     """Whether the hidden state is wanted from which each token was chosen."""
+    max_proposed_tokens: int | None = None
+    """Most tokens that are proposed for the output in a step; 0: none are. None: the engine's own bound,
+    which holds in any case."""
 
     def __post_init__(self) -> None:
         bad: list[Violation] = []
@@ -206,6 +211,10 @@ class Request:
             bad.append(Violation("output.prompt_logprobs", f"must be at least 0, not {self.prompt_logprobs}"))
         if self.prompt_logprobs is not None and self.fork_of is not None:
             bad.append(Violation("output.prompt_logprobs", "must not be asked for by a fork"))
+        proposed = self.max_proposed_tokens
+        if proposed is not None and not 0 <= proposed <= MAX_PROPOSED_TOKENS:
+            described = f"must be from 0 to {MAX_PROPOSED_TOKENS}, not {proposed}"
+            bad.append(Violation("max_proposed_tokens", described))
         problem = media_problem(self.media, self.rotary, len(self.prompt_token_ids))
         if problem is not None:
             bad.append(Violation("media", problem))
@@ -267,6 +276,10 @@ class RequestTiming:
     finished_ns: int = 0
     preemptions: int = 0
     cached_prompt_tokens: int = 0
+    proposed_tokens: int = 0
+    """How many tokens were proposed and checked by the model."""
+    accepted_tokens: int = 0
+    """How many of these became tokens of the output."""
 
 
 class StepOutput(NamedTuple):

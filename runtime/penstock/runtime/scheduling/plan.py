@@ -158,6 +158,17 @@ class Plan:
         return all(row.num_tokens == 1 for row in self.rows)
 
 
+class Speculated(NamedTuple):
+    """The tokens that one proposer proposed for the rows of a step, counted by their place in a proposal."""
+
+    proposer: str
+    """The proposer's name: a value of `EngineConfig.speculation`."""
+    proposed: tuple[int, ...]
+    """For each place, how many rows had a token proposed there that the model checked."""
+    accepted: tuple[int, ...]
+    """How many of these became tokens of their outputs; as long as `proposed`."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a plan's rows sampled; the sequences are aligned with `plan.rows`."""

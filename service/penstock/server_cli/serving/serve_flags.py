@@ -20,6 +20,7 @@ from penstock.runtime.config import (
     QUANTIZATIONS,
     SMALL_BYTES,
     SMALL_SIZES,
+    SPECULATIONS,
     EngineConfig,
 )
 from penstock.runtime.errors import ConfigError
@@ -412,6 +413,17 @@ def _add_engine(flag: AddFlag) -> None:
         "decode_window_s",
         "longest duration of such a dispatch of several decode steps; constrained requests, which take "
         "turns with them, get a token within this time",
+    )
+    flag(
+        "speculation",
+        "who proposes the next tokens of an output, which the model then checks in one step; the tokens stay "
+        "the same; lookup: what followed the same words earlier in the prompt and the output",
+        choices=SPECULATIONS,
+    )
+    flag(
+        "max_proposed_tokens",
+        "most tokens that are proposed for an output in a step; a request may lower that",
+        "N",
     )
     flag(
         "switch_interval_s",
