@@ -146,7 +146,7 @@ def lives(entries: Sequence[Entry]) -> Iterator[tuple[Life, Ended | Cancelled]]:
 
 def check_times(records: Sequence[StepRecord]) -> None:
     for record in records:
-        times = record[4:]
+        times = record[4:12]
         assert list(times) == sorted(times)
     committed = [record.committed_ns for record in records]
     assert committed == sorted(committed)

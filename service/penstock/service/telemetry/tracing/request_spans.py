@@ -124,7 +124,7 @@ def step_trace(
 ) -> list[bytes]:
     """The spans of a step. `requests` are links to the recorded requests that it computed."""
     started, scheduled, packed, dispatched, waiting, waited, _, delivered = (
-        at_ns + wall_offset_ns for at_ns in record[4:]
+        at_ns + wall_offset_ns for at_ns in record[4:12]
     )
     trace, step_id = wire.head(ids[:16]), ids[16:24]
     load, cached = record.load, wire.cached_attribute
