@@ -64,6 +64,29 @@ BATCH = Row(
             most=1,
         ),
         Panel(
+            "Proposed tokens",
+            "Tokens per second that were proposed and checked by the model, and how many of these were "
+            "accepted. Without speculation there are none.",
+            [
+                rate("penstock_speculation_proposed_total", "proposed by {{proposer}}", "proposer"),
+                rate("penstock_speculation_accepted_total", "accepted of {{proposer}}", "proposer"),
+            ],
+            "suffix: tok/s",
+        ),
+        Panel(
+            "Accepted share by position",
+            "The share of the proposed tokens that were accepted, by their position in the proposal.",
+            [
+                Query(
+                    "sum by (position) (rate(penstock_speculation_accepted_total{@}[~]))"
+                    " / sum by (position) (rate(penstock_speculation_proposed_total{@}[~]))",
+                    "{{position}}",
+                )
+            ],
+            "percentunit",
+            most=1,
+        ),
+        Panel(
             "Rows put off for a mask",
             "Rows under a grammar that got their token a step later, because their mask was not ready.",
             [rate("penstock_grammar_put_off_rows_total", "rows")],

@@ -24,7 +24,7 @@ from penstock.runtime.requests.request import (
     StoppingParams,
 )
 from penstock.runtime.scheduling.load import Load
-from penstock.runtime.scheduling.plan import Plan, PlanRow
+from penstock.runtime.scheduling.plan import Plan, PlanRow, Speculated
 from tests.support.meters import NO_TOTALS, Meters
 
 MS = 1_000_000
@@ -64,6 +64,7 @@ def step(
     new: Sequence[Request] = (),
     window: int = 1,
     shape: StepShape | None = None,
+    speculated: tuple[Speculated, ...] = (),
 ) -> StepRecord:
     """A step that made so many tokens for each output, which were on the host at `at_ms`. It began 10 ms
     before: 1 ms to schedule, 1 to pack, 2 to dispatch, 2 of something else, 4 to wait; then 1 to emit.
@@ -71,7 +72,7 @@ def step(
     plan = Plan(0, tuple(rows), num_steps=window, new_requests=tuple(enumerate(new)))
     outputs = [StepOutput(name, tuple(range(count))) for name, count in made.items()]
     times = [START + (at_ms + ms) * MS for ms in (-10, -9, -8, -6, -4, 0, 0, 1)]
-    return StepRecord(plan, outputs, Load.idle(10), shape, *times)
+    return StepRecord(plan, outputs, Load.idle(10), shape, *times, speculated=speculated)
 
 
 def ended(
@@ -170,6 +171,34 @@ def test_the_tokens_of_a_window_share_its_time() -> None:
     # The prefill has 6 of 16 places; the windows 8 and 6 of 4 rows in each of 4 steps.
     assert meters.value(defined.STEP_TOKENS_COMPUTED) == 6 + 8 + 6
     assert meters.value(defined.STEP_TOKENS_PADDING) == 10 + 8 + 10
+
+
+def test_proposed_tokens_by_their_position_and_the_times_between_those_that_came_together() -> None:
+    """In a step of 20 ms one output gets three tokens, another one, and a third none, as its mask was late:
+    as many as a window of two steps would make for two outputs.
+    """
+    meters = Meters()
+    asked = [request(name) for name in "abc"]
+    meters.read([queued(0, one) for one in asked])
+    rows = [prefill(one.request_id, 3) for one in asked]
+    meters.read([step(10, rows, {"a": 1, "b": 1, "c": 1}, new=asked)])
+    found = (Speculated("lookup", (2, 1), (1, 1)),)
+    rows = [decode("a"), decode("b"), decode("c")]
+    meters.read([step(30, rows, {"a": 3, "b": 1, "c": 0}, window=1, speculated=found)])
+    found = (Speculated("lookup", (1, 0, 1), (1, 0, 0)), Speculated("other", (1,), (0,)))
+    meters.read([step(50, rows, {"a": 2, "b": 1, "c": 0}, speculated=found)])
+    latencies = meters.histogram(defined.INTER_TOKEN_LATENCY)
+    assert latencies.count == 3 + 1 + 2 + 1
+    assert latencies.sum == pytest.approx(4 * 0.020)
+    assert meters.points(defined.SPECULATION_PROPOSED) == {
+        ("lookup", "1"): 3, ("lookup", "2"): 1, ("lookup", "3"): 1, ("other", "1"): 1
+    }  # fmt: skip
+    assert meters.points(defined.SPECULATION_ACCEPTED) == {
+        ("lookup", "1"): 2, ("lookup", "2"): 1, ("lookup", "3"): 0, ("other", "1"): 0
+    }  # fmt: skip
+    told = meters.meters.metrics()
+    assert (told.totals.proposed_tokens, told.totals.accepted_tokens) == (6, 3)
+    assert told.rates.accepted_share == 0.5
 
 
 def test_an_id_that_is_used_again_is_another_output() -> None:
@@ -321,8 +350,9 @@ def test_all_instruments_are_shown_and_known_labels_are_there_from_the_start() -
     of_updates = {one for one in defined.ENGINE_INSTRUMENTS if one.name.startswith("penstock.weights.")}
     of_updates -= {defined.WEIGHTS_GENERATION, defined.WEIGHTS_BROKEN}
     assert set(shown) == set(defined.ENGINE_INSTRUMENTS) - of_updates
+    rare = (defined.OUTPUTS_FAILED, defined.SPECULATION_PROPOSED, defined.SPECULATION_ACCEPTED)
     for instrument, points in shown.items():
-        if instrument.kind is Kind.COUNTER and instrument is not defined.OUTPUTS_FAILED:
+        if instrument.kind is Kind.COUNTER and instrument not in rare:
             assert points, instrument.name
             assert set(points.values()) == {0}, instrument.name
 
@@ -349,7 +379,7 @@ def test_rates_and_shares_of_the_last_seconds() -> None:
 def test_without_anything_all_is_zero() -> None:
     found = Meters().meters.metrics()
     assert found.rates.rows_per_step == found.rates.padding_share == found.rates.prefix_hit_share == 0
-    assert found.rates.generated_tokens_per_s == 0
+    assert found.rates.generated_tokens_per_s == found.rates.accepted_share == 0
     assert found.latencies.inter_token.count == 0
     assert found.latencies.end_to_end.p99 == 0
     assert found.totals.ended == dict.fromkeys(

@@ -172,6 +172,19 @@ STEP_DURATION = _histogram(
     "kind",
 )
 STEP_ROWS = _histogram("penstock.step.rows", "{row}", "Rows of a step.", ROW_BUCKETS)
+SPECULATION_PROPOSED = _counter(
+    "penstock.speculation.proposed",
+    "{token}",
+    "Tokens that were proposed for outputs and checked by the model, by their proposer and by their position "
+    "in the proposal, from 1.",
+    *("proposer", "position"),
+)
+SPECULATION_ACCEPTED = _counter(
+    "penstock.speculation.accepted",
+    "{token}",
+    "Proposed tokens that became tokens of their outputs, by the same labels.",
+    *("proposer", "position"),
+)
 GRAMMAR_PUT_OFF_ROWS = _counter(
     "penstock.grammar.put_off_rows",
     "{row}",
@@ -243,6 +256,7 @@ ENGINE_INSTRUMENTS = (
     *(TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, REQUEST_DURATION, INTER_TOKEN_LATENCY),
     *(QUEUE_TIME, PREFILL_TIME, DECODE_TIME, RUNNING_TIME, PROMPT_TOKENS, GENERATED_TOKENS),
     *(STEPS, STEP_TOKENS_COMPUTED, STEP_TOKENS_PADDING, STEP_TIME, STEP_DURATION, STEP_ROWS),
+    *(SPECULATION_PROPOSED, SPECULATION_ACCEPTED),
     *(GRAMMAR_PUT_OFF_ROWS, COMPILES_AFTER_WARMUP),
     *(WEIGHTS_GENERATION, WEIGHTS_BROKEN, WEIGHTS_UPDATES, WEIGHTS_BYTES),
     *(WEIGHTS_STAGING_TIME, WEIGHTS_PAUSE_TIME),

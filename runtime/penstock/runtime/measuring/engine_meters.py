@@ -43,6 +43,8 @@ class _Counted(NamedTuple):
     padding_tokens: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
+    proposed_tokens: int
+    accepted_tokens: int
 
 
 class EngineMeters:
@@ -95,6 +97,8 @@ class EngineMeters:
             padding_tokens=steps.padding_tokens,
             prefix_queried_tokens=scheduler.prefix_queried_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            proposed_tokens=sum(steps.proposed.values()),
+            accepted_tokens=sum(steps.accepted.values()),
         )
 
     def metrics(self, *, flush: bool = True) -> EngineMetrics:
@@ -133,6 +137,8 @@ class EngineMeters:
             computed_tokens=steps.totals.computed_tokens,
             padding_tokens=steps.totals.padding_tokens,
             step_time_s=steps.totals.parts_s(),
+            proposed_tokens=sum(steps.totals.proposed.values()),
+            accepted_tokens=sum(steps.totals.accepted.values()),
             put_off_rows=scheduler.put_off_rows,
             compiles_after_warmup=self._sources.compiles_after_warmup(),
             dropped_entries=self._sources.dropped_entries(),
@@ -149,6 +155,7 @@ class EngineMeters:
             rows_per_step=_share(recent.rows, recent.steps),
             padding_share=_share(recent.padding_tokens, recent.padding_tokens + recent.computed_tokens),
             prefix_hit_share=_share(recent.prefix_hit_tokens, recent.prefix_queried_tokens),
+            accepted_share=_share(recent.accepted_tokens, recent.proposed_tokens),
         )
 
     def _latencies(self, now_ns: int) -> EngineLatencies:

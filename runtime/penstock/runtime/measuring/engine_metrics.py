@@ -41,6 +41,10 @@ class EngineTotals:
     """Places of the steps' compiled programs that held no token."""
     step_time_s: Mapping[str, float]
     """The part of a step to the time it took in all steps: "schedule", "pack", "dispatch", "wait", "emit"."""
+    proposed_tokens: int
+    """Tokens that were proposed for outputs and checked by the model."""
+    accepted_tokens: int
+    """How many of these became tokens of their outputs."""
     put_off_rows: int
     """Rows that got their token in a later step, because a mask was not ready."""
     compiles_after_warmup: int
@@ -61,11 +65,13 @@ class EngineRates:
     """Outputs that ended, for whatever reason."""
     steps_per_s: float
     rows_per_step: float
-    """0 without steps, as the next two without their whole."""
+    """0 without steps, as the next three without their whole."""
     padding_share: float
     """Padding, of all that the steps computed: 0 to 1."""
     prefix_hit_share: float
     """Of the tokens that were looked for in the prefix cache, those that were found: 0 to 1."""
+    accepted_share: float
+    """Of the tokens that were proposed, those that were accepted: 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

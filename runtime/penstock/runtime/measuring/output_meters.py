@@ -105,8 +105,9 @@ class OutputMeters:
         if not num_tokens:
             return
         self.totals.generated_tokens += num_tokens
-        # With as many tokens as rows and steps, every row has one of each step, because none has more.
-        if num_tokens == len(outputs) * plan.num_steps:
+        # With as many tokens as rows and steps, every row has one of each step, because none has more: unless
+        # some were proposed.
+        if num_tokens == len(outputs) * plan.num_steps and not record.speculated:
             self._all_alike({output.request_id for output in outputs}, at_ns, plan.num_steps)
         else:
             self._one_by_one(outputs, at_ns)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from penstock.runtime.loop.interface import StepKind, StepRecord
 from penstock.runtime.measuring import engine_instruments as defined
 from penstock.runtime.measuring.registry import Registry, by_label
+from penstock.runtime.measuring.snapshot import Labels
+from penstock.runtime.scheduling.plan import Speculated
 
 _KINDS = {
     (True, False): StepKind.PREFILL,
@@ -29,6 +31,10 @@ class StepTotals:
     dispatch_ns: int = 0
     wait_ns: int = 0
     emit_ns: int = 0
+    proposed: dict[Labels, int] = field(default_factory=dict)
+    """Proposer and position to the tokens that were proposed there."""
+    accepted: dict[Labels, int] = field(default_factory=dict)
+    """The same for the tokens that were accepted."""
 
     def parts_s(self) -> dict[str, float]:
         """The parts of steps to how long they took, in seconds."""
@@ -50,6 +56,8 @@ class StepMeters:
         registry.observed_counter(defined.STEP_TOKENS_COMPUTED, lambda: {(): totals.computed_tokens})
         registry.observed_counter(defined.STEP_TOKENS_PADDING, lambda: {(): totals.padding_tokens})
         registry.observed_counter(defined.STEP_TIME, lambda: by_label(totals.parts_s()))
+        registry.observed_counter(defined.SPECULATION_PROPOSED, lambda: dict(totals.proposed))
+        registry.observed_counter(defined.SPECULATION_ACCEPTED, lambda: dict(totals.accepted))
         self._duration = registry.histogram(defined.STEP_DURATION)
         self._rows = registry.histogram(defined.STEP_ROWS)
         self._waited_ns = 0
@@ -78,7 +86,16 @@ class StepMeters:
         totals.dispatch_ns += record.dispatched_ns - record.packed_ns
         totals.wait_ns += at_ns - record.waiting_ns
         totals.emit_ns += record.delivered_ns - at_ns
+        for one in record.speculated:
+            self._speculated(one)
         self._rows.record(num_rows)
         began_ns = max(record.dispatched_ns, self._waited_ns)
         self._waited_ns = at_ns
         self._duration.record((at_ns - began_ns) / 1e9, 1, (kind.value,))
+
+    def _speculated(self, found: Speculated) -> None:
+        proposed, accepted = self.totals.proposed, self.totals.accepted
+        for position, counts in enumerate(zip(found.proposed, found.accepted, strict=True), 1):
+            labels = (found.proposer, str(position))
+            proposed[labels] = proposed.get(labels, 0) + counts[0]
+            accepted[labels] = accepted.get(labels, 0) + counts[1]

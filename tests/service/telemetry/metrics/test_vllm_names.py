@@ -26,6 +26,9 @@ FROM_VLLM = {
     "vllm:num_preemptions_total",
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
+    "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
     "vllm:request_success_total",
     "vllm:time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds",
@@ -70,6 +73,18 @@ def test_reasons_are_vllms_and_added_up():
     found = values(page_of(sample_registry()))["vllm:request_success_total"]
     by_reason = {labels["finished_reason"]: value for labels, value in found}
     assert by_reason == {"stop": 5, "length": 2, "abort": 5}
+
+
+def test_a_proposal_counts_by_its_first_token():
+    """Eight proposals, of which five had a second token."""
+    registry = Registry()
+    proposed = {("lookup", "1"): 5, ("lookup", "2"): 4, ("other", "1"): 3, ("other", "2"): 1}
+    registry.observed_counter(engine.SPECULATION_PROPOSED, lambda: proposed)
+    registry.observed_counter(engine.SPECULATION_ACCEPTED, lambda: {("lookup", "1"): 4, ("lookup", "2"): 2})
+    found = values(page_of(registry))
+    assert found["vllm:spec_decode_num_drafts_total"] == [(COMMON, 8)]
+    assert found["vllm:spec_decode_num_draft_tokens_total"] == [(COMMON, 13)]
+    assert found["vllm:spec_decode_num_accepted_tokens_total"] == [(COMMON, 6)]
 
 
 def test_histograms_are_added_up_over_our_labels():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from penstock.runtime.loop.interface import InFlightReport, Paused, Resumed, StepShape, WeightsBroken
 from penstock.runtime.loop.journal import Changed, Noted, Preempted
 from penstock.runtime.requests.request import RequestTiming
+from penstock.runtime.scheduling.plan import Speculated
 from penstock.service.telemetry.options import TraceLevel
 from penstock.service.telemetry.tracing import tracer as tracer_module
 from penstock.service.telemetry.tracing.notes import Happened, Opened
@@ -217,6 +220,22 @@ def test_a_row_that_was_put_off_is_in_the_window_without_a_token():
     traced.end("r", RequestTiming(arrived_ns=0, scheduled_ns=1, first_token_ns=2, finished_ns=30), 0)
     (window,) = traced.named("decode_window")
     assert (window.attributes["penstock.window.steps"], window.attributes["penstock.window.tokens"]) == (1, 0)
+
+
+def test_a_step_and_a_request_tell_what_was_proposed():
+    traced = Traced()
+    context = traced.open()
+    found = (Speculated("lookup", (2, 1), (1, 1)), Speculated("other", (3,), (0,)))
+    rows = (decode("r"), decode("stranger"))
+    traced.step(*rows, begin_ns=10, end_ns=20, made={"r": 3}, speculated=found)
+    times = RequestTiming(arrived_ns=0, scheduled_ns=1, first_token_ns=2, finished_ns=30)
+    traced.end("r", dataclasses.replace(times, proposed_tokens=4, accepted_tokens=3), 3)
+    traced.close(context)
+    (step,), (whole,) = traced.named("engine.step"), traced.named("text_completion toy")
+    assert step.attributes["penstock.step.proposed_tokens"] == 6
+    assert step.attributes["penstock.step.accepted_tokens"] == 2
+    assert whole.attributes["penstock.usage.proposed_tokens"] == 4
+    assert whole.attributes["penstock.usage.accepted_tokens"] == 3
 
 
 def test_each_output_has_windows_of_its_own():

@@ -18,7 +18,7 @@ from penstock.runtime.requests.request import (
     StepOutput,
 )
 from penstock.runtime.scheduling.load import Load
-from penstock.runtime.scheduling.plan import Plan, PlanRow
+from penstock.runtime.scheduling.plan import Plan, PlanRow, Speculated
 from penstock.service.telemetry.options import TraceLevel
 from penstock.service.telemetry.tracing.notes import Begun, Closed, Opened, RequestContext, WallClock
 from penstock.service.telemetry.tracing.tracer import Tracer
@@ -83,6 +83,7 @@ class Traced:
         made: dict[str, int] | None = None,
         shape: StepShape | None = SHAPE,
         num_steps: int = 1,
+        speculated: tuple[Speculated, ...] = (),
     ) -> None:
         """Have a step read that the device worked on from `begin_ns` to `end_ns`. Each row that samples makes
         one token, unless `made` says how many.
@@ -103,6 +104,7 @@ class Traced:
                 waited_ns=end_ns,
                 committed_ns=end_ns + 1,
                 delivered_ns=end_ns + 2,
+                speculated=speculated,
             )
         )
 

@@ -142,6 +142,8 @@ class View:
     name: str
     """As in queries: with "_total" for a counter."""
     source: Instrument
+    only: Labels | None = None
+    """The last values of the labels that count; None: all do."""
 
 
 VIEWS = (
@@ -154,6 +156,10 @@ VIEWS = (
     View("vllm:num_preemptions_total", engine.PREEMPTIONS),
     View("vllm:prompt_tokens_total", engine.TOKENS_PROMPT),
     View("vllm:generation_tokens_total", engine.TOKENS_GENERATED),
+    # A proposal has one token at the first position.
+    View("vllm:spec_decode_num_drafts_total", engine.SPECULATION_PROPOSED, only=("1",)),
+    View("vllm:spec_decode_num_draft_tokens_total", engine.SPECULATION_PROPOSED),
+    View("vllm:spec_decode_num_accepted_tokens_total", engine.SPECULATION_ACCEPTED),
     View("vllm:request_success_total", engine.OUTPUTS_FINISHED),
     View("vllm:time_to_first_token_seconds", engine.TIME_TO_FIRST_TOKEN),
     View("vllm:inter_token_latency_seconds", engine.INTER_TOKEN_LATENCY),
@@ -203,7 +209,9 @@ def _family(view: View, metric: Metric, labels: VllmLabels) -> Family:
         }
         fill(made, (*_LABELS, FINISHED_REASON), found)
     else:
-        fill(made, _LABELS, {values: _sum(metric.points.values())}, instrument.buckets)
+        only = view.only or ()
+        points = [one for labels, one in metric.points.items() if labels[len(labels) - len(only) :] == only]
+        fill(made, _LABELS, {values: _sum(points)}, instrument.buckets)
     return made
 
 

@@ -128,11 +128,12 @@ def step_trace(
     )
     trace, step_id = wire.head(ids[:16]), ids[16:24]
     load, cached = record.load, wire.cached_attribute
+    num_tokens = record.num_tokens if prefills or record.speculated else record.num_rows
     rest = [
         id_attribute,
         cached("penstock.step.kind", kind),
         cached("penstock.step.rows", record.num_rows),
-        cached("penstock.step.tokens", record.num_tokens if prefills else record.num_rows),
+        cached("penstock.step.tokens", num_tokens),
         cached("penstock.step.decode_steps", record.num_steps),
         cached("penstock.step.generated_tokens", num_generated),
         cached("penstock.step.recorded_requests", len(requests)),
@@ -145,6 +146,11 @@ def step_trace(
         rest.append(cached("penstock.step.bucket.rows", record.shape.rows))
         if record.shape.compiled:
             rest.append(cached("penstock.step.compiled", value=True))
+    if record.speculated:
+        proposed = sum([sum(one.proposed) for one in record.speculated])
+        accepted = sum([sum(one.accepted) for one in record.speculated])
+        rest.append(cached("penstock.step.proposed_tokens", proposed))
+        rest.append(cached("penstock.step.accepted_tokens", accepted))
     rest += requests[:MOST_REQUEST_LINKS]
     span = wire.span
     return [
@@ -321,6 +327,9 @@ def request_spans(followed: FollowedRequest, closed: Closed) -> list[bytes]:
             "gen_ai.usage.cache_read.input_tokens": timing.cached_prompt_tokens,
             "penstock.preemptions": timing.preemptions,
         }
+        if timing.proposed_tokens:
+            known["penstock.usage.proposed_tokens"] = timing.proposed_tokens
+            known["penstock.usage.accepted_tokens"] = timing.accepted_tokens
     if followed.weights_generation is not None:
         known["penstock.weights.generation"] = followed.weights_generation
     if followed.num_left_out:
