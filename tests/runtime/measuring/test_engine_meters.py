@@ -52,8 +52,8 @@ def prefill(name: str, num_tokens: int, *, samples: bool = True) -> PlanRow:
     return PlanRow(name, 0, 0, num_tokens, tuple(range(num_tokens)), samples)
 
 
-def decode(name: str, most: int = 1) -> PlanRow:
-    return PlanRow(name, 0, 9, 1, None, True, max_samples=most)
+def decode(name: str, most: int = 1, proposed: int = 0) -> PlanRow:
+    return PlanRow(name, 0, 9, 1 + proposed, None, True, max_samples=most)
 
 
 def step(
@@ -174,8 +174,8 @@ def test_the_tokens_of_a_window_share_its_time() -> None:
 
 
 def test_proposed_tokens_by_their_position_and_the_times_between_those_that_came_together() -> None:
-    """In a step of 20 ms one output gets three tokens, another one, and a third none, as its mask was late:
-    as many as a window of two steps would make for two outputs.
+    """In a step of 20 ms one output gets three tokens, another one, and a third fails and gets none. In the
+    next there are as many tokens as outputs, which do not have one each.
     """
     meters = Meters()
     asked = [request(name) for name in "abc"]
@@ -183,10 +183,13 @@ def test_proposed_tokens_by_their_position_and_the_times_between_those_that_came
     rows = [prefill(one.request_id, 3) for one in asked]
     meters.read([step(10, rows, {"a": 1, "b": 1, "c": 1}, new=asked)])
     found = (Speculated("lookup", (2, 1), (1, 1)),)
-    rows = [decode("a"), decode("b"), decode("c")]
-    meters.read([step(30, rows, {"a": 3, "b": 1, "c": 0}, window=1, speculated=found)])
+    rows = [decode("a", proposed=2), decode("b", proposed=1), decode("c")]
+    shape = StepShape(8, 8)
+    meters.read([step(30, rows, {"a": 3, "b": 1, "c": 0}, shape=shape, speculated=found)])
     found = (Speculated("lookup", (1, 0, 1), (1, 0, 0)), Speculated("other", (1,), (0,)))
     meters.read([step(50, rows, {"a": 2, "b": 1, "c": 0}, speculated=found)])
+    assert meters.value(defined.STEP_TOKENS_COMPUTED) == 9 + 6 + 6
+    assert meters.value(defined.STEP_TOKENS_PADDING) == 2
     latencies = meters.histogram(defined.INTER_TOKEN_LATENCY)
     assert latencies.count == 3 + 1 + 2 + 1
     assert latencies.sum == pytest.approx(4 * 0.020)

@@ -72,10 +72,13 @@ class StepMeters:
             made = [len(output.token_ids) for output in record.outputs]
             computed, num_steps = sum(made), max(made, default=0)
         else:
-            # As `StepRecord.kind` and `num_tokens`, at a third of their cost. Other rows have one token.
+            # As `StepRecord.kind` and `num_tokens`, at a third of their cost. Other rows have one token, but
+            # for those with proposed ones.
             known = [row.num_tokens for row in plan.rows if row.token_ids is not None]
             kind = _KINDS[bool(known), len(known) < num_rows]
             computed, num_steps = num_rows - len(known) + sum(known), 1
+            if record.speculated:
+                computed = plan.num_tokens
         padding = 0 if shape is None else max(shape.tokens * num_steps - computed, 0)
         totals.steps[kind.value] += 1
         totals.rows += num_rows
