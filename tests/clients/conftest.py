@@ -224,6 +224,8 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
             max_logprobs=5,
             devices=["cpu:0"],
             max_request_bytes=8 << 20,
+            proposer="lookup",
+            max_proposed_tokens=4,
         )
 
     def GetLoad(self, request, context):

@@ -35,7 +35,7 @@ PROMPT = """
       top { candidates { token_id: 9 logprob: -0.25 } }
     }
 """
-USAGE = "prompt_tokens: 3 completion_tokens: 5 image_tokens: 2"
+USAGE = "prompt_tokens: 3 completion_tokens: 5 image_tokens: 2 proposed_tokens: 6 accepted_tokens: 4"
 # The floats 1, -2, 0.5, 0, 0.25 and 4 with their lowest byte first.
 STATES = (b"\0\0\x80\x3f\0\0\0\xc0", b"\0\0\0\x3f\0\0\0\0\0\0\x80\x3e\0\0\x80\x40")
 
@@ -124,6 +124,13 @@ EXPECTED = Generation(
     model="toy",
     prompt=PromptInfo(token_count=3, truncated_tokens=7, token_ids=(4, 5, 6)),
     outputs=OUTPUTS,
-    usage=Usage(prompt_tokens=3, cached_prompt_tokens=0, completion_tokens=5, image_tokens=2),
+    usage=Usage(
+        prompt_tokens=3,
+        cached_prompt_tokens=0,
+        completion_tokens=5,
+        image_tokens=2,
+        proposed_tokens=6,
+        accepted_tokens=4,
+    ),
     timing=Timing(queue=0.0, time_to_first_token=0.5, total=1.0, preemptions=0),
 )

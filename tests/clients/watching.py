@@ -52,10 +52,12 @@ MESSAGE = text_format.Parse(
         schedule { nanos: 250000000 } pack { nanos: 500000000 } dispatch { seconds: 1 } wait { seconds: 8 }
         emit { nanos: 750000000 }
       }
+      proposed_tokens: 800 accepted_tokens: 600
     }
     rates {
       prompt_tokens_per_second: 100.5 generated_tokens_per_second: 1234.5 ended_requests_per_second: 2.5
       steps_per_second: 50.5 rows_per_step: 2.25 padding_share: 0.125 prefix_hit_share: 0.5
+      accepted_share: 0.75
     }
     latencies {
       time_to_first_token {
@@ -107,6 +109,8 @@ REPORT = LoadReport(
         computed_tokens=5000,
         padding_tokens=1250,
         step_time=StepTime(schedule=0.25, pack=0.5, dispatch=1.0, wait=8.0, emit=0.75),
+        proposed_tokens=800,
+        accepted_tokens=600,
     ),
     rates=LoadRates(
         prompt_tokens_per_second=100.5,
@@ -116,6 +120,7 @@ REPORT = LoadReport(
         rows_per_step=2.25,
         padding_share=0.125,
         prefix_hit_share=0.5,
+        accepted_share=0.75,
     ),
     latencies=LoadLatencies(
         time_to_first_token=LatencySummary(4, 0.125, 0.0625, 0.25, 2.0),

@@ -196,6 +196,7 @@ ROWS = (
         "CacheOptions.cache_salt", "at most 256 characters", at("cache.cache_salt"), ["x" * 256], ["x" * 257]
     ),
     Row("GenerateRequest.priority", "any 32-bit number", at("priority"), [0], []),
+    Row("GenerateRequest.max_proposed_tokens", "0 to 16", at("max_proposed_tokens"), [0, 16], [17]),
     Row(
         "StreamRequest.min_tokens_per_message",
         "at least 1",
@@ -417,6 +418,7 @@ ELSEWHERE = {
     "StreamRequest.prompt": "tests/service/requests/test_bounds_on_requests.py",
     "StreamRequest.request_id": "a twin of GenerateRequest's",
     "StreamRequest.priority": "a twin of GenerateRequest's",
+    "StreamRequest.max_proposed_tokens": "a twin of GenerateRequest's",
     "EmbedRequest.priority": "as GenerateRequest's",
     "ScoreRequest.priority": "as GenerateRequest's",
     "RerankRequest.priority": "as GenerateRequest's",

@@ -7,7 +7,8 @@ or else the lowest allowed one.
 
 Each running output holds one page as long as it runs. With `hold=True` the engine steps only when it is told
 to. It has no prefix cache, but reports what it is told to: each prompt found `cached_prompt_tokens`, and
-`cached_pages` can be flushed.
+`cached_pages` can be flushed. Nor does it propose tokens: each output has so many `proposed_tokens`, of which
+so many are `accepted_tokens`.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ class FakeEngine:
         start: Callable[[], None] = lambda: None,
         cached_prompt_tokens: int = 0,
         cached_pages: int = 0,
+        proposed_tokens: int = 0,
+        accepted_tokens: int = 0,
         **config: Any,
     ) -> None:
         options = EngineConfig(served_model_name="fake", max_model_len=max_model_len, **config)
@@ -135,6 +138,7 @@ class FakeEngine:
         self._kv_tokens = kv_tokens
         self._cached_prompt_tokens = cached_prompt_tokens
         self._cached_pages = cached_pages
+        self._speculated = {"proposed_tokens": proposed_tokens, "accepted_tokens": accepted_tokens}
         self._budget = 0 if hold else None
         self._on_start = start
         self._running: dict[str, Running] = {}
@@ -473,7 +477,10 @@ class FakeEngine:
             running = self._waiting.pop(request_id)
             cached = min(self._cached_prompt_tokens, len(running.request.prompt_token_ids) - 1)
             running.timing = replace(
-                running.timing, scheduled_ns=time.monotonic_ns(), cached_prompt_tokens=cached
+                running.timing,
+                scheduled_ns=time.monotonic_ns(),
+                cached_prompt_tokens=cached,
+                **self._speculated,
             )
             self._running[request_id] = running
 

@@ -624,8 +624,14 @@ type GetServerInfoResponse struct {
 	// The most bytes of a request's message; a larger one is RESOURCE_EXHAUSTED MESSAGE_TOO_LARGE.
 	// Unit: bytes.
 	MaxRequestBytes uint64 `protobuf:"varint,11,opt,name=max_request_bytes,json=maxRequestBytes,proto3" json:"max_request_bytes,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Who proposes tokens that the model then checks, several in a step: "lookup", which finds them in the prompt and in
+	// the output. Clients must take other names, too. Empty: nobody does.
+	Proposer string `protobuf:"bytes,12,opt,name=proposer,proto3" json:"proposer,omitempty"`
+	// The most tokens that are proposed for an output in a step; 0 without a proposer.
+	// Unit: tokens.
+	MaxProposedTokens uint32 `protobuf:"varint,13,opt,name=max_proposed_tokens,json=maxProposedTokens,proto3" json:"max_proposed_tokens,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *GetServerInfoResponse) Reset() {
@@ -731,6 +737,20 @@ func (x *GetServerInfoResponse) GetDevices() []string {
 func (x *GetServerInfoResponse) GetMaxRequestBytes() uint64 {
 	if x != nil {
 		return x.MaxRequestBytes
+	}
+	return 0
+}
+
+func (x *GetServerInfoResponse) GetProposer() string {
+	if x != nil {
+		return x.Proposer
+	}
+	return ""
+}
+
+func (x *GetServerInfoResponse) GetMaxProposedTokens() uint32 {
+	if x != nil {
+		return x.MaxProposedTokens
 	}
 	return 0
 }
@@ -2000,7 +2020,7 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\vmedia_types\x18\x04 \x03(\tR\n" +
 	"mediaTypes\x12$\n" +
 	"\x0eimage_token_id\x18\x05 \x01(\rR\fimageTokenId\"\x16\n" +
-	"\x14GetServerInfoRequest\"\xcb\x03\n" +
+	"\x14GetServerInfoRequest\"\x97\x04\n" +
 	"\x15GetServerInfoResponse\x12%\n" +
 	"\x0eserver_version\x18\x01 \x01(\tR\rserverVersion\x12\x1f\n" +
 	"\vinstance_id\x18\x02 \x01(\tR\n" +
@@ -2014,7 +2034,9 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\fmax_logprobs\x18\t \x01(\rR\vmaxLogprobs\x12\x18\n" +
 	"\adevices\x18\n" +
 	" \x03(\tR\adevices\x12*\n" +
-	"\x11max_request_bytes\x18\v \x01(\x04R\x0fmaxRequestBytes\"\x10\n" +
+	"\x11max_request_bytes\x18\v \x01(\x04R\x0fmaxRequestBytes\x12\x1a\n" +
+	"\bproposer\x18\f \x01(\tR\bproposer\x12.\n" +
+	"\x13max_proposed_tokens\x18\r \x01(\rR\x11maxProposedTokens\"\x10\n" +
 	"\x0eGetLoadRequest\"\xb0\x02\n" +
 	"\x0fGetLoadResponse\x12)\n" +
 	"\x10running_requests\x18\x01 \x01(\rR\x0frunningRequests\x12'\n" +

@@ -131,9 +131,14 @@ type GenerateRequest struct {
 	// Default: none. Limits: as many as the prompt has of these tokens, and at most ImageLimits.max_images; not together
 	// with chat, whose turns have their own. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
 	// FEATURE_IMAGES.
-	Media         []*Image `protobuf:"bytes,15,rep,name=media,proto3" json:"media,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Media []*Image `protobuf:"bytes,15,rep,name=media,proto3" json:"media,omitempty"`
+	// The most tokens that are proposed for an output in a step, where GetServerInfo names a proposer; the model checks
+	// them, and the outputs are the same as without. 0 turns that off for this request.
+	// Unit: tokens. Default: the server's own bound, GetServerInfoResponse.max_proposed_tokens, which holds in any case.
+	// Limits: 0 to 16.
+	MaxProposedTokens *uint32 `protobuf:"varint,21,opt,name=max_proposed_tokens,json=maxProposedTokens,proto3,oneof" json:"max_proposed_tokens,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *GenerateRequest) Reset() {
@@ -282,6 +287,13 @@ func (x *GenerateRequest) GetMedia() []*Image {
 		return x.Media
 	}
 	return nil
+}
+
+func (x *GenerateRequest) GetMaxProposedTokens() uint32 {
+	if x != nil && x.MaxProposedTokens != nil {
+		return *x.MaxProposedTokens
+	}
+	return 0
 }
 
 type isGenerateRequest_Input interface {
@@ -574,6 +586,11 @@ type StreamRequest struct {
 	// with chat, whose turns have their own. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo does not list
 	// FEATURE_IMAGES.
 	Media []*Image `protobuf:"bytes,15,rep,name=media,proto3" json:"media,omitempty"`
+	// The most tokens that are proposed for an output in a step, where GetServerInfo names a proposer; the model checks
+	// them, and the outputs are the same as without. 0 turns that off for this request.
+	// Unit: tokens. Default: the server's own bound, GetServerInfoResponse.max_proposed_tokens, which holds in any case.
+	// Limits: 0 to 16.
+	MaxProposedTokens *uint32 `protobuf:"varint,21,opt,name=max_proposed_tokens,json=maxProposedTokens,proto3,oneof" json:"max_proposed_tokens,omitempty"`
 	// The fewest tokens of a delta, but for the last one of an output and those that are about 1 MiB large: more tokens
 	// in a message cost the server and the network less.
 	// Unit: tokens. Default: 1. Limits: at least 1.
@@ -731,6 +748,13 @@ func (x *StreamRequest) GetMedia() []*Image {
 		return x.Media
 	}
 	return nil
+}
+
+func (x *StreamRequest) GetMaxProposedTokens() uint32 {
+	if x != nil && x.MaxProposedTokens != nil {
+		return *x.MaxProposedTokens
+	}
+	return 0
 }
 
 func (x *StreamRequest) GetMinTokensPerMessage() uint32 {
@@ -2611,7 +2635,7 @@ var File_penstock_v1_inference_proto protoreflect.FileDescriptor
 
 const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"\x1bpenstock/v1/inference.proto\x12\vpenstock.v1\x1a\x17penstock/v1/types.proto\x1a\x19penstock/v1/weights.proto\"\xc6\x05\n" +
+	"\x1bpenstock/v1/inference.proto\x12\vpenstock.v1\x1a\x17penstock/v1/types.proto\x1a\x19penstock/v1/weights.proto\"\x93\x06\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -2632,8 +2656,10 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\vmin_weights\x18\r \x01(\v2\x1b.penstock.v1.WeightsVersionR\n" +
 	"minWeights\x125\n" +
 	"\acontext\x18\x0e \x01(\v2\x1b.penstock.v1.ContextOptionsR\acontext\x12(\n" +
-	"\x05media\x18\x0f \x03(\v2\x12.penstock.v1.ImageR\x05mediaB\a\n" +
-	"\x05inputJ\x04\b\x10\x10\x15\"\xfe\x01\n" +
+	"\x05media\x18\x0f \x03(\v2\x12.penstock.v1.ImageR\x05media\x123\n" +
+	"\x13max_proposed_tokens\x18\x15 \x01(\rH\x01R\x11maxProposedTokens\x88\x01\x01B\a\n" +
+	"\x05inputB\x16\n" +
+	"\x14_max_proposed_tokensJ\x04\b\x10\x10\x15\"\xfe\x01\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -2652,7 +2678,7 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\treasoning\x18\a \x01(\tR\treasoning\x124\n" +
 	"\n" +
 	"tool_calls\x18\b \x03(\v2\x15.penstock.v1.ToolCallR\ttoolCalls\x12>\n" +
-	"\rhidden_states\x18\t \x01(\v2\x19.penstock.v1.HiddenStatesR\fhiddenStates\"\xc3\x06\n" +
+	"\rhidden_states\x18\t \x01(\v2\x19.penstock.v1.HiddenStatesR\fhiddenStates\"\x90\a\n" +
 	"\rStreamRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -2673,10 +2699,12 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\vmin_weights\x18\r \x01(\v2\x1b.penstock.v1.WeightsVersionR\n" +
 	"minWeights\x125\n" +
 	"\acontext\x18\x0e \x01(\v2\x1b.penstock.v1.ContextOptionsR\acontext\x12(\n" +
-	"\x05media\x18\x0f \x03(\v2\x12.penstock.v1.ImageR\x05media\x128\n" +
-	"\x16min_tokens_per_message\x18d \x01(\rH\x01R\x13minTokensPerMessage\x88\x01\x01\x12(\n" +
+	"\x05media\x18\x0f \x03(\v2\x12.penstock.v1.ImageR\x05media\x123\n" +
+	"\x13max_proposed_tokens\x18\x15 \x01(\rH\x01R\x11maxProposedTokens\x88\x01\x01\x128\n" +
+	"\x16min_tokens_per_message\x18d \x01(\rH\x02R\x13minTokensPerMessage\x88\x01\x01\x12(\n" +
 	"\x10tool_call_deltas\x18e \x01(\bR\x0etoolCallDeltasB\a\n" +
-	"\x05inputB\x19\n" +
+	"\x05inputB\x16\n" +
+	"\x14_max_proposed_tokensB\x19\n" +
 	"\x17_min_tokens_per_messageJ\x04\b\x10\x10\x15\"\xf6\x01\n" +
 	"\x0eStreamResponse\x126\n" +
 	"\astarted\x18\x01 \x01(\v2\x1a.penstock.v1.StreamStartedH\x00R\astarted\x120\n" +

@@ -238,9 +238,15 @@ type LoadTotals struct {
 	// Unit: tokens.
 	PaddingTokens uint64 `protobuf:"varint,11,opt,name=padding_tokens,json=paddingTokens,proto3" json:"padding_tokens,omitempty"`
 	// Where the time of the steps went.
-	StepTime      *StepTime `protobuf:"bytes,12,opt,name=step_time,json=stepTime,proto3" json:"step_time,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	StepTime *StepTime `protobuf:"bytes,12,opt,name=step_time,json=stepTime,proto3" json:"step_time,omitempty"`
+	// Tokens that were proposed for requests and checked by the model.
+	// Unit: tokens.
+	ProposedTokens uint64 `protobuf:"varint,13,opt,name=proposed_tokens,json=proposedTokens,proto3" json:"proposed_tokens,omitempty"`
+	// How many of those were accepted, so that they are among generated_tokens.
+	// Unit: tokens.
+	AcceptedTokens uint64 `protobuf:"varint,14,opt,name=accepted_tokens,json=acceptedTokens,proto3" json:"accepted_tokens,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *LoadTotals) Reset() {
@@ -355,6 +361,20 @@ func (x *LoadTotals) GetStepTime() *StepTime {
 		return x.StepTime
 	}
 	return nil
+}
+
+func (x *LoadTotals) GetProposedTokens() uint64 {
+	if x != nil {
+		return x.ProposedTokens
+	}
+	return 0
+}
+
+func (x *LoadTotals) GetAcceptedTokens() uint64 {
+	if x != nil {
+		return x.AcceptedTokens
+	}
+	return 0
 }
 
 // How many requests ended, by why. Each ended request is counted in exactly one field.
@@ -668,8 +688,11 @@ type LoadRates struct {
 	// Of the prompt tokens that were looked up in the prefix cache, those that were found; 0 without look-ups.
 	// Unit: share, from 0 to 1.
 	PrefixHitShare float64 `protobuf:"fixed64,7,opt,name=prefix_hit_share,json=prefixHitShare,proto3" json:"prefix_hit_share,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Of the tokens that were proposed, those that were accepted; 0 without proposals.
+	// Unit: share, from 0 to 1.
+	AcceptedShare float64 `protobuf:"fixed64,8,opt,name=accepted_share,json=acceptedShare,proto3" json:"accepted_share,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *LoadRates) Reset() {
@@ -747,6 +770,13 @@ func (x *LoadRates) GetPaddingShare() float64 {
 func (x *LoadRates) GetPrefixHitShare() float64 {
 	if x != nil {
 		return x.PrefixHitShare
+	}
+	return 0
+}
+
+func (x *LoadRates) GetAcceptedShare() float64 {
+	if x != nil {
+		return x.AcceptedShare
 	}
 	return 0
 }
@@ -1520,7 +1550,7 @@ const file_penstock_v1_telemetry_proto_rawDesc = "" +
 	"\x1bpenstock/v1/telemetry.proto\x12\vpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"l\n" +
 	"\x10WatchLoadRequest\x125\n" +
 	"\binterval\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\binterval\x12!\n" +
-	"\fmax_requests\x18\x02 \x01(\rR\vmaxRequests\"\x91\x04\n" +
+	"\fmax_requests\x18\x02 \x01(\rR\vmaxRequests\"\xe3\x04\n" +
 	"\n" +
 	"LoadTotals\x120\n" +
 	"\x05since\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12#\n" +
@@ -1535,7 +1565,9 @@ const file_penstock_v1_telemetry_proto_rawDesc = "" +
 	"\x0fcomputed_tokens\x18\n" +
 	" \x01(\x04R\x0ecomputedTokens\x12%\n" +
 	"\x0epadding_tokens\x18\v \x01(\x04R\rpaddingTokens\x122\n" +
-	"\tstep_time\x18\f \x01(\v2\x15.penstock.v1.StepTimeR\bstepTime\"\x87\x02\n" +
+	"\tstep_time\x18\f \x01(\v2\x15.penstock.v1.StepTimeR\bstepTime\x12'\n" +
+	"\x0fproposed_tokens\x18\r \x01(\x04R\x0eproposedTokens\x12'\n" +
+	"\x0faccepted_tokens\x18\x0e \x01(\x04R\x0eacceptedTokens\"\x87\x02\n" +
 	"\rEndedRequests\x12\x10\n" +
 	"\x03eos\x18\x01 \x01(\x04R\x03eos\x12\x12\n" +
 	"\x04stop\x18\x02 \x01(\x04R\x04stop\x12\x1d\n" +
@@ -1560,7 +1592,7 @@ const file_penstock_v1_telemetry_proto_rawDesc = "" +
 	"\x04pack\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x04pack\x125\n" +
 	"\bdispatch\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\bdispatch\x12-\n" +
 	"\x04wait\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x04wait\x12-\n" +
-	"\x04emit\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\x04emit\"\xdb\x02\n" +
+	"\x04emit\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\x04emit\"\x82\x03\n" +
 	"\tLoadRates\x127\n" +
 	"\x18prompt_tokens_per_second\x18\x01 \x01(\x01R\x15promptTokensPerSecond\x12=\n" +
 	"\x1bgenerated_tokens_per_second\x18\x02 \x01(\x01R\x18generatedTokensPerSecond\x129\n" +
@@ -1568,7 +1600,8 @@ const file_penstock_v1_telemetry_proto_rawDesc = "" +
 	"\x10steps_per_second\x18\x04 \x01(\x01R\x0estepsPerSecond\x12\"\n" +
 	"\rrows_per_step\x18\x05 \x01(\x01R\vrowsPerStep\x12#\n" +
 	"\rpadding_share\x18\x06 \x01(\x01R\fpaddingShare\x12(\n" +
-	"\x10prefix_hit_share\x18\a \x01(\x01R\x0eprefixHitShare\"\x87\x02\n" +
+	"\x10prefix_hit_share\x18\a \x01(\x01R\x0eprefixHitShare\x12%\n" +
+	"\x0eaccepted_share\x18\b \x01(\x01R\racceptedShare\"\x87\x02\n" +
 	"\rLoadLatencies\x12J\n" +
 	"\x13time_to_first_token\x18\x01 \x01(\v2\x1b.penstock.v1.LatencySummaryR\x10timeToFirstToken\x12<\n" +
 	"\vinter_token\x18\x02 \x01(\v2\x1b.penstock.v1.LatencySummaryR\n" +

@@ -2169,9 +2169,15 @@ type Usage struct {
 	ReasoningTokens uint32 `protobuf:"varint,4,opt,name=reasoning_tokens,json=reasoningTokens,proto3" json:"reasoning_tokens,omitempty"`
 	// How many of prompt_tokens stand for images.
 	// Unit: tokens.
-	ImageTokens   uint32 `protobuf:"varint,5,opt,name=image_tokens,json=imageTokens,proto3" json:"image_tokens,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	ImageTokens uint32 `protobuf:"varint,5,opt,name=image_tokens,json=imageTokens,proto3" json:"image_tokens,omitempty"`
+	// How many tokens were proposed for all outputs and checked by the model; 0 where GetServerInfo names no proposer.
+	// Unit: tokens.
+	ProposedTokens uint32 `protobuf:"varint,6,opt,name=proposed_tokens,json=proposedTokens,proto3" json:"proposed_tokens,omitempty"`
+	// How many of those were accepted, so that they are among completion_tokens.
+	// Unit: tokens.
+	AcceptedTokens uint32 `protobuf:"varint,7,opt,name=accepted_tokens,json=acceptedTokens,proto3" json:"accepted_tokens,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Usage) Reset() {
@@ -2235,6 +2241,20 @@ func (x *Usage) GetReasoningTokens() uint32 {
 func (x *Usage) GetImageTokens() uint32 {
 	if x != nil {
 		return x.ImageTokens
+	}
+	return 0
+}
+
+func (x *Usage) GetProposedTokens() uint32 {
+	if x != nil {
+		return x.ProposedTokens
+	}
+	return 0
+}
+
+func (x *Usage) GetAcceptedTokens() uint32 {
+	if x != nil {
+		return x.AcceptedTokens
 	}
 	return 0
 }
@@ -2545,13 +2565,15 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"generation\"r\n" +
 	"\vWeightsSpan\x12,\n" +
 	"\x12first_output_token\x18\x01 \x01(\rR\x10firstOutputToken\x125\n" +
-	"\aversion\x18\x02 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aversion\"\xd9\x01\n" +
+	"\aversion\x18\x02 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aversion\"\xab\x02\n" +
 	"\x05Usage\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\rR\fpromptTokens\x120\n" +
 	"\x14cached_prompt_tokens\x18\x02 \x01(\rR\x12cachedPromptTokens\x12+\n" +
 	"\x11completion_tokens\x18\x03 \x01(\rR\x10completionTokens\x12)\n" +
 	"\x10reasoning_tokens\x18\x04 \x01(\rR\x0freasoningTokens\x12!\n" +
-	"\fimage_tokens\x18\x05 \x01(\rR\vimageTokens\"\xd6\x01\n" +
+	"\fimage_tokens\x18\x05 \x01(\rR\vimageTokens\x12'\n" +
+	"\x0fproposed_tokens\x18\x06 \x01(\rR\x0eproposedTokens\x12'\n" +
+	"\x0faccepted_tokens\x18\a \x01(\rR\x0eacceptedTokens\"\xd6\x01\n" +
 	"\x06Timing\x12/\n" +
 	"\x05queue\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05queue\x12H\n" +
 	"\x13time_to_first_token\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x10timeToFirstToken\x12/\n" +

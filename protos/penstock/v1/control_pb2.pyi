@@ -403,6 +403,8 @@ class GetServerInfoResponse(_message.Message):
     MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
     MAX_REQUEST_BYTES_FIELD_NUMBER: _builtins.int
+    PROPOSER_FIELD_NUMBER: _builtins.int
+    MAX_PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """The version of Penstock."""
     instance_id: _builtins.str
@@ -438,6 +440,14 @@ class GetServerInfoResponse(_message.Message):
     """The most bytes of a request's message; a larger one is RESOURCE_EXHAUSTED MESSAGE_TOO_LARGE.
     Unit: bytes.
     """
+    proposer: _builtins.str
+    """Who proposes tokens that the model then checks, several in a step: "lookup", which finds them in the prompt and in
+    the output. Clients must take other names, too. Empty: nobody does.
+    """
+    max_proposed_tokens: _builtins.int
+    """The most tokens that are proposed for an output in a step; 0 without a proposer.
+    Unit: tokens.
+    """
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The devices that compute, one name for each."""
@@ -456,10 +466,12 @@ class GetServerInfoResponse(_message.Message):
         max_logprobs: _builtins.int = ...,
         devices: _abc.Iterable[_builtins.str] | None = ...,
         max_request_bytes: _builtins.int = ...,
+        proposer: _builtins.str = ...,
+        max_proposed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_revision", b"contract_revision", "devices", b"devices", "instance_id", b"instance_id", "kv_page_tokens", b"kv_page_tokens", "kv_pages_total", b"kv_pages_total", "max_chunk_bytes", b"max_chunk_bytes", "max_logprobs", b"max_logprobs", "max_queued_requests", b"max_queued_requests", "max_request_bytes", b"max_request_bytes", "max_running_requests", b"max_running_requests", "server_version", b"server_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_revision", b"contract_revision", "devices", b"devices", "instance_id", b"instance_id", "kv_page_tokens", b"kv_page_tokens", "kv_pages_total", b"kv_pages_total", "max_chunk_bytes", b"max_chunk_bytes", "max_logprobs", b"max_logprobs", "max_proposed_tokens", b"max_proposed_tokens", "max_queued_requests", b"max_queued_requests", "max_request_bytes", b"max_request_bytes", "max_running_requests", b"max_running_requests", "proposer", b"proposer", "server_version", b"server_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

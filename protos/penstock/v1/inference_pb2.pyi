@@ -69,6 +69,7 @@ class GenerateRequest(_message.Message):
     MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
     CONTEXT_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    MAX_PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's name, by which Abort finds it and errors tell of it.
     Default: the server makes one of 32 hexadecimal digits. Limits: at most 128 characters, without U+0000. Errors:
@@ -93,6 +94,12 @@ class GenerateRequest(_message.Message):
     """Requests with a higher number are served first, and take slots and pages of those with a lower one.
     Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY. Errors:
     UNIMPLEMENTED UNSUPPORTED_FEATURE for another number there.
+    """
+    max_proposed_tokens: _builtins.int
+    """The most tokens that are proposed for an output in a step, where GetServerInfo names a proposer; the model checks
+    them, and the outputs are the same as without. 0 turns that off for this request.
+    Unit: tokens. Default: the server's own bound, GetServerInfoResponse.max_proposed_tokens, which holds in any case.
+    Limits: 0 to 16.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _types_pb2.TokenIds:
@@ -171,13 +178,19 @@ class GenerateRequest(_message.Message):
         min_weights: _types_pb2.WeightsVersion | None = ...,
         context: _types_pb2.ContextOptions | None = ...,
         media: _abc.Iterable[_types_pb2.Image] | None = ...,
+        max_proposed_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "min_weights", b"min_weights", "output", b"output", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_proposed_tokens", b"_max_proposed_tokens", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "max_proposed_tokens", b"max_proposed_tokens", "min_weights", b"min_weights", "output", b"output", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "media", b"media", "min_weights", b"min_weights", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_proposed_tokens", b"_max_proposed_tokens", "adapter", b"adapter", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "max_proposed_tokens", b"max_proposed_tokens", "media", b"media", "min_weights", b"min_weights", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_proposed_tokens: _TypeAlias = _typing.Literal["max_proposed_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_proposed_tokens: _TypeAlias = _typing.Literal["_max_proposed_tokens", b"_max_proposed_tokens"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_proposed_tokens) -> _WhichOneofReturnType__max_proposed_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
@@ -319,6 +332,7 @@ class StreamRequest(_message.Message):
     MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
     CONTEXT_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    MAX_PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_PER_MESSAGE_FIELD_NUMBER: _builtins.int
     TOOL_CALL_DELTAS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -345,6 +359,12 @@ class StreamRequest(_message.Message):
     """Requests with a higher number are served first, and take slots and pages of those with a lower one.
     Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY. Errors:
     UNIMPLEMENTED UNSUPPORTED_FEATURE for another number there.
+    """
+    max_proposed_tokens: _builtins.int
+    """The most tokens that are proposed for an output in a step, where GetServerInfo names a proposer; the model checks
+    them, and the outputs are the same as without. 0 turns that off for this request.
+    Unit: tokens. Default: the server's own bound, GetServerInfoResponse.max_proposed_tokens, which holds in any case.
+    Limits: 0 to 16.
     """
     min_tokens_per_message: _builtins.int
     """The fewest tokens of a delta, but for the last one of an output and those that are about 1 MiB large: more tokens
@@ -432,17 +452,22 @@ class StreamRequest(_message.Message):
         min_weights: _types_pb2.WeightsVersion | None = ...,
         context: _types_pb2.ContextOptions | None = ...,
         media: _abc.Iterable[_types_pb2.Image] | None = ...,
+        max_proposed_tokens: _builtins.int | None = ...,
         min_tokens_per_message: _builtins.int | None = ...,
         tool_call_deltas: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_tokens_per_message", b"_min_tokens_per_message", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "min_tokens_per_message", b"min_tokens_per_message", "min_weights", b"min_weights", "output", b"output", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_proposed_tokens", b"_max_proposed_tokens", "_min_tokens_per_message", b"_min_tokens_per_message", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "max_proposed_tokens", b"max_proposed_tokens", "min_tokens_per_message", b"min_tokens_per_message", "min_weights", b"min_weights", "output", b"output", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_tokens_per_message", b"_min_tokens_per_message", "adapter", b"adapter", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "media", b"media", "min_tokens_per_message", b"min_tokens_per_message", "min_weights", b"min_weights", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "tool_call_deltas", b"tool_call_deltas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_proposed_tokens", b"_max_proposed_tokens", "_min_tokens_per_message", b"_min_tokens_per_message", "adapter", b"adapter", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "context", b"context", "input", b"input", "max_proposed_tokens", b"max_proposed_tokens", "media", b"media", "min_tokens_per_message", b"min_tokens_per_message", "min_weights", b"min_weights", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "tool_call_deltas", b"tool_call_deltas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_proposed_tokens: _TypeAlias = _typing.Literal["max_proposed_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_proposed_tokens: _TypeAlias = _typing.Literal["_max_proposed_tokens", b"_max_proposed_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_tokens_per_message: _TypeAlias = _typing.Literal["min_tokens_per_message"]  # noqa: Y015
     _WhichOneofArgType__min_tokens_per_message: _TypeAlias = _typing.Literal["_min_tokens_per_message", b"_min_tokens_per_message"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_proposed_tokens) -> _WhichOneofReturnType__max_proposed_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens_per_message) -> _WhichOneofReturnType__min_tokens_per_message | None: ...
     @_typing.overload

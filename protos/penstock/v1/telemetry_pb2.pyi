@@ -136,6 +136,8 @@ class LoadTotals(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     PADDING_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_TIME_FIELD_NUMBER: _builtins.int
+    PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Of requests that got as far as their first token; those of cached prefixes included.
     Unit: tokens.
@@ -166,6 +168,14 @@ class LoadTotals(_message.Message):
     """
     padding_tokens: _builtins.int
     """Tokens computed beyond those, because a compiled program has a fixed size.
+    Unit: tokens.
+    """
+    proposed_tokens: _builtins.int
+    """Tokens that were proposed for requests and checked by the model.
+    Unit: tokens.
+    """
+    accepted_tokens: _builtins.int
+    """How many of those were accepted, so that they are among generated_tokens.
     Unit: tokens.
     """
     @_builtins.property
@@ -199,10 +209,12 @@ class LoadTotals(_message.Message):
         computed_tokens: _builtins.int = ...,
         padding_tokens: _builtins.int = ...,
         step_time: Global___StepTime | None = ...,
+        proposed_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "since", b"since", "step_time", b"step_time", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "computed_tokens", b"computed_tokens", "ended", b"ended", "generated_tokens", b"generated_tokens", "padding_tokens", b"padding_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "since", b"since", "step_rows", b"step_rows", "step_time", b"step_time", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "computed_tokens", b"computed_tokens", "ended", b"ended", "generated_tokens", b"generated_tokens", "padding_tokens", b"padding_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "proposed_tokens", b"proposed_tokens", "recomputed_tokens", b"recomputed_tokens", "since", b"since", "step_rows", b"step_rows", "step_time", b"step_time", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -385,6 +397,7 @@ class LoadRates(_message.Message):
     ROWS_PER_STEP_FIELD_NUMBER: _builtins.int
     PADDING_SHARE_FIELD_NUMBER: _builtins.int
     PREFIX_HIT_SHARE_FIELD_NUMBER: _builtins.int
+    ACCEPTED_SHARE_FIELD_NUMBER: _builtins.int
     prompt_tokens_per_second: _builtins.float
     """Of requests that got as far as their first token; those of cached prefixes included.
     Unit: tokens per second.
@@ -413,6 +426,10 @@ class LoadRates(_message.Message):
     """Of the prompt tokens that were looked up in the prefix cache, those that were found; 0 without look-ups.
     Unit: share, from 0 to 1.
     """
+    accepted_share: _builtins.float
+    """Of the tokens that were proposed, those that were accepted; 0 without proposals.
+    Unit: share, from 0 to 1.
+    """
     def __init__(
         self,
         *,
@@ -423,10 +440,11 @@ class LoadRates(_message.Message):
         rows_per_step: _builtins.float = ...,
         padding_share: _builtins.float = ...,
         prefix_hit_share: _builtins.float = ...,
+        accepted_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_requests_per_second", b"ended_requests_per_second", "generated_tokens_per_second", b"generated_tokens_per_second", "padding_share", b"padding_share", "prefix_hit_share", b"prefix_hit_share", "prompt_tokens_per_second", b"prompt_tokens_per_second", "rows_per_step", b"rows_per_step", "steps_per_second", b"steps_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_share", b"accepted_share", "ended_requests_per_second", b"ended_requests_per_second", "generated_tokens_per_second", b"generated_tokens_per_second", "padding_share", b"padding_share", "prefix_hit_share", b"prefix_hit_share", "prompt_tokens_per_second", b"prompt_tokens_per_second", "rows_per_step", b"rows_per_step", "steps_per_second", b"steps_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

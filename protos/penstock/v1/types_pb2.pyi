@@ -1259,6 +1259,8 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     IMAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """The prompt after truncation, counted once, whatever n is.
     Unit: tokens.
@@ -1280,6 +1282,14 @@ class Usage(_message.Message):
     """How many of prompt_tokens stand for images.
     Unit: tokens.
     """
+    proposed_tokens: _builtins.int
+    """How many tokens were proposed for all outputs and checked by the model; 0 where GetServerInfo names no proposer.
+    Unit: tokens.
+    """
+    accepted_tokens: _builtins.int
+    """How many of those were accepted, so that they are among completion_tokens.
+    Unit: tokens.
+    """
     def __init__(
         self,
         *,
@@ -1288,10 +1298,12 @@ class Usage(_message.Message):
         completion_tokens: _builtins.int = ...,
         reasoning_tokens: _builtins.int = ...,
         image_tokens: _builtins.int = ...,
+        proposed_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "image_tokens", b"image_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "image_tokens", b"image_tokens", "prompt_tokens", b"prompt_tokens", "proposed_tokens", b"proposed_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

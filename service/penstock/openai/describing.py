@@ -107,7 +107,9 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
         completion_tokens=_COUNT,
         total_tokens=_COUNT,
         prompt_tokens_details=_always(cached_tokens=_COUNT),
-        completion_tokens_details=_always(reasoning_tokens=_COUNT),
+        completion_tokens_details=_always(
+            reasoning_tokens=_COUNT, accepted_prediction_tokens=_COUNT, rejected_prediction_tokens=_COUNT
+        ),
     ),
     "Model": _always(
         id=_TEXT,

@@ -139,6 +139,8 @@ def test_generate_json(server, capsys, more):
         "completion_tokens": 4,
         "reasoning_tokens": 2,
         "image_tokens": 0,
+        "proposed_tokens": 0,
+        "accepted_tokens": 0,
     }
 
 
@@ -169,6 +171,7 @@ def test_info(server, capsys):
         "  sampling           temperature 0, top_k 20",
         "  KV cache           100 pages of 16 tokens",
         "  KV cache           7 of 100 pages used",
+        "  speculation        lookup, up to 4 tokens in a step",
         "  state              paused",
         "  devices            cpu:0",
         "  features           chat, feature_42",

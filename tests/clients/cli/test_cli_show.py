@@ -55,7 +55,10 @@ def test_on_a_terminal_reasoning_is_dimmed_and_above_the_answer(rich_server, mon
     assert main(["generate", "p", "--n", "2", "--addr", rich_server.addr, *more]) == 0
     plain = screen.getvalue().replace("\x1b[22m\x1b[2m", "")
     assert plain == WHOLE.replace("Let me", "\x1b[2mHm, a city.\x1b[22m\nLet me")
-    assert "[eos, max_tokens: 5 tokens in 1.00 s, 5.0 tokens/s]" in capsys.readouterr().err
+    assert (
+        "[eos, max_tokens: 5 tokens in 1.00 s, 5.0 tokens/s; 4 of 6 proposed tokens accepted]"
+        in capsys.readouterr().err
+    )
 
 
 def test_json_has_all_of_it(rich_server, capsys):

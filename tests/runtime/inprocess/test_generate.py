@@ -320,6 +320,7 @@ def test_a_bar_counts_the_prompts_that_ended(engine: Engine, monkeypatch: pytest
         ({"n": 129}, InvalidRequest, "sampling.n"),
         ({"logprobs": 21}, InvalidRequest, "output.logprobs: must be at most 20"),
         ({"prompt_logprobs": -1}, InvalidRequest, "output.prompt_logprobs"),
+        ({"max_proposed_tokens": 17}, InvalidRequest, "max_proposed_tokens: must be from 0 to 16, not 17"),
         ({"request_id": "a\0b"}, InvalidRequest, "request_id"),
         ({"sampling": SamplingParams(temperature=-1)}, InvalidRequest, "sampling.temperature"),
         ({"sampling": SamplingParams(top_k=1.5)}, InvalidRequest, "sampling.top_k"),  # type: ignore[arg-type]

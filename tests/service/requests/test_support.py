@@ -128,6 +128,9 @@ EFFECTS = {
     "cache": f"{REAL}::test_salts_share_nothing",
     "cache.cache_salt": f"{REAL}::test_salts_share_nothing",
     "cache.bypass_prefix_cache": f"{REAL}::test_bypass_neither_reads_nor_adds",
+    "max_proposed_tokens": (
+        f"{GENERATE}::test_the_bound_of_proposals_reaches_the_engine_and_usage_tells_what_came_of_it"
+    ),
     "priority": f"{REAL}::test_a_higher_priority_overtakes",
     "constraint": f"{CONSTRAINTS}::test_every_kind",
     "constraint.json_schema": f"{CONSTRAINTS}::test_every_kind",

@@ -130,12 +130,19 @@ async def test_server_info():
         info = await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())
         assert info.instance_id == rig.server.instance_id
     assert info.server_version == version()
-    assert info.contract_revision == 7
+    assert info.contract_revision == 8
     assert info.max_request_bytes == 8 * 2**20
     assert info.max_chunk_bytes == 2 << 20
     assert (info.max_running_requests, info.max_queued_requests, info.max_logprobs) == (3, 5, 7)
     assert (info.kv_page_tokens, info.kv_pages_total) == (16, 3)
     assert list(info.devices) == ["fake:0"]
+
+
+@pytest.mark.parametrize(("speculation", "told"), [("off", ("", 0)), ("lookup", ("lookup", 6))])
+async def test_the_proposer_and_its_bound_are_told(speculation, told):
+    async with serving(fake(speculation=speculation, max_proposed_tokens=6)) as rig:
+        info = await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())
+    assert (info.proposer, info.max_proposed_tokens) == told
 
 
 async def test_a_model_that_takes_no_weight_updates_says_so():

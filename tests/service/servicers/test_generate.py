@@ -107,6 +107,19 @@ async def test_request_id_reaches_the_engine():
         assert rig.engine.seen[0].request_id == "mine"
 
 
+async def test_the_bound_of_proposals_reaches_the_engine_and_usage_tells_what_came_of_it():
+    """0 is a bound, too. The counts of both outputs are added up."""
+    engine = fake(proposed_tokens=5, accepted_tokens=3)
+    async with serving(engine) as rig:
+        reply = await answer(rig, generate("y", max_proposed_tokens=0, sampling={"n": 2}))
+        messages = await collect(rig.inference.Stream(stream("y", max_proposed_tokens=7)))
+        await answer(rig, generate("y"))
+    assert [request.max_proposed_tokens for request in rig.engine.seen] == [0, 0, 7, None]
+    assert (reply.usage.proposed_tokens, reply.usage.accepted_tokens) == (10, 6)
+    usage = messages[-1].summary.usage
+    assert (usage.proposed_tokens, usage.accepted_tokens) == (5, 3)
+
+
 async def test_model_may_be_named():
     async with serving() as rig:
         assert (await answer(rig, generate("y", model="fake"))).model == "fake"

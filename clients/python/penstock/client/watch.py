@@ -77,6 +77,10 @@ class LoadTotals:
     computed_tokens: int
     padding_tokens: int
     step_time: StepTime
+    proposed_tokens: int = 0
+    """Tokens that were proposed for requests and checked by the model."""
+    accepted_tokens: int = 0
+    """How many of those are among `generated_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,8 @@ class LoadRates:
     rows_per_step: float
     padding_share: float
     prefix_hit_share: float
+    accepted_share: float = 0.0
+    """Of the tokens that were proposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +208,8 @@ def _totals(message: telemetry_pb2.LoadTotals) -> LoadTotals:
         computed_tokens=message.computed_tokens,
         padding_tokens=message.padding_tokens,
         step_time=StepTime(*map(_seconds, (time.schedule, time.pack, time.dispatch, time.wait, time.emit))),
+        proposed_tokens=message.proposed_tokens,
+        accepted_tokens=message.accepted_tokens,
     )
 
 
@@ -214,6 +222,7 @@ def _rates(message: telemetry_pb2.LoadRates) -> LoadRates:
         rows_per_step=message.rows_per_step,
         padding_share=message.padding_share,
         prefix_hit_share=message.prefix_hit_share,
+        accepted_share=message.accepted_share,
     )
 
 

@@ -37,6 +37,9 @@ class RequestOptions(TypedDict, total=False):
     """The same for the prompt's tokens, in `Generation.prompt`."""
     hidden_states: bool | None
     """Return the hidden state from which each token was chosen, in `Output.hidden_states`."""
+    max_proposed_tokens: int | None
+    """The most tokens that are proposed for an output in a step, where the engine speculates; 0: none. By
+    default the engine's own bound, which holds in any case."""
     constraint: Constraint | None
     """What each output is held to: JsonSchema, JsonObject, Regex, Ebnf or Choice."""
     priority: int | None
@@ -88,6 +91,7 @@ _KINDS: Mapping[str, type] = {
     "logprobs": int,
     "prompt_logprobs": int,
     "hidden_states": bool,
+    "max_proposed_tokens": int,
     "priority": int,
     "return_text": bool,
     "skip_special_tokens": bool,
@@ -112,6 +116,7 @@ def job_of(engine: TextEngine, prompt: Prompt, options: RequestOptions) -> Job:
         logprobs=given.get("logprobs"),
         prompt_logprobs=given.get("prompt_logprobs"),
         hidden_states=given.get("hidden_states", False),
+        max_proposed_tokens=given.get("max_proposed_tokens"),
         grammar=None if constraint is None else grammar_of(constraint),
         context=given.get("context") or ContextParams(),
         cache=given.get("cache") or CacheParams(),

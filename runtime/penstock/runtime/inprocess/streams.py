@@ -180,6 +180,8 @@ class RunningRequest:
                 completion_tokens=sum(len(o.token_ids) for o in self._outputs),
                 reasoning_tokens=sum(o.reasoning_tokens for o in self._outputs),
                 image_tokens=self._image_tokens,
+                proposed_tokens=timing.proposed_tokens,
+                accepted_tokens=timing.accepted_tokens,
             ),
             timing=Timing.of(timing),
         )

@@ -79,6 +79,8 @@ class Job:
     """The request's span in that trace; empty where `trace_id` is."""
     hidden_states: bool = False
     """Whether the hidden state is wanted from which each token was chosen."""
+    max_proposed_tokens: int | None = None
+    """See `Request.max_proposed_tokens`."""
     return_text: bool = True
     """Whether the outputs become text. Stop strings, reasoning and calls of tools are found in text only."""
     skip_special_tokens: bool = True
@@ -127,6 +129,7 @@ class Job:
             priority=self.priority,
             prompt_logprobs=self.prompt_logprobs,
             hidden_states=self.hidden_states,
+            max_proposed_tokens=self.max_proposed_tokens,
             min_generation=self.min_generation,
             received_ns=self.received_ns,
             operation=self.operation,

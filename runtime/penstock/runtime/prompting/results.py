@@ -47,6 +47,10 @@ class Usage:
     """Of these, those of the reasoning, up to the one that completes its closing tag."""
     image_tokens: int = 0
     """Of the prompt's tokens, those that stand for its images."""
+    proposed_tokens: int = 0
+    """Tokens that were proposed for all outputs and checked by the model."""
+    accepted_tokens: int = 0
+    """Of these, those that became tokens of the outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

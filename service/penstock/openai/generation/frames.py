@@ -22,7 +22,11 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            "accepted_prediction_tokens": usage.accepted_tokens,
+            "rejected_prediction_tokens": usage.proposed_tokens - usage.accepted_tokens,
+        },
     }
 
 
@@ -43,6 +47,8 @@ def total_usage(parts: Iterable[Usage]) -> Usage:
         cached_prompt_tokens=sum(part.cached_prompt_tokens for part in parts),
         completion_tokens=sum(part.completion_tokens for part in parts),
         reasoning_tokens=sum(part.reasoning_tokens for part in parts),
+        proposed_tokens=sum(part.proposed_tokens for part in parts),
+        accepted_tokens=sum(part.accepted_tokens for part in parts),
     )
 
 

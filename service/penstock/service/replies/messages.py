@@ -254,6 +254,8 @@ def usage(
         completion_tokens=num_completion_tokens,
         reasoning_tokens=num_reasoning_tokens,
         image_tokens=num_image_tokens,
+        proposed_tokens=times.proposed_tokens if times else 0,
+        accepted_tokens=times.accepted_tokens if times else 0,
     )
 
 

@@ -40,6 +40,7 @@ from penstock.runtime.prompting.prompts import (
 from penstock.runtime.requests.grammar import MAX_CHOICES, Grammar, GrammarKind
 from penstock.runtime.requests.request import (
     MAX_OUTPUTS,
+    MAX_PROPOSED_TOKENS,
     MAX_REQUEST_ID_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -545,6 +546,9 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     if output.hidden_states and not return_token_ids:
         bad.add("output.hidden_states", "needs output.token_ids: hidden states stand beside token ids")
     cache = bad.build(lambda: CacheParams(message.cache.cache_salt, message.cache.bypass_prefix_cache))
+    max_proposed = message.max_proposed_tokens if message.HasField("max_proposed_tokens") else None
+    if max_proposed is not None and max_proposed > MAX_PROPOSED_TOKENS:
+        bad.add("max_proposed_tokens", f"must be from 0 to {MAX_PROPOSED_TOKENS}, not {max_proposed}")
     if message.stopping.stop and not return_text:
         bad.add("stopping.stop", "needs output.text: stop strings are searched in the text")
     if isinstance(prompt, ChatPrompt) and prompt.chat.ends_at_call and not return_text:
@@ -564,6 +568,7 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         hidden_states=output.hidden_states,
+        max_proposed_tokens=max_proposed,
         grammar=grammar,
         context=context,
         cache=cache,

@@ -178,7 +178,7 @@ def _tokenizer_info(text: Text) -> control_pb2.TokenizerInfo:
     )
 
 
-CONTRACT_REVISION = 7
+CONTRACT_REVISION = 8
 _WATCH_LOAD = "penstock.v1.ControlService/WatchLoad"
 _TOKEN_COST = 8
 """The cost of turning one token into text, in bytes of a message (see `Lanes.convert`)."""
@@ -270,6 +270,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     ) -> control_pb2.GetServerInfoResponse:
         """Tell the limits that are fixed at start."""
         config, info = self._engine.config, self._engine.info
+        speculates = config.speculation != "off"
         return control_pb2.GetServerInfoResponse(
             server_version=self._version,
             instance_id=self._instance_id,
@@ -282,6 +283,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             max_logprobs=config.max_logprobs,
             devices=info.devices,
             max_request_bytes=self._max_request_bytes,
+            proposer=config.speculation if speculates else "",
+            max_proposed_tokens=config.max_proposed_tokens if speculates else 0,
         )
 
     async def GetLoad(

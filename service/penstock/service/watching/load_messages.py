@@ -99,6 +99,8 @@ def _totals(metrics: EngineMetrics) -> telemetry_pb2.LoadTotals:
             wait=_duration(time_s.get("wait", 0.0)),
             emit=_duration(time_s.get("emit", 0.0)),
         ),
+        proposed_tokens=totals.proposed_tokens,
+        accepted_tokens=totals.accepted_tokens,
     )
 
 
@@ -111,6 +113,7 @@ def _rates(rates: EngineRates) -> telemetry_pb2.LoadRates:
         rows_per_step=rates.rows_per_step,
         padding_share=rates.padding_share,
         prefix_hit_share=rates.prefix_hit_share,
+        accepted_share=rates.accepted_share,
     )
 
 

@@ -66,6 +66,7 @@ def test_every_option_lands_in_its_field():
         skip_special_tokens=False,
         echo_prompt_token_ids=True,
         hidden_states=True,
+        max_proposed_tokens=0,
         media=[Image(b"one", "image/png"), Image(b"two")],
         constraint=Choice(["yes", "no"]),
         cache_salt="s",
@@ -92,7 +93,7 @@ def test_every_option_lands_in_its_field():
         }
         constraint { choice { choices: "yes" choices: "no" } }
         cache { cache_salt: "s" bypass_prefix_cache: true }
-        min_weights { generation: 7 }
+        min_weights { generation: 7 } max_proposed_tokens: 0
         context { truncation: TRUNCATION_LEFT reserve_tokens: 6 cap_max_tokens: true }
         media { data: "one" media_type: "image/png" } media { data: "two" }
         """

@@ -217,7 +217,11 @@ def test_usage_at_the_end() -> None:
         "completion_tokens": 3,
         "total_tokens": 8,
         "prompt_tokens_details": {"cached_tokens": 4},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
 
 

@@ -1,4 +1,4 @@
-"""What answers of the OpenAI front say of tokens: those of the reasoning, and all that the ledger counts."""
+"""What answers of the OpenAI front say of tokens: of reasoning, of proposals, and all the ledger counts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ WRITTEN = [THINK, *ids("Hm."), END_THINK, *ids("Hi"), EOS]
 
 
 async def test_every_endpoint_tells_them() -> None:
-    """Five tokens are the reasoning: three letters and the two tags."""
-    engine = fake(codec=qwen_codec(), vocab_size=QWEN_VOCAB, scripts={"u:hi|a:": WRITTEN})
+    """Five tokens are the reasoning: three letters and the two tags. Of five that were proposed, three were
+    accepted; two prompts with two choices each have four times as many.
+    """
+    scripts = {"u:hi|a:": WRITTEN}
+    engine = fake(
+        codec=qwen_codec(), vocab_size=QWEN_VOCAB, scripts=scripts, proposed_tokens=5, accepted_tokens=3
+    )
     async with front_rig(engine) as rig:
         chat = await rig.openai.chat.completions.create(
             model="fake", messages=[{"role": "user", "content": "hi"}]
@@ -30,11 +35,18 @@ async def test_every_endpoint_tells_them() -> None:
         )
         last = [chunk async for chunk in chunks][-1]
         response = await rig.openai.responses.create(model="fake", input="hi")
+        texts = await rig.openai.completions.create(model="fake", prompt=["a", "b"], n=2, max_tokens=2)
     for usage in (chat.usage, last.usage):
         assert usage is not None
         assert usage.completion_tokens == len(WRITTEN)
         assert usage.completion_tokens_details is not None
         assert usage.completion_tokens_details.reasoning_tokens == 5
+        assert usage.completion_tokens_details.accepted_prediction_tokens == 3
+        assert usage.completion_tokens_details.rejected_prediction_tokens == 2
+    assert texts.usage is not None
+    assert texts.usage.completion_tokens_details is not None
+    assert texts.usage.completion_tokens_details.accepted_prediction_tokens == 12
+    assert texts.usage.completion_tokens_details.rejected_prediction_tokens == 8
     assert response.usage is not None
     assert response.usage.output_tokens_details.reasoning_tokens == 5
 

@@ -197,6 +197,13 @@ REQUEST = Group(
             "N",
             read.whole(-(2**31), 2**31 - 1),
         ),
+        Flag(
+            "--max-proposed-tokens",
+            "most tokens proposed at a time, if `penstock info` shows speculation; 0: none; the answer stays "
+            "the same",
+            "N",
+            read.whole(0, 16),
+        ),
         Flag("--cache-salt", "share cached prefixes only with requests that have this salt", "TEXT", str),
         Flag(
             "--no-prefix-cache",

@@ -115,4 +115,6 @@ def _ending(answer: Generation) -> str:
     rate = f", {made / total:.1f} tokens/s" if total > 0 else ""
     found = answer.usage.cached_prompt_tokens
     cached = f"; {found} of {answer.usage.prompt_tokens} prompt tokens cached" if found else ""
-    return f"[{reasons}: {made} tokens in {total:.2f} s{rate}{cached}]"
+    proposed = answer.usage.proposed_tokens
+    accepted = f"; {answer.usage.accepted_tokens} of {proposed} proposed tokens accepted" if proposed else ""
+    return f"[{reasons}: {made} tokens in {total:.2f} s{rate}{cached}{accepted}]"

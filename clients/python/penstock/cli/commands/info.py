@@ -67,6 +67,12 @@ def _images(limits: ImageLimits | None) -> str:
     )
 
 
+def _speculation(server: ServerInfo) -> str:
+    if not server.proposer:
+        return "off"
+    return f"{server.proposer}, up to {server.max_proposed_tokens} tokens in a step"
+
+
 def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
     """Format three groups of names and values."""
     # Values without an effect are left out.
@@ -96,6 +102,7 @@ def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
             "requests": f"{server.max_running_requests} running, {server.max_queued_requests} queued at most",
             "KV cache": f"{server.kv_pages_total} pages of {server.kv_page_tokens} tokens",
             "log-probabilities": f"{server.max_logprobs} at most",
+            "speculation": _speculation(server),
             "request": f"{server.max_request_bytes / 2**20:.3g} MiB at most",
         },
         "load": {

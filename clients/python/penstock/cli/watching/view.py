@@ -201,8 +201,9 @@ def _work(report: LoadReport) -> RenderableType:
     steps = f"{figures.count(rates.steps_per_second)} steps/s, {figures.count(rates.rows_per_step)} rows each"
     hits = f"prefix hits {figures.share(rates.prefix_hit_share)}"
     ended = f"{figures.count(rates.ended_requests_per_second)} ended/s"
+    accepted = f", accepted {figures.share(rates.accepted_share)}" if totals.proposed_tokens else ""
     return Group(
-        _line(f"{steps}, padding {figures.share(rates.padding_share)}"),
+        _line(f"{steps}, padding {figures.share(rates.padding_share)}{accepted}"),
         _line(f"{hits}, {ended}, {figures.count(totals.preemptions)} preempted"),
     )
 

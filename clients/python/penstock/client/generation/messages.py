@@ -81,6 +81,8 @@ def usage(message: types_pb2.Usage) -> results.Usage:
         message.completion_tokens,
         message.reasoning_tokens,
         message.image_tokens,
+        message.proposed_tokens,
+        message.accepted_tokens,
     )
 
 
@@ -211,6 +213,8 @@ def server_info(message: control_pb2.GetServerInfoResponse) -> server_values.Ser
         max_logprobs=message.max_logprobs,
         devices=tuple(message.devices),
         max_request_bytes=message.max_request_bytes,
+        proposer=message.proposer,
+        max_proposed_tokens=message.max_proposed_tokens,
     )
 
 

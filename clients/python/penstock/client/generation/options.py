@@ -177,6 +177,11 @@ class RequestOptions(ChatOptions, SamplingOptions, total=False):
     hidden_states: bool | None
     """Return the hidden state from which each token was drawn, in `Output.hidden_states`."""
 
+    max_proposed_tokens: int | None
+    """The most tokens that are proposed for an output in a step, where `ServerInfo.proposer` names somebody.
+    0 turns that off for this request, which changes its speed and not its outputs.
+    """
+
     constraint: Constraint | None
     """What the output must match: JsonSchema, JsonObject, Regex, Ebnf or Choice."""
 
@@ -205,6 +210,7 @@ def _paths(parent: str, *names: str) -> dict[str, str]:
 
 FIELDS: Mapping[str, str] = {
     **{name: name for name in ("media", "request_id", "model", "adapter", "priority", "constraint")},
+    "max_proposed_tokens": "max_proposed_tokens",
     "min_weights": "min_weights.generation",
     **_paths("sampling", *types_pb2.SamplingParams.DESCRIPTOR.fields_by_name),
     **_paths("stopping", "max_tokens", "min_tokens", "stop", "stop_token_ids"),

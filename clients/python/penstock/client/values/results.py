@@ -90,6 +90,10 @@ class Usage:
     """How many of the generated tokens belong to the reasoning, its tags included."""
     image_tokens: int = 0
     """How many of the prompt's tokens stand for images."""
+    proposed_tokens: int = 0
+    """How many tokens were proposed for the outputs and checked by the model, see `ServerInfo.proposer`."""
+    accepted_tokens: int = 0
+    """How many of those became tokens of the outputs."""
 
 
 @dataclass(frozen=True, slots=True)

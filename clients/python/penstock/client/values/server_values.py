@@ -135,6 +135,10 @@ class ServerInfo:
     devices: tuple[str, ...]
     max_request_bytes: int = 0
     """The largest message of a request; 0 if the server did not say."""
+    proposer: str = ""
+    """Who proposes tokens that the model then checks, several in a step, such as "lookup"; empty: nobody."""
+    max_proposed_tokens: int = 0
+    """The most tokens that are proposed for an output in a step."""
 
 
 @dataclass(frozen=True, slots=True)
