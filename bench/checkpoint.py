@@ -4,9 +4,11 @@ there, to measure speed without a real one.
     python -m bench.checkpoint --out DIR
     python -m bench.checkpoint --config tests/support/models/published/Qwen3.5-0.8B.json --out DIR
 
-Tokens mean nothing, but every product, read and write has the size that it has in the real model. Weights are
-normal with deviation 0.02 (weights of norms around 1), so activations stay finite. One seed always writes the
-same file. Tensors are written block by block, so memory stays small however large the model is.
+With --copies N the model repeats a prompt of N tokens, for the workloads on speculation (`bench.copying`).
+Else tokens mean nothing, but every product, read and write has the size that it has in the real model.
+Weights are normal with deviation 0.02 (weights of norms around 1), so activations stay finite. One seed
+always writes the same file. Tensors are written block by block, so memory stays small however large the model
+is.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from bench import copying
 from penstock.runtime.models.params import load_rules
 from penstock.runtime.models.registry import parse_config
 
@@ -89,7 +93,7 @@ def config_json(shape: Shape) -> dict[str, Any]:
         "num_key_value_heads": shape.num_kv_heads,
         "rms_norm_eps": 1e-6,
         "rope_scaling": None,
-        "rope_theta": 1_000_000,
+        "rope_theta": copying.ROPE_THETA,
         "sliding_window": None,
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
@@ -162,9 +166,14 @@ def make_tokenizer(num_words: int) -> Tokenizer:
     return tokenizer
 
 
-def write_checkpoint(directory: Path, shape: Shape, seed: int = 0) -> None:
-    """Write model.safetensors, config.json, generation_config.json and the tokenizer's files."""
-    _write(directory, config_json(shape), tensor_shapes(shape), shape.num_words, seed)
+def write_checkpoint(directory: Path, shape: Shape, seed: int = 0, copies: int | None = None) -> None:
+    """Write model.safetensors, config.json, generation_config.json and the tokenizer's files. `copies`: the
+    length of prompts that the model repeats; None: it repeats none.
+    """
+    of_name = None
+    if copies is not None:
+        of_name = partial(copying.tensor, shape, num_prompt=copies)
+    _write(directory, config_json(shape), tensor_shapes(shape), shape.num_words, seed, of_name)
 
 
 def write_checkpoint_of(directory: Path, published: Mapping[str, Any], seed: int = 0) -> int:
@@ -196,7 +205,9 @@ def _write(
     shapes: dict[str, tuple[int, ...]],
     num_words: int,
     seed: int,
+    of_name: Callable[..., Iterator[NDArray[Any]] | None] | None = None,
 ) -> None:
+    """`of_name` makes the blocks of a tensor, or None for one that is random."""
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", config)
     _write_json(
@@ -221,8 +232,9 @@ def _write(
     with part.open("wb") as file:
         file.write(safetensors_header(shapes))
         for name, size in shapes.items():
-            for block in blocks(math.prod(size), 1.0 if "norm" in name else 0.0, draw):
-                file.write(block.tobytes())
+            made = None if of_name is None else of_name(name, size, draw=draw)
+            for block in made or blocks(math.prod(size), 1.0 if "norm" in name else 0.0, draw):
+                file.write(block.astype(ml_dtypes.bfloat16).tobytes())
     part.replace(directory / "model.safetensors")  # renamed last, so a file of this name is always complete
 
 
@@ -237,10 +249,13 @@ def main() -> int:
     which.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="default: %(default)s")
     which.add_argument("--config", type=Path, metavar="FILE", help="the config.json of another model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--copies", type=int, metavar="N", help="the model repeats prompts of N tokens")
     args = parser.parse_args()
+    if args.copies is not None and args.config is not None:
+        parser.error("--copies: goes with --shape only")
     if args.config is None:
         shape = SHAPES[args.shape]
-        write_checkpoint(args.out, shape, args.seed)
+        write_checkpoint(args.out, shape, args.seed, args.copies)
         parameters = sum(map(math.prod, tensor_shapes(shape).values()))
     else:
         published = json.loads(args.config.read_text(encoding="utf-8"))

@@ -1,6 +1,7 @@
 """The workloads, as a table. Pure and without dependencies, because the runner of every engine imports it.
 
-All workloads are greedy, ignore end tokens and give token ids. A repeat is one or more waves; the jobs of a
+All workloads are greedy, ignore end tokens and give token ids. Tokens are random, but for the workloads on
+speculation, whose prompts are text (`bench.texts`). A repeat is one or more waves; the jobs of a
 wave are submitted together, and all end before the next wave begins. Every repeat has the same lengths and
 other tokens, so a prefix cache can help only within a repeat.
 """
@@ -12,6 +13,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+
+from bench.texts import STORIES, words
 
 WARMUP = -1
 """The number of the repeat that runs first and is not counted."""
@@ -42,6 +45,8 @@ class Group:
     output: tuple[int, int]
     shared_prompt: int = 0
     after_tokens: int = 0
+    text: str = ""
+    """"words": prompts are parts of `bench.texts.words`; "stories": of its STORIES; "": of random tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,10 @@ def _one(count: int, prompt: int, output: int) -> tuple[Group, ...]:
     return (Group(count, (prompt, prompt), (output, output)),)
 
 
+def _copied(count: int) -> tuple[Group, ...]:
+    return (Group(count, (1000, 1000), (256, 256), text="words"),)
+
+
 def _concurrent(count: int) -> Workload:
     title = f"{count} at once, 128 in, 64 out"
     return Workload(f"C{count}", title, _one(count, 128, 64), ("output_tokens_per_s",))
@@ -72,6 +81,10 @@ MAIN = ("W1", "W2", "W3", "W4", "W5", "W6")
 LARGE = ("L1", "L2")
 """Like W1 and W2 and shorter, for models of which a slow machine reads the weights for a third of a second.
 """
+
+SPECULATION = ("S1", "S1x4", "S1x16", "S2")
+"""S1 measures what its title says only with a checkpoint that repeats prompts of 1,000 tokens, and S2 with
+the demo model."""
 
 TABLE: Mapping[str, Workload] = MappingProxyType(
     {
@@ -114,6 +127,27 @@ TABLE: Mapping[str, Workload] = MappingProxyType(
                 ("decode_tokens_per_s", "prefill_tokens_per_s"),
             ),
             Workload("L2", "16 at once, 32 in, 16 out", _one(16, 32, 16), ("output_tokens_per_s",)),
+            Workload(
+                "S1",
+                "1 request that repeats text, 1000 in, 256 out",
+                _copied(1),
+                ("decode_tokens_per_s", "itl_p50_ms"),
+            ),
+            *(
+                Workload(
+                    f"S1x{count}",
+                    f"{count} at once that repeat text, 1000 in, 256 out",
+                    _copied(count),
+                    ("output_tokens_per_s", "decode_tokens_per_s"),
+                )
+                for count in (4, 16)
+            ),
+            Workload(
+                "S2",
+                "1 story of the demo model, 12 in, 256 out",
+                (Group(1, (12, 12), (256, 256), text="stories"),),
+                ("decode_tokens_per_s", "itl_p50_ms"),
+            ),
             *map(_concurrent, LEVELS),
         )
     }
@@ -131,8 +165,16 @@ def jobs(workload: Workload, repeat: int, num_words: int) -> Wave:
     made: list[Job] = []
     for group in workload.groups:
         shared = tokens.choices(range(num_words), k=group.shared_prompt)
-        for _ in range(group.count):
-            own = tokens.choices(range(num_words), k=lengths.randint(*group.prompt))
+        for i in range(group.count):
+            length = lengths.randint(*group.prompt)
+            if group.text == "stories":
+                story = STORIES[(repeat + i) % len(STORIES)]
+                own = [token % num_words for token in story[:length]]
+            elif group.text == "words":
+                start = tokens.randrange(len(words(num_words)) - length)
+                own = list(words(num_words)[start : start + length])
+            else:
+                own = tokens.choices(range(num_words), k=length)
             made.append(Job((*shared, *own), lengths.randint(*group.output), group.after_tokens))
     return tuple(made)
 
@@ -143,10 +185,10 @@ def waves(workload: Workload, repeat: int, num_words: int) -> tuple[Wave, ...]:
 
 
 def select(names: Sequence[str]) -> tuple[Workload, ...]:
-    """Workloads by name; "main", "concurrency" and "large" stand for their lists. Raises ValueError for an
-    unknown name.
+    """Workloads by name; "main", "concurrency", "large" and "speculation" stand for their lists. Raises
+    ValueError for an unknown name.
     """
-    lists = {"main": MAIN, "concurrency": CONCURRENCY, "large": LARGE}
+    lists = {"main": MAIN, "concurrency": CONCURRENCY, "large": LARGE, "speculation": SPECULATION}
     wanted = [name for given in names for name in lists.get(given, (given,))]
     if unknown := sorted(set(wanted) - set(TABLE)):
         raise ValueError(f"no workload {', '.join(unknown)}; there are {', '.join([*TABLE, *lists])}")

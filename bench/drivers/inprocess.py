@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.measures.record import own_peak_rss_bytes
-from bench.measures.steps import StepRecorder, summary
+from bench.measures.steps import StepRecorder, accepted_by_position, summary
 from bench.workloads import Job
 from penstock.cli.measuring.stats import RequestTrace
 from penstock.runtime import Engine, EngineConfig
@@ -29,6 +29,7 @@ class Collector:
         self.arrivals: dict[str, list[tuple[float, int]]] = {request_id: [] for request_id in ids}
         self.ended: dict[str, float] = {}
         self.errors: dict[str, str] = {}
+        self.proposed_tokens = self.accepted_tokens = 0
         self._changed = threading.Condition()
 
     def __call__(self, outputs: Sequence[StepOutput]) -> None:
@@ -41,6 +42,9 @@ class Collector:
                     self.errors[output.request_id] = str(output.error)
                 if output.last:
                     self.ended[output.request_id] = now
+                    # the engine may be an older one (`bench.compare`), whose timing has no such numbers
+                    self.proposed_tokens += getattr(output.timing, "proposed_tokens", 0)
+                    self.accepted_tokens += getattr(output.timing, "accepted_tokens", 0)
             self._changed.notify_all()
 
     def wait_for_tokens(self, ids: Sequence[str], count: int) -> None:
@@ -82,6 +86,7 @@ class InProcess:
             "newly_compiled": len(_entries(config.compilation_cache) - kept),
         }
         self._wave = 0
+        self._proposed_tokens = self._accepted_tokens = 0
 
     def run_wave(self, jobs: Sequence[Job]) -> list[RequestTrace]:
         self._wave += 1
@@ -103,6 +108,8 @@ class InProcess:
                 self.engine.abort(all_requests=True)
                 raise ValueError(f"refused: {error}") from error
         sink.wait_for_end()
+        self._proposed_tokens += sink.proposed_tokens
+        self._accepted_tokens += sink.accepted_tokens
         return [
             RequestTrace(
                 sent[i], tuple(sink.arrivals[i]), sink.ended[i], len(job.token_ids), sink.errors.get(i)
@@ -111,10 +118,15 @@ class InProcess:
         ]
 
     def about_repeat(self) -> Mapping[str, Any]:
+        counts = {"proposed_tokens": self._proposed_tokens, "accepted_tokens": self._accepted_tokens}
+        self._proposed_tokens = self._accepted_tokens = 0
+        records = self.take_steps()
         return {
             "peak_rss_bytes": own_peak_rss_bytes(),
             "compiles_after_warmup": self.engine.compiles_after_warmup,
-            "steps": summary(self.take_steps()),
+            "steps": summary(records),
+            "accepted_by_position": accepted_by_position(records),
+            **counts,
         }
 
     def take_steps(self) -> list[StepRecord]:

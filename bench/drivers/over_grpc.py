@@ -16,7 +16,7 @@ from bench.drivers.options import serve_arguments
 from bench.measures.record import peak_rss_bytes
 from bench.workloads import Job
 from penstock.cli.measuring.stats import RequestTrace
-from penstock.client import AsyncClient, Delta, PenstockClientError
+from penstock.client import AsyncClient, Delta, PenstockClientError, Summary, Usage
 
 _READY = "penstock: ready on "
 _STOP_S = 30.0
@@ -41,14 +41,21 @@ class OverGrpc:
         if line is None:
             raise RuntimeError(f"the server ended with {self._server.wait()}; see {log}")
         self.startup = {"ready_s": round(time.perf_counter() - began, 2)}
+        self._proposed_tokens = self._accepted_tokens = 0
         self._runner = asyncio.Runner()
         self._client = self._runner.run(_connect(line.removeprefix(_READY).strip()))
 
     def run_wave(self, jobs: Sequence[Job]) -> list[RequestTrace]:
-        return self._runner.run(_wave(self._client, jobs))
+        traces, usages = self._runner.run(_wave(self._client, jobs))
+        for usage in usages:  # of an older client perhaps (`bench.compare`), which has no such numbers
+            self._proposed_tokens += getattr(usage, "proposed_tokens", 0)
+            self._accepted_tokens += getattr(usage, "accepted_tokens", 0)
+        return traces
 
     def about_repeat(self) -> Mapping[str, Any]:
-        return {"peak_rss_bytes": peak_rss_bytes(self._server.pid)}
+        counts = {"proposed_tokens": self._proposed_tokens, "accepted_tokens": self._accepted_tokens}
+        self._proposed_tokens = self._accepted_tokens = 0
+        return {"peak_rss_bytes": peak_rss_bytes(self._server.pid), **counts}
 
     def close(self) -> None:
         self._runner.run(self._client.close())
@@ -82,8 +89,10 @@ class _Early:
             await self._changed.wait_for(lambda: all(have >= count for have in self._counts.values()))
 
 
-async def _wave(client: AsyncClient, jobs: Sequence[Job]) -> list[RequestTrace]:
+async def _wave(client: AsyncClient, jobs: Sequence[Job]) -> tuple[list[RequestTrace], list[Usage]]:
     early = _Early(jobs) if any(job.after_tokens for job in jobs) else None
+
+    usages: list[Usage] = []
 
     async def one(index: int, job: Job) -> RequestTrace:
         if early is not None and job.after_tokens:
@@ -105,10 +114,12 @@ async def _wave(client: AsyncClient, jobs: Sequence[Job]) -> list[RequestTrace]:
                     arrivals.append((time.perf_counter(), len(event.token_ids)))
                     if early is not None:
                         await early.add(index, len(event.token_ids))
+                elif isinstance(event, Summary):
+                    usages.append(event.usage)
         except PenstockClientError as failure:
             error = str(failure)
         return RequestTrace(sent, tuple(arrivals), time.perf_counter(), len(job.token_ids), error)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(index, job)) for index, job in enumerate(jobs)]
-    return [task.result() for task in tasks]
+    return [task.result() for task in tasks], usages

@@ -31,7 +31,9 @@ class Driver(Protocol):
         ...
 
     def about_repeat(self) -> Mapping[str, Any]:
-        """Facts about the repeat that has just ended, such as `peak_rss_bytes`."""
+        """Facts about the repeat that has just ended, such as `peak_rss_bytes`. `proposed_tokens` and
+        `accepted_tokens` are those of the requests since the last call.
+        """
         ...
 
 
@@ -74,7 +76,7 @@ def measure(driver: Driver, session: Session) -> dict[str, list[dict[str, float]
                     continue
                 results.setdefault(workload.name, []).append(found)
                 named = ", ".join(f"{name} {found[name]:.4g}" for name in workload.figures if name in found)
-                session.say(f"{workload.name} repeat {repeat}: {named}")
+                session.say(f"{workload.name} repeat {repeat}: {named}{proposals(more)}")
                 if session.output is not None:
                     line = {"workload": workload.name, "title": workload.title, "repeat": repeat}
                     record.write_line(session.output, line | {"figures": found} | more | about)
@@ -82,6 +84,12 @@ def measure(driver: Driver, session: Session) -> dict[str, list[dict[str, float]
             session.say(f"{workload.name} failed: {shortened(str(error))}")
     session.say(f"\n{session.engine} ({about['commit']}), {dict(session.startup)}\n\n{table(results)}")
     return results
+
+
+def proposals(about: Mapping[str, Any]) -> str:
+    """What was proposed in a repeat, as an end of its line; empty where nothing was."""
+    counts = about.get("proposed_tokens"), about.get("accepted_tokens")
+    return "" if not counts[0] else f", {counts[1]} of {counts[0]} proposed tokens accepted"
 
 
 def all_ran(results: Mapping[str, Sequence[Any]], session: Session) -> bool:
@@ -116,7 +124,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--workloads",
         default=",".join(MAIN),
         metavar="W1,W2",
-        help='names, or "main" (the default), "concurrency" or "large"',
+        help='names, or "main" (the default), "concurrency", "large" or "speculation"',
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="append JSON lines, one per repeat")
     parser.add_argument(

@@ -81,3 +81,14 @@ def summary(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
                 found[kind] |= {f"{phase}_p{p}_us": round(percentile(values, p), 1) for p in (50, 90, 99)}
                 found[kind][f"{phase}_max_us"] = round(max(values), 1)
     return found
+
+
+def accepted_by_position(records: Sequence[StepRecord]) -> list[tuple[int, int]]:
+    """For each position of proposals, how many tokens were proposed there, and how many of these accepted."""
+    found: list[tuple[int, int]] = []
+    for record in records:
+        for one in record.speculated:
+            found += [(0, 0)] * (len(one.proposed) - len(found))
+            for i, (proposed, accepted) in enumerate(zip(one.proposed, one.accepted, strict=True)):
+                found[i] = found[i][0] + proposed, found[i][1] + accepted
+    return found

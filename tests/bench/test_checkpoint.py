@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from safetensors.flax import load_file
 from tokenizers import Tokenizer
 
 from bench.checkpoint import SHAPES, tensor_shapes, write_checkpoint, write_checkpoint_of
+from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParams
 from penstock.runtime.loading.checkpoint import load_config
 from tests.support.goldens import GOLDEN
 
 TINY = SHAPES["tiny"]
+SIZES = EngineConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=256, kv_cache_bytes=2**20)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,24 @@ def test_a_seed_writes_the_same_file(directory, tmp_path):
     ours = (directory / "model.safetensors").read_bytes()
     assert (tmp_path / "3" / "model.safetensors").read_bytes() == ours
     assert (tmp_path / "4" / "model.safetensors").read_bytes() != ours
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("length", [40, 100])
+def test_a_model_that_copies_repeats_prompts_of_its_length(tmp_path, length):
+    """On the kernels in bfloat16 where there are any, as the workloads use it."""
+    write_checkpoint(tmp_path, TINY, seed=3, copies=length)
+    engine = Engine.from_pretrained(str(tmp_path), SIZES)
+    engine.start()
+    try:
+        drawn = random.Random(length)
+        for _ in range(3):
+            prompt = drawn.choices(range(TINY.num_words), k=length)
+            stopping = StoppingParams(max_tokens=length // 2, ignore_eos=True)
+            answer = engine.generate(prompt, sampling=SamplingParams(temperature=0), stopping=stopping)
+            assert list(answer.token_ids) == prompt[: length // 2]
+    finally:
+        engine.shutdown()
 
 
 def test_tokenizer_goes_there_and_back(directory):

@@ -69,6 +69,14 @@ def test_a_failure_is_not_taken_for_success(good_waves):
     assert max(len(line) for line in said if "failed" in line) < 400
 
 
+def test_what_was_proposed_is_in_the_line_of_a_repeat():
+    said: list[str] = []
+    engine = MadeUp()
+    engine.about_repeat = lambda: {"proposed_tokens": 9, "accepted_tokens": 7}
+    measure(engine, session(said, repeats=1))
+    assert said[0].endswith(", 7 of 9 proposed tokens accepted")
+
+
 def test_short_messages_stay_whole():
     assert shortened("refused: no memory") == "refused: no memory"
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bench.measures.steps import StepRecorder, phases_us, summary
+from bench.measures.steps import StepRecorder, accepted_by_position, phases_us, summary
 from bench.probes.host import table
 from penstock.runtime.loop.interface import StepRecord
 from penstock.runtime.scheduling.load import Load
-from penstock.runtime.scheduling.plan import Plan, PlanRow
+from penstock.runtime.scheduling.plan import Plan, PlanRow, Speculated
 
 
 def record(step_id, times_us, *, ids=("a",), decode_only=True, num_steps=1):
@@ -80,6 +80,12 @@ def test_host_table():
     cells = {line[:24].strip(): line[24:].split() for line in lines}
     assert cells["commit"] == ["4.0"] * 3
     assert cells["host, all"] == ["12.0"] * 3  # of the first step: 1 + 1 + 1 + 4 + 5
+
+
+def test_accepted_by_position():
+    one, other = Speculated("lookup", (3, 2), (3, 1)), Speculated("lookup", (2, 1, 1), (0, 0, 0))
+    records = [step(1, 0)._replace(speculated=found) for found in ((one,), (), (other,))]
+    assert accepted_by_position(records) == [(5, 3), (3, 1), (1, 0)]
 
 
 def test_records_are_taken_once():

@@ -4,9 +4,13 @@ each repeat.
 
 from __future__ import annotations
 
-import pytest
+import zlib
 
-from bench.workloads import CONCURRENCY, LARGE, MAIN, TABLE, WARMUP, jobs, select, shrunk, waves
+import pytest
+from tokenizers import Tokenizer
+
+from bench.workloads import CONCURRENCY, LARGE, MAIN, SPECULATION, TABLE, WARMUP, jobs, select, shrunk, waves
+from penstock.runtime.loading.hub import DEMO_DIRECTORY
 
 WORDS = 1000
 
@@ -24,6 +28,9 @@ def sizes(name):
         ("W4", 16, 1056, 32),
         ("C8", 8, 128, 64),
         ("L2", 16, 32, 16),
+        ("S1", 1, 1000, 256),
+        ("S1x4", 4, 1000, 256),
+        ("S2", 1, 12, 256),
     ],
 )
 def test_even_sizes(name, count, prompt, output):
@@ -67,10 +74,23 @@ def test_tokens_do_not_change_between_versions():
     assert jobs(TABLE["W1"], 0, WORDS)[0].token_ids[:4] == (554, 981, 423, 882)
 
 
+def test_a_word_of_a_text_is_one_token_wherever_it_stands():
+    """The license says "the" about as often as a part of 1,000 of its words."""
+    the = zlib.crc32(b" the") % 151_643
+    for repeat in range(3):
+        tokens = jobs(TABLE["S1"], repeat, 151_643)[0].token_ids
+        assert 20 < tokens.count(the) < 100
+    stories = Tokenizer.from_file(str(DEMO_DIRECTORY / "tokenizer.json"))
+    beginnings = {stories.decode(jobs(TABLE["S2"], repeat, 2048)[0].token_ids) for repeat in range(8)}
+    assert "Once upon a time, there was a little girl named " in beginnings
+    assert len(beginnings) == 4
+
+
 def test_select():
     assert [w.name for w in select(["main"])] == list(MAIN)
     assert [w.name for w in select(["W3", "concurrency", "W3"])] == ["W3", *CONCURRENCY]
     assert [w.name for w in select(["large"])] == list(LARGE)
+    assert [w.name for w in select(["speculation"])] == list(SPECULATION)
     with pytest.raises(ValueError, match="no workload W9; there are W1"):
         select(["W9"])
 
