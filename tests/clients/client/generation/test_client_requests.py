@@ -110,12 +110,15 @@ def test_every_option_lands_in_its_field():
         ({"cache_salt": "ab"}, "52 04 0a 02 61 62"),
         ({"bypass_prefix_cache": True}, "52 02 10 01"),
         ({"cache_salt": "ab", "bypass_prefix_cache": True}, "52 06 0a 02 61 62 10 01"),
+        # Field 21 is a varint that may be 0.
+        ({"max_proposed_tokens": 0}, "a8 01 00"),
+        ({"max_proposed_tokens": 16}, "a8 01 10"),
         ({"priority": 0}, ""),
         ({"cache_salt": "", "bypass_prefix_cache": False}, "52 00"),
         ({"priority": None, "cache_salt": None, "bypass_prefix_cache": None}, ""),
     ],
 )
-def test_bytes_of_priority_and_cache_options(options, wire):
+def test_bytes_of_priority_cache_options_and_proposals(options, wire):
     """Written by hand from the protobuf encoding; field 3 is the prompt "p"."""
     expected = bytes.fromhex("1a 01 70" + wire)
     assert build("p", **options).SerializeToString(deterministic=True) == expected
