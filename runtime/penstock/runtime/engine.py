@@ -14,7 +14,7 @@ import datetime as dt
 import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, Self, Unpack, overload
 
@@ -30,6 +30,7 @@ from penstock.runtime.execution.backend import Backend, choose_backend
 from penstock.runtime.execution.cpu_threads import start_backends
 from penstock.runtime.following.interface import DispatchLog, Lead
 from penstock.runtime.following.joining import joined
+from penstock.runtime.following.sharing import SharedUpdate
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.compile.compiler import GrammarCompiler
 from penstock.runtime.images.reader import ImageReader
@@ -79,6 +80,7 @@ from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.requests.word_table import WordTable
 from penstock.runtime.text.codec import TextCodec
 from penstock.runtime.updating.interface import UpdateOptions, UpdateReport
+from penstock.runtime.updating.update import alone, update_threads
 from penstock.runtime.updating.updater import Updater
 from penstock.runtime.updating.upload import Arrays
 
@@ -197,8 +199,6 @@ class Engine(EngineCore):
         as a caller's own would be, and an error that it raises is the caller's answer. `log_of_calls` takes
         the runner's calls, for followers; None: there are none.
         """
-        if log_of_calls is not None:  # followers get no tensors
-            model = dataclasses.replace(model, rules=None, rules_for=None)
         parts = build(model, config, backend, log_of_calls)
         self.config: ResolvedConfig = parts.config
         self.info: ModelInfo = parts.info
@@ -229,7 +229,8 @@ class Engine(EngineCore):
             rules_for=model.rules_for,
             backend=parts.backend,
             meters=UpdateMeters(self.registry),
-            threads=max(1, (parts.config.threads or 1) // 2),  # the other half computes steps meanwhile
+            threads=update_threads(parts.config.threads),
+            share=alone if log_of_calls is None else partial(SharedUpdate, log_of_calls),
         )
         """Takes new weights, from other programs and from files."""
         self.profiler = Profiler(self)

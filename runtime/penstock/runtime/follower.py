@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
@@ -11,26 +13,51 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import GroupEnded
 from penstock.runtime.execution.backend import choose_backend
 from penstock.runtime.following.facts import program_facts
-from penstock.runtime.following.interface import GroupOptions, LeaderLink
+from penstock.runtime.following.interface import Call, GroupOptions, LeaderLink
 from penstock.runtime.following.joining import joined
 from penstock.runtime.following.repeating import Repeater
+from penstock.runtime.following.sharing import FollowedModel, FollowedUpdates
 from penstock.runtime.loading.served_model import load_model
+from penstock.runtime.updating.update import update_threads
 
 
-def follow(model: str, config: EngineConfig, options: GroupOptions, link: LeaderLink) -> None:
-    """Follow the leader until it stops. ConfigError if it is to serve something else, or if the model cannot
-    be loaded; GroupEnded if it, or another process, is lost.
+def follow(
+    model: str,
+    config: EngineConfig,
+    options: GroupOptions,
+    link: LeaderLink,
+    *,
+    weights_roots: Sequence[Path] = (),
+) -> None:
+    """Follow the leader until it stops. `weights_roots`: where files of new weights may lie. ConfigError if
+    it is to serve something else, or if the model cannot be loaded; GroupEnded if it, or another process, is
+    lost.
     """
     devices = joined(model, config, options, link.meet)
     backend = choose_backend(config, *devices)
-    runner = build(load_model(model, config, backend), config, backend).runner
+    loaded = load_model(model, config, backend)
+    parts = build(loaded, config, backend)
+    runner = parts.runner
     programs = runner.compiled()
-    repeater = Repeater(runner, programs)
+    assert loaded.rules_for is not None, "a checkpoint has rules"
+    followed = FollowedModel(
+        device=runner.device,
+        backend=backend,
+        rules_for=loaded.rules_for,
+        threads=update_threads(parts.config.threads),
+        roots=weights_roots,
+    )
+    del loaded, parts  # they hold weights that an update is to free
+    updates = FollowedUpdates(followed, link.report)
+    repeater = Repeater(runner, programs, updates)
     link.begin(program_facts(runner, programs))
     gc.collect()
     gc.freeze()
     try:
-        for call in link.calls():
-            repeater.repeat(call)
+        for record in link.calls():
+            if isinstance(record, Call):
+                repeater.repeat(record)
+            else:
+                updates.take(record)
     except jax.errors.JaxRuntimeError as error:
         raise GroupEnded(f"a collective failed: {error}") from error

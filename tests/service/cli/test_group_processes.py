@@ -21,7 +21,6 @@ from penstock.v1 import (
     inference_pb2,
     inference_pb2_grpc,
     types_pb2,
-    weights_pb2,
 )
 from tests.support.models.compilation_cache import TEST_CACHE
 
@@ -85,12 +84,6 @@ def test_goldens_of_a_group_are_pytorch_s(name: str, size: int) -> None:
             assert control.Pause(control_pb2.PauseRequest(free_kv_cache=True), timeout=60).freed_bytes > 0
             control.Resume(control_pb2.ResumeRequest(), timeout=60)
             assert list(ask(stub, cases[0]).outputs[0].token_ids) == cases[0]["tokens"]
-            begin = weights_pb2.UpdateWeightsBegin(
-                update_id="u", version_label="v", manifest=weights_pb2.TensorManifest()
-            )
-            with pytest.raises(grpc.RpcError, match="UpdateWeights") as refused:
-                stub.UpdateWeights(iter([weights_pb2.UpdateWeightsRequest(begin=begin)]), timeout=60)
-            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
         group.processes[1].send_signal(signal.SIGTERM)
         assert group.wait_codes(60.0) == [75, 0], group.output(0) + group.output(1)
 

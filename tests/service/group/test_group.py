@@ -16,13 +16,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from penstock.runtime.errors import ConfigError, GroupEnded
-from penstock.runtime.following.interface import Call, GroupOptions, Kind, differences
+from penstock.runtime.errors import ConfigError, GroupEnded, WeightsError
+from penstock.runtime.following.interface import (
+    Call,
+    GroupOptions,
+    Kind,
+    Piece,
+    Prepared,
+    Taken,
+    UpdateBegin,
+    UpdateEnd,
+    UpdateOver,
+    UpdateRecord,
+    differences,
+)
 from penstock.runtime.loop.interface import Pulse
+from penstock.runtime.sent_tensors import SentTensor
+from penstock.runtime.updating.interface import Staging
 from penstock.service.group import group_pb2
 from penstock.service.group.leader import SERVICE, GroupLeader
 from penstock.service.group.link import FollowerLink
-from penstock.service.group.messages import call_bytes, call_of
+from penstock.service.group.messages import call_bytes, call_of, record_of, update_bytes
 from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.threads.lanes import in_thread
 from tests.service.key_rig import CONTROL, INFER, as_, key, serving_keys
@@ -49,7 +63,7 @@ class Follower:
         self, rig: Rig, number: int = 1, *, facts: Any = None, sizes: Any = None, **more: Any
     ) -> None:
         self.lost: list[GroupEnded] = []
-        self.calls: list[Call] = []
+        self.calls: list[Any] = []
         self.error: Exception | None = None
         self.channel = grpc.insecure_channel(rig.server.address)
         self.link = FollowerLink(
@@ -126,6 +140,35 @@ def test_a_call_is_what_it_was_behind_the_wire(kind: Kind, program: str, values:
     assert (read.kind, read.program) == (kind, program)
     for ours, theirs in zip(values, read.arrays, strict=True):
         assert (theirs.dtype, theirs.shape, theirs.tobytes()) == (ours.dtype, ours.shape, ours.tobytes())
+
+
+@given(
+    st.one_of(
+        st.builds(
+            UpdateBegin,
+            number=st.integers(1, 2**60),
+            tensors=st.lists(
+                st.builds(
+                    SentTensor,
+                    name=st.text(),
+                    dtype=st.sampled_from(["F32", "BF16"]),
+                    shape=st.lists(st.integers(0, 2**40)).map(tuple),
+                    crc32c=st.just(0),
+                    sha256=st.just(b""),
+                )
+            ).map(tuple),
+            staging=st.sampled_from(Staging),
+            uri=st.text(),
+        ),
+        st.builds(
+            Piece, number=st.integers(1), tensor_index=st.integers(0, 2**31 - 1), data=st.binary()
+        ).filter(lambda piece: piece.number < 2**60),
+        st.builds(UpdateEnd, st.integers(1, 2**60)),
+        st.builds(UpdateOver, st.integers(1, 2**60)),
+    )
+)
+def test_a_part_of_an_update_is_what_it_was_behind_the_wire(record: UpdateRecord) -> None:
+    assert record_of(group_pb2.FollowResponse.FromString(update_bytes(record))) == record
 
 
 @pytest.mark.parametrize(
@@ -376,3 +419,83 @@ async def test_why_a_follower_failed_is_told_to_the_leader(leader: GroupLeader) 
         await until(lambda: leader.failure is not None)
     with pytest.raises(GroupEnded, match=r"process 1 .*the disk is full"):
         leader.append(Call(Kind.WINDOW))
+
+
+MIB = 1 << 20
+
+
+def begun(leader: GroupLeader) -> int:
+    number = leader.open_update()
+    leader.tell(UpdateBegin(number, (SentTensor("w", "F32", (5 * MIB,)),), Staging.HOST))
+    return number
+
+
+async def test_calls_pass_the_tensors_of_an_update_of_which_few_are_under_way(leader: GroupLeader) -> None:
+    """A follower that takes no tensor holds up the update, and not the steps."""
+    told: list[int] = []
+    async with serving(fake(), group=leader) as rig:
+        follower = Follower(rig)
+        await met(leader)
+
+        def tell_all() -> None:
+            number = begun(leader)
+            for index in range(20):
+                leader.tell(Piece(number, 0, bytes(MIB)))
+                told.append(index)
+
+        telling = asyncio.ensure_future(in_thread(tell_all))
+        await until(lambda: len(told) == 8 and len(follower.calls) == 9)
+        leader.append(Call(Kind.WINDOW))
+        await until(lambda: len(follower.calls) == 10)
+        assert (follower.calls[-1].kind, len(told)) == (Kind.WINDOW, 8)
+        follower.link.report(Taken(MIB))
+        await until(lambda: len(told) == 9)
+        leader.give_up_update(1)
+        with pytest.raises(WeightsError, match="taken back"):
+            await telling
+        leader.close_update(1)
+        await until(lambda: follower.calls[-1] == UpdateOver(1))
+
+
+async def test_an_update_waits_until_all_are_ready(leader: GroupLeader) -> None:
+    ready = Prepared(1, b"digest", {"w": "BF16"})
+    async with serving(fake(), group=leader) as rig:
+        follower = Follower(rig)
+        await met(leader)
+        number = begun(leader)
+        leader.tell(UpdateEnd(number))
+        waiting = asyncio.ensure_future(in_thread(lambda: leader.prepared(number)))
+        await until(lambda: len(follower.calls) == 2)
+        assert not waiting.done()
+        follower.link.report(ready)
+        assert await waiting == [ready]
+
+
+async def test_what_a_follower_cannot_make_is_told_at_once(leader: GroupLeader) -> None:
+    """Its later words about an update that is over are not heard."""
+    async with serving(fake(), group=leader) as rig:
+        follower = Follower(rig)
+        await met(leader)
+        number = begun(leader)
+        follower.link.report(Prepared(number, problem="no room"))
+        with pytest.raises(WeightsError, match="process 1 of the group: no room"):
+            await in_thread(lambda: leader.prepared(number))
+        with pytest.raises(WeightsError, match="no room"):
+            leader.tell(Piece(number, 0, b"1234"))
+        leader.close_update(number)
+        follower.link.report(Prepared(number, problem="no room"))
+        other = begun(leader)
+        follower.link.report(Prepared(other))
+        assert await in_thread(lambda: leader.prepared(other)) == [Prepared(other)]
+
+
+async def test_a_follower_that_is_lost_ends_the_wait_for_it(leader: GroupLeader) -> None:
+    async with serving(fake(), group=leader) as rig:
+        follower = Follower(rig)
+        await met(leader)
+        number = begun(leader)
+        waiting = asyncio.ensure_future(in_thread(lambda: leader.prepared(number)))
+        follower.channel.close()
+        with pytest.raises(GroupEnded, match="process 1 is gone"):
+            await waiting
+        leader.close_update(number)

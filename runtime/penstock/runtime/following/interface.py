@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
 from penstock.runtime.errors import ConfigError, GroupEnded
+from penstock.runtime.sent_tensors import SentTensor
+from penstock.runtime.updating.interface import Staging
 
 DEFAULT_TIMEOUT_S = 30.0
 MOST_PROCESSES = 1024
@@ -94,6 +96,7 @@ class Kind(enum.Enum):
     RESTORE_KV_CACHE = "restore_kv_cache"
     OFFLOAD_WEIGHTS = "offload_weights"
     RESTORE_WEIGHTS = "restore_weights"
+    INSTALL_WEIGHTS = "install_weights"
 
 
 class Call(NamedTuple):
@@ -101,9 +104,64 @@ class Call(NamedTuple):
 
     kind: Kind
     program: str = ""
-    """Which of several programs it calls: the name of a `ProgramKey`, or the number of patches of ENCODE."""
+    """Which of several programs it calls: the name of a `ProgramKey`, the number of patches of ENCODE, or
+    that of the update of INSTALL_WEIGHTS.
+    """
     arrays: tuple[NDArray[Any], ...] = ()
     """The arguments besides what lies on the devices."""
+
+
+class UpdateBegin(NamedTuple):
+    """A weight update, of which each follower makes what its own devices have."""
+
+    number: int
+    tensors: tuple[SentTensor, ...]
+    """Those that the model reads, without checksums."""
+    staging: Staging
+    uri: str = ""
+    """The files that each process reads itself; empty: pieces come."""
+
+
+class Piece(NamedTuple):
+    """The next bytes of a tensor. Its pieces follow each other; a tensor without values has an empty one."""
+
+    number: int
+    tensor_index: int
+    data: bytes | memoryview
+
+
+class UpdateEnd(NamedTuple):
+    """All tensors of an update have come."""
+
+    number: int
+
+
+class UpdateOver(NamedTuple):
+    """An update serves, or is given up: what it has made and replaced is let go."""
+
+    number: int
+
+
+UpdateRecord = UpdateBegin | Piece | UpdateEnd | UpdateOver
+"""What followers are told of an update besides the call INSTALL_WEIGHTS."""
+
+
+class Taken(NamedTuple):
+    """A follower has taken pieces of so many bytes."""
+
+    num_bytes: int
+
+
+class Prepared(NamedTuple):
+    """What came of an update's tensors in a follower."""
+
+    number: int
+    digest: bytes = b""
+    """See `digest_of`."""
+    too_large: Mapping[str, str] = {}
+    """Tensors with values beyond the range of a dtype, and the dtype."""
+    problem: str = ""
+    """Why the update cannot be made there; empty: it can."""
 
 
 Facts = Mapping[str, str]
@@ -129,6 +187,34 @@ class DispatchLog(Protocol):
         """Hand over the next call. Waits for nobody."""
         ...
 
+    # -- weight updates, on any thread --
+
+    def open_update(self) -> int:
+        """The number of a new update, which begins with `tell` and ends with `close_update`."""
+        ...
+
+    def tell(self, record: UpdateRecord) -> None:
+        """Send a part of an update to all followers. Waits while one has too many bytes to take. Raises
+        WeightsError if a follower cannot make the update, or if it was given up.
+        """
+        ...
+
+    def prepared(self, number: int) -> Sequence[Prepared]:
+        """Wait until all followers have prepared the update. Raises as `tell`."""
+        ...
+
+    def give_up_update(self, number: int) -> None:
+        """Let `tell` and `prepared` raise WeightsError from now on, if the update has begun and is not
+        closed.
+        """
+        ...
+
+    def close_update(self, number: int) -> None:
+        """Tell followers, if they know of it, that the update is over. Raises nothing."""
+        ...
+
+    # -- the end --
+
     def explained(self, error: Exception) -> GroupEnded:
         """The end of the group that is behind an error of the device."""
         ...
@@ -152,8 +238,12 @@ class LeaderLink(Protocol):
         """Say that the programs are compiled. ConfigError as `meet`."""
         ...
 
-    def calls(self) -> Iterator[Call]:
-        """The leader's calls, in order. They end when the leader has stopped."""
+    def calls(self) -> Iterator[Call | UpdateRecord]:
+        """The leader's calls and what it tells of updates, in order. They end when the leader has stopped."""
+        ...
+
+    def report(self, report: Taken | Prepared) -> None:
+        """Tell the leader of an update. Any thread may call this. Waits for nobody."""
         ...
 
 

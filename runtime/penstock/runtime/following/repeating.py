@@ -12,14 +12,15 @@ from penstock.runtime.execution.images import EncodeCall
 from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.following.interface import Call, Kind
+from penstock.runtime.following.sharing import FollowedUpdates
 
 
 class Repeater:
     """Makes the calls of a leader's log, one after the other, on one thread."""
 
-    def __init__(self, runner: ModelRunner, programs: Programs) -> None:
+    def __init__(self, runner: ModelRunner, programs: Programs, updates: FollowedUpdates) -> None:
         """The runner's calls are made here alone."""
-        self._runner = runner
+        self._runner, self._updates = runner, updates
         self._calls = runner.make_calls(programs)
         self._keys = {key.name: key for key in programs.steps}
         self._logits: jax.Array | None = None
@@ -58,6 +59,8 @@ class Repeater:
                 runner.offload_weights()
             case Kind.RESTORE_WEIGHTS:
                 runner.restore_weights()
+            case Kind.INSTALL_WEIGHTS:
+                self._updates.install(int(call.program))
 
     def _key(self, name: str) -> Any:
         if name not in self._keys:

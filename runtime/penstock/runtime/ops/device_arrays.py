@@ -59,6 +59,17 @@ def put_whole(array: npt.NDArray[Any], sharding: jax.sharding.Sharding) -> jax.A
     return jax.make_array_from_callback(array.shape, sharding, lambda _: array)
 
 
+def own_values(array: jax.Array) -> npt.NDArray[Any]:
+    """What the devices of this process have of an array that is cut along its first axis, as `put_own` takes
+    it.
+    """
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
+    parts = [np.asarray(shard.data) for shard in shards]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 def put_own(array: npt.NDArray[Any], sharding: jax.sharding.Sharding) -> jax.Array:
     """The array of which the devices of this process have `array`, cut along its first axis. On CPU an
     aligned array is taken as it is, and must not be written again.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,11 +33,13 @@ from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.device_state import DeviceState
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.leaves import LeafMaker, Parts
+from penstock.runtime.loading.own_rules import own_devices, own_rules, own_shapes
 from penstock.runtime.loop.changes import Changes
 from penstock.runtime.loop.interface import Applied, InFlightPolicy, InFlightReport, WeightsVersion
 from penstock.runtime.machine import host_memory
 from penstock.runtime.measuring.update_meters import UpdateMeters
 from penstock.runtime.models.load_rules import LoadRules, ParamPath
+from penstock.runtime.ops.device_arrays import own_values
 from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReason
 from penstock.runtime.updating.incoming import digest_of, is_finite
 from penstock.runtime.updating.interface import Staging, UpdateOptions, UpdateOutcome, UpdateReport
@@ -75,6 +77,83 @@ class _Staged:
     parts: Parts
 
 
+class Others(Protocol):
+    """The other processes of a group, each of which makes the same update of what its own devices have.
+    GroupEnded is raised if the group has ended.
+    """
+
+    def put(self, sent: SentTensor, values: npt.NDArray[Any], sha256: bytes) -> None:
+        """Let them have a whole tensor, with the digest of its bytes. Waits until they can take it.
+        WeightsError if one cannot make the update.
+        """
+        ...
+
+    def finish(self) -> Mapping[str, np.dtype[Any]]:
+        """Wait until all of them have whole leaves. Returns the tensors with values beyond the range of a
+        dtype, and that dtype. WeightsError if one cannot make the update, or has got other values.
+        """
+        ...
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether they have got a tensor, and so may have replaced leaves in place."""
+        ...
+
+    def install(self) -> None:
+        """Have them make their leaves those that serve, between the same two steps."""
+        ...
+
+    def stop_waiting(self) -> None:
+        """Let `put` and `finish`, if they wait, raise WeightsError soon. Any thread may call this."""
+        ...
+
+    def drop(self) -> None:
+        """Have them let go of the update. May be called twice. Raises nothing."""
+        ...
+
+
+class NoOthers:
+    """A process that has all devices of its model."""
+
+    def put(self, sent: SentTensor, values: npt.NDArray[Any], sha256: bytes) -> None:
+        """See `Others`."""
+
+    def finish(self) -> Mapping[str, np.dtype[Any]]:
+        """See `Others`."""
+        return {}
+
+    @property
+    def has_begun(self) -> bool:
+        """See `Others`."""
+        return False
+
+    def install(self) -> None:
+        """See `Others`."""
+
+    def stop_waiting(self) -> None:
+        """See `Others`."""
+
+    def drop(self) -> None:
+        """See `Others`."""
+
+
+class Share(Protocol):
+    """Says which other processes make an update."""
+
+    def __call__(
+        self, staging: Staging, tensors: Sequence[SentTensor], uri: str, ready: Callable[[], None]
+    ) -> Others:
+        """`tensors`: those that the model reads. `uri`: the files that have them, if they are read from
+        files. `ready`: waits until leaves may be replaced.
+        """
+        ...
+
+
+def alone(staging: Staging, tensors: Sequence[SentTensor], uri: str, ready: Callable[[], None]) -> Others:
+    """See `Share`, for a process without others."""
+    return NoOthers()
+
+
 class LeavesBeside:
     """Leaves that wait beside those that serve until all are complete."""
 
@@ -99,7 +178,7 @@ class LeavesBeside:
         """See `NewLeaves`."""
         leaf = self._device.leaves_by_path[path]
         self._seen[path] = weakref.ref(leaf)
-        return np.asarray(leaf)
+        return own_values(leaf)
 
     def take(self, path: ParamPath, leaf: npt.NDArray[Any], parts: Parts) -> None:
         """See `NewLeaves`."""
@@ -146,10 +225,11 @@ class LeavesBeside:
         """
         if leaf.parts is None or self._seen[path]() is live:
             return leaf.value
-        merged = host_memory.zeros(live.shape, live.dtype)
-        merged[...] = np.asarray(live)
+        old, new = own_values(live), leaf.value
+        merged = host_memory.zeros(old.shape, old.dtype)
+        merged[...] = old
         for part in leaf.parts:
-            merged[part] = np.asarray(leaf.value)[part]
+            merged[part] = (own_values(new) if isinstance(new, jax.Array) else new)[part]
         return _placed(self._device, path, merged) if self._on_device else merged
 
 
@@ -169,7 +249,7 @@ class LeavesInPlace:
     def old(self, path: ParamPath) -> npt.NDArray[Any]:
         """See `NewLeaves`."""
         self._wait()
-        return np.asarray(self._device.leaves_by_path[path])
+        return own_values(self._device.leaves_by_path[path])
 
     def take(self, path: ParamPath, leaf: npt.NDArray[Any], parts: Parts) -> None:
         """See `NewLeaves`."""
@@ -207,16 +287,18 @@ class NewWeights:
         maker: LeafMaker,
         leaves: NewLeaves,
         *,
+        others: Others,
         field: str,
         refuse_non_finite: bool,
     ) -> None:
         """sent: all tensors of the update, as `check_manifest` takes them. maker: made for them, and to hand
-        its leaves to `leaves`. field: what the caller calls the source of the tensors, for errors.
+        its leaves to `leaves`. others: they get the tensors, too. field: what the caller calls the source of
+        the tensors, for errors.
         """
         self._rules, self._field, self._refuse_non_finite = rules, field, refuse_non_finite
         self._specs = {spec.name: spec for spec in rules.tensors}
         self._sent = {tensor.name: tensor for tensor in sent}
-        self._maker, self._leaves = maker, leaves
+        self._maker, self._leaves, self._others = maker, leaves, others
         self._hashes: dict[str, bytes] = {}
         self._problems: dict[str, TensorProblem] = {}
         self.is_spent = False
@@ -240,6 +322,8 @@ class NewWeights:
         elif self._refuse_non_finite and values is not None and not is_finite(sent.dtype, values):
             self._note(TensorProblem(name, TensorReason.NON_FINITE, sent, sent, "has NaN or infinity"))
         if values is not None:
+            if not self._problems:
+                self._others.put(sent, values, sha256)
             self._maker.add(name, values)
         if self._maker.too_large and not self._problems:
             self._leaves.drop()
@@ -248,15 +332,18 @@ class NewWeights:
         """Wait until all leaves are complete, and return the digest of the update.
 
         Raises TensorsRefused with every tensor that has not come or is bad: ChecksumMismatch if one does not
-        have its checksum. Raises InvalidRequest if a tensor that is to be a copy of another is none.
+        have its checksum. Raises InvalidRequest if a tensor that is to be a copy of another is none, and
+        WeightsError if another process cannot make the update.
         """
         for name, sent in self._sent.items():
             if name not in self._hashes:
                 why = "has fewer bytes than its shape needs"
                 self._note(TensorProblem(name, TensorReason.INCOMPLETE, sent, sent, why))
+        too_large: Mapping[str, np.dtype[Any]] = {}
         if len(self._hashes) == len(self._sent):
             self._maker.finish()
-        for name, dtype in self._maker.too_large.items():
+            too_large = {**({} if self._problems else self._others.finish()), **self._maker.too_large}
+        for name, dtype in too_large.items():
             expected = SentTensor(name, name_of(dtype), self._sent[name].shape)
             why = f"has values beyond the range of {expected.dtype}"
             self._note(TensorProblem(name, TensorReason.DTYPE, expected, self._sent[name], why))
@@ -273,10 +360,12 @@ class NewWeights:
         """Make the new leaves those that serve, see `NewLeaves.install`."""
         self.is_spent = True
         self._leaves.install()
+        self._others.install()  # after our own, which may fail: followers that fail end the group
 
     def drop(self) -> None:
         """Lets go of all tensors and leaves. May be called twice."""
         self.is_spent = True
+        self._others.drop()
         self._maker.close()
         self._leaves.drop()
 
@@ -309,6 +398,39 @@ class Target:
     meters: UpdateMeters
     threads: int
     """How many threads make leaves, besides the one that checks tensors."""
+    share: Share
+    """Says which other processes make updates, too."""
+
+
+def update_threads(threads: int | None) -> int:
+    """How many of an engine's threads make leaves; the others compute steps meanwhile."""
+    return max(1, (threads or 1) // 2)
+
+
+def leaf_maker(
+    rules: LoadRules,
+    names: Collection[str],
+    device: DeviceState,
+    backend: Backend,
+    leaves: NewLeaves,
+    *,
+    threads: int,
+) -> LeafMaker:
+    """Make what fills the leaves of this process's devices. `rules`: those of all devices."""
+    own, devices = own_devices(backend.mesh), backend.mesh.size
+    # Not the leaves themselves, because they are to be free once they are replaced.
+    shapes = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in device.leaves_by_path.items()
+    }
+    return LeafMaker(
+        own_rules(rules, own, devices).rules,
+        names,
+        own_shapes(shapes, own, devices),
+        leaves.take,
+        threads=threads,
+        old=leaves.old,
+        in_background=True,
+    )
 
 
 def check_generation(options: UpdateOptions, current: WeightsVersion) -> None:
@@ -322,9 +444,16 @@ class OneUpdate:
     """An update under way. It ends with `go_live` or `drop`."""
 
     def __init__(
-        self, target: Target, options: UpdateOptions, sent: Sequence[SentTensor], *, field: str
+        self,
+        target: Target,
+        options: UpdateOptions,
+        sent: Sequence[SentTensor],
+        *,
+        field: str,
+        uri: str = "",
     ) -> None:
         """sent: the tensors, which `check_manifest` has taken. field: what the caller calls their source.
+        uri: the files that they are read from.
 
         An update in place asks the engine to stand still, and waits for that when it has the first leaf.
         """
@@ -349,21 +478,23 @@ class OneUpdate:
                 use_huge_pages=target.backend.use_huge_pages,
                 break_weights=self._changes.break_weights,
             )
-        maker = LeafMaker(
-            target.rules.rules,
-            {tensor.name for tensor in sent},
-            # Not the leaves themselves, because they are to be free once they are replaced.
-            {
-                path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-                for path, leaf in target.device.leaves_by_path.items()
-            },
-            leaves.take,
-            threads=target.threads,
-            old=leaves.old,
-            in_background=True,
+        names = {tensor.name for tensor in sent}
+        maker = leaf_maker(target.rules, names, target.device, target.backend, leaves, threads=target.threads)
+        read = {spec.name for spec in target.rules.tensors}
+        self._others = target.share(
+            options.staging,
+            [tensor for tensor in sent if tensor.name in read],
+            uri,
+            self._stand_still if self._in_place else _at_once,
         )
         self.new = NewWeights(
-            target.rules, sent, maker, leaves, field=field, refuse_non_finite=options.refuse_non_finite
+            target.rules,
+            sent,
+            maker,
+            leaves,
+            others=self._others,
+            field=field,
+            refuse_non_finite=options.refuse_non_finite,
         )
         """Takes the tensors."""
         if self._in_place is not None:
@@ -402,12 +533,13 @@ class OneUpdate:
         return live
 
     def stop_waiting(self) -> None:
-        """End the wait for the engine to stand still, if there is one. Any thread may call this, and must
-        call `drop` then.
+        """End the wait for the engine to stand still, or for other processes, if there is one. Any thread may
+        call this, and must call `drop` then.
         """
         hold = self._hold  # another thread may end the hold meanwhile
         if hold is not None:
             hold.cancel()
+        self._others.stop_waiting()
 
     def drop(self) -> None:
         """Lets go of everything. May be called twice. If leaves were replaced in place, and the update is not
@@ -417,7 +549,7 @@ class OneUpdate:
         self.new.drop()
         if hold is None or self._in_place is None:
             return
-        if self._in_place.has_replaced:
+        if self._in_place.has_replaced or self._others.has_begun:
             self._changes.break_weights(f"the update {self.options.update_id!r} ended before it was complete")
         elif not hold.cancel() and hold.exception() is None:
             self._changes.drop_hold()
@@ -459,6 +591,10 @@ class OneUpdate:
         """Called on the engine's thread."""
         check_generation(self.options, self._changes.weights)
         self.new.install()
+
+
+def _at_once() -> None:
+    """Leaves beside those that serve may be made at any time."""
 
 
 class PendingReport(Future[UpdateReport]):

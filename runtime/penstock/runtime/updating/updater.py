@@ -33,7 +33,7 @@ from penstock.runtime.models.load_rules import LoadRules, RulesFor
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.updating.files import FIELD, UpdateFiles
 from penstock.runtime.updating.interface import Staging, UpdateOptions, UpdateOutcome, UpdateReport
-from penstock.runtime.updating.update import OneUpdate, PendingReport, Target, check_generation
+from penstock.runtime.updating.update import OneUpdate, PendingReport, Share, Target, alone, check_generation
 from penstock.runtime.updating.upload import Arrays, FileUpload, Upload, described, put_all
 
 _MOST_REMEMBERED = 1000
@@ -187,14 +187,15 @@ class Updater:
         backend: Backend,
         meters: UpdateMeters,
         threads: int,
+        share: Share = alone,
     ) -> None:
         """rules: what the model makes of tensors; None: it takes no updates. rules_for: the same for tensors
         whose names may begin otherwise; None: `rules`. meters: what counts updates. threads: how many make
-        leaves.
+        leaves. share: says which other processes make the updates, too.
         """
         self._core, self._device, self._rules, self._rules_for = core, device, rules, rules_for
         self._backend, self._threads = backend, threads
-        self._meters = meters
+        self._meters, self._share = meters, share
         # An upload in place may wait there for the engine, which others should not wait for.
         self._uploads = BackgroundThread("penstock-upload")
         self._thread = BackgroundThread("penstock-update")
@@ -258,6 +259,7 @@ class Updater:
                 files.tensors,
                 FIELD,
                 lambda update: FileUpload(self, self._uploads, update, files),
+                uri,
             )
         except BaseException:  # whatever it is, no file stays open
             files.close()
@@ -379,6 +381,7 @@ class Updater:
             backend=self._backend,
             meters=self._meters,
             threads=self._threads,
+            share=self._share,
         )
 
     def _begun(
@@ -388,11 +391,12 @@ class Updater:
         sent: Sequence[SentTensor],
         field: str,
         upload_of: Callable[[OneUpdate], UploadT],
+        uri: str = "",
     ) -> UploadT:
         """Take the place for an update, and make what takes its tensors."""
         self._place.reserve(options.update_id)
         try:
-            update = OneUpdate(self._target(rules), options, sent, field=field)
+            update = OneUpdate(self._target(rules), options, sent, field=field, uri=uri)
         except BaseException:  # whatever it is, the next update must find the place free
             self._place.free(None)
             raise

@@ -64,7 +64,7 @@ class Follower:
             # Imported here, because JAX takes a second to load, and a mistake should be told before.
             from penstock.runtime.follower import follow  # noqa: PLC0415
 
-            follow(self.model, self.config, self.group, link)
+            follow(self.model, self.config, self.group, link, weights_roots=self.options.weights_roots)
         except ConfigError as error:
             link.fail(str(error))
             raise

@@ -56,6 +56,8 @@ class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Kind.ValueType],
     """Moves the weights to host memory."""
     KIND_RESTORE_WEIGHTS: _Kind.ValueType  # 13
     """Moves the weights back to the devices."""
+    KIND_INSTALL_WEIGHTS: _Kind.ValueType  # 14
+    """Makes the leaves of a prepared update those that serve."""
 
 class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
     """What a call does."""
@@ -88,6 +90,8 @@ KIND_OFFLOAD_WEIGHTS: Kind.ValueType  # 12
 """Moves the weights to host memory."""
 KIND_RESTORE_WEIGHTS: Kind.ValueType  # 13
 """Moves the weights back to the devices."""
+KIND_INSTALL_WEIGHTS: Kind.ValueType  # 14
+"""Makes the leaves of a prepared update those that serve."""
 Global___Kind: _TypeAlias = Kind  # noqa: Y015
 
 @_typing.final
@@ -101,6 +105,8 @@ class FollowRequest(_message.Message):
     ALIVE_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    PREPARED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """The first message: who follows."""
@@ -121,6 +127,14 @@ class FollowRequest(_message.Message):
     def failed(self) -> Global___Failed:
         """The follower cannot go on, and ends."""
 
+    @_builtins.property
+    def taken(self) -> Global___Taken:
+        """Pieces of tensors were taken, so further ones may come."""
+
+    @_builtins.property
+    def prepared(self) -> Global___Prepared:
+        """What came of an update's tensors, after UpdateEnd, or as soon as something is wrong."""
+
     def __init__(
         self,
         *,
@@ -129,12 +143,14 @@ class FollowRequest(_message.Message):
         alive: Global___Alive | None = ...,
         leaving: Global___Leaving | None = ...,
         failed: Global___Failed | None = ...,
+        taken: Global___Taken | None = ...,
+        prepared: Global___Prepared | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "failed", b"failed", "hello", b"hello", "leaving", b"leaving", "ready", b"ready", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "failed", b"failed", "hello", b"hello", "leaving", b"leaving", "prepared", b"prepared", "ready", b"ready", "report", b"report", "taken", b"taken"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "failed", b"failed", "hello", b"hello", "leaving", b"leaving", "ready", b"ready", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "failed", b"failed", "hello", b"hello", "leaving", b"leaving", "prepared", b"prepared", "ready", b"ready", "report", b"report", "taken", b"taken"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "ready", "alive", "leaving", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "ready", "alive", "leaving", "failed", "taken", "prepared"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -152,6 +168,10 @@ class FollowResponse(_message.Message):
     ALIVE_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     BEGUN_FIELD_NUMBER: _builtins.int
+    UPDATE_BEGIN_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
+    UPDATE_END_FIELD_NUMBER: _builtins.int
+    UPDATE_OVER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """The answer to Hello: all followers are there, and their facts are equal."""
@@ -176,6 +196,22 @@ class FollowResponse(_message.Message):
     def begun(self) -> Global___Begun:
         """The follower's facts of Ready are equal to the leader's."""
 
+    @_builtins.property
+    def update_begin(self) -> Global___UpdateBegin:
+        """A weight update begins."""
+
+    @_builtins.property
+    def piece(self) -> Global___Piece:
+        """Bytes of one of its tensors."""
+
+    @_builtins.property
+    def update_end(self) -> Global___UpdateEnd:
+        """All of its tensors have come."""
+
+    @_builtins.property
+    def update_over(self) -> Global___UpdateOver:
+        """It serves, or is given up: what it has made and replaced is let go."""
+
     def __init__(
         self,
         *,
@@ -185,12 +221,16 @@ class FollowResponse(_message.Message):
         alive: Global___Alive | None = ...,
         stop: Global___Stop | None = ...,
         begun: Global___Begun | None = ...,
+        update_begin: Global___UpdateBegin | None = ...,
+        piece: Global___Piece | None = ...,
+        update_end: Global___UpdateEnd | None = ...,
+        update_over: Global___UpdateOver | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "begun", b"begun", "call", b"call", "record", b"record", "refused", b"refused", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "begun", b"begun", "call", b"call", "piece", b"piece", "record", b"record", "refused", b"refused", "stop", b"stop", "update_begin", b"update_begin", "update_end", b"update_end", "update_over", b"update_over", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "begun", b"begun", "call", b"call", "record", b"record", "refused", b"refused", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "begun", b"begun", "call", b"call", "piece", b"piece", "record", b"record", "refused", b"refused", "stop", b"stop", "update_begin", b"update_begin", "update_end", b"update_end", "update_over", b"update_over", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["welcome", "refused", "call", "alive", "stop", "begun"]  # noqa: Y015
+    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["welcome", "refused", "call", "alive", "stop", "begun", "update_begin", "piece", "update_end", "update_over"]  # noqa: Y015
     _WhichOneofArgType_record: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_record) -> _WhichOneofReturnType_record | None: ...
 
@@ -422,6 +462,226 @@ class Stop(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Stop: _TypeAlias = Stop  # noqa: Y015
+
+@_typing.final
+class Taken(_message.Message):
+    """Pieces of tensors were taken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    """The bytes of these pieces."""
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Taken: _TypeAlias = Taken  # noqa: Y015
+
+@_typing.final
+class Prepared(_message.Message):
+    """What came of an update's tensors."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TooLargeEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    TOO_LARGE_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The number of the update."""
+    digest: _builtins.bytes
+    """The SHA-256 of the tensors, as `digest_of` makes it."""
+    problem: _builtins.str
+    """Why the update cannot be made here, in words; empty if it can."""
+    @_builtins.property
+    def too_large(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Tensors with values beyond the range of a dtype, and the dtype as safetensors names it."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        too_large: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "number", b"number", "problem", b"problem", "too_large", b"too_large"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prepared: _TypeAlias = Prepared  # noqa: Y015
+
+@_typing.final
+class UpdateBegin(_message.Message):
+    """A weight update begins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
+    URI_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Its number; several may be under way."""
+    staging: _builtins.str
+    """Where leaves wait: "host", "device" or "in place"."""
+    uri: _builtins.str
+    """The files that each process reads itself; empty if pieces come."""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]:
+        """The tensors that the model reads."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        tensors: _abc.Iterable[Global___Tensor] | None = ...,
+        staging: _builtins.str = ...,
+        uri: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "staging", b"staging", "tensors", b"tensors", "uri", b"uri"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateBegin: _TypeAlias = UpdateBegin  # noqa: Y015
+
+@_typing.final
+class Tensor(_message.Message):
+    """A tensor without its values."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name in a checkpoint."""
+    dtype: _builtins.str
+    """As safetensors files name it."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The size of each axis."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
+
+@_typing.final
+class Piece(_message.Message):
+    """The next bytes of a tensor. A tensor's pieces follow each other; one without values has an empty piece."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TENSOR_INDEX_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The number of the update."""
+    tensor_index: _builtins.int
+    """Which tensor of UpdateBegin."""
+    data: _builtins.bytes
+    """The bytes."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        tensor_index: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "number", b"number", "tensor_index", b"tensor_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Piece: _TypeAlias = Piece  # noqa: Y015
+
+@_typing.final
+class UpdateEnd(_message.Message):
+    """All tensors of an update have come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The number of the update."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateEnd: _TypeAlias = UpdateEnd  # noqa: Y015
+
+@_typing.final
+class UpdateOver(_message.Message):
+    """An update serves, or is given up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The number of the update."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateOver: _TypeAlias = UpdateOver  # noqa: Y015
 
 @_typing.final
 class Call(_message.Message):

@@ -10,22 +10,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
 
-from penstock.runtime.errors import ConfigError, GroupEnded, InvalidRequest, Violation
-from penstock.runtime.following.interface import Call, Facts, GroupOptions, differences
+from penstock.runtime.errors import ConfigError, GroupEnded, InvalidRequest, Violation, WeightsError
+from penstock.runtime.following.interface import (
+    Call,
+    Facts,
+    GroupOptions,
+    Piece,
+    Prepared,
+    UpdateBegin,
+    UpdateOver,
+    UpdateRecord,
+    differences,
+)
 from penstock.runtime.loop.interface import Pulse
 from penstock.service.access.callers import CURRENT_CALLER
 from penstock.service.access.roles import check_controls
 from penstock.service.group import group_pb2
-from penstock.service.group.messages import call_bytes
+from penstock.service.group.messages import call_bytes, prepared_of, update_bytes
 from penstock.service.lifecycle.watchdog import Stillness
 
 log = logging.getLogger(__name__)
@@ -36,6 +47,8 @@ BEATS = 5
 _MOST_WAITING_BYTES = 1 << 30
 """Bytes of calls that one follower may have waiting: far more than those of the steps in flight. The patches
 of one large picture are 100 MB, and a step may encode several."""
+_MOST_UNTAKEN_BYTES = 8 << 20
+"""Bytes of an update's tensors that may be under way to a follower."""
 _SETTLE_S = 2.0
 """Seconds that the followers' ends are waited for when the leader stops."""
 _EXPLAIN_S = 1.0
@@ -56,7 +69,10 @@ class _Follower:
         self.is_over = False
         """Whether its RPC ends after what waits."""
         self._loop = loop
+        self.untaken_bytes = 0
+        """Of the tensors of updates, what it was told and has not taken."""
         self._waiting: deque[bytes] = deque()
+        self._behind: deque[bytes] = deque()
         self._num_bytes = 0
         self._is_told = False
         self.wake = asyncio.Event()
@@ -66,19 +82,39 @@ class _Follower:
         """Let a message wait to be sent. Returns how many bytes wait."""
         self._waiting.append(data)
         self._num_bytes += len(data)
+        self._wake()
+        return self._num_bytes
+
+    def put_behind(self, data: bytes) -> None:
+        """Let a message wait behind all that `put` lets wait, also later."""
+        self._behind.append(data)
+        self._wake()
+
+    def _wake(self) -> None:
         if not self._is_told:  # the event loop is woken once for all that waits
             self._is_told = True
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
                 self._loop.call_soon_threadsafe(self.wake.set)
-        return self._num_bytes
 
     def take(self) -> list[bytes]:
-        """All that waits."""
+        """All that waits, or one of the messages behind."""
         taken = list(self._waiting)
         self._waiting.clear()
-        self._num_bytes, self._is_told = 0, False
-        self.wake.clear()
+        if not taken and self._behind:
+            taken.append(self._behind.popleft())
+        self._num_bytes, self._is_told = 0, bool(self._behind)
+        if not self._behind:
+            self.wake.clear()
         return taken
+
+
+class _UpdateUnderWay:
+    """What is known of a weight update. The leader's lock guards it."""
+
+    def __init__(self) -> None:
+        self.prepared: dict[int, Prepared] = {}
+        """What has come of it, by the follower's number."""
+        self.is_given_up = False
 
 
 class GroupLeader:
@@ -92,6 +128,8 @@ class GroupLeader:
         self._force_end = force_end
         self._changed = threading.Condition()
         self._followers: dict[int, _Follower] = {}
+        self._updates: dict[int, _UpdateUnderWay] = {}
+        self._update_numbers = itertools.count(1)
         self._facts: Facts | None = None
         self._is_met = False
         self._ended: GroupEnded | None = None
@@ -131,6 +169,54 @@ class GroupLeader:
         if most > _MOST_WAITING_BYTES:
             self.end(f"a follower reads nothing: {most} bytes wait for it")
 
+    def open_update(self) -> int:
+        """See `DispatchLog`."""
+        return next(self._update_numbers)
+
+    def tell(self, record: UpdateRecord) -> None:
+        """See `DispatchLog`."""
+        data = update_bytes(record)
+        size = len(record.data) if isinstance(record, Piece) else 0
+        with self._changed:
+            if isinstance(record, UpdateBegin):
+                self._updates[record.number] = _UpdateUnderWay()
+
+            def has_room() -> bool:
+                self._check_update(record.number)
+                untaken = max(follower.untaken_bytes for follower in self._followers.values())
+                return untaken + size <= _MOST_UNTAKEN_BYTES
+
+            self._changed.wait_for(has_room)
+            for follower in self._followers.values():
+                follower.untaken_bytes += size
+                follower.put_behind(data)
+
+    def prepared(self, number: int) -> Sequence[Prepared]:
+        """See `DispatchLog`."""
+        with self._changed:
+
+            def are_all() -> bool:
+                found = self._check_update(number).prepared
+                return len(found) == self.options.processes - 1
+
+            self._changed.wait_for(are_all)
+            return list(self._updates[number].prepared.values())
+
+    def give_up_update(self, number: int) -> None:
+        """See `DispatchLog`."""
+        with self._changed:
+            if number in self._updates:
+                self._updates[number].is_given_up = True
+                self._changed.notify_all()
+
+    def close_update(self, number: int) -> None:
+        """See `DispatchLog`."""
+        with self._changed:
+            if self._updates.pop(number, None) is not None:
+                data = update_bytes(UpdateOver(number))
+                for follower in self._followers.values():
+                    follower.put_behind(data)
+
     def explained(self, error: Exception) -> GroupEnded:
         """See `DispatchLog`."""
         with self._changed:
@@ -169,6 +255,7 @@ class GroupLeader:
             self._send_all(Response(stop=group_pb2.Stop()))
             for follower in self._followers.values():
                 follower.is_over = True
+            self._changed.notify_all()
             self._changed.wait_for(lambda: not self._followers, _SETTLE_S)
 
     @property
@@ -246,6 +333,13 @@ class GroupLeader:
                 if report.HasField("ready"):
                     follower.ready = dict(report.ready.facts)
                     self._changed.notify_all()
+                if report.HasField("taken"):
+                    follower.untaken_bytes -= report.taken.num_bytes
+                    self._changed.notify_all()
+                if report.HasField("prepared") and report.prepared.number in self._updates:
+                    under_way = self._updates[report.prepared.number]
+                    under_way.prepared[follower.process_id] = prepared_of(report.prepared)
+                    self._changed.notify_all()
             if report.HasField("failed"):
                 self.end(f"process {follower.process_id} cannot go on: {report.failed.reason}")
             if report.HasField("leaving"):
@@ -272,6 +366,17 @@ class GroupLeader:
             raise _alike(self._ended)
         if self._is_stopped:
             raise GroupEnded("the leader has stopped")
+
+    def _check_update(self, number: int) -> _UpdateUnderWay:
+        """An update that goes on. Raises GroupEnded, or WeightsError if it was given up or cannot be made."""
+        self._check()
+        under_way = self._updates[number]
+        if under_way.is_given_up:
+            raise WeightsError("the update was taken back")
+        for process, prepared in sorted(under_way.prepared.items()):
+            if prepared.problem:
+                raise WeightsError(f"process {process} of the group: {prepared.problem}")
+        return under_way
 
     def _wait(self, what: str, is_done: Callable[[_Follower], bool]) -> None:
         """Wait until all followers are there, and done with something."""

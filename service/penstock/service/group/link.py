@@ -12,10 +12,17 @@ from typing import Any
 import grpc
 
 from penstock.runtime.errors import ConfigError, GroupEnded
-from penstock.runtime.following.interface import Call, Facts, GroupOptions
+from penstock.runtime.following.interface import (
+    Call,
+    Facts,
+    GroupOptions,
+    Prepared,
+    Taken,
+    UpdateRecord,
+)
 from penstock.service.group import group_pb2
 from penstock.service.group.leader import BEATS, SERVICE
-from penstock.service.group.messages import call_of
+from penstock.service.group.messages import record_of, report_message
 
 log = logging.getLogger(__name__)
 
@@ -69,23 +76,28 @@ class FollowerLink:
         self._reports.put(Request(ready=group_pb2.Ready(facts=facts)))
         self._next("begun")
 
-    def calls(self) -> Iterator[Call]:
+    def calls(self) -> Iterator[Call | UpdateRecord]:
         """See `LeaderLink`."""
         while True:
-            record = self._record()
-            if record.HasField("stop"):
+            message = self._record()
+            if message.HasField("stop"):
                 self.is_stopped = True
                 self._is_over.set()
                 return
-            if not record.HasField("call"):
-                raise GroupEnded(f"the leader has sent {record.WhichOneof('record')!r} in place of a call")
             try:
-                call = call_of(record.call)
+                record = record_of(message)
             except ValueError as error:
                 raise GroupEnded(f"a call of the leader's cannot be read: {error}") from error
-            yield call
+            if record is None:
+                raise GroupEnded(f"the leader has sent {message.WhichOneof('record')!r} in place of a call")
+            yield record
+            del record  # the bytes of a tensor need not be kept until the next one comes
 
     # -- what this process tells --
+
+    def report(self, report: Taken | Prepared) -> None:
+        """See `LeaderLink`."""
+        self._reports.put(report_message(report))
 
     def leave(self) -> None:
         """Ask the leader to end the group gracefully, or wait for it no longer if it is not there yet. Any

@@ -1,0 +1,290 @@
+"""Weight updates of a group. Every process makes the same update of what its own devices have: the leader
+sends tensors, or the name of the files that have them, and the call INSTALL_WEIGHTS when all processes are
+ready.
+
+A follower hashes what it gets, so that all processes are known to have the same tensors before one of them
+serves any.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.runtime.errors import PenstockError, TensorsRefused, WeightsError
+from penstock.runtime.execution.backend import Backend
+from penstock.runtime.execution.device_state import DeviceState
+from penstock.runtime.following.interface import (
+    Call,
+    DispatchLog,
+    Kind,
+    Piece,
+    Prepared,
+    Taken,
+    UpdateBegin,
+    UpdateEnd,
+    UpdateOver,
+    UpdateRecord,
+)
+from penstock.runtime.loading.dtypes import DTYPES, name_of, num_bytes
+from penstock.runtime.machine.background import BackgroundThread
+from penstock.runtime.models.load_rules import RulesFor
+from penstock.runtime.sent_tensors import SentTensor
+from penstock.runtime.updating.files import UpdateFiles
+from penstock.runtime.updating.incoming import IncomingTensor, digest_of
+from penstock.runtime.updating.interface import Staging
+from penstock.runtime.updating.update import (
+    LeavesBeside,
+    LeavesInPlace,
+    NewLeaves,
+    NewWeights,
+    NoOthers,
+    leaf_maker,
+)
+
+PIECE_BYTES = 1 << 20
+"""The most bytes of a piece. A call waits behind one at most."""
+
+
+class SharedUpdate:
+    """The leader's side of one update. See `Others`."""
+
+    def __init__(
+        self,
+        log: DispatchLog,
+        staging: Staging,
+        tensors: Sequence[SentTensor],
+        uri: str,
+        ready: Callable[[], None],
+    ) -> None:
+        """See `Share`."""
+        self._log, self._ready = log, ready
+        self._number = log.open_update()
+        # Checksums are looked at by the leader alone.
+        self._sent = {tensor.name: replace(tensor, crc32c=0, sha256=b"") for tensor in tensors}
+        self._indices = {name: index for index, name in enumerate(self._sent)}
+        self._begin = UpdateBegin(self._number, tuple(self._sent.values()), staging, uri)
+        self._hashes: dict[str, bytes] = {}
+        self._is_given_up = threading.Event()
+        self.has_begun = False
+        """See `Others`."""
+
+    def put(self, sent: SentTensor, values: npt.NDArray[Any], sha256: bytes) -> None:
+        """See `Others`."""
+        self._begun()
+        self._hashes[sent.name] = sha256
+        if self._begin.uri:
+            return
+        data = values.reshape(-1).view(np.uint8).data
+        for offset in range(0, max(1, len(data)), PIECE_BYTES):
+            piece = data[offset : offset + PIECE_BYTES]
+            self._log.tell(Piece(self._number, self._indices[sent.name], piece))
+
+    def finish(self) -> Mapping[str, np.dtype[Any]]:
+        """See `Others`."""
+        self._begun()
+        self._log.tell(UpdateEnd(self._number))
+        found = self._log.prepared(self._number)
+        too_large = {name: DTYPES[dtype] for each in found for name, dtype in each.too_large.items()}
+        digest = digest_of((self._sent[name], sha256) for name, sha256 in self._hashes.items())
+        if not too_large and any(each.digest != digest for each in found):
+            raise WeightsError("the processes of the group have read different tensors")
+        return too_large
+
+    def install(self) -> None:
+        """See `Others`."""
+        self._log.append(Call(Kind.INSTALL_WEIGHTS, str(self._number)))
+
+    def stop_waiting(self) -> None:
+        """See `Others`."""
+        self._is_given_up.set()
+        self._log.give_up_update(self._number)
+
+    def drop(self) -> None:
+        """See `Others`."""
+        self._log.close_update(self._number)
+
+    def _begun(self) -> None:
+        """Tell the followers of the update, before its first tensor."""
+        if not self.has_begun:
+            self._ready()
+            self.has_begun = True
+            self._log.tell(self._begin)
+            if self._is_given_up.is_set():  # perhaps before the log knew of the update
+                raise WeightsError("the update was taken back")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowedModel:
+    """What a follower's updates change."""
+
+    device: DeviceState
+    backend: Backend
+    rules_for: RulesFor
+    threads: int
+    """How many threads make leaves."""
+    roots: Sequence[Path]
+    """Where files of weights may lie."""
+
+
+class FollowedUpdates:
+    """A follower's side of all updates. Methods are called on the thread that makes the leader's calls, and
+    wait for nothing; the work is done on a thread of low priority.
+    """
+
+    def __init__(self, model: FollowedModel, report: Callable[[Taken | Prepared], None]) -> None:
+        self._model, self._report = model, report
+        self._updates: dict[int, _FollowedUpdate] = {}
+        self._thread = BackgroundThread("penstock-update")
+
+    def take(self, record: UpdateRecord) -> None:
+        """Take what the leader tells. ValueError for an update that it has not begun."""
+        if isinstance(record, UpdateBegin):
+            self._updates[record.number] = _FollowedUpdate(record, self._model)
+        update = self._of(record.number)
+        if isinstance(record, UpdateOver):
+            del self._updates[record.number]
+            update.is_over.set()
+        self._thread.start(self._work, update, record)
+
+    def install(self, number: int) -> None:
+        """Make an update's leaves those that serve. ValueError for one that is not prepared."""
+        self._of(number).install()
+
+    def _of(self, number: int) -> _FollowedUpdate:
+        if number not in self._updates:
+            raise ValueError(f"there is no weight update with the number {number}")
+        return self._updates[number]
+
+    def _work(self, update: _FollowedUpdate, record: UpdateRecord) -> None:
+        prepared = update.work(record)
+        if isinstance(record, Piece):
+            self._report(Taken(len(record.data)))
+        if prepared is not None:
+            self._report(prepared)
+
+
+class _FollowedUpdate:
+    """One update. All but `install` is done on the updates' thread."""
+
+    def __init__(self, begin: UpdateBegin, model: FollowedModel) -> None:
+        self._begin, self._model = begin, model
+        self.is_over = threading.Event()
+        """Set as soon as the leader is known to have ended it."""
+        self._is_prepared = self._has_failed = False
+        self._new: NewWeights | None = None
+        self._too_large: Mapping[str, np.dtype[Any]] = {}
+        self._incoming: IncomingTensor | None = None
+
+    def work(self, record: UpdateRecord) -> Prepared | None:
+        """Do the next thing. Returns what is to be told: that the leaves are ready, or that something has
+        failed, after which nothing more is done.
+        """
+        if isinstance(record, UpdateOver):
+            self._incoming = None
+            if self._new is not None:
+                self._new.drop()
+            return None
+        if self._has_failed or self.is_over.is_set():
+            return None
+        try:
+            match record:
+                case UpdateBegin():
+                    self._start()
+                case Piece():
+                    self._take(record)
+                case UpdateEnd():
+                    return self._prepared()
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the leader is told
+            self._has_failed = True
+            problem = str(error) if isinstance(error, PenstockError) else repr(error)
+            return Prepared(record.number, problem=problem)
+        return None
+
+    def install(self) -> None:
+        """See `FollowedUpdates.install`."""
+        if self._new is None or not self._is_prepared:
+            raise ValueError(f"the weight update {self._begin.number} is not prepared")
+        self._new.install()
+
+    def _start(self) -> None:
+        begin, model = self._begin, self._model
+        names = {tensor.name for tensor in begin.tensors}
+        rules = model.rules_for(names)
+        leaves: NewLeaves
+        if begin.staging is Staging.IN_PLACE:
+            # The leader stands still, and has told so by beginning.
+            leaves = LeavesInPlace(
+                model.device, wait=lambda: None, use_huge_pages=model.backend.use_huge_pages
+            )
+        else:
+            leaves = LeavesBeside(
+                model.device,
+                on_device=model.backend.host_memory is None or begin.staging is Staging.DEVICE,
+                use_huge_pages=model.backend.use_huge_pages,
+                break_weights=lambda reason: None,  # what is raised then ends the group
+            )
+        maker = leaf_maker(rules, names, model.device, model.backend, leaves, threads=model.threads)
+        self._too_large = maker.too_large
+        self._new = NewWeights(
+            rules, begin.tensors, maker, leaves, others=NoOthers(), field="group", refuse_non_finite=False
+        )
+        if begin.uri:
+            self._read(names)
+
+    def _read(self, names: set[str]) -> None:
+        """Read all tensors from the files."""
+        files = UpdateFiles(self._begin.uri, self._model.roots)
+        try:
+            found = [tensor for tensor in files.tensors if tensor.name in names]
+            if sorted(found, key=_name) != sorted(self._begin.tensors, key=_name):
+                raise WeightsError(f"{self._begin.uri} has other tensors here than in the leader")
+            tensor: IncomingTensor | None = None
+            for index, _, data in files.pieces():
+                if self.is_over.is_set():
+                    return
+                sent = files.tensors[index]
+                if sent.name in names:
+                    tensor = IncomingTensor(sent, keep=True) if tensor is None else tensor
+                    tensor = self._appended(sent, tensor, data)
+            for sent in found:
+                if num_bytes(sent) == 0:
+                    self._appended(sent, IncomingTensor(sent, keep=True), b"")
+        finally:
+            files.close()
+
+    def _take(self, piece: Piece) -> None:
+        sent = self._begin.tensors[piece.tensor_index]
+        tensor = IncomingTensor(sent, keep=True) if self._incoming is None else self._incoming
+        self._incoming = self._appended(sent, tensor, bytes(piece.data))
+
+    def _appended(self, sent: SentTensor, tensor: IncomingTensor, data: bytes) -> IncomingTensor | None:
+        """Add bytes to a tensor. Returns the tensor, or None if it is whole now."""
+        assert self._new is not None, "an update begins before it has tensors"
+        tensor.append(data)
+        if not tensor.is_complete:
+            return tensor
+        self._new.put(sent.name, tensor.values, tensor.sha256)
+        return None
+
+    def _prepared(self) -> Prepared:
+        assert self._new is not None, "an update begins before it ends"
+        try:
+            digest = self._new.finish()
+        except TensorsRefused:
+            if not self._too_large:
+                raise
+            too_large = {name: name_of(dtype) for name, dtype in self._too_large.items()}
+            return Prepared(self._begin.number, too_large=too_large)
+        self._is_prepared = True
+        return Prepared(self._begin.number, digest)
+
+
+def _name(tensor: SentTensor) -> str:
+    return tensor.name
