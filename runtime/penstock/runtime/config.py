@@ -20,6 +20,8 @@ MAX_DECODE_STEPS = 64
 MOST_DEVICES = 1024
 """Most devices over which a model is cut."""
 MAX_SNAPSHOTS = 65_536
+MOST_ADAPTERS = 1024
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 512)
 DEFAULT_FEATURE_SLOTS = 64
 """These take 78 MB with a vocabulary of 152k."""
 DEFAULT_TARGET_ITL_S = 0.15
@@ -173,6 +175,18 @@ class EngineConfig:
     default is 0.005. It holds for the whole process from `Engine.start` to `Engine.shutdown`, which puts back
     the former value unless other code has set it since; of several engines, the last does that. None: left
     alone."""
+    max_adapters: int = 0
+    """Most LoRA adapters whose weights are on the device at a time; requests for others wait. 0: none, and
+    every request that names one is refused."""
+    max_cached_adapters: int = 64
+    """Most adapters that are kept on the host, those on the device included. The least recently used leave.
+    """
+    max_adapter_rank: int = 16
+    """The largest rank that an adapter may have, a power of two from 8 to 512. Each place on the device has
+    room for it."""
+    adapter_dir: Path | None = None
+    """Folder of folders of adapters: one is loaded when a request first names its folder. None: adapters are
+    only those that were loaded by name."""
     max_logprobs: int = 20
     """Most `logprobs` that a request may ask for."""
     generation_config: Mapping[str, Any] | None = None
@@ -257,13 +271,28 @@ class EngineConfig:
             bad.append(
                 f"grammar_time_limit_s: must be above 0, at most 3600, not {self.grammar_time_limit_s}"
             )
-        bad += _image_problems(self)
+        bad += _image_problems(self) + _adapter_problems(self)
         try:
             override_defaults(GenerationDefaults(), self.generation_config or {})
         except ConfigError as error:
             bad.append(str(error))
         if bad:
             raise ConfigError("; ".join(bad))
+
+
+def _adapter_problems(config: EngineConfig) -> list[str]:
+    bad: list[str] = []
+    if not 0 <= config.max_adapters <= MOST_ADAPTERS:
+        bad.append(f"max_adapters: must be from 0 to {MOST_ADAPTERS}, not {config.max_adapters}")
+    if config.max_adapters > config.max_cached_adapters:
+        described = f"must be at least max_adapters, {config.max_adapters}, not {config.max_cached_adapters}"
+        bad.append(f"max_cached_adapters: {described}")
+    if config.max_adapter_rank not in ADAPTER_RANKS:
+        ranks = ", ".join(map(str, ADAPTER_RANKS))
+        bad.append(f"max_adapter_rank: must be one of {ranks}, not {config.max_adapter_rank}")
+    if config.adapter_dir is not None and not config.max_adapters:
+        bad.append("adapter_dir: goes with max_adapters above 0")
+    return bad
 
 
 def _image_problems(config: EngineConfig) -> list[str]:

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.runtime.adapters.registry import AdapterRegistry
 from penstock.runtime.building import build, grammar_compiler, measure
 from penstock.runtime.chat.parser import ChatForms, choose_forms
 from penstock.runtime.config import EngineConfig, ResolvedConfig
@@ -102,10 +103,12 @@ class RequestRules:
         vocab_size: int,
         vision: Vision | None,
         callback: SamplingCallback | None,
+        adapters: AdapterRegistry,
     ) -> None:
         """`vision`: what the model makes of pictures; None: it reads none. Without a `callback` the sampling
         stays as requested.
         """
+        self._adapters = adapters
         self._vocab_size, self._vision = vocab_size, vision
         self._max_logprobs, self._max_image_tokens = config.max_logprobs, config.max_image_tokens
         self.callback = callback
@@ -129,6 +132,8 @@ class RequestRules:
         if callback is not None:
             request = dataclasses.replace(request, sampling=_rewritten(request, callback))
         self._check_logprobs(request)
+        if request.adapter is not None:
+            self._adapters.get(request.adapter)
         if request.media:
             self._check_media(request)
         words: Sequence[Sequence[int]] | WordTable = _long_words(request.sampling)
@@ -233,11 +238,17 @@ class Engine(EngineCore):
             share=alone if log_of_calls is None else partial(SharedUpdate, log_of_calls),
         )
         """Takes new weights, from other programs and from files."""
+        self.adapters = AdapterRegistry(parts.config.max_adapters)
+        """The LoRA adapters that requests may name."""
         self.profiler = Profiler(self)
         """Records what host and device do in the next steps."""
         self.on_failure(self.profiler.stop)
         self._rules = RequestRules(
-            parts.config, vocab_size=model.vocab_size, vision=model.vision, callback=sampling_params_callback
+            parts.config,
+            vocab_size=model.vocab_size,
+            vision=model.vision,
+            callback=sampling_params_callback,
+            adapters=self.adapters,
         )
         self._grammars = grammar_compiler(model.text, parts.info, parts.config)
         self._switch_interval = SwitchInterval(parts.config.switch_interval_s)

@@ -11,6 +11,7 @@ PenstockError
 │   ├── ExceedsKVCapacity        the request could never fit the KV cache
 │   ├── DuplicateRequestId       that id is running or waiting
 │   ├── UnknownModel             the request names another model
+│   ├── UnknownAdapterError      the request names an adapter that is not there
 │   └── WeightsTooOld            the request wants newer weights than those that serve
 ├── UnavailableError             expected: try again later, or elsewhere
 │   ├── QueueFull
@@ -28,6 +29,10 @@ PenstockError
 │   ├── GenerationChanged        other weights serve than the update was made for
 │   ├── UpdateUnderWay           another update has begun or is staged
 │   └── UnknownUpdate            no update of that id is staged
+├── AdapterError                 expected: an adapter was not loaded; those that serve are as before
+│   ├── AdapterFormatError       its config or its tensors are not what the model can have
+│   ├── AdapterExistsError       the name has other content
+│   └── TooManyAdaptersError     all places are taken by adapters that are pinned or run
 ├── ProfileError                 expected: a profile was not made
 │   ├── ProfileUnderWay          another one is recorded or written
 │   └── ProfileFailed            its folder cannot be written, or JAX cannot record
@@ -190,6 +195,14 @@ class UnknownModel(RequestError):
         super().__init__(f"model {name!r} is not served here; this server serves {served!r}")
 
 
+class UnknownAdapterError(RequestError):
+    """No adapter of this name is loaded here."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"adapter {name!r} is not loaded here")
+
+
 class WeightsTooOld(RequestError):
     """The request wants weights of a generation that does not serve yet."""
 
@@ -339,6 +352,37 @@ class UnknownUpdate(WeightsError):
     def __init__(self, update_id: str) -> None:
         self.update_id = update_id
         super().__init__(f"no update {update_id!r} is staged")
+
+
+class AdapterError(PenstockError):
+    """An adapter was not loaded. Those that serve are as before."""
+
+
+class AdapterFormatError(AdapterError):
+    """The adapter's config or its tensors are not what the model can have. `tensor` and `field` name what is
+    wrong, if it is one tensor or one field of adapter_config.json.
+    """
+
+    def __init__(self, message: str, *, tensor: str | None = None, field: str | None = None) -> None:
+        self.tensor, self.field = tensor, field
+        where = tensor if field is None else f"adapter_config.json: {field}"
+        super().__init__(message if where is None else f"{where}: {message}")
+
+
+class AdapterExistsError(AdapterError):
+    """An adapter of this name is loaded with other content, and it was not to be replaced."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"adapter {name!r} is loaded with other content; unload it first, or replace it")
+
+
+class TooManyAdaptersError(AdapterError):
+    """All places for adapters are taken by those that are pinned or run. `limit` is how many there are."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        super().__init__(f"all {limit} places for adapters are taken by adapters that are pinned or run")
 
 
 class ProfileError(PenstockError):

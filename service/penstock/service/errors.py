@@ -172,6 +172,7 @@ TABLE: Mapping[type[errors.PenstockError], StatusRow] = {
     errors.UnknownModel: StatusRow(
         Code.NOT_FOUND, "UNKNOWN_MODEL", lambda e: {"model": e.name, "served_model": e.served}
     ),
+    errors.UnknownAdapterError: StatusRow(Code.NOT_FOUND, "UNKNOWN_ADAPTER", lambda e: {"adapter": e.name}),
     errors.WeightsTooOld: StatusRow(
         Code.FAILED_PRECONDITION,
         "WEIGHTS_TOO_OLD",
@@ -249,6 +250,18 @@ TABLE: Mapping[type[errors.PenstockError], StatusRow] = {
         lambda e: None if e.staged else 1.0,  # what is staged goes away only if somebody does something
     ),
     errors.UnknownUpdate: StatusRow(Code.NOT_FOUND, "UNKNOWN_UPDATE", lambda e: {"update_id": e.update_id}),
+    errors.AdapterError: StatusRow(Code.FAILED_PRECONDITION, "ADAPTER_REFUSED"),
+    errors.AdapterFormatError: StatusRow(
+        Code.INVALID_ARGUMENT,
+        "ADAPTER_FORMAT",
+        lambda e: {name: value for name in ("tensor", "field") if (value := getattr(e, name)) is not None},
+    ),
+    errors.AdapterExistsError: StatusRow(
+        Code.FAILED_PRECONDITION, "ADAPTER_EXISTS", lambda e: {"adapter": e.name}
+    ),
+    errors.TooManyAdaptersError: StatusRow(
+        Code.RESOURCE_EXHAUSTED, "TOO_MANY_ADAPTERS", lambda e: {"max": str(e.limit)}
+    ),
     errors.ProfileError: StatusRow(Code.FAILED_PRECONDITION, "PROFILE_REFUSED"),
     errors.ProfileUnderWay: StatusRow(Code.ABORTED, "PROFILE_UNDER_WAY", retry_after_s=lambda e: 1.0),
     errors.ProfileFailed: StatusRow(Code.INTERNAL, "PROFILE_FAILED"),

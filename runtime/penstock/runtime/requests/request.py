@@ -192,6 +192,8 @@ class Request:
     """The rotary positions of a prompt with pictures; None: they are the positions in the prompt."""
     reading: PromptReading | None = None
     """What is wanted of the prompt alone. The request then ends with its prompt, and generates nothing."""
+    adapter: str | None = None
+    """The name of the LoRA adapter with which the output is made; None: the model alone."""
     hidden_states: bool = False
     """Whether the hidden state is wanted from which each token was chosen."""
     max_proposed_tokens: int | None = None
