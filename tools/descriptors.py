@@ -16,10 +16,19 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # ships no hints
 from grpc_health.v1 import health_pb2
 
-from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2
+from penstock.v1 import adapters_pb2, control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2
 
 FILE = Path(__file__).parents[1] / "deploy" / "envoy" / "penstock.binpb"
-MODULES = (types_pb2, weights_pb2, telemetry_pb2, inference_pb2, control_pb2, health_pb2, error_details_pb2)
+MODULES = (
+    types_pb2,
+    weights_pb2,
+    adapters_pb2,
+    telemetry_pb2,
+    inference_pb2,
+    control_pb2,
+    health_pb2,
+    error_details_pb2,
+)
 
 
 def descriptors() -> FileDescriptorSet:

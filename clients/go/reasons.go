@@ -28,6 +28,14 @@ const (
 	ErrDuplicateRequestID Reason = "DUPLICATE_REQUEST_ID"
 	// ErrUnknownModel: the request names a model that is not served here.
 	ErrUnknownModel Reason = "UNKNOWN_MODEL"
+	// ErrUnknownAdapter: no adapter of this name is there.
+	ErrUnknownAdapter Reason = "UNKNOWN_ADAPTER"
+	// ErrAdapterFormat: the config or a tensor of an adapter is not what the model can have.
+	ErrAdapterFormat Reason = "ADAPTER_FORMAT"
+	// ErrAdapterExists: another adapter has this name.
+	ErrAdapterExists Reason = "ADAPTER_EXISTS"
+	// ErrTooManyAdapters: all places for adapters are taken by adapters that are pinned or run.
+	ErrTooManyAdapters Reason = "TOO_MANY_ADAPTERS"
 	// ErrInvalidTensors: tensors of an update do not fit the model; Error.TensorErrors has them.
 	ErrInvalidTensors Reason = "INVALID_TENSORS"
 	// ErrChecksumMismatch: tensors arrived with other bytes than announced; Error.TensorErrors has them.

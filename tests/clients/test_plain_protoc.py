@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import FileDescriptor
 
-from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2
+from penstock.v1 import adapters_pb2, control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2
 from tests.support.toolchains import ROOT, require
 
 FILES: list[FileDescriptor] = [
-    module.DESCRIPTOR for module in (control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2)
+    module.DESCRIPTOR
+    for module in (adapters_pb2, control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2)
 ]
 PROTOC = Path(sys.executable).with_name("protoc")
 GO = ROOT / "clients" / "go"

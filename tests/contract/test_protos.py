@@ -17,12 +17,23 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorSet
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from penstock.v1 import control_pb2, inference_pb2, inference_pb2_grpc, telemetry_pb2, types_pb2, weights_pb2
+from penstock.v1 import (
+    adapters_pb2,
+    control_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    telemetry_pb2,
+    types_pb2,
+    weights_pb2,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 GENERATED = REPOSITORY / "protos" / "penstock" / "v1"
 GATEWAYS = REPOSITORY / "service" / "penstock" / "service" / "gateways"
-FILES = [module.DESCRIPTOR for module in (control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2)]
+FILES = [
+    module.DESCRIPTOR
+    for module in (adapters_pb2, control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2)
+]
 TOOLS = Path(sys.executable).parent
 FIRST = Path(__file__).with_name("first_contract.binpb")
 

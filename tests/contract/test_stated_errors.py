@@ -192,7 +192,16 @@ ROWS = (
     row("TensorSpec.crc32c DATA_LOSS CHECKSUM_MISMATCH", manifest(crc32c=1), named="model.norm.weight"),
 )  # fmt: skip
 UPDATES = "tests/service/servicers/weights"
+ADAPTERS = "tests/service/servicers/test_adapters.py"
 ELSEWHERE = {
+    "GenerateRequest.adapter NOT_FOUND UNKNOWN_ADAPTER": ADAPTERS,
+    "GenerateRequest.adapter PERMISSION_DENIED FORBIDDEN": ADAPTERS,
+    "LoadAdapterRequest.name FAILED_PRECONDITION ADAPTER_EXISTS": ADAPTERS,
+    "LoadAdapterRequest.uri UNIMPLEMENTED UNSUPPORTED_FEATURE": ADAPTERS,
+    "PinAdapterRequest.name NOT_FOUND UNKNOWN_ADAPTER": ADAPTERS,
+    "PushAdapterBegin.config_json INVALID_ARGUMENT ADAPTER_FORMAT": ADAPTERS,
+    "PushAdapterBegin.name FAILED_PRECONDITION ADAPTER_EXISTS": ADAPTERS,
+    "UnloadAdapterRequest.name NOT_FOUND UNKNOWN_ADAPTER": ADAPTERS,
     "CommitWeightsRequest.drain_timeout DEADLINE_EXCEEDED DRAIN_TIMEOUT": f"{UPDATES}/test_update_weights.py",
     "Constraint.ebnf RESOURCE_EXHAUSTED COSTLY_GRAMMAR": "tests/service/servicers/chats/test_constraints.py",
     "Constraint.json_schema RESOURCE_EXHAUSTED COSTLY_GRAMMAR":

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.requests.sampling import FIELDS, GenerationDefaults
+from penstock.service.requests.adapters import named_adapter, to_push
 from penstock.service.requests.control import (
     check_discard,
     to_begin,
@@ -28,7 +29,7 @@ from penstock.service.requests.control import (
 )
 from penstock.service.requests.generate import Features, to_job
 from penstock.service.servicers.serving import limits_of, to_target
-from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2
+from penstock.v1 import adapters_pb2, control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2
 from tests.contract.test_comments import MESSAGES, SENT
 from tests.service.rig import fake
 
@@ -137,6 +138,15 @@ def choices(*texts: str) -> inference_pb2.GenerateRequest:
 
 
 MOST = 262_144
+PUSH = adapters_pb2.PushAdapterRequest(
+    begin=adapters_pb2.PushAdapterBegin(
+        name="a",
+        config_json="{}",
+        manifest=weights_pb2.TensorManifest(
+            tensors=[weights_pb2.TensorSpec(name="t", dtype=weights_pb2.DATA_TYPE_F32)]
+        ),
+    )
+)
 COMMIT = control_pb2.CommitWeightsRequest(update_id="u")
 ROWS = (
     Row(
@@ -391,6 +401,21 @@ ROWS = (
         [b"x", b"x" * 31, b"x" * 33],
     ),
     Row(
+        "LoadAdapterRequest.name",
+        "1 to 128 printable characters, none of them a slash, a backslash, a colon or a double quote, and "
+        "the first no dot",
+        at("name", adapters_pb2.UnloadAdapterRequest()),
+        ["x", "\u20ac" * 128, "a.b", "a b'"],
+        ["", "x" * 129, ".x", "a/b", "a\\b", "a:b", 'a"b', "a\nb"],
+    ),
+    Row(
+        "PushAdapterBegin.config_json",
+        "a JSON object of at most 65,536 bytes",
+        at("begin.config_json", PUSH),
+        ["{}", json_of(chars=65_536)],
+        ["", "[]", "{", json_of(chars=65_537)],
+    ),
+    Row(
         "PauseRequest.drain_timeout",
         "at least 0 s",
         at("drain_timeout", control_pb2.PauseRequest()),
@@ -425,6 +450,7 @@ ELSEWHERE = {
     "RerankRequest.documents": "tests/service/servicers/readings/test_rerank.py",
     "ScoreRequest.continuations": "tests/service/servicers/readings/test_score.py",
     "UpdateWeightsCommit.total_bytes": "tests/service/servicers/weights/test_update_weights_refused.py",
+    "PushAdapterBegin.manifest": "tests/service/servicers/test_adapters.py",
     "TensorChunk.data": "tests/service/servicers/weights/test_update_weights_refused.py",
 }
 """Fields with a number in their limits that other tests look at, or none need to."""
@@ -436,6 +462,8 @@ CONVERT: dict[str, Callable[[Any], object]] = {
     "ProfileRequest": to_profile,
     "GetVocabularyRequest": lambda message: to_page(message, LIMITS.info.vocab_size),
     "UpdateWeightsRequest": to_begin,
+    "UnloadAdapterRequest": named_adapter,
+    "PushAdapterRequest": to_push,
     "PauseRequest": to_pause,
     "CommitWeightsRequest": to_commit,
     "DiscardWeightsRequest": check_discard,
@@ -535,7 +563,8 @@ def test_a_stated_default_is_the_default() -> None:
 
 
 def _has_presence(message: str, name: str) -> bool:
-    (module,) = [one for one in (control_pb2, inference_pb2, telemetry_pb2, types_pb2, weights_pb2)
+    (module,) = [one for one in (adapters_pb2, control_pb2, inference_pb2, telemetry_pb2, types_pb2,
+                                   weights_pb2)
                  if message in one.DESCRIPTOR.message_types_by_name]  # fmt: skip
     presence: bool = module.DESCRIPTOR.message_types_by_name[message].fields_by_name[name].has_presence
     return presence

@@ -23,10 +23,6 @@ NEVER_SENT = {
     "WEIGHTS_REFUSED": "the class above others, which is never raised itself",
     "PROFILE_REFUSED": "the class above others, which is never raised itself",
     "ADAPTER_REFUSED": "the class above others, which is never raised itself",
-    "ADAPTER_FORMAT": "no RPC loads adapters yet",
-    "ADAPTER_EXISTS": "no RPC loads adapters yet",
-    "TOO_MANY_ADAPTERS": "no RPC loads adapters yet",
-    "UNKNOWN_ADAPTER": "every RPC refuses to name an adapter",
 }
 """Reasons of the table that no RPC answers in this release."""
 

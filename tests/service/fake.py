@@ -72,6 +72,7 @@ from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.status import OutputStatus
 from penstock.runtime.text.interface import Text
+from tests.service.fake_adapters import FakeAdapters
 from tests.service.fake_changes import FakeChanges, Make
 from tests.service.fake_outputs import HIDDEN_SIZE, Running, Sink
 from tests.service.fake_steps import FakeSteps
@@ -122,6 +123,9 @@ class FakeEngine:
         self.text: Text | None = codec
         self.changes = FakeChanges()
         self.updater = FakeUpdater(self)
+        self.adapters = FakeAdapters(
+            self.config.max_adapters, self._outputs_on, self.config.max_cached_adapters
+        )
         self.registry = Registry()
         self.profiler = FakeProfiler()
         self.weights_problem: str | None = None
@@ -357,6 +361,10 @@ class FakeEngine:
             self._admit()
             self._changed.notify_all()
 
+    def _outputs_on(self, adapter: str) -> int:
+        active = [*self._running.values(), *self._waiting.values()]
+        return sum(one.request.adapter == adapter for one in active)
+
     def _refuse(self, request: Request) -> None:
         num = len(request.prompt_token_ids)
         if self.failure is not None:
@@ -369,6 +377,8 @@ class FakeEngine:
             raise WeightsIncomplete(self.weights_problem)
         if request.min_generation > self.weights.generation:
             raise WeightsTooOld(request.min_generation, self.weights.generation)
+        if request.adapter is not None:
+            self.adapters.get(request.adapter)
         if num >= self.info.max_model_len:
             raise PromptTooLong(num, self.info.max_model_len - 1)
         if num >= self._kv_tokens:

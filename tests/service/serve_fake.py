@@ -50,7 +50,14 @@ class Loader:
         if config.served_model_name in ("never-loads", "deaf-early"):
             forever.wait()
         start = forever.wait if config.served_model_name == "never-ready" else lambda: None
-        engine = SlowEngine(codec=ByteText(), max_model_len=10_000, start=start)  # type: ignore[arg-type]
+        engine = SlowEngine(
+            codec=ByteText(),  # type: ignore[arg-type]
+            max_model_len=10_000,
+            start=start,
+            max_adapters=config.max_adapters,
+            max_cached_adapters=config.max_cached_adapters,
+            adapter_dir=config.adapter_dir,
+        )
         engine.dies = config.served_model_name == "dies"
         engine.hangs = config.served_model_name == "hangs"
         engine.profiler.ends_at_once = True

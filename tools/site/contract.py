@@ -29,7 +29,7 @@ from tools.site.comments import (
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "contract.md"
-FILES = ("inference", "control", "types", "weights", "telemetry")
+FILES = ("inference", "control", "types", "weights", "adapters", "telemetry")
 """The order of the files on the page."""
 COLUMNS = ("Unit", "Default", "Limits", "Errors")
 """The columns that a table has if any of its fields has something there."""

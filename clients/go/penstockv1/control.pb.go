@@ -41,7 +41,7 @@ const (
 	Feature_FEATURE_JSON_SCHEMA Feature = 3
 	// Constraint.regex, ebnf and choice.
 	Feature_FEATURE_REGEX Feature = 4
-	// GenerateRequest.adapter and UpdateWeightsBegin.adapter; no release has them yet.
+	// GenerateRequest.adapter, LoadAdapter, PushAdapter, UnloadAdapter and PinAdapter: the server has places for adapters.
 	Feature_FEATURE_ADAPTERS Feature = 5
 	// GenerateRequest.priority.
 	Feature_FEATURE_PRIORITY Feature = 6
@@ -613,7 +613,7 @@ type GetServerInfoResponse struct {
 	// all groups of layers with equal windows. So it says how many tokens fit only where all layers are alike.
 	// Unit: pages.
 	KvPagesTotal uint64 `protobuf:"varint,7,opt,name=kv_pages_total,json=kvPagesTotal,proto3" json:"kv_pages_total,omitempty"`
-	// The most bytes of TensorChunk.data; 0 on a server that takes no updates.
+	// The most bytes of TensorChunk.data; 0 on a server that takes neither updates nor adapters.
 	// Unit: bytes.
 	MaxChunkBytes uint32 `protobuf:"varint,8,opt,name=max_chunk_bytes,json=maxChunkBytes,proto3" json:"max_chunk_bytes,omitempty"`
 	// The largest OutputOptions.logprobs and prompt_logprobs.
@@ -630,8 +630,17 @@ type GetServerInfoResponse struct {
 	// The most tokens that are proposed for an output in a step; 0 without a proposer.
 	// Unit: tokens.
 	MaxProposedTokens uint32 `protobuf:"varint,13,opt,name=max_proposed_tokens,json=maxProposedTokens,proto3" json:"max_proposed_tokens,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// The most LoRA adapters on the device; 0 on a server without adapters.
+	// Unit: adapters.
+	MaxAdapters uint32 `protobuf:"varint,14,opt,name=max_adapters,json=maxAdapters,proto3" json:"max_adapters,omitempty"`
+	// The most LoRA adapters in host memory, those on the device included.
+	// Unit: adapters.
+	MaxCachedAdapters uint32 `protobuf:"varint,15,opt,name=max_cached_adapters,json=maxCachedAdapters,proto3" json:"max_cached_adapters,omitempty"`
+	// The largest rank of an adapter.
+	// Unit: dimensions.
+	MaxAdapterRank uint32 `protobuf:"varint,16,opt,name=max_adapter_rank,json=maxAdapterRank,proto3" json:"max_adapter_rank,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *GetServerInfoResponse) Reset() {
@@ -755,6 +764,27 @@ func (x *GetServerInfoResponse) GetMaxProposedTokens() uint32 {
 	return 0
 }
 
+func (x *GetServerInfoResponse) GetMaxAdapters() uint32 {
+	if x != nil {
+		return x.MaxAdapters
+	}
+	return 0
+}
+
+func (x *GetServerInfoResponse) GetMaxCachedAdapters() uint32 {
+	if x != nil {
+		return x.MaxCachedAdapters
+	}
+	return 0
+}
+
+func (x *GetServerInfoResponse) GetMaxAdapterRank() uint32 {
+	if x != nil {
+		return x.MaxAdapterRank
+	}
+	return 0
+}
+
 // Asks for the load. It has no fields.
 type GetLoadRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -813,9 +843,12 @@ type GetLoadResponse struct {
 	// Whether the server is paused.
 	Paused bool `protobuf:"varint,6,opt,name=paused,proto3" json:"paused,omitempty"`
 	// The weights in use.
-	Weights       *WeightsVersion `protobuf:"bytes,7,opt,name=weights,proto3" json:"weights,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Weights *WeightsVersion `protobuf:"bytes,7,opt,name=weights,proto3" json:"weights,omitempty"`
+	// LoRA adapters on the device.
+	// Unit: adapters.
+	LoadedAdapters uint32 `protobuf:"varint,8,opt,name=loaded_adapters,json=loadedAdapters,proto3" json:"loaded_adapters,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *GetLoadResponse) Reset() {
@@ -895,6 +928,13 @@ func (x *GetLoadResponse) GetWeights() *WeightsVersion {
 		return x.Weights
 	}
 	return nil
+}
+
+func (x *GetLoadResponse) GetLoadedAdapters() uint32 {
+	if x != nil {
+		return x.LoadedAdapters
+	}
+	return 0
 }
 
 // The load at one moment.
@@ -1979,7 +2019,7 @@ var File_penstock_v1_control_proto protoreflect.FileDescriptor
 
 const file_penstock_v1_control_proto_rawDesc = "" +
 	"\n" +
-	"\x19penstock/v1/control.proto\x12\vpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bpenstock/v1/telemetry.proto\x1a\x17penstock/v1/types.proto\x1a\x19penstock/v1/weights.proto\"k\n" +
+	"\x19penstock/v1/control.proto\x12\vpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1apenstock/v1/adapters.proto\x1a\x1bpenstock/v1/telemetry.proto\x1a\x17penstock/v1/types.proto\x1a\x19penstock/v1/weights.proto\"k\n" +
 	"\x13GetModelInfoRequest\x12'\n" +
 	"\x0finclude_tensors\x18\x01 \x01(\bR\x0eincludeTensors\x12+\n" +
 	"\x11include_tokenizer\x18\x02 \x01(\bR\x10includeTokenizer\"\x8c\a\n" +
@@ -2020,7 +2060,7 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\vmedia_types\x18\x04 \x03(\tR\n" +
 	"mediaTypes\x12$\n" +
 	"\x0eimage_token_id\x18\x05 \x01(\rR\fimageTokenId\"\x16\n" +
-	"\x14GetServerInfoRequest\"\x97\x04\n" +
+	"\x14GetServerInfoRequest\"\x94\x05\n" +
 	"\x15GetServerInfoResponse\x12%\n" +
 	"\x0eserver_version\x18\x01 \x01(\tR\rserverVersion\x12\x1f\n" +
 	"\vinstance_id\x18\x02 \x01(\tR\n" +
@@ -2036,8 +2076,11 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	" \x03(\tR\adevices\x12*\n" +
 	"\x11max_request_bytes\x18\v \x01(\x04R\x0fmaxRequestBytes\x12\x1a\n" +
 	"\bproposer\x18\f \x01(\tR\bproposer\x12.\n" +
-	"\x13max_proposed_tokens\x18\r \x01(\rR\x11maxProposedTokens\"\x10\n" +
-	"\x0eGetLoadRequest\"\xb0\x02\n" +
+	"\x13max_proposed_tokens\x18\r \x01(\rR\x11maxProposedTokens\x12!\n" +
+	"\fmax_adapters\x18\x0e \x01(\rR\vmaxAdapters\x12.\n" +
+	"\x13max_cached_adapters\x18\x0f \x01(\rR\x11maxCachedAdapters\x12(\n" +
+	"\x10max_adapter_rank\x18\x10 \x01(\rR\x0emaxAdapterRank\"\x10\n" +
+	"\x0eGetLoadRequest\"\xd9\x02\n" +
 	"\x0fGetLoadResponse\x12)\n" +
 	"\x10running_requests\x18\x01 \x01(\rR\x0frunningRequests\x12'\n" +
 	"\x0fqueued_requests\x18\x02 \x01(\rR\x0equeuedRequests\x120\n" +
@@ -2045,7 +2088,8 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\rkv_pages_used\x18\x04 \x01(\x04R\vkvPagesUsed\x12$\n" +
 	"\x0ekv_pages_total\x18\x05 \x01(\x04R\fkvPagesTotal\x12\x16\n" +
 	"\x06paused\x18\x06 \x01(\bR\x06paused\x125\n" +
-	"\aweights\x18\a \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\x9c\x03\n" +
+	"\aweights\x18\a \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\x12'\n" +
+	"\x0floaded_adapters\x18\b \x01(\rR\x0eloadedAdapters\"\x9c\x03\n" +
 	"\x11WatchLoadResponse\x12*\n" +
 	"\x02at\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x02at\x120\n" +
 	"\x04load\x18\x02 \x01(\v2\x1c.penstock.v1.GetLoadResponseR\x04load\x12&\n" +
@@ -2135,7 +2179,7 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\rFEATURE_SCORE\x10\r\x12\x19\n" +
 	"\x15FEATURE_HIDDEN_STATES\x10\x0e\x12\x11\n" +
 	"\rFEATURE_NAMES\x10\x0f\x12\x12\n" +
-	"\x0eFEATURE_RERANK\x10\x102\x9e\t\n" +
+	"\x0eFEATURE_RERANK\x10\x102\xd4\f\n" +
 	"\x0eControlService\x12X\n" +
 	"\fGetModelInfo\x12 .penstock.v1.GetModelInfoRequest\x1a!.penstock.v1.GetModelInfoResponse\"\x03\x90\x02\x01\x12[\n" +
 	"\rGetServerInfo\x12!.penstock.v1.GetServerInfoRequest\x1a\".penstock.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12I\n" +
@@ -2148,7 +2192,13 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\x05Pause\x12\x19.penstock.v1.PauseRequest\x1a\x1a.penstock.v1.PauseResponse\"\x03\x90\x02\x02\x12F\n" +
 	"\x06Resume\x12\x1a.penstock.v1.ResumeRequest\x1a\x1b.penstock.v1.ResumeResponse\"\x03\x90\x02\x02\x12[\n" +
 	"\rCommitWeights\x12!.penstock.v1.CommitWeightsRequest\x1a\".penstock.v1.CommitWeightsResponse\"\x03\x90\x02\x02\x12^\n" +
-	"\x0eDiscardWeights\x12\".penstock.v1.DiscardWeightsRequest\x1a#.penstock.v1.DiscardWeightsResponse\"\x03\x90\x02\x02\x12R\n" +
+	"\x0eDiscardWeights\x12\".penstock.v1.DiscardWeightsRequest\x1a#.penstock.v1.DiscardWeightsResponse\"\x03\x90\x02\x02\x12U\n" +
+	"\vLoadAdapter\x12\x1f.penstock.v1.LoadAdapterRequest\x1a .penstock.v1.LoadAdapterResponse\"\x03\x90\x02\x02\x12R\n" +
+	"\vPushAdapter\x12\x1f.penstock.v1.PushAdapterRequest\x1a .penstock.v1.PushAdapterResponse(\x01\x12[\n" +
+	"\rUnloadAdapter\x12!.penstock.v1.UnloadAdapterRequest\x1a\".penstock.v1.UnloadAdapterResponse\"\x03\x90\x02\x02\x12R\n" +
+	"\n" +
+	"PinAdapter\x12\x1e.penstock.v1.PinAdapterRequest\x1a\x1f.penstock.v1.PinAdapterResponse\"\x03\x90\x02\x02\x12X\n" +
+	"\fListAdapters\x12 .penstock.v1.ListAdaptersRequest\x1a!.penstock.v1.ListAdaptersResponse\"\x03\x90\x02\x01\x12R\n" +
 	"\n" +
 	"FlushCache\x12\x1e.penstock.v1.FlushCacheRequest\x1a\x1f.penstock.v1.FlushCacheResponse\"\x03\x90\x02\x02\x12R\n" +
 	"\n" +
@@ -2214,10 +2264,20 @@ var file_penstock_v1_control_proto_goTypes = []any{
 	(*InFlightReport)(nil),         // 40: penstock.v1.InFlightReport
 	(UpdateOutcome)(0),             // 41: penstock.v1.UpdateOutcome
 	(*WatchLoadRequest)(nil),       // 42: penstock.v1.WatchLoadRequest
-	(*SetTracingRequest)(nil),      // 43: penstock.v1.SetTracingRequest
-	(*ProfileRequest)(nil),         // 44: penstock.v1.ProfileRequest
-	(*SetTracingResponse)(nil),     // 45: penstock.v1.SetTracingResponse
-	(*ProfileResponse)(nil),        // 46: penstock.v1.ProfileResponse
+	(*LoadAdapterRequest)(nil),     // 43: penstock.v1.LoadAdapterRequest
+	(*PushAdapterRequest)(nil),     // 44: penstock.v1.PushAdapterRequest
+	(*UnloadAdapterRequest)(nil),   // 45: penstock.v1.UnloadAdapterRequest
+	(*PinAdapterRequest)(nil),      // 46: penstock.v1.PinAdapterRequest
+	(*ListAdaptersRequest)(nil),    // 47: penstock.v1.ListAdaptersRequest
+	(*SetTracingRequest)(nil),      // 48: penstock.v1.SetTracingRequest
+	(*ProfileRequest)(nil),         // 49: penstock.v1.ProfileRequest
+	(*LoadAdapterResponse)(nil),    // 50: penstock.v1.LoadAdapterResponse
+	(*PushAdapterResponse)(nil),    // 51: penstock.v1.PushAdapterResponse
+	(*UnloadAdapterResponse)(nil),  // 52: penstock.v1.UnloadAdapterResponse
+	(*PinAdapterResponse)(nil),     // 53: penstock.v1.PinAdapterResponse
+	(*ListAdaptersResponse)(nil),   // 54: penstock.v1.ListAdaptersResponse
+	(*SetTracingResponse)(nil),     // 55: penstock.v1.SetTracingResponse
+	(*ProfileResponse)(nil),        // 56: penstock.v1.ProfileResponse
 }
 var file_penstock_v1_control_proto_depIdxs = []int32{
 	27, // 0: penstock.v1.GetModelInfoResponse.default_sampling:type_name -> penstock.v1.SamplingParams
@@ -2259,25 +2319,35 @@ var file_penstock_v1_control_proto_depIdxs = []int32{
 	18, // 36: penstock.v1.ControlService.Resume:input_type -> penstock.v1.ResumeRequest
 	20, // 37: penstock.v1.ControlService.CommitWeights:input_type -> penstock.v1.CommitWeightsRequest
 	22, // 38: penstock.v1.ControlService.DiscardWeights:input_type -> penstock.v1.DiscardWeightsRequest
-	24, // 39: penstock.v1.ControlService.FlushCache:input_type -> penstock.v1.FlushCacheRequest
-	43, // 40: penstock.v1.ControlService.SetTracing:input_type -> penstock.v1.SetTracingRequest
-	44, // 41: penstock.v1.ControlService.Profile:input_type -> penstock.v1.ProfileRequest
-	2,  // 42: penstock.v1.ControlService.GetModelInfo:output_type -> penstock.v1.GetModelInfoResponse
-	6,  // 43: penstock.v1.ControlService.GetServerInfo:output_type -> penstock.v1.GetServerInfoResponse
-	8,  // 44: penstock.v1.ControlService.GetLoad:output_type -> penstock.v1.GetLoadResponse
-	9,  // 45: penstock.v1.ControlService.WatchLoad:output_type -> penstock.v1.WatchLoadResponse
-	11, // 46: penstock.v1.ControlService.Tokenize:output_type -> penstock.v1.TokenizeResponse
-	13, // 47: penstock.v1.ControlService.Detokenize:output_type -> penstock.v1.DetokenizeResponse
-	15, // 48: penstock.v1.ControlService.GetVocabulary:output_type -> penstock.v1.GetVocabularyResponse
-	17, // 49: penstock.v1.ControlService.Pause:output_type -> penstock.v1.PauseResponse
-	19, // 50: penstock.v1.ControlService.Resume:output_type -> penstock.v1.ResumeResponse
-	21, // 51: penstock.v1.ControlService.CommitWeights:output_type -> penstock.v1.CommitWeightsResponse
-	23, // 52: penstock.v1.ControlService.DiscardWeights:output_type -> penstock.v1.DiscardWeightsResponse
-	25, // 53: penstock.v1.ControlService.FlushCache:output_type -> penstock.v1.FlushCacheResponse
-	45, // 54: penstock.v1.ControlService.SetTracing:output_type -> penstock.v1.SetTracingResponse
-	46, // 55: penstock.v1.ControlService.Profile:output_type -> penstock.v1.ProfileResponse
-	42, // [42:56] is the sub-list for method output_type
-	28, // [28:42] is the sub-list for method input_type
+	43, // 39: penstock.v1.ControlService.LoadAdapter:input_type -> penstock.v1.LoadAdapterRequest
+	44, // 40: penstock.v1.ControlService.PushAdapter:input_type -> penstock.v1.PushAdapterRequest
+	45, // 41: penstock.v1.ControlService.UnloadAdapter:input_type -> penstock.v1.UnloadAdapterRequest
+	46, // 42: penstock.v1.ControlService.PinAdapter:input_type -> penstock.v1.PinAdapterRequest
+	47, // 43: penstock.v1.ControlService.ListAdapters:input_type -> penstock.v1.ListAdaptersRequest
+	24, // 44: penstock.v1.ControlService.FlushCache:input_type -> penstock.v1.FlushCacheRequest
+	48, // 45: penstock.v1.ControlService.SetTracing:input_type -> penstock.v1.SetTracingRequest
+	49, // 46: penstock.v1.ControlService.Profile:input_type -> penstock.v1.ProfileRequest
+	2,  // 47: penstock.v1.ControlService.GetModelInfo:output_type -> penstock.v1.GetModelInfoResponse
+	6,  // 48: penstock.v1.ControlService.GetServerInfo:output_type -> penstock.v1.GetServerInfoResponse
+	8,  // 49: penstock.v1.ControlService.GetLoad:output_type -> penstock.v1.GetLoadResponse
+	9,  // 50: penstock.v1.ControlService.WatchLoad:output_type -> penstock.v1.WatchLoadResponse
+	11, // 51: penstock.v1.ControlService.Tokenize:output_type -> penstock.v1.TokenizeResponse
+	13, // 52: penstock.v1.ControlService.Detokenize:output_type -> penstock.v1.DetokenizeResponse
+	15, // 53: penstock.v1.ControlService.GetVocabulary:output_type -> penstock.v1.GetVocabularyResponse
+	17, // 54: penstock.v1.ControlService.Pause:output_type -> penstock.v1.PauseResponse
+	19, // 55: penstock.v1.ControlService.Resume:output_type -> penstock.v1.ResumeResponse
+	21, // 56: penstock.v1.ControlService.CommitWeights:output_type -> penstock.v1.CommitWeightsResponse
+	23, // 57: penstock.v1.ControlService.DiscardWeights:output_type -> penstock.v1.DiscardWeightsResponse
+	50, // 58: penstock.v1.ControlService.LoadAdapter:output_type -> penstock.v1.LoadAdapterResponse
+	51, // 59: penstock.v1.ControlService.PushAdapter:output_type -> penstock.v1.PushAdapterResponse
+	52, // 60: penstock.v1.ControlService.UnloadAdapter:output_type -> penstock.v1.UnloadAdapterResponse
+	53, // 61: penstock.v1.ControlService.PinAdapter:output_type -> penstock.v1.PinAdapterResponse
+	54, // 62: penstock.v1.ControlService.ListAdapters:output_type -> penstock.v1.ListAdaptersResponse
+	25, // 63: penstock.v1.ControlService.FlushCache:output_type -> penstock.v1.FlushCacheResponse
+	55, // 64: penstock.v1.ControlService.SetTracing:output_type -> penstock.v1.SetTracingResponse
+	56, // 65: penstock.v1.ControlService.Profile:output_type -> penstock.v1.ProfileResponse
+	47, // [47:66] is the sub-list for method output_type
+	28, // [28:47] is the sub-list for method input_type
 	28, // [28:28] is the sub-list for extension type_name
 	28, // [28:28] is the sub-list for extension extendee
 	0,  // [0:28] is the sub-list for field type_name
@@ -2288,6 +2358,7 @@ func file_penstock_v1_control_proto_init() {
 	if File_penstock_v1_control_proto != nil {
 		return
 	}
+	file_penstock_v1_adapters_proto_init()
 	file_penstock_v1_telemetry_proto_init()
 	file_penstock_v1_types_proto_init()
 	file_penstock_v1_weights_proto_init()

@@ -33,6 +33,11 @@ const (
 	ControlService_Resume_FullMethodName         = "/penstock.v1.ControlService/Resume"
 	ControlService_CommitWeights_FullMethodName  = "/penstock.v1.ControlService/CommitWeights"
 	ControlService_DiscardWeights_FullMethodName = "/penstock.v1.ControlService/DiscardWeights"
+	ControlService_LoadAdapter_FullMethodName    = "/penstock.v1.ControlService/LoadAdapter"
+	ControlService_PushAdapter_FullMethodName    = "/penstock.v1.ControlService/PushAdapter"
+	ControlService_UnloadAdapter_FullMethodName  = "/penstock.v1.ControlService/UnloadAdapter"
+	ControlService_PinAdapter_FullMethodName     = "/penstock.v1.ControlService/PinAdapter"
+	ControlService_ListAdapters_FullMethodName   = "/penstock.v1.ControlService/ListAdapters"
 	ControlService_FlushCache_FullMethodName     = "/penstock.v1.ControlService/FlushCache"
 	ControlService_SetTracing_FullMethodName     = "/penstock.v1.ControlService/SetTracing"
 	ControlService_Profile_FullMethodName        = "/penstock.v1.ControlService/Profile"
@@ -118,6 +123,43 @@ type ControlServiceClient interface {
 	//
 	//	INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
 	DiscardWeights(ctx context.Context, in *DiscardWeightsRequest, opts ...grpc.CallOption) (*DiscardWeightsResponse, error)
+	// Reads a LoRA adapter from the server's disk, so that requests may ask for it by its name. Requests go on meanwhile.
+	// UNIMPLEMENTED where GetModelInfo does not list FEATURE_ADAPTERS, as for all RPCs of adapters. The same adapter may
+	// be loaded again, which changes nothing. Role: control.
+	//
+	//	INVALID_ARGUMENT    INVALID_FIELD: a value is wrong; ADAPTER_FORMAT: it is none, or none of this model's
+	//	FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
+	//	RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room, and all that are there are pinned or in use
+	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters, or without --adapter-dir
+	LoadAdapter(ctx context.Context, in *LoadAdapterRequest, opts ...grpc.CallOption) (*LoadAdapterResponse, error)
+	// Takes a LoRA adapter as a stream of tensors: begin, chunks, commit. A trainer sends the same form of manifest,
+	// digests and chunks as with InferenceService.UpdateWeights, of an adapter and not of the whole model. A stream that
+	// ends without commit changes nothing. Role: control.
+	//
+	//	INVALID_ARGUMENT    INVALID_TENSORS with TensorErrors: tensors are not complete; ADAPTER_FORMAT: it is none, or
+	//	                    none of this model's; INVALID_FIELD: a step that is out of order, or a wrong value
+	//	DATA_LOSS           CHECKSUM_MISMATCH, with TensorErrors
+	//	FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
+	//	RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: as for LoadAdapter; STALLED_SENDER: nothing came for longer than the server
+	//	                    waits
+	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+	PushAdapter(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[PushAdapterRequest, PushAdapterResponse], error)
+	// Drops an adapter. Requests that run on it finish, and no new one finds it. Role: control.
+	//
+	//	INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
+	//	NOT_FOUND           UNKNOWN_ADAPTER
+	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+	UnloadAdapter(ctx context.Context, in *UnloadAdapterRequest, opts ...grpc.CallOption) (*UnloadAdapterResponse, error)
+	// Keeps an adapter in memory until it is unloaded, or no longer. Role: control.
+	//
+	//	INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
+	//	NOT_FOUND           UNKNOWN_ADAPTER
+	//	RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: pinned ones have all places but one
+	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+	PinAdapter(ctx context.Context, in *PinAdapterRequest, opts ...grpc.CallOption) (*PinAdapterResponse, error)
+	// Tells the adapters that the server has in memory and the caller's key allows; none on a server without adapters.
+	// Role: infer.
+	ListAdapters(ctx context.Context, in *ListAdaptersRequest, opts ...grpc.CallOption) (*ListAdaptersResponse, error)
 	// Forgets all cached prefixes. Pages that no running request uses become free; the others stay with their requests
 	// and are not shared with new ones. Role: control.
 	FlushCache(ctx context.Context, in *FlushCacheRequest, opts ...grpc.CallOption) (*FlushCacheResponse, error)
@@ -267,6 +309,59 @@ func (c *controlServiceClient) DiscardWeights(ctx context.Context, in *DiscardWe
 	return out, nil
 }
 
+func (c *controlServiceClient) LoadAdapter(ctx context.Context, in *LoadAdapterRequest, opts ...grpc.CallOption) (*LoadAdapterResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(LoadAdapterResponse)
+	err := c.cc.Invoke(ctx, ControlService_LoadAdapter_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *controlServiceClient) PushAdapter(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[PushAdapterRequest, PushAdapterResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &ControlService_ServiceDesc.Streams[1], ControlService_PushAdapter_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[PushAdapterRequest, PushAdapterResponse]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type ControlService_PushAdapterClient = grpc.ClientStreamingClient[PushAdapterRequest, PushAdapterResponse]
+
+func (c *controlServiceClient) UnloadAdapter(ctx context.Context, in *UnloadAdapterRequest, opts ...grpc.CallOption) (*UnloadAdapterResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(UnloadAdapterResponse)
+	err := c.cc.Invoke(ctx, ControlService_UnloadAdapter_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *controlServiceClient) PinAdapter(ctx context.Context, in *PinAdapterRequest, opts ...grpc.CallOption) (*PinAdapterResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(PinAdapterResponse)
+	err := c.cc.Invoke(ctx, ControlService_PinAdapter_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *controlServiceClient) ListAdapters(ctx context.Context, in *ListAdaptersRequest, opts ...grpc.CallOption) (*ListAdaptersResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListAdaptersResponse)
+	err := c.cc.Invoke(ctx, ControlService_ListAdapters_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *controlServiceClient) FlushCache(ctx context.Context, in *FlushCacheRequest, opts ...grpc.CallOption) (*FlushCacheResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(FlushCacheResponse)
@@ -289,7 +384,7 @@ func (c *controlServiceClient) SetTracing(ctx context.Context, in *SetTracingReq
 
 func (c *controlServiceClient) Profile(ctx context.Context, in *ProfileRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ProfileResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &ControlService_ServiceDesc.Streams[1], ControlService_Profile_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &ControlService_ServiceDesc.Streams[2], ControlService_Profile_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -386,6 +481,43 @@ type ControlServiceServer interface {
 	//
 	//	INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
 	DiscardWeights(context.Context, *DiscardWeightsRequest) (*DiscardWeightsResponse, error)
+	// Reads a LoRA adapter from the server's disk, so that requests may ask for it by its name. Requests go on meanwhile.
+	// UNIMPLEMENTED where GetModelInfo does not list FEATURE_ADAPTERS, as for all RPCs of adapters. The same adapter may
+	// be loaded again, which changes nothing. Role: control.
+	//
+	//	INVALID_ARGUMENT    INVALID_FIELD: a value is wrong; ADAPTER_FORMAT: it is none, or none of this model's
+	//	FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
+	//	RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room, and all that are there are pinned or in use
+	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters, or without --adapter-dir
+	LoadAdapter(context.Context, *LoadAdapterRequest) (*LoadAdapterResponse, error)
+	// Takes a LoRA adapter as a stream of tensors: begin, chunks, commit. A trainer sends the same form of manifest,
+	// digests and chunks as with InferenceService.UpdateWeights, of an adapter and not of the whole model. A stream that
+	// ends without commit changes nothing. Role: control.
+	//
+	//	INVALID_ARGUMENT    INVALID_TENSORS with TensorErrors: tensors are not complete; ADAPTER_FORMAT: it is none, or
+	//	                    none of this model's; INVALID_FIELD: a step that is out of order, or a wrong value
+	//	DATA_LOSS           CHECKSUM_MISMATCH, with TensorErrors
+	//	FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
+	//	RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: as for LoadAdapter; STALLED_SENDER: nothing came for longer than the server
+	//	                    waits
+	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+	PushAdapter(grpc.ClientStreamingServer[PushAdapterRequest, PushAdapterResponse]) error
+	// Drops an adapter. Requests that run on it finish, and no new one finds it. Role: control.
+	//
+	//	INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
+	//	NOT_FOUND           UNKNOWN_ADAPTER
+	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+	UnloadAdapter(context.Context, *UnloadAdapterRequest) (*UnloadAdapterResponse, error)
+	// Keeps an adapter in memory until it is unloaded, or no longer. Role: control.
+	//
+	//	INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
+	//	NOT_FOUND           UNKNOWN_ADAPTER
+	//	RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: pinned ones have all places but one
+	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+	PinAdapter(context.Context, *PinAdapterRequest) (*PinAdapterResponse, error)
+	// Tells the adapters that the server has in memory and the caller's key allows; none on a server without adapters.
+	// Role: infer.
+	ListAdapters(context.Context, *ListAdaptersRequest) (*ListAdaptersResponse, error)
 	// Forgets all cached prefixes. Pages that no running request uses become free; the others stay with their requests
 	// and are not shared with new ones. Role: control.
 	FlushCache(context.Context, *FlushCacheRequest) (*FlushCacheResponse, error)
@@ -448,6 +580,21 @@ func (UnimplementedControlServiceServer) CommitWeights(context.Context, *CommitW
 }
 func (UnimplementedControlServiceServer) DiscardWeights(context.Context, *DiscardWeightsRequest) (*DiscardWeightsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method DiscardWeights not implemented")
+}
+func (UnimplementedControlServiceServer) LoadAdapter(context.Context, *LoadAdapterRequest) (*LoadAdapterResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method LoadAdapter not implemented")
+}
+func (UnimplementedControlServiceServer) PushAdapter(grpc.ClientStreamingServer[PushAdapterRequest, PushAdapterResponse]) error {
+	return status.Error(codes.Unimplemented, "method PushAdapter not implemented")
+}
+func (UnimplementedControlServiceServer) UnloadAdapter(context.Context, *UnloadAdapterRequest) (*UnloadAdapterResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method UnloadAdapter not implemented")
+}
+func (UnimplementedControlServiceServer) PinAdapter(context.Context, *PinAdapterRequest) (*PinAdapterResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method PinAdapter not implemented")
+}
+func (UnimplementedControlServiceServer) ListAdapters(context.Context, *ListAdaptersRequest) (*ListAdaptersResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListAdapters not implemented")
 }
 func (UnimplementedControlServiceServer) FlushCache(context.Context, *FlushCacheRequest) (*FlushCacheResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method FlushCache not implemented")
@@ -670,6 +817,85 @@ func _ControlService_DiscardWeights_Handler(srv interface{}, ctx context.Context
 	return interceptor(ctx, in, info, handler)
 }
 
+func _ControlService_LoadAdapter_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(LoadAdapterRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ControlServiceServer).LoadAdapter(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ControlService_LoadAdapter_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ControlServiceServer).LoadAdapter(ctx, req.(*LoadAdapterRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ControlService_PushAdapter_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(ControlServiceServer).PushAdapter(&grpc.GenericServerStream[PushAdapterRequest, PushAdapterResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type ControlService_PushAdapterServer = grpc.ClientStreamingServer[PushAdapterRequest, PushAdapterResponse]
+
+func _ControlService_UnloadAdapter_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UnloadAdapterRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ControlServiceServer).UnloadAdapter(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ControlService_UnloadAdapter_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ControlServiceServer).UnloadAdapter(ctx, req.(*UnloadAdapterRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ControlService_PinAdapter_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(PinAdapterRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ControlServiceServer).PinAdapter(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ControlService_PinAdapter_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ControlServiceServer).PinAdapter(ctx, req.(*PinAdapterRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _ControlService_ListAdapters_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListAdaptersRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ControlServiceServer).ListAdapters(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ControlService_ListAdapters_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ControlServiceServer).ListAdapters(ctx, req.(*ListAdaptersRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _ControlService_FlushCache_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(FlushCacheRequest)
 	if err := dec(in); err != nil {
@@ -765,6 +991,22 @@ var ControlService_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _ControlService_DiscardWeights_Handler,
 		},
 		{
+			MethodName: "LoadAdapter",
+			Handler:    _ControlService_LoadAdapter_Handler,
+		},
+		{
+			MethodName: "UnloadAdapter",
+			Handler:    _ControlService_UnloadAdapter_Handler,
+		},
+		{
+			MethodName: "PinAdapter",
+			Handler:    _ControlService_PinAdapter_Handler,
+		},
+		{
+			MethodName: "ListAdapters",
+			Handler:    _ControlService_ListAdapters_Handler,
+		},
+		{
 			MethodName: "FlushCache",
 			Handler:    _ControlService_FlushCache_Handler,
 		},
@@ -778,6 +1020,11 @@ var ControlService_ServiceDesc = grpc.ServiceDesc{
 			StreamName:    "WatchLoad",
 			Handler:       _ControlService_WatchLoad_Handler,
 			ServerStreams: true,
+		},
+		{
+			StreamName:    "PushAdapter",
+			Handler:       _ControlService_PushAdapter_Handler,
+			ClientStreams: true,
 		},
 		{
 			StreamName:    "Profile",

@@ -113,8 +113,10 @@ type GenerateRequest struct {
 	// How the request uses the cache of prompts.
 	// Default: it shares prefixes with all requests that have no salt.
 	Cache *CacheOptions `protobuf:"bytes,10,opt,name=cache,proto3" json:"cache,omitempty"`
-	// The name of a LoRA adapter.
-	// Default: the base model. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE for any name: no release has adapters yet.
+	// The name of a LoRA adapter, which changes the model for this request.
+	// Default: the model as it is. Errors: NOT_FOUND UNKNOWN_ADAPTER where the server has none of this name,
+	// PERMISSION_DENIED FORBIDDEN where the key allows only others, UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo
+	// does not list FEATURE_ADAPTERS.
 	Adapter string `protobuf:"bytes,11,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	// Requests with a higher number are served first, and take slots and pages of those with a lower one.
 	// Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY. Errors:
@@ -567,8 +569,10 @@ type StreamRequest struct {
 	// How the request uses the cache of prompts.
 	// Default: it shares prefixes with all requests that have no salt.
 	Cache *CacheOptions `protobuf:"bytes,10,opt,name=cache,proto3" json:"cache,omitempty"`
-	// The name of a LoRA adapter.
-	// Default: the base model. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE for any name: no release has adapters yet.
+	// The name of a LoRA adapter, which changes the model for this request.
+	// Default: the model as it is. Errors: NOT_FOUND UNKNOWN_ADAPTER where the server has none of this name,
+	// PERMISSION_DENIED FORBIDDEN where the key allows only others, UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo
+	// does not list FEATURE_ADAPTERS.
 	Adapter string `protobuf:"bytes,11,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	// Requests with a higher number are served first, and take slots and pages of those with a lower one.
 	// Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY. Errors:
@@ -1260,6 +1264,9 @@ type EmbedRequest struct {
 	// How the request uses the cache of prompts.
 	// Default: it shares prefixes with all requests that have no salt.
 	Cache *CacheOptions `protobuf:"bytes,10,opt,name=cache,proto3" json:"cache,omitempty"`
+	// The name of a LoRA adapter, which changes the model for this request.
+	// Default: the model as it is. Errors: those of GenerateRequest.adapter.
+	Adapter string `protobuf:"bytes,11,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	// Requests with a higher number are served first, and take slots and pages of those with a lower one.
 	// Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY.
 	Priority int32 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
@@ -1350,6 +1357,13 @@ func (x *EmbedRequest) GetCache() *CacheOptions {
 		return x.Cache
 	}
 	return nil
+}
+
+func (x *EmbedRequest) GetAdapter() string {
+	if x != nil {
+		return x.Adapter
+	}
+	return ""
 }
 
 func (x *EmbedRequest) GetPriority() int32 {
@@ -1641,6 +1655,9 @@ type ScoreRequest struct {
 	// How the request uses the cache of prompts.
 	// Default: it shares prefixes with all requests that have no salt.
 	Cache *CacheOptions `protobuf:"bytes,10,opt,name=cache,proto3" json:"cache,omitempty"`
+	// The name of a LoRA adapter, which changes the model for this request.
+	// Default: the model as it is. Errors: those of GenerateRequest.adapter.
+	Adapter string `protobuf:"bytes,11,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	// Requests with a higher number are served first, and take slots and pages of those with a lower one.
 	// Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY.
 	Priority int32 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
@@ -1732,6 +1749,13 @@ func (x *ScoreRequest) GetCache() *CacheOptions {
 		return x.Cache
 	}
 	return nil
+}
+
+func (x *ScoreRequest) GetAdapter() string {
+	if x != nil {
+		return x.Adapter
+	}
+	return ""
 }
 
 func (x *ScoreRequest) GetPriority() int32 {
@@ -2054,6 +2078,9 @@ type RerankRequest struct {
 	// How the request uses the cache of prompts.
 	// Default: it shares prefixes with all requests that have no salt.
 	Cache *CacheOptions `protobuf:"bytes,10,opt,name=cache,proto3" json:"cache,omitempty"`
+	// The name of a LoRA adapter, which changes the model for this request.
+	// Default: the model as it is. Errors: those of GenerateRequest.adapter.
+	Adapter string `protobuf:"bytes,11,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	// Requests with a higher number are served first, and take slots and pages of those with a lower one.
 	// Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY.
 	Priority int32 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
@@ -2155,6 +2182,13 @@ func (x *RerankRequest) GetCache() *CacheOptions {
 		return x.Cache
 	}
 	return nil
+}
+
+func (x *RerankRequest) GetAdapter() string {
+	if x != nil {
+		return x.Adapter
+	}
+	return ""
 }
 
 func (x *RerankRequest) GetPriority() int32 {
@@ -2735,7 +2769,7 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\x06finish\x18\x02 \x01(\v2\x13.penstock.v1.FinishR\x06finish\"f\n" +
 	"\rStreamSummary\x12(\n" +
 	"\x05usage\x18\x01 \x01(\v2\x12.penstock.v1.UsageR\x05usage\x12+\n" +
-	"\x06timing\x18\x02 \x01(\v2\x13.penstock.v1.TimingR\x06timing\"\xcd\x03\n" +
+	"\x06timing\x18\x02 \x01(\v2\x13.penstock.v1.TimingR\x06timing\"\xe7\x03\n" +
 	"\fEmbedRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -2747,7 +2781,8 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"dimensions\x18\x06 \x01(\rH\x01R\n" +
 	"dimensions\x88\x01\x01\x12/\n" +
 	"\x05cache\x18\n" +
-	" \x01(\v2\x19.penstock.v1.CacheOptionsR\x05cache\x12\x1a\n" +
+	" \x01(\v2\x19.penstock.v1.CacheOptionsR\x05cache\x12\x18\n" +
+	"\aadapter\x18\v \x01(\tR\aadapter\x12\x1a\n" +
 	"\bpriority\x18\f \x01(\x05R\bpriority\x12<\n" +
 	"\vmin_weights\x18\r \x01(\v2\x1b.penstock.v1.WeightsVersionR\n" +
 	"minWeights\x127\n" +
@@ -2776,7 +2811,7 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\vtoken_count\x18\x02 \x01(\rR\n" +
 	"tokenCount\x12)\n" +
 	"\x10truncated_tokens\x18\x03 \x01(\rR\x0ftruncatedTokens\x125\n" +
-	"\aweights\x18\x04 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\xf5\x02\n" +
+	"\aweights\x18\x04 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\x8f\x03\n" +
 	"\fScoreRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -2785,7 +2820,8 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\x10prompt_token_ids\x18\x04 \x01(\v2\x15.penstock.v1.TokenIdsH\x00R\x0epromptTokenIds\x12?\n" +
 	"\rcontinuations\x18\x05 \x03(\v2\x19.penstock.v1.ContinuationR\rcontinuations\x12/\n" +
 	"\x05cache\x18\n" +
-	" \x01(\v2\x19.penstock.v1.CacheOptionsR\x05cache\x12\x1a\n" +
+	" \x01(\v2\x19.penstock.v1.CacheOptionsR\x05cache\x12\x18\n" +
+	"\aadapter\x18\v \x01(\tR\aadapter\x12\x1a\n" +
 	"\bpriority\x18\f \x01(\x05R\bpriority\x12<\n" +
 	"\vmin_weights\x18\r \x01(\v2\x1b.penstock.v1.WeightsVersionR\n" +
 	"minWeightsB\a\n" +
@@ -2806,7 +2842,7 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\ttoken_ids\x18\x01 \x03(\rR\btokenIds\x12\x1a\n" +
 	"\blogprobs\x18\x02 \x03(\x02R\blogprobs\x12#\n" +
 	"\rtotal_logprob\x18\x03 \x01(\x01R\ftotalLogprob\x125\n" +
-	"\aweights\x18\x04 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\xc9\x03\n" +
+	"\aweights\x18\x04 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\xe3\x03\n" +
 	"\rRerankRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -2818,7 +2854,8 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\vinstruction\x18\a \x01(\tR\vinstruction\x123\n" +
 	"\x13max_document_tokens\x18\b \x01(\rH\x01R\x11maxDocumentTokens\x88\x01\x01\x12/\n" +
 	"\x05cache\x18\n" +
-	" \x01(\v2\x19.penstock.v1.CacheOptionsR\x05cache\x12\x1a\n" +
+	" \x01(\v2\x19.penstock.v1.CacheOptionsR\x05cache\x12\x18\n" +
+	"\aadapter\x18\v \x01(\tR\aadapter\x12\x1a\n" +
 	"\bpriority\x18\f \x01(\x05R\bpriority\x12<\n" +
 	"\vmin_weights\x18\r \x01(\v2\x1b.penstock.v1.WeightsVersionR\n" +
 	"minWeightsB\b\n" +

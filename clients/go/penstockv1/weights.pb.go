@@ -473,9 +473,9 @@ type UpdateWeightsBegin struct {
 	//	*UpdateWeightsBegin_Manifest
 	//	*UpdateWeightsBegin_Uri
 	Source isUpdateWeightsBegin_Source `protobuf_oneof:"source"`
-	// The name of a LoRA adapter.
-	// Default: the base weights. Limits: only the empty name. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE for any other:
-	// no release has adapters yet.
+	// Kept from before ControlService.PushAdapter, which takes adapters.
+	// Default: the model's own weights. Limits: only the empty name. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE for any
+	// other.
 	Adapter string `protobuf:"bytes,5,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	// Tensors that are not named keep their value; without it every tensor of the model is required.
 	// Default: false. Errors: UNAVAILABLE WEIGHTS_INCOMPLETE after an update in place that failed, INVALID_ARGUMENT

@@ -43,7 +43,7 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     FEATURE_REGEX: _Feature.ValueType  # 4
     """Constraint.regex, ebnf and choice."""
     FEATURE_ADAPTERS: _Feature.ValueType  # 5
-    """GenerateRequest.adapter and UpdateWeightsBegin.adapter; no release has them yet."""
+    """GenerateRequest.adapter, LoadAdapter, PushAdapter, UnloadAdapter and PinAdapter: the server has places for adapters."""
     FEATURE_PRIORITY: _Feature.ValueType  # 6
     """GenerateRequest.priority."""
     FEATURE_UPDATE_WEIGHTS: _Feature.ValueType  # 7
@@ -87,7 +87,7 @@ FEATURE_JSON_SCHEMA: Feature.ValueType  # 3
 FEATURE_REGEX: Feature.ValueType  # 4
 """Constraint.regex, ebnf and choice."""
 FEATURE_ADAPTERS: Feature.ValueType  # 5
-"""GenerateRequest.adapter and UpdateWeightsBegin.adapter; no release has them yet."""
+"""GenerateRequest.adapter, LoadAdapter, PushAdapter, UnloadAdapter and PinAdapter: the server has places for adapters."""
 FEATURE_PRIORITY: Feature.ValueType  # 6
 """GenerateRequest.priority."""
 FEATURE_UPDATE_WEIGHTS: Feature.ValueType  # 7
@@ -405,6 +405,9 @@ class GetServerInfoResponse(_message.Message):
     MAX_REQUEST_BYTES_FIELD_NUMBER: _builtins.int
     PROPOSER_FIELD_NUMBER: _builtins.int
     MAX_PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAX_CACHED_ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTER_RANK_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """The version of Penstock."""
     instance_id: _builtins.str
@@ -429,7 +432,7 @@ class GetServerInfoResponse(_message.Message):
     Unit: pages.
     """
     max_chunk_bytes: _builtins.int
-    """The most bytes of TensorChunk.data; 0 on a server that takes no updates.
+    """The most bytes of TensorChunk.data; 0 on a server that takes neither updates nor adapters.
     Unit: bytes.
     """
     max_logprobs: _builtins.int
@@ -447,6 +450,18 @@ class GetServerInfoResponse(_message.Message):
     max_proposed_tokens: _builtins.int
     """The most tokens that are proposed for an output in a step; 0 without a proposer.
     Unit: tokens.
+    """
+    max_adapters: _builtins.int
+    """The most LoRA adapters on the device; 0 on a server without adapters.
+    Unit: adapters.
+    """
+    max_cached_adapters: _builtins.int
+    """The most LoRA adapters in host memory, those on the device included.
+    Unit: adapters.
+    """
+    max_adapter_rank: _builtins.int
+    """The largest rank of an adapter.
+    Unit: dimensions.
     """
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -468,10 +483,13 @@ class GetServerInfoResponse(_message.Message):
         max_request_bytes: _builtins.int = ...,
         proposer: _builtins.str = ...,
         max_proposed_tokens: _builtins.int = ...,
+        max_adapters: _builtins.int = ...,
+        max_cached_adapters: _builtins.int = ...,
+        max_adapter_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_revision", b"contract_revision", "devices", b"devices", "instance_id", b"instance_id", "kv_page_tokens", b"kv_page_tokens", "kv_pages_total", b"kv_pages_total", "max_chunk_bytes", b"max_chunk_bytes", "max_logprobs", b"max_logprobs", "max_proposed_tokens", b"max_proposed_tokens", "max_queued_requests", b"max_queued_requests", "max_request_bytes", b"max_request_bytes", "max_running_requests", b"max_running_requests", "proposer", b"proposer", "server_version", b"server_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_revision", b"contract_revision", "devices", b"devices", "instance_id", b"instance_id", "kv_page_tokens", b"kv_page_tokens", "kv_pages_total", b"kv_pages_total", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_cached_adapters", b"max_cached_adapters", "max_chunk_bytes", b"max_chunk_bytes", "max_logprobs", b"max_logprobs", "max_proposed_tokens", b"max_proposed_tokens", "max_queued_requests", b"max_queued_requests", "max_request_bytes", b"max_request_bytes", "max_running_requests", b"max_running_requests", "proposer", b"proposer", "server_version", b"server_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -507,6 +525,7 @@ class GetLoadResponse(_message.Message):
     KV_PAGES_TOTAL_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    LOADED_ADAPTERS_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """How many run.
     Unit: outputs.
@@ -529,6 +548,10 @@ class GetLoadResponse(_message.Message):
     """
     paused: _builtins.bool
     """Whether the server is paused."""
+    loaded_adapters: _builtins.int
+    """LoRA adapters on the device.
+    Unit: adapters.
+    """
     @_builtins.property
     def weights(self) -> _types_pb2.WeightsVersion:
         """The weights in use."""
@@ -543,10 +566,11 @@ class GetLoadResponse(_message.Message):
         kv_pages_total: _builtins.int = ...,
         paused: _builtins.bool = ...,
         weights: _types_pb2.WeightsVersion | None = ...,
+        loaded_adapters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_pages_total", b"kv_pages_total", "kv_pages_used", b"kv_pages_used", "paused", b"paused", "queued_prompt_tokens", b"queued_prompt_tokens", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_pages_total", b"kv_pages_total", "kv_pages_used", b"kv_pages_used", "loaded_adapters", b"loaded_adapters", "paused", b"paused", "queued_prompt_tokens", b"queued_prompt_tokens", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from penstock.v1 import adapters_pb2 as penstock_dot_v1_dot_adapters__pb2
 from penstock.v1 import control_pb2 as penstock_dot_v1_dot_control__pb2
 from penstock.v1 import telemetry_pb2 as penstock_dot_v1_dot_telemetry__pb2
 
@@ -101,6 +102,31 @@ class ControlServiceStub:
                 '/penstock.v1.ControlService/DiscardWeights',
                 request_serializer=penstock_dot_v1_dot_control__pb2.DiscardWeightsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_control__pb2.DiscardWeightsResponse.FromString,
+                _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/penstock.v1.ControlService/LoadAdapter',
+                request_serializer=penstock_dot_v1_dot_adapters__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_adapters__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.PushAdapter = channel.stream_unary(
+                '/penstock.v1.ControlService/PushAdapter',
+                request_serializer=penstock_dot_v1_dot_adapters__pb2.PushAdapterRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_adapters__pb2.PushAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/penstock.v1.ControlService/UnloadAdapter',
+                request_serializer=penstock_dot_v1_dot_adapters__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_adapters__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.PinAdapter = channel.unary_unary(
+                '/penstock.v1.ControlService/PinAdapter',
+                request_serializer=penstock_dot_v1_dot_adapters__pb2.PinAdapterRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_adapters__pb2.PinAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/penstock.v1.ControlService/ListAdapters',
+                request_serializer=penstock_dot_v1_dot_adapters__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_adapters__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/penstock.v1.ControlService/FlushCache',
@@ -244,6 +270,64 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Reads a LoRA adapter from the server's disk, so that requests may ask for it by its name. Requests go on meanwhile.
+        UNIMPLEMENTED where GetModelInfo does not list FEATURE_ADAPTERS, as for all RPCs of adapters. The same adapter may
+        be loaded again, which changes nothing. Role: control.
+        INVALID_ARGUMENT    INVALID_FIELD: a value is wrong; ADAPTER_FORMAT: it is none, or none of this model's
+        FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
+        RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room, and all that are there are pinned or in use
+        UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters, or without --adapter-dir
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PushAdapter(self, request_iterator, context):
+        """Takes a LoRA adapter as a stream of tensors: begin, chunks, commit. A trainer sends the same form of manifest,
+        digests and chunks as with InferenceService.UpdateWeights, of an adapter and not of the whole model. A stream that
+        ends without commit changes nothing. Role: control.
+        INVALID_ARGUMENT    INVALID_TENSORS with TensorErrors: tensors are not complete; ADAPTER_FORMAT: it is none, or
+        none of this model's; INVALID_FIELD: a step that is out of order, or a wrong value
+        DATA_LOSS           CHECKSUM_MISMATCH, with TensorErrors
+        FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
+        RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: as for LoadAdapter; STALLED_SENDER: nothing came for longer than the server
+        waits
+        UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Drops an adapter. Requests that run on it finish, and no new one finds it. Role: control.
+        INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
+        NOT_FOUND           UNKNOWN_ADAPTER
+        UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinAdapter(self, request, context):
+        """Keeps an adapter in memory until it is unloaded, or no longer. Role: control.
+        INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
+        NOT_FOUND           UNKNOWN_ADAPTER
+        RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: pinned ones have all places but one
+        UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Tells the adapters that the server has in memory and the caller's key allows; none on a server without adapters.
+        Role: infer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FlushCache(self, request, context):
         """Forgets all cached prefixes. Pages that no running request uses become free; the others stay with their requests
         and are not shared with new ones. Role: control.
@@ -334,6 +418,31 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.DiscardWeights,
                     request_deserializer=penstock_dot_v1_dot_control__pb2.DiscardWeightsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_control__pb2.DiscardWeightsResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=penstock_dot_v1_dot_adapters__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_adapters__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'PushAdapter': grpc.stream_unary_rpc_method_handler(
+                    servicer.PushAdapter,
+                    request_deserializer=penstock_dot_v1_dot_adapters__pb2.PushAdapterRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_adapters__pb2.PushAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=penstock_dot_v1_dot_adapters__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_adapters__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'PinAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinAdapter,
+                    request_deserializer=penstock_dot_v1_dot_adapters__pb2.PinAdapterRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_adapters__pb2.PinAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=penstock_dot_v1_dot_adapters__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_adapters__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
@@ -660,6 +769,141 @@ class ControlService:
             '/penstock.v1.ControlService/DiscardWeights',
             penstock_dot_v1_dot_control__pb2.DiscardWeightsRequest.SerializeToString,
             penstock_dot_v1_dot_control__pb2.DiscardWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.ControlService/LoadAdapter',
+            penstock_dot_v1_dot_adapters__pb2.LoadAdapterRequest.SerializeToString,
+            penstock_dot_v1_dot_adapters__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushAdapter(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/penstock.v1.ControlService/PushAdapter',
+            penstock_dot_v1_dot_adapters__pb2.PushAdapterRequest.SerializeToString,
+            penstock_dot_v1_dot_adapters__pb2.PushAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.ControlService/UnloadAdapter',
+            penstock_dot_v1_dot_adapters__pb2.UnloadAdapterRequest.SerializeToString,
+            penstock_dot_v1_dot_adapters__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.ControlService/PinAdapter',
+            penstock_dot_v1_dot_adapters__pb2.PinAdapterRequest.SerializeToString,
+            penstock_dot_v1_dot_adapters__pb2.PinAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.ControlService/ListAdapters',
+            penstock_dot_v1_dot_adapters__pb2.ListAdaptersRequest.SerializeToString,
+            penstock_dot_v1_dot_adapters__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,6 +7,7 @@ ask for a key. types.proto says how to read the comments.
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from penstock.v1 import adapters_pb2 as _adapters_pb2
 from penstock.v1 import control_pb2 as _control_pb2
 from penstock.v1 import telemetry_pb2 as _telemetry_pb2
 import abc as _abc_1
@@ -110,6 +111,44 @@ class ControlServiceStub:
     """Drops a staged update and frees its memory. Role: control.
       INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.LoadAdapterRequest, _adapters_pb2.LoadAdapterResponse]
+    """Reads a LoRA adapter from the server's disk, so that requests may ask for it by its name. Requests go on meanwhile.
+    UNIMPLEMENTED where GetModelInfo does not list FEATURE_ADAPTERS, as for all RPCs of adapters. The same adapter may
+    be loaded again, which changes nothing. Role: control.
+      INVALID_ARGUMENT    INVALID_FIELD: a value is wrong; ADAPTER_FORMAT: it is none, or none of this model's
+      FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
+      RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room, and all that are there are pinned or in use
+      UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters, or without --adapter-dir
+    """
+    PushAdapter: _grpc.StreamUnaryMultiCallable[_adapters_pb2.PushAdapterRequest, _adapters_pb2.PushAdapterResponse]
+    """Takes a LoRA adapter as a stream of tensors: begin, chunks, commit. A trainer sends the same form of manifest,
+    digests and chunks as with InferenceService.UpdateWeights, of an adapter and not of the whole model. A stream that
+    ends without commit changes nothing. Role: control.
+      INVALID_ARGUMENT    INVALID_TENSORS with TensorErrors: tensors are not complete; ADAPTER_FORMAT: it is none, or
+                          none of this model's; INVALID_FIELD: a step that is out of order, or a wrong value
+      DATA_LOSS           CHECKSUM_MISMATCH, with TensorErrors
+      FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
+      RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: as for LoadAdapter; STALLED_SENDER: nothing came for longer than the server
+                          waits
+      UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.UnloadAdapterRequest, _adapters_pb2.UnloadAdapterResponse]
+    """Drops an adapter. Requests that run on it finish, and no new one finds it. Role: control.
+      INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
+      NOT_FOUND           UNKNOWN_ADAPTER
+      UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+    """
+    PinAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.PinAdapterRequest, _adapters_pb2.PinAdapterResponse]
+    """Keeps an adapter in memory until it is unloaded, or no longer. Role: control.
+      INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
+      NOT_FOUND           UNKNOWN_ADAPTER
+      RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: pinned ones have all places but one
+      UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+    """
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.ListAdaptersRequest, _adapters_pb2.ListAdaptersResponse]
+    """Tells the adapters that the server has in memory and the caller's key allows; none on a server without adapters.
+    Role: infer.
+    """
     FlushCache: _grpc.UnaryUnaryMultiCallable[_control_pb2.FlushCacheRequest, _control_pb2.FlushCacheResponse]
     """Forgets all cached prefixes. Pages that no running request uses become free; the others stay with their requests
     and are not shared with new ones. Role: control.
@@ -210,6 +249,44 @@ class ControlServiceAsyncStub(ControlServiceStub):
     DiscardWeights: _aio.UnaryUnaryMultiCallable[_control_pb2.DiscardWeightsRequest, _control_pb2.DiscardWeightsResponse]  # type: ignore[assignment]
     """Drops a staged update and frees its memory. Role: control.
       INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
+    """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.LoadAdapterRequest, _adapters_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Reads a LoRA adapter from the server's disk, so that requests may ask for it by its name. Requests go on meanwhile.
+    UNIMPLEMENTED where GetModelInfo does not list FEATURE_ADAPTERS, as for all RPCs of adapters. The same adapter may
+    be loaded again, which changes nothing. Role: control.
+      INVALID_ARGUMENT    INVALID_FIELD: a value is wrong; ADAPTER_FORMAT: it is none, or none of this model's
+      FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
+      RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room, and all that are there are pinned or in use
+      UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters, or without --adapter-dir
+    """
+    PushAdapter: _aio.StreamUnaryMultiCallable[_adapters_pb2.PushAdapterRequest, _adapters_pb2.PushAdapterResponse]  # type: ignore[assignment]
+    """Takes a LoRA adapter as a stream of tensors: begin, chunks, commit. A trainer sends the same form of manifest,
+    digests and chunks as with InferenceService.UpdateWeights, of an adapter and not of the whole model. A stream that
+    ends without commit changes nothing. Role: control.
+      INVALID_ARGUMENT    INVALID_TENSORS with TensorErrors: tensors are not complete; ADAPTER_FORMAT: it is none, or
+                          none of this model's; INVALID_FIELD: a step that is out of order, or a wrong value
+      DATA_LOSS           CHECKSUM_MISMATCH, with TensorErrors
+      FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
+      RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: as for LoadAdapter; STALLED_SENDER: nothing came for longer than the server
+                          waits
+      UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.UnloadAdapterRequest, _adapters_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Drops an adapter. Requests that run on it finish, and no new one finds it. Role: control.
+      INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
+      NOT_FOUND           UNKNOWN_ADAPTER
+      UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+    """
+    PinAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.PinAdapterRequest, _adapters_pb2.PinAdapterResponse]  # type: ignore[assignment]
+    """Keeps an adapter in memory until it is unloaded, or no longer. Role: control.
+      INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
+      NOT_FOUND           UNKNOWN_ADAPTER
+      RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: pinned ones have all places but one
+      UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+    """
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_adapters_pb2.ListAdaptersRequest, _adapters_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Tells the adapters that the server has in memory and the caller's key allows; none on a server without adapters.
+    Role: infer.
     """
     FlushCache: _aio.UnaryUnaryMultiCallable[_control_pb2.FlushCacheRequest, _control_pb2.FlushCacheResponse]  # type: ignore[assignment]
     """Forgets all cached prefixes. Pages that no running request uses become free; the others stay with their requests
@@ -374,6 +451,74 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_control_pb2.DiscardWeightsResponse, _abc.Awaitable[_control_pb2.DiscardWeightsResponse]]:
         """Drops a staged update and frees its memory. Role: control.
           INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _adapters_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapters_pb2.LoadAdapterResponse, _abc.Awaitable[_adapters_pb2.LoadAdapterResponse]]:
+        """Reads a LoRA adapter from the server's disk, so that requests may ask for it by its name. Requests go on meanwhile.
+        UNIMPLEMENTED where GetModelInfo does not list FEATURE_ADAPTERS, as for all RPCs of adapters. The same adapter may
+        be loaded again, which changes nothing. Role: control.
+          INVALID_ARGUMENT    INVALID_FIELD: a value is wrong; ADAPTER_FORMAT: it is none, or none of this model's
+          FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
+          RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room, and all that are there are pinned or in use
+          UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters, or without --adapter-dir
+        """
+
+    @_abc_1.abstractmethod
+    def PushAdapter(
+        self,
+        request_iterator: _MaybeAsyncIterator[_adapters_pb2.PushAdapterRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapters_pb2.PushAdapterResponse, _abc.Awaitable[_adapters_pb2.PushAdapterResponse]]:
+        """Takes a LoRA adapter as a stream of tensors: begin, chunks, commit. A trainer sends the same form of manifest,
+        digests and chunks as with InferenceService.UpdateWeights, of an adapter and not of the whole model. A stream that
+        ends without commit changes nothing. Role: control.
+          INVALID_ARGUMENT    INVALID_TENSORS with TensorErrors: tensors are not complete; ADAPTER_FORMAT: it is none, or
+                              none of this model's; INVALID_FIELD: a step that is out of order, or a wrong value
+          DATA_LOSS           CHECKSUM_MISMATCH, with TensorErrors
+          FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
+          RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: as for LoadAdapter; STALLED_SENDER: nothing came for longer than the server
+                              waits
+          UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _adapters_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapters_pb2.UnloadAdapterResponse, _abc.Awaitable[_adapters_pb2.UnloadAdapterResponse]]:
+        """Drops an adapter. Requests that run on it finish, and no new one finds it. Role: control.
+          INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
+          NOT_FOUND           UNKNOWN_ADAPTER
+          UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+        """
+
+    @_abc_1.abstractmethod
+    def PinAdapter(
+        self,
+        request: _adapters_pb2.PinAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapters_pb2.PinAdapterResponse, _abc.Awaitable[_adapters_pb2.PinAdapterResponse]]:
+        """Keeps an adapter in memory until it is unloaded, or no longer. Role: control.
+          INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
+          NOT_FOUND           UNKNOWN_ADAPTER
+          RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: pinned ones have all places but one
+          UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
+        """
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _adapters_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapters_pb2.ListAdaptersResponse, _abc.Awaitable[_adapters_pb2.ListAdaptersResponse]]:
+        """Tells the adapters that the server has in memory and the caller's key allows; none on a server without adapters.
+        Role: infer.
         """
 
     @_abc_1.abstractmethod

@@ -87,8 +87,10 @@ class GenerateRequest(_message.Message):
     tokenizer.
     """
     adapter: _builtins.str
-    """The name of a LoRA adapter.
-    Default: the base model. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE for any name: no release has adapters yet.
+    """The name of a LoRA adapter, which changes the model for this request.
+    Default: the model as it is. Errors: NOT_FOUND UNKNOWN_ADAPTER where the server has none of this name,
+    PERMISSION_DENIED FORBIDDEN where the key allows only others, UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo
+    does not list FEATURE_ADAPTERS.
     """
     priority: _builtins.int
     """Requests with a higher number are served first, and take slots and pages of those with a lower one.
@@ -352,8 +354,10 @@ class StreamRequest(_message.Message):
     tokenizer.
     """
     adapter: _builtins.str
-    """The name of a LoRA adapter.
-    Default: the base model. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE for any name: no release has adapters yet.
+    """The name of a LoRA adapter, which changes the model for this request.
+    Default: the model as it is. Errors: NOT_FOUND UNKNOWN_ADAPTER where the server has none of this name,
+    PERMISSION_DENIED FORBIDDEN where the key allows only others, UNIMPLEMENTED UNSUPPORTED_FEATURE where GetModelInfo
+    does not list FEATURE_ADAPTERS.
     """
     priority: _builtins.int
     """Requests with a higher number are served first, and take slots and pages of those with a lower one.
@@ -704,6 +708,7 @@ class EmbedRequest(_message.Message):
     NORMALIZE_FIELD_NUMBER: _builtins.int
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
     TRUNCATION_FIELD_NUMBER: _builtins.int
@@ -728,6 +733,10 @@ class EmbedRequest(_message.Message):
     models that were trained for it.
     Unit: numbers. Default: GetModelInfoResponse.hidden_size. Limits: at least one, and at most
     GetModelInfoResponse.hidden_size.
+    """
+    adapter: _builtins.str
+    """The name of a LoRA adapter, which changes the model for this request.
+    Default: the model as it is. Errors: those of GenerateRequest.adapter.
     """
     priority: _builtins.int
     """Requests with a higher number are served first, and take slots and pages of those with a lower one.
@@ -765,13 +774,14 @@ class EmbedRequest(_message.Message):
         normalize: _builtins.bool | None = ...,
         dimensions: _builtins.int | None = ...,
         cache: _types_pb2.CacheOptions | None = ...,
+        adapter: _builtins.str = ...,
         priority: _builtins.int = ...,
         min_weights: _types_pb2.WeightsVersion | None = ...,
         truncation: _types_pb2.Truncation.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "cache", b"cache", "dimensions", b"dimensions", "min_weights", b"min_weights", "normalize", b"normalize"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "cache", b"cache", "dimensions", b"dimensions", "inputs", b"inputs", "min_weights", b"min_weights", "model", b"model", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "adapter", b"adapter", "cache", b"cache", "dimensions", b"dimensions", "inputs", b"inputs", "min_weights", b"min_weights", "model", b"model", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
     _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
@@ -912,6 +922,7 @@ class ScoreRequest(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CONTINUATIONS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -925,6 +936,10 @@ class ScoreRequest(_message.Message):
     prompt: _builtins.str
     """Text, tokenized as GenerateRequest.prompt is. Limits: not empty; what the context has room for with a
     continuation.
+    """
+    adapter: _builtins.str
+    """The name of a LoRA adapter, which changes the model for this request.
+    Default: the model as it is. Errors: those of GenerateRequest.adapter.
     """
     priority: _builtins.int
     """Requests with a higher number are served first, and take slots and pages of those with a lower one.
@@ -962,12 +977,13 @@ class ScoreRequest(_message.Message):
         prompt_token_ids: _types_pb2.TokenIds | None = ...,
         continuations: _abc.Iterable[Global___Continuation] | None = ...,
         cache: _types_pb2.CacheOptions | None = ...,
+        adapter: _builtins.str = ...,
         priority: _builtins.int = ...,
         min_weights: _types_pb2.WeightsVersion | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "input", b"input", "min_weights", b"min_weights", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "continuations", b"continuations", "input", b"input", "min_weights", b"min_weights", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "continuations", b"continuations", "input", b"input", "min_weights", b"min_weights", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -1115,6 +1131,7 @@ class RerankRequest(_message.Message):
     INSTRUCTION_FIELD_NUMBER: _builtins.int
     MAX_DOCUMENT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -1145,6 +1162,10 @@ class RerankRequest(_message.Message):
     max_document_tokens: _builtins.int
     """Keep only so many tokens from the start of each document.
     Unit: tokens. Default: all. Limits: at least one.
+    """
+    adapter: _builtins.str
+    """The name of a LoRA adapter, which changes the model for this request.
+    Default: the model as it is. Errors: those of GenerateRequest.adapter.
     """
     priority: _builtins.int
     """Requests with a higher number are served first, and take slots and pages of those with a lower one.
@@ -1182,12 +1203,13 @@ class RerankRequest(_message.Message):
         instruction: _builtins.str = ...,
         max_document_tokens: _builtins.int | None = ...,
         cache: _types_pb2.CacheOptions | None = ...,
+        adapter: _builtins.str = ...,
         priority: _builtins.int = ...,
         min_weights: _types_pb2.WeightsVersion | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_document_tokens", b"_max_document_tokens", "_top_n", b"_top_n", "cache", b"cache", "max_document_tokens", b"max_document_tokens", "min_weights", b"min_weights", "top_n", b"top_n"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_document_tokens", b"_max_document_tokens", "_top_n", b"_top_n", "cache", b"cache", "documents", b"documents", "instruction", b"instruction", "max_document_tokens", b"max_document_tokens", "method", b"method", "min_weights", b"min_weights", "model", b"model", "priority", b"priority", "query", b"query", "request_id", b"request_id", "top_n", b"top_n"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_document_tokens", b"_max_document_tokens", "_top_n", b"_top_n", "adapter", b"adapter", "cache", b"cache", "documents", b"documents", "instruction", b"instruction", "max_document_tokens", b"max_document_tokens", "method", b"method", "min_weights", b"min_weights", "model", b"model", "priority", b"priority", "query", b"query", "request_id", b"request_id", "top_n", b"top_n"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_document_tokens: _TypeAlias = _typing.Literal["max_document_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_document_tokens: _TypeAlias = _typing.Literal["_max_document_tokens", b"_max_document_tokens"]  # noqa: Y015

@@ -35,12 +35,12 @@ class InferenceServiceStub:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
-    NOT_FOUND           UNKNOWN_MODEL
+    NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
     ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
     ended
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
-    PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
+    PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models or adapters
     FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
     RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo;
     MESSAGE_TOO_LARGE: the request's message; STALLED_SENDER: the message did not come in time; at
@@ -109,12 +109,12 @@ class InferenceServiceServicer:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
-    NOT_FOUND           UNKNOWN_MODEL
+    NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
     ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
     ended
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
-    PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
+    PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models or adapters
     FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
     RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo;
     MESSAGE_TOO_LARGE: the request's message; STALLED_SENDER: the message did not come in time; at
@@ -259,12 +259,12 @@ class InferenceService:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
-    NOT_FOUND           UNKNOWN_MODEL
+    NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
     ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
     ended
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
-    PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models
+    PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models or adapters
     FAILED_PRECONDITION WEIGHTS_TOO_OLD: min_weights is newer than the weights in use
     RESOURCE_EXHAUSTED  QUEUE_FULL, BUSY, COSTLY_GRAMMAR, RATE_LIMITED (the key's), with google.rpc.RetryInfo;
     MESSAGE_TOO_LARGE: the request's message; STALLED_SENDER: the message did not come in time; at

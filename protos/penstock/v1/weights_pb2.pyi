@@ -284,9 +284,9 @@ class UpdateWeightsBegin(_message.Message):
     UNSUPPORTED_FEATURE for any other scheme, and on a server without such a directory.
     """
     adapter: _builtins.str
-    """The name of a LoRA adapter.
-    Default: the base weights. Limits: only the empty name. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE for any other:
-    no release has adapters yet.
+    """Kept from before ControlService.PushAdapter, which takes adapters.
+    Default: the model's own weights. Limits: only the empty name. Errors: UNIMPLEMENTED UNSUPPORTED_FEATURE for any
+    other.
     """
     partial: _builtins.bool
     """Tensors that are not named keep their value; without it every tensor of the model is required.

@@ -4,12 +4,13 @@ toy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from penstock.runtime.adapters.interface import AdapterInfo
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.errors import EngineFailure
@@ -148,6 +149,65 @@ class Updater(Protocol):
         ...
 
 
+class AdapterUpload(Protocol):
+    """An adapter whose tensors come in chunks. All methods block, and are called one after the other; only
+    `close` may be called at any time, on any thread.
+    """
+
+    def write(self, tensor_index: int, offset: int, data: bytes) -> None:
+        """Take the next bytes of a tensor."""
+        ...
+
+    def commit(self, total_bytes: int) -> AdapterInfo:
+        """Check that everything has come, and have the adapter loaded."""
+        ...
+
+    def close(self) -> None:
+        """End the upload; what was not committed is dropped. May be called twice."""
+        ...
+
+
+class Adapters(Protocol):
+    """Loads, lists and unloads LoRA adapters. Any thread may call any method."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the engine was made for adapters."""
+        ...
+
+    def load(self, name: str, source: Path, *, pinned: bool = False, replace: bool = False) -> AdapterInfo:
+        """Read an adapter from a directory. Blocks until requests may name it."""
+        ...
+
+    def begin(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        sent: Sequence[SentTensor],
+        *,
+        pinned: bool = False,
+        replace: bool = False,
+    ) -> AdapterUpload:
+        """Begin an adapter whose tensors come in chunks. Blocks."""
+        ...
+
+    def unload(self, name: str) -> None:
+        """Take the name away. Outputs that run or wait finish on its weights."""
+        ...
+
+    def pin(self, name: str, pinned: bool) -> AdapterInfo:
+        """Say whether the adapter stays in memory while no output uses it."""
+        ...
+
+    def list(self) -> tuple[AdapterInfo, ...]:
+        """All adapters that are in memory, by name."""
+        ...
+
+    def get(self, name: str) -> AdapterInfo:
+        """The adapter of this name, which may be read from the disk. Blocks. Raises UnknownAdapterError."""
+        ...
+
+
 class Profiler(Protocol):
     """Records what host and device do in the next steps of the engine."""
 
@@ -222,6 +282,8 @@ class Backend(Protocol):
 
     @property
     def profiler(self) -> Profiler: ...
+    @property
+    def adapters(self) -> Adapters: ...
     @property
     def is_paused(self) -> bool: ...
     @property

@@ -14,6 +14,7 @@ from penstock.service.identity import version
 from penstock.service.lifecycle import health
 from penstock.service.lifecycle.underway import LateServicer
 from penstock.service.requests.generate import Features
+from penstock.service.servicers.adapters import Adapters
 from penstock.service.servicers.control import ControlServicer, Profiles
 from penstock.service.servicers.inference import InferenceServicer
 from penstock.service.servicers.reflection import enable_reflection
@@ -54,10 +55,11 @@ class Services:
 
     def bind(self, serving: Serving, updates: WeightUpdates, profiles: Profiles, *, instance_id: str) -> None:
         """Answer with this engine from now on."""
+        adapters = Adapters(serving, max_chunk_bytes=updates.max_chunk_bytes)
         inference, number = InferenceServicer(serving, updates), version()
         self._inference.bind(inference)
         self._control.bind(
-            ControlServicer(serving, updates, profiles, version=number, instance_id=instance_id)
+            ControlServicer(serving, updates, profiles, adapters, version=number, instance_id=instance_id)
         )
         if self._vllm is not None:
             self._vllm.bind(vllm_service.VllmServicer(serving, inference, version=number))

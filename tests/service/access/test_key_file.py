@@ -46,6 +46,7 @@ def test_the_least_and_the_most_of_an_entry():
                 "revoked": True,
                 "certificates": ["bob.example"],
                 "private_cache": True,
+                "adapters": ["sql", "law"],
             },
         )
     )
@@ -63,6 +64,7 @@ def test_the_least_and_the_most_of_an_entry():
         True,
         ("bob.example",),
         True,
+        ("sql", "law"),
     )
     assert parse_keys(format_keys([least, most])) == (least, most)
     assert parse_keys(text()) == ()
@@ -106,6 +108,7 @@ def test_only_certificates_need_no_digest():
         ({"models": []}, "models: must not be empty; leave it out"),
         ({"models": ["m", "m"]}, "models: has the same name twice"),
         ({"models": [""]}, "models: must be a list of strings of 1 to 256"),
+        ({"adapters": []}, "adapters: must not be empty; leave it out"),
         ({"certificates": ["c" * 257]}, "certificates: must be a list of strings"),
         ({"certificates": [1]}, "certificates: must be a list of strings"),
         ({"expires": "2027-01-31"}, "expires: must be a time with its zone"),

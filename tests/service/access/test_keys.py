@@ -12,7 +12,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from penstock.runtime.errors import ConfigError
-from penstock.v1 import control_pb2, inference_pb2, telemetry_pb2
+from penstock.v1 import adapters_pb2, control_pb2, inference_pb2, telemetry_pb2
 from tests.service.key_rig import CONTROL, INFER, as_, key, serving_keys, write
 from tests.service.rig import collect, failure_of, fake, generate, serving, stream, taken_apart, until
 
@@ -36,6 +36,11 @@ CALLS: dict[str, Any] = {
     "ControlService/Resume": control_pb2.ResumeRequest(),
     "ControlService/CommitWeights": control_pb2.CommitWeightsRequest(),
     "ControlService/DiscardWeights": control_pb2.DiscardWeightsRequest(),
+    "ControlService/LoadAdapter": adapters_pb2.LoadAdapterRequest(name="a"),
+    "ControlService/PushAdapter": None,
+    "ControlService/UnloadAdapter": adapters_pb2.UnloadAdapterRequest(name="a"),
+    "ControlService/PinAdapter": adapters_pb2.PinAdapterRequest(name="a"),
+    "ControlService/ListAdapters": adapters_pb2.ListAdaptersRequest(),
     "ControlService/FlushCache": control_pb2.FlushCacheRequest(),
     "ControlService/WatchLoad": telemetry_pb2.WatchLoadRequest(),
     "ControlService/SetTracing": telemetry_pb2.SetTracingRequest(),
@@ -43,7 +48,7 @@ CALLS: dict[str, Any] = {
 }
 FOR_ALL = {
     *("Generate", "Stream", "Abort", "GetModelInfo", "GetServerInfo", "GetLoad", "Tokenize", "Detokenize"),
-    *("WatchLoad", "GetVocabulary", "Embed", "Score", "Rerank"),
+    *("WatchLoad", "GetVocabulary", "Embed", "Score", "Rerank", "ListAdapters"),
 }
 
 

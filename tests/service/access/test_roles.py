@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.service.access.callers import ANYBODY, Caller, Role
-from penstock.service.access.roles import RULES, check_model, check_role, rule_of
+from penstock.service.access.roles import RULES, check_adapter, check_model, check_role, rule_of
 from penstock.service.access_errors import Forbidden
 from penstock.service.gateways import vllm_service
 from penstock.v1 import control_pb2, inference_pb2
@@ -24,14 +24,14 @@ EVERYBODY = {
     *("InferenceService/Generate", "InferenceService/Stream", "InferenceService/Abort"),
     *("InferenceService/Embed", "InferenceService/Score", "InferenceService/Rerank"),
     *("ControlService/GetModelInfo", "ControlService/GetServerInfo", "ControlService/GetLoad"),
-    "ControlService/WatchLoad",
+    *("ControlService/WatchLoad", "ControlService/ListAdapters"),
     *("ControlService/Tokenize", "ControlService/Detokenize", "ControlService/GetVocabulary"),
 }
 
 
 def test_every_rpc_of_the_contract_has_a_rule():
     """An RPC that is added to the contract fails here until somebody has decided which role it needs."""
-    assert (len(CONTRACT), len(GATEWAYS)) == (21, 7)
+    assert (len(CONTRACT), len(GATEWAYS)) == (26, 7)
     assert set(RULES) == CONTRACT | GATEWAYS
 
 
@@ -48,6 +48,14 @@ def test_who_may_call_it(method):
 
 def test_what_is_in_no_table_is_for_control_only():
     assert rule_of("penstock.v1.ControlService/Tomorrow").role is Role.CONTROL
+
+
+def test_adapters():
+    check_adapter(INFER, "a")
+    limited = Caller("l", frozenset(Role), adapters=frozenset({"a", "b"}))
+    check_adapter(limited, "a")
+    with pytest.raises(Forbidden, match="'l' does not allow the adapter 'c'"):
+        check_adapter(limited, "c")
 
 
 def test_models():

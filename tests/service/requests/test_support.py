@@ -25,7 +25,7 @@ METHODS = {f"{s.full_name}/{m.name}": m for s in SERVICES for m in s.methods}
 GENERATE, CONTROL, REAL = "test_generate", "test_control", "test_cache_and_priority"
 CHATS, CONSTRAINTS, CONTEXT = "test_chats", "test_constraints", "test_context"
 UPDATE, PAUSE, PROFILE = "test_update_weights", "test_pause", "test_profile"
-WATCH, IMAGES = "test_watch", "test_images"
+WATCH, IMAGES, ADAPTERS = "test_watch", "test_images", "test_adapters"
 
 FIELDS_REQUIRED = {
     "Generate", "Embed", "Score", "Rerank", "Abort", "Tokenize", "CommitWeights", "DiscardWeights",
@@ -131,6 +131,7 @@ EFFECTS = {
     "max_proposed_tokens": (
         f"{GENERATE}::test_the_bound_of_proposals_reaches_the_engine_and_usage_tells_what_came_of_it"
     ),
+    "adapter": f"{ADAPTERS}::test_requests_reach_the_engine_with_their_adapter",
     "priority": f"{REAL}::test_a_higher_priority_overtakes",
     "constraint": f"{CONSTRAINTS}::test_every_kind",
     "constraint.json_schema": f"{CONSTRAINTS}::test_every_kind",
@@ -214,6 +215,15 @@ EFFECTS = {
         ("steps", "timeout", "timeout.seconds", "timeout.nanos"),
         f"{PROFILE}::test_it_says_when_it_begins_and_what_was_written",
     ),
+    **dict.fromkeys(
+        ("name", "uri", "replace", "pinned"),
+        f"{ADAPTERS}::test_an_adapter_is_read_by_its_name_or_its_uri",
+    ),
+    **dict.fromkeys(
+        ("begin.name", "begin.config_json", "begin.pinned"),
+        f"{ADAPTERS}::test_a_pushed_adapter_is_what_was_sent",
+    ),
+    "begin.replace": f"{ADAPTERS}::test_a_name_that_is_taken_is_pushed_again_only_to_replace_it",
     "include_data": f"{PROFILE}::test_the_files_come_as_parts_of_a_zip",
 }
 """From each honoured path to the test of its effect."""
@@ -361,7 +371,13 @@ async def test_no_rpc_is_refused_as_a_whole(name: str) -> None:
     """Each answers an empty message with OK, or says what is missing in it."""
     method = METHODS[name]
     async with serving() as rig:
-        if method.name == "Profile":  # this server has no folder for profiles
+        if method.name in ("LoadAdapter", "UnloadAdapter", "PinAdapter"):  # this server has no adapters
+            change: Any = rig.channel.unary_unary(f"/{name}")
+            assert (await failure_of(change(b""))).reason == "UNSUPPORTED_FEATURE"
+        elif method.name == "PushAdapter":
+            push: Any = rig.channel.stream_unary(f"/{name}")
+            assert (await failure_of(push(iter([b""])))).reason == "UNSUPPORTED_FEATURE"
+        elif method.name == "Profile":  # this server has no folder for profiles
             profile: Any = rig.channel.unary_stream(f"/{name}")
             assert (await failure_of(profile(b"").read())).reason == "UNSUPPORTED_FEATURE"
         elif method.name == "WatchLoad":

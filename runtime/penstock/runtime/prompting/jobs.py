@@ -69,6 +69,8 @@ class Job:
     context: ContextParams = field(default_factory=ContextParams)
     cache: CacheParams = field(default_factory=CacheParams)
     priority: int = 0
+    adapter: str | None = None
+    """The name of the LoRA adapter with which the outputs are made; None: the model alone."""
     min_generation: int = 0
     """The oldest generation of weights on which the outputs may start."""
     received_ns: int = 0
@@ -127,6 +129,7 @@ class Job:
             logprobs=self.logprobs,
             cache=self.cache,
             priority=self.priority,
+            adapter=self.adapter,
             prompt_logprobs=self.prompt_logprobs,
             hidden_states=self.hidden_states,
             max_proposed_tokens=self.max_proposed_tokens,

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
-from urllib.parse import unquote_to_bytes, urlsplit
 
-from penstock.runtime.errors import ConfigError, InvalidRequest, UnsupportedFeature, Violation
+from penstock.runtime.errors import ConfigError, InvalidRequest, Violation
+from penstock.runtime.file_uris import path_of
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.safetensors_files import (
     INDEX_NAME,
@@ -54,7 +54,7 @@ class UpdateFiles:
         self._roots = [Path(os.path.realpath(root)) for root in roots]
         self._files: dict[Path, _OpenFile] = {}
         try:
-            path = _path_of(uri)
+            path = path_of(uri, FIELD)
             real = self._below_a_root(path)
             entries = self._tensors_of_directory(real) if real.is_dir() else self._tensors_of_file(real)
         except (OSError, ConfigError) as error:
@@ -145,21 +145,6 @@ class UpdateFiles:
         if not stat.S_ISREG(file.opened.st_mode):
             _refuse(f"{path} is not a file")
         return file
-
-
-def _path_of(uri: str) -> Path:
-    try:
-        parts = urlsplit(uri)
-    except ValueError as error:
-        raise _refused(f"is not a URI: {error}") from error
-    if parts.scheme != "file":
-        raise UnsupportedFeature([FIELD], "only file:// is read")
-    path = os.fsdecode(unquote_to_bytes(parts.path))
-    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not path.startswith("/"):
-        _refuse("must be file:// and an absolute path, without a host, a query or a fragment")
-    if "\0" in path:
-        _refuse("holds a NUL character")
-    return Path(path)
 
 
 def _check_unchanged(file: _OpenFile) -> None:

@@ -88,7 +88,8 @@ def _add_adding(actions: Subparsers) -> None:
         action="append",
         choices=[role.value for role in Role],
         help="infer: generate, tokenize, look at model and load, abort one's own requests; control: all of "
-        "that, and also change requests of others, caches and weights; may be repeated; default: infer",
+        "that, and also change requests of others, caches, weights and adapters; may be repeated; default: "
+        "infer",
     )
     for flag, what in _LIMITS.items():
         adding.add_argument(flag, type=_limit, metavar="N", help=what)
@@ -99,6 +100,14 @@ def _add_adding(actions: Subparsers) -> None:
         default=[],
         metavar="NAME",
         help="allow only this served model; may be repeated; default: any",
+    )
+    adding.add_argument(
+        "--adapter",
+        dest="adapters",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="allow only this adapter, beside the model without one; may be repeated; default: any",
     )
     until = adding.add_mutually_exclusive_group()
     until.add_argument(
@@ -156,7 +165,8 @@ def _add(args: argparse.Namespace) -> int:
         args.tokens_per_minute,
         args.max_parallel_requests,
         tuple(dict.fromkeys(args.models)),
-        args.expires or args.expires_in,
+        adapters=tuple(dict.fromkeys(args.adapters)),
+        expires=args.expires or args.expires_in,
         certificates=tuple(dict.fromkeys(args.certificates)),
         private_cache=args.private_cache,
     )
@@ -228,6 +238,7 @@ def _row(entry: KeyEntry, now: datetime) -> tuple[str, ...]:
         *(["no key"] if not entry.sha256 else []),
         *(f"certificate {name!r}" for name in entry.certificates),
         *(f"model {name!r}" for name in entry.models),
+        *(f"adapter {name!r}" for name in entry.adapters),
         *(["private cache"] if entry.private_cache else []),
     ]
     limits = (entry.requests_per_minute, entry.tokens_per_minute, entry.max_parallel_requests)

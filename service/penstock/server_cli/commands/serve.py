@@ -9,8 +9,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import runtime
@@ -80,6 +81,8 @@ class _Wanted:
 
     model: str
     config: EngineConfig
+    adapters: Sequence[tuple[str, Path]]
+    """What is loaded before the server is ready: each name with its directory."""
     options: ServerOptions
     front: Settings | None
     """What the OpenAI front is told."""
@@ -117,6 +120,7 @@ def _run(args: argparse.Namespace, socket_is_private: bool) -> _End:
     wanted = _Wanted(
         model=args.model,
         config=config,
+        adapters=args.adapters,
         options=options,
         front=front,
         socket_is_private=socket_is_private,
@@ -243,12 +247,20 @@ async def _serve_with(
 
 
 def _load(wanted: _Wanted) -> Engine:
-    """Load the model, together with the followers if there are any."""
+    """Load the model, together with the followers if there are any, and the adapters."""
     group = wanted.group
     if group is None:
-        return runtime.Engine.from_pretrained(wanted.model, wanted.config)
-    lead = Lead(group.options, group)
-    return runtime.Engine.from_pretrained(wanted.model, wanted.config, lead=lead)
+        engine = runtime.Engine.from_pretrained(wanted.model, wanted.config)
+    else:
+        lead = Lead(group.options, group)
+        engine = runtime.Engine.from_pretrained(wanted.model, wanted.config, lead=lead)
+    for name, directory in wanted.adapters:
+        try:
+            info = engine.adapters.load(name, directory)
+        except PenstockError as error:
+            raise ConfigError(f"adapters: {name}={directory}: {error}") from error
+        log.info("adapter %s: rank %d, %d bytes, from %s", name, info.rank, info.num_bytes, directory)
+    return engine
 
 
 async def _wait_for_failure(server: PenstockServer, front: OpenAIFront | None) -> None:

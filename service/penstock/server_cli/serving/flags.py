@@ -114,6 +114,14 @@ def size_or_none(text: str) -> int:
     return 0 if text == "none" else size(text)
 
 
+def named_directory(text: str) -> tuple[str, Path]:
+    """Parse NAME=DIR."""
+    name, separator, directory = text.partition("=")
+    if not name or not separator or not directory:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIR")
+    return name, path(directory)
+
+
 def port(text: str) -> int | None:
     """Parse a port, or "none"."""
     if text == "none":

@@ -31,6 +31,7 @@ from penstock.server_cli.serving.flags import (
     Flags,
     count_or_auto,
     json_object,
+    named_directory,
     octal,
     options_of,
     path,
@@ -97,6 +98,7 @@ def add_parser(subparsers: Subparsers) -> None:
         TracingOptions(),
         MetricsOptions(),
         _Front(),
+        _AtStart(),
         GroupFlags(),
     )
     _add_network(flags.group("network"))
@@ -110,6 +112,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     _add_callers(flags.group("callers"))
     _add_weights(flags.group("weight updates"))
+    _add_adapters(flags.group("LoRA adapters"))
     _add_engine(flags.group("engine"))
     add_group(flags.group("several processes", "all of them have the same flags, but for --process-id"))
     _add_requests(flags.group("requests"))
@@ -132,6 +135,13 @@ class _Front:
     openai_store: Path | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class _AtStart:
+    """What is loaded before the server is ready."""
+
+    adapters: tuple[tuple[str, Path], ...] = ()
+
+
 def _add_network(flag: AddFlag) -> None:
     flag("host", "address to listen on; default: %(default)s, this machine only")
     flag("port", "0 lets the system choose; none: only the Unix socket", "N|none", type=port)
@@ -150,8 +160,8 @@ def _add_network(flag: AddFlag) -> None:
     )
     flag(
         "control_port",
-        "serve what changes the server for everybody (flush, pause, weights) at this port and not at "
-        "--port; 0 lets the system choose; default: all at --port",
+        "serve what changes the server for everybody (flush, pause, weights, adapters) at this port and not "
+        "at --port; 0 lets the system choose; default: all at --port",
         "N",
     )
     flag("control_host", "host of the control port; default: that of --host", "HOST")
@@ -246,7 +256,11 @@ def _add_bounds(flag: AddFlag) -> None:
         "other calls of penstock.v1 at once, such as Abort and GetLoad; half per address",
         "N",
     )
-    flag("max_update_rpcs", "UpdateWeights calls at once, of which one updates; half per address", "N")
+    flag(
+        "max_update_rpcs",
+        "UpdateWeights and PushAdapter calls at once, of which one updates; half per address",
+        "N",
+    )
     flag("max_watch_rpcs", "WatchLoad calls at once (penstock top); half per address", "N")
     flag("max_health_rpcs", "health checks and watches at once; half per address", "N")
     flag("max_reflection_rpcs", "calls of server reflection at once; half per address", "N")
@@ -255,7 +269,8 @@ def _add_bounds(flag: AddFlag) -> None:
     flag("receive_limit_s", "end a call whose message does not arrive within this time")
     flag(
         "update_stall_limit_s",
-        "end an UpdateWeights whose next message does not arrive within this time; nothing has changed then",
+        "end an UpdateWeights or a PushAdapter whose next message does not arrive within this time; nothing "
+        "has changed then",
     )
 
 
@@ -285,6 +300,38 @@ def _add_weights(flag: AddFlag) -> None:
         action="append",
         type=path,
         default=[],
+    )
+
+
+def _add_adapters(flag: AddFlag) -> None:
+    flag(
+        "max_adapters",
+        "LoRA adapters whose weights are on the device at a time; requests for others wait for a place; 0: "
+        "adapters are off",
+        "N",
+    )
+    flag("max_adapter_rank", "largest rank of an adapter, for which each place has room", "N")
+    flag(
+        "max_cached_adapters",
+        "adapters in host memory, those on the device included; the least recently used leave",
+        "N",
+    )
+    flag(
+        "adapters",
+        "load the adapter in this directory, which PEFT wrote, before the server is ready; may be given "
+        "several times; default: none",
+        "NAME=DIR",
+        name="--adapter",
+        action="append",
+        type=named_directory,
+        default=[],
+    )
+    flag(
+        "adapter_dir",
+        "let requests name, and LoadAdapter read, the adapters in the folders of this directory; a name is "
+        "never a path; default: none",
+        "DIR",
+        type=path,
     )
 
 
@@ -653,7 +700,15 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's options that the flags describe. Raises ConfigError."""
-    return options_of(EngineConfig, args)
+    config = options_of(EngineConfig, args)
+    if args.adapters and not config.max_adapters:
+        raise ConfigError(f"adapters: needs max_adapters of {len(args.adapters)} or more")
+    if config.adapter_dir is not None and not config.adapter_dir.is_dir():
+        raise ConfigError(f"adapter_dir: {config.adapter_dir} is no directory")
+    names = [name for name, _ in args.adapters]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"adapters: names {min(twice)!r} twice")
+    return config
 
 
 def metrics_options(args: argparse.Namespace) -> MetricsOptions:

@@ -113,4 +113,4 @@ class Authenticator:
         secret = ""
         if entry.private_cache:
             secret = hmac.new(self._cache_secret, entry.id.encode(), hashlib.sha256).hexdigest()
-        return Caller(entry.id, entry.roles, frozenset(entry.models), secret)
+        return Caller(entry.id, entry.roles, frozenset(entry.models), frozenset(entry.adapters), secret)

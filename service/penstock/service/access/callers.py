@@ -28,12 +28,18 @@ class Caller:
     roles: frozenset[Role]
     models: frozenset[str] = frozenset()
     """The served models that it may use; empty means all."""
+    adapters: frozenset[str] = frozenset()
+    """The adapters that it may use and change; empty means all. Each may use the model without one."""
     cache_secret: str = field(default="", repr=False)
     """Keeps its cached prefixes apart from other callers'; empty means that they are shared."""
 
     @property
     def controls(self) -> bool:
         return Role.CONTROL in self.roles
+
+    def allows_adapter(self, name: str) -> bool:
+        """Whether the caller may use, and with CONTROL change, the adapter of this name."""
+        return not self.adapters or name in self.adapters
 
     def cache_salt(self, salt: str) -> str:
         """The salt that the engine uses when the caller asked for `salt`."""

@@ -60,6 +60,8 @@ class KeyEntry:
     """Names (the subject's CN, or a SAN) of client certificates that stand for this id."""
     private_cache: bool = False
     """Whether the key shares no cached prefixes with other ids."""
+    adapters: tuple[str, ...] = ()
+    """The adapters that the key may use; empty means all. It may always use the model without one."""
 
 
 _FIELDS = frozenset(KeyEntry.__dataclass_fields__)
@@ -154,9 +156,7 @@ def _entry(fields: object, problems: list[str]) -> KeyEntry | None:
         problems.append("sha256: is required where there are no certificates")
     entry_limits = {limit: _limit(fields, limit, problems) for limit in _LIMITS}
     roles = _roles(fields, problems)
-    models = _names(fields, "models", problems)
-    if fields.get("models") == []:
-        problems.append("models: must not be empty; leave it out to allow all")
+    models, adapters = _allowed(fields, "models", problems), _allowed(fields, "adapters", problems)
     expires = _expires(fields, problems)
     revoked, private = _flag(fields, "revoked", problems), _flag(fields, "private_cache", problems)
     if problems:
@@ -166,6 +166,7 @@ def _entry(fields: object, problems: list[str]) -> KeyEntry | None:
         str(digest),
         roles,
         models=models,
+        adapters=adapters,
         expires=expires,
         revoked=revoked,
         certificates=certificates,
@@ -193,6 +194,13 @@ def _names(fields: dict[str, Any], field: str, problems: list[str]) -> tuple[str
     if len(set(given)) < len(given):
         problems.append(f"{field}: has the same name twice")
     return tuple(given)
+
+
+def _allowed(fields: dict[str, Any], field: str, problems: list[str]) -> tuple[str, ...]:
+    """The names that a key is limited to. An empty list would look like none at all, and mean all."""
+    if fields.get(field) == []:
+        problems.append(f"{field}: must not be empty; leave it out to allow all")
+    return _names(fields, field, problems)
 
 
 def _limit(fields: dict[str, Any], field: str, problems: list[str]) -> int | None:
@@ -254,6 +262,8 @@ def _fields(entry: KeyEntry) -> dict[str, Any]:
             fields[limit] = value
     if entry.models:
         fields["models"] = list(entry.models)
+    if entry.adapters:
+        fields["adapters"] = list(entry.adapters)
     if entry.expires is not None:
         fields["expires"] = entry.expires.isoformat().replace("+00:00", "Z")
     if entry.certificates:

@@ -44,6 +44,11 @@ RULES: Mapping[str, Rule] = {
     f"{_CONTROL}/Resume": Rule(Role.CONTROL),
     f"{_CONTROL}/CommitWeights": Rule(Role.CONTROL),
     f"{_CONTROL}/DiscardWeights": Rule(Role.CONTROL),
+    f"{_CONTROL}/LoadAdapter": Rule(Role.CONTROL),
+    f"{_CONTROL}/PushAdapter": Rule(Role.CONTROL),
+    f"{_CONTROL}/UnloadAdapter": Rule(Role.CONTROL),
+    f"{_CONTROL}/PinAdapter": Rule(Role.CONTROL),
+    f"{_CONTROL}/ListAdapters": Rule(Role.INFER),  # those that the caller may use
     f"{_CONTROL}/FlushCache": Rule(Role.CONTROL),
     f"{_CONTROL}/SetTracing": Rule(Role.CONTROL),
     f"{_CONTROL}/Profile": Rule(Role.CONTROL),
@@ -84,3 +89,9 @@ def check_model(caller: Caller, served: str) -> None:
     """Raise Forbidden if the caller's key is limited to other models than the served one."""
     if caller.models and served not in caller.models:
         raise Forbidden(f"the key {caller.id!r} does not allow the model that is served here")
+
+
+def check_adapter(caller: Caller, name: str) -> None:
+    """Raise Forbidden if the caller's key is limited to other adapters than this one."""
+    if not caller.allows_adapter(name):
+        raise Forbidden(f"the key {caller.id!r} does not allow the adapter {name!r}")

@@ -133,7 +133,7 @@ class Kind(enum.Enum):
 
 
 _WORK = frozenset({"Generate", "Stream", "Embed", "Score", "Rerank"})
-_UPDATE = "UpdateWeights"
+_UPDATE = frozenset({"UpdateWeights", "PushAdapter"})
 _WATCH = "WatchLoad"
 _GROUP = "penstock.service.group.GroupService"
 _TOKENIZE = frozenset({"Tokenize", "Detokenize"})
@@ -150,7 +150,7 @@ def kind_of(method: str) -> Kind:
         return Kind.REFLECTION
     if name in _TOKENIZE:
         return Kind.TOKENIZE
-    if name == _UPDATE:
+    if name in _UPDATE:
         return Kind.UPDATE
     if name == _WATCH:
         return Kind.WATCH
@@ -334,8 +334,8 @@ class Receiving:
     ) -> None:
         """`most` messages of work may take longer than a moment at once, of which one address may have half;
         the other kinds have a few places each. 0 means any number. `limit_s` is how long one message may
-        take, in seconds, and `update_limit_s` how long each message of an UpdateWeights may; 0 means for
-        ever.
+        take, in seconds, and `update_limit_s` how long each message of an update or a pushed adapter may; 0
+        means for ever.
         """
         self._limits_s = dict.fromkeys(Kind, limit_s) | {Kind.UPDATE: update_limit_s}
         few = most and max(most // 8, 2)

@@ -96,8 +96,8 @@ class Bounds:
     that is full of work can still be asked and told. One address may have half of them.
     """
     max_update_rpcs: int = 8
-    """UpdateWeights. Only one update goes on at a time, and the others learn that at once. They are counted
-    apart, so that they take no place of a request. One address may have half of them.
+    """UpdateWeights and PushAdapter. Only one update goes on at a time, and the others learn that at once.
+    They are counted apart, so that they take no place of a request. One address may have half of them.
     """
     max_watch_rpcs: int = 128
     """WatchLoad, which goes on for as long as somebody watches. One address may have half of them."""
@@ -114,7 +114,7 @@ class Bounds:
     receive_limit_s: float = 60.0
     """Seconds that the message of a request may take to arrive after its headers."""
     update_stall_limit_s: float = 60.0
-    """Seconds that may pass until the next message of an UpdateWeights has arrived."""
+    """Seconds that may pass until the next message of an UpdateWeights or a PushAdapter has arrived."""
 
     def __post_init__(self) -> None:
         bad: list[str] = []

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from penstock.runtime.adapters.interface import AdapterInfo, AdapterState
 from penstock.runtime.chat.messages import ToolCall
 from penstock.runtime.images.image import ImageLimits
 from penstock.runtime.images.reader import ImageReader
@@ -24,7 +25,7 @@ from penstock.runtime.updating.interface import UpdateOutcome, UpdateReport
 from penstock.service.replies.outputs import Taken
 from penstock.service.requests.generate import ServedJob
 from penstock.shared.varints import varint
-from penstock.v1 import control_pb2, inference_pb2, types_pb2, weights_pb2
+from penstock.v1 import adapters_pb2, control_pb2, inference_pb2, types_pb2, weights_pb2
 
 _LENGTH_DELIMITED = 2
 
@@ -344,8 +345,8 @@ def update_response(report: UpdateReport) -> weights_pb2.UpdateWeightsResponse:
         outcome=_UPDATE_OUTCOMES[report.outcome],
         tensors_updated=report.num_tensors,
         bytes_received=report.num_bytes,
-        staged_in=_duration(report.staged_s),
-        paused_for=_duration(report.paused_s),
+        staged_in=duration_of(report.staged_s),
+        paused_for=duration_of(report.paused_s),
         in_flight=in_flight(report.in_flight),
         digest=report.digest,
     )
@@ -357,9 +358,34 @@ def commit_response(report: UpdateReport) -> control_pb2.CommitWeightsResponse:
         current=weights_version(report.current),
         previous=weights_version(report.previous),
         outcome=_UPDATE_OUTCOMES[report.outcome],
-        paused_for=_duration(report.paused_s),
+        paused_for=duration_of(report.paused_s),
         in_flight=in_flight(report.in_flight),
         digest=report.digest,
+    )
+
+
+_ADAPTER_STATES: Mapping[AdapterState, adapters_pb2.AdapterState.ValueType] = {
+    "loading": adapters_pb2.ADAPTER_STATE_LOADING,
+    "cached": adapters_pb2.ADAPTER_STATE_CACHED,
+    "loaded": adapters_pb2.ADAPTER_STATE_LOADED,
+}
+
+
+def adapter_message(info: AdapterInfo, *, with_source: bool) -> adapters_pb2.Adapter:
+    """An adapter; where it was read from only `with_source`."""
+    used = Timestamp()
+    used.FromNanoseconds(int(info.last_used_s * 1e9))
+    return adapters_pb2.Adapter(
+        name=info.name,
+        state=_ADAPTER_STATES[info.state],
+        rank=info.rank,
+        target_modules=info.targets,
+        size_bytes=info.num_bytes,
+        digest=bytes.fromhex(info.digest),
+        last_used=used,
+        running_requests=info.num_running,
+        pinned=info.is_pinned,
+        source=info.source if with_source else "",
     )
 
 
@@ -382,7 +408,7 @@ def timestamp(moment: datetime) -> Timestamp:
     return made
 
 
-def _duration(seconds: float) -> Duration:
+def duration_of(seconds: float) -> Duration:
     made = Duration()
     made.FromNanoseconds(round(seconds * 1e9))
     return made

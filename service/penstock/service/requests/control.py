@@ -161,7 +161,7 @@ def to_begin(message: weights_pb2.UpdateWeightsRequest) -> Begin:
     elif source == "uri" and not begin.uri:
         bad.add("begin.uri", "must not be empty")
     elif source == "manifest":
-        manifest = _tensors(begin.manifest, bad)
+        manifest = to_tensors(begin.manifest, bad)
     bad.raise_if_any()
     assert staging is not None
     options = UpdateOptions(
@@ -244,7 +244,8 @@ def _positive_seconds(field: str, duration: Duration, bad: Violations) -> float 
     return value
 
 
-def _tensors(manifest: weights_pb2.TensorManifest, bad: Violations) -> Sequence[SentTensor]:
+def to_tensors(manifest: weights_pb2.TensorManifest, bad: Violations) -> Sequence[SentTensor]:
+    """Check and convert the tensors of a message's `begin`. Adds what is wrong with them to `bad`."""
     field = "begin.manifest.tensors"
     if not bad.allows(field, len(manifest.tensors), MAX_TENSORS, "tensors"):
         return ()

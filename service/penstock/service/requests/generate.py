@@ -52,6 +52,7 @@ from penstock.runtime.requests.sampling import FIELDS, ResolvedSampling, Samplin
 from penstock.runtime.text.interface import Text
 from penstock.service.access.callers import Caller
 from penstock.service.access.ownership import engine_id
+from penstock.service.access.roles import check_adapter
 from penstock.service.backend import Info
 from penstock.service.requests.support import Refused, check_supported
 from penstock.service.threads.lanes import INLINE_BYTES, MESSAGE_BYTES, Lanes
@@ -427,6 +428,7 @@ _NEED_GRAMMARS: Refused = {f"constraint.{kind.value}": () for kind in GrammarKin
 _WHY_NO_GRAMMARS = dict.fromkeys(
     [*_NEED_GRAMMARS, "chat.tool_choice"], "it was started with --no-constraints"
 )
+WHY_NO_ADAPTERS = {"adapter": "the server was started without --max-adapters"}
 _WHY_NO_TEMPLATES = {"chat.chat_template": "it was started without --allow-request-templates"}
 
 
@@ -447,7 +449,11 @@ class ServedJob(Job):
         return engine_id(self.owner, self.request_id)
 
     def of(self, caller: Caller) -> Self:
-        """The job as this caller's, with its cached prefixes only where those find them who may."""
+        """The job as this caller's, with its cached prefixes only where those find them who may. Raises
+        Forbidden if the caller may not use its adapter.
+        """
+        if self.adapter is not None:
+            check_adapter(caller, self.adapter)
         cache = dataclasses.replace(self.cache, salt=caller.cache_salt(self.cache.salt))
         return dataclasses.replace(self, owner=caller.id, cache=cache)
 
@@ -467,6 +473,7 @@ class Limits:
     codec: Text | None
     has_grammars: bool
     has_priority: bool
+    has_adapters: bool = False
     max_outputs: int = MAX_OUTPUTS
     max_outputs_queued: int = MAX_OUTPUTS
     """The most inputs of Embed, and continuations of Score."""
@@ -492,12 +499,20 @@ class Limits:
     def lacking(self) -> Refused:
         """Fields of the contract that would have no effect on this server, and are therefore refused."""
         return {
-            **({} if self.has_priority else {"priority": ()}),
+            **self.lacking_engine,
             **({} if self.has_text else _NEED_TEXT),
             **({} if self.has_hidden_states else {"output.hidden_states": ()}),
             **({} if self.has_grammars else _NEED_GRAMMARS),
             **({} if self.info.images is not None else {"media": ()}),
             **self.lacking_templates,
+        }
+
+    @property
+    def lacking_engine(self) -> Refused:
+        """The part of `lacking` that all requests to the engine have in common."""
+        return {
+            **({} if self.has_priority else {"priority": ()}),
+            **({} if self.has_adapters else {"adapter": ()}),
         }
 
     @property
@@ -512,7 +527,7 @@ class Limits:
     @property
     def why_lacking(self) -> Mapping[str, str]:
         """The flags that are responsible for `lacking`."""
-        why = _WHY_NO_TEMPLATES | {"media": WHY_NO_IMAGES}
+        why = _WHY_NO_TEMPLATES | {"media": WHY_NO_IMAGES} | WHY_NO_ADAPTERS
         return why if self.features.constraints else why | _WHY_NO_GRAMMARS
 
 
@@ -573,6 +588,7 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
         context=context,
         cache=cache,
         priority=message.priority,
+        adapter=message.adapter or None,
         min_generation=message.min_weights.generation,
         return_text=return_text,
         skip_special_tokens=skip_special,

@@ -20,6 +20,7 @@ from penstock.runtime.requests.request import CacheParams, Pooling, StoppingPara
 from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.service.requests.generate import (
     TRUNCATIONS,
+    WHY_NO_ADAPTERS,
     Ids,
     Limits,
     ServedJob,
@@ -93,7 +94,7 @@ def to_embed_job(message: inference_pb2.EmbedRequest, limits: Limits) -> Reading
     check_model(message.model, limits)
     if not limits.has_hidden_states:
         raise UnsupportedFeature(["Embed"], "its engine tells no hidden states")
-    check_supported(message, _lacking(limits))
+    check_supported(message, _lacking(limits), WHY_NO_ADAPTERS)
     bad = Violations()
     few = bad.allows("inputs", len(message.inputs), limits.max_outputs_queued, "inputs")
     if not message.inputs:
@@ -121,7 +122,7 @@ def to_embed_job(message: inference_pb2.EmbedRequest, limits: Limits) -> Reading
 def to_score_job(message: inference_pb2.ScoreRequest, limits: Limits) -> ReadingJob:
     """Check the whole message. Raises what `to_job` raises."""
     check_model(message.model, limits)
-    check_supported(message, _lacking(limits))
+    check_supported(message, _lacking(limits), WHY_NO_ADAPTERS)
     bad = Violations()
     prompt: Prompt = TextPrompt(message.prompt)
     kind = message.WhichOneof("input")
@@ -167,7 +168,7 @@ def to_ranking_job(message: inference_pb2.RerankRequest, limits: Limits) -> Rank
     check_model(message.model, limits)
     if not limits.has_text:
         raise UnsupportedFeature(["Rerank"], "the model has no tokenizer")
-    check_supported(message, _lacking(limits))
+    check_supported(message, _lacking(limits), WHY_NO_ADAPTERS)
     bad = Violations()
     method: RelevanceMethod | None = default_method(limits.info.answer_token_ids, limits.codec)
     if message.method != types_pb2.RERANK_METHOD_UNSPECIFIED:
@@ -211,7 +212,7 @@ def to_ranking_job(message: inference_pb2.RerankRequest, limits: Limits) -> Rank
 
 def _lacking(limits: Limits) -> Refused:
     return {
-        **({} if limits.has_priority else {"priority": ()}),
+        **limits.lacking_engine,
         **({} if limits.has_text else _NEED_TEXT),
     }
 
@@ -245,6 +246,7 @@ class _Common(TypedDict):
     stopping: StoppingParams
     cache: CacheParams
     priority: int
+    adapter: str | None
     min_generation: int
     return_text: bool
 
@@ -264,6 +266,7 @@ def _common(
         stopping=StoppingParams(),
         cache=cache,
         priority=message.priority,
+        adapter=message.adapter or None,
         min_generation=message.min_weights.generation,
         return_text=False,
     )

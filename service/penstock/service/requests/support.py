@@ -116,13 +116,8 @@ M = TypeVar("M", bound=Message)
 
 Refused = Mapping[str, tuple[object, ...]]
 _NOTHING: Refused = {}
-_GENERATE_REFUSED: Refused = {"adapter": ()}
 
-REFUSED: Mapping[str, Refused] = {
-    "penstock.v1.GenerateRequest": _GENERATE_REFUSED,
-    "penstock.v1.StreamRequest": _GENERATE_REFUSED,
-    "penstock.v1.UpdateWeightsRequest": {"begin.adapter": ()},
-}
+REFUSED: Mapping[str, Refused] = {"penstock.v1.UpdateWeightsRequest": {"begin.adapter": ()}}
 """From a message's name to the paths that are refused, each with the values that are accepted
 nevertheless.
 """

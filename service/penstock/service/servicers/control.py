@@ -30,6 +30,8 @@ from penstock.service.requests.control import to_page, to_pause, to_profile, to_
 from penstock.service.requests.generate import Violations, chat_prompt, encode_prompt, message_cost, token_ids
 from penstock.service.requests.reading import POOLINGS, RERANK_METHODS, can_rerank
 from penstock.service.requests.support import check_supported
+from penstock.service.rpcs.interceptors import Undecoded
+from penstock.service.servicers.adapters import Adapters
 from penstock.service.servicers.serving import Serving
 from penstock.service.servicers.weights import Ended, WeightUpdates
 from penstock.service.telemetry.options import TraceLevel
@@ -38,7 +40,7 @@ from penstock.service.threads.lanes import MESSAGE_BYTES
 from penstock.service.watching.feed import LoadFeed
 from penstock.service.watching.load_messages import load_response
 from penstock.service.watching.snapshot import look
-from penstock.v1 import control_pb2, control_pb2_grpc, telemetry_pb2, types_pb2
+from penstock.v1 import adapters_pb2, control_pb2, control_pb2_grpc, telemetry_pb2, types_pb2
 
 if TYPE_CHECKING:
     from penstock.v1.control_pb2_grpc import _ServicerContext as Context
@@ -192,6 +194,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         serving: Serving,
         updates: WeightUpdates,
         profiles: Profiles,
+        adapters: Adapters,
         *,
         version: str,
         instance_id: str,
@@ -199,6 +202,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         """`version` is the server's, and `instance_id` tells this start of it from all others."""
         self._updates = updates
         self._profiles = profiles
+        self._adapters = adapters
         self._takes_updates = bool(serving.engine.tensor_specs())
         self._engine = serving.engine
         self._access = serving.access
@@ -251,6 +255,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             control_pb2.FEATURE_PROMPT_LOGPROBS: True,
             control_pb2.FEATURE_JSON_SCHEMA: self._limits.has_grammars,
             control_pb2.FEATURE_REGEX: self._limits.has_grammars,
+            control_pb2.FEATURE_ADAPTERS: self._adapters.are_on,
             control_pb2.FEATURE_PRIORITY: self._limits.has_priority,
             control_pb2.FEATURE_UPDATE_WEIGHTS: self._takes_updates,
             control_pb2.FEATURE_BATCH_INVARIANT: self._engine.info.batch_invariant,
@@ -279,12 +284,17 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             max_queued_requests=config.max_queued_requests,
             kv_page_tokens=info.page_size,
             kv_pages_total=info.num_pages,
-            max_chunk_bytes=self._updates.max_chunk_bytes if self._takes_updates else 0,
+            max_chunk_bytes=self._updates.max_chunk_bytes
+            if self._takes_updates or self._adapters.are_on
+            else 0,
             max_logprobs=config.max_logprobs,
             devices=info.devices,
             max_request_bytes=self._max_request_bytes,
             proposer=config.speculation if speculates else "",
             max_proposed_tokens=config.max_proposed_tokens if speculates else 0,
+            max_adapters=config.max_adapters,
+            max_cached_adapters=config.max_cached_adapters if config.max_adapters else 0,
+            max_adapter_rank=config.max_adapter_rank if config.max_adapters else 0,
         )
 
     async def GetLoad(
@@ -292,8 +302,42 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     ) -> control_pb2.GetLoadResponse:
         """Take a snapshot of the load."""
         return load_response(
-            self._engine.load(), is_paused=self._engine.is_paused, weights=self._engine.weights
+            self._engine.load(),
+            is_paused=self._engine.is_paused,
+            weights=self._engine.weights,
+            adapters=self._engine.adapters.list(),
         )
+
+    async def LoadAdapter(
+        self, request: adapters_pb2.LoadAdapterRequest, context: Context
+    ) -> adapters_pb2.LoadAdapterResponse:
+        """Read an adapter from the server's disk; see `Adapters.load`."""
+        return await self._adapters.load(request)
+
+    async def PushAdapter(  # type: ignore[override]  # the interceptor gives messages undecoded
+        self, steps: AsyncIterator[Undecoded], context: Context
+    ) -> adapters_pb2.PushAdapterResponse:
+        """Take an adapter as a stream; see `Adapters.push`."""
+        confirm: Any = partial(context.send_initial_metadata, ())  # a coroutine, whatever its type hint says
+        return await self._adapters.push(steps, confirm)
+
+    async def UnloadAdapter(
+        self, request: adapters_pb2.UnloadAdapterRequest, context: Context
+    ) -> adapters_pb2.UnloadAdapterResponse:
+        """Drop an adapter; see `Adapters.unload`."""
+        return await self._adapters.unload(request)
+
+    async def PinAdapter(
+        self, request: adapters_pb2.PinAdapterRequest, context: Context
+    ) -> adapters_pb2.PinAdapterResponse:
+        """Keep an adapter in memory, or no longer."""
+        return await self._adapters.pin(request)
+
+    async def ListAdapters(
+        self, request: adapters_pb2.ListAdaptersRequest, context: Context
+    ) -> adapters_pb2.ListAdaptersResponse:
+        """Tell the adapters that the caller may use."""
+        return self._adapters.list(request)
 
     def WatchLoad(
         self, request: telemetry_pb2.WatchLoadRequest, context: Context

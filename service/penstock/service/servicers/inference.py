@@ -210,6 +210,7 @@ class ServedRequest:
                 self.serving.arrivals.tokenizing(self.job.engine_id) as arrival,
             ):
                 async with self.serving.calls.preparing():
+                    await self._find_adapter()
                     prepared = await self.prepare()
                 await self._submit(prepared, arrival)
             self._placed = self.job.n
@@ -279,6 +280,13 @@ class ServedRequest:
         self._trace.enters("submit")
         shared = [await lanes.convert(partial(engine.prepare, requests[0]), cost)] * job.n
         return PreparedJob(job=job, requests=requests, shared=shared, prompt=self.prompt, text=encoded.text)
+
+    async def _find_adapter(self) -> None:
+        """Raise UnknownAdapterError before the request costs anything. An adapter that nobody has asked for
+        yet may be read from the disk.
+        """
+        if self.job.adapter is not None:
+            await self._lanes.heavy(partial(self._engine.adapters.get, self.job.adapter))
 
     def _hold(self, media: Sequence[MediaItem]) -> None:
         """Count the images until the request ends. Raises Busy."""
@@ -490,6 +498,7 @@ class ServedReading(ServedRequest):
             reading=reading,
             cache=job.cache,
             priority=job.priority,
+            adapter=job.adapter,
             min_generation=job.min_generation,
             received_ns=job.received_ns,
             operation=job.operation,

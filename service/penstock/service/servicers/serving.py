@@ -130,6 +130,7 @@ def limits_of(
         codec=engine.text,
         has_grammars=features.constraints and engine.has_grammars,
         has_priority=engine.config.scheduling_policy == "priority",
+        has_adapters=engine.adapters.is_on,
         # more could never be queued together
         max_outputs=min(MAX_OUTPUTS, engine.config.max_queued_requests),
         max_outputs_queued=engine.config.max_queued_requests,

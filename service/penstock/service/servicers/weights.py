@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature, Violation
 from penstock.runtime.updating.interface import UpdateOutcome, UpdateReport
@@ -39,7 +39,21 @@ from penstock.v1 import control_pb2, weights_pb2
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-UploadT = TypeVar("UploadT", bound=Upload)
+
+
+class Closes(Protocol):
+    """An upload: what is left of it, when its RPC ends, is closed."""
+
+    def close(self) -> None: ...
+
+
+class TakesBytes(Protocol):
+    """What the chunks of a stream are written to."""
+
+    def write(self, tensor_index: int, offset: int, data: bytes) -> None: ...
+
+
+UploadT = TypeVar("UploadT", bound=Closes)
 
 
 class Ended(Generic[T]):
@@ -149,7 +163,7 @@ def _notice(work: asyncio.Future[Any]) -> None:
 
 
 _Take: TypeAlias = Callable[[weights_pb2.TensorChunk], None]
-_Confirm: TypeAlias = Callable[[], Awaitable[None]]
+Confirm: TypeAlias = Callable[[], Awaitable[None]]
 MAX_CHUNK_BYTES = 2 * 1024 * 1024
 """The largest chunk that a server takes, unless its messages must be smaller."""
 _BESIDE_DATA = 64
@@ -171,7 +185,7 @@ class WeightUpdates:
         """The largest chunk that is taken."""
 
     async def update(
-        self, steps: AsyncIterator[Undecoded], confirm: _Confirm
+        self, steps: AsyncIterator[Undecoded], confirm: Confirm
     ) -> weights_pb2.UpdateWeightsResponse:
         """Take an update: begin, chunks, commit, end of the stream. Before all of them have come, nothing has
         changed. Raises what refuses it.
@@ -231,23 +245,21 @@ class WeightUpdates:
         serving = self._engine.weights
         return UpdateReport(outcome=UpdateOutcome.VALIDATED, current=serving, previous=serving)
 
-    async def _receive(
-        self, begin: Begin, steps: AsyncIterator[Undecoded], confirm: _Confirm
-    ) -> UpdateReport:
+    async def _receive(self, begin: Begin, steps: AsyncIterator[Undecoded], confirm: Confirm) -> UpdateReport:
         """Take the tensors that follow on the stream."""
         open_it = partial(self._engine.updater.begin, begin.options, begin.manifest)
         async with OpenUpload(self._lanes, open_it) as opened:
-            take = partial(_write, opened.upload, self.max_chunk_bytes)
-            total_bytes = await _until_commit(steps, take, opened)
+            take = partial(write_chunk, opened.upload, self.max_chunk_bytes)
+            total_bytes = await until_commit(steps, take, opened)
             await confirm()
             return await self._finish(begin, opened.upload, total_bytes)
 
-    async def _read(self, begin: Begin, steps: AsyncIterator[Undecoded], confirm: _Confirm) -> UpdateReport:
+    async def _read(self, begin: Begin, steps: AsyncIterator[Undecoded], confirm: Confirm) -> UpdateReport:
         """Read the tensors from files, once the client has committed that."""
         roots = self._allowed_roots()
         open_it = partial(self._engine.updater.open_uri, begin.options, begin.uri, roots=roots)
         async with OpenUpload(self._lanes, open_it) as opened:
-            total_bytes = await _until_commit(steps, _refuse_chunk, opened)
+            total_bytes = await until_commit(steps, _refuse_chunk, opened)
             await confirm()
             opened.start(opened.upload.read)
             await opened.last()
@@ -264,7 +276,7 @@ class WeightUpdates:
         return await outcome_of(self._lanes, partial(upload.commit, total_bytes))
 
 
-async def _until_commit(steps: AsyncIterator[Undecoded], take: _Take, opened: OpenUpload[Any]) -> int:
+async def until_commit(steps: AsyncIterator[Undecoded], take: _Take, opened: OpenUpload[Any]) -> int:
     """Take the messages after begin, until the stream ends. Returns the commit's `total_bytes`.
 
     Nothing is committed before the stream has ended: a client that dies before has not done its part.
@@ -292,7 +304,8 @@ def _take_step(step: Undecoded, take: _Take) -> int | None:
     raise out_of_order("begin comes once, as the first message" if kind else "a message has no step")
 
 
-def _write(upload: Upload, most: int, chunk: weights_pb2.TensorChunk) -> None:
+def write_chunk(upload: TakesBytes, most: int, chunk: weights_pb2.TensorChunk) -> None:
+    """Write a chunk, which has at most `most` bytes. Raises InvalidRequest, and what the upload refuses."""
     data = chunk.data
     if not data:  # it would say nothing, and keep an upload alive that does not go on
         raise InvalidRequest([Violation("chunk.data", "must have at least one byte")])

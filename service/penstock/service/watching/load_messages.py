@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from penstock.runtime.adapters.interface import AdapterInfo
 from penstock.runtime.loop.interface import WeightsVersion
 from penstock.runtime.measuring.engine_metrics import EngineLatencies, EngineMetrics, EngineRates
 from penstock.runtime.measuring.recent import Distribution
@@ -22,8 +25,10 @@ _PHASES = {
 }
 
 
-def load_response(load: Load, *, is_paused: bool, weights: WeightsVersion) -> control_pb2.GetLoadResponse:
-    """How busy the engine is."""
+def load_response(
+    load: Load, *, is_paused: bool, weights: WeightsVersion, adapters: Sequence[AdapterInfo]
+) -> control_pb2.GetLoadResponse:
+    """How busy the engine is. `adapters` are all that are in memory."""
     return control_pb2.GetLoadResponse(
         running_requests=load.num_running,
         queued_requests=load.num_waiting,
@@ -32,6 +37,7 @@ def load_response(load: Load, *, is_paused: bool, weights: WeightsVersion) -> co
         kv_pages_total=load.pages_total,
         paused=is_paused,
         weights=messages.weights_version(weights),
+        loaded_adapters=sum(info.state == "loaded" for info in adapters),
     )
 
 
@@ -42,13 +48,14 @@ def report_of(
     at_ns: int,
     is_paused: bool,
     weights: WeightsVersion,
+    adapters: Sequence[AdapterInfo],
     max_running: int,
 ) -> control_pb2.WatchLoadResponse:
     """All that watchers are told but the requests. `at_ns` is in Unix time; without `metrics` what is
     measured is not set.
     """
     report = control_pb2.WatchLoadResponse(
-        load=load_response(load, is_paused=is_paused, weights=weights),
+        load=load_response(load, is_paused=is_paused, weights=weights, adapters=adapters),
         kv_pages_cached=load.pages_cached,
         max_running_requests=max_running,
     )

@@ -38,6 +38,7 @@ def look(engine: Backend, max_requests: int) -> Snapshot:
         at_ns=time.time_ns(),
         is_paused=engine.is_paused,
         weights=engine.weights,
+        adapters=engine.adapters.list(),
         max_running=engine.config.max_num_seqs,
     )
     now_ns = time.monotonic_ns()

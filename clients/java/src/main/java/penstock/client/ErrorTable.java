@@ -18,6 +18,7 @@ final class ErrorTable {
             Map.entry("SERVED_ELSEWHERE", RefusedException.ServedElsewhere::new),
             Map.entry("UNKNOWN_MODEL", RefusedException.UnknownModel::new),
             Map.entry("UNKNOWN_ADAPTER", RefusedException.UnknownAdapter::new),
+            Map.entry("ADAPTER_FORMAT", RefusedException.AdapterRefused::new),
             Map.entry("UNKNOWN_UPDATE", RefusedException.UnknownUpdate::new),
             Map.entry("DUPLICATE_REQUEST_ID", RefusedException.DuplicateRequestId::new),
             Map.entry("INVALID_TENSORS", RefusedException.TensorsRefused::new),

@@ -16,6 +16,7 @@ import java.util.Optional;
  *   .PromptTooLong, .ExceedsKvCapacity, .ResponseTooLarge
  *   .Unsupported              fields() lists what this server does not have
  *   .ServedElsewhere, .UnknownModel, .UnknownAdapter, .UnknownUpdate, .DuplicateRequestId
+ *   .AdapterRefused           its config or a tensor is not what the model can have
  *   .TensorsRefused           tensorErrors() lists every bad tensor of a weight update
  *   .PreconditionFailed       also .WeightsTooOld
  *   .Denied                   .Unauthenticated, also .KeyExpired; and .Forbidden

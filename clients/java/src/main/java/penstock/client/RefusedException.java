@@ -79,6 +79,13 @@ public class RefusedException extends PenstockException {
         }
     }
 
+    /** The config or a tensor of an adapter is not what the model can have. */
+    public static final class AdapterRefused extends RefusedException {
+        AdapterRefused(Failure failure) {
+            super(failure);
+        }
+    }
+
     /** No weight update with this id is staged or committed. */
     public static final class UnknownUpdate extends RefusedException {
         UnknownUpdate(Failure failure) {

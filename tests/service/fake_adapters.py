@@ -1,0 +1,132 @@
+"""The adapters of the fake engine: names and numbers without weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.runtime.adapters.interface import AdapterInfo, AdapterTensors, check_name
+from penstock.runtime.adapters.upload import AdapterUpload
+from penstock.runtime.errors import (
+    AdapterExistsError,
+    AdapterFormatError,
+    TooManyAdaptersError,
+    UnknownAdapterError,
+    UnsupportedFeature,
+)
+from penstock.runtime.sent_tensors import SentTensor
+
+NOW_S = 1_700_000_000.0
+
+
+class FakeAdapters:
+    """Knows adapters by name. A directory holds a file `content`; what is pushed is known by its bytes."""
+
+    def __init__(self, most: int, running: Callable[[str], int], most_cached: int = 64) -> None:
+        """`most`: on the device; 0: none at all. `running` counts the outputs on an adapter."""
+        self._most, self._most_cached, self._running = most, most_cached, running
+        self._lock = threading.Lock()
+        self._known: dict[str, AdapterInfo] = {}
+        self.loaded: dict[str, AdapterTensors | Path] = {}
+        """What each was loaded from, by name."""
+
+    @property
+    def is_on(self) -> bool:
+        return self._most > 0
+
+    def load(
+        self, name: str, source: Path | AdapterTensors, *, pinned: bool = False, replace: bool = False
+    ) -> AdapterInfo:
+        self._check_on()
+        check_name(name)
+        rank: int | None = 8
+        if isinstance(source, Path):
+            try:
+                content = (source / "content").read_bytes()
+            except OSError as error:
+                raise AdapterFormatError(f"{source} holds no adapter_config.json") from error
+            shown = str(source)
+        else:
+            tensors = [(name, array) for name, array in source.tensors]
+            source = AdapterTensors(source.config, tensors)
+            content = json.dumps(source.config).encode() + b"".join(array.tobytes() for _, array in tensors)
+            rank, shown = source.config.get("r"), "pushed"
+            if not isinstance(rank, int):
+                raise AdapterFormatError("must be a whole number", field="r")
+        with self._lock:
+            known = self._known.get(name)
+            digest = hashlib.sha256(content).hexdigest()
+            if known is not None and known.digest != digest and not replace:
+                raise AdapterExistsError(name)
+            if known is None and len(self._known) >= self._most_cached:
+                raise TooManyAdaptersError(self._most_cached)
+            self._known[name] = AdapterInfo(
+                name=name,
+                digest=digest,
+                rank=rank,
+                scaling=2.0,
+                targets=("k_proj", "q_proj"),
+                num_bytes=len(content),
+                state="cached",
+                is_pinned=pinned,
+                last_used_s=NOW_S,
+                num_running=0,
+                source=shown,
+            )
+            self.loaded[name] = source
+        return self.get(name)
+
+    def begin(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        sent: Sequence[SentTensor],
+        *,
+        pinned: bool = False,
+        replace: bool = False,
+    ) -> AdapterUpload:
+        self._check_on()
+        check_name(name)
+        return AdapterUpload(
+            lambda tensors: self.load(name, tensors, pinned=pinned, replace=replace), config, sent
+        )
+
+    def unload(self, name: str) -> None:
+        self._check_on()
+        with self._lock:
+            if self._known.pop(name, None) is None:
+                raise UnknownAdapterError(name)
+
+    def pin(self, name: str, pinned: bool) -> AdapterInfo:
+        info = self.get(name)
+        with self._lock:
+            self._known[name] = dataclasses.replace(info, is_pinned=pinned)
+        return self.get(name)
+
+    def list(self) -> tuple[AdapterInfo, ...]:
+        with self._lock:
+            known = [*self._known.values()]
+        return tuple(
+            dataclasses.replace(
+                one,
+                num_running=self._running(one.name),
+                state="loaded" if index < self._most else "cached",
+            )
+            for index, one in enumerate(known)
+        )
+
+    def get(self, name: str) -> AdapterInfo:
+        self._check_on()
+        for info in self.list():
+            if info.name == name:
+                return info
+        raise UnknownAdapterError(name)
+
+    def _check_on(self) -> None:
+        if not self.is_on:
+            raise UnsupportedFeature(("adapter",), "the server was started with max_adapters 0")
