@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             or item.get_closest_marker("users_xla") is not None
             or (number is not None and drawing.is_optimized(file, number))
         )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs() -> Iterator[None]:
+    """Engines that are alike compile once in a process; see `shared_programs`. A file that has imported no
+    engine needs none, and must not wait for JAX.
+    """
+    if "penstock.runtime.execution.program_set" not in sys.modules:
+        yield
+        return
+    from tests.support.suite.programs import shared_programs  # noqa: PLC0415 # it imports JAX
+
+    with shared_programs():
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)
