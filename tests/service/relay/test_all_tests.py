@@ -18,7 +18,9 @@ INSIDE = (
 )
 """These look into the gRPC server, which is in the front process then."""
 OF_THE_ENGINE = (
+    "servicers/test_gguf.py",
     "servicers/test_goldens.py",
+    "servicers/test_quantised.py",
     "servicers/images/test_golden_images.py",
     "weights/test_across_an_update.py",
     "weights/test_fresh.py",
