@@ -86,7 +86,8 @@ test-newest: install ## run the goldens, the kernels and a server on the newest 
 		echo "the newest Python here is $$own, as in $(VENV), so there is nothing more to test"; \
 	else \
 		$(MAKE) --no-print-directory install VENV=".venv-$$newest" PYTHON="$$found" && \
-			".venv-$$newest/bin/python" -m pytest $(PYTEST_ARGS) $(NEWEST_TESTS) -m 'not sweep'; \
+			".venv-$$newest/bin/python" -m pytest $(PYTEST_ARGS) $(NEWEST_TESTS) \
+				-m 'not sweep$(if $(MARK), and ($(MARK)))'; \
 	fi
 
 # XLA compiles for TPUs and GPUs that are not there. The plugin for CUDA must have jaxlib's version.
