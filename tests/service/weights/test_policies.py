@@ -189,9 +189,9 @@ async def test_a_request_lives_through_many_updates(
             for rounds, policy, name in [
                 (4, ABORT, "abort"),
                 (4, RECOMPUTE, "recompute"),
-                (20, WAIT, "wait"),
-                (20, ABORT, "abort"),
-                (20, RECOMPUTE, "recompute"),
+                (10, WAIT, "wait"),
+                (10, ABORT, "abort"),
+                (10, RECOMPUTE, "recompute"),
             ]
         ),
     ],

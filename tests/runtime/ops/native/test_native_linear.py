@@ -5,7 +5,7 @@ emulated ones. A row's bits must depend on the row alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.linear import Packed, linear, pack, packed_shape, quantize, unpack
 from tests.support.native.codes import code_leaf, stands_for
 from tests.support.native.kernels import EMULATED_AMX, kernel_params, running, threads_with_tiles
+from tests.support.suite.drawing import few
 
 BF16 = ml_dtypes.bfloat16
 
@@ -68,7 +69,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "padded", "inner", "out"), SIZES)
+@pytest.mark.parametrize(("rows", "padded", "inner", "out"), few(SIZES, SIZES[::3], ci=SIZES))
 def test_products_norm_residual_and_gate(kind: str, rows: int, padded: int, inner: int, out: int) -> None:
     rng = np.random.default_rng(rows * inner + out)
     x, residual = draw(rng, padded, inner), draw(rng, padded, out)
@@ -107,68 +108,82 @@ def test_products_norm_residual_and_gate(kind: str, rows: int, padded: int, inne
 
 
 WITNESSED = [
-    rows if rows in (1, 2, 5, 16, 37) else pytest.param(rows, marks=pytest.mark.sweep)
-    for rows in range(1, 71)
+    *([rows] for rows in (1, 2, 5, 16, 37)),
+    *(pytest.param(range(least, least + 10), marks=pytest.mark.sweep) for least in range(1, 71, 10)),
 ]
+"""Numbers of rows that a test tries one after the other."""
 
 
-@pytest.mark.parametrize("rows", WITNESSED)
-def test_products_are_within_the_bound_of_a_chain_of_sums(rows: int) -> None:
+@pytest.mark.parametrize("counts", WITNESSED)
+def test_products_are_within_the_bound_of_a_chain_of_sums(counts: Iterable[int]) -> None:
     """A sum of k products in float32, each rounded once or twice, is off by at most 2 k 2^-24 of the sum of
     their sizes, to first order.
     """
-    rng = np.random.default_rng(rows)
-    x, weight = draw(rng, 80, 832), draw(rng, 48, 832, scale=0.05)
-    got = linear(jnp.asarray(x), (packed(weight, "bf16"),), num_rows=jnp.int32(rows), out_dtype=np.float32)
-    bound = 2 * 832 * 2.0**-24 * (np.abs(wide(x[:rows])) @ np.abs(wide(weight)).T)
-    assert (np.abs(wide(got[:rows]) - wide(x[:rows]) @ wide(weight).T) <= bound).all()
+    for rows in counts:
+        rng = np.random.default_rng(rows)
+        x, weight = draw(rng, 80, 832), draw(rng, 48, 832, scale=0.05)
+        got = linear(
+            jnp.asarray(x), (packed(weight, "bf16"),), num_rows=jnp.int32(rows), out_dtype=np.float32
+        )
+        bound = 2 * 832 * 2.0**-24 * (np.abs(wide(x[:rows])) @ np.abs(wide(weight)).T)
+        assert (np.abs(wide(got[:rows]) - wide(x[:rows]) @ wide(weight).T) <= bound).all()
 
 
-@pytest.mark.parametrize("rows", WITNESSED)
-def test_int8_products_are_a_chain_of_whole_numbers_times_the_scales(kernel: str, rows: int) -> None:
+@pytest.mark.parametrize("counts", WITNESSED)
+def test_int8_products_are_a_chain_of_whole_numbers_times_the_scales(
+    kernel: str, counts: Iterable[int]
+) -> None:
     """A group's sum is known exactly; each of its links rounds a few times to 2^-24 of the sizes so far. AMX
     has one group for a row.
     """
-    rng = np.random.default_rng(rows)
-    inner, out = 832, 48
-    group = inner if kernel.startswith("amx") else GROUP
-    x, (values, scale) = draw(rng, 80, inner), quantize(draw(rng, out, inner, scale=0.05))
-    weight = Packed(jnp.asarray(pack(values)), jnp.asarray(scale))
-    got = linear(jnp.asarray(x), (weight,), num_rows=jnp.int32(rows), out_dtype=np.float32)
-    real = x[:rows].astype(np.float32).reshape(rows, -1, group)
-    peaks = np.abs(real).max(axis=2, keepdims=True)
-    numbers = np.rint(real * (np.float32(127) / peaks)).astype(np.int64)
-    sums = np.einsum("rgi,ogi->rog", numbers, values.reshape(out, -1, group).astype(np.int64))
-    links = sums * (wide(peaks) / 127).swapaxes(1, 2) * wide(scale)[:, None]
-    bound = (inner // group + 4) * 2.0**-24 * np.abs(links).sum(axis=2)
-    assert (np.abs(wide(got[:rows]) - links.sum(axis=2)) <= bound).all()
+    for rows in counts:
+        rng = np.random.default_rng(rows)
+        inner, out = 832, 48
+        group = inner if kernel.startswith("amx") else GROUP
+        x, (values, scale) = draw(rng, 80, inner), quantize(draw(rng, out, inner, scale=0.05))
+        weight = Packed(jnp.asarray(pack(values)), jnp.asarray(scale))
+        got = linear(jnp.asarray(x), (weight,), num_rows=jnp.int32(rows), out_dtype=np.float32)
+        real = x[:rows].astype(np.float32).reshape(rows, -1, group)
+        peaks = np.abs(real).max(axis=2, keepdims=True)
+        numbers = np.rint(real * (np.float32(127) / peaks)).astype(np.int64)
+        sums = np.einsum("rgi,ogi->rog", numbers, values.reshape(out, -1, group).astype(np.int64))
+        links = sums * (wide(peaks) / 127).swapaxes(1, 2) * wide(scale)[:, None]
+        bound = (inner // group + 4) * 2.0**-24 * np.abs(links).sum(axis=2)
+        assert (np.abs(wide(got[:rows]) - links.sum(axis=2)) <= bound).all()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.bits} bits{' and zeros' * form.zeros}")
-@pytest.mark.parametrize("rows", WITNESSED)
-def test_products_of_codes_are_a_chain_of_whole_numbers_times_two_scales(form: CodeForm, rows: int) -> None:
+@pytest.mark.parametrize("counts", WITNESSED)
+def test_products_of_codes_are_a_chain_of_whole_numbers_times_two_scales(
+    form: CodeForm, counts: Iterable[int]
+) -> None:
     """A group's sum is known exactly; each of its links rounds four times to 2^-24 of the sizes so far."""
-    rng = np.random.default_rng(rows)
-    inner, out = 832, 48
-    groups = inner // GROUP
-    codes = rng.integers(0, 1 << form.bits, (out, inner)).astype(np.uint8)
-    scales = (rng.standard_normal((out, groups)) * 0.01).astype(np.float16).astype(np.float32)
-    zeros = rng.integers(0, 1 << form.bits, (out, groups)).astype(np.float32)
-    if not form.zeros:
-        zeros[:] = form.middle
-    leaf = np.empty(form.shape(out, inner), np.uint8)
-    pack_codes(leaf, codes, scales, zeros if form.zeros else None)
-    x = draw(rng, 80, inner)
-    x[0, :GROUP] = 0  # a group without a peak
-    got = linear(jnp.asarray(x), (Packed(jnp.asarray(leaf)),), num_rows=jnp.int32(rows), out_dtype=np.float32)
-    grouped = x[:rows].astype(np.float32).reshape(rows, groups, GROUP)
-    peaks = np.abs(grouped).max(axis=2, keepdims=True)
-    inverse = np.divide(np.float32(127), peaks, out=np.zeros_like(peaks), where=peaks > 0)
-    numbers = np.rint(grouped * inverse).astype(np.int64)
-    centred = codes.reshape(out, groups, GROUP).astype(np.int64) - zeros.astype(np.int64)[:, :, None]
-    links = np.einsum("rgi,ogi->rog", numbers, centred) * wide(scales) * (wide(peaks) / 127).swapaxes(1, 2)
-    bound = (groups + 4) * 2.0**-24 * np.abs(links).sum(axis=2)
-    assert (np.abs(wide(got[:rows]) - links.sum(axis=2)) <= bound).all()
+    for rows in counts:
+        rng = np.random.default_rng(rows)
+        inner, out = 832, 48
+        groups = inner // GROUP
+        codes = rng.integers(0, 1 << form.bits, (out, inner)).astype(np.uint8)
+        scales = (rng.standard_normal((out, groups)) * 0.01).astype(np.float16).astype(np.float32)
+        zeros = rng.integers(0, 1 << form.bits, (out, groups)).astype(np.float32)
+        if not form.zeros:
+            zeros[:] = form.middle
+        leaf = np.empty(form.shape(out, inner), np.uint8)
+        pack_codes(leaf, codes, scales, zeros if form.zeros else None)
+        x = draw(rng, 80, inner)
+        x[0, :GROUP] = 0  # a group without a peak
+        got = linear(
+            jnp.asarray(x), (Packed(jnp.asarray(leaf)),), num_rows=jnp.int32(rows), out_dtype=np.float32
+        )
+        grouped = x[:rows].astype(np.float32).reshape(rows, groups, GROUP)
+        peaks = np.abs(grouped).max(axis=2, keepdims=True)
+        inverse = np.divide(np.float32(127), peaks, out=np.zeros_like(peaks), where=peaks > 0)
+        numbers = np.rint(grouped * inverse).astype(np.int64)
+        centred = codes.reshape(out, groups, GROUP).astype(np.int64) - zeros.astype(np.int64)[:, :, None]
+        links = (
+            np.einsum("rgi,ogi->rog", numbers, centred) * wide(scales) * (wide(peaks) / 127).swapaxes(1, 2)
+        )
+        bound = (groups + 4) * 2.0**-24 * np.abs(links).sum(axis=2)
+        assert (np.abs(wide(got[:rows]) - links.sum(axis=2)) <= bound).all()
 
 
 def test_exact_small_integers() -> None:
@@ -278,11 +293,11 @@ def test_a_row_with_nan_or_infinity_is_not_finite_and_the_others_keep_their_bits
         return [np.asarray(result)[:count].astype(np.float32) for result in results]
 
     others = [row for row in range(len(x)) if row not in spoiled]
-    for dirty, whole, few in zip(run(x, 40), run(clean, 40), run(x, 1), strict=True):
+    for dirty, whole, alone in zip(run(x, 40), run(clean, 40), run(x, 1), strict=True):
         np.testing.assert_array_equal(dirty[others], whole[others])
         assert not np.isfinite(dirty[list(spoiled)]).any()
         assert np.isnan(dirty[[0, 7]]).all()
-        assert np.isnan(few).all()
+        assert np.isnan(alone).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
