@@ -59,6 +59,13 @@ LONGEST = tuple((ROOT / "tests" / "support" / "suite" / "longest.txt").read_text
 """The files that take longest, which start first. `pytest --durations=0` finds them."""
 APART = ("tests/service/relay/test_all_tests.py",)
 """Files whose tests share nothing, and take minutes each: workers take them one by one."""
+_ENGINE = "tests/runtime/engine"
+TOGETHER = (
+    (f"{_ENGINE}/answers/test_engine_hidden_states.py", f"{_ENGINE}/answers/test_engine_prompt_logprobs.py"),
+    (f"{_ENGINE}/state/test_state_by_slot.py", f"{_ENGINE}/state/test_snapshots.py"),
+    (f"{_ENGINE}/test_engine_sampling.py", f"{_ENGINE}/test_engine_constraints.py"),
+)
+"""Files whose engines have the same programs: one worker takes them, so that it compiles once."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -179,15 +186,19 @@ def programs() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The tests of a file share a worker, and what they set up; those of APART do not."""
+    """The tests of a file share a worker, and what they set up; those of APART do not, and the files of
+    TOGETHER do, too.
+    """
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415  # only where xdist is
 
+    first = {file: files[0] for files in TOGETHER for file in files}
+
     class Files(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return nodeid if file in APART else file
+            return nodeid if file in APART else first.get(file, file)
 
     config.option.loadscopereorder = False  # the order of LONGEST stays
     return Files(config, log)

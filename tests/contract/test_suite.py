@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import APART, GOLDENS, LONGEST
+from tests.conftest import APART, GOLDENS, LONGEST, TOGETHER
 from tests.support.suite.drawing import (
     MIRRORED,
     OPTIMIZED_PARTS,
@@ -93,7 +93,7 @@ def test_a_change_of_a_family_runs_its_goldens_everywhere(changed: str, families
 
 
 def test_every_folder_and_file_that_the_rules_name_exists() -> None:
-    named = [*MIRRORED, *MIRRORED.values(), *LONGEST, *APART]
+    named = [*MIRRORED, *MIRRORED.values(), *LONGEST, *APART, *(file for files in TOGETHER for file in files)]
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 

@@ -38,7 +38,7 @@ GREEDY = ResolvedSampling(temperature=0.0)
     ids=["apart", "no overlap", "XLA"],
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = table_engine(TABLES, **request.param)
+    engine = table_engine(TABLES, feature_slots=2, **request.param)
     yield engine
     assert engine.ready
     assert engine.compiles_after_warmup == 0

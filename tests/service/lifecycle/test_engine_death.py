@@ -40,7 +40,7 @@ async def test_everybody_hears_of_it_at_once(monkeypatch, method, error):
     """Health is NOT_SERVING before the first caller gets its error, so that a retry goes to
     another server.
     """
-    engine = toy_engine(start=False, max_num_seqs=1, overlap=False, max_decode_steps=1)
+    engine = toy_engine(start=False, overlap=False, max_decode_steps=1)
     works, calls, breaks = getattr(Scheduler, method), itertools.count(), threading.Event()
 
     def breaking(*args: Any, **kwargs: Any) -> Any:

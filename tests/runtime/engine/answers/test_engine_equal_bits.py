@@ -32,6 +32,7 @@ from tests.support.chunks import set_chunk
 from tests.support.collector import Gate, at_gate
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.native.kernels import EMULATED_AMX, NATIVE, library_of, running
+from tests.support.suite.drawing import few
 
 pytestmark = [
     pytest.mark.ci,
@@ -84,26 +85,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param({}, id="bf16"),
-        pytest.param({"quantization": "int8"}, id="int8"),
-        pytest.param({"quantization": "int4"}, id="int4", marks=pytest.mark.ci),
-        pytest.param({"kv_cache_dtype": "int8"}, id="int8 KV", marks=pytest.mark.sweep),
-    ],
-)
-def formats(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Options that say how weights and KV cache are kept."""
-    chosen: dict[str, Any] = request.param
-    return chosen
+FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "int8 KV": {"kv_cache_dtype": "int8"},
+}
+"""Options that say how weights and KV cache are kept."""
+ENGINES = [f"{library}-{name}" for library in ("avx2", EMULATED_AMX) for name in FORMATS]
+"""One engine for all instruction sets of this machine, which are chosen when a program runs, and one for each
+library of emulated kernels.
+"""
+CI = ("avx2-bf16", "avx2-int8", "avx2-int4", f"{EMULATED_AMX}-bf16")
+"""Emulated AMX takes rows of every format in the same way; test_native_linear.py has its bits for each."""
 
 
-@pytest.fixture(scope="module", params=("avx2", EMULATED_AMX))
-def served(request: pytest.FixtureRequest, formats: dict[str, Any], folder: Path) -> Iterator[Served]:
-    """Yields one engine for all instruction sets of this machine, which are chosen when a program runs, and
-    one for each library of emulated kernels.
-    """
+@pytest.fixture(scope="module", params=few(ENGINES, (), CI))
+def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
+    kernels, _, name = request.param.partition("-")
+    formats = FORMATS[name]
     row_bytes = SHAPE.head_dim + 4 if "kv_cache_dtype" in formats else SHAPE.head_dim * 2
     config = EngineConfig(
         **formats,
@@ -124,9 +124,9 @@ def served(request: pytest.FixtureRequest, formats: dict[str, Any], folder: Path
         engine.start()
         return engine
 
-    with running(request.param):
+    with running(kernels):
         engine = serve()
-    yield Served(engine, library_of(request.param), rows, folder)
+    yield Served(engine, library_of(kernels), rows, folder)
     assert engine.compiles_after_warmup == 0
     assert engine.load().pages_used == 0
     engine.shutdown()

@@ -193,6 +193,7 @@ def test_pictures_are_encoded_once_and_one_a_step() -> None:
         engine.shutdown()
 
 
+@pytest.mark.ci
 def test_new_weights_encode_pictures_anew() -> None:
     engine = toy_engine(pictured_model(), **SIZES)
     try:
