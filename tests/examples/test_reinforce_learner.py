@@ -12,6 +12,8 @@ from jax.typing import ArrayLike
 from examples.reinforce.learner import CLIP, Batch, batch_of, loss_of, make_update
 from examples.reinforce.rollouts import Sample
 
+pytestmark = pytest.mark.ci
+
 ARMS = 4
 REWARDS = np.array([0.0, 0.2, 0.5, 1.0])
 

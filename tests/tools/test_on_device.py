@@ -299,6 +299,7 @@ def test_what_a_new_version_pins_is_replaced_with_it() -> None:
     assert chosen(has) == {"pydantic", "pydantic-core"}
 
 
+@pytest.mark.ci
 def test_a_wheel_is_installed_where_it_is_missing(tmp_path: Path) -> None:
     """pip installs a wheel that is made here, into the folder alone, and the project's versions are known
     there.
@@ -431,6 +432,7 @@ def test_kernels_that_name_no_program_all_count() -> None:
     assert len(of_decode_steps(device_events(events))) == 2
 
 
+@pytest.mark.ci
 def test_on_a_cpu_what_contains_operations_is_left_out() -> None:
     events = [
         *named(1, "/host:CPU", 1, "tf_XLAEigen"),

@@ -242,6 +242,7 @@ def test_layers_lie_in_memory_of_their_own():
     assert len({tiles.unsafe_buffer_pointer() for tiles, _ in layers._layers}) == 3
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not library.available(), reason="it needs the native kernels")
 def test_a_run(tmp_path, capsys, monkeypatch):
     """All kernels in all formats, with one layer each, and the same table again from the records."""

@@ -158,7 +158,7 @@ SCRAPS = st.sampled_from([
 
 
 @pytest.mark.parametrize("form", WRITTEN)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.lists(SCRAPS, max_size=6), number=st.lists(SCRAPS, min_size=1, max_size=2), name=SCRAPS)
 def test_every_call_can_come_back(form: str, data: list[str], number: list[str], name: str) -> None:
     inside = "".join(data)

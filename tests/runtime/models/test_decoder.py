@@ -141,6 +141,7 @@ def test_every_product_accumulates_in_float32_from_the_checkpoints_layout(dtype,
         assert eqn.invars[1] in closed.jaxpr.invars  # the weight itself, not a transposed copy
 
 
+@pytest.mark.ci
 def test_attention_gets_each_layers_window_and_scale():
     seen = []
 

@@ -58,7 +58,11 @@ def test_keys_that_come_and_go_with_sighup(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"), [(None, "cannot be read: No such file"), ("{", "not JSON")], ids=["none", "bad"]
+    ("content", "complaint"),
+    [
+        pytest.param(None, "cannot be read: No such file", id="none", marks=pytest.mark.ci),
+        pytest.param("{", "not JSON", id="bad"),
+    ],
 )
 def test_a_file_that_cannot_be_used_ends_the_start(tmp_path, content, complaint):
     file = tmp_path / "keys.json"
@@ -71,6 +75,7 @@ def test_a_file_that_cannot_be_used_ends_the_start(tmp_path, content, complaint)
     assert "Traceback" not in server.output
 
 
+@pytest.mark.ci
 def test_a_hangup_without_keys_still_ends_the_process():
     """As for any program whose terminal is closed, unless it was started with `nohup`."""
     ours = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup

@@ -174,6 +174,7 @@ def test_a_model_that_reads_images(run: Run, tmp_path: Path) -> None:
     assert "none: the model reads text only" in run(str(GOLDEN / "qwen3"))[1]
 
 
+@pytest.mark.ci
 def test_seventy_billion_parameters_are_checked_without_reading_them(run: Run, tmp_path: Path) -> None:
     count = write_llama_70b(tmp_path / "large")
     code, out, _ = run(str(tmp_path / "large"), "--max-model-len", "8192", "--max-num-seqs", "1")
@@ -231,7 +232,7 @@ def deepseek_v3_on_each_of(devices: int) -> int:
     return 61 * attention + 3 * dense + 58 * experts + 2 * 129280 * 7168 // devices + 7168
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.ci), 8])
 @pytest.mark.parametrize(
     ("config", "on_each_of", "page_bytes"),
     [
@@ -256,6 +257,7 @@ def test_a_config_alone_says_what_each_device_holds(
     assert "by its config.json alone" in run(str(file), *options)[1]
 
 
+@pytest.mark.ci
 def test_experts_that_are_dealt_take_as_much_as_parts_of_all(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(DEEPSEEK_V3))

@@ -36,6 +36,7 @@ def qwen(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.ci
 def test_the_smallest_machine_that_holds_the_rows(run: Run, qwen: str) -> None:
     """32 rows of 8,192 tokens need 38.7 GB of cache beside 16.4 GB of weights: three v5e would do."""
     code, shown, _ = run(qwen, "--context", "8192", "--rows", "32")

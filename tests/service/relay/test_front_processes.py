@@ -124,6 +124,7 @@ async def test_a_front_process_that_cannot_listen_says_why(tmp_path: Path) -> No
         await server.stop()
 
 
+@pytest.mark.ci
 async def test_a_port_that_front_processes_serve_is_taken_for_others() -> None:
     async with serving(front_processes=2) as rig:
         assert rig.server.port is not None
@@ -158,6 +159,7 @@ def test_a_port_is_held_although_connections_of_an_earlier_server_linger_there()
     HeldPort(*where, flag="--port").close()
 
 
+@pytest.mark.ci
 async def test_a_replaced_certificate_is_shown_by_all_front_processes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,6 +178,7 @@ async def test_a_replaced_certificate_is_shown_by_all_front_processes(
             assert (await stub.Generate(generate("y"))).outputs[0].text == "z"
 
 
+@pytest.mark.ci
 async def test_each_front_process_takes_connections() -> None:
     """The system chooses one for each connection, which with twenty of them is never always the same one."""
     async with serving(front_processes=2) as rig, contextlib.AsyncExitStack() as stack:

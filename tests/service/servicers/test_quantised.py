@@ -16,20 +16,19 @@ from penstock.v1 import inference_pb2, types_pb2
 from tests.service.rig import serving
 from tests.service.servicers.test_goldens import ask, cases_of, served
 from tests.support.goldens import QUANTISED, small_config
-from tests.support.suite.drawing import few
+
+pytestmark = pytest.mark.ci
 
 NAMES = sorted(folder.name for folder in QUANTISED.iterdir())
-ALWAYS = ("gptq_desc_act_g32",)
 
 
-@pytest.mark.parametrize("name", few(NAMES, ALWAYS, ci=NAMES))
+@pytest.mark.parametrize("name", NAMES)
 async def test_answers_equal_those_of_pytorch_on_the_dequantised_weights(name: str) -> None:
     golden = f"{QUANTISED.name}/{name}"
     async with served(golden, page_size=8) as (rig, _):
         await asyncio.gather(*(ask(rig, case) for case in cases_of(golden)))
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("name", ["awq_g64", "ct_w4a16_asym_g64", "gptq_8bit_channel", "ct_w8a8_int8"])
 async def test_answers_from_kept_codes_are_near_those_of_pytorch(name: str) -> None:
     """In bfloat16, with activations in 8 bits: log-probabilities of PyTorch's tokens, as a continuation."""

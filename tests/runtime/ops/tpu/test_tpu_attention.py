@@ -51,11 +51,10 @@ def sized(heads: int, kv_heads: int, dim: int = 128) -> Shape:
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        (sized(4, 2), Options()),
-        (sized(8, 1, dim=256), Options(window=20)),
-        (sized(3, 3), Options(chunk=24, softcap=2.0, sinks=True)),
+        pytest.param(sized(4, 2), Options(), id="plain", marks=pytest.mark.ci),
+        pytest.param(sized(8, 1, dim=256), Options(window=20), id="window", marks=pytest.mark.ci),
+        pytest.param(sized(3, 3), Options(chunk=24, softcap=2.0, sinks=True), id="everything"),
     ],
-    ids=["plain", "window", "everything"],
 )
 @settings(max_examples=3, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
