@@ -29,6 +29,7 @@ def test_a_folder_its_modules_and_what_is_below(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.ci
 def test_every_module_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main([]) == 0
     printed = capsys.readouterr().out.splitlines()

@@ -91,6 +91,7 @@ def test_a_broken_walk_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "mine.txt, line 1: tools/walks/__main__.py::gone: the file has no such function" in printed.err
 
 
+@pytest.mark.ci
 def test_the_three_walks_pass_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     status = tool.main([])
     printed = capsys.readouterr()

@@ -141,7 +141,7 @@ sys.exit(main(sys.argv[2:]))
         ("penstock.server_cli", ["demo"], "engine", "penstock too"),
         ("penstock.server_cli", ["keys", "list"], "engine", "penstock too"),
         ("penstock.server_cli", ["usage", "file"], "engine", "penstock too"),
-        ("jax", ["serve", "demo"], "Python module jax", "penstock again"),
+        pytest.param("jax", ["serve", "demo"], "Python module jax", "penstock again", marks=pytest.mark.ci),
         ("opentelemetry", ["serve", "demo"], "Python module opentelemetry", "penstock again"),
         ("tqdm", ["bench"], "Python module tqdm", "penstock-client again"),
     ],

@@ -260,7 +260,7 @@ def test_bfloat16_and_int8_stay_close_to_pytorch(golden_root, make_sequence, nam
         ci=["packed", "int8", "int4"],
     ),
 )
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.ci), False])
 def test_formats_agree_with_float32_if_every_layer_can_be_packed(make_sequence, linear, tied):
     """The goldens compare float32 with PyTorch, and this compares the other formats with float32."""
     chosen = FORMATS[linear]

@@ -176,7 +176,12 @@ def test_the_absorbed_form_computes_what_the_paper_says(
 
 @pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 @pytest.mark.parametrize(
-    ("changes", "int8"), [({}, False), ({"q_lora_rank": None}, False), ({"q_lora_rank": None}, True)]
+    ("changes", "int8"),
+    [
+        pytest.param({}, False, marks=pytest.mark.ci),
+        pytest.param({"q_lora_rank": None}, False, marks=pytest.mark.ci),
+        ({"q_lora_rank": None}, True),
+    ],
 )
 def test_the_native_kernels_compute_the_same(
     changes: dict[str, Any], int8: bool, make_sequence: Callable[..., Any]

@@ -129,13 +129,14 @@ def test_the_server_is_the_real_command():
     assert demo.server_command("127.0.0.1", 5, 8000, insecure=True) == [*command, "--insecure"]
 
 
+@pytest.mark.ci
 def test_other_machines_are_let_in_only_when_that_is_said(capfd, port):
     """The server's own message says what to do."""
     assert main(["demo", "--host", "0.0.0.0", "--port", str(port)]) == 2
     assert "0.0.0.0 can be reached from other machines" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.ci)])
 def test_it_shows_an_answer_and_stays_up_until_it_is_told(port, number):
     with start(port, SERVER) as program:
         shown = read_until(program, "Serving on")
