@@ -28,8 +28,8 @@ def environment(*packages: str) -> Path:
     complete = folder / "complete"
     with alone_in(folder):
         if not complete.exists():
-            made = [UV, "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder]
-            subprocess.run(made, check=True)
+            made = [UV, "venv", "--quiet", "--allow-existing", "--seed", "--python", sys.executable, folder]
+            subprocess.run(list(map(str, made)), check=True)
             done = subprocess.run(
                 [UV, "pip", "install", "--quiet", "--python", folder / "bin" / "python", *packages],
                 capture_output=True,
