@@ -30,7 +30,9 @@ def engine() -> Iterator[Engine]:
 
 def ask(engine: Engine, question: str) -> str:
     assert engine.text is not None
-    prompt = engine.text.encode_chat([{"role": "user", "content": question}])
+    prompt = engine.text.encode(
+        engine.text.render_chat([{"role": "user", "content": question}]), add_special_tokens=False
+    )
     return engine.generate(prompt, sampling=GREEDY, stopping=StoppingParams(max_tokens=80)).text
 
 

@@ -307,14 +307,6 @@ class TextCodec:
         """
         return render_turns(self._templates, turns, options)
 
-    def encode_chat(
-        self, chat: Chat | Sequence[Mapping[str, str]], *, add_special_tokens: bool = False
-    ) -> list[int]:
-        """The token ids of the rendered chat. No special tokens are added, because the template writes its
-        own.
-        """
-        return self.encode(self.render_chat(chat), add_special_tokens=add_special_tokens)
-
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the tokens; an id that the tokenizer does not have stands for no text.
 

@@ -16,7 +16,7 @@ import jax
 
 from penstock.cli.calling.common import complain
 from penstock.runtime.chat.parser import HARMONY, choose_forms
-from penstock.runtime.config import DTYPES, KV_CACHE_DTYPES, NATIVE, QUANTIZATIONS, EngineConfig
+from penstock.runtime.config import NATIVE, EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import choose_backend
 from penstock.runtime.loading.gguf.file import is_gguf
@@ -29,6 +29,7 @@ from penstock.runtime.loading.inspection import (
 )
 from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.resident import resident_bytes
+from penstock.server_cli.commands.model_options import add_model_options
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -67,24 +68,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="MODEL",
         help='the folder with config.json and *.safetensors, a .gguf file, a config.json alone, or "demo"',
     )
-    parser.add_argument(
-        "--dtype",
-        default=_DEFAULTS.dtype,
-        choices=DTYPES,
-        help="auto: the checkpoint's; default: %(default)s",
-    )
-    parser.add_argument(
-        "--quantization",
-        default=_DEFAULTS.quantization,
-        choices=QUANTIZATIONS,
-        help="how weights would be stored; default: %(default)s",
-    )
-    parser.add_argument(
-        "--kv-cache-dtype",
-        default=_DEFAULTS.kv_cache_dtype,
-        choices=KV_CACHE_DTYPES,
-        help="what the KV cache would be kept in, as with `penstock serve`; default: %(default)s",
-    )
+    add_model_options(parser)
     parser.add_argument(
         "--native",
         default=_DEFAULTS.native,

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.calling.common import complain
-from penstock.runtime.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
+from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import read_config
 from penstock.runtime.loading.hub import DEMO, resolve_model
 from penstock.runtime.planning import absent
 from penstock.runtime.planning.chips import CHIPS, all_machines, read_machine
 from penstock.runtime.planning.plan import Plan, Step, plan
+from penstock.server_cli.commands.model_options import add_model_options
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -33,7 +34,6 @@ the machine with the least memory that holds the rows. Times are the least that 
 engine reaches them. Chips: {", ".join(CHIPS)}.
 Exit codes: 0 the rows fit on a machine; 1 they do not, or the model cannot be served.
 """
-_DEFAULTS = EngineConfig()
 _ROWS = 16
 
 
@@ -73,21 +73,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="TOKENS",
         help="tokens of a step, as with `penstock serve`; default: that of the chip",
     )
-    parser.add_argument(
-        "--dtype", default=_DEFAULTS.dtype, choices=DTYPES, help="auto: config.json's; default: %(default)s"
-    )
-    parser.add_argument(
-        "--quantization",
-        default=_DEFAULTS.quantization,
-        choices=QUANTIZATIONS,
-        help="how weights would be stored; default: %(default)s",
-    )
-    parser.add_argument(
-        "--kv-cache-dtype",
-        default=_DEFAULTS.kv_cache_dtype,
-        choices=KV_CACHE_DTYPES,
-        help="what the KV cache would be kept in; default: %(default)s",
-    )
+    add_model_options(parser)
     parser.add_argument(
         "--compile",
         action="store_true",

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.ops import sampler
-from penstock.runtime.ops.native.sample import can_sample, native_sample, sample
+from penstock.runtime.ops.native import library
+from penstock.runtime.ops.native.sample import native_sample, sample
 from penstock.runtime.ops.sampling_codes import (
     BANNED,
     BIAS,
@@ -41,7 +42,7 @@ from tests.support.native.sample_reference import (
 
 INF = float("inf")
 
-pytestmark = pytest.mark.skipif(not can_sample(), reason="no native library on this machine")
+pytestmark = pytest.mark.skipif(not library.available(), reason="no native library on this machine")
 
 _sample = jax.jit(partial(sample, num_top=NUM_TOP))
 

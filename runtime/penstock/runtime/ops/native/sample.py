@@ -33,11 +33,6 @@ from penstock.runtime.requests.sampling import FLOATS, INTS, SamplingNumbers
 _GREEDY = SamplingNumbers(temperature=0.0)
 
 
-def can_sample() -> bool:
-    """Whether `sample` can be used in programs for CPU."""
-    return library.available()
-
-
 def sample(
     logits: Array,
     history: Array,
