@@ -78,16 +78,29 @@ class ConfigError(PenstockError):
 
 
 class UnknownArchitecture(ConfigError):
-    """A checkpoint names an architecture that is not served; `where` says which kind of checkpoint has others
-    than those of the registry.
+    """A checkpoint names an architecture that is not served.
+
+    nearest: the architecture that is served and comes nearest to it, if there is one. lacks: the fields of
+    config.json of which that one has other values or none. where: which kind of checkpoint has architectures
+    of its own.
     """
 
-    def __init__(self, name: str, known: Sequence[str], where: str = "") -> None:
-        self.name, self.known = name, tuple(known)
+    def __init__(
+        self, name: str, nearest: str | None = None, lacks: Sequence[str] = (), where: str = ""
+    ) -> None:
+        self.name, self.nearest, self.lacks = name, nearest, tuple(lacks)
         what = next((what for part, what in _OTHER_KINDS.items() if part in name), "")
-        super().__init__(
-            f"unknown architecture {name!r}{where}{what}; known ones: {', '.join(sorted(known))}"
-        )
+        message = f"unknown architecture {name!r}{where}{what}"
+        if nearest is not None and not what:
+            message += f"; the nearest that is served is {nearest}"
+            shown, others = ", ".join(lacks[:_MOST_NAMES]), len(lacks) - _MOST_NAMES
+            more = f" and {others} more" if others > 0 else ""
+            message += f", which does not take these fields as they are: {shown}{more}" if lacks else ""
+        super().__init__(message)
+
+
+_MOST_NAMES = 6
+"""How many fields are named of an architecture that is not served."""
 
 
 _ENCODER = " (an encoder, which writes no text; only decoders are served)"

@@ -21,16 +21,16 @@ from tests.support.suite.drawing import few
 ALWAYS = ((2, "qwen3"),)
 AT_FOUR = ("qwen3", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_5", "olmo2")
 """Goldens with fewer heads of keys than four devices, with state, or with norms that are cut."""
+SIX_HEADS = ("bamba", "falcon_h1", "granite_hybrid", "mamba2", "nemotron_h")
+"""The mixers of these goldens have six heads, which four devices cannot share."""
 CASES = [
     *((2, name) for name in NAMES),
-    *((4, name) for name in NAMES if name not in {*ROWS, "granite_hybrid"}),
+    *((4, name) for name in NAMES if name not in {*ROWS, *SIX_HEADS}),
 ]
-"""A mixer of the hybrid has six heads, which four devices cannot share. Four devices cut a family that is
-data as two do.
-"""
+"""Four devices cut a family that is data as two do."""
 MIXTURES = ("deepseek_v3", "gpt_oss", "llama4", "gemma4_moe", "mixtral", "qwen3_5_moe", "minimax_m2")
 DEALT = "2, with whole experts"
-CI = (*((2, name) for name in KINDS), *((4, name) for name in AT_FOUR))
+CI = (*((2, name) for name in (*KINDS, "bloom", "falcon_h1")), *((4, name) for name in AT_FOUR))
 
 
 @functools.cache
@@ -47,18 +47,18 @@ def results(devices, names):
 
 def expected_collectives(config, devices):
     """The table of `cutting`. XLA joins the two lookups of Gemma 4, the sums of an MLP and of the experts
-    beside it, and those of attention and of an MLP that stand side by side.
+    beside it, and those of attention and of what stands beside it.
     """
     sums = 1  # embeddings
     for layer in config.layers:
         attention = layer.attention
-        sums += 1  # what the MLP adds
+        sums += layer.mlp is not None  # what the MLP adds
         is_cut = not isinstance(attention, AttentionConfig) or attention.qk_norm != "layer"
         sums += is_cut and not layer.norms.startswith("parallel")  # what attention adds, or what stands there
         if isinstance(attention, AttentionConfig):
             sums += attention.qk_norm == "all"
-        if isinstance(attention, MambaConfig):
-            sums += attention.num_groups < devices
+        mixers = (part for part in (attention, layer.beside) if isinstance(part, MambaConfig))
+        sums += sum(mixer.normed and mixer.num_groups < devices for mixer in mixers)
     return {"all-reduce": sums, "all-gather": 1}
 
 

@@ -311,8 +311,28 @@ def test_whatever_the_json_holds_it_is_parsed_or_refused(base, changes, rope):
             assert np.isfinite(inverse_frequencies(attention.rope, attention.rotary_dim)).all()
 
 
-def test_unknown_architecture_lists_the_known():
-    with pytest.raises(UnknownArchitecture, match=r"'BertModel'.*LlamaForCausalLM.*Qwen3ForCausalLM"):
+@pytest.mark.parametrize(
+    ("golden", "name", "fields", "nearest", "lacks"),
+    [
+        ("qwen3", "Qwen3NewForCausalLM", {}, "Qwen3ForCausalLM", ()),
+        ("bloom", "OtherForCausalLM", {"shift": 3}, "BloomForCausalLM", ("shift",)),
+        ("gemma2", "OtherForCausalLM", {"query_pre_attn_scalar": -1}, "Gemma2ForCausalLM", None),
+        ("falcon_h1", "OtherForCausalLM", {}, "FalconH1ForCausalLM", ()),
+    ],
+)
+def test_the_nearest_of_an_unknown_architecture_is_named(golden, name, fields, nearest, lacks):
+    data = json.loads((GOLDEN / golden / "config.json").read_text())
+    with pytest.raises(UnknownArchitecture) as caught:
+        parse_config({**data, "architectures": [name], "model_type": "other", **fields})
+    lacks = tuple(fields) if lacks is None else lacks
+    assert (caught.value.nearest, caught.value.lacks) == (nearest, lacks)
+    ending = f", which does not take these fields as they are: {', '.join(lacks)}" if lacks else ""
+    message = f"unknown architecture {name!r}; the nearest that is served is {nearest}{ending}"
+    assert str(caught.value) == message
+
+
+def test_an_encoder_has_no_nearest():
+    with pytest.raises(UnknownArchitecture, match=r"^unknown architecture 'BertModel' \(an encoder, .*\)$"):
         parse("BertModel")
     with pytest.raises(UnknownArchitecture):
         family_of("BertModel")

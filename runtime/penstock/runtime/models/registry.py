@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import SequenceMatcher
 
 from penstock.runtime.errors import ConfigError, UnknownArchitecture
 from penstock.runtime.models.config import ModelConfig
@@ -56,8 +57,39 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
 def family_of(architecture: str) -> ModelFamily:
     """The registry's entry; raises UnknownArchitecture if there is none."""
     if architecture not in ARCHITECTURES:
-        raise UnknownArchitecture(architecture, tuple(ARCHITECTURES))
+        raise UnknownArchitecture(architecture)
     return ARCHITECTURES[architecture]
+
+
+def nearest_to(architecture: str, data: Mapping[str, object]) -> tuple[str, tuple[str, ...]]:
+    """The architecture that takes the most of a config.json, and the fields that it does not take. Of equals
+    it is the one with the most similar name. Of a model that reads more than text, its text model is
+    compared. Wrappers of such models, which read no further without their model_type, are none.
+    """
+    inner = data.get("text_config")
+    text = inner if isinstance(inner, dict) else data
+    plain = {name: value for name, value in text.items() if name != "model_type"}
+
+    def refused(other: str) -> tuple[str, ...]:
+        fields = Fields(plain)
+        fields.ignore(ARCHITECTURES[other].ignored)
+        try:
+            ARCHITECTURES[other].parse(other, fields)
+        except ConfigError:
+            return tuple(dict.fromkeys(problem.partition(":")[0] for problem in fields.problems))
+        return ()
+
+    def distance(other: str) -> tuple[int, float]:
+        return len(by_name[other]), -SequenceMatcher(None, architecture, other).ratio()
+
+    by_name = {other: refused(other) for other in ARCHITECTURES}
+    by_name = {
+        other: fields
+        for other, fields in by_name.items()
+        if not any(field.endswith("model_type") for field in fields)
+    }
+    nearest = min(by_name, key=distance)
+    return nearest, by_name[nearest]
 
 
 def parse_config(data: Mapping[str, object]) -> ModelConfig:
@@ -68,6 +100,8 @@ def parse_config(data: Mapping[str, object]) -> ModelConfig:
     names = data.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ConfigError(f"config.json: architectures must name exactly one architecture, not {names!r}")
+    if names[0] not in ARCHITECTURES:
+        raise UnknownArchitecture(names[0], *nearest_to(names[0], data))
     family, fields = family_of(names[0]), Fields(data)
     fields.ignore(family.ignored)
     return family.parse(names[0], fields)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -122,7 +123,8 @@ def _architecture(file: GgufFile) -> tuple[str, Architecture]:
     if not isinstance(name, str):
         raise ConfigError(f"{file.path}: general.architecture must name the architecture, not {name!r}")
     if name not in ARCHITECTURES:
-        raise UnknownArchitecture(name, tuple(ARCHITECTURES), where=" of a GGUF file")
+        similar = get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.75)
+        raise UnknownArchitecture(name, *similar, where=" of a GGUF file")
     return name, ARCHITECTURES[name]
 
 
