@@ -23,7 +23,7 @@ from penstock.runtime.execution import program_store
 from penstock.runtime.execution.program_store import Fresh, Kept, load, save
 from tests.support.goldens import GOLDEN
 
-DEVICE = jax.devices("cpu")[0]
+DEVICES = jax.devices("cpu")[:1]
 
 
 class Sums(NamedTuple):
@@ -52,14 +52,14 @@ def computed(program: jax.stages.Compiled) -> Any:
 def test_kept_programs_compute_the_same(tmp_path: Path) -> None:
     one, two = compiled(2.5), compiled(3.5)
     save(tmp_path, "key", Kept({}, {}), {"one": one})
-    save(tmp_path, "key", load(tmp_path, "key", DEVICE), {2: two})
-    found = load(tmp_path, "key", DEVICE).programs
+    save(tmp_path, "key", load(tmp_path, "key", DEVICES), {2: two})
+    found = load(tmp_path, "key", DEVICES).programs
     assert found.keys() == {"one", 2}
     for program, kept in ((one, found["one"]), (two, found[2])):
         expected, made = computed(program), computed(kept)
         assert isinstance(made, Sums)
         jax.tree.map(np.testing.assert_array_equal, made, expected)
-    assert load(tmp_path, "other", DEVICE) == Kept({}, {})
+    assert load(tmp_path, "other", DEVICES) == Kept({}, {})
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", "cut"])
@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_read_is_told_and_passed_over(
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-100] if isinstance(content, str) else content)
     with caplog.at_level(logging.WARNING):
-        assert load(tmp_path, "key", DEVICE) == Kept({}, {})
+        assert load(tmp_path, "key", DEVICES) == Kept({}, {})
     assert "cannot be read" in caplog.text
 
 
@@ -80,7 +80,7 @@ def test_a_folder_that_can_only_be_read_serves(tmp_path: Path, monkeypatch: pyte
 
     save(tmp_path, "key", Kept({}, {}), {"one": compiled(2.5)})
     monkeypatch.setattr(os, "utime", refuse)
-    assert load(tmp_path, "key", DEVICE).programs.keys() == {"one"}
+    assert load(tmp_path, "key", DEVICES).programs.keys() == {"one"}
 
 
 def test_what_cannot_be_written_leaves_nothing_behind(

@@ -25,7 +25,8 @@ from penstock.v1 import (
 from tests.support.models.compilation_cache import TEST_CACHE
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-CACHE = f"--compilation-cache={TEST_CACHE}"
+CACHE = f"--compilation-cache={TEST_CACHE / 'groups'}"
+"""A folder of their own, because only the sets of programs that were used last are kept."""
 
 
 def ask(stub: Any, case: dict[str, Any], **more: Any) -> Any:
@@ -89,18 +90,25 @@ def test_goldens_of_a_group_are_pytorch_s(name: str, size: int) -> None:
 
 
 @pytest.mark.ci
-def test_a_leader_that_stops_lets_all_end_well() -> None:
+def test_a_leader_that_stops_lets_all_end_well_and_a_second_start_compiles_nothing() -> None:
     """A stream gets all of its tokens. The follower was not told to stop, and wants to be started again."""
-    with Group(str(GOLDEN / "qwen3"), CACHE) as group:
-        group.wait_ready()
-        reading = Reading(group.address, PROMPTS[0])
-        thread = reading.start()
-        while not reading.tokens:
-            thread.join(0.01)
-        group.processes[0].send_signal(signal.SIGTERM)
-        thread.join()
-        assert reading.is_done
-        assert group.wait_codes(60.0) == [0, 75], group.output(0) + group.output(1)
+    tokens = []
+    for start in range(2):
+        with Group(str(GOLDEN / "qwen3"), CACHE) as group:
+            group.wait_ready()
+            reading = Reading(group.address, PROMPTS[0])
+            thread = reading.start()
+            while not reading.tokens:
+                thread.join(0.01)
+            group.processes[0].send_signal(signal.SIGTERM)
+            thread.join()
+            assert reading.is_done
+            assert group.wait_codes(60.0) == [0, 75], group.output(0) + group.output(1)
+            tokens.append(reading.tokens)
+            for number in range(2):
+                assert start == 0 or "compiled programs in" in group.output(number)  # loaded 9 of them
+                assert start == 0 or "compiled 1 of" not in group.output(number)
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.ci

@@ -131,8 +131,8 @@ class Backend:
     """JAX's name of the memory to which weights are moved to free the device's; None: they are on the host
     anyway."""
     keeps_programs: bool = False
-    """Whether compiled programs are kept on disk as a whole (`program_store`), which was tried on one CPU
-    device only."""
+    """Whether compiled programs are kept on disk as a whole (`program_store`), which was tried on CPUs
+    only."""
     zeros: ZerosOf = jnp.zeros
     """What the cache's arrays are made with. Those of the native kernels begin on huge pages."""
     use_huge_pages: Callable[[Sequence[jax.Array]], object] = _no_huge_pages
@@ -190,7 +190,7 @@ def choose_backend(config: EngineConfig, *devices: jax.Device, memory: DeviceMem
         kv_storage_dtype=kv_storage_dtype,
         sizes=CPU_SIZES,
         host_memory=None,
-        keeps_programs=size == 1,
+        keeps_programs=True,
         use_huge_pages=huge_pages.advise,
     )
     if not uses_kernels:

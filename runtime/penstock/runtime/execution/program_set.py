@@ -139,7 +139,7 @@ class ProgramBuilder:
         folder, key = self.config.program_folder, self._key()
         if folder is None or key is None:
             return compile_them(jobs)
-        kept = program_store.load(folder, key, self.backend.mesh.devices.flat[0])
+        kept = program_store.load(folder, key, list(self.backend.mesh.devices.flat))
         left = {name: job for name, job in jobs.items() if name not in kept.programs}
         if not left:
             return kept.programs
@@ -157,7 +157,10 @@ class ProgramBuilder:
         if config.program_folder is None or config.vision is not None or not self.backend.keeps_programs:
             return None
         config = dataclasses.replace(config, show_progress=False, program_folder=None)
+        devices = tuple((device.id, device.process_index) for device in self.backend.mesh.devices.flat)
         values = (config, self.graphdef, self.backend, self.cache, self.num_pages, self.sharding)
+        # JAX's cache is written by the first process of a group alone, so each has its own programs here.
+        values = (*values, devices, jax.process_index())
         arrays = jax.tree.leaves((self.weights, self.state, self.kv, self.pool))
         return program_store.key_of(values, arrays)
 

@@ -103,14 +103,14 @@ class Fresh:
             self._hits[threading.get_ident()] += 1
 
 
-def load(folder: Path, key: str, device: jax.Device) -> Kept:
-    """The programs that were kept under this key, for a device; none if there is no file, or if it cannot be
+def load(folder: Path, key: str, devices: Sequence[jax.Device]) -> Kept:
+    """The programs that were kept under this key, for these devices; none if there is no file, or if it cannot be
     read.
     """
     file, began = _file(folder, key), time.monotonic()
     try:
         stored = pickle.loads(file.read_bytes())
-        programs = {name: _loaded(each, device) for name, each in stored.items()}
+        programs = {name: _loaded(each, devices) for name, each in stored.items()}
     except FileNotFoundError:
         return Kept({}, {})
     except Exception as error:  # noqa: BLE001 # it may be cut, or XLA may refuse it
@@ -161,13 +161,13 @@ def _stored(program: jax.stages.Compiled) -> _Stored:
     return (data, *numbered)
 
 
-def _loaded(stored: _Stored, device: jax.Device) -> jax.stages.Compiled:
+def _loaded(stored: _Stored, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
     data, arguments, results = stored
     program: jax.stages.Compiled = serialize_executable.deserialize_and_load(
         data,
         jax.tree.structure(arguments),
         jax.tree.structure(results),
-        execution_devices=[device],
+        execution_devices=devices,
     )
     return program
 
