@@ -158,9 +158,9 @@ class ProgramBuilder:
             return None
         config = dataclasses.replace(config, show_progress=False, program_folder=None)
         devices = tuple((device.id, device.process_index) for device in self.backend.mesh.devices.flat)
-        values = (config, self.graphdef, self.backend, self.cache, self.num_pages, self.sharding)
         # JAX's cache is written by the first process of a group alone, so each has its own programs here.
-        values = (*values, devices, jax.process_index())
+        place = (self.sharding, devices, jax.process_index())
+        values = (config, self.graphdef, self.backend, self.cache, self.num_pages, place)
         arrays = jax.tree.leaves((self.weights, self.state, self.kv, self.pool))
         return program_store.key_of(values, arrays)
 

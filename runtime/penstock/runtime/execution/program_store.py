@@ -104,8 +104,8 @@ class Fresh:
 
 
 def load(folder: Path, key: str, devices: Sequence[jax.Device]) -> Kept:
-    """The programs that were kept under this key, for these devices; none if there is no file, or if it cannot be
-    read.
+    """The programs that were kept under this key, for these devices; none if there is no file, or if it
+    cannot be read.
     """
     file, began = _file(folder, key), time.monotonic()
     try:
