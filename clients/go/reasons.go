@@ -34,7 +34,7 @@ const (
 	ErrAdapterFormat Reason = "ADAPTER_FORMAT"
 	// ErrAdapterExists: another adapter has this name.
 	ErrAdapterExists Reason = "ADAPTER_EXISTS"
-	// ErrTooManyAdapters: all places for adapters are taken by adapters that are pinned or run.
+	// ErrTooManyAdapters: there is no room for one more adapter, or for one more that is pinned.
 	ErrTooManyAdapters Reason = "TOO_MANY_ADAPTERS"
 	// ErrInvalidTensors: tensors of an update do not fit the model; Error.TensorErrors has them.
 	ErrInvalidTensors Reason = "INVALID_TENSORS"

@@ -31,6 +31,7 @@ NEVER_SENT = {
 def helps(capsys: pytest.CaptureFixture[str]) -> str:
     """What all commands print for --help."""
     commands = [[name] for name in COMMANDS] + [["keys", action] for action in ("add", "list", "revoke")]
+    commands += [["adapters", action] for action in ("list", "load", "push", "unload", "pin", "unpin")]
     for command in commands:
         with pytest.raises(SystemExit):
             main([*command, "--help"])
@@ -68,7 +69,7 @@ def test_every_finish_reason_is_explained() -> None:
 
 NOT_CLASSES = {
     *("DEFAULT_ADDR", "Constraint", "Metadata", "StreamEvent", "ToolLike", "Turn"),
-    *("InFlightPolicy", "Progress", "Staging", "Tensors", "TraceLevel"),
+    *("AdapterSource", "InFlightPolicy", "Progress", "Staging", "Tensors", "TraceLevel"),
 }
 """Names of the client that are a constant, or stand for types that are listed one by one."""
 

@@ -6,12 +6,10 @@ import dataclasses
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from penstock.runtime.adapters.interface import AdapterInfo, AdapterTensors, check_name
-from penstock.runtime.adapters.upload import AdapterUpload
 from penstock.runtime.errors import (
     AdapterExistsError,
     AdapterFormatError,
@@ -19,7 +17,6 @@ from penstock.runtime.errors import (
     UnknownAdapterError,
     UnsupportedFeature,
 )
-from penstock.runtime.sent_tensors import SentTensor
 
 NOW_S = 1_700_000_000.0
 
@@ -44,7 +41,7 @@ class FakeAdapters:
     ) -> AdapterInfo:
         self._check_on()
         check_name(name)
-        rank: int | None = 8
+        rank = 8
         if isinstance(source, Path):
             try:
                 content = (source / "content").read_bytes()
@@ -55,7 +52,7 @@ class FakeAdapters:
             tensors = [(name, array) for name, array in source.tensors]
             source = AdapterTensors(source.config, tensors)
             content = json.dumps(source.config).encode() + b"".join(array.tobytes() for _, array in tensors)
-            rank, shown = source.config.get("r"), "pushed"
+            shown, rank = "pushed", source.config["r"]
             if not isinstance(rank, int):
                 raise AdapterFormatError("must be a whole number", field="r")
         with self._lock:
@@ -80,21 +77,6 @@ class FakeAdapters:
             )
             self.loaded[name] = source
         return self.get(name)
-
-    def begin(
-        self,
-        name: str,
-        config: Mapping[str, Any],
-        sent: Sequence[SentTensor],
-        *,
-        pinned: bool = False,
-        replace: bool = False,
-    ) -> AdapterUpload:
-        self._check_on()
-        check_name(name)
-        return AdapterUpload(
-            lambda tensors: self.load(name, tensors, pinned=pinned, replace=replace), config, sent
-        )
 
     def unload(self, name: str) -> None:
         self._check_on()

@@ -98,8 +98,8 @@ type LoadAdapterRequest struct {
 	// Take the place of another adapter of this name. Requests that run finish on the old one.
 	// Default: false.
 	Replace bool `protobuf:"varint,3,opt,name=replace,proto3" json:"replace,omitempty"`
-	// Keep it in memory until it is unloaded, however long nobody uses it.
-	// Default: false: an adapter that was not used for longest makes room for others.
+	// Keep its place on the device until it is unloaded, however long nobody uses it.
+	// Default: false: the adapter that was not used for longest gives its place to another that is asked for.
 	Pinned        bool `protobuf:"varint,4,opt,name=pinned,proto3" json:"pinned,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -339,9 +339,8 @@ type PushAdapterBegin struct {
 	// Take the place of another adapter of this name. Requests that run finish on the old one.
 	// Default: false.
 	Replace bool `protobuf:"varint,4,opt,name=replace,proto3" json:"replace,omitempty"`
-	// Keep it in memory until it is unloaded, however long nobody uses it.
-	// Default: false: an adapter that was not used for longest makes room for others. One that was pushed is on no disk,
-	// so it must be pushed again then.
+	// Keep its place on the device until it is unloaded, however long nobody uses it.
+	// Default: false: the adapter that was not used for longest gives its place to another that is asked for.
 	Pinned        bool `protobuf:"varint,5,opt,name=pinned,proto3" json:"pinned,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -619,15 +618,15 @@ func (x *UnloadAdapterResponse) GetRunningRequests() uint32 {
 	return 0
 }
 
-// Which adapter is to stay in memory, or may leave it.
+// Which adapter is to keep its place on the device, or may leave it.
 type PinAdapterRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The name that requests ask for it by.
 	// Default: none, the field is required. Limits: those of LoadAdapterRequest.name. Errors: NOT_FOUND UNKNOWN_ADAPTER
 	// where there is none of this name.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// Whether it stays until it is unloaded, however long nobody uses it.
-	// Default: false: it may make room for others.
+	// Whether it keeps its place until it is unloaded, however long nobody uses it.
+	// Default: false: it may give its place to others.
 	Pinned        bool `protobuf:"varint,2,opt,name=pinned,proto3" json:"pinned,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -828,7 +827,7 @@ type Adapter struct {
 	// How many outputs wait for it or run on it.
 	// Unit: outputs.
 	RunningRequests uint32 `protobuf:"varint,8,opt,name=running_requests,json=runningRequests,proto3" json:"running_requests,omitempty"`
-	// Whether it stays in memory until it is unloaded.
+	// Whether it keeps its place on the device until it is unloaded.
 	Pinned bool `protobuf:"varint,9,opt,name=pinned,proto3" json:"pinned,omitempty"`
 	// What it was read from; empty for a caller without the role "control".
 	Source        string `protobuf:"bytes,10,opt,name=source,proto3" json:"source,omitempty"`

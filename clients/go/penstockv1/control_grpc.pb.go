@@ -129,7 +129,8 @@ type ControlServiceClient interface {
 	//
 	//	INVALID_ARGUMENT    INVALID_FIELD: a value is wrong; ADAPTER_FORMAT: it is none, or none of this model's
 	//	FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
-	//	RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room, and all that are there are pinned or in use
+	//	RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room. Only adapters that a request had loaded from --adapter-dir
+	//	                    leave by themselves; or it is pinned, and pinned ones have all places but one
 	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters, or without --adapter-dir
 	LoadAdapter(ctx context.Context, in *LoadAdapterRequest, opts ...grpc.CallOption) (*LoadAdapterResponse, error)
 	// Takes a LoRA adapter as a stream of tensors: begin, chunks, commit. A trainer sends the same form of manifest,
@@ -150,7 +151,7 @@ type ControlServiceClient interface {
 	//	NOT_FOUND           UNKNOWN_ADAPTER
 	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
 	UnloadAdapter(ctx context.Context, in *UnloadAdapterRequest, opts ...grpc.CallOption) (*UnloadAdapterResponse, error)
-	// Keeps an adapter in memory until it is unloaded, or no longer. Role: control.
+	// Lets an adapter keep its place on the device until it is unloaded, or no longer. Role: control.
 	//
 	//	INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
 	//	NOT_FOUND           UNKNOWN_ADAPTER
@@ -487,7 +488,8 @@ type ControlServiceServer interface {
 	//
 	//	INVALID_ARGUMENT    INVALID_FIELD: a value is wrong; ADAPTER_FORMAT: it is none, or none of this model's
 	//	FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
-	//	RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room, and all that are there are pinned or in use
+	//	RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room. Only adapters that a request had loaded from --adapter-dir
+	//	                    leave by themselves; or it is pinned, and pinned ones have all places but one
 	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters, or without --adapter-dir
 	LoadAdapter(context.Context, *LoadAdapterRequest) (*LoadAdapterResponse, error)
 	// Takes a LoRA adapter as a stream of tensors: begin, chunks, commit. A trainer sends the same form of manifest,
@@ -508,7 +510,7 @@ type ControlServiceServer interface {
 	//	NOT_FOUND           UNKNOWN_ADAPTER
 	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
 	UnloadAdapter(context.Context, *UnloadAdapterRequest) (*UnloadAdapterResponse, error)
-	// Keeps an adapter in memory until it is unloaded, or no longer. Role: control.
+	// Lets an adapter keep its place on the device until it is unloaded, or no longer. Role: control.
 	//
 	//	INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
 	//	NOT_FOUND           UNKNOWN_ADAPTER

@@ -332,7 +332,7 @@ type GenerateResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request's id: the caller's, or the one that the server made.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// The name of the model that answered.
+	// The name of the model that answered, or of the adapter if the request named one.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// The prompt as the model saw it.
 	Prompt *PromptInfo `protobuf:"bytes,3,opt,name=prompt,proto3" json:"prompt,omitempty"`
@@ -930,7 +930,7 @@ type StreamStarted struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request's id: the caller's, or the one that the server made.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// The name of the model that answers.
+	// The name of the model that answers, or of the adapter if the request named one.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// The prompt as the model sees it.
 	Prompt *PromptInfo `protobuf:"bytes,3,opt,name=prompt,proto3" json:"prompt,omitempty"`
@@ -1480,7 +1480,7 @@ type EmbedResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request's id: the caller's, or the one that the server made.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// The name of the model that answered.
+	// The name of the model that answered, or of the adapter if the request named one.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// One for each input, in their order.
 	Embeddings []*Embedding `protobuf:"bytes,3,rep,name=embeddings,proto3" json:"embeddings,omitempty"`
@@ -1883,7 +1883,7 @@ type ScoreResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request's id: the caller's, or the one that the server made.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// The name of the model that answered.
+	// The name of the model that answered, or of the adapter if the request named one.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// The prompt as the model saw it.
 	Prompt *PromptInfo `protobuf:"bytes,3,opt,name=prompt,proto3" json:"prompt,omitempty"`
@@ -2210,7 +2210,7 @@ type RerankResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request's id: the caller's, or the one that the server made.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// The name of the model that answered.
+	// The name of the model that answered, or of the adapter if the request named one.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// What the relevance was computed from.
 	Method RerankMethod `protobuf:"varint,3,opt,name=method,proto3,enum=penstock.v1.RerankMethod" json:"method,omitempty"`

@@ -78,8 +78,8 @@ class LoadAdapterRequest(_message.Message):
     Default: false.
     """
     pinned: _builtins.bool
-    """Keep it in memory until it is unloaded, however long nobody uses it.
-    Default: false: an adapter that was not used for longest makes room for others.
+    """Keep its place on the device until it is unloaded, however long nobody uses it.
+    Default: false: the adapter that was not used for longest gives its place to another that is asked for.
     """
     def __init__(
         self,
@@ -191,9 +191,8 @@ class PushAdapterBegin(_message.Message):
     Default: false.
     """
     pinned: _builtins.bool
-    """Keep it in memory until it is unloaded, however long nobody uses it.
-    Default: false: an adapter that was not used for longest makes room for others. One that was pushed is on no disk,
-    so it must be pushed again then.
+    """Keep its place on the device until it is unloaded, however long nobody uses it.
+    Default: false: the adapter that was not used for longest gives its place to another that is asked for.
     """
     @_builtins.property
     def manifest(self) -> _weights_pb2.TensorManifest:
@@ -329,7 +328,7 @@ Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
 
 @_typing.final
 class PinAdapterRequest(_message.Message):
-    """Which adapter is to stay in memory, or may leave it."""
+    """Which adapter is to keep its place on the device, or may leave it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -341,8 +340,8 @@ class PinAdapterRequest(_message.Message):
     where there is none of this name.
     """
     pinned: _builtins.bool
-    """Whether it stays until it is unloaded, however long nobody uses it.
-    Default: false: it may make room for others.
+    """Whether it keeps its place until it is unloaded, however long nobody uses it.
+    Default: false: it may give its place to others.
     """
     def __init__(
         self,
@@ -458,7 +457,7 @@ class Adapter(_message.Message):
     Unit: outputs.
     """
     pinned: _builtins.bool
-    """Whether it stays in memory until it is unloaded."""
+    """Whether it keeps its place on the device until it is unloaded."""
     source: _builtins.str
     """What it was read from; empty for a caller without the role "control"."""
     @_builtins.property

@@ -276,7 +276,8 @@ class ControlServiceServicer:
         be loaded again, which changes nothing. Role: control.
         INVALID_ARGUMENT    INVALID_FIELD: a value is wrong; ADAPTER_FORMAT: it is none, or none of this model's
         FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
-        RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room, and all that are there are pinned or in use
+        RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room. Only adapters that a request had loaded from --adapter-dir
+        leave by themselves; or it is pinned, and pinned ones have all places but one
         UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters, or without --adapter-dir
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -310,7 +311,7 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PinAdapter(self, request, context):
-        """Keeps an adapter in memory until it is unloaded, or no longer. Role: control.
+        """Lets an adapter keep its place on the device until it is unloaded, or no longer. Role: control.
         INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
         NOT_FOUND           UNKNOWN_ADAPTER
         RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: pinned ones have all places but one

@@ -117,7 +117,8 @@ class ControlServiceStub:
     be loaded again, which changes nothing. Role: control.
       INVALID_ARGUMENT    INVALID_FIELD: a value is wrong; ADAPTER_FORMAT: it is none, or none of this model's
       FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
-      RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room, and all that are there are pinned or in use
+      RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room. Only adapters that a request had loaded from --adapter-dir
+                          leave by themselves; or it is pinned, and pinned ones have all places but one
       UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters, or without --adapter-dir
     """
     PushAdapter: _grpc.StreamUnaryMultiCallable[_adapters_pb2.PushAdapterRequest, _adapters_pb2.PushAdapterResponse]
@@ -139,7 +140,7 @@ class ControlServiceStub:
       UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
     """
     PinAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.PinAdapterRequest, _adapters_pb2.PinAdapterResponse]
-    """Keeps an adapter in memory until it is unloaded, or no longer. Role: control.
+    """Lets an adapter keep its place on the device until it is unloaded, or no longer. Role: control.
       INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
       NOT_FOUND           UNKNOWN_ADAPTER
       RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: pinned ones have all places but one
@@ -256,7 +257,8 @@ class ControlServiceAsyncStub(ControlServiceStub):
     be loaded again, which changes nothing. Role: control.
       INVALID_ARGUMENT    INVALID_FIELD: a value is wrong; ADAPTER_FORMAT: it is none, or none of this model's
       FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
-      RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room, and all that are there are pinned or in use
+      RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room. Only adapters that a request had loaded from --adapter-dir
+                          leave by themselves; or it is pinned, and pinned ones have all places but one
       UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters, or without --adapter-dir
     """
     PushAdapter: _aio.StreamUnaryMultiCallable[_adapters_pb2.PushAdapterRequest, _adapters_pb2.PushAdapterResponse]  # type: ignore[assignment]
@@ -278,7 +280,7 @@ class ControlServiceAsyncStub(ControlServiceStub):
       UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
     """
     PinAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.PinAdapterRequest, _adapters_pb2.PinAdapterResponse]  # type: ignore[assignment]
-    """Keeps an adapter in memory until it is unloaded, or no longer. Role: control.
+    """Lets an adapter keep its place on the device until it is unloaded, or no longer. Role: control.
       INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
       NOT_FOUND           UNKNOWN_ADAPTER
       RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: pinned ones have all places but one
@@ -464,7 +466,8 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         be loaded again, which changes nothing. Role: control.
           INVALID_ARGUMENT    INVALID_FIELD: a value is wrong; ADAPTER_FORMAT: it is none, or none of this model's
           FAILED_PRECONDITION ADAPTER_EXISTS: another one has this name, and replace is not set
-          RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room, and all that are there are pinned or in use
+          RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: there is no room. Only adapters that a request had loaded from --adapter-dir
+                              leave by themselves; or it is pinned, and pinned ones have all places but one
           UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters, or without --adapter-dir
         """
 
@@ -504,7 +507,7 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _adapters_pb2.PinAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_adapters_pb2.PinAdapterResponse, _abc.Awaitable[_adapters_pb2.PinAdapterResponse]]:
-        """Keeps an adapter in memory until it is unloaded, or no longer. Role: control.
+        """Lets an adapter keep its place on the device until it is unloaded, or no longer. Role: control.
           INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
           NOT_FOUND           UNKNOWN_ADAPTER
           RESOURCE_EXHAUSTED  TOO_MANY_ADAPTERS: pinned ones have all places but one

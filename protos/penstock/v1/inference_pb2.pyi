@@ -212,7 +212,7 @@ class GenerateResponse(_message.Message):
     request_id: _builtins.str
     """The request's id: the caller's, or the one that the server made."""
     model: _builtins.str
-    """The name of the model that answered."""
+    """The name of the model that answered, or of the adapter if the request named one."""
     @_builtins.property
     def prompt(self) -> _types_pb2.PromptInfo:
         """The prompt as the model saw it."""
@@ -537,7 +537,7 @@ class StreamStarted(_message.Message):
     request_id: _builtins.str
     """The request's id: the caller's, or the one that the server made."""
     model: _builtins.str
-    """The name of the model that answers."""
+    """The name of the model that answers, or of the adapter if the request named one."""
     paused: _builtins.bool
     """Whether the server is paused: then no token comes before Resume."""
     @_builtins.property
@@ -840,7 +840,7 @@ class EmbedResponse(_message.Message):
     request_id: _builtins.str
     """The request's id: the caller's, or the one that the server made."""
     model: _builtins.str
-    """The name of the model that answered."""
+    """The name of the model that answered, or of the adapter if the request named one."""
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
         """One for each input, in their order."""
@@ -1036,7 +1036,7 @@ class ScoreResponse(_message.Message):
     request_id: _builtins.str
     """The request's id: the caller's, or the one that the server made."""
     model: _builtins.str
-    """The name of the model that answered."""
+    """The name of the model that answered, or of the adapter if the request named one."""
     @_builtins.property
     def prompt(self) -> _types_pb2.PromptInfo:
         """The prompt as the model saw it."""
@@ -1237,7 +1237,7 @@ class RerankResponse(_message.Message):
     request_id: _builtins.str
     """The request's id: the caller's, or the one that the server made."""
     model: _builtins.str
-    """The name of the model that answered."""
+    """The name of the model that answered, or of the adapter if the request named one."""
     method: _types_pb2.RerankMethod.ValueType
     """What the relevance was computed from."""
     @_builtins.property

@@ -4,13 +4,13 @@ toy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from penstock.runtime.adapters.interface import AdapterInfo
+from penstock.runtime.adapters.interface import AdapterInfo, AdapterTensors
 from penstock.runtime.chat.parser import ChatForms
 from penstock.runtime.config import ResolvedConfig
 from penstock.runtime.errors import EngineFailure
@@ -149,24 +149,6 @@ class Updater(Protocol):
         ...
 
 
-class AdapterUpload(Protocol):
-    """An adapter whose tensors come in chunks. All methods block, and are called one after the other; only
-    `close` may be called at any time, on any thread.
-    """
-
-    def write(self, tensor_index: int, offset: int, data: bytes) -> None:
-        """Take the next bytes of a tensor."""
-        ...
-
-    def commit(self, total_bytes: int) -> AdapterInfo:
-        """Check that everything has come, and have the adapter loaded."""
-        ...
-
-    def close(self) -> None:
-        """End the upload; what was not committed is dropped. May be called twice."""
-        ...
-
-
 class Adapters(Protocol):
     """Loads, lists and unloads LoRA adapters. Any thread may call any method."""
 
@@ -175,20 +157,10 @@ class Adapters(Protocol):
         """Whether the engine was made for adapters."""
         ...
 
-    def load(self, name: str, source: Path, *, pinned: bool = False, replace: bool = False) -> AdapterInfo:
-        """Read an adapter from a directory. Blocks until requests may name it."""
-        ...
-
-    def begin(
-        self,
-        name: str,
-        config: Mapping[str, Any],
-        sent: Sequence[SentTensor],
-        *,
-        pinned: bool = False,
-        replace: bool = False,
-    ) -> AdapterUpload:
-        """Begin an adapter whose tensors come in chunks. Blocks."""
+    def load(
+        self, name: str, source: Path | AdapterTensors, *, pinned: bool = False, replace: bool = False
+    ) -> AdapterInfo:
+        """Take an adapter from a directory or from memory. Blocks until requests may name it."""
         ...
 
     def unload(self, name: str) -> None:

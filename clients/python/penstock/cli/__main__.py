@@ -37,6 +37,7 @@ COMMANDS = {
     "push-weights": "replace the weights of a running server",
     "commit-weights": "swap in weights that were pushed with --stage-only",
     "discard-weights": "drop weights that were pushed with --stage-only",
+    "adapters": "list, load, push, pin and unload LoRA adapters",
     "pause": "stop a server from making tokens",
     "resume": "let a paused server go on",
     "flush-cache": "forget all cached prompt prefixes",

@@ -7,11 +7,14 @@ runtime.
             print(event.delta, end="", flush=True)
 """
 
+from penstock.client.adapters import Adapter, AdapterSource
 from penstock.client.aio import AsyncClient
 from penstock.client.client import Client
 from penstock.client.connection.channel import DEFAULT_ADDR, Metadata, Retry, Tls
 from penstock.client.control import TraceLevel
 from penstock.client.errors import (
+    AdapterExists,
+    AdapterRefused,
     Busy,
     Cancelled,
     Conflict,
@@ -42,6 +45,7 @@ from penstock.client.errors import (
     ServedElsewhere,
     ServerError,
     TensorsRefused,
+    TooManyAdapters,
     Unauthenticated,
     UnavailableError,
     UnknownAdapter,
@@ -143,6 +147,10 @@ __all__ = [
     "DEFAULT_ADDR",
     "AbortOutcome",
     "AbortResult",
+    "Adapter",
+    "AdapterExists",
+    "AdapterRefused",
+    "AdapterSource",
     "AsyncClient",
     "AsyncGenerationStream",
     "AsyncServerStream",
@@ -245,6 +253,7 @@ __all__ = [
     "Tls",
     "TokenizerInfo",
     "Tokens",
+    "TooManyAdapters",
     "Tool",
     "ToolCall",
     "ToolCallDelta",

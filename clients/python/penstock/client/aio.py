@@ -10,13 +10,13 @@ from os import PathLike
 from typing import Self, Unpack
 
 from penstock.client import control
+from penstock.client.adapters import AsyncAdapters
 from penstock.client.connection.channel import TEXT_TIMEOUT, Metadata
 from penstock.client.control import TraceLevel, VocabularyPages, received_async
 from penstock.client.generation import messages, requests
 from penstock.client.generation.options import ChatOptions, RequestOptions
 from penstock.client.generation.receiving import AsyncServerStream
 from penstock.client.generation.streams import AsyncGenerationStream
-from penstock.client.reading import AsyncReadings
 from penstock.client.values.results import Generation
 from penstock.client.values.server_values import (
     AbortResult,
@@ -35,10 +35,12 @@ from penstock.client.weights import update as updates
 from penstock.client.weights.sending import async_send, start
 from penstock.client.weights.tensors import Tensors
 from penstock.client.weights.update import InFlightPolicy, UpdateOptions, chunk_bytes_of, described, update_of
-from penstock.v1 import control_pb2, inference_pb2
+from penstock.v1 import control_pb2, inference_pb2, weights_pb2
+
+_UPDATE = "penstock.v1.InferenceService/UpdateWeights"
 
 
-class AsyncClient(AsyncReadings):
+class AsyncClient(AsyncAdapters):
     """A connection to one server, or to several that serve the same, for one event loop. Make it inside a
     coroutine.
 
@@ -226,8 +228,8 @@ class AsyncClient(AsyncReadings):
             chunk_bytes = chunk_bytes_of(info.max_chunk_bytes)
         update = await asyncio.to_thread(described, update)  # it reads all tensors
         sent = self._sent(metadata)
-        reply = await self._repeated(
-            lambda left: start(self.channel, left, sent),
+        reply: weights_pb2.UpdateWeightsResponse = await self._repeated(
+            lambda left: start(self.channel, _UPDATE, weights_pb2.UpdateWeightsResponse, left, sent),
             attempts,
             lambda call: async_send(call, update, chunk_bytes),
             update.update_id,

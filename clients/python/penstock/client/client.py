@@ -7,13 +7,13 @@ from os import PathLike
 from typing import Self, Unpack
 
 from penstock.client import control
+from penstock.client.adapters import Adapters
 from penstock.client.connection.channel import TEXT_TIMEOUT, Metadata
 from penstock.client.control import TraceLevel, VocabularyPages, received
 from penstock.client.generation import messages, requests
 from penstock.client.generation.options import ChatOptions, RequestOptions
 from penstock.client.generation.receiving import ServerStream
 from penstock.client.generation.streams import GenerationStream
-from penstock.client.reading import Readings
 from penstock.client.values.results import Generation
 from penstock.client.values.server_values import (
     AbortResult,
@@ -35,7 +35,7 @@ from penstock.client.weights.update import InFlightPolicy, UpdateOptions, chunk_
 from penstock.v1 import control_pb2, inference_pb2
 
 
-class Client(Readings):
+class Client(Adapters):
     """A connection to one server, or to several that serve the same. It may be shared between threads.
 
     `addr` is host:port or unix:/path; the default is 127.0.0.1:50051. Several servers are given as

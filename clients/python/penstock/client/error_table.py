@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import grpc
 
 from penstock.client.errors import (
+    AdapterExists,
+    AdapterRefused,
     Busy,
     Cancelled,
     Conflict,
@@ -35,6 +37,7 @@ from penstock.client.errors import (
     ServedElsewhere,
     ServerError,
     TensorsRefused,
+    TooManyAdapters,
     Unauthenticated,
     UnavailableError,
     UnknownAdapter,
@@ -55,6 +58,9 @@ BY_REASON: Mapping[str, type[PenstockClientError]] = {
     "SERVED_ELSEWHERE": ServedElsewhere,
     "UNKNOWN_MODEL": UnknownModel,
     "UNKNOWN_ADAPTER": UnknownAdapter,
+    "ADAPTER_FORMAT": AdapterRefused,
+    "ADAPTER_EXISTS": AdapterExists,
+    "TOO_MANY_ADAPTERS": TooManyAdapters,
     "DUPLICATE_REQUEST_ID": DuplicateRequestId,
     "QUEUE_FULL": QueueFull,
     "COSTLY_GRAMMAR": CostlyGrammar,

@@ -9,10 +9,12 @@
     │   ├── Unsupported                `fields` lists what this server does not have
     │   ├── ServedElsewhere            another address of the server does this
     │   ├── UnknownModel, UnknownAdapter
+    │   ├── AdapterRefused             the config or a tensor of an adapter is not what the model can have
     │   ├── UnknownUpdate              no weight update with that id is staged or committed
     │   ├── TensorsRefused             `tensors` lists every bad tensor of a weight update
     │   ├── DuplicateRequestId         a request with that id is active
     │   ├── PreconditionFailed         the server is not in the state that the request demands
+    │   │   ├── AdapterExists          another adapter has this name, and it was not to be replaced
     │   │   └── WeightsTooOld          min_weights is newer than the weights in use
     │   └── Denied                     credentials are at fault
     │       ├── Unauthenticated        they are missing or wrong
@@ -29,6 +31,7 @@
     │   ├── GroupEnded                 the server's processes have lost one of them, and start again
     │   └── Unreachable                nobody answers at that address
     ├── LimitExceeded                  another limit: a message's size, a stalled reader
+    │   └── TooManyAdapters            there is no room for one more adapter
     ├── Conflict                       another caller was first
     │   ├── GenerationChanged          the weights in use are not those that `expected_generation` names
     │   └── UpdateUnderWay             another weight update is under way or staged
@@ -159,6 +162,20 @@ class UnknownAdapter(RefusedError):
     """The request names an adapter that is not loaded here."""
 
 
+class AdapterRefused(RefusedError):
+    """The config or a tensor of an adapter is not what the model can have."""
+
+    @property
+    def field(self) -> str:
+        """The field of adapter_config.json that is wrong; empty if it is none."""
+        return self.metadata.get("field", "")
+
+    @property
+    def tensor(self) -> str:
+        """The tensor that is wrong; empty if it is none."""
+        return self.metadata.get("tensor", "")
+
+
 class UnknownUpdate(RefusedError):
     """No weight update with this id is staged or committed."""
 
@@ -183,6 +200,10 @@ class DuplicateRequestId(RefusedError):
 
 class PreconditionFailed(RefusedError):
     """The server is not in the state that the request demands."""
+
+
+class AdapterExists(PreconditionFailed):
+    """Another adapter has this name, and it was not to be replaced."""
 
 
 class WeightsTooOld(PreconditionFailed):
@@ -270,6 +291,10 @@ class LimitExceeded(PenstockClientError):
     """A limit that does not go away by waiting: a message's size, a stream that was not read, a proxy's
     quota.
     """
+
+
+class TooManyAdapters(LimitExceeded):
+    """There is no room for one more adapter, or for one more that is pinned."""
 
 
 class Conflict(PenstockClientError):

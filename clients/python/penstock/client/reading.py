@@ -130,6 +130,8 @@ class ReadingOptions(TypedDict, total=False):
     request_id: str | None
     """An id for `abort` and logs; by default the server makes one."""
     model: str | None
+    adapter: str | None
+    """A LoRA adapter of the server, by name; by default the model as it is."""
     priority: int | None
     """Requests with a higher priority run first. Only for servers whose features have "priority"."""
     min_weights: int | WeightsVersion | None
@@ -168,7 +170,7 @@ class RerankOptions(ReadingOptions, total=False):
 
 
 _FIELDS = {
-    **{name: name for name in ("request_id", "model", "priority")},
+    **{name: name for name in ("request_id", "model", "adapter", "priority")},
     "min_weights": "min_weights.generation",
     "cache_salt": "cache.cache_salt",
     "bypass_prefix_cache": "cache.bypass_prefix_cache",

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from penstock.runtime.adapters.interface import AdapterInfo, AdapterTensors, check_name
-from penstock.runtime.adapters.upload import AdapterUpload
+from penstock.runtime.adapters.interface import AdapterInfo, AdapterTensors
 from penstock.runtime.errors import UnknownAdapterError, UnsupportedFeature
-from penstock.runtime.sent_tensors import SentTensor
 
 
 class AdapterRegistry:
@@ -39,26 +34,6 @@ class AdapterRegistry:
         """
         raise self._off()
 
-    def begin(
-        self,
-        name: str,
-        config: Mapping[str, Any],
-        sent: Sequence[SentTensor],
-        *,
-        pinned: bool = False,
-        replace: bool = False,
-    ) -> AdapterUpload:
-        """Begin an adapter whose tensors come in chunks. `config`: what adapter_config.json holds; `sent`:
-        the tensors by the names that adapter_model.safetensors gives them.
-
-        Raises InvalidRequest for a name that none can have, and for a tensor that comes twice, TensorsRefused
-        for tensors that no adapter can have, and UnsupportedFeature if the engine has no adapters.
-        """
-        if not self.is_on:
-            raise self._off()
-        check_name(name)
-        return AdapterUpload(partial(self.load, name, pinned=pinned, replace=replace), config, sent)
-
     def unload(self, name: str) -> None:
         """Take the name away. Outputs that run or wait finish on its weights, which are freed after them.
         Raises UnknownAdapterError.
@@ -72,8 +47,7 @@ class AdapterRegistry:
         raise UnknownAdapterError(name) if self.is_on else self._off()
 
     def list(self) -> tuple[AdapterInfo, ...]:
-        """All adapters that are in memory, by name. Those of `adapter_dir` that nobody has named yet are not.
-        """
+        """All adapters that are in memory, by name. Those of `adapter_dir` that nobody has named yet are not."""
         return ()
 
     def get(self, name: str) -> AdapterInfo:

@@ -1,4 +1,4 @@
-"""Adapters whose tensors come in chunks."""
+"""Adapters whose tensors come in chunks. No jax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dtypes of tensors by the names that safetensors files and the contract give them."""
+"""The dtypes of tensors by the names that safetensors files and the contract give them. No jax."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
-from penstock.runtime.models.load_rules import Tensor
 from penstock.runtime.sent_tensors import SentTensor
 
 DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
-    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
-    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
     "I16": np.dtype(np.int16),
@@ -30,6 +29,7 @@ DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "BOOL": np.dtype(np.bool_),
 }
 """What numpy, with ml_dtypes, has arrays of. No model takes I4, of which two values share a byte."""
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -38,18 +38,9 @@ def name_of(dtype: np.dtype[Any]) -> str:
     return _NAMES.get(dtype, str(dtype))
 
 
-def stored_types(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of the dtypes of tensors, that of most values first."""
-    values: dict[str, int] = {}
-    for tensor in tensors.values():
-        name = name_of(tensor.dtype)
-        values[name] = values.get(name, 0) + math.prod(tensor.shape)
-    return sorted(values, key=lambda name: -values[name])
-
-
 def is_float(dtype: str) -> bool:
     """Whether a dtype of this name is one of floats that can be converted to any other."""
-    return dtype in DTYPES and bool(jnp.issubdtype(DTYPES[dtype], jnp.floating))
+    return dtype in _FLOATS
 
 
 def num_bytes(tensor: SentTensor) -> int | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from penstock.runtime.execution.runner_config import check_end_tokens
 from penstock.runtime.images.processor import ImageProcessor
 from penstock.runtime.images.vision import Vision
 from penstock.runtime.loading.checkpoint import check_tensors, config_for_tensors, load_leaves, read_config
-from penstock.runtime.loading.dtypes import stored_types
+from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.gguf.file import is_gguf
 from penstock.runtime.loading.gguf.model import read_model
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW, resolve_model
@@ -167,7 +168,7 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
         linear=linear,
         rules=rules,
         tensors=tensors,
-        stored=gguf.stored if gguf else f"safetensors: {', '.join(stored_types(tensors))}",
+        stored=gguf.stored if gguf else f"safetensors: {', '.join(_stored_types(tensors))}",
         text=text,
         defaults=defaults,
         eos_token_ids=eos_token_ids,
@@ -267,3 +268,12 @@ def end_tokens(configured: tuple[int, ...], text: TextCodec | None, vocab_size: 
     """
     shown = frozenset[int]() if text is None else text.end_token_ids
     return (*configured, *sorted(i for i in shown - frozenset(configured) if i < vocab_size))
+
+
+def _stored_types(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of the dtypes of tensors, that of most values first."""
+    values: dict[str, int] = {}
+    for tensor in tensors.values():
+        name = name_of(tensor.dtype)
+        values[name] = values.get(name, 0) + math.prod(tensor.shape)
+    return sorted(values, key=lambda name: -values[name])

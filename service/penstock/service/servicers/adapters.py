@@ -12,6 +12,7 @@ from functools import partial
 from google.protobuf.duration_pb2 import Duration
 
 from penstock.runtime.adapters.interface import AdapterInfo
+from penstock.runtime.adapters.upload import AdapterUpload
 from penstock.runtime.errors import UnsupportedFeature
 from penstock.service.access.callers import CURRENT_CALLER
 from penstock.service.access.roles import check_adapter
@@ -93,14 +94,8 @@ class Adapters:
             raise out_of_order("the stream has ended before begin")
         sent: SentAdapter = await self._lanes.weights(lambda: to_push(first.decode()))
         _check_allowed(sent)
-        open_it = partial(
-            self._adapters.begin,
-            sent.name,
-            sent.config,
-            sent.manifest,
-            pinned=sent.pinned,
-            replace=sent.replace,
-        )
+        load = partial(self._adapters.load, sent.name, pinned=sent.pinned, replace=sent.replace)
+        open_it = partial(AdapterUpload, load, sent.config, sent.manifest)
         async with OpenUpload(self._lanes, open_it) as opened:
             take = partial(write_chunk, opened.upload, self._max_chunk_bytes)
             total_bytes = await until_commit(steps, take, opened)

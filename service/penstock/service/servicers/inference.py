@@ -681,7 +681,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 await asyncio.sleep(0)  # lets other tasks run, because taking what is there does not wait
             response = inference_pb2.GenerateResponse(
                 request_id=job.request_id,
-                model=self._engine.info.name,
+                model=self._name_of(job),
                 usage=self._usage(served),
                 timing=messages.timing(served.timing),
             )
@@ -709,7 +709,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 waiting.append(await served.take())
             started = inference_pb2.StreamStarted(
                 request_id=job.request_id,
-                model=self._engine.info.name,
+                model=self._name_of(job),
                 weights=messages.weights_version(weights),
                 paused=self._engine.is_paused,
             )
@@ -761,7 +761,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             pairs = zip(served.fitted, outputs, strict=True)
             return inference_pb2.EmbedResponse(
                 request_id=job.request_id,
-                model=self._engine.info.name,
+                model=self._name_of(job),
                 embeddings=[
                     embedding(job.form, one, taken, self._version(taken.weights_generation))
                     for one, taken in pairs
@@ -783,7 +783,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             pairs = zip(served.fitted, outputs, strict=True)
             return inference_pb2.ScoreResponse(
                 request_id=job.request_id,
-                model=self._engine.info.name,
+                model=self._name_of(job),
                 prompt=types_pb2.PromptInfo(token_count=first),
                 scores=[
                     score(one.token_ids[first:], taken, self._version(taken.weights_generation))
@@ -805,7 +805,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             relevances = served.relevances(outputs)
             return inference_pb2.RerankResponse(
                 request_id=job.request_id,
-                model=self._engine.info.name,
+                model=self._name_of(job),
                 method=RERANK_METHODS[job.method],
                 results=[
                     inference_pb2.RankedDocument(
@@ -851,6 +851,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Replace the weights; see `WeightUpdates.update`."""
         confirm: Any = partial(context.send_initial_metadata, ())  # a coroutine, whatever its type hint says
         return await self._updates.update(steps, confirm)
+
+    def _name_of(self, job: ServedJob) -> str:
+        """The name of what answers: the adapter's, or else the model's."""
+        return job.adapter or self._engine.info.name
 
     def _version(self, generation: int) -> types_pb2.WeightsVersion:
         """The version of weights that served or serve."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from penstock.client import (
+    AdapterExists,
     Busy,
     Cancelled,
     Conflict,
@@ -34,6 +35,7 @@ from penstock.client import (
     ServerError,
     TensorsRefused,
     UnavailableError,
+    UnknownAdapter,
     UnknownUpdate,
     Unreachable,
     Unsupported,
@@ -112,6 +114,10 @@ def _meaning(error: PenstockClientError, addr: str) -> str:
             return f"{text}; {_again(error)}"
         case Conflict() if error.reason == "REQUEST_ABORTED":
             return f"{text}; ask again, if it is still wanted"
+        case UnknownAdapter():
+            return f"{text}; look at those that are there with `penstock adapters list`"
+        case AdapterExists():
+            return f"{text}: with --replace"
         case UnknownUpdate():
             return f"{text}; send it with `penstock push-weights`"
         case DrainTimeout():

@@ -189,7 +189,7 @@ REQUEST = Group(
     "request",
     (
         Flag("--model", "fail unless the server serves this model", "NAME", read.words()),
-        Flag("--adapter", "a LoRA of the server, by name; no server has any yet", "NAME", read.words()),
+        Flag("--adapter", "a LoRA adapter of the server, by name", "NAME", read.words()),
         Flag("--min-weights", "refuse weights of an older generation", "N", read.whole(0, 2**64 - 1)),
         Flag(
             "--priority",

@@ -215,6 +215,9 @@ def server_info(message: control_pb2.GetServerInfoResponse) -> server_values.Ser
         max_request_bytes=message.max_request_bytes,
         proposer=message.proposer,
         max_proposed_tokens=message.max_proposed_tokens,
+        max_adapters=message.max_adapters,
+        max_cached_adapters=message.max_cached_adapters,
+        max_adapter_rank=message.max_adapter_rank,
     )
 
 
@@ -227,6 +230,7 @@ def load(message: control_pb2.GetLoadResponse) -> server_values.Load:
         kv_pages_total=message.kv_pages_total,
         paused=message.paused,
         weights=weights_version(message.weights),
+        loaded_adapters=message.loaded_adapters,
     )
 
 

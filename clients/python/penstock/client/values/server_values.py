@@ -139,6 +139,12 @@ class ServerInfo:
     """Who proposes tokens that the model then checks, several in a step, such as "lookup"; empty: nobody."""
     max_proposed_tokens: int = 0
     """The most tokens that are proposed for an output in a step."""
+    max_adapters: int = 0
+    """The most LoRA adapters on the device; 0: the server has none."""
+    max_cached_adapters: int = 0
+    """The most LoRA adapters in host memory, those on the device included."""
+    max_adapter_rank: int = 0
+    """The largest rank of an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +158,8 @@ class Load:
     kv_pages_total: int
     paused: bool
     weights: WeightsVersion
+    loaded_adapters: int = 0
+    """LoRA adapters on the device."""
 
 
 @dataclass(frozen=True, slots=True)

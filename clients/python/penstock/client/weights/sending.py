@@ -1,5 +1,5 @@
-"""Sends the messages of an update on a stream, sync and async, and shows how much has been sent. The call
-ends at once if the server answers before it has all of them, or if a message cannot be made.
+"""Sends the messages of an update, or of an adapter, on a stream, sync and async, and shows how much has been
+sent. The call ends at once if the server answers before it has all of them, or if a message cannot be made.
 
 grpc.aio forgets how a call ended if a write fails because it has ended: it then says INTERNAL, and the answer
 is lost (https://github.com/grpc/grpc/issues/36066). A server may well answer before it has all messages. So
@@ -22,18 +22,39 @@ import grpc
 import grpc.aio
 
 from penstock.client.errors import ProtocolError
-from penstock.client.weights.update import Step, Update, steps
-from penstock.v1 import weights_pb2
+from penstock.client.weights.update import Progress
+
+
+class Upload(Protocol):
+    """What is sent on a stream, maybe several times."""
+
+    @property
+    def title(self) -> str:
+        """What a bar says while it is sent."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors that will be sent."""
+        ...
+
+    @property
+    def progress(self) -> bool | Progress: ...
+
+    def steps(self, chunk_bytes: int) -> Iterator[tuple[Any, int]]:
+        """The messages of the stream, each with how many bytes of tensors are in it."""
+        ...
 
 
 class Tracker:
-    """Tells the progress of one attempt at an update. It may be told from another thread, in turn."""
+    """Tells the progress of one attempt at an upload. It may be told from another thread, in turn."""
 
-    def __init__(self, update: Update) -> None:
+    def __init__(self, upload: Upload) -> None:
         self._sent = 0
-        self._total = update.num_bytes
-        self._told = update.progress if callable(update.progress) else None
-        self._bar = _bar(self._total) if update.progress is True and update.needs_chunks else None
+        self._total = upload.num_bytes
+        self._told = upload.progress if callable(upload.progress) else None
+        shows = upload.progress is True and self._total > 0
+        self._bar = _bar(upload.title, self._total) if shows else None
 
     def add(self, num_bytes: int) -> None:
         """Count bytes that were sent."""
@@ -55,25 +76,27 @@ class Tracker:
             self._bar.close()
 
 
-def _bar(total: int) -> Any:
+def _bar(title: str, total: int) -> Any:
     """A bar of tqdm on stderr, or None if that is no terminal. Who shows none does not need tqdm."""
     if not sys.stderr.isatty():
         return None
     tqdm = importlib.import_module("tqdm").tqdm
-    return tqdm(total=total, desc="Sending weights", unit="B", unit_scale=True, leave=False)
+    return tqdm(total=total, desc=title, unit="B", unit_scale=True, leave=False)
 
 
-class SyncCall(Protocol):
-    """A running call of UpdateWeights in a sync client."""
+ReplyT_co = TypeVar("ReplyT_co", covariant=True)
+ReplyT = TypeVar("ReplyT")
+
+
+class SyncCall(Protocol[ReplyT_co]):
+    """A running call of a sync client that sends a stream."""
 
     def add_done_callback(self, fn: Callable[[object], None]) -> None: ...
-    def result(self) -> weights_pb2.UpdateWeightsResponse: ...
+    def result(self) -> ReplyT_co: ...
     def cancel(self) -> object: ...
 
 
-def send(
-    start: Callable[[Iterator[weights_pb2.UpdateWeightsRequest]], SyncCall], update: Update, chunk_bytes: int
-) -> weights_pb2.UpdateWeightsResponse:
+def send(start: Callable[[Iterator[Any]], SyncCall[ReplyT]], upload: Upload, chunk_bytes: int) -> ReplyT:
     """Send one attempt and return the answer. Raises grpc.RpcError, and whatever reading a tensor or the
     caller's progress function raises.
 
@@ -82,8 +105,8 @@ def send(
     """
     ended = threading.Event()
     failures: list[BaseException] = []
-    with Tracker(update) as tracker:
-        call = start(_fed(steps(update, chunk_bytes), tracker, failures, ended))
+    with Tracker(upload) as tracker:
+        call = start(_fed(upload.steps(chunk_bytes), tracker, failures, ended))
         try:
             call.add_done_callback(lambda _: ended.set())
             ended.wait()
@@ -95,8 +118,11 @@ def send(
 
 
 def _fed(
-    messages: Iterator[Step], tracker: Tracker, failures: list[BaseException], ended: threading.Event
-) -> Iterator[weights_pb2.UpdateWeightsRequest]:
+    messages: Iterator[tuple[Any, int]],
+    tracker: Tracker,
+    failures: list[BaseException],
+    ended: threading.Event,
+) -> Iterator[Any]:
     """The messages alone. If one cannot be made the stream ends, so without a commit."""
     try:
         for message, num_bytes in messages:
@@ -107,10 +133,9 @@ def _fed(
         ended.set()
 
 
-Call = grpc.aio.StreamStreamCall[weights_pb2.UpdateWeightsRequest, weights_pb2.UpdateWeightsResponse]
+Call = grpc.aio.StreamStreamCall[Any, ReplyT]
 ValueT = TypeVar("ValueT")
 
-_METHOD: Final = "/penstock.v1.InferenceService/UpdateWeights"
 _LOST: Final = "Internal error from Core"
 """What grpc.aio says of a call whose status it has forgotten."""
 _STATUS_S: Final = 5.0
@@ -118,25 +143,31 @@ _STATUS_S: Final = 5.0
 
 
 def start(
-    channel: grpc.aio.Channel, timeout: float | None, metadata: tuple[tuple[str, str | bytes], ...]
-) -> Call:
-    """Start a call of UpdateWeights."""
-    method = channel.stream_stream(
-        _METHOD,
-        request_serializer=weights_pb2.UpdateWeightsRequest.SerializeToString,
-        response_deserializer=weights_pb2.UpdateWeightsResponse.FromString,
+    channel: grpc.aio.Channel,
+    method: str,
+    reply: type[ReplyT],
+    timeout: float | None,
+    metadata: tuple[tuple[str, str | bytes], ...],
+) -> Call[ReplyT]:
+    """Start a call of a method such as "penstock.v1.InferenceService/UpdateWeights", which answers with a
+    message of the class `reply`.
+    """
+    made: Any = channel.stream_stream(
+        f"/{method}",
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=cast("Any", reply).FromString,
     )
-    return cast("Call", method(timeout=timeout, metadata=metadata))  # the hints lack the messages' types
+    return cast("Call[ReplyT]", made(timeout=timeout, metadata=metadata))
 
 
-async def async_send(call: Call, update: Update, chunk_bytes: int) -> weights_pb2.UpdateWeightsResponse:
+async def async_send(call: Call[ReplyT], upload: Upload, chunk_bytes: int) -> ReplyT:
     """Send one attempt and return the answer. Raises grpc.RpcError, and whatever reading a tensor or the
     caller's progress function raises. Tensors are read in a thread, because that may take long.
     """
     ending = _Ending(call)
     reading = asyncio.ensure_future(call.read())
     try:
-        await _write(call, update, chunk_bytes, reading)
+        await _write(call, upload, chunk_bytes, reading)
         reply = await reading
     except grpc.RpcError:
         raise (await ending.error()) from None
@@ -145,18 +176,18 @@ async def async_send(call: Call, update: Update, chunk_bytes: int) -> weights_pb
         reading.cancel()
         with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
             await reading
-    if not isinstance(reply, weights_pb2.UpdateWeightsResponse):
-        raise ProtocolError.local("the server ended the update without a report")
-    return reply
+    if reply is cast("Any", grpc.aio.EOF):
+        raise ProtocolError.local("the server ended the stream without a report")
+    return cast("ReplyT", reply)
 
 
-async def _write(call: Call, update: Update, chunk_bytes: int, reading: asyncio.Future[Any]) -> None:
+async def _write(call: Call[Any], upload: Upload, chunk_bytes: int, reading: asyncio.Future[Any]) -> None:
     """Write all messages, or as many as the server wants: when it has answered, writing fails."""
     has_ended = (grpc.RpcError, grpc.aio.InternalError, asyncio.InvalidStateError)
-    messages = steps(update, chunk_bytes)
-    with Tracker(update) as tracker:
+    messages = upload.steps(chunk_bytes)
+    with Tracker(upload) as tracker:
         while not reading.done():
-            step: Step | None = await asyncio.to_thread(next, messages, None)
+            step: tuple[Any, int] | None = await asyncio.to_thread(next, messages, None)
             try:
                 await (call.done_writing() if step is None else call.write(step[0]))
             except has_ended:
@@ -169,7 +200,7 @@ async def _write(call: Call, update: Update, chunk_bytes: int, reading: asyncio.
 class _Ending:
     """Notes how a call ends."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call[Any]) -> None:
         self._call = call
         self._error: grpc.aio.AioRpcError | None = None
         self._known = asyncio.Event()

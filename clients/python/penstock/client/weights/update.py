@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Required, TypedDict, get_args
 
@@ -141,8 +141,6 @@ def _set(message: Any, name: str, value: Any) -> None:
 
 _MOST_CHUNK_BYTES: Final = 8 << 20
 """A server may take more, but that would only cost memory."""
-Step = tuple[weights_pb2.UpdateWeightsRequest, int]
-"""A message of the stream, and how many bytes of tensors are in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +158,10 @@ class Update:
         return self.begin.update_id
 
     @property
+    def title(self) -> str:
+        return "Sending weights"
+
+    @property
     def num_bytes(self) -> int:
         """Of all tensors that will be sent."""
         return 0 if self.begin.validate_only else sum(tensor.num_bytes for tensor in self.tensors)
@@ -167,6 +169,16 @@ class Update:
     @property
     def needs_chunks(self) -> bool:
         return self.num_bytes > 0
+
+    def steps(self, chunk_bytes: int) -> Iterator[tuple[weights_pb2.UpdateWeightsRequest, int]]:
+        """The messages of the stream, in order, once the update has its manifest, each with how many bytes of
+        tensors are in it.
+        """
+        yield weights_pb2.UpdateWeightsRequest(begin=self.begin), 0
+        for chunk in chunks_of(self.tensors if self.needs_chunks else (), chunk_bytes):
+            yield weights_pb2.UpdateWeightsRequest(chunk=chunk), len(chunk.data)
+        commit = weights_pb2.UpdateWeightsCommit(total_bytes=self.num_bytes)
+        yield weights_pb2.UpdateWeightsRequest(commit=commit), 0
 
 
 def update_of(tensors: Tensors | None, uri: str | None, options: UpdateOptions) -> Update:
@@ -208,20 +220,15 @@ def described(update: Update) -> Update:
     return replace(update, begin=begin)
 
 
-def steps(update: Update, chunk_bytes: int) -> Iterator[Step]:
-    """The messages of the stream, in order, for an update with its manifest. Each chunk is read when it is
-    its turn, so no more than one is in memory.
+def chunks_of(tensors: Iterable[Tensor], chunk_bytes: int) -> Iterator[weights_pb2.TensorChunk]:
+    """The chunks of all tensors, in order. Each is read when it is its turn, so no more than one is in
+    memory.
     """
-    yield weights_pb2.UpdateWeightsRequest(begin=update.begin), 0
-    for index, tensor in enumerate(update.tensors if update.needs_chunks else ()):
+    for index, tensor in enumerate(tensors):
         offset = 0
         for data in tensor.pieces(chunk_bytes):
-            message = weights_pb2.UpdateWeightsRequest()
-            message.chunk.tensor_index, message.chunk.offset, message.chunk.data = index, offset, data
-            yield message, len(data)
+            yield weights_pb2.TensorChunk(tensor_index=index, offset=offset, data=data)
             offset += len(data)
-    commit = weights_pb2.UpdateWeightsCommit(total_bytes=update.num_bytes)
-    yield weights_pb2.UpdateWeightsRequest(commit=commit), 0
 
 
 def chunk_bytes_of(max_chunk_bytes: int) -> int:
