@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from penstock.client import PenstockClientError, UnknownModel
+from penstock.client import PenstockClientError, UnknownAdapter, UnknownModel
 from penstock.openai.batches.runner import BatchRunner
 from penstock.openai.calls import call_of
 from penstock.openai.describing import openapi
@@ -23,6 +23,8 @@ from penstock.openai.edge import Edge
 from penstock.openai.endpoints import Endpoint, mark, params_of
 from penstock.openai.failures import ApiError, ClientGone, defect, error_response, of_client_error
 from penstock.openai.front import Front, front_of
+from penstock.openai.routes.adapters import PARAMS as ADAPTER_PARAMS
+from penstock.openai.routes.adapters import load_adapter, unload_adapter
 from penstock.openai.routes.batches import (
     QUERY_OF_BATCHES,
     cancel_batch,
@@ -56,6 +58,7 @@ from penstock.openai.routes.responses.stored import (
     show_response,
 )
 from penstock.openai.routes.tokens import PARAMS, detokenize, tokenize, tokenizer_info
+from penstock.openai.schemas.adapters import LoadAdapterBody, UnloadAdapterBody
 from penstock.openai.schemas.batches import BatchBody
 from penstock.openai.schemas.chat import ChatBody
 from penstock.openai.schemas.completions import CompletionBody, EmbeddingBody
@@ -67,6 +70,20 @@ from penstock.openai.schemas.tokens import DetokenizeBody, TokenizeBody
 PAGE: Final = (
     Endpoint("GET", "/", show_page, "The web page.", is_api=False),
     Endpoint("GET", "/page/{name:path}", show_page_file, "A file of the web page.", is_api=False),
+)
+"""What is served only where the settings say so."""
+ADAPTER_UPDATES: Final = (
+    Endpoint(
+        "POST", "/v1/load_lora_adapter", load_adapter, "Loads an adapter.", LoadAdapterBody, ADAPTER_PARAMS
+    ),
+    Endpoint(
+        "POST",
+        "/v1/unload_lora_adapter",
+        unload_adapter,
+        "Unloads an adapter.",
+        UnloadAdapterBody,
+        ADAPTER_PARAMS,
+    ),
 )
 """What is served only where the settings say so."""
 RESPONSE: Final = "/v1/responses/{response_id}"
@@ -116,6 +133,7 @@ ENDPOINTS: Final = (
     Endpoint("GET", "/health", health, "Whether the front and its server take requests.", is_api=False),
     Endpoint("GET", "/openapi.json", openapi, "This description.", is_api=False),
     Endpoint("GET", "/metrics", metrics, "What the front measures, for Prometheus.", is_api=False),
+    *ADAPTER_UPDATES,
     *PAGE,
 )
 """All endpoints, in the order in which their paths are compared."""
@@ -125,16 +143,19 @@ def create_app(
     front: Front, endpoints: Sequence[Endpoint] = ENDPOINTS, batches: BatchRunner | None = None
 ) -> ASGIApp:
     """The ASGI app of a front; without `batches` it keeps no files. It does not use ASGI's lifespan."""
+    settings = front.settings
+    left_out = (() if settings.page else PAGE) + (() if settings.adapter_updates else ADAPTER_UPDATES)
+    endpoints = [row for row in endpoints if row not in left_out]
     cors = Middleware(
         CORSMiddleware,
-        allow_origins=front.settings.cors_origins,
+        allow_origins=settings.cors_origins,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=("x-request-id", "request-id", "x-penstock-ignored", "retry-after", "retry-after-ms"),
     )
     app = Starlette(
-        routes=_routes([row for row in endpoints if front.settings.page or row not in PAGE]),
-        middleware=[cors] if front.settings.cors_origins else [],
+        routes=_routes(endpoints),
+        middleware=[cors] if settings.cors_origins else [],
         exception_handlers={
             ApiError: _tell_api_error,
             PenstockClientError: _tell_client_error,
@@ -178,7 +199,7 @@ async def _tell_api_error(request: Request, error: Exception) -> Response:
 
 async def _tell_client_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PenstockClientError), "as the table of handlers says"
-    if isinstance(error, UnknownModel):
+    if isinstance(error, UnknownModel | UnknownAdapter):
         front_of(request).backend.forget()
     return error_response(of_client_error(error, params_of(request.scope)), call_of(request))
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypedDict
 
 from penstock.client import (
+    Adapter,
     AsyncClient,
     ModelInfo,
     PenstockClientError,
@@ -86,6 +87,13 @@ _HEALTH_TIMEOUT_S: Final = 2.0
 _FACTS_TIMEOUT_S: Final = 10.0
 
 
+class Asked(TypedDict):
+    """The client's keyword arguments for who shall answer."""
+
+    model: str | None
+    adapter: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What requests are made with: the served model, and what it can."""
@@ -100,6 +108,19 @@ class ModelFacts:
     default_sampling: SamplingDefaults
     created: int
     """Since when its weights serve, in seconds of Unix time."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may ask for adapters, which are named as models are."""
+        return "adapters" in self.features
+
+    def asked_for(self, model: str | None) -> Asked:
+        """What a request asks the server for that names this model. A name that is not the model's is that
+        of an adapter, if there are any.
+        """
+        if model is None or model == self.model or not self.has_adapters:
+            return Asked(model=model, adapter=None)
+        return Asked(model=None, adapter=model)
 
 
 class Backend:
@@ -126,6 +147,12 @@ class Backend:
         if self._facts is not None and not fresh and time.monotonic() < self._facts_until:
             return self._facts
         return await self._asking.of(call)
+
+    async def adapters(self, call: Call) -> Sequence[Adapter]:
+        """The adapters that the server has in memory and the caller may use. Raises the client's errors."""
+        if not (await self.facts(call)).has_adapters:
+            return ()
+        return await self.client.list_adapters(timeout=_FACTS_TIMEOUT_S, metadata=call.metadata)
 
     async def vocabulary(self, call: Call, param: str = "logprobs") -> Vocabulary:
         """What the model's tokens look like, for the sake of this field. Raises ApiError if it has no

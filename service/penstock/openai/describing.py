@@ -118,7 +118,8 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
         owned_by=_TEXT,
         max_model_len=_COUNT,
         input_modalities=_list_of(_word("text", "image")),
-    ),
+    )
+    | {"description": "An adapter also has `parent`, the model that it changes."},
     "ModelList": _always(object=_word("list"), data=_list_of(_of("Model"))),
     "AnthropicModel": _always(
         id=_TEXT,

@@ -86,6 +86,8 @@ class Settings:
 
     cors_origins: tuple[str, ...] = ()
     """The origins whose pages may call the front; "*" allows all."""
+    adapter_updates: bool = False
+    """Whether callers may have the server load and unload adapters, as far as their keys allow it there."""
     page: bool = True
     """Whether the web page is served at `/`."""
     log_format: LogFormat = "text"

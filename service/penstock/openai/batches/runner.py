@@ -191,7 +191,8 @@ class BatchRunner:
         if not is_over:
             headers = [(b"authorization", key.encode("latin-1"))] if key else []
             facts = await self._backend.facts(make_call({"headers": headers}, 0), fresh=True)
-            model, has_priority = facts.model, "priority" in facts.features
+            model = None if facts.has_adapters else facts.model  # the server knows whether one is there
+            has_priority = "priority" in facts.features
         return Terms(
             model=model,
             urls=(batch.endpoint,),

@@ -164,13 +164,14 @@ PARAMS: Mapping[str, str] = {
     "output.skip_special_tokens": "skip_special_tokens",
     "cache.cache_salt": "cache_salt",
     "model": "model",
+    "adapter": "model",
     "priority": "priority",
     "request_id": "request_id",
 }
 """From the contract's path of a field to the name of the field in HTTP that it was made of."""
 
 
-def generation_options(body: GenerationBody, vocab_size: int) -> RequestOptions:
+def generation_options(body: GenerationBody, facts: ModelFacts) -> RequestOptions:
     """The keyword arguments for how tokens are drawn and when outputs end.
 
     `structured_outputs` and `request_id` are left to others: the first may contradict another field, and the
@@ -180,10 +181,10 @@ def generation_options(body: GenerationBody, vocab_size: int) -> RequestOptions:
     sampling = {name: getattr(body, name) for name in _SAMPLING}
     sampling["top_k"] = None if body.top_k is None else max(body.top_k, 0)
     sampling["seed"] = None if body.seed is None else body.seed % _SEEDS
-    sampling["logit_bias"] = _biases(body.logit_bias, vocab_size)
+    sampling["logit_bias"] = _biases(body.logit_bias, facts.vocab_size)
     return RequestOptions(
         **cast(RequestOptions, sampling),
-        model=body.model,
+        **facts.asked_for(body.model),
         min_tokens=body.min_tokens,
         stop=body.stop,
         stop_token_ids=body.stop_token_ids,
@@ -235,7 +236,7 @@ def sampling_options(body: SamplingBody, facts: ModelFacts) -> RequestOptions:
     if body.prompt_logprobs is not None and body.stream:
         raise invalid_value("prompt_logprobs", "a stream has none; leave stream out.")
     wants_ids = bool(body.return_token_ids)
-    options = generation_options(body, facts.vocab_size)
+    options = generation_options(body, facts)
     options["n"] = body.n
     options["return_token_ids"] = wants_ids or counts_tokens(body)
     options["prompt_logprobs"] = body.prompt_logprobs

@@ -50,9 +50,10 @@ async def embed(request: Request) -> Response:
     """Make a vector of each input."""
     call, body, backend = call_of(request), await read_body(request, EmbeddingBody), front_of(request).backend
     name_params(request.scope, lambda: _params(body))
+    facts = await backend.facts(call)
     asked = backend.client.embed(
         prompts_of(body.input),
-        model=body.model,
+        **facts.asked_for(body.model),
         dimensions=body.dimensions,
         priority=None if body.priority is None else -body.priority,
         request_id=call.answer_id(PREFIX),
@@ -66,7 +67,7 @@ async def embed(request: Request) -> Response:
 
 def _params(body: EmbeddingBody) -> dict[str, str]:
     """From the contract's path of a field to the name of the field of this request that it was made of."""
-    params = {"input": "input", "inputs": "input"}
+    params = {"input": "input", "inputs": "input", "adapter": "model"}
     is_one = isinstance(body.input, str) or isinstance(body.input[0], int)
     for i in range(len(prompts_of(body.input))):
         name = "input" if is_one else f"input[{i}]"

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.client import PenstockClientError, Ranking, RerankOptions
+from penstock.openai.backend import ModelFacts
 from penstock.openai.calls import Call, call_of
 from penstock.openai.failures import invalid_value, missing, of_client_error
 from penstock.openai.front import Front, front_of
@@ -26,13 +27,15 @@ from penstock.openai.schemas.rerank import (
     ScoreBody,
 )
 
-PARAMS: Final = {"max_document_tokens": "max_tokens_per_doc"}
+PARAMS: Final = {"max_document_tokens": "max_tokens_per_doc", "adapter": "model"}
 """From the contract's paths to the fields of both, where the names differ."""
 
 
-def _options(body: RelevanceBody, request_id: str) -> RerankOptions:
+def _options(body: RelevanceBody, facts: ModelFacts, request_id: str) -> RerankOptions:
+    asked = facts.asked_for(body.model)
     return RerankOptions(
-        model=body.model,
+        model=asked["model"],
+        adapter=asked["adapter"],
         request_id=request_id,
         method=body.method,
         instruction=body.instruction,
@@ -50,7 +53,7 @@ async def rerank(request: Request) -> Response:
     """Sort documents by their relevance to a query."""
     call, body, front = call_of(request), await read_body(request, RerankBody), front_of(request)
     texts = [one.text if isinstance(one, Document) else one for one in body.documents]
-    options = _options(body, call.answer_id("rerank"))
+    options = _options(body, await front.backend.facts(call), call.answer_id("rerank"))
     options["top_n"] = body.top_n
     asked = front.backend.client.rerank(
         body.query, texts, timeout=call.timeout, metadata=call.metadata, **options
@@ -147,9 +150,11 @@ async def _rank_all(pairs: Pairs, body: ScoreBody, call: Call, front: Front) -> 
     document as the request does.
     """
 
+    facts = await front.backend.facts(call)
+
     async def one(i: int, query: str, places: Sequence[int]) -> Ranking:
         request_id = call.answer_id("score")
-        options = _options(body, request_id if len(pairs.places) == 1 else f"{request_id}-{i}")
+        options = _options(body, facts, request_id if len(pairs.places) == 1 else f"{request_id}-{i}")
         texts = [pairs.documents[place] for place in places]
         try:
             return await front.backend.client.rerank(

@@ -109,7 +109,11 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 async def check_model(model: str | None, front: Front, call: Call) -> None:
-    """Raise ApiError for a model that is not served: the RPCs do not ask which one is wanted."""
-    if model is not None and model != (await front.backend.facts(call)).model:
+    """Raise ApiError for a model that is not served: the RPCs do not ask which one is wanted. An adapter has
+    the tokenizer of its model.
+    """
+    if model is None or model == (await front.backend.facts(call)).model:
+        return
+    if model not in [one.name for one in await front.backend.adapters(call)]:
         message = f"the model {model[:200]!r} is not served here"
         raise ApiError(404, message, param="model", code="model_not_found")

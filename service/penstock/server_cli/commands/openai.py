@@ -144,6 +144,12 @@ def _add_files(flag: AddFlag) -> None:
 
 
 def _add_rest(flag: AddFlag) -> None:
+    flag(
+        "adapter_updates",
+        "serve vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter, for keys with the role control; on "
+        "a server without keys everybody may use them; default: off",
+        action="store_true",
+    )
     flag("page", "serve no web page at /", name="--no-page", action="store_false")
     flag("log_format", "text for people, or a JSON object on each line", choices=LOG_FORMATS)
     flag("access_log", "no line for each request", name="--no-access-log", action="store_false")

@@ -195,6 +195,8 @@ def front_settings(args: argparse.Namespace, options: ServerOptions) -> Settings
         for name in ("openai_host", "openai_store"):
             if getattr(args, name) is not None:
                 raise ConfigError(f"{name}: needs an openai_port")
+        if args.openai_adapter_updates:
+            raise ConfigError("openai_adapter_updates: needs an openai_port")
         return None
     if not 0 <= wanted <= 65535:
         raise ConfigError(f"openai_port: must be from 0 to 65535, not {wanted}")
@@ -222,6 +224,7 @@ def front_settings(args: argparse.Namespace, options: ServerOptions) -> Settings
         stall_limit_s=options.stall_limit_s,
         grace_s=options.grace_s + _LAST_REPLIES_S,
         store=args.openai_store,
+        adapter_updates=args.openai_adapter_updates,
         log_format=args.log_format,
         access_log=options.access_log,
     )

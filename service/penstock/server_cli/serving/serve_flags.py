@@ -133,6 +133,7 @@ class _Front:
     openai_port: int | None = None
     openai_host: str | None = None
     openai_store: Path | None = None
+    openai_adapter_updates: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +225,12 @@ def _add_openai(flag: AddFlag) -> None:
         "that process keeps responses of /v1/responses in this file, at most 1G of it and for 30 days; "
         "default: nothing is kept",
         "FILE",
+    )
+    flag(
+        "openai_adapter_updates",
+        "that process serves vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter, for keys with the "
+        "role control; on a server without keys everybody may use them; default: off",
+        action="store_true",
     )
 
 

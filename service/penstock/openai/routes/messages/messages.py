@@ -59,7 +59,8 @@ def message_options(body: MessagesBody, facts: ModelFacts) -> RequestOptions:
     if form is not None:
         constraint = schema_constraint(form.schema_, strict=False)
         options["constraint"] = form_beside_tools(constraint, param, _tools(body), options["tool_choice"])
-    options["model"] = body.model
+    asked = facts.asked_for(body.model)
+    options["model"], options["adapter"] = asked["model"], asked["adapter"]
     options["max_tokens"] = body.max_tokens
     options["temperature"] = body.temperature
     options["top_p"] = body.top_p
@@ -77,6 +78,7 @@ def message_params(body: CountTokensBody) -> dict[str, str]:
     params = {
         **{f"sampling.{name}": name for name in ("temperature", "top_p", "top_k")},
         "model": "model",
+        "adapter": "model",
         "input": "messages",
         "chat": "messages",
         "chat.messages": "messages",

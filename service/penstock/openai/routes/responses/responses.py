@@ -78,7 +78,7 @@ def response_options(body: ResponsesBody, facts: ModelFacts, previous: Sequence[
     functions, choice = offered_of(body.tools, body.tool_choice)
     tools = [function.offered() for function in functions]
     options: RequestOptions = {
-        **generation_options(body, facts.vocab_size),
+        **generation_options(body, facts),
         **_chat_of(body, facts, previous, tools, choice),
     }
     field = constraint_field(body, _format_field(body))
