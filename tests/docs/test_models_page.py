@@ -10,11 +10,13 @@ from tests.docs.pages import ROOT, text_of
 
 
 def test_every_architecture_has_a_row() -> None:
+    page = text_of(ROOT / "docs" / "models.md")
     named = re.findall(
-        r"^\| `(\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel))` \| [^|]+ \| [^|]+ \|$",
-        text_of(ROOT / "docs" / "models.md"),
-        re.M,
+        r"^\| `(\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel))` \| [^|]+ \| [^|]+ \|$", page, re.M
     )
+    readers = page.partition("\n## Encoders and classifiers\n")[2].partition("\n## ")[0]
+    for row in re.findall(r"^\| (`[^|]+) \| [^|]+ \| [^|]+ \|$", readers, re.M):
+        named += re.findall(r"`(\w+)`", row)
     assert sorted(named) == sorted(ARCHITECTURES)
 
 

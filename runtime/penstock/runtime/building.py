@@ -94,6 +94,7 @@ def build(
         raise ConfigError(f"speculation: {options.speculation!r} is not there yet, only 'off'")
     check_required(options, backend, np.dtype(model.dtype))
     threads = options.threads or available_processors()
+    model = _with_whole_texts(model, options, backend)
     cache = model.cache
     config, shapes = longest_shapes(model, options, backend, threads=threads)
     _log_penalties(model, config)
@@ -124,10 +125,16 @@ def build(
         max_model_len=kv.max_model_len,
         state_snapshots=kv.num_snapshots,
         prefix_cache_pages=prefix_cache_pages(
-            config, has_state=cache.has_state, num_snapshots=kv.num_snapshots
+            config,
+            has_state=cache.has_state,
+            num_snapshots=kv.num_snapshots,
+            reads_whole=_reads_whole(model),
         ),
-        kv_cache_bytes=cache.state_bytes(config.max_num_seqs, kv.num_snapshots)
-        + sum(pages * group.page_bytes for pages, group in zip(kv.num_pages, groups, strict=True)),
+        kv_cache_bytes=(
+            cache.state_bytes(config.max_num_seqs, kv.num_snapshots)
+            + sum(pages * group.page_bytes for pages, group in zip(kv.num_pages, groups, strict=True))
+        )
+        or None,  # an encoder has none
         dtype=np.dtype(model.dtype).name,
         threads=threads,
         target_itl_s=_target_itl_s(config, batch_invariant=batch_invariant),
@@ -152,6 +159,7 @@ def build(
             hidden_size=model.hidden_size,
             pooling=model.pooling,
             answer_token_ids=model.answer_token_ids,
+            reader=model.reader,
             batch_invariant=batch_invariant,
         ),
         backend=backend,
@@ -189,7 +197,7 @@ def kv_plan(
 
 def grammar_compiler(text: TextCodec | None, info: ModelInfo, config: ResolvedConfig) -> CompilerOnDemand:
     """A compiler of grammars for the model's tokenizer, if it allows them; else the log says why not."""
-    backend = None if text is None else text.backend
+    backend = None if text is None or info.reader is not None else text.backend
     if backend is None:
         return CompilerOnDemand(None)
     try:
@@ -243,7 +251,36 @@ def _buckets(model: ServedModel, config: ResolvedConfig, backend: Backend) -> Bu
         token_growth=NATIVE_TOKEN_GROWTH if model.skips_padding else TOKEN_GROWTH,
         row_growth=backend.row_growth,
         max_window=config.max_decode_steps if backend.fixed_windows else None,
+        decodes=model.reader is None,
     )
+
+
+def _reads_whole(model: ServedModel) -> bool:
+    return model.reader is not None and model.reader.reads_whole
+
+
+def _with_whole_texts(model: ServedModel, options: EngineConfig, backend: Backend) -> ServedModel:
+    """The model with a context that a step has room for, if it reads texts in one step. ConfigError for
+    options that such a model has no use for.
+    """
+    if not _reads_whole(model):
+        return model
+    most = resolve(options, backend.sizes, defaults=model.defaults).max_num_batched_tokens
+    if options.max_prefill_chunk is not None:
+        raise ConfigError("max_prefill_chunk: must be left out: an encoder reads each text in one step")
+    if options.max_model_len is not None and options.max_model_len > most:
+        raise ConfigError(
+            f"max_model_len: {options.max_model_len} is more than max_num_batched_tokens, {most}: an encoder "
+            "reads each text in one step"
+        )
+    if model.max_model_len > most and options.max_model_len is None:
+        log.warning(
+            "texts have at most %d tokens, not the model's %d, because an encoder reads each in one step; "
+            "raise it with max_num_batched_tokens (--max-num-batched-tokens)",
+            most,
+            model.max_model_len,
+        )
+    return dataclasses.replace(model, max_model_len=min(model.max_model_len, most))
 
 
 def _free_bytes(
@@ -264,6 +301,7 @@ def _free_bytes(
 def _runner_config(
     model: ServedModel, config: ResolvedConfig, buckets: Buckets, backend: Backend, *, threads: int
 ) -> RunnerConfig:
+    classes = None if model.reader is None else model.reader.classes
     return RunnerConfig(
         buckets=buckets,
         max_num_seqs=config.max_num_seqs,
@@ -271,8 +309,9 @@ def _runner_config(
         page_size=config.page_size,
         dtype=model.dtype,
         kv_dtype=backend.kv_storage_dtype(cache_dtype(config.kv_cache_dtype, np.dtype(model.dtype))),
-        vocab_size=model.vocab_size,
+        vocab_size=model.vocab_size if model.reader is None else 1,  # of the logits: see `no_logits`
         eos_token_ids=model.eos_token_ids,
+        num_classes=0 if classes is None else len(classes.labels),
         feature_slots=config.feature_slots,
         max_logprobs=config.max_logprobs,
         num_snapshots=_most_snapshots(model, config),
@@ -309,7 +348,8 @@ def _scheduler_config(
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=kv.max_model_len,
+        max_model_len=kv.max_model_len + (model.reader is not None),  # a prompt leaves room for no token
+        whole_prompts=_reads_whole(model),
         page_size=config.page_size,
         num_pages=num_pages,
         eos_token_ids=frozenset(model.eos_token_ids),

@@ -26,7 +26,7 @@ from penstock.runtime.adapters.registry import AdapterRegistry
 from penstock.runtime.building import build, grammar_compiler, measure
 from penstock.runtime.chat.parser import ChatForms, choose_forms
 from penstock.runtime.config import EngineConfig, ResolvedConfig
-from penstock.runtime.errors import ConfigError, InvalidRequest, Violation
+from penstock.runtime.errors import ConfigError, InvalidRequest, UnsupportedFeature, Violation
 from penstock.runtime.execution.backend import Backend, choose_backend
 from penstock.runtime.execution.cpu_threads import start_backends
 from penstock.runtime.following.interface import DispatchLog, Lead
@@ -76,6 +76,7 @@ from penstock.runtime.profiling.profile import (
 from penstock.runtime.profiling.profiler import Profiler
 from penstock.runtime.prompting.prompts import Truncation
 from penstock.runtime.prompting.results import Generation, Score, VectorForm
+from penstock.runtime.requests.reader import Reader
 from penstock.runtime.requests.request import Pooling, PreparedPrompt, Request
 from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.requests.word_table import WordTable
@@ -104,12 +105,14 @@ class RequestRules:
         vision: Vision | None,
         callback: SamplingCallback | None,
         adapters: AdapterRegistry,
+        reader: Reader | None = None,
     ) -> None:
-        """`vision`: what the model makes of pictures; None: it reads none. Without a `callback` the sampling
+        """`vision`: what the model makes of pictures; None: it reads none. `reader`: what it is, if it
+        generates nothing. Without a `callback` the sampling
         stays as requested.
         """
         self._adapters = adapters
-        self._vocab_size, self._vision = vocab_size, vision
+        self._vocab_size, self._vision, self._reader = vocab_size, vision, reader
         self._max_logprobs, self._max_image_tokens = config.max_logprobs, config.max_image_tokens
         self.callback = callback
         """May be replaced at any time."""
@@ -125,9 +128,11 @@ class RequestRules:
 
     def apply(self, request: Request, prepared: PreparedPrompt | None) -> Request:
         """Return the request as the loop is to have it. Raises InvalidRequest if it asks for too many
-        log-probabilities or has a picture that the model cannot take, TypeError if the callback does not
+        log-probabilities or has a picture that the model cannot take, UnsupportedFeature for what a model
+        that generates nothing cannot tell, TypeError if the callback does not
         return ResolvedSampling, and whatever the callback raises.
         """
+        self._check_reading(request)
         callback = self.callback
         if callback is not None:
             request = dataclasses.replace(request, sampling=_rewritten(request, callback))
@@ -143,6 +148,14 @@ class RequestRules:
             words = prepared.words
         constraint = BadWords(words, request.constraint, self._vocab_size)
         return dataclasses.replace(request, constraint=constraint)
+
+    def _check_reading(self, request: Request) -> None:
+        reading, reader = request.reading, self._reader
+        if reader is not None and (reading is None or reading.scores_from is not None):
+            asked = "generation" if reading is None else "scores of tokens"
+            raise UnsupportedFeature([asked], f"the model is {reader.kind}, which has no next token")
+        if reading is not None and reading.classes and (reader is None or reader.classes is None):
+            raise UnsupportedFeature(["classes"], "the model has no classifier")
 
     def _check_logprobs(self, request: Request) -> None:
         most = self._max_logprobs
@@ -216,7 +229,7 @@ class Engine(EngineCore):
         super().__init__(
             parts.runner,
             parts.scheduler,
-            vocab_size=model.vocab_size,
+            vocab_size=model.vocab_size * (1 if model.reader is None else model.reader.token_types),
             journal=self.journal,
             observer=observer,
             overlap=parts.config.overlap,
@@ -249,6 +262,7 @@ class Engine(EngineCore):
             vision=model.vision,
             callback=sampling_params_callback,
             adapters=self.adapters,
+            reader=model.reader,
         )
         self._grammars = grammar_compiler(model.text, parts.info, parts.config)
         self._switch_interval = SwitchInterval(parts.config.switch_interval_s)

@@ -103,7 +103,7 @@ _MOST_NAMES = 6
 """How many fields are named of an architecture that is not served."""
 
 
-_ENCODER = " (an encoder, which writes no text; only decoders are served)"
+_ENCODER = " (an encoder of a kind that is not served)"
 _OTHER_KINDS = {
     "Bert": _ENCODER,
     "BERT": _ENCODER,
@@ -114,8 +114,8 @@ _OTHER_KINDS = {
     "T5": " (an encoder with a decoder, which is not served)",
     "Bart": " (an encoder with a decoder, which is not served)",
     "Whisper": " (a model that reads speech, which is not served)",
-    "ForSequenceClassification": " (a classifier, which writes no text)",
-    "ForTokenClassification": " (a classifier, which writes no text)",
+    "ForSequenceClassification": " (a classifier of a kind that is not served)",
+    "ForTokenClassification": " (a classifier of a kind that is not served)",
     "CLIP": " (a model that compares images with texts, which is not served)",
     "Siglip": " (a model that compares images with texts, which is not served)",
 }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.runtime.images.image import ImageLimits
+from penstock.runtime.requests.reader import Reader
 from penstock.runtime.requests.request import Pooling
 from penstock.runtime.requests.sampling import GenerationDefaults
 
@@ -41,9 +42,18 @@ class ModelInfo:
     answer_token_ids: tuple[int, int] | None = None
     """The tokens that mean yes and no in a checkpoint that was made to judge documents; None: its files name
     none."""
+    reader: Reader | None = None
+    """What the model is, if it generates nothing; None: it generates."""
     batch_invariant: bool = False
     """Whether a token's logits depend on its own request alone, bit for bit. They do where native kernels
     compute the whole model (on CPU, in bfloat16, also with weights or KV cache in fewer bits). XLA's products
     do not promise it."""
     directory: Path | None = None
     """Where the model's files lie; None: it has none."""
+
+    @property
+    def room(self) -> int:
+        """How many tokens a prompt and a token after it may have. A model that generates nothing reads
+        prompts as long as its context.
+        """
+        return self.max_model_len + (self.reader is not None)

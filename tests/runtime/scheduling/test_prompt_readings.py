@@ -34,6 +34,7 @@ from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 
 READINGS = (
     PromptReading(pooling=Pooling.LAST_TOKEN),
+    PromptReading(pooling=Pooling.FIRST_TOKEN),
     PromptReading(pooling=Pooling.MEAN),
     PromptReading(scores_from=1),
     PromptReading(scores_from=9),
@@ -51,18 +52,20 @@ def score(request: Request, position: int, generation: int) -> TokenLogprobs:
 class Run:
     """A scheduler, the requests in it, and the outputs so far."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, *, whole: bool = False) -> None:
+        """whole: the model reads each prompt in one step, and generates nothing."""
         self.rng = rng
         self.config = SchedulerConfig(
             max_num_seqs=rng.randint(1, 4),
-            max_num_batched_tokens=rng.randint(4, 24),
+            max_num_batched_tokens=rng.randint(39, 90) if whole else rng.randint(4, 24),
+            whole_prompts=whole,
             max_model_len=48,
             page_size=rng.randint(1, 4),
             num_pages=rng.choice([48, 60, 100]),
             eos_token_ids=frozenset({50}),
             max_queued_requests=100,
-            prefix_cache_pages=rng.choice([None, None, 0]),
-            max_prefill_chunk=rng.choice([None, 1, 3, 7]),
+            prefix_cache_pages=0 if whole else rng.choice([None, None, 0]),
+            max_prefill_chunk=None if whole else rng.choice([None, 1, 3, 7]),
         )
         self.scheduler = Scheduler(self.config)
         self.generation = 1
@@ -72,7 +75,7 @@ class Run:
         self.ends: dict[str, StepOutput] = {}
 
     def arrive(self) -> None:
-        reading = self.rng.choice((None, *READINGS))
+        reading = self.rng.choice(READINGS[:3] if self.config.whole_prompts else (None, *READINGS))
         shared = random.Random(1).choices(range(40), k=30)
         prompt = tuple(
             shared[: self.rng.randint(10, 30)] + self.rng.choices(range(40), k=self.rng.randint(0, 9))
@@ -108,11 +111,16 @@ class Run:
         for i, row in enumerate(plan.rows):
             request = self.requests[row.request_id]
             end = row.start + row.num_tokens
+            if self.config.whole_prompts:
+                assert (row.start, end) == (0, len(request.prompt_token_ids))
             assert (i in plan.pooled) <= (request.reading is not None and request.reading.pooling is not None)
             if request.hidden_states:
                 assert plan.num_steps == 1
             if i in plan.pooled:
                 first = row.start + plan.pooled[i]
+                assert request.reading is not None
+                if request.reading.pooling is Pooling.FIRST_TOKEN:
+                    end = first + 1
                 states[i] = sum(
                     (hidden(request, p, self.generation) for p in range(first, end)), np.zeros(3, np.float32)
                 )
@@ -176,15 +184,19 @@ class Run:
             assert output.prompt_logprobs == tuple(score(request, p, generation) for p in range(first, num))
             return
         of_all = np.stack([hidden(request, p, generation) for p in range(num)])
-        expected = of_all[-1] if request.reading.pooling is Pooling.LAST_TOKEN else of_all.mean(axis=0)
+        expected = {
+            Pooling.FIRST_TOKEN: of_all[0],
+            Pooling.LAST_TOKEN: of_all[-1],
+            Pooling.MEAN: of_all.mean(axis=0),
+        }[request.reading.pooling]
         assert output.hidden is not None
         np.testing.assert_allclose(output.hidden, expected, rtol=1e-6)
 
 
-@given(seed=st.integers(0, 2**32))
-def test_every_position_counts_once(seed: int) -> None:
+@given(seed=st.integers(0, 2**32), whole=st.booleans())
+def test_every_position_counts_once(seed: int, whole: bool) -> None:
     rng = random.Random(seed)
-    run = Run(rng)
+    run = Run(rng, whole=whole)
     for _ in range(rng.randint(5, 60)):
         event: Callable[[], object] = rng.choices(
             [run.arrive, run.dispatch, run.commit, run.scheduler.preempt_all, run.update, run.abort],
@@ -202,7 +214,7 @@ def test_every_position_counts_once(seed: int) -> None:
 
 def bad() -> Iterator[tuple[str, dict[str, object]]]:
     both = PromptReading(pooling=Pooling.MEAN, scores_from=1)
-    last, scores = READINGS[0], READINGS[2]
+    last, scores = READINGS[0], READINGS[3]
     yield "either an embedding or scores", {"reading": both, "prompt_logprobs": 0}
     yield "either an embedding or scores", {"reading": PromptReading()}
     yield "from 1 to 2", {"reading": PromptReading(scores_from=3), "prompt_logprobs": 0}

@@ -69,6 +69,8 @@ class Buckets:
     row_buckets: tuple[int, ...]
     window_steps: tuple[int, ...] = (0,)
     """Lengths of windows, each of which has a program; (0,): one program for any length."""
+    decodes: bool = True
+    """Whether there are decode steps. The programs of a model that generates nothing are those of prompts."""
 
     def __post_init__(self) -> None:
         for name, sizes in (("token_buckets", self.token_buckets), ("row_buckets", self.row_buckets)):
@@ -97,6 +99,7 @@ class Buckets:
         token_growth: int = TOKEN_GROWTH,
         row_growth: int = CPU_ROW_GROWTH,
         max_window: int | None = None,
+        decodes: bool = True,
     ) -> Buckets:
         """Row buckets from 4 up to max_num_seqs, each `row_growth` times the one before; token buckets from
         16 up to max_num_batched_tokens, each `token_growth` times the one before; with `max_window`, windows
@@ -111,11 +114,12 @@ class Buckets:
                 f"max_num_batched_tokens, {max_num_batched_tokens}, must be at least "
                 f"max_num_seqs, {max_num_seqs}"
             )
-        most_tokens = max(max_num_batched_tokens, MIN_BUCKET)
+        most_tokens, most_rows = max(max_num_batched_tokens, MIN_BUCKET), max(max_num_seqs, MIN_BUCKET)
         return cls(
             token_buckets=geometric(FIRST_TOKEN_BUCKET, token_growth, most_tokens),
-            row_buckets=geometric(MIN_BUCKET, row_growth, max(max_num_seqs, MIN_BUCKET)),
+            row_buckets=geometric(MIN_BUCKET, row_growth, most_rows) if decodes else (most_rows,),
             window_steps=(0,) if max_window is None else geometric(1, WINDOW_GROWTH, max_window),
+            decodes=decodes,
         )
 
     def keys(self) -> tuple[ProgramKey, ...]:
@@ -124,12 +128,9 @@ class Buckets:
         The largest takes longest to compile, so this is the best order for several compiler threads. It also
         needs the most memory: if it does not fit, start-up fails at once and not after minutes.
         """
-        keys = [ProgramKey(rows, rows, True) for rows in self.row_buckets]
-        keys += [
-            ProgramKey(rows, rows, True, True, steps)
-            for rows in self.row_buckets
-            for steps in self.window_steps
-        ]
+        decoded = self.row_buckets if self.decodes else ()
+        keys = [ProgramKey(rows, rows, True) for rows in decoded]
+        keys += [ProgramKey(rows, rows, True, True, steps) for rows in decoded for steps in self.window_steps]
         keys += [ProgramKey(tokens, self.row_buckets[-1]) for tokens in self.token_buckets]
         return tuple(sorted(keys, key=astuple, reverse=True))
 
@@ -144,7 +145,7 @@ class Buckets:
             raise ValueError(f"num_rows {num_rows} is not from 1 to {rows[-1]}")
         if (window and num_tokens != num_rows) or num_tokens < num_rows:
             raise ValueError(f"{num_rows} rows with {num_tokens} tokens cannot be {window=}")
-        if num_tokens == num_rows:
+        if num_tokens == num_rows and self.decodes:
             size = rows[bisect_left(rows, num_rows)]
             return ProgramKey(size, size, True, window, self._length(num_steps) if window else 0)
         if num_tokens > tokens[-1]:

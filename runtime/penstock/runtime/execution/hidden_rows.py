@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.runtime.execution.slots import Slots
+from penstock.runtime.requests.request import Pooling
 from penstock.runtime.scheduling.plan import Plan
 
 Parts = Mapping[int, tuple[int, int]]
@@ -27,11 +28,19 @@ class HiddenRows:
     """float32[most rows of a step, E], on its way to the host: the sum of each row's part."""
     rows: tuple[int, ...]
     """The rows that have one, in the order of `values`."""
+    num_classes: int = 0
+    """How many numbers of a classifier come behind each row's sum."""
+    classified: frozenset[int] = frozenset()
+    """The rows for which these are wanted, and not the sum."""
 
     def read(self) -> dict[int, NDArray[np.float32]]:
-        """Row to values, float32[E]. Blocks until they are on the host."""
+        """Row to values, float32[E] or float32[classes]. Blocks until they are on the host."""
         values = np.array(self.values)  # a copy: on CPU it would keep the device's array
-        return {row: values[i] for i, row in enumerate(self.rows)}
+        size = values.shape[1] - self.num_classes
+        return {
+            row: values[i, size:] if row in self.classified else values[i, :size]
+            for i, row in enumerate(self.rows)
+        }
 
 
 def wanted(plan: Plan, slots: Slots) -> Parts:
@@ -44,24 +53,37 @@ def wanted(plan: Plan, slots: Slots) -> Parts:
     for i, row in enumerate(plan.rows):
         end = at + row.num_tokens
         if i in plan.pooled:
-            parts[i] = at + plan.pooled[i], end
+            reading = slots.request(row).reading
+            is_first = reading is not None and reading.pooling is Pooling.FIRST_TOKEN
+            parts[i] = at + plan.pooled[i], at + 1 if is_first else end
         elif row.samples and row.slot in chosen:
             parts[i] = end - 1, end
         at = end
     return parts
 
 
+def classified(plan: Plan, slots: Slots) -> frozenset[int]:
+    """The rows of this plan whose classes are asked for."""
+    readings = ((i, slots.request(plan.rows[i]).reading) for i in plan.pooled)
+    return frozenset(i for i, reading in readings if reading is not None and reading.classes)
+
+
 def compute(
-    parts: Parts, *, most_tokens: int, program: Callable[[NDArray[np.int32]], jax.Array]
+    parts: Parts,
+    *,
+    most_tokens: int,
+    num_classes: int,
+    classified: frozenset[int],
+    program: Callable[[NDArray[np.int32]], jax.Array],
 ) -> HiddenRows | None:
     """Dispatches the `program` for these parts; None where there are none. `most_tokens`: of any step, the
-    program's size.
+    program's size. The others are those of `HiddenRows`.
     """
     if not parts:
         return None
     values = program(sums_buffer(parts, most_tokens))
     values.copy_to_host_async()
-    return HiddenRows(values, tuple(parts))
+    return HiddenRows(values, tuple(parts), num_classes, classified)
 
 
 def sums_buffer(parts: Parts, most_tokens: int) -> NDArray[np.int32]:

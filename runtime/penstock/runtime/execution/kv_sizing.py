@@ -221,11 +221,20 @@ def _pages_for_all(group: CacheGroup, config: ResolvedConfig, pages_per_row: int
     return min(equal, used + min(used, max(equal - used, 0) // 2))
 
 
-def prefix_cache_pages(config: EngineConfig, *, has_state: bool, num_snapshots: int) -> int | None:
+def prefix_cache_pages(
+    config: EngineConfig, *, has_state: bool, num_snapshots: int, reads_whole: bool = False
+) -> int | None:
     """`EngineConfig.prefix_cache_pages`, or 0 for a model with recurrent state of which no snapshots are
-    kept, because shared pages alone do not restore a request's state. ConfigError if such a model was given a
-    prefix cache.
+    kept, because shared pages alone do not restore a request's state; and for one that reads each text whole.
+    ConfigError if such a model was given a prefix cache.
     """
+    if reads_whole:
+        if config.prefix_cache_pages:
+            raise ConfigError(
+                f"prefix_cache_pages: must be 0 or left out, not {config.prefix_cache_pages}: what an "
+                "encoder makes of a token depends on those behind it"
+            )
+        return 0
     if not has_state or num_snapshots:
         return config.prefix_cache_pages
     if config.prefix_cache_pages:

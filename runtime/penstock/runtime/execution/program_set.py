@@ -231,7 +231,9 @@ class ProgramBuilder:
         return self._compiled(program, self.weights, hidden(), packed)
 
     def hidden_sums(self, hidden: Callable[[], jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
-        program = make_hidden_sums(self.rebuild, self._shapes, self.config.max_num_seqs)
+        program = make_hidden_sums(
+            self.rebuild, self._shapes, self.config.max_num_seqs, has_classes=self.config.num_classes > 0
+        )
         packed = self._ints(1 + 2 * self._shapes.max_tokens)
         return self._compiled(program, self.weights, hidden(), packed)
 

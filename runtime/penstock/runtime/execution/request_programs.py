@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,11 +53,12 @@ def make_prompt_logprobs(
 
 
 def make_hidden_sums(
-    rebuild: Rebuild, shapes: StepShapes, max_rows: int
+    rebuild: Rebuild, shapes: StepShapes, max_rows: int, *, has_classes: bool = False
 ) -> Callable[[Weights, Array, Array], Array]:
     """A program that adds up hidden states after the final norm: (weights, `Forward.hidden`, packed) ->
-    float32[max_rows, E]. packed int32[1 + 2 * max_tokens] holds how many tokens there are, for each its index
-    in the step, and for each the row of the result that it is added to.
+    float32[max_rows, E], or [max_rows, E + classes], with what the classifier makes of their means.
+    packed int32[1 + 2 * max_tokens] holds how many tokens there are, for each its index in the step, and for
+    each the row of the result that it is added to.
     """
 
     def hidden_sums(weights: Weights, hidden: Array, packed: Array) -> Array:
@@ -68,7 +69,14 @@ def make_hidden_sums(
             rows = jnp.where(counts, tile.others, max_rows)
             return out.at[rows].add(model.normalized(hidden[tile.tokens]), mode="drop")
 
-        return _over_tiles(packed, shapes, step, jnp.zeros((max_rows, hidden.shape[1]), jnp.float32))
+        sums = _over_tiles(packed, shapes, step, jnp.zeros((max_rows, hidden.shape[1]), jnp.float32))
+        if not has_classes:
+            return sums
+        _, rows = packed[1:].reshape(2, -1)
+        rows = jnp.where(jnp.arange(rows.shape[0]) < packed[0], rows, max_rows)
+        counts = jnp.zeros((max_rows,), jnp.float32).at[rows].add(1, mode="drop")
+        means = sums / jnp.maximum(counts, 1)[:, None]
+        return jnp.concatenate([sums, cast("Any", model).classes(means)], axis=1)
 
     return hidden_sums
 

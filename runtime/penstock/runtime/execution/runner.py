@@ -301,6 +301,8 @@ class _Packed(NamedTuple):
     """See `prompt_logprobs.prompt_targets`."""
     parts: hidden_rows.Parts
     """See `hidden_rows.wanted`."""
+    classified: frozenset[int]
+    """The rows of these whose classes are wanted."""
     logprobs: Sequence[int | None]
     """See `AwaitingTokens`."""
     packed_ns: int
@@ -419,14 +421,16 @@ class ModelRunner:
         parts = hidden_rows.wanted(plan, slots)
         # A window program samples by itself and returns no hidden states, so a step that needs some cannot
         # use it.
-        window = plan.decode_only and not (constraints or targets or parts)
+        can_window = plan.decode_only and self.config.buckets.decodes
+        window = can_window and not (constraints or targets or parts)
         if window and self.config.vision is not None:
             window = not needs_sections(plan, slots.request)
         key = self.config.buckets.select(
             plan.num_tokens, len(plan.rows), window=window, num_steps=plan.num_steps
         )
         buffer, logprobs = slots.pack(plan, key, constraints), slots.logprobs(plan)
-        return _Packed(key, buffer, constraints, targets, parts, logprobs, time.monotonic_ns())
+        classified = hidden_rows.classified(plan, slots) if self.config.num_classes else frozenset[int]()
+        return _Packed(key, buffer, constraints, targets, parts, classified, logprobs, time.monotonic_ns())
 
     def _dispatch(self, plan: Plan, step: _Packed) -> PendingStep:
         """Call the step's programs, and wait for none of them."""
@@ -452,7 +456,11 @@ class ModelRunner:
             program=lambda buffer: calls.prompt_logprobs(hidden, buffer),
         )
         summed = hidden_rows.compute(
-            step.parts, most_tokens=most, program=lambda buffer: calls.hidden_sums(hidden, buffer)
+            step.parts,
+            most_tokens=most,
+            num_classes=self.config.num_classes,
+            classified=step.classified,
+            program=lambda buffer: calls.hidden_sums(hidden, buffer),
         )
         if step.constraints:
             return AwaitingChoice(

@@ -44,6 +44,8 @@ class RunnerConfig:
     feature_slots: int | None = None
     """Most requests with penalties or a bias that run at a time, see `RowState`; None: max_num_seqs, as for
     the scheduler."""
+    num_classes: int = 0
+    """How many numbers the model's classifier makes; 0: it has none."""
     max_logprobs: int = 20
     """Most likeliest tokens per position whose log-probabilities are computed."""
     threads: int = field(default_factory=available_processors)

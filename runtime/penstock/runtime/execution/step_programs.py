@@ -66,7 +66,7 @@ class StepModel(Protocol):
 
     def normalized(self, hidden: Array) -> Array:
         """Hidden states [R, E] -> the same after the final norm, which `logits` multiplies by the head,
-        float32 [R, E].
+        float32 [R, E]. A model with a classifier also has `classes`, see `CausalLM.classes`.
         """
         ...
 

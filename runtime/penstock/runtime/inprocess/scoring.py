@@ -69,7 +69,7 @@ def embed(
     allowed = _truncation(truncation)
     cuts = allowed is not Truncation.REJECT
     token_ids = _ids_of_all(engine, "inputs", inputs, special=True, cuts=cuts)
-    prompts = [one.token_ids for one in fit_inputs(token_ids, allowed, info.max_model_len)]
+    prompts = [one.token_ids for one in fit_inputs(token_ids, allowed, info.room)]
     outputs = read(engine, prompts, [reading] * len(prompts), options, inbox)
     width = form.dimensions or info.hidden_size
     vectors = np.zeros((len(outputs), width), np.float32)
@@ -91,7 +91,7 @@ def score(
     parts = _ids_of_all(engine, "continuations", continuations, special=False)
     if not parts:
         return []
-    prompts = join(first, parts, engine.info.max_model_len)
+    prompts = join(first, parts, engine.info.room)
     readings = [PromptReading(scores_from=len(first))] * len(parts)
     outputs = read(engine, prompts, readings, options, inbox)
     return [Score.of(part, output.prompt_logprobs) for part, output in zip(parts, outputs, strict=True)]
@@ -201,7 +201,7 @@ def _token_ids(
     prompt = prompt_of(value)
     if engine.text is None and isinstance(value, str):
         raise UnsupportedFeature(["prompt"], "this model has no tokenizer")
-    room = engine.info.max_model_len
+    room = engine.info.room
     return encode(engine.text, prompt, room=room, cuts=cuts, add_special_tokens=special).token_ids
 
 

@@ -97,7 +97,7 @@ def config_for_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], direc
     """
     names = config.names.found_in(tensors)
     tied = config.tie_word_embeddings
-    if not (tied or names.decoder or f"{names.head}weight" in tensors):
+    if config.generates and not (tied or names.decoder or f"{names.head}weight" in tensors):
         _log.warning(
             "%s has a model without a head: it makes embeddings, but its texts would mean nothing",
             directory,

@@ -15,13 +15,14 @@ MODULES = "modules.json"
 _KNOWN = ("Transformer", "Pooling", "Normalize", "LogitScore")
 _SUPPORTED = {
     "pooling_mode_lasttoken": Pooling.LAST_TOKEN,
+    "pooling_mode_cls_token": Pooling.FIRST_TOKEN,
     "pooling_mode_mean_tokens": Pooling.MEAN,
 }
 
 
-def read_pooling(directory: Path) -> Pooling:
-    """The pooling of a checkpoint that was made for embeddings; the last token's for all others. ConfigError
-    where its files ask for another kind of pooling.
+def read_pooling(directory: Path, otherwise: Pooling) -> Pooling:
+    """The pooling of a checkpoint that was made for embeddings; `otherwise` for all others. ConfigError where
+    its files ask for another kind of pooling.
     """
     modules = _modules(directory)
     others = sorted({kind for kind, _ in modules if kind not in _KNOWN})
@@ -29,7 +30,7 @@ def read_pooling(directory: Path) -> Pooling:
         raise ConfigError(f"{directory / MODULES}: {', '.join(others)} is not supported in embeddings")
     paths = [path for kind, path in modules if kind == "Pooling"]
     if not paths:
-        return Pooling.LAST_TOKEN
+        return otherwise
     path = paths[0]
     config = read_json_object(path)
     modes = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]

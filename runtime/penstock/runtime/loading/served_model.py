@@ -42,6 +42,7 @@ from penstock.runtime.models.load_rules import LoadRules, RulesFor, Tensor
 from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules, model_dtype, state_of
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
 from penstock.runtime.ops.cache_spec import CacheSpec
+from penstock.runtime.requests.reader import Reader
 from penstock.runtime.requests.request import Pooling
 from penstock.runtime.requests.sampling import GenerationDefaults, read_generation_defaults
 from penstock.runtime.text.codec import TextCodec
@@ -86,6 +87,8 @@ class ServedModel:
     """What an embedding is made of where a request does not say it."""
     answer_token_ids: tuple[int, int] | None = None
     """The tokens that mean yes and no; None: its files name none."""
+    reader: Reader | None = None
+    """What it is, if it generates nothing; None: it generates."""
     vision: Vision | None = None
     """What it makes of pictures; None: it reads none."""
     image_processor: ImageProcessor | None = None
@@ -172,7 +175,7 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
         text=text,
         defaults=defaults,
         eos_token_ids=eos_token_ids,
-        pooling=read_pooling(directory),
+        pooling=read_pooling(directory, Pooling.LAST_TOKEN if config.encoder is None else Pooling.MEAN),
         answer_token_ids=read_answer_tokens(directory, config.vocab_size),
         vision=vision,
         image_processor=processor,
@@ -221,7 +224,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         eos_token_ids=facts.eos_token_ids,
         defaults=facts.defaults,
         text=facts.text,
-        skips_padding=facts.linear.packed,
+        skips_padding=facts.linear.packed and facts.config.encoder is None,
         is_native=nnx.merge(graphdef, shapes).is_native,
         rules=facts.rules,
         rules_for=partial(_rules_for, facts.config, facts.dtype, facts.linear, facts.rules),
@@ -231,6 +234,20 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         hidden_size=facts.config.hidden_size,
         pooling=facts.pooling,
         answer_token_ids=facts.answer_token_ids,
+        reader=reader_of(facts.config),
+    )
+
+
+def reader_of(config: ModelConfig) -> Reader | None:
+    """What the engine must know of a model that generates nothing; None for one that does."""
+    if config.generates:
+        return None
+    encoder, classifier = config.encoder, config.classifier
+    return Reader(
+        kind="a classifier" if classifier is not None else "an encoder",
+        reads_whole=encoder is not None,
+        token_types=1 if encoder is None else max(encoder.token_types, 1),
+        classes=None if classifier is None else classifier.classes,
     )
 
 

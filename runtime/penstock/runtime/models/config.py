@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from penstock.runtime.models.configs.encoder import ClassifierConfig, EncoderConfig
 from penstock.runtime.models.configs.recurrent import MambaConfig, RecurrentConfig
 from penstock.runtime.models.configs.tensor_names import USUAL, TensorNames
 from penstock.runtime.models.configs.vision import VisionConfig
@@ -29,10 +30,11 @@ Activation = Literal["silu", "gelu_tanh"]
 PlainActivation = Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 """The activation of an MLP without a gate. `relu2` is the square of ReLU; `xielu` has two learned numbers
 (Huang and Schlag 2024, arXiv 2411.13010)."""
-Norms = Literal["pre", "post", "sandwich", "parallel", "parallel_shared"]
+Norms = Literal["pre", "post", "sandwich", "parallel", "parallel_shared", "pre_mlp", "of_sums"]
 """Where the norms of a layer are: before attention and MLP, after them, or both. `parallel`: before both, and
 the MLP reads what attention reads, and not what attention has added to. `parallel_shared`: so, and by the
-same norm."""
+same norm. `pre_mlp`: before the MLP alone. `of_sums`: what attention, and the MLP, have added to is
+normalised."""
 NormKind = Literal["rms", "layer", "layer_without_bias", "layer_alone"]
 """What the norms of hidden states are: root mean square norms, or layer norms with weight and bias, with a
 weight, or with neither."""
@@ -129,7 +131,7 @@ class MLPConfig:
     """
 
     intermediate_size: int
-    activation: Activation = "silu"
+    activation: Activation | Literal["gelu"] = "silu"
     plain: PlainActivation | None = None
     bias: bool = False
     gate_multiplier: float = 1.0
@@ -246,18 +248,19 @@ class PerLayerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder.
+    """A decoder, or an encoder.
 
-    norm: what the norms of hidden states are. rms_norm_eps: in the roots of all norms. norm_offset: added to
-    the weights of all norms (Gemma's are stored as differences from one). embed_norm: embeddings are
-    normalised. positions_from: the entry that the first position has in a table of learned positions; None:
-    there is no such table. head_bias: of the head. embedding_scale: embeddings are multiplied by it.
-    logits_scale, logits_softcap: logits are multiplied by the first, and then l becomes softcap *
-    tanh(l / softcap). vision: what reads pictures; None: the model reads none. names: of the checkpoint's
-    tensors. dtype: that of the checkpoint, as config.json names it; None if it does not. devices: over how
-    many devices the model is cut (`cutting`); sizes of layers are those of one device then. whole: the model
-    before it was cut; None: it is not. vocab_pieces: into how many pieces the tokens of embeddings and head
-    are cut.
+    encoder: what only encoders have; None: the model is a decoder. classifier: what makes classes, in the
+    place of a head; None: there is none. norm: what the norms of hidden states are. rms_norm_eps: in the
+    roots of all norms. norm_offset: added to the weights of all norms (Gemma's are stored as differences from
+    one). embed_norm: embeddings are normalised. positions_from: the entry that the first position has in a
+    table of learned positions; None: there is no such table. head_bias: of the head. embedding_scale:
+    embeddings are multiplied by it. logits_scale, logits_softcap: logits are multiplied by the first, and
+    then l becomes softcap * tanh(l / softcap). vision: what reads pictures; None: the model reads none.
+    names: of the checkpoint's tensors. dtype: that of the checkpoint, as config.json names it; None if it
+    does not. devices: over how many devices the model is cut (`cutting`); sizes of layers are those of one
+    device then. whole: the model before it was cut; None: it is not. vocab_pieces: into how many pieces the
+    tokens of embeddings and head are cut.
     """
 
     architecture: str
@@ -275,6 +278,8 @@ class ModelConfig:
     logits_scale: float = 1.0
     logits_softcap: float | None = None
     per_layer: PerLayerConfig | None = None
+    encoder: EncoderConfig | None = None
+    classifier: ClassifierConfig | None = None
     vision: VisionConfig | None = None
     names: TensorNames = USUAL
     tie_word_embeddings: bool = False
@@ -289,6 +294,11 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def generates(self) -> bool:
+        """Whether the model has logits of a next token."""
+        return self.encoder is None and self.classifier is None
+
     def for_context(self, max_len: int) -> ModelConfig:
         """The model as a server computes it whose sequences have at most `max_len` tokens: LongRoPE has other
         frequencies in contexts beyond the one that the model was first trained on.
@@ -297,7 +307,9 @@ class ModelConfig:
 
     @property
     def cache(self) -> CacheSpec:
-        """What the model's cache holds."""
+        """What the model's cache holds: nothing for an encoder, which reads each text in one step."""
+        if self.encoder is not None:
+            return CacheSpec(())
         owners = [layer for layer in self.layers if layer.shares_kv_of is None]
         parts = (part for layer in owners for part in (layer.attention, layer.beside) if part is not None)
         return CacheSpec(tuple(map(_kept, parts)))

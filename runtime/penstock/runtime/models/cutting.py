@@ -106,6 +106,8 @@ def _problems(config: ModelConfig, devices: int, expert_parallel: bool) -> list[
         if devices % size:
             divides(what, size)
 
+    if devices > 1 and not config.generates:
+        return ["encoders and classifiers are served on one device"]
     for layer in config.layers:
         attention = layer.attention
         if layer.beside is not None:

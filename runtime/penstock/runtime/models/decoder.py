@@ -24,6 +24,7 @@ from penstock.runtime.models.config import (
 )
 from penstock.runtime.models.configs.recurrent import DeltaNetConfig, MambaConfig
 from penstock.runtime.models.layers.attention import Attention
+from penstock.runtime.models.layers.classifier import Classifier, no_logits
 from penstock.runtime.models.layers.delta_net import DeltaNet
 from penstock.runtime.models.layers.experts import Experts
 from penstock.runtime.models.layers.images import MediaInputs
@@ -37,7 +38,7 @@ from penstock.runtime.models.layers.short_conv import ShortConv
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, logits
 from penstock.runtime.models.load_rules import Span
 from penstock.runtime.models.norms import Norm, Vector, hidden_norm
-from penstock.runtime.models.pools import PoolPlanners, Pools
+from penstock.runtime.models.pools import PooledModel, PoolPlanners
 from penstock.runtime.models.vision.inputs import VisionInputs
 from penstock.runtime.models.vision.tower import VisionTower
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, paged_attention
@@ -62,9 +63,10 @@ class DecoderLayer(nnx.Module):
             return hidden_norm(config, planners) if wanted else None
 
         self.is_parallel = ours.norms in ("parallel", "parallel_shared")
-        before = ours.norms in ("pre", "sandwich") or self.is_parallel
-        after = ours.norms in ("post", "sandwich")
-        self.attention_norm = norm(wanted=before)
+        before = ours.norms in ("pre", "sandwich", "pre_mlp") or self.is_parallel
+        after = ours.norms in ("post", "sandwich", "of_sums")
+        self.norms_sums = ours.norms == "of_sums"
+        self.attention_norm = norm(wanted=before and ours.norms != "pre_mlp")
         self.self_attn = _attention(config, layer, dtype, linear, planners)
         self.attention_out_norm = norm(wanted=after)
         has_mlp = ours.mlp is not None
@@ -102,15 +104,16 @@ class DecoderLayer(nnx.Module):
         the model has such, [T, size].
         """
         with jax.named_scope("attention"):
-            joined = Residual(self.attention_out_norm, self.multiplier, self.joins_natively)
+            joined, summed_norm = self._joined(self.attention_out_norm, self.multiplier)
             joined_x, kept = self.self_attn(x, self.attention_norm, joined, kv[0], inputs)
+            joined_x = joined_x if summed_norm is None else summed_norm(joined_x, inputs.pools)
             new_kv = [kept]
             if self.beside is not None:
                 joined = Residual(None, self.beside_multiplier, self.joins_natively, onto=joined_x)
                 joined_x, state = self.beside(x, self.attention_norm, joined, kv[1], inputs)
                 new_kv.append(state)
         with jax.named_scope("mlp"):
-            joined = Residual(self.mlp_out_norm, self.mlp_multiplier, self.joins_natively)
+            joined, summed_norm = self._joined(self.mlp_out_norm, self.mlp_multiplier)
             if self.mlp is None:
                 x = joined_x
             elif self.is_parallel:
@@ -118,9 +121,17 @@ class DecoderLayer(nnx.Module):
                 x = joined_x + self.mlp.alone(x, self.mlp_norm or self.attention_norm, inputs)
             else:
                 x = self.mlp(joined_x, self.mlp_norm, joined, inputs)
+            x = x if summed_norm is None else summed_norm(x, inputs.pools)
         if self.per_layer is not None and of_layer is not None:
             x = self.per_layer(x, of_layer, inputs)
         return x if self.layer_scalar is None else x * self.layer_scalar(inputs.pools)[None], new_kv
+
+    def _joined(self, norm: Norm | None, multiplier: float) -> tuple[Residual, Norm | None]:
+        """How a part joins the residual stream, and the norm of the sum, if that has one. `norm` is that of
+        the part or of the sum.
+        """
+        of_part, of_sum = (None, norm) if self.norms_sums else (norm, None)
+        return Residual(of_part, multiplier, self.joins_natively), of_sum
 
 
 def _attention(
@@ -128,7 +139,7 @@ def _attention(
 ) -> Attention | LatentAttention | ShortConv | DeltaNet | Mamba:
     """The module of a layer's attention, or of what stands in its place."""
     ours = config.layers[layer].attention
-    group = config.cache.group_of[config.cache_entries[layer]]
+    group = 0 if config.encoder is not None else config.cache.group_of[config.cache_entries[layer]]
     if isinstance(ours, AttentionConfig):
         return Attention(config, ours, layer, group, dtype, linear, planners)
     if isinstance(ours, LatentConfig):
@@ -155,7 +166,7 @@ def _mlp(
     return MLP(config, mlp, dtype, linear, planners)
 
 
-class CausalLM(nnx.Module):
+class CausalLM(PooledModel):
     """Embedding, layers, final norm and head, with parameters and activations in `dtype`.
 
     It is built with zero weights: make it under `nnx.eval_shape` (`params.abstract_model`) and merge a state.
@@ -192,7 +203,7 @@ class CausalLM(nnx.Module):
         cuts = {"lm_head": (Span(pieces, vocab // pieces),)}
         self.lm_head = (
             None
-            if tied
+            if tied or config.classifier is not None
             else Linear(
                 hidden,
                 of_head,
@@ -203,23 +214,11 @@ class CausalLM(nnx.Module):
                 cuts=cuts,
             )
         )
+        classes = config.classifier
+        self.classifier = None if classes is None else Classifier(config, classes, dtype, planners)
         vision = config.vision
         self.visual = None if vision is None else VisionTower(vision, dtype, linear, planners)
-        num_vectors = planners.vectors.size
-        self.vectors = nnx.Param(jnp.zeros((num_vectors,), dtype)) if num_vectors else None
-        num_scales, num_floats = planners.scales.size, planners.floats.size
-        self.scales = nnx.Param(jnp.zeros((num_scales,), jnp.float32)) if num_scales else None
-        self.floats = nnx.Param(jnp.zeros((num_floats,), jnp.float32)) if num_floats else None
-        self.padding = planners.padding
-
-    @property
-    def pools(self) -> Pools:
-        """The small parameters of all layers."""
-        return Pools(
-            jnp.zeros((1,), self.embed_tokens.dtype) if self.vectors is None else self.vectors[...],
-            None if self.scales is None else self.scales[...],
-            None if self.floats is None else self.floats[...],
-        )
+        self.take_pools(planners, dtype)
 
     @property
     def is_native(self) -> bool:
@@ -301,6 +300,8 @@ class CausalLM(nnx.Module):
         Pass only the rows that sample, because the head is wide.
         """
         config = self.config
+        if self.classifier is not None:
+            return no_logits(hidden)
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         with jax.named_scope("head"):
             return logits(
@@ -312,3 +313,10 @@ class CausalLM(nnx.Module):
                 scale=config.logits_scale,
                 softcap=config.logits_softcap,
             )
+
+    def classes(self, pooled: jax.Array) -> jax.Array:
+        """Pooled hidden states [R, E] -> a number for each class, float32 [R, classes]; for a model with a
+        classifier.
+        """
+        assert self.classifier is not None, "the model has no classifier"
+        return self.classifier(pooled, self.pools)

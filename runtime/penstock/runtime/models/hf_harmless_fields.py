@@ -6,8 +6,9 @@ from typing import Final
 
 # Training, bookkeeping, and transformers' own execution choices.
 _NOT_INFERENCE = """
-    architectures attention_dropout attn_implementation classifier_dropout
-    attn_pdrop cross_attention_hidden_size dropout embd_pdrop embedding_dropout finetuning_task
+    architectures attention_dropout attention_probs_dropout_prob attn_implementation
+    attn_pdrop classifier_dropout cross_attention_hidden_size dropout embd_pdrop embedding_dropout
+    finetuning_task
     gradient_checkpointing hidden_dropout hidden_dropout_prob id2label initializer_range
     is_llama_config keys_to_ignore_at_inference label2id license max_sequence_length
     model_max_length name_or_path num_labels output_attentions output_hidden_states

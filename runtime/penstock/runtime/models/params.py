@@ -58,7 +58,7 @@ def _abstract_model(
     config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat
 ) -> tuple[nnx.GraphDef[CausalLM], ModelState]:
     build = family_of(config.architecture).build
-    return nnx.split(nnx.eval_shape(lambda: build(config, dtype, linear)))
+    return nnx.split(cast(CausalLM, nnx.eval_shape(lambda: build(config, dtype, linear))))  # or an Encoder
 
 
 def load_rules(

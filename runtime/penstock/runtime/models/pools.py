@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from penstock.runtime.models.load_rules import Padding, ParamPath
 
@@ -92,3 +94,25 @@ class PoolPlanners:
     def padding(self) -> tuple[Padding, ...]:
         """The columns between places of all pools."""
         return self.vectors.padding + self.scales.padding + self.floats.padding
+
+
+class PooledModel(nnx.Module):
+    """A model with pools, of which its parts have taken places."""
+
+    def take_pools(self, planners: PoolPlanners, dtype: jnp.dtype) -> None:
+        """Make the pools, once all parts have taken their places."""
+        num_vectors = planners.vectors.size
+        self.vectors = nnx.Param(jnp.zeros((num_vectors,), dtype)) if num_vectors else None
+        num_scales, num_floats = planners.scales.size, planners.floats.size
+        self.scales = nnx.Param(jnp.zeros((num_scales,), jnp.float32)) if num_scales else None
+        self.floats = nnx.Param(jnp.zeros((num_floats,), jnp.float32)) if num_floats else None
+        self.padding, self.dtype = planners.padding, dtype
+
+    @property
+    def pools(self) -> Pools:
+        """The small parameters of all layers."""
+        return Pools(
+            jnp.zeros((1,), self.dtype) if self.vectors is None else self.vectors[...],
+            None if self.scales is None else self.scales[...],
+            None if self.floats is None else self.floats[...],
+        )

@@ -10,6 +10,7 @@ from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.families import (
     deepseek,
     dense,
+    encoders,
     gemma,
     gemma4,
     gpt_oss,
@@ -35,6 +36,7 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
     **llama.FAMILIES,
     **deepseek.FAMILIES,
     **dense.FAMILIES,
+    **encoders.FAMILIES,
     **gemma.FAMILIES,
     **gemma4.FAMILIES,
     **granite_hybrid.FAMILIES,

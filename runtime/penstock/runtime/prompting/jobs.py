@@ -161,7 +161,7 @@ def prepare_job(engine: TextEngine, job: Job) -> PreparedJob:
     """Tokenizes the prompt, cuts it to fit, compiles the grammar and makes a request for each output. Raises
     InvalidRequest, PromptTooLong, CostlyGrammar, or UnavailableError where compiling takes too long.
     """
-    room = engine.info.max_model_len
+    room = engine.info.room
     encoded = encode(engine.text, job.prompt, room=room, cuts=job.cuts, reader=engine.images)
     prompt = fit(encoded.token_ids, job.context, job.stopping, room)
     words = word_ids(engine.text, job.bad_words)

@@ -52,6 +52,8 @@ class Pooling(enum.Enum):
 
     LAST_TOKEN = "last_token"
     """Of the last token alone."""
+    FIRST_TOKEN = "first_token"
+    """Of the first token alone, which encoders make for it."""
     MEAN = "mean"
     """Of all tokens: their mean."""
 
@@ -61,7 +63,9 @@ class PromptReading:
     """Exactly one of the two is given."""
 
     pooling: Pooling | None = None
-    """The embedding that is wanted."""
+    """The embedding that is wanted, or what classes are made of."""
+    classes: bool = False
+    """Whether the numbers of a classifier are wanted in the place of the embedding."""
     scores_from: int | None = None
     """The position of the first token whose log-probability is wanted. `Request.prompt_logprobs` says how
     many likeliest tokens are wanted beside it."""

@@ -204,6 +204,8 @@ class Prefills:
         entering, shared = True, False
         while budget > 0:
             candidate = waiting.first(admit=draft.admit) if entering else None
+            if candidate is not None and self._config.whole_prompts and candidate.num_prompt > budget:
+                break  # it is the first of the next step
             if candidate is not None and not (underway and underway[0].rank < candidate.rank):
                 prefix = self._admission.may_enter(candidate, draft)
                 if prefix is not None and not self._pictures.can_begin(candidate, prefix.num_computed, draft):

@@ -49,6 +49,8 @@ class SchedulerConfig:
     """Most sequences with penalties or a bias that run at a time; None: as many as there are slots."""
     max_prefill_chunk: int | None = None
     """Most prompt tokens of one request in a step; None: the token budget is the only bound."""
+    whole_prompts: bool = False
+    """Whether each prompt is computed in one step, because its tokens attend to those behind them."""
     step_sizes: tuple[int, ...] = ()
     """Numbers of tokens, ascending, that steps are padded to; empty where padding costs nothing."""
     scheduling_policy: str = "fcfs"
@@ -159,6 +161,8 @@ class SchedulerConfig:
                 described = f"{item.num_tokens} tokens of one picture are more than the engine has room for"
                 raise InvalidRequest([Violation(f"media[{i}]", described)])
         num_prompt = len(request.prompt_token_ids)
+        if self.whole_prompts and num_prompt > self.max_num_batched_tokens:
+            raise PromptTooLong(num_prompt, self.max_num_batched_tokens)
         if num_prompt > self.max_model_len - 1:
             raise PromptTooLong(num_prompt, self.max_model_len - 1)
         capacity, max_tokens = self.capacity_tokens, request.stopping.max_tokens

@@ -120,7 +120,17 @@ class PromptValues:
     chunk before it was planned to add.
     """
 
-    __slots__ = ("_logprobs", "_num_known", "_num_planned", "_num_prompt", "_pooling", "_sum", "is_wanted")
+    __slots__ = (
+        "_count",
+        "_is_first",
+        "_logprobs",
+        "_num_known",
+        "_num_planned",
+        "_num_prompt",
+        "_pooling",
+        "_sum",
+        "is_wanted",
+    )
 
     def __init__(self, request: Request) -> None:
         reading = request.reading
@@ -135,6 +145,9 @@ class PromptValues:
         """Below this position, hidden states are added up already, or by chunks in flight."""
         if self._pooling is Pooling.LAST_TOKEN:
             self._num_planned = num_prompt - 1
+        self._is_first = self._pooling is Pooling.FIRST_TOKEN
+        is_mean = self._pooling is Pooling.MEAN and reading is not None and not reading.classes
+        self._count = num_prompt if is_mean else 1
         self._logprobs: list[TokenLogprobs] = []
         self._sum: NDArray[np.float64] | None = None
 
@@ -171,7 +184,7 @@ class PromptValues:
         first = max(self._num_planned, start)
         if first >= end:
             return None
-        self._num_planned = end
+        self._num_planned = self._num_prompt if self._is_first else end
         return first - start
 
     def add_hidden(self, hidden: NDArray[np.float32]) -> None:
@@ -182,8 +195,7 @@ class PromptValues:
         """The embedding, float32[E], once the last chunk is committed; None if none is wanted."""
         if self._pooling is None or self._sum is None:
             return None
-        count = self._num_prompt if self._pooling is Pooling.MEAN else 1
-        pooled: NDArray[np.float32] = (self._sum / count).astype(np.float32)
+        pooled: NDArray[np.float32] = (self._sum / self._count).astype(np.float32)
         return pooled
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.decoder import CausalLM
+from penstock.runtime.models.encoder import Encoder
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import ParamPath, Rows, Source, Stored, StoredAt
@@ -46,6 +47,8 @@ def tensor_name(path: ParamPath, names: Mapping[str, str]) -> str:
     """("layers", 0, "mlp_norm", "weight") -> "model.layers.0.post_attention_layernorm.weight", where `names`
     maps "mlp_norm" to "post_attention_layernorm". The head has no prefix.
     """
+    if path[0] == "classifier":  # of a decoder: one product
+        return f"score.{path[-1]}"
     name = ".".join(names.get(str(part), str(part)) for part in path)
     return name if path[0] == "lm_head" else f"model.{name}"
 
@@ -92,4 +95,4 @@ class ModelFamily:
     harmless: tuple[str, ...] = ()
     further_layers: bool = False
     copies: Callable[[ModelConfig], Mapping[str, str]] = tied_head
-    build: Callable[[ModelConfig, jnp.dtype, LinearFormat], CausalLM] = CausalLM
+    build: Callable[[ModelConfig, jnp.dtype, LinearFormat], CausalLM | Encoder] = CausalLM

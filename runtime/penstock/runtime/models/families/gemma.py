@@ -11,6 +11,8 @@ import functools
 from collections.abc import Mapping
 
 from penstock.runtime.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, Norms
+from penstock.runtime.models.configs.encoder import EncoderConfig
+from penstock.runtime.models.encoder import Encoder
 from penstock.runtime.models.families.family import SANDWICH_NORMS, ModelFamily, stored_plainly
 from penstock.runtime.models.families.reading import (
     every,
@@ -56,6 +58,7 @@ def _parse_gemma(architecture: str, fields: Fields) -> ModelConfig:
 
 def _parse_gemma2(architecture: str, fields: Fields, *, model_type: str, norms: Norms) -> ModelConfig:
     """Also VaultGemma, which has fewer norms."""
+    fields.only("use_bidirectional_attention", False)
     fields.only("model_type", model_type)
     sizes = read_sizes(fields, head_dim=256)
     rope = read_rope(fields, sizes.max_positions)
@@ -93,6 +96,11 @@ def _parse_gemma2(architecture: str, fields: Fields, *, model_type: str, norms: 
 
 def _parse_gemma3(architecture: str, fields: Fields) -> ModelConfig:
     fields.only("model_type", "gemma3_text")
+    looks_both_ways = architecture == "Gemma3TextModel"
+    if not looks_both_ways:
+        fields.only("use_bidirectional_attention", False)
+    if looks_both_ways and not fields.boolean("use_bidirectional_attention", False):
+        fields.problem("use_bidirectional_attention", "must be true: a decoder is a Gemma3ForCausalLM")
     sizes = read_sizes(fields, head_dim=256)
     bases = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_local_base_freq", 1e4)}
     ropes = read_ropes(fields, sizes.max_positions, bases)
@@ -108,7 +116,7 @@ def _parse_gemma3(architecture: str, fields: Fields) -> ModelConfig:
                 head_dim=sizes.head_dim,
                 scale=scale,
                 rope=ropes["full_attention" if window is None else "sliding_attention"],
-                window=window,
+                window=window // 2 + 1 if looks_both_ways and window is not None else window,
                 qkv_bias=bias,
                 o_bias=bias,
                 qk_norm="head",
@@ -127,13 +135,13 @@ def _parse_gemma3(architecture: str, fields: Fields) -> ModelConfig:
         norm_offset=1.0,
         embedding_scale=sizes.hidden_size**0.5,
         logits_softcap=_softcap(fields, "final_logit_softcapping", None),
+        encoder=_BOTH_WAYS if looks_both_ways else None,
     )
 
 
 def _shared(fields: Fields) -> tuple[float, bool, MLPConfig]:
     """What both read alike: the scale of scores, whether attention has biases, and the MLP."""
     fields.only("hidden_activation", "gelu_pytorch_tanh")
-    fields.only("use_bidirectional_attention", False)
     scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
     mlp = MLPConfig(intermediate_size=fields.integer("intermediate_size"), activation="gelu_tanh")
     return scale, fields.boolean("attention_bias", False), mlp
@@ -145,6 +153,7 @@ def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
     return value if name in fields else default
 
 
+_BOTH_WAYS = EncoderConfig(norm_embeddings=False, final_norm=True)
 _STORED = stored_plainly(SANDWICH_NORMS)
 _IGNORED = ("hidden_act",)
 """Both look at hidden_activation instead."""
@@ -163,5 +172,12 @@ FAMILIES: Mapping[str, ModelFamily] = {
     ),
     "Gemma3ForCausalLM": ModelFamily(
         parse=_parse_gemma3, stored=_STORED, ignored=(*_IGNORED, "_sliding_window_pattern")
+    ),
+    "Gemma3TextModel": ModelFamily(
+        parse=_parse_gemma3,
+        stored=_STORED,
+        ignored=(*_IGNORED, "_sliding_window_pattern"),
+        copies=lambda config: {},
+        build=Encoder,
     ),
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.runtime.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
+from penstock.runtime.models.families.classes import last_token_classifier
 from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.families.reading import read_layer_types, read_model, read_rope, read_sizes
 from penstock.runtime.models.hf_fields import Fields
@@ -79,7 +80,9 @@ def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
         )
         for window in _windows(fields, traits, sizes.num_layers)
     ]
-    return read_model(architecture, fields, sizes, layers, eps=traits.eps)
+    classifies = architecture.endswith("ForSequenceClassification")
+    classifier = last_token_classifier(fields) if classifies else None
+    return read_model(architecture, fields, sizes, layers, eps=traits.eps, classifier=classifier)
 
 
 def _windows(fields: Fields, traits: Traits, num_layers: int) -> tuple[int | None, ...]:
@@ -112,4 +115,8 @@ def family(traits: Traits) -> ModelFamily:
     return ModelFamily(parse=functools.partial(_parse, traits=traits), ignored=traits.ignored)
 
 
-FAMILIES: Mapping[str, ModelFamily] = {name: family(traits) for name, traits in TRAITS.items()}
+FAMILIES: Mapping[str, ModelFamily] = {
+    name: family(traits)
+    for generates, traits in TRAITS.items()
+    for name in (generates, generates.replace("ForCausalLM", "ForSequenceClassification"))
+}

@@ -21,7 +21,7 @@ from penstock.runtime.models.linear import Linear, LinearFormat, project, projec
 from penstock.runtime.models.load_rules import AXIS, Span
 from penstock.runtime.models.norms import HeadNorms, Norm, RMSNorm, Vector
 from penstock.runtime.models.pools import PoolPlanners
-from penstock.runtime.ops.attention import AttentionOptions
+from penstock.runtime.ops.attention import AttentionOp, AttentionOptions
 from penstock.runtime.ops.native.linear import HeadNorms as NativeNorms
 from penstock.runtime.ops.native.linear import can_rotate, rotate_qkv
 
@@ -125,7 +125,10 @@ class Attention(nnx.Module):
             first = jax.lax.axis_index(AXIS) * config.num_heads if config.pieces > 1 else 0
             every = jnp.asarray(alibi_slopes(config.num_heads * config.pieces, config.alibi))
             slopes = jax.lax.dynamic_slice_in_dim(every, first, config.num_heads)
-        out, kv = inputs.attention(
+        attend: AttentionOp = inputs.attention
+        if inputs.distances is not None:
+            attend = inputs.distances.attention(q, k, self.qkv_proj, pools, config.scale)
+        out, kv = attend(
             q,
             k,
             v,

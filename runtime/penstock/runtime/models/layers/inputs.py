@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock.runtime.models import rope
 from penstock.runtime.models.config import QueryScaling
+from penstock.runtime.models.layers.distances import Distances
 from penstock.runtime.models.linear import Linear, add_normalised, add_projected, project
 from penstock.runtime.models.norms import LayerNorm, Norm
 from penstock.runtime.models.pools import Pools
@@ -58,6 +59,8 @@ class LayerInputs(NamedTuple):
     pools: Pools
     shared_kv: dict[int, tuple[jax.Array, jax.Array]]
     """Layer to its keys and values of this step [T, K, D], for later layers that share them."""
+    distances: Distances | None = None
+    """What an encoder adds to scores for how far apart query and key are; None: nothing."""
 
     @property
     def num_tokens(self) -> jax.Array:

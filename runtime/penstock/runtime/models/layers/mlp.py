@@ -46,7 +46,11 @@ class MLP(nnx.Module):
     @property
     def is_native(self) -> bool:
         """Whether native kernels compute this layer, or XLA by one rounded operation for each element."""
-        is_exact = self.gate_multiplier == 1.0 and self.plain in (None, "relu", "relu2")
+        is_exact = (
+            self.gate_multiplier == 1.0
+            and self.plain in (None, "relu", "relu2")
+            and self.activation != "gelu"
+        )
         return is_exact and all(linear.packed for linear in (self.gate_up_proj, self.down_proj))
 
     def __call__(self, x: jax.Array, norm: Norm | None, residual: Residual, inputs: LayerInputs) -> jax.Array:
@@ -63,9 +67,12 @@ class MLP(nnx.Module):
             both = project(self.gate_up_proj, x, rows, pools, norm=norm).astype(jnp.float32)
             factors = np.repeat(np.array([self.gate_multiplier, 1.0], np.float32), both.shape[1] // 2)
             return gated(self.activation, both * factors[None]).astype(x.dtype)
-        if self.plain is None:
+        if self.plain is None and self.activation != "gelu":
             return project_gated(self.gate_up_proj, x, rows, pools, norm=norm, activation=self.activation)
         up = project(self.gate_up_proj, x, rows, pools, norm=norm).astype(jnp.float32)
+        if self.plain is None:
+            gate, up = jnp.split(up, 2, axis=1)
+            return (_activated(gate, "gelu") * up).astype(x.dtype)
         if self.alpha_p is None or self.alpha_n is None:
             return _activated(up, self.plain).astype(x.dtype)
         alphas = (alpha(pools).astype(jnp.float32)[None] for alpha in (self.alpha_p, self.alpha_n))

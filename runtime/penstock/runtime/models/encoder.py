@@ -1,0 +1,143 @@
+"""Encoder: embeddings, layers that look both ways, and maybe a classifier, configured by `ModelConfig`.
+
+It has the layers of a decoder (`decoder.DecoderLayer`), which are given attention that looks both ways and no
+cache. What a model of this kind has besides is in `configs.encoder`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from penstock.runtime.models.config import AttentionConfig, ModelConfig
+from penstock.runtime.models.decoder import DecoderLayer
+from penstock.runtime.models.layers.classifier import Classifier, no_logits
+from penstock.runtime.models.layers.distances import Distances
+from penstock.runtime.models.layers.inputs import Angles, LayerInputs
+from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, project
+from penstock.runtime.models.norms import LayerNorm, hidden_norm
+from penstock.runtime.models.pools import PooledModel, PoolPlanners
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, paged_attention
+from penstock.runtime.ops.both_ways import attend_both_ways
+from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT, RecurrentOps
+
+
+class Encoder(PooledModel):
+    """It is built with zero weights: make it under `nnx.eval_shape` (`params.abstract_model`) and merge a
+    state.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, linear: LinearFormat = PLAIN) -> None:
+        encoder = config.encoder
+        assert encoder is not None, "the config is a decoder's"
+        self.config, self.encoder = config, encoder
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        width = encoder.embedding_size or hidden
+        planners = PoolPlanners.new()
+
+        def table(name: str, size: int, width: int) -> Embedding:
+            return Embedding(size, width, dtype, planners, name=name)
+
+        begin, positions = config.positions_from, config.max_position_embeddings
+        self.embed_tokens = table("embed_tokens", config.vocab_size, width)
+        self.embed_types = table("embed_types", encoder.token_types, width) if encoder.token_types else None
+        self.embed_positions = None if begin is None else table("embed_positions", begin + positions, width)
+        has_bias = config.norm == "layer"
+        self.embedding_norm = (
+            LayerNorm(width, eps, planners, bias=has_bias) if encoder.norm_embeddings else None
+        )
+        into = {"embedding_projection": hidden}
+        self.embedding_projection = (
+            None
+            if encoder.embedding_size is None
+            else Linear(width, into, dtype, planners, bias=True, linear=linear)
+        )
+        distances = encoder.distances
+        first = config.layers[0].attention
+        assert isinstance(first, AttentionConfig), "encoders have attention"
+        self.distances = (
+            None
+            if distances is None
+            else table("distances", distances.size, first.num_heads if distances.kind == "bias" else hidden)
+        )
+        has_norm = distances is not None and distances.norm
+        self.distances_norm = LayerNorm(hidden, eps, planners) if has_norm else None
+        self.layers = nnx.List(
+            [DecoderLayer(config, layer, dtype, linear, planners) for layer in range(config.num_layers)]
+        )
+        self.norm = hidden_norm(config, planners) if encoder.final_norm else None
+        classes = config.classifier
+        self.classifier = None if classes is None else Classifier(config, classes, dtype, planners)
+        self.take_pools(planners, dtype)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether native kernels compute all of it: there are none for attention that looks both ways."""
+        return False
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv: tuple[Any, ...],
+        metas: tuple[AttentionMeta, ...],
+        *,
+        attention: AttentionOp = paged_attention,
+        recurrent: RecurrentOps = XLA_RECURRENT,
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Whole texts of a ragged batch to their hidden states before the final norm, if there is one.
+
+        token_ids, positions: int32 [T]; a token of type t has the id t * vocab_size + id. metas: one, the row
+        of each token. The cache is empty, and what computes a decoder's attention is not asked.
+        """
+        encoder, pools = self.encoder, self.pools
+        types, ids = jnp.divmod(token_ids, np.int32(self.config.vocab_size))
+        x = self.embed_tokens(ids, pools)
+        if self.embed_types is not None:
+            x = x + self.embed_types(types, pools)
+        if self.config.embedding_scale != 1.0:
+            x = x * np.asarray(self.config.embedding_scale, x.dtype)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions + np.int32(self.config.positions_from or 0), pools)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x, pools)
+        if self.embedding_projection is not None:
+            x = project(self.embedding_projection, x, metas[0].num_tokens, pools)
+        inputs = LayerInputs(
+            angles=Angles(positions),
+            metas=metas,
+            attention=attend_both_ways,
+            recurrent=recurrent,
+            pools=pools,
+            shared_kv={},
+            distances=self._distances(),
+        )
+        for layer in encoder.passes or range(self.config.num_layers):
+            x, _ = self.layers[layer](x, [None], inputs)
+        return x, kv
+
+    def _distances(self) -> Distances | None:
+        config = self.encoder.distances
+        if config is None or self.distances is None:
+            return None
+        vectors = self.distances.weight[...]
+        norm = self.distances_norm
+        return Distances(config, vectors if norm is None else norm(vectors, self.pools))
+
+    def normalized(self, hidden: jax.Array) -> jax.Array:
+        """hidden [R, E] -> the same after the final norm, if there is one, float32 [R, E]."""
+        wide = hidden.astype(jnp.float32)
+        return wide if self.norm is None else self.norm(wide, self.pools)
+
+    def logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
+        """No token is chosen: [R, 1], see `no_logits`."""
+        return no_logits(hidden)
+
+    def classes(self, pooled: jax.Array) -> jax.Array:
+        """See `CausalLM.classes`."""
+        assert self.classifier is not None, "the model has no classifier"
+        return self.classifier(pooled, self.pools)

@@ -1,0 +1,117 @@
+"""Attention of encoders: each token attends to all tokens of its text, before it and behind it. In plain XLA,
+without a cache, because a text is computed in one step.
+
+The texts of a step lie flat, one behind the other, and no text is padded to the length of another. Queries
+are cut into the blocks of `AttentionMeta`. A loop walks over the keys of all blocks' texts together, with an
+online softmax (Milakov and Gimelshein 2018), so that memory grows with the tokens and not with their square.
+With a window, a block begins at the first key that one of its queries sees, so the work is that of the
+window.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from penstock.runtime.ops.attention import AttentionMeta, AttentionOptions
+
+WIDTH = 64
+"""How many keys one iteration handles."""
+_MASKED = float(np.finfo(np.float32).min)
+
+
+class DistanceScores(NamedTuple):
+    """What is added to the score of a query and a key for the distance between them."""
+
+    entries: Array  # int32[2 * N - 1] the entry of each distance, query's position minus key's, from 1 - N on
+    by_queries: Array | None  # float32[T, H, entries] what it is for each query
+    by_keys: Array | None  # float32[T, H, entries] what it is for each key
+
+
+def attend_both_ways(
+    q: Array,
+    k_new: Array,
+    v_new: Array | None,
+    kv: Any,
+    meta: AttentionMeta,
+    options: AttentionOptions,
+    *,
+    distances: DistanceScores | None = None,
+) -> tuple[Array, Any]:
+    """Attention as `AttentionOp` has it, to all tokens of a row, which is a whole text.
+
+    q [T, H, D], k_new and v_new [T, KH, D] -> [T, H, D] in q's dtype. There is no cache, so `kv` is returned as
+    it is. With a window w, a token attends to those that are fewer than w positions away on either side.
+    Padding tokens hold finite values.
+    """
+    assert v_new is not None, "encoders have values"
+    k, v = k_new, v_new
+    num_tokens, num_heads, dim = q.shape
+    kv_heads = k.shape[1]
+    group = num_heads // kv_heads
+    num_blocks, block_q = meta.block_tokens.shape
+    firsts = (jnp.cumsum(meta.q_lens) - meta.q_lens)[meta.block_rows]
+    lengths = meta.q_lens[meta.block_rows]
+    q_pos = meta.block_positions
+    window = options.sliding_window
+    begin, count = jnp.zeros_like(firsts), lengths
+    if window is not None:
+        begin = jnp.maximum(jnp.where(q_pos[:, 0] >= 0, q_pos[:, 0], 0) - (window - 1), 0)
+        count = jnp.minimum(lengths - begin, block_q + 2 * (window - 1))
+    queries = q.astype(jnp.float32)[meta.block_tokens]
+    queries = queries.reshape(num_blocks, block_q, kv_heads, group, dim) * np.float32(options.scale)
+    lanes = (num_blocks, kv_heads, group, block_q)
+
+    def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak, total, acc = carry
+        k_pos = begin[:, None] + i * WIDTH + jnp.arange(WIDTH, dtype=jnp.int32)[None]
+        held = k_pos < lengths[:, None]
+        at = jnp.clip(firsts[:, None] + k_pos, 0, num_tokens - 1)
+        keys, values = k[at].astype(jnp.float32), v[at].astype(jnp.float32)
+        # What is no number must not be multiplied by zero: another text may have it.
+        values = jnp.where(held[:, :, None, None], values, 0.0)
+        scores = jnp.einsum("bqhgd,bkhd->bhgqk", queries, keys, precision=lax.Precision.HIGHEST)
+        apart = q_pos[:, :, None] - k_pos[:, None, :]
+        if distances is not None:
+            added = _of_distances(distances, apart, meta.block_tokens, at)
+            scores = scores + added.reshape(*lanes, WIDTH)
+        seen = held[:, None, :] & (q_pos[:, :, None] >= 0)
+        if window is not None:
+            seen = seen & (jnp.abs(apart) < window)
+        seen = seen[:, None, None]
+        scores = jnp.where(seen, scores, _MASKED)
+        new_peak = jnp.maximum(peak, scores.max(axis=-1))
+        weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0.0)
+        fade = jnp.exp(peak - new_peak)
+        product = jnp.einsum("bhgqk,bkhd->bhgqd", weights, values, precision=lax.Precision.HIGHEST)
+        return new_peak, total * fade + weights.sum(axis=-1), acc * fade[..., None] + product
+
+    init = (
+        jnp.full(lanes, _MASKED, jnp.float32),
+        jnp.zeros(lanes, jnp.float32),
+        jnp.zeros((*lanes, dim), jnp.float32),
+    )
+    used = jnp.where(q_pos[:, 0] >= 0, count, 0)
+    _, total, acc = lax.fori_loop(0, (used.max() + WIDTH - 1) // WIDTH, body, init)
+    out = (acc / jnp.maximum(total, 1e-30)[..., None]).transpose(0, 3, 1, 2, 4)
+    out = out.reshape(num_blocks * block_q, num_heads, dim)
+    return out[meta.token_places].astype(q.dtype), kv
+
+
+def _of_distances(scores: DistanceScores, apart: Array, q_at: Array, k_at: Array) -> Array:
+    """What is added to the scores of the queries of tokens `q_at` int32[B, Q] and the keys of tokens `k_at`
+    int32[B, K], `apart` int32[B, Q, K] positions: float32[B, H, Q, K].
+    """
+    longest = (scores.entries.shape[0] - 1) // 2
+    entry = scores.entries[jnp.clip(apart + longest, 0, 2 * longest)]
+    added = jnp.zeros((), jnp.float32)
+    if scores.by_queries is not None:
+        of_queries = scores.by_queries[q_at].transpose(0, 2, 1, 3)  # [B, H, Q, entries]
+        added = added + jnp.take_along_axis(of_queries, entry[:, None], axis=3)
+    if scores.by_keys is not None:
+        of_keys = scores.by_keys[k_at].transpose(0, 2, 3, 1)  # [B, H, entries, K]
+        added = added + jnp.take_along_axis(of_keys, entry[:, None], axis=2)
+    return added
