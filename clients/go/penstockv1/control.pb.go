@@ -237,7 +237,8 @@ type GetModelInfoResponse struct {
 	DefaultPooling Pooling `protobuf:"varint,16,opt,name=default_pooling,json=defaultPooling,proto3,enum=penstock.v1.Pooling" json:"default_pooling,omitempty"`
 	// What the files of the tokenizer say of it; only with include_tokenizer, and unset where the model has none.
 	Tokenizer *TokenizerInfo `protobuf:"bytes,17,opt,name=tokenizer,proto3" json:"tokenizer,omitempty"`
-	// What RerankRequest.method means that a request leaves out: RERANK_METHOD_YES_NO where the checkpoint says which
+	// What RerankRequest.method means that a request leaves out: RERANK_METHOD_CLASSIFIER for a classifier with one class
+	// (a cross-encoder), RERANK_METHOD_YES_NO where the checkpoint says which
 	// tokens mean yes and no, or its chat template knows the roles "query" and "document", else
 	// RERANK_METHOD_EMBEDDINGS. RERANK_METHOD_UNSPECIFIED on a server that lacks what this method needs, such as a chat
 	// template: it refuses requests without a method, and takes another one where FEATURE_RERANK is listed.

@@ -50,6 +50,8 @@ const (
 	Pooling_POOLING_LAST_TOKEN Pooling = 1
 	// The mean of the states of all tokens.
 	Pooling_POOLING_MEAN Pooling = 2
+	// The state of the first token, which encoders such as BERT make for it.
+	Pooling_POOLING_FIRST_TOKEN Pooling = 3
 )
 
 // Enum value maps for Pooling.
@@ -58,11 +60,13 @@ var (
 		0: "POOLING_UNSPECIFIED",
 		1: "POOLING_LAST_TOKEN",
 		2: "POOLING_MEAN",
+		3: "POOLING_FIRST_TOKEN",
 	}
 	Pooling_value = map[string]int32{
 		"POOLING_UNSPECIFIED": 0,
 		"POOLING_LAST_TOKEN":  1,
 		"POOLING_MEAN":        2,
+		"POOLING_FIRST_TOKEN": 3,
 	}
 )
 
@@ -105,6 +109,9 @@ const (
 	// The probability that the model answers "yes" and not "no" when its chat template shows it query and document, from
 	// 0 to 1. Each document counts as two outputs, one for each answer.
 	RerankMethod_RERANK_METHOD_YES_NO RerankMethod = 2
+	// The sigmoid of the one number that a classifier makes of query and document, which it reads together, from 0 to 1.
+	// Each document counts as an output.
+	RerankMethod_RERANK_METHOD_CLASSIFIER RerankMethod = 3
 )
 
 // Enum value maps for RerankMethod.
@@ -113,11 +120,13 @@ var (
 		0: "RERANK_METHOD_UNSPECIFIED",
 		1: "RERANK_METHOD_EMBEDDINGS",
 		2: "RERANK_METHOD_YES_NO",
+		3: "RERANK_METHOD_CLASSIFIER",
 	}
 	RerankMethod_value = map[string]int32{
 		"RERANK_METHOD_UNSPECIFIED": 0,
 		"RERANK_METHOD_EMBEDDINGS":  1,
 		"RERANK_METHOD_YES_NO":      2,
+		"RERANK_METHOD_CLASSIFIER":  3,
 	}
 )
 
@@ -2585,15 +2594,17 @@ const file_penstock_v1_types_proto_rawDesc = "" +
 	"tokenCount\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\rR\btokenIds\x121\n" +
 	"\blogprobs\x18\x03 \x01(\v2\x15.penstock.v1.LogprobsR\blogprobs\x12)\n" +
-	"\x10truncated_tokens\x18\x04 \x01(\rR\x0ftruncatedTokens*L\n" +
+	"\x10truncated_tokens\x18\x04 \x01(\rR\x0ftruncatedTokens*e\n" +
 	"\aPooling\x12\x17\n" +
 	"\x13POOLING_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12POOLING_LAST_TOKEN\x10\x01\x12\x10\n" +
-	"\fPOOLING_MEAN\x10\x02*e\n" +
+	"\fPOOLING_MEAN\x10\x02\x12\x17\n" +
+	"\x13POOLING_FIRST_TOKEN\x10\x03*\x83\x01\n" +
 	"\fRerankMethod\x12\x1d\n" +
 	"\x19RERANK_METHOD_UNSPECIFIED\x10\x00\x12\x1c\n" +
 	"\x18RERANK_METHOD_EMBEDDINGS\x10\x01\x12\x18\n" +
-	"\x14RERANK_METHOD_YES_NO\x10\x02*\x81\x01\n" +
+	"\x14RERANK_METHOD_YES_NO\x10\x02\x12\x1c\n" +
+	"\x18RERANK_METHOD_CLASSIFIER\x10\x03*\x81\x01\n" +
 	"\n" +
 	"Truncation\x12\x1a\n" +
 	"\x16TRUNCATION_UNSPECIFIED\x10\x00\x12\x15\n" +

@@ -193,7 +193,8 @@ class GetModelInfoResponse(_message.Message):
     default_pooling: _types_pb2.Pooling.ValueType
     """What EmbedRequest.pooling means that a request leaves out; POOLING_UNSPECIFIED on a server without FEATURE_EMBED."""
     default_rerank_method: _types_pb2.RerankMethod.ValueType
-    """What RerankRequest.method means that a request leaves out: RERANK_METHOD_YES_NO where the checkpoint says which
+    """What RerankRequest.method means that a request leaves out: RERANK_METHOD_CLASSIFIER for a classifier with one class
+    (a cross-encoder), RERANK_METHOD_YES_NO where the checkpoint says which
     tokens mean yes and no, or its chat template knows the roles "query" and "document", else
     RERANK_METHOD_EMBEDDINGS. RERANK_METHOD_UNSPECIFIED on a server that lacks what this method needs, such as a chat
     template: it refuses requests without a method, and takes another one where FEATURE_RERANK is listed.

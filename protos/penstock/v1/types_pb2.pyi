@@ -49,6 +49,8 @@ class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.Value
     """The state of the last token."""
     POOLING_MEAN: _Pooling.ValueType  # 2
     """The mean of the states of all tokens."""
+    POOLING_FIRST_TOKEN: _Pooling.ValueType  # 3
+    """The state of the first token, which encoders such as BERT make for it."""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
     """How the states of an input's tokens become one vector."""
@@ -59,6 +61,8 @@ POOLING_LAST_TOKEN: Pooling.ValueType  # 1
 """The state of the last token."""
 POOLING_MEAN: Pooling.ValueType  # 2
 """The mean of the states of all tokens."""
+POOLING_FIRST_TOKEN: Pooling.ValueType  # 3
+"""The state of the first token, which encoders such as BERT make for it."""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 class _RerankMethod:
@@ -77,6 +81,10 @@ class _RerankMethodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RerankMe
     """The probability that the model answers "yes" and not "no" when its chat template shows it query and document, from
     0 to 1. Each document counts as two outputs, one for each answer.
     """
+    RERANK_METHOD_CLASSIFIER: _RerankMethod.ValueType  # 3
+    """The sigmoid of the one number that a classifier makes of query and document, which it reads together, from 0 to 1.
+    Each document counts as an output.
+    """
 
 class RerankMethod(_RerankMethod, metaclass=_RerankMethodEnumTypeWrapper):
     """What the relevance of a document is computed from."""
@@ -90,6 +98,10 @@ as an output, and so does each document.
 RERANK_METHOD_YES_NO: RerankMethod.ValueType  # 2
 """The probability that the model answers "yes" and not "no" when its chat template shows it query and document, from
 0 to 1. Each document counts as two outputs, one for each answer.
+"""
+RERANK_METHOD_CLASSIFIER: RerankMethod.ValueType  # 3
+"""The sigmoid of the one number that a classifier makes of query and document, which it reads together, from 0 to 1.
+Each document counts as an output.
 """
 Global___RerankMethod: _TypeAlias = RerankMethod  # noqa: Y015
 

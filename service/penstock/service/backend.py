@@ -22,6 +22,7 @@ from penstock.runtime.loop.journal import Journal
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.profiling.profile import ProfileOptions, ProfileRun
+from penstock.runtime.requests.reader import Reader
 from penstock.runtime.requests.request import Finish, Pooling, PreparedPrompt, Request, StepOutput
 from penstock.runtime.requests.sampling import GenerationDefaults
 from penstock.runtime.scheduling.load import Load
@@ -53,6 +54,10 @@ class Info(Protocol):
     def hidden_size(self) -> int: ...
     @property
     def pooling(self) -> Pooling: ...
+    @property
+    def reader(self) -> Reader | None: ...
+    @property
+    def room(self) -> int: ...
     @property
     def answer_token_ids(self) -> tuple[int, int] | None: ...
     @property

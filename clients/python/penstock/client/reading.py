@@ -94,7 +94,7 @@ class Ranking:
     request_id: str
     model: str
     method: str
-    """What the relevance was computed from: "embeddings" or "yes_no"."""
+    """What the relevance was computed from: "embeddings", "yes_no" or "classifier"."""
     results: tuple[RankedDocument, ...]
     usage: Usage
     timing: Timing
@@ -111,6 +111,8 @@ class Pooling(enum.Enum):
     """That of the last token."""
     MEAN = "mean"
     """The mean of those of all tokens."""
+    FIRST_TOKEN = "first_token"
+    """That of the first token, which encoders make for it."""
 
 
 class RerankMethod(enum.Enum):
@@ -120,6 +122,8 @@ class RerankMethod(enum.Enum):
     """The cosine of the angle between the vectors of query and document, from -1 to 1."""
     YES_NO = "yes_no"
     """The probability that the model answers "yes" and not "no", shown query and document, from 0 to 1."""
+    CLASSIFIER = "classifier"
+    """The sigmoid of the one number that a classifier makes of query and document, from 0 to 1."""
 
 
 class ReadingOptions(TypedDict, total=False):

@@ -21,7 +21,7 @@ from penstock.runtime.errors import (
 from penstock.runtime.inprocess.active_ids import EmbeddedEngine
 from penstock.runtime.inprocess.options import prompt_of
 from penstock.runtime.prompting.prompts import Truncation, encode
-from penstock.runtime.prompting.results import Score, VectorForm, fit_inputs, join, naming
+from penstock.runtime.prompting.results import Score, VectorForm, fit_inputs, join, naming, special_around
 from penstock.runtime.requests.request import (
     CacheParams,
     FinishReason,
@@ -69,7 +69,8 @@ def embed(
     allowed = _truncation(truncation)
     cuts = allowed is not Truncation.REJECT
     token_ids = _ids_of_all(engine, "inputs", inputs, special=True, cuts=cuts)
-    prompts = [one.token_ids for one in fit_inputs(token_ids, allowed, info.room)]
+    around = special_around(engine.text, info.reader)
+    prompts = [one.token_ids for one in fit_inputs(token_ids, allowed, info.room, around)]
     outputs = read(engine, prompts, [reading] * len(prompts), options, inbox)
     width = form.dimensions or info.hidden_size
     vectors = np.zeros((len(outputs), width), np.float32)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature, Violation
+from penstock.runtime.requests.reader import Reader
 from penstock.runtime.text.interface import Text
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -32,13 +33,25 @@ class RelevanceMethod(enum.Enum):
     """The cosine of the angle between the vectors of query and document, from -1 to 1."""
     YES_NO = "yes_no"
     """The probability of "yes" against "no", from 0 to 1."""
+    CLASSIFIER = "classifier"
+    """The sigmoid of the one number of a classifier that reads query and document together, from 0 to 1."""
 
 
-def default_method(answers: tuple[int, int] | None, text: Text | None) -> RelevanceMethod:
-    """The method that the checkpoint is made for: that of yes and no where its files say which tokens mean
+def judges_pairs(reader: Reader | None) -> bool:
+    """Whether the model is a classifier with one class."""
+    return reader is not None and reader.classes is not None and len(reader.classes.labels) == 1
+
+
+def default_method(
+    answers: tuple[int, int] | None, text: Text | None, reader: Reader | None = None
+) -> RelevanceMethod:
+    """The method that the checkpoint is made for: that of the classifier for one with one class; that of
+    vectors for other models that generate nothing; that of yes and no where its files say which tokens mean
     these (`answers`), or its chat template knows queries and documents; that of vectors for all others.
     """
-    judges = answers is not None or (text is not None and _knows_pairs(text))
+    if reader is not None:
+        return RelevanceMethod.CLASSIFIER if judges_pairs(reader) else RelevanceMethod.EMBEDDINGS
+    judges = answers is not None or (text is not None and knows_pairs(text))
     return RelevanceMethod.YES_NO if judges else RelevanceMethod.EMBEDDINGS
 
 
@@ -62,7 +75,7 @@ def judged(text: Text, instruction: str, query: str, document: str) -> str:
     Thinking is switched off. InvalidRequest where the template refuses them.
     """
     turns: Sequence[Mapping[str, str]]
-    if _knows_pairs(text):
+    if knows_pairs(text):
         turns = (
             {"role": "system", "content": instruction},
             {"role": "query", "content": query},
@@ -74,9 +87,23 @@ def judged(text: Text, instruction: str, query: str, document: str) -> str:
     return text.render_turns(turns, {"enable_thinking": False, "thinking": False})
 
 
-def _knows_pairs(text: Text) -> bool:
+def knows_pairs(text: Text) -> bool:
+    """Whether the chat template knows the roles "query" and "document"."""
     template = text.default_template
     return all(f"'{role}'" in template or f'"{role}"' in template for role in _ROLES)
+
+
+def pair_ids(text: Text, reader: Reader, query: str, document: str, vocab_size: int) -> tuple[int, ...]:
+    """The token ids of query and document as a classifier reads them: as the tokenizer puts two texts
+    together, with the types of their tokens if the model has such; or, of a decoder, what a template makes of
+    them that knows both.
+    """
+    if not reader.reads_whole and knows_pairs(text):
+        return tuple(text.encode(judged(text, INSTRUCTION, query, document), add_special_tokens=False))
+    token_ids, types = text.encode_pair(query, document)
+    if reader.token_types == 1:
+        return tuple(token_ids)
+    return tuple(i + kind * vocab_size for i, kind in zip(token_ids, types, strict=True))
 
 
 def yes_against_no(yes: float, no: float) -> float:

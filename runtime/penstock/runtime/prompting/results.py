@@ -7,6 +7,7 @@ vectors, or log-probabilities, which are a `Score`. `fit_inputs` and `join` fit 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,10 @@ from numpy.typing import NDArray
 
 from penstock.runtime.chat.messages import ChatTurn, ToolCall
 from penstock.runtime.errors import InvalidRequest, PromptTooLong, Violation
-from penstock.runtime.prompting.prompts import ContextParams, Fitted, Truncation, fit
+from penstock.runtime.prompting.prompts import ContextParams, Fitted, Truncation, cut, fit
+from penstock.runtime.requests.reader import Reader
 from penstock.runtime.requests.request import Finish, RequestTiming, StoppingParams, TokenLogprobs
+from penstock.runtime.text.interface import Text
 
 _NO_STOPPING = StoppingParams()
 
@@ -254,20 +257,51 @@ def naming(field: str, bad: list[Violation]) -> Iterator[None]:
         bad += [Violation(field, violation.description) for violation in error.violations]
 
 
-def fit_inputs(inputs: Sequence[tuple[int, ...]], truncation: Truncation, room: int) -> list[Fitted]:
-    """Cuts the inputs of which embeddings are made. InvalidRequest names all that are empty, or too long
+def fit_inputs(
+    inputs: Sequence[tuple[int, ...]],
+    truncation: Truncation,
+    room: int,
+    around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+) -> list[Fitted]:
+    """Cuts the inputs of which embeddings are made. Special tokens `around` an input stay, and what is
+    between them is cut. InvalidRequest names all that are empty, or too long
     where nothing may be cut.
     """
     context, bad = ContextParams(truncation), list[Violation]()
     fitted: list[Fitted] = []
     for i, token_ids in enumerate(inputs):
         with naming(f"inputs[{i}]", bad):
-            fitted.append(fit(token_ids, context, _NO_STOPPING, room))
+            kept = _cut_within(token_ids, truncation, room - 1, around)
+            one = fit(kept, context, _NO_STOPPING, room)
+            num_truncated = one.num_truncated + len(token_ids) - len(kept)
+            fitted.append(dataclasses.replace(one, num_truncated=num_truncated))
         if not token_ids:
             bad.append(Violation(f"inputs[{i}]", "has no tokens"))
     if bad:
         raise InvalidRequest(bad)
     return fitted
+
+
+def special_around(text: Text | None, reader: Reader | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The special tokens around a text that stay when it is cut: those of a model that reads texts whole."""
+    if text is None or reader is None or not reader.reads_whole:
+        return (), ()
+    return text.special_around
+
+
+def _cut_within(
+    token_ids: tuple[int, ...],
+    truncation: Truncation,
+    most: int,
+    around: tuple[tuple[int, ...], tuple[int, ...]],
+) -> tuple[int, ...]:
+    before, behind = around
+    end = len(token_ids) - len(behind)
+    inner = most - len(before) - len(behind)
+    is_around = token_ids[: len(before)] == before and token_ids[end:] == behind
+    if truncation is Truncation.REJECT or len(token_ids) <= most or inner < 1 or not is_around:
+        return token_ids
+    return before + cut(token_ids[len(before) : end], inner, truncation) + behind
 
 
 def join(

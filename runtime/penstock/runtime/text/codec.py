@@ -20,7 +20,7 @@ from penstock.runtime.chat.template import ChatTemplates, render, render_here, r
 from penstock.runtime.chat.template_reading import check_template, variables_of
 from penstock.runtime.chat.template_sandbox import TemplateFailed, TemplateSandbox
 from penstock.runtime.chat.tool_formats import harmony
-from penstock.runtime.errors import ConfigError, InvalidRequest
+from penstock.runtime.errors import ConfigError, InvalidRequest, UnsupportedFeature
 from penstock.runtime.model_files import check_downloaded, read_json_object
 from penstock.runtime.text.decoder import (
     IncrementalDecoder,
@@ -241,6 +241,24 @@ class TextCodec:
             return self._tokenizer.encode(text, add_special_tokens)
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """The token ids of two texts that are read together, with special tokens, and the type of each token.
+        UnsupportedFeature where the tokenizer is not one of Hugging Face's fast ones.
+        """
+        if self._tokenizer.encode is not None:
+            raise UnsupportedFeature(["documents"], "the tokenizer does not put two texts together")
+        encoding = self._backend.encode(first, second)
+        return list(encoding.ids), list(encoding.type_ids)
+
+    @cached_property
+    def special_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The special tokens before and behind a text."""
+        inner, whole = (tuple(self.encode("a", add_special_tokens=special)) for special in (False, True))
+        for at in range(len(whole) - len(inner) + 1):
+            if whole[at : at + len(inner)] == inner:
+                return whole[:at], whole[at + len(inner) :]
+        return (), ()
 
     @property
     def chat_template(self) -> str:

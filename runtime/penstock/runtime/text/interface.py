@@ -80,6 +80,17 @@ class Text(Protocol):
         """The token ids of `text`."""
         ...
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """The token ids of two texts that are read together, with special tokens, and the type of each token.
+        UnsupportedFeature where the tokenizer cannot say.
+        """
+        ...
+
+    @property
+    def special_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The special tokens before and behind a text."""
+        ...
+
     def render_chat(self, chat: Chat | Sequence[Mapping[str, str]]) -> str:
         """The prompt that asks for the assistant's next turn. Raises InvalidRequest."""
         ...

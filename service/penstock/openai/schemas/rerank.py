@@ -54,7 +54,7 @@ class RelevanceBody(RequestBody):
     """How many tokens are kept from the start of each document."""
     instruction: str | None = None
     """What a model judges by that is asked for yes or no."""
-    method: Literal["embeddings", "yes_no"] | None = None
+    method: Literal["embeddings", "yes_no", "classifier"] | None = None
     priority: int | None = None
     """As in vLLM, a lower number is served first."""
 

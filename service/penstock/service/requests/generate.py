@@ -531,6 +531,13 @@ class Limits:
         return why if self.features.constraints else why | _WHY_NO_GRAMMARS
 
 
+def check_generates(limits: Limits, feature: str) -> None:
+    """Raise UnsupportedFeature where the model has no next token, which this needs."""
+    reader = limits.info.reader
+    if reader is not None:
+        raise UnsupportedFeature([feature], f"the model is {reader.kind}, which has no next token")
+
+
 def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest, limits: Limits) -> ServedJob:
     """Check the whole message.
 
@@ -540,6 +547,7 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     are not checked.
     """
     check_model(message.model, limits)
+    check_generates(limits, type(message).DESCRIPTOR.name.removesuffix("Request"))
     check_supported(message, limits.lacking, limits.why_lacking)
     bad = Violations()
     request_id = request_id_of(message.request_id, bad)

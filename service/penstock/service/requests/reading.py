@@ -14,6 +14,7 @@ from penstock.runtime.prompting.relevance import (
     RelevanceMethod,
     answer_tokens,
     default_method,
+    judges_pairs,
 )
 from penstock.runtime.prompting.results import VectorForm
 from penstock.runtime.requests.request import CacheParams, Pooling, StoppingParams
@@ -25,6 +26,7 @@ from penstock.service.requests.generate import (
     Limits,
     ServedJob,
     Violations,
+    check_generates,
     check_model,
     request_id_of,
     token_ids,
@@ -36,10 +38,12 @@ _NEED_TEXT: Refused = {"prompt": (), "inputs.text": (), "continuations.text": ()
 _POOLINGS = {
     types_pb2.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
     types_pb2.POOLING_MEAN: Pooling.MEAN,
+    types_pb2.POOLING_FIRST_TOKEN: Pooling.FIRST_TOKEN,
 }
 _METHODS = {
     types_pb2.RERANK_METHOD_EMBEDDINGS: RelevanceMethod.EMBEDDINGS,
     types_pb2.RERANK_METHOD_YES_NO: RelevanceMethod.YES_NO,
+    types_pb2.RERANK_METHOD_CLASSIFIER: RelevanceMethod.CLASSIFIER,
 }
 RERANK_METHODS = {method: value for value, method in _METHODS.items()}
 POOLINGS = {pooling: value for value, pooling in _POOLINGS.items()}
@@ -122,6 +126,7 @@ def to_embed_job(message: inference_pb2.EmbedRequest, limits: Limits) -> Reading
 def to_score_job(message: inference_pb2.ScoreRequest, limits: Limits) -> ReadingJob:
     """Check the whole message. Raises what `to_job` raises."""
     check_model(message.model, limits)
+    check_generates(limits, "Score")
     check_supported(message, _lacking(limits), WHY_NO_ADAPTERS)
     bad = Violations()
     prompt: Prompt = TextPrompt(message.prompt)
@@ -147,7 +152,12 @@ def answers_for(method: RelevanceMethod, limits: Limits) -> tuple[int, int] | No
     """
     if not limits.has_text:
         raise UnsupportedFeature(["Rerank"], "the model has no tokenizer")
+    if method is RelevanceMethod.CLASSIFIER:
+        if not judges_pairs(limits.info.reader):
+            raise UnsupportedFeature(["method"], "the model is no classifier with one class")
+        return None
     if method is RelevanceMethod.YES_NO:
+        check_generates(limits, "method")
         return answer_tokens(limits.info.answer_token_ids, limits.codec)
     if not limits.has_hidden_states:
         raise UnsupportedFeature(["method"], "the engine tells no hidden states")
@@ -170,7 +180,9 @@ def to_ranking_job(message: inference_pb2.RerankRequest, limits: Limits) -> Rank
         raise UnsupportedFeature(["Rerank"], "the model has no tokenizer")
     check_supported(message, _lacking(limits), WHY_NO_ADAPTERS)
     bad = Violations()
-    method: RelevanceMethod | None = default_method(limits.info.answer_token_ids, limits.codec)
+    method: RelevanceMethod | None = default_method(
+        limits.info.answer_token_ids, limits.codec, limits.info.reader
+    )
     if message.method != types_pb2.RERANK_METHOD_UNSPECIFIED:
         method = _METHODS.get(message.method)
         if method is None:
@@ -183,7 +195,8 @@ def to_ranking_job(message: inference_pb2.RerankRequest, limits: Limits) -> Rank
         bad.add("query", "must not be empty")
     if not message.documents:
         bad.add("documents", "at least one is required")
-    most = limits.max_outputs_queued // 2 if asks else limits.max_outputs_queued - 1
+    classifies = method is RelevanceMethod.CLASSIFIER
+    most = limits.max_outputs_queued // 2 if asks else limits.max_outputs_queued - (not classifies)
     if bad.allows("documents", len(message.documents), most, "documents"):
         for i, document in enumerate(message.documents):
             if not document:
@@ -198,7 +211,7 @@ def to_ranking_job(message: inference_pb2.RerankRequest, limits: Limits) -> Rank
         **common,
         prompt=TokenPrompt(()),
         parts=(),
-        n=2 * num_documents if asks else num_documents + 1,
+        n=2 * num_documents if asks else num_documents + (not classifies),
         pooling=None if asks else limits.info.pooling,
         query=message.query,
         documents=tuple(message.documents),
@@ -293,7 +306,7 @@ def _parts(
 
 def _ids(name: str, ids: Ids, limits: Limits, truncation: Truncation, bad: Violations) -> TokenPrompt:
     """Token ids, counted before anything walks over all of them."""
-    room = limits.info.max_model_len
+    room = limits.info.room
     most = room - 1 if truncation is Truncation.REJECT else most_cut_tokens(room)
     field = f"{name}.ids"
     if not bad.allows(field, len(ids), most, "ids"):

@@ -225,7 +225,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         sampling = types_pb2.SamplingParams(**dataclasses.asdict(info.defaults), n=1)
         specs = self._engine.tensor_specs() if request.include_tensors else ()
         text = self._engine.text
-        method = default_method(info.answer_token_ids, text)
+        method = default_method(info.answer_token_ids, text, info.reader)
         return control_pb2.GetModelInfoResponse(
             model=info.name,
             architecture=info.architecture,
@@ -250,9 +250,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         )
 
     def _features(self) -> list[control_pb2.Feature.ValueType]:
+        generates = self._engine.info.reader is None
         has = {
-            control_pb2.FEATURE_CHAT: self._limits.has_chat,
-            control_pb2.FEATURE_PROMPT_LOGPROBS: True,
+            control_pb2.FEATURE_CHAT: self._limits.has_chat and generates,
+            control_pb2.FEATURE_PROMPT_LOGPROBS: generates,
             control_pb2.FEATURE_JSON_SCHEMA: self._limits.has_grammars,
             control_pb2.FEATURE_REGEX: self._limits.has_grammars,
             control_pb2.FEATURE_ADAPTERS: self._adapters.are_on,
@@ -263,8 +264,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             control_pb2.FEATURE_PROFILE: self._profiles.are_on,
             control_pb2.FEATURE_IMAGES: self._engine.info.images is not None,
             control_pb2.FEATURE_EMBED: self._limits.has_hidden_states,
-            control_pb2.FEATURE_SCORE: True,
-            control_pb2.FEATURE_HIDDEN_STATES: self._limits.has_hidden_states,
+            control_pb2.FEATURE_SCORE: generates,
+            control_pb2.FEATURE_HIDDEN_STATES: self._limits.has_hidden_states and generates,
             control_pb2.FEATURE_NAMES: self._engine.text is not None and self._engine.text.shows_names,
             control_pb2.FEATURE_RERANK: any(can_rerank(one, self._limits) for one in RelevanceMethod),
         }
@@ -383,7 +384,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 self._engine.text,
                 prompt,
                 self._lanes,
-                room=max_model_len,
+                room=self._engine.info.room,
                 add_special_tokens=special,
                 # a text comes without images, also where it has places for some
                 reader=self._engine.images if isinstance(prompt, ChatPrompt) else None,

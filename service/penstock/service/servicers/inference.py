@@ -33,6 +33,7 @@ from penstock.runtime.prompting.prompts import (
     Prompt,
     TextPrompt,
     Truncation,
+    check_length,
     fit,
 )
 from penstock.runtime.prompting.relevance import (
@@ -41,11 +42,21 @@ from penstock.runtime.prompting.relevance import (
     check_fits,
     cosine,
     judged,
+    pair_ids,
     yes_against_no,
 )
-from penstock.runtime.prompting.results import Score, VectorForm, fit_inputs, join, merged_timing, naming
+from penstock.runtime.prompting.results import (
+    Score,
+    VectorForm,
+    fit_inputs,
+    join,
+    merged_timing,
+    naming,
+    special_around,
+)
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.images import MediaItem
+from penstock.runtime.requests.reader import sigmoid
 from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
@@ -444,11 +455,13 @@ class ServedReading(ServedRequest):
 
     async def _read(self) -> tuple[Sequence[Fitted], Sequence[PromptReading]]:
         """What the engine is to read for each output, and what of it is told."""
-        job, room = self._reading_job, self.serving.engine.info.max_model_len
+        job, info = self._reading_job, self.serving.engine.info
+        room = info.room
         special = job.pooling is not None  # a continuation gets no special tokens
         parts = await self._tokens_of_all(job, special=special)
         if job.pooling is not None:
-            fitted = fit_inputs(parts, job.truncation, room)
+            around = special_around(self.serving.engine.text, info.reader)
+            fitted = fit_inputs(parts, job.truncation, room, around)
             self.num_prompt_tokens = sum(len(one.token_ids) for one in fitted)
             readings = [PromptReading(pooling=job.pooling)] * len(fitted)
         else:
@@ -483,7 +496,7 @@ class ServedReading(ServedRequest):
             self.serving.engine.text,
             prompt,
             self.serving.lanes,
-            room=self.serving.engine.info.max_model_len,
+            room=self.serving.engine.info.room,
             cuts=truncation is not Truncation.REJECT,
             add_special_tokens=special,
         )
@@ -534,6 +547,8 @@ class ServedRanking(ServedReading):
         self._ranking = job.without_load()
         if job.method is RelevanceMethod.YES_NO:
             return await self._questions(job)
+        if job.method is RelevanceMethod.CLASSIFIER:
+            return await self._pairs(job)
         bad = list[Violation]()
         fitted: list[Fitted] = []
         async for i, text in in_turns(list(enumerate((job.query, *job.documents)))):
@@ -567,6 +582,28 @@ class ServedRanking(ServedReading):
             raise InvalidRequest(bad)
         return fitted, readings
 
+    async def _pairs(self, job: RankingJob) -> tuple[Sequence[Fitted], Sequence[PromptReading]]:
+        info = self.serving.engine.info
+        reader = info.reader
+        assert reader is not None, "conversion refuses models that are no classifiers"
+        assert reader.classes is not None, "as above"
+        bad = list[Violation]()
+        fitted: list[Fitted] = []
+        async for i, document in in_turns(list(enumerate(job.documents))):
+            with naming(f"documents[{i}]", bad):
+                kept = await self._cut(document, job.max_document_tokens)
+                texts = TextPrompt(job.query + kept)
+                check_length(texts, texts.text, self._text.max_token_chars, room=self._room, cuts=False)
+                work = partial(pair_ids, self._text, reader, job.query, kept, info.vocab_size)
+                token_ids = await self.serving.lanes.text(work, len(texts.text))
+                fitted.append(fit(token_ids, ContextParams(), job.stopping, self._room))
+                self.num_prompt_tokens += len(fitted[-1].token_ids)
+            _check_joined(self.num_prompt_tokens)
+        if bad:
+            raise InvalidRequest(bad)
+        reading = PromptReading(pooling=reader.classes.pooling, classes=True)
+        return fitted, [reading] * len(fitted)
+
     async def _cut(self, document: str, most: int | None) -> str:
         """The document, or the text of so many of its first tokens."""
         if most is None:
@@ -591,13 +628,19 @@ class ServedRanking(ServedReading):
 
     @property
     def _room(self) -> int:
-        return self.serving.engine.info.max_model_len
+        return self.serving.engine.info.room
 
     def relevances(self, outputs: Sequence[Taken]) -> list[tuple[float, int]]:
         """The relevance of each document, and the generation of the weights that computed it."""
         if self._ranking.method is RelevanceMethod.YES_NO:
             pairs = zip(outputs[::2], outputs[1::2], strict=True)
             return [(yes_against_no(_answer(yes), _answer(no)), no.weights_generation) for yes, no in pairs]
+        if self._ranking.method is RelevanceMethod.CLASSIFIER:
+            logits = (np.frombuffer(taken.hidden, "<f4").astype(np.float64) for taken in outputs)
+            return [
+                (float(sigmoid(logit)[0]), taken.weights_generation)
+                for logit, taken in zip(logits, outputs, strict=True)
+            ]
         query, *documents = (np.frombuffer(taken.hidden, "<f4") for taken in outputs)
         generations = [taken.weights_generation for taken in outputs[1:]]
         return [

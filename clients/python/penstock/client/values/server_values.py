@@ -100,9 +100,11 @@ class ModelInfo:
     hidden_size: int = 0
     """How many numbers a hidden state has, and so an embedding; 0 where the server sends neither."""
     default_pooling: str = "unspecified"
-    """What `embed` makes vectors of where a call does not say it: "last_token" or "mean"."""
+    """What `embed` makes vectors of where a call does not say it: "last_token", "mean" or
+    "first_token"."""
     default_rerank_method: str = "unspecified"
-    """What `rerank` computes relevance from where a call does not say it: "embeddings" or "yes_no"."""
+    """What `rerank` computes relevance from where a call does not say it: "embeddings", "yes_no"
+    or "classifier"."""
     tokenizer: TokenizerInfo | None = None
     """None unless it was asked for, and if the model has none."""
 
