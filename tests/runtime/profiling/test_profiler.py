@@ -86,29 +86,18 @@ def test_it_ends_without_steps_at_the_timeout_or_when_it_is_told(profiler: Profi
     assert not run.future.cancel()
 
 
-def test_there_is_one_profile_at_a_time(profiler: Profiler, tmp_path: Path) -> None:
+def test_there_is_one_profile_at_a_time_and_only_the_newest_stay(profiler: Profiler, tmp_path: Path) -> None:
     """Also when another engine of the process makes it. The next one may begin once the result is there."""
     other = Profiler(Steps())
-    run = profiler.start(tmp_path, LONG)
-    for another in (profiler, other):
-        with pytest.raises(ProfileUnderWay):
-            another.start(tmp_path, LONG)
-    run.stop()
-    run.result(WAIT_S)
-    for another in (profiler, other):
-        again = another.start(tmp_path, LONG)
-        again.stop()
-        again.result(WAIT_S)
-    assert len(list(tmp_path.iterdir())) == 3  # nothing is left of those that were refused
-
-
-def test_only_the_newest_stay(profiler: Profiler, tmp_path: Path) -> None:
     made = []
-    for _ in range(3):
-        run = profiler.start(tmp_path, LONG, 2)
+    for one in (profiler, other, profiler):
+        run = one.start(tmp_path, LONG, 2)
+        for another in (profiler, other):
+            with pytest.raises(ProfileUnderWay):
+                another.start(tmp_path, LONG, 2)
         run.stop()
         made.append(run.result(WAIT_S).folder)
-    assert sorted(tmp_path.iterdir()) == made[1:]
+    assert sorted(tmp_path.iterdir()) == made[1:]  # nothing is left of those that were refused
 
 
 def test_a_profile_that_cannot_be_written_leaves_nothing_and_the_next_one_can(

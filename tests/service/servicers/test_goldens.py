@@ -41,7 +41,7 @@ SERVED = (*product(["native"], (name for name in NAMES if name not in ROWS)), *p
 """The native kernels serve all families but those that are data, which weights/test_fresh.py serves, and
 XLA's attention one for each kind of attention and cache.
 """
-ALL_SIZES = ("qwen3", "llama", "mistral_swa")
+ALL_SIZES = ("qwen3", "mistral_swa")
 """What is served in chunks of every size."""
 
 

@@ -52,7 +52,13 @@ def accelerator() -> Backend:
 
 @pytest.fixture(
     scope="module",
-    params=["windows", "no overlap", "single steps", "as on an accelerator", "no layer has pages"],
+    params=[
+        "windows",
+        "no overlap",
+        "single steps",
+        pytest.param("as on an accelerator", marks=pytest.mark.sweep),  # it has most programs
+        "no layer has pages",
+    ],
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     made = {
