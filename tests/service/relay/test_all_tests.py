@@ -18,16 +18,21 @@ INSIDE = (
 )
 """These look into the gRPC server, which is in the front process then."""
 OF_THE_ENGINE = (
+    "servicers/chats/test_demo_tools.py",
+    "servicers/images/test_golden_images.py",
+    "servicers/test_cache_and_priority.py",
+    "servicers/test_embedded_alike.py",
     "servicers/test_gguf.py",
     "servicers/test_goldens.py",
     "servicers/test_quantised.py",
-    "servicers/images/test_golden_images.py",
     "weights/test_across_an_update.py",
     "weights/test_fresh.py",
     "weights/test_keep.py",
     "weights/test_policies.py",
 )
-"""These take minutes to find out what the engine computes, and ask for it as the other files do."""
+"""These find out what the engine computes, which takes minutes together, and ask for it as the other files do:
+servicers/test_real.py is the engine's part here.
+"""
 
 
 def ends_well(*arguments: str) -> None:
