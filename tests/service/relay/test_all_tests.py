@@ -30,8 +30,8 @@ OF_THE_ENGINE = (
     "weights/test_keep.py",
     "weights/test_policies.py",
 )
-"""These find out what the engine computes, which takes minutes together, and ask for it as the other files do:
-servicers/test_real.py is the engine's part here.
+"""These take minutes to find out what the engine computes, and ask for it as the other files do, of which
+servicers/test_real.py has an engine, too.
 """
 
 
