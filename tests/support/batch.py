@@ -24,6 +24,8 @@ class Answer:
     error: Exception | None
     preemptions: int
     cached_prompt_tokens: int
+    proposed_tokens: int
+    accepted_tokens: int
     hidden: list[NDArray[np.float32]]
     """What outputs had of hidden states, [tokens, E] each, or the pooled one, [E]."""
     weights: int
@@ -41,6 +43,8 @@ class Answer:
             error=last.error,
             preemptions=last.timing.preemptions,
             cached_prompt_tokens=last.timing.cached_prompt_tokens,
+            proposed_tokens=last.timing.proposed_tokens,
+            accepted_tokens=last.timing.accepted_tokens,
             hidden=[output.hidden for output in outputs if output.hidden is not None],
             weights=last.weights_generation,
         )

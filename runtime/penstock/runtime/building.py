@@ -51,6 +51,8 @@ from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.ops.cache_spec import cache_dtype
 from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS, blocks_of
 from penstock.runtime.scheduling.load import Load
+from penstock.runtime.scheduling.lookup import Lookup
+from penstock.runtime.scheduling.proposals import Proposer
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.scheduler_config import GroupLimits, SchedulerConfig
 from penstock.runtime.text.codec import TextCodec
@@ -90,8 +92,6 @@ def build(
     if backend is None:
         first = jax.tree.leaves(model.weights)[0]
         backend = choose_backend(options, *sorted(first.devices(), key=lambda device: device.id))
-    if options.speculation != "off":
-        raise ConfigError(f"speculation: {options.speculation!r} is not there yet, only 'off'")
     check_required(options, backend, np.dtype(model.dtype))
     threads = options.threads or available_processors()
     model = _with_whole_texts(model, options, backend)
@@ -141,7 +141,7 @@ def build(
     )
     return EngineParts(
         runner=runner,
-        scheduler=Scheduler(_scheduler_config(model, config, shapes, kv)),
+        scheduler=Scheduler(_scheduler_config(model, config, shapes, kv), _proposer(model, config)),
         pacer=Pacer(config.decode_window_s, config.max_decode_steps, config.target_itl_s or 0.0),
         config=config,
         info=ModelInfo(
@@ -244,9 +244,32 @@ def _log_penalties(model: ServedModel, config: ResolvedConfig) -> None:
         )
 
 
+_CHECKED_ROWS = 16
+"""Where tokens are proposed, there are programs of at least this many rows, so that there is room for them
+also where few requests run at a time."""
+
+
+def _checks_proposals(model: ServedModel, config: ResolvedConfig) -> bool:
+    """Whether tokens are proposed. State by slot cannot go back to where a wrong one came."""
+    return config.speculation != "off" and not model.cache.has_state
+
+
+def _proposer(model: ServedModel, config: ResolvedConfig) -> Proposer | None:
+    return Lookup() if _checks_proposals(model, config) else None
+
+
+def _most_rows(model: ServedModel, config: ResolvedConfig) -> int:
+    """Most rows of a step."""
+    rows = config.max_num_seqs
+    if not _checks_proposals(model, config):
+        return rows
+    wanted = min(rows * (1 + config.max_proposed_tokens), _CHECKED_ROWS, config.max_num_batched_tokens)
+    return max(rows, wanted)
+
+
 def _buckets(model: ServedModel, config: ResolvedConfig, backend: Backend) -> Buckets:
     return Buckets.default(
-        config.max_num_seqs,
+        _most_rows(model, config),
         config.max_num_batched_tokens,
         token_growth=NATIVE_TOKEN_GROWTH if model.skips_padding else TOKEN_GROWTH,
         row_growth=backend.row_growth,
@@ -319,6 +342,7 @@ def _runner_config(
         max_decode_steps=config.max_decode_steps,
         show_progress=config.show_progress,
         program_folder=config.compilation_cache,
+        checks_proposals=_checks_proposals(model, config),
         **_picture_shapes(model, config, backend),
     )
 
@@ -366,6 +390,9 @@ def _scheduler_config(
         window_steps=() if buckets.window_steps == (0,) else buckets.window_steps,
         picture_blocks=shapes.pool_rows // BLOCK_TOKENS,
         max_encode_patches=config.max_encode_patches or max(shapes.encode_buckets, default=0),
+        max_proposed_tokens=config.max_proposed_tokens,
+        max_rows=_most_rows(model, config),
+        vocab_size=model.vocab_size,
     )
 
 

@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from penstock.runtime.requests.request import CacheParams, Request, StoppingParams, outputs_of
 from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.scheduler_config import GroupLimits, SchedulerConfig
+from penstock.runtime.scheduling.sequence import Sequence
 from tests.support.scheduler.fake_runner import EOS, VOCAB, Rota
+from tests.support.scheduler.proposing import Guesses, lies
 from tests.support.scheduler.traffic import Traffic
 
 
@@ -59,6 +61,9 @@ def random_config(rng: random.Random, *, always_state: bool = False) -> Schedule
         has_state=has_state,
         num_snapshots=num_snapshots,
         window_steps=rng.choice([(), (), (1, 2, 4), (1, 3)]),
+        max_proposed_tokens=rng.randint(1, 6),
+        max_rows=max_num_seqs + rng.randint(0, 9),
+        vocab_size=VOCAB,
     )
 
 
@@ -88,6 +93,7 @@ def random_request(rng: random.Random) -> Request:
         cache=CacheParams(rng.choice(["", "", "salt"]), rng.random() < 0.1),
         sampling=ResolvedSampling(seed=rng.randrange(2**64), presence_penalty=rng.choice([0.0, 0.0, 1.0])),
         priority=rng.randint(-1, 1),
+        max_proposed_tokens=rng.choice([None, None, rng.randint(0, 4)]),
     )
 
 
@@ -147,6 +153,7 @@ def describe(request: Request) -> str:
         "priority": request.priority,
         "constraint": request.constraint,
         "fork_of": request.fork_of,
+        "max_proposed": request.max_proposed_tokens,
     }
     return f"[{request.request_id!r} {' '.join(f'{k}={v}' for k, v in told.items() if v)}]"
 
@@ -248,12 +255,19 @@ def apply_all(events: Iterable[Event], traffic: Traffic) -> None:
 # All events come from one seed: if hypothesis drew them one by one, drawing would cost more than the
 # scheduler, and events would cluster at the smallest limits. Their number still shrinks.
 @settings(max_examples=300, deadline=None)  # no deadline: the machine that runs this may be busy
-@given(seed=st.integers(0, 2**32 - 1), num_events=st.integers(10, 80))
-def test_random_traffic(seed, num_events):
+@given(seed=st.integers(0, 2**32 - 1), num_events=st.integers(10, 80), speculates=st.booleans())
+def test_random_traffic(seed, num_events, speculates):
+    """With a proposer or without: what it proposes may be right, wrong, too much, or no token at all."""
     rng = random.Random(seed)
     config = random_config(rng)
     note(repr(config))
-    traffic = Traffic(config)
+
+    def right(seq: Sequence, most: int) -> list[int]:
+        return traffic.active[seq.request_id].expected[seq.num_generated :][:most]
+
+    patience = rng.choice([0.0, 0.5, 1.0])
+    proposer = Guesses(lies(rng, VOCAB, right), rng, patience=patience) if speculates else None
+    traffic = Traffic(config, proposer)
     for _ in range(num_events):
         event = draw_event(traffic, rng)
         note(str(event))
@@ -261,3 +275,4 @@ def test_random_traffic(seed, num_events):
         traffic.accounts_agree()
     prefill_budget, apart_steps = rng.choice([None, rng.randint(1, 4)]), rng.choice([0, rng.randint(1, 12)])
     traffic.end(rng.randint(0, 1), rng.choice([1, 8]), prefill_budget, apart_steps)
+    assert proposer is None or len(proposer.ended_ids) == traffic.arrivals

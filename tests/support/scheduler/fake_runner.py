@@ -227,8 +227,13 @@ class FakeRunner:
             ]
             self._write(plan, rows, step, pictures)
             samples = [
-                (i, row, self._sample(row, step)) for i, row in rows if row.samples and i not in skipped
+                (i, row, self._sample(row, step))
+                for i, row in rows
+                if row.samples and i not in skipped and not row.proposed
             ]
+            for i, row in rows:
+                if row.proposed:
+                    made[i] = self._check(row)
             for i, row, token in samples:
                 self.last[row.slot] = token
                 made[i].append(token)
@@ -255,7 +260,7 @@ class FakeRunner:
         inputs = []
         recurrent = []
         for number, row in rows:
-            tokens = (self.last[row.slot],) if step or row.token_ids is None else row.token_ids
+            tokens = (self.last[row.slot], *row.proposed) if step or row.token_ids is None else row.token_ids
             assert len(tokens) == (1 if step else row.num_tokens)
             seen = [token if step else pictures.get((number, i), token) for i, token in enumerate(tokens)]
             inputs += [(row.start + step + i, row.slot, token) for i, token in enumerate(seen)]
@@ -285,7 +290,22 @@ class FakeRunner:
         assert entry is not None, f"read position {position} in group {group}, which was never written"
         return entry
 
+    def _check(self, row: PlanRow) -> list[int]:
+        """What a row makes for which tokens were proposed: a sample after each input, up to the first that
+        was not proposed.
+        """
+        request, made = self.requests[row.slot], list[int]()
+        for step, guessed in enumerate((*row.proposed, None)):
+            made.append(self._sample(row._replace(num_tokens=1), step))
+            if made[-1] != guessed:
+                break
+        self.last[row.slot] = made[-1]
+        if any(token in end_ids(request) for token in made[row.bans :]):
+            self.ended.add(row.slot)
+        return made
+
     def _sample(self, row: PlanRow, step: int) -> int:
+        """The token after the row's last input; in a later step, after what it has sampled since."""
         if row.slot in self.ended:
             return GARBAGE[0]
         length = row.start + row.num_tokens + step

@@ -10,6 +10,7 @@ import pytest
 from penstock.runtime.errors import DuplicateRequestId, ExceedsKVCapacity, PromptTooLong, QueueFull
 from penstock.runtime.requests.request import FinishReason, Request, StepOutput, TokenLogprobs, request_id_of
 from penstock.runtime.scheduling.plan import PageCopy, Plan, PlanRow, StepResult
+from penstock.runtime.scheduling.proposals import Proposer
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.scheduler.fake_runner import FakeRunner, run_alone
 
@@ -70,9 +71,9 @@ class Traffic:
     that overlaps steps.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, proposer: Proposer | None = None) -> None:
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, proposer)
         self.runner = FakeRunner(config)
         size = config.page_size
         chunk = config.max_prefill_chunk or config.max_num_batched_tokens
@@ -212,6 +213,8 @@ class Traffic:
         assert [output.request_id for output in outputs] == [row.request_id for row, _, _ in live]
         for output, (row, tokens, owner) in zip(outputs, live, strict=True):
             owner.pending -= row.max_samples
+            if row.proposed and owner.slot is not None:
+                owner.computed -= row.max_samples - len(tokens)
             counted = tuple(tokens)
             if owner.predictable:  # otherwise its end is not known
                 counted = counted[: len(owner.expected) - len(owner.made)]
@@ -311,7 +314,7 @@ class Traffic:
     ) -> None:
         active = self.active
         self.budget = self.config.max_num_batched_tokens
-        num_decodes = sum(row.token_ids is None for row in plan.rows)
+        num_decodes = plan.num_tokens - plan.num_prompt_tokens  # with those that are proposed
         planned = {row.request_id for row in plan.rows}
         assert len(planned) == len(plan.rows)
         assert len({row.slot for row in plan.rows}) == len(plan.rows)
@@ -522,7 +525,7 @@ class Traffic:
         chunks = [(self.active[row.request_id], row) for row in plan.rows if row.token_ids is not None]
         if chunks:
             first, row = min(chunks, key=lambda chunk: chunk[0].rank)
-            left = self.budget - (len(plan.rows) - len(chunks))
+            left = self.budget - (plan.num_tokens - plan.num_prompt_tokens)
             most = self.config.max_prefill_chunk or left
             wanted = min(len(first.known) - first.computed, most, left - left // 4)
             assert row.num_tokens >= wanted or self.lacks_pages(row)
@@ -591,10 +594,12 @@ class Traffic:
         assert (row.slot, row.start) == (tracked.slot, tracked.computed)
         end = row.start + row.num_tokens
         if tracked.decoding:
-            assert (row.token_ids, row.num_tokens, end) == (None, 1, len(tracked.known) + tracked.pending)
+            end -= len(row.proposed)
+            assert (row.token_ids, end) == (None, len(tracked.known) + tracked.pending)
+            self.check_proposed(row, plan)
             room = tracked.limit(self.context_limit) - end
             assert row.samples
-            assert row.max_samples == min(plan.num_steps, room) > 0
+            assert row.max_samples == min(plan.num_steps + len(row.proposed), room) > 0
         else:
             assert row.token_ids == tuple(tracked.known[row.start : end])
             most = self.config.max_prefill_chunk or self.config.max_num_batched_tokens
@@ -615,6 +620,22 @@ class Traffic:
         tracked.decoding = tracked.decoding or row.samples
         tracked.computed = end - 1 + row.max_samples if row.samples else end
         tracked.pending += row.max_samples if row.samples else 0
+
+    def check_proposed(self, row: PlanRow, plan: Plan) -> None:
+        """Checks that what is proposed keeps its bounds, in a plan of one step with no other in flight."""
+        request, config = self.active[row.request_id].request, self.config
+        assert row.num_tokens == 1 + len(row.proposed)
+        if row.proposed:
+            assert plan.num_steps == 1
+            assert not self.in_flight
+            assert plan.proposer
+            assert len(row.proposed) <= config.max_proposed_tokens
+            assert request.max_proposed_tokens is None or len(row.proposed) <= request.max_proposed_tokens
+            assert all(0 <= token < config.vocab_size for token in row.proposed)
+            assert not request.constraint
+            assert not request.sampling.has_penalties
+            extra = plan.num_tokens - plan.num_prompt_tokens
+            assert extra + sum(other.token_ids is not None for other in plan.rows) <= config.most_rows
 
     def check_writes(self, row: PlanRow) -> None:
         """Checks that no page is written that another sequence holds or that has a key, except that a prefill
@@ -678,8 +699,8 @@ class Traffic:
         pages are given back.
         """
         # In each step at least one token is computed, and each token at most twice. A row that is dropped
-        # later takes no step from another sequence.
-        bound = sum(2 * (len(t.known) + t.limit(self.context_limit)) for t in self.active.values()) + 4
+        # later takes no step from another sequence. A plan with proposals may be waited for once.
+        bound = sum(4 * (len(t.known) + t.limit(self.context_limit)) for t in self.active.values()) + 4
         for _ in range(bound):
             self.run(1, ahead, max_steps, prefill_budget, apart_steps)
             if not self.active:

@@ -21,6 +21,7 @@ from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.compilation import compile_all, compile_program
 from penstock.runtime.execution.images import Pool, input_shapes, make_encode
 from penstock.runtime.execution.on_mesh import CUT, WHOLE, on_mesh, specs_of
+from penstock.runtime.execution.proposed_rows import CHECKS
 from penstock.runtime.execution.request_programs import (
     TABLE_ROWS,
     admission_size,
@@ -38,6 +39,7 @@ from penstock.runtime.execution.step_programs import (
     Rebuild,
     StepShapes,
     Weights,
+    make_checked_choice,
     make_choice,
     make_forward,
     make_window,
@@ -61,6 +63,8 @@ class Programs:
     """Key to window or forward."""
     choices: Mapping[int, jax.stages.Compiled]
     """Number of rows to choice."""
+    checked_choices: Mapping[int, jax.stages.Compiled]
+    """Number of rows to choice of a step with proposed tokens; none where no tokens are proposed."""
     prompt_logprobs: jax.stages.Compiled
     hidden_sums: jax.stages.Compiled
     admission: jax.stages.Compiled
@@ -107,6 +111,7 @@ class ProgramBuilder:
         return Programs(
             steps={key: made[key] for key in keys},
             choices={rows: made[rows] for rows in row_buckets},
+            checked_choices={rows: made[f"check {rows}"] for rows in self._checked_rows},
             prompt_logprobs=made["prompt_logprobs"],
             hidden_sums=made["hidden_sums"],
             admission=made["admission"],
@@ -122,6 +127,7 @@ class ProgramBuilder:
         return {
             **{key: partial(self.window if key.window else self.forward, key) for key in keys},
             **{rows: partial(self.choice, rows) for rows in row_buckets},
+            **{f"check {rows}": partial(self.checked_choice, rows) for rows in self._checked_rows},
             **{f"encode {size}": partial(self.encode, size) for size in self.config.encode_buckets},
             "prompt_logprobs": partial(self.prompt_logprobs, hidden),
             "hidden_sums": partial(self.hidden_sums, hidden),
@@ -215,15 +221,26 @@ class ProgramBuilder:
         )
 
     def choice(self, rows: int) -> jax.stages.Compiled:
-        key = ProgramKey(rows, rows, decode_only=True)
-        layout = self._layout(key)
+        program = make_choice(self._choice_layout(rows), self.backend.sampler, self.config.num_top)
+        arguments = self._choice_arguments(rows)
+        return self._compiled(program, *arguments, donate=(0,), name=f"choice_rows{rows}")
+
+    def checked_choice(self, rows: int) -> jax.stages.Compiled:
+        program = make_checked_choice(self._choice_layout(rows), self.backend.sampler, self.config.num_top)
+        arguments = (*self._choice_arguments(rows), self._ints(CHECKS, rows))
+        return self._compiled(program, *arguments, donate=(0,), name=f"checked_choice_rows{rows}")
+
+    def _choice_layout(self, rows: int) -> Layout:
+        return self._layout(ProgramKey(rows, rows, decode_only=True))
+
+    def _choice_arguments(self, rows: int) -> tuple[Any, ...]:
         logits = self._placed((rows, self.config.vocab_size), jnp.float32)
-        mask = self._ints(rows, mask_words(self.config.vocab_size))
-        program = make_choice(layout, self.backend.sampler, self.config.num_top)
-        packed = self._ints(layout.rows_size)
-        return self._compiled(
-            program, self.state, logits, packed, mask, donate=(0,), name=f"choice_rows{rows}"
-        )
+        packed = self._ints(self._choice_layout(rows).rows_size)
+        return self.state, logits, packed, self._ints(rows, mask_words(self.config.vocab_size))
+
+    @property
+    def _checked_rows(self) -> tuple[int, ...]:
+        return self.config.buckets.row_buckets if self.config.checks_proposals else ()
 
     def prompt_logprobs(self, hidden: Callable[[], jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
         program = make_prompt_logprobs(self.rebuild, self._shapes, self.backend.logprobs)

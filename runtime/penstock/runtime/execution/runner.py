@@ -33,6 +33,7 @@ from penstock.runtime.execution.hidden_rows import HiddenRows, sums_buffer
 from penstock.runtime.execution.images import EncodeCall, encode_call, needs_sections
 from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.prompt_logprobs import PromptLogprobs, prompt_buffer
+from penstock.runtime.execution.proposed_rows import Further, pack_checks, spread
 from penstock.runtime.execution.request_programs import pack_admission, pack_page_copies
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.slots import Slots
@@ -71,6 +72,10 @@ class AwaitingChoice:
     """See `AwaitingTokens`."""
     prompt: PromptLogprobs | None
     hidden: HiddenRows | None
+    further: Further
+    """See `AwaitingTokens`."""
+    checks: Ints | None
+    """What is to be checked of proposed tokens; None where none are."""
 
     @property
     def awaits_choice(self) -> bool:
@@ -111,6 +116,8 @@ class AwaitingTokens:
     """See `DispatchedStep`."""
     late: frozenset[int] = frozenset()
     """See `DispatchedStep`."""
+    further: Further = field(default_factory=dict)
+    """The rows that the device has for proposed tokens."""
 
     @property
     def awaits_choice(self) -> bool:
@@ -134,8 +141,14 @@ class AwaitingTokens:
         report.
         """
         plan = self.plan
-        tokens = np.asarray(self.chosen.tokens)[: plan.num_steps, : len(plan.rows)].T
+        num_rows = len(plan.rows) + sum(map(len, self.further.values()))
+        tokens = np.asarray(self.chosen.tokens)[: plan.num_steps, :num_rows].T
         token_ids: list[Sequence[int]] = tokens.tolist()
+        for i, further in self.further.items():
+            token_ids[i] = [
+                tokens.item(row, 0) for row in (i, *further)
+            ]  # those that do not count are negative
+        del token_ids[len(plan.rows) :]
         errors = dict(self.errors)
         for i, row in enumerate(plan.rows):
             if not row.samples:
@@ -152,7 +165,9 @@ class AwaitingTokens:
             values = np.asarray(self.chosen.logprobs)
             for i, k in enumerate(self.logprobs):
                 if k is not None:
-                    logprobs[i] = [read_logprobs(values[s, i], num_top, k) for s in range(len(token_ids[i]))]
+                    num_made = len(token_ids[i])
+                    of_row = values[0, [i, *self.further[i]]] if i in self.further else values[:, i]
+                    logprobs[i] = [read_logprobs(each, num_top, k) for each in of_row[:num_made]]
         prompt = {} if self.prompt is None else self.prompt.read(num_top)
         hidden = {} if self.hidden is None else self.hidden.read()
         for i, values in hidden.items():
@@ -194,13 +209,20 @@ class ProgramCalls:
         )
         return cast("Chosen", chosen)
 
-    def choose(self, logits: jax.Array, packed: Ints, mask: Ints | None) -> Chosen:
+    def choose(
+        self, logits: jax.Array, packed: Ints, mask: Ints | None, checks: Ints | None = None
+    ) -> Chosen:
         """Chooses tokens. `packed` is the first part of the step's buffer, `mask` int32[R, words] has a bit
-        for each token that is allowed; None: the rows have no masks.
+        for each token that is allowed; None: the rows have no masks. `checks`: what `pack_checks` makes; None
+        where no tokens are proposed.
         """
         device, rows = self._device, logits.shape[0]
         masks: Any = self._no_masks[rows] if mask is None else mask
-        device.rows, chosen = self.programs.choices[rows](device.rows, logits, packed, masks)
+        if checks is None:
+            device.rows, chosen = self.programs.choices[rows](device.rows, logits, packed, masks)
+        else:
+            program = self.programs.checked_choices[rows]
+            device.rows, chosen = program(device.rows, logits, packed, masks, checks)
         return cast("Chosen", chosen)
 
     def prompt_logprobs(self, hidden: jax.Array, packed: Ints) -> jax.Array:
@@ -269,6 +291,10 @@ class ProgramCalls:
                 packed = packed[: slots.layout(key).rows_size]
                 self.choose(logits, packed, None)
                 self.choose(logits, packed, self.all_allowed(key.rows))  # constraints' masks are on the host
+                if self._config.checks_proposals:
+                    checks = pack_checks((), {}, key.rows)
+                    self.choose(logits, packed, None, checks)
+                    self.choose(logits, packed, self.all_allowed(key.rows), checks)
                 most = self._config.buckets.token_buckets[-1]
                 self.prompt_logprobs(hidden, prompt_buffer([], [], most))
                 self.hidden_sums(hidden, sums_buffer({}, most))
@@ -293,6 +319,12 @@ class ProgramCalls:
 class _Packed(NamedTuple):
     """What a step sends to the device, and what it will want to know later."""
 
+    spread: Plan
+    """The plan with a row for each proposed token, see `proposed_rows`."""
+    further: Further
+    """See `AwaitingTokens`."""
+    checks: Ints | None
+    """See `AwaitingChoice`."""
     key: ProgramKey
     buffer: NDArray[np.int32]
     constraints: Mapping[int, TokenConstraint]
@@ -416,21 +448,26 @@ class ModelRunner:
         """Prepare all that the step sends to the device."""
         slots = self._slots
         self._prepare_slots(plan)
-        constraints = slots.constraints(plan)
-        targets = prompt_logprobs.prompt_targets(plan, slots)
-        parts = hidden_rows.wanted(plan, slots)
+        constraints, logprobs = slots.constraints(plan), slots.logprobs(plan)
+        whole, further = spread(plan)
+        targets = prompt_logprobs.prompt_targets(whole, slots)
+        parts = hidden_rows.wanted(whole, slots)
         # A window program samples by itself and returns no hidden states, so a step that needs some cannot
         # use it.
-        can_window = plan.decode_only and self.config.buckets.decodes
-        window = can_window and not (constraints or targets or parts)
+        can_window = whole.decode_only and self.config.buckets.decodes
+        window = can_window and not (constraints or targets or parts or further)
         if window and self.config.vision is not None:
-            window = not needs_sections(plan, slots.request)
+            window = not needs_sections(whole, slots.request)
         key = self.config.buckets.select(
-            plan.num_tokens, len(plan.rows), window=window, num_steps=plan.num_steps
+            whole.num_tokens, len(whole.rows), window=window, num_steps=plan.num_steps
         )
-        buffer, logprobs = slots.pack(plan, key, constraints), slots.logprobs(plan)
-        classified = hidden_rows.classified(plan, slots) if self.config.num_classes else frozenset[int]()
-        return _Packed(key, buffer, constraints, targets, parts, classified, logprobs, time.monotonic_ns())
+        checks = pack_checks(plan.rows, further, key.rows) if further else None
+        buffer = slots.pack(whole, key, constraints)
+        classified = hidden_rows.classified(whole, slots) if self.config.num_classes else frozenset[int]()
+        now_ns = time.monotonic_ns()
+        return _Packed(
+            whole, further, checks, key, buffer, constraints, targets, parts, classified, logprobs, now_ns
+        )
 
     def _dispatch(self, plan: Plan, step: _Packed) -> PendingStep:
         """Call the step's programs, and wait for none of them."""
@@ -448,7 +485,7 @@ class ModelRunner:
         packed = step.buffer[: slots.layout(key).rows_size]
         most = self.config.buckets.token_buckets[-1]
         prompt = prompt_logprobs.compute(
-            plan,
+            step.spread,
             slots,
             step.targets,
             most_tokens=most,
@@ -474,15 +511,18 @@ class ModelRunner:
                 logprobs=step.logprobs,
                 prompt=prompt,
                 hidden=summed,
+                further=step.further,
+                checks=step.checks,
             )
         return AwaitingTokens(
             plan=plan,
             packed_ns=step.packed_ns,
             shape=shape,
-            chosen=calls.choose(logits, packed, None),
+            chosen=calls.choose(logits, packed, None, step.checks),
             logprobs=step.logprobs,
             prompt=prompt,
             hidden=summed,
+            further=step.further,
         ).sent()
 
     def choose(self, step: PendingStep) -> AwaitingTokens:
@@ -505,10 +545,11 @@ class ModelRunner:
             plan=plan,
             packed_ns=step.packed_ns,
             shape=step.shape,
-            chosen=calls.choose(step.logits, packed, filled.masks),
+            chosen=calls.choose(step.logits, packed, filled.masks, step.checks),
             logprobs=step.logprobs,
             prompt=step.prompt,
             hidden=step.hidden,
+            further=step.further,
             errors=filled.errors,
             skipped=filled.skipped,
             late=filled.late,

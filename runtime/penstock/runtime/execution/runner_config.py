@@ -63,6 +63,8 @@ class RunnerConfig:
     """Rows of the pool of picture embeddings, see `media.encoding`."""
     encode_buckets: tuple[int, ...] = ()
     """Numbers of patches for which there are programs that encode pictures, in ascending order."""
+    checks_proposals: bool = False
+    """Whether plans may have proposed tokens, for which there are programs of their own."""
 
     def __post_init__(self) -> None:
         check_end_tokens(self.eos_token_ids)

@@ -175,7 +175,7 @@ class Slots:
         header, fields, stop_ids, tokens = layout.views(buffer)
         header[NUM_STEPS] = plan.num_steps
         count = len(plan.rows)
-        _, row_slots, starts, nums, ids, samples, bans, most = zip(*plan.rows, strict=True)
+        _, row_slots, starts, nums, ids, samples, bans, most, _ = zip(*plan.rows, strict=True)
         step = np.array([row_slots, starts, nums, most, bans], np.int32)  # in the order of the fields
         slots = step[SLOT]
         fields[:count, : len(step)] = step.T

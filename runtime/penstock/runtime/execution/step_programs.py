@@ -4,6 +4,7 @@
   bucket of rows for steps of one token a row.
 - `make_choice`: samples tokens from logits. One program per bucket of rows. It is separate from the forward
   so that the host can compute the masks of constraints while the device runs the model.
+- `make_checked_choice`: the same where tokens are proposed, which are checked too.
 - `make_window`: both of these in a loop of decode steps. One program per bucket of rows, or per bucket and
   length.
 
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from penstock.runtime.execution.images import Pool, media_argument, media_of_rows, media_of_tokens
+from penstock.runtime.execution.proposed_rows import BEFORE, GUESS, PLACE
 from penstock.runtime.execution.step_buffer import FEEDBACK, Layout, Unpacked
 from penstock.runtime.models.layers.images import MediaInputs
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta, with_pages
@@ -212,6 +214,35 @@ def make_choice(
         state = _add_history(state, batch, sampled.tokens, batch.max_samples > 0)
         chosen = Chosen(sampled.tokens[None], report(sampled, batch.flags)[None])
         return _keep(state, batch, sampled.tokens), chosen
+
+    return choose
+
+
+def make_checked_choice(
+    layout: Layout, sampler: SamplerOp, num_top: int
+) -> Callable[[RowState, Array, Array, Array, Array], tuple[RowState, Chosen]]:
+    """`make_choice` for a step with rows of proposed tokens. It also takes what `pack_checks` makes, int32[3,
+    R]. A row makes no token unless all proposed tokens up to its own are what was sampled before them. The
+    last row of a slot that makes one has the slot's next input.
+    """
+
+    def choose(
+        state: RowState, logits: Array, packed: Array, mask: Array, checks: Array
+    ) -> tuple[RowState, Chosen]:
+        batch = layout.unpack_rows(packed)
+        before, places, guessed = checks[BEFORE], checks[PLACE], checks[GUESS]
+        with jax.named_scope("sampler"):
+            sampled = sampler(logits, state, batch.sampling, batch.flags, mask, num_top=num_top)
+        wrong = jnp.cumsum(((places > 0) & (sampled.tokens[before] != guessed)).astype(jnp.int32))
+        rows = jnp.arange(layout.key.rows)
+        counts = wrong == wrong[rows - places]  # a proposal's rows lie one behind the other
+        goes_on = jnp.where(counts & (places > 0), before, layout.key.rows)
+        is_last = counts.at[goes_on].set(False, mode="drop")
+        state = _add_history(state, batch, sampled.tokens, counts & (batch.max_samples > 0))
+        tokens = jnp.where(counts, sampled.tokens, NO_TOKEN)
+        chosen = Chosen(tokens[None], report(sampled, batch.flags)[None])
+        kept = batch._replace(max_samples=jnp.where(is_last, batch.max_samples, 0))
+        return _keep(state, kept, sampled.tokens), chosen
 
     return choose
 

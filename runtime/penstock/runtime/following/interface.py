@@ -105,10 +105,14 @@ class Call(NamedTuple):
     kind: Kind
     program: str = ""
     """Which of several programs it calls: the name of a `ProgramKey`, the number of patches of ENCODE, or
-    that of the update of INSTALL_WEIGHTS.
+    that of the update of INSTALL_WEIGHTS, or CHECKED for a choice where tokens are proposed.
     """
     arrays: tuple[NDArray[Any], ...] = ()
     """The arguments besides what lies on the devices."""
+
+
+CHECKED = "checked"
+"""The program of a CHOOSE that also takes checks, as its second array."""
 
 
 class UpdateBegin(NamedTuple):

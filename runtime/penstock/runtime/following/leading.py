@@ -19,7 +19,7 @@ from penstock.runtime.execution.runner import AwaitingTokens, Ints, ModelRunner,
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_programs import Chosen
 from penstock.runtime.following.facts import program_facts
-from penstock.runtime.following.interface import Call, DispatchLog, Kind
+from penstock.runtime.following.interface import CHECKED, Call, DispatchLog, Kind
 from penstock.runtime.scheduling.plan import Plan, StepResult
 
 
@@ -42,10 +42,16 @@ class LeadingCalls(ProgramCalls):
         self._log.append(Call(Kind.WINDOW, key.name, (packed,)))
         return super().window(key, packed)
 
-    def choose(self, logits: jax.Array, packed: Ints, mask: Ints | None) -> Chosen:
+    def choose(
+        self, logits: jax.Array, packed: Ints, mask: Ints | None, checks: Ints | None = None
+    ) -> Chosen:
         """See `ProgramCalls`. The logits are those of the last forward."""
-        self._log.append(Call(Kind.CHOOSE, arrays=(packed,) if mask is None else (packed, mask)))
-        return super().choose(logits, packed, mask)
+        masks = () if mask is None else (mask,)
+        if checks is None:
+            self._log.append(Call(Kind.CHOOSE, arrays=(packed, *masks)))
+        else:
+            self._log.append(Call(Kind.CHOOSE, CHECKED, (packed, checks, *masks)))
+        return super().choose(logits, packed, mask, checks)
 
     def prompt_logprobs(self, hidden: jax.Array, packed: Ints) -> jax.Array:
         """See `ProgramCalls`. The hidden states are those of the last forward."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from penstock.runtime.execution.images import EncodeCall
 from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.runner import ModelRunner
-from penstock.runtime.following.interface import Call, Kind
+from penstock.runtime.following.interface import CHECKED, Call, Kind
 from penstock.runtime.following.sharing import FollowedUpdates
 
 
@@ -37,8 +37,9 @@ class Repeater:
             case Kind.WINDOW:
                 calls.window(self._key(call.program), *arrays)
             case Kind.CHOOSE:
-                packed, *masks = arrays
-                calls.choose(_there(self._logits), packed, masks[0] if masks else None)
+                packed, *others = arrays
+                checks = others.pop(0) if call.program == CHECKED else None
+                calls.choose(_there(self._logits), packed, others[0] if others else None, checks)
             case Kind.PROMPT_LOGPROBS:
                 calls.prompt_logprobs(_there(self._hidden), *arrays)
             case Kind.HIDDEN_SUMS:

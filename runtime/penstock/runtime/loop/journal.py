@@ -31,6 +31,7 @@ from penstock.runtime.loop.interface import Applied, Observer, Paused, Resumed, 
 from penstock.runtime.loop.stepping import Done
 from penstock.runtime.requests.request import Request, RequestTiming, StepOutput
 from penstock.runtime.scheduling.load import Load, LostPages
+from penstock.runtime.scheduling.plan import Plan, Speculated
 
 __all__ = ["Cancelled", "Changed", "Ended", "Entry", "Noted", "Preempted", "Queued", "StepRecord"]
 
@@ -345,9 +346,24 @@ class Recording:
                 self._changed.release()
 
 
+def _speculated(plan: Plan, token_ids: Sequence[Sequence[int]], outputs: Sequence[StepOutput]) -> Speculated:
+    """What was proposed in a step with these samples, and accepted, for the outputs that had not ended."""
+    counted = {output.request_id: len(output.token_ids) for output in outputs}
+    most = max(len(row.proposed) for row in plan.rows)
+    proposed, accepted = [0] * most, [0] * most
+    for row, sampled in zip(plan.rows, token_ids, strict=True):
+        if row.proposed and row.request_id in counted:
+            num_accepted = min(counted[row.request_id], len(sampled) - 1)
+            for place in range(len(row.proposed)):
+                proposed[place] += 1
+                accepted[place] += place < num_accepted
+    return Speculated(plan.proposer, tuple(proposed), tuple(accepted))
+
+
 def _record(done: Done, outputs: Sequence[StepOutput], load: Load, committed_ns: int) -> StepRecord:
+    plan = done.planned.plan
     return StepRecord(
-        done.planned.plan,
+        plan,
         outputs,
         load,
         done.shape,
@@ -359,4 +375,5 @@ def _record(done: Done, outputs: Sequence[StepOutput], load: Load, committed_ns:
         done.waited_ns,
         committed_ns,
         time.monotonic_ns(),
+        (_speculated(plan, done.result.token_ids, outputs),) if plan.proposer else (),
     )

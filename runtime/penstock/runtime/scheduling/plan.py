@@ -30,9 +30,10 @@ class PlanRow(NamedTuple):
     start: int
     """Position of the row's first input token."""
     num_tokens: int
-    """Number of input tokens."""
+    """Number of input tokens, with those of `proposed`."""
     token_ids: tuple[int, ...] | None
-    """The input tokens; None: one token, the slot's own last sample, which is on the device."""
+    """The input tokens; None: one token, the slot's own last sample, which is on the device, and then those
+    of `proposed`."""
     samples: bool
     """Whether the row samples a token after its last position; false for a prefill chunk that is not the
     last."""
@@ -40,8 +41,14 @@ class PlanRow(NamedTuple):
     """How many of this row's samples, from the first on, must be neither EOS (unless ignored) nor a stop id,
     because min_tokens is not reached yet; at most max_samples."""
     max_samples: int = 1
-    """Most tokens this row may sample in this plan, 1 to `Plan.num_steps`; without meaning if the row does
-    not sample. The device ends a row early, after a token that ends the request and is not banned."""
+    """Most tokens this row may sample in this plan, 1 to `Plan.num_steps`, or one more than are proposed;
+    without meaning if the row does not sample. The device ends a row early, after a token that ends the
+    request and is not banned, or before the first sample that follows a token which was wrongly proposed."""
+    proposed: tuple[int, ...] = ()
+    """Inputs behind the slot's last sample that somebody has guessed. A token is sampled after each of them
+    and of the last sample. Those count up to the first that is not the input which follows it: so what is
+    sampled does not depend on what is proposed. The others leave KV behind the row's last token that counts,
+    where the next row of the sequence writes its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +146,9 @@ class Plan:
     pooled: Mapping[int, int] = field(default_factory=dict)
     """Row to the first of its tokens, counted from the row's first one, from which on their hidden states are
     to be added up; none for rows whose request does not pool."""
+    proposer: str = ""
+    """Who proposed tokens for rows of this plan; empty where none are proposed. `num_steps` is 1 if any are.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -211,6 +221,10 @@ class Draft:
     """Decode steps of the plan."""
     single_rows: bool | None = None
     """True: only rows that never take part in windows do; False: only the other rows do; None: all do."""
+    proposed: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)
+    """What is proposed for the rows of decodes, for those for which anything is."""
+    proposer: str = ""
+    """See `Plan.proposer`."""
 
     rows: list[PlanRow] = field(default_factory=list)
     sampling: list[Sequence | None] = field(default_factory=list)
@@ -253,4 +267,5 @@ class Draft:
             encodes=tuple(self.encodes),
             pictures=tuple(self.pictures),
             pooled=self.pooled,
+            proposer=self.proposer,
         )

@@ -1,6 +1,7 @@
 """Makes plans: which rows run next, and on which pages. No jax.
 
-`Windows` decides how many decode steps one plan holds, and which rows take part. All else is about `Planner`.
+`Windows` decides how many decode steps one plan holds, and which rows take part; tokens are proposed only for
+plans of one step (`proposals`). All else is about `Planner`.
 
 Sequences are ranked: by arrival, or under the policy "priority" by priority and then arrival. In every step,
 decodes (one token a row) and prefill chunks share one token budget:
@@ -58,6 +59,7 @@ from functools import partial
 from penstock.runtime.scheduling.admission import Admission, PageSupply
 from penstock.runtime.scheduling.plan import Draft, PlanRow
 from penstock.runtime.scheduling.prefills import Prefills
+from penstock.runtime.scheduling.proposals import Proposals
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence, Status
@@ -159,9 +161,10 @@ _RUNNING = Status.RUNNING  # a name of its own, because an enum's member is slow
 class Planner:
     """Makes plans over a `Roster`, and moves its sequences accordingly."""
 
-    def __init__(self, config: SchedulerConfig, roster: Roster) -> None:
+    def __init__(self, config: SchedulerConfig, roster: Roster, proposals: Proposals | None = None) -> None:
         self._config = config
         self._roster = roster
+        self._proposals = proposals
         self._supply = PageSupply(config, roster)
         self._admission = Admission(roster, self._supply)
         self._windows = Windows(config, roster, self._admission)
@@ -180,7 +183,9 @@ class Planner:
             self._roster.groups.drop_behind(self._roster.running)
         if waiting and self._config.by_priority:
             self._admission.make_room(draft)
-        if max_steps > 1:
+        if self._proposals is not None:
+            self._proposals.choose(draft)
+        if max_steps > 1 and not draft.proposed:
             self._windows.choose(draft, max_steps)
         prefills = self._add_decodes(draft)
         if draft.single_rows is None and (prefills or waiting):
@@ -192,7 +197,7 @@ class Planner:
         """
         supply = self._supply
         rows, sampling, preempted = draft.rows, draft.sampling, draft.preempted
-        num_steps, single = draft.num_steps, draft.single_rows
+        num_steps, single, proposed = draft.num_steps, draft.single_rows, draft.proposed
         prefills: list[Sequence] = []
         for seq in self._roster.running[:]:
             if preempted and seq.status is not _RUNNING:
@@ -211,12 +216,14 @@ class Planner:
             count = seq.max_computed - start
             if count < 1:
                 continue  # its last token is in flight
-            if count > num_steps:
-                count = num_steps
+            guessed = proposed.get(seq, ()) if proposed else ()
+            if count > num_steps + len(guessed):
+                count = num_steps + len(guessed)
             if start + count > seq.covered and not supply.grow(seq, start + count, draft):
                 continue
             bans = min(count, seq.bans_until - start) if start < seq.bans_until else 0
-            rows.append(_row((seq.request_id, seq.slot, start, 1, None, True, bans, count)))
+            num_tokens = 1 + len(guessed)
+            rows.append(_row((seq.request_id, seq.slot, start, num_tokens, None, True, bans, count, guessed)))
             sampling.append(seq)
             seq.num_computed = start + count
             seq.pending += count

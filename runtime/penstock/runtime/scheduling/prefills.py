@@ -262,7 +262,9 @@ class Prefills:
         are padded, the budget is the largest that needs no padding, but at least LEAST_TOKENS, so that the
         step can be measured.
         """
-        num_decodes = len(draft.rows)
+        num_decodes = len(draft.rows)  # or more, where tokens are proposed for them
+        if draft.proposed:
+            num_decodes = sum(row.num_tokens for row in draft.rows)
         budget = self._config.max_num_batched_tokens - num_decodes
         if not num_decodes or draft.prefill_budget is None:
             return budget

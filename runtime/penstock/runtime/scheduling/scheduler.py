@@ -2,7 +2,8 @@
 
 `Planner` decides what runs next, `Commits` takes in the tokens of a plan, and `Endings` ends sequences.
 
-`schedule` advances `num_computed` at once and `commit` takes in the tokens later, so the engine may dispatch
+`schedule` advances `num_computed` at once and `commit` takes in the tokens later (and takes back what was
+wrongly proposed), so the engine may dispatch
 a step before it commits the one before. The input of a decode is the slot's own last sample, which is on the
 device, so a sequence is scheduled again while its token is in flight. If that token ends the sequence,
 `commit` drops the extra row. What that row writes does no harm, see "Overlap" in ARCHITECTURE.md. A sequence
@@ -31,6 +32,7 @@ from penstock.runtime.scheduling.load import Load, LostPages, Totals
 from penstock.runtime.scheduling.pages import FlushedPages
 from penstock.runtime.scheduling.plan import Draft, Plan, StepResult
 from penstock.runtime.scheduling.planner import Planner
+from penstock.runtime.scheduling.proposals import Proposals, Proposer
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import NEVER_NS, PromptValues, Sequence, Sharing, Status, StopRules
@@ -45,8 +47,9 @@ FINISHED_MEMORY = 4096
 class Endings:
     """Ends the sequences of one roster."""
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, proposer: Proposer | None = None) -> None:
         self._roster = roster
+        self._proposer = proposer
         self._finished: dict[str, None] = {}
         """The ids of the outputs that ended last, oldest first."""
         self.next_deadline_ns = NEVER_NS
@@ -73,6 +76,8 @@ class Endings:
         when this returns.
         """
         self._roster.remove(seq)
+        if self._proposer is not None:
+            self._proposer.ended(seq)
         self._finished.pop(seq.request_id, None)  # an id that is used again counts as the newest
         self._finished[seq.request_id] = None
         if len(self._finished) > FINISHED_MEMORY:
@@ -116,7 +121,9 @@ _MOST_SAT_OUT = 32
 # Makes a StepOutput of its fields in their order. Calling StepOutput itself, for every row of every step,
 # would take twice as long.
 _output: Callable[[tuple[object, ...]], StepOutput] = partial(tuple.__new__, StepOutput)
-_FINISHED = Status.FINISHED  # a name of its own, because an enum's member is slow to look up
+_FINISHED, _RUNNING = Status.FINISHED, Status.RUNNING  # because an enum's members are slow to look up
+_AT_ONCE_NS = 5_000_000
+"""A plan that is made so soon after a commit was made as soon as it could be."""
 
 Verdicts = Mapping[int, bool | Exception]
 """Row to what its constraint answered: whether the output is complete, or what the constraint raised."""
@@ -134,6 +141,9 @@ class _Uncommitted(NamedTuple):
     """For each row, the sequence that gets its tokens; None where the row makes none."""
     prompts: dict[int, Sequence]
     """See `Draft.prompts`."""
+    has_proposed: bool
+    """Whether it has rows for which tokens were proposed."""
+    planned_ns: int
 
 
 class _Ending(NamedTuple):
@@ -150,9 +160,11 @@ class Commits:
     made.
     """
 
-    def __init__(self, roster: Roster, endings: Endings) -> None:
+    def __init__(self, roster: Roster, endings: Endings, proposer: Proposer | None = None) -> None:
         self._roster = roster
         self._endings = endings
+        self._proposer = proposer
+        self._last_ns = 0  # when the newest tokens were committed
         self._plans: dict[int, _Uncommitted] = {}
         """Step id to plan."""
 
@@ -160,9 +172,16 @@ class Commits:
         """Whether any plan is not committed yet."""
         return bool(self._plans)
 
+    @property
+    def has_proposed(self) -> bool:
+        """Whether one of these plans has rows for which tokens were proposed."""
+        return any(plan.has_proposed for plan in self._plans.values())
+
     def expect(self, step_id: int, draft: Draft, weights_generation: int) -> None:
         """Note a new plan, which weights of this generation will compute."""
-        self._plans[step_id] = _Uncommitted(weights_generation, draft.sampling, draft.prompts)
+        self._plans[step_id] = _Uncommitted(
+            weights_generation, draft.sampling, draft.prompts, bool(draft.proposed), draft.now_ns
+        )
 
     def accept(self, plan: Plan, result: StepResult, now_ns: int) -> Verdicts:
         """Give the constraints of a plan's rows their tokens. See `Scheduler.accept`."""
@@ -192,7 +211,9 @@ class Commits:
 
     def commit(self, plan: Plan, result: StepResult, now_ns: int, verdicts: Verdicts) -> list[StepOutput]:
         """Take in the tokens of a plan. See `Scheduler.commit`."""
-        weights_generation, sampling, prompts = self._plans.pop(plan.step_id)
+        weights_generation, sampling, prompts, _, planned_ns = self._plans.pop(plan.step_id)
+        if self._proposer is not None:
+            self._measure(self._proposer, plan, result, planned_ns, now_ns)
         if prompts:
             _take_prompts(prompts, plan, result)
         any_late = now_ns >= self._endings.next_deadline_ns
@@ -212,6 +233,11 @@ class Commits:
             if seq.first_token_ns == 0:
                 seq.first_token_ns = now_ns
             new = tuple(sampled)
+            if row.proposed:
+                seq.proposed_tokens += len(row.proposed)
+                seq.accepted_tokens += max(len(sampled) - 1, 0)
+                if seq.status is _RUNNING:  # else it has no positions any more
+                    seq.num_computed -= row.max_samples - len(sampled)
             wanted = () if seq.request.logprobs is None else tuple(logprobs)
             prompt = seq.of_prompt.take_logprobs() if i in prompts else ()
             if (
@@ -225,6 +251,8 @@ class Commits:
                 ending = _ending(seq, before, new, now_ns, error, verdicts, i)
                 if ending is not None:
                     count = ending.num_tokens
+                    if row.proposed:  # some accepted ones may come after the end
+                        seq.accepted_tokens -= max(len(sampled) - 1 - count, 0)
                     del tokens[before + count :]
                     if len(tokens) > seq.sharing.publish_at:
                         publish(seq, len(tokens) - 1)
@@ -241,7 +269,7 @@ class Commits:
                         )
                     )
                     continue
-            if len(sampled) != row.max_samples:
+            if len(sampled) != row.max_samples and not row.proposed:
                 raise RuntimeError(
                     f"{seq.request_id} goes on with {len(sampled)} of {row.max_samples} samples"
                 )
@@ -253,6 +281,20 @@ class Commits:
         if prompts:
             outputs += self._read_prompts(prompts, plan, result, now_ns, weights_generation)
         return _with_hidden_states(outputs, plan, result) if result.hidden else outputs
+
+    def _measure(
+        self, proposer: Proposer, plan: Plan, result: StepResult, planned_ns: int, now_ns: int
+    ) -> None:
+        """Tell the proposer how long a step of decodes took: from the commit of the step before, unless the
+        engine had nothing to do meanwhile.
+        """
+        last_ns, self._last_ns = self._last_ns, now_ns
+        if plan.apart or plan.num_prompt_tokens:
+            return
+        began_ns = last_ns if planned_ns - last_ns < _AT_ONCE_NS else planned_ns
+        num_steps = max(map(len, result.token_ids)) if plan.num_steps > 1 else 1
+        num_proposed = plan.num_tokens - len(plan.rows)
+        proposer.measured(len(plan.rows), num_proposed, (now_ns - began_ns) / max(num_steps, 1))
 
     def _read_prompts(
         self,
@@ -347,13 +389,15 @@ class Scheduler:
     `page_keys`, `prepare` and `accept`, whose docstrings say why they need not.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, proposer: Proposer | None = None) -> None:
+        """`proposer`: proposes tokens; None: nobody does."""
         self.config = config
         self.roster = Roster(config)
         """The running and waiting sequences. Only the scheduler changes it."""
-        self._planner = Planner(config, self.roster)
-        self._endings = Endings(self.roster)
-        self._commits = Commits(self.roster, self._endings)
+        self._proposals = None if proposer is None else Proposals(config, self.roster, proposer)
+        self._planner = Planner(config, self.roster, self._proposals)
+        self._endings = Endings(self.roster, proposer)
+        self._commits = Commits(self.roster, self._endings, proposer)
         self._max_chunk = config.max_prefill_chunk
         self._weights_generation = 0
         self._next_order = 0
@@ -426,6 +470,8 @@ class Scheduler:
         come back after a preemption. A weight update or a pause waits for them.
         """
         self.roster.preempted.clear()
+        if self._awaits_commit():
+            return None
         while True:
             draft = Draft(
                 in_flight=bool(self._commits),
@@ -446,6 +492,12 @@ class Scheduler:
         self._next_step += 1
         self._commits.expect(plan.step_id, draft, self._weights_generation)
         return plan
+
+    def _awaits_commit(self) -> bool:
+        """Whether no plan is made before the plans in flight are committed, because of proposals."""
+        if self._proposals is None or not self._commits:
+            return False
+        return self._commits.has_proposed or self._proposals.is_due()
 
     def limit_prefill_chunk(self, size: int | None) -> None:
         """Set the most prompt tokens of one request in a step, at least 1, from the next plan on; None: the

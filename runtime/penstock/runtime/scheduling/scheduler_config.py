@@ -75,6 +75,12 @@ class SchedulerConfig:
     """Blocks of the pool of picture embeddings, see `image_pool`; 0: prompts have no pictures."""
     max_encode_patches: int = 0
     """Most patches of pictures that a step encodes; a single picture may have more."""
+    max_proposed_tokens: int = 0
+    """Most tokens that are proposed for a sequence in a step, see `proposals`; 0: none are."""
+    max_rows: int | None = None
+    """Most rows of a step, where each proposed token counts as one; None: max_num_seqs."""
+    vocab_size: int = 2**31
+    """Proposed tokens are below this."""
 
     def __post_init__(self) -> None:
         least = {
@@ -117,8 +123,17 @@ class SchedulerConfig:
             for group in self.further_groups
             if group.num_pages < 1 or group.window is None or group.window < 1
         ]
+        if self.max_proposed_tokens < 0:
+            bad.append(f"max_proposed_tokens must be at least 0, not {self.max_proposed_tokens}")
+        if self.most_rows < self.max_num_seqs:
+            bad.append(f"max_rows must be at least max_num_seqs, {self.max_num_seqs}, not {self.max_rows}")
         if bad:
             raise ConfigError("; ".join(bad))
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of a step, proposed tokens included."""
+        return self.max_num_seqs if self.max_rows is None else self.max_rows
 
     @property
     def groups(self) -> tuple[GroupLimits, ...]:

@@ -296,6 +296,8 @@ class Sequence:
     """Whether a constraint says before each token which tokens may follow."""
     is_single: bool = field(init=False)
     """Whether it makes one token a step, and so takes part in no window."""
+    most_proposed: int | None = field(init=False)
+    """Most tokens that may be proposed for it in a step; None: the engine's bound alone holds."""
     has_started: bool = False
     """Whether any output of its request has entered, and not all have ended since. Then this one may enter
     although no new request may."""
@@ -317,6 +319,10 @@ class Sequence:
     """How many times in a row the token was put off because the constraint's mask was not ready."""
     sits_out: int = 0
     """How many plans are made without this sequence, if any other has something to do."""
+    proposed_tokens: int = 0
+    """How many tokens were proposed for it, and checked."""
+    accepted_tokens: int = 0
+    """How many of these became its tokens."""
     preemptions: int = 0
     recompute_until: int = 0
     """Positions below this were computed, or were being computed, before the sequence was preempted."""
@@ -340,6 +346,9 @@ class Sequence:
         self.needs_feature_slot = sampling.has_penalties or sampling.has_bias
         self.is_constrained = self.request.constraint is not None
         self.is_single = self.is_constrained or self.request.hidden_states
+        # A mask, a penalty or a hidden state would be needed after each of the proposed tokens.
+        cannot = self.is_single or sampling.has_penalties
+        self.most_proposed = 0 if cannot else self.request.max_proposed_tokens
         self.of_prompt = PromptValues(self.request)
 
     @property
@@ -363,4 +372,6 @@ class Sequence:
             finished_ns=now_ns,
             preemptions=self.preemptions,
             cached_prompt_tokens=self.cached_prompt_tokens,
+            proposed_tokens=self.proposed_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
