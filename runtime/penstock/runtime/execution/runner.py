@@ -145,9 +145,8 @@ class AwaitingTokens:
         tokens = np.asarray(self.chosen.tokens)[: plan.num_steps, :num_rows].T
         token_ids: list[Sequence[int]] = tokens.tolist()
         for i, further in self.further.items():
-            token_ids[i] = [
-                tokens.item(row, 0) for row in (i, *further)
-            ]  # those that do not count are negative
+            # Those that do not count are negative.
+            token_ids[i] = [tokens.item(row, 0) for row in (i, *further)]
         del token_ids[len(plan.rows) :]
         errors = dict(self.errors)
         for i, row in enumerate(plan.rows):

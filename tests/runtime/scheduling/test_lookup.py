@@ -1,0 +1,174 @@
+"""Prompt lookup: what it finds, what it learns, and how many tokens it proposes."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.runtime.requests.request import Request
+from penstock.runtime.scheduling import lookup
+from penstock.runtime.scheduling.lookup import Copy, Lookup, find
+from penstock.runtime.scheduling.proposals import Candidate
+from penstock.runtime.scheduling.scheduler import Scheduler
+from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
+from penstock.runtime.scheduling.sequence import Sequence
+from tests.support.scheduler.scheduling import LIMITS
+
+MS = 1e6
+words = st.lists(st.integers(0, 3), max_size=40)
+
+
+def found_by_hand(tokens: list[int]) -> int | None:
+    """Behind the last occurrence of the longest end, of 4 tokens at most and 2 at least."""
+    for length in (4, 3, 2):
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if len(tokens) > length and tokens[end - length : end] == tokens[-length:]:
+                return end
+    return None
+
+
+@settings(max_examples=200)
+@given(tokens=words)
+def test_the_longest_end_is_found_where_it_occurred_last(tokens: list[int]) -> None:
+    assert find(np.array(tokens, np.int32), tokens[-4:]) == found_by_hand(tokens)
+
+
+@settings(max_examples=100)
+@given(prompt=words.filter(bool), parts=st.lists(words, max_size=8))
+def test_a_copy_guesses_what_was_said_before(prompt: list[int], parts: list[list[int]]) -> None:
+    """However the tokens come. As long as a guess is right, it goes on where it was; else it looks again,
+    also if it is told of several tokens at a time.
+    """
+    tokens, copy, at = list(prompt), Copy(prompt, 0.5), found_by_hand(prompt)
+    for part in parts:
+        for token in part:
+            at = at + 1 if at is not None and tokens[at] == token else None
+            tokens.append(token)
+        if part and at is None:
+            at = found_by_hand(tokens)
+        copy.catch_up(tokens)
+        assert copy.has_guess is (at is not None)
+        guessed = copy.guess(6)
+        if at is not None:
+            period = tokens[at:]
+            assert guessed == (period * 6)[:6]
+
+
+def test_the_rate_is_that_of_right_guesses() -> None:
+    tokens = [1, 2, 3, 4, 1, 2]
+    copy = Copy(tokens, 0.5)
+    copy.catch_up([*tokens, 3])
+    assert copy.rate > 0.5
+    higher = copy.rate
+    copy.catch_up([*tokens, 3, 9])
+    assert copy.rate < higher
+    copy.catch_up([*tokens, 3, 9, 8])  # nothing was guessed
+    assert copy.rate == pytest.approx(0.85 * higher)
+
+
+def test_a_long_sequence_is_remembered_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "MOST_TOKENS", 8)
+    tokens = [100, 101, 102, *range(8)]
+    copy = Copy(tokens, 0.5)
+    for token in [*range(20, 60), 58, 59, 60, 100, 101]:
+        tokens.append(token)
+        copy.catch_up(tokens)
+        assert len(copy.tokens) <= 3 * 8 + 64
+        assert copy.tokens.tolist() == tokens[-len(copy.tokens) :]
+    assert not copy.has_guess  # what came behind 100 and 101 is forgotten
+
+
+def sequence(tokens: list[int], name: str = "a") -> Sequence:
+    scheduler = Scheduler(SchedulerConfig(**{**LIMITS, "max_model_len": 10_000, "num_pages": 10_000}))
+    return scheduler.prepare(Request(name, tuple(tokens)), 1, ())
+
+
+def taught(plain: dict[int, float], checked: dict[int, float]) -> Lookup:
+    """A lookup that has measured steps of so many rows, in ms."""
+    proposer = Lookup()
+    for rows, ms in plain.items():
+        proposer.measured(rows, 0, ms * MS)
+    for rows, ms in checked.items():
+        proposer.measured(rows - 1, 1, ms * MS)
+    return proposer
+
+
+def number(proposer: Lookup, seqs: list[Sequence], num_rows: int, most: int = 4, room: int = 16) -> list[int]:
+    candidates = [Candidate(seq, most) for seq in seqs]
+    return [len(tokens) for tokens in proposer.propose(candidates, num_rows, room)]
+
+
+LOOP = [5, 6, 7, 8] * 20
+
+
+def test_nothing_is_proposed_before_a_step_was_measured_nor_where_nothing_occurred_before() -> None:
+    assert number(Lookup(), [sequence(LOOP)], 1) == [0]
+    assert number(taught({1: 10.0}, {}), [sequence(list(range(50)))], 1) == [0]
+
+
+def test_what_a_sequence_repeats_is_proposed() -> None:
+    seq, proposer = sequence(LOOP), taught({1: 10.0}, dict.fromkeys(range(2, 8), 10.0))
+    assert proposer.propose([Candidate(seq, 6)], 1, 16) == [[5, 6, 7, 8, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("checked", "right", "expected"),
+    [
+        pytest.param({}, True, [4], id="what was not measured is tried"),
+        pytest.param({2: 10.0, 3: 10.0, 4: 10.0, 5: 40.0}, True, [3], id="up to where steps become long"),
+        pytest.param({2: 60.0}, True, [0], id="none where steps with proposals take too long"),
+        pytest.param({2: 10.0, 3: 10.0, 4: 10.0, 5: 10.0}, False, [4], id="free tokens are proposed anyway"),
+        pytest.param({2: 11.5}, False, [0], id="none where guesses are wrong"),
+    ],
+)
+def test_as_many_are_proposed_as_pay(checked: dict[int, float], right: bool, expected: list[int]) -> None:
+    """A sequence whose guesses were right for long, or wrong nine times in ten."""
+    proposer, seq = taught({1: 10.0}, checked), sequence(LOOP)
+    rng = random.Random(1)
+    number(proposer, [seq], 1)
+    for i in range(200):
+        seq.token_ids.append([5, 6, 7, 8][i % 4] if right or i % 20 > 6 else rng.randrange(4))
+        number(proposer, [seq], 1)
+    if not right:
+        proposer._copies[seq].rate = 0.1
+    assert number(proposer, [seq], 1) == expected
+
+
+def test_tokens_go_to_the_rows_whose_guesses_are_right() -> None:
+    proposer, seqs = taught({2: 10.0}, {}), [sequence(LOOP, "a"), sequence(LOOP, "b")]
+    number(proposer, seqs, 2)
+    proposer._copies[seqs[0]].rate, proposer._copies[seqs[1]].rate = 0.1, 0.95
+    assert number(proposer, seqs, 2) == [0, 4]
+    assert number(proposer, seqs, 2, room=3) == [0, 3]
+
+
+def test_it_is_worth_waiting_only_where_much_is_gained() -> None:
+    seq = sequence(LOOP)
+    assert taught({1: 10.0}, {}).is_due([Candidate(seq, 4)], 1, 16)
+    assert not taught({1: 10.0}, {2: 13.9}).is_due([Candidate(seq, 1)], 1, 16)
+    assert number(taught({1: 10.0}, {2: 13.9}), [seq], 1, most=1) == [1]
+
+
+def test_old_times_are_not_believed() -> None:
+    proposer, seq = taught({1: 10.0}, {2: 99.0}), sequence(LOOP)
+    assert number(proposer, [seq], 1) == [0]
+    for _ in range(300):
+        proposer.measured(1, 0, 10.0 * MS)
+    assert number(proposer, [seq], 1) == [4]
+
+
+def test_what_has_ended_is_forgotten_and_others_begin_with_what_it_taught() -> None:
+    proposer, seq = taught({1: 10.0}, {2: 11.5, 3: 14.0, 4: 20.0, 5: 20.0}), sequence(LOOP)
+    assert number(proposer, [seq], 1) == [1]
+    proposer._copies[seq].rate = 0.0
+    for _ in range(30):
+        number(proposer, [seq], 1)
+        proposer._copies[seq].rate = 0.0
+        proposer.ended(seq)
+    assert not proposer._copies
+    assert number(proposer, [seq], 1) == [1]  # it is tried again
+    assert proposer._copies[seq].rate < 0.5
