@@ -75,15 +75,13 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def requests_of(seed: int, count: int = 12) -> list[Request]:
-    """Random requests with every feature; most without penalties, with which nothing is proposed."""
+    """Random requests with every feature."""
     mixer = Mixer(seed)
     made = [mixer.sampled(f"r{i}") if i % 2 else mixer.greedy(f"r{i}", TABLES) for i in range(count)]
-    none: dict[str, Any] = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
     return [
         dataclasses.replace(
             request,
             logprobs=[None, 0, 3][i % 3],
-            sampling=request.sampling if i % 4 == 3 else dataclasses.replace(request.sampling, **none),
             max_proposed_tokens=[None, 2, None, 1, 0][i % 5],
         )
         for i, request in enumerate(made)
@@ -110,9 +108,11 @@ def lying(right: Guess) -> Guess:
 def test_outputs_are_the_same_whatever_is_proposed(
     pair: Pair, guess: Callable[[Guess], Guess], together: bool
 ) -> None:
-    before = pair.proposer.num_proposed
-    pair.compare(requests_of(seed=1), guess, together=together)
-    assert pair.proposer.num_proposed > before
+    requests = requests_of(seed=1)
+    got = pair.compare(requests, guess, together=together)
+    penalised = [request.sampling.has_penalties for request in requests]
+    for kind in (False, True):
+        assert sum(each.proposed_tokens for each, has in zip(got, penalised, strict=True) if has is kind) > 0
 
 
 def free(name: str, prompt: Sequence[int] = (9, 8, 7), **stopping: object) -> Request:

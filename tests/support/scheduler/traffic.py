@@ -633,7 +633,6 @@ class Traffic:
             assert request.max_proposed_tokens is None or len(row.proposed) <= request.max_proposed_tokens
             assert all(0 <= token < config.vocab_size for token in row.proposed)
             assert not request.constraint
-            assert not request.sampling.has_penalties
             extra = plan.num_tokens - plan.num_prompt_tokens
             assert extra + sum(other.token_ids is not None for other in plan.rows) <= config.most_rows
 

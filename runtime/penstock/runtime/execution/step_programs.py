@@ -30,7 +30,7 @@ from penstock.runtime.execution.step_buffer import FEEDBACK, Layout, Unpacked
 from penstock.runtime.models.layers.images import MediaInputs
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta, with_pages
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
-from penstock.runtime.ops.sampler import RowState, SamplerOp, report
+from penstock.runtime.ops.sampler import RowState, Sampled, SamplerOp, report
 from penstock.runtime.ops.sampling_codes import PENALTIES
 from penstock.runtime.ops.state_copies import choose_copies
 
@@ -224,21 +224,51 @@ def make_checked_choice(
     """`make_choice` for a step with rows of proposed tokens. It also takes what `pack_checks` makes, int32[3,
     R]. A row makes no token unless all proposed tokens up to its own are what was sampled before them. The
     last row of a slot that makes one has the slot's next input.
+
+    All rows are sampled at once, unless some have penalties: then those of one place after the other, because
+    each counts the tokens before it.
     """
 
     def choose(
         state: RowState, logits: Array, packed: Array, mask: Array, checks: Array
     ) -> tuple[RowState, Chosen]:
-        batch = layout.unpack_rows(packed)
+        batch, num_rows = layout.unpack_rows(packed), layout.key.rows
         before, places, guessed = checks[BEFORE], checks[PLACE], checks[GUESS]
-        with jax.named_scope("sampler"):
-            sampled = sampler(logits, state, batch.sampling, batch.flags, mask, num_top=num_top)
-        wrong = jnp.cumsum(((places > 0) & (sampled.tokens[before] != guessed)).astype(jnp.int32))
-        rows = jnp.arange(layout.key.rows)
-        counts = wrong == wrong[rows - places]  # a proposal's rows lie one behind the other
-        goes_on = jnp.where(counts & (places > 0), before, layout.key.rows)
+        is_guess, num_slots = places > 0, state.tokens.shape[0]
+        in_turn = (batch.flags & PENALTIES) != 0
+
+        def counting(tokens: Array) -> Array:
+            """Which rows count, by what was sampled at all places before theirs."""
+            wrong = jnp.cumsum((is_guess & (tokens[before] != guessed)).astype(jnp.int32))
+            return wrong == wrong[jnp.arange(num_rows) - places]  # a proposal's rows lie one behind the other
+
+        def one_turn(carry: tuple[Array, RowState, Sampled]) -> tuple[Array, RowState, Sampled]:
+            place, state, others = carry
+            has_turn = ~in_turn | (places == place)
+            rows = batch.sampling._replace(slots=jnp.where(has_turn, batch.sampling.slots, num_slots))
+            with jax.named_scope("sampler"):
+                made = sampler(logits, state, rows, batch.flags, mask, num_top=num_top)
+            sampled = Sampled(
+                *(
+                    jnp.where(has_turn.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+                    for new, old in zip(made, others, strict=True)
+                )
+            )
+            counted = has_turn & counting(sampled.tokens) & (batch.max_samples > 0)
+            return place + 1, _add_history(state, batch, sampled.tokens, counted), sampled
+
+        nothing = Sampled(
+            jnp.zeros((num_rows,), jnp.int32),
+            jnp.zeros((num_rows,), jnp.float32),
+            jnp.zeros((num_rows, num_top), jnp.int32),
+            jnp.zeros((num_rows, num_top), jnp.float32),
+        )
+        turns = jnp.where(in_turn, places.max() + 1, 1)
+        begin = (jnp.int32(0), state, nothing)
+        _, state, sampled = lax.while_loop(lambda carry: carry[0] < turns, one_turn, begin)
+        counts = counting(sampled.tokens)
+        goes_on = jnp.where(counts & is_guess, before, num_rows)
         is_last = counts.at[goes_on].set(False, mode="drop")
-        state = _add_history(state, batch, sampled.tokens, counts & (batch.max_samples > 0))
         tokens = jnp.where(counts, sampled.tokens, NO_TOKEN)
         chosen = Chosen(tokens[None], report(sampled, batch.flags)[None])
         kept = batch._replace(max_samples=jnp.where(is_last, batch.max_samples, 0))

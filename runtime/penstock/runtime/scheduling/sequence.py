@@ -346,9 +346,8 @@ class Sequence:
         self.needs_feature_slot = sampling.has_penalties or sampling.has_bias
         self.is_constrained = self.request.constraint is not None
         self.is_single = self.is_constrained or self.request.hidden_states
-        # A mask, a penalty or a hidden state would be needed after each of the proposed tokens.
-        cannot = self.is_single or sampling.has_penalties
-        self.most_proposed = 0 if cannot else self.request.max_proposed_tokens
+        # A mask or a hidden state would be needed after each of the proposed tokens.
+        self.most_proposed = 0 if self.is_single else self.request.max_proposed_tokens
         self.of_prompt = PromptValues(self.request)
 
     @property
