@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.requests.request import Request
+from penstock.runtime.requests.request import CacheParams, Request
 from penstock.runtime.scheduling import lookup
-from penstock.runtime.scheduling.lookup import Copy, Lookup, find
+from penstock.runtime.scheduling.lookup import Copy, Earlier, Lookup, find
 from penstock.runtime.scheduling.proposals import Candidate
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
@@ -82,9 +82,9 @@ def test_a_long_sequence_is_remembered_in_part(monkeypatch: pytest.MonkeyPatch) 
     assert not copy.has_guess  # what came behind 100 and 101 is forgotten
 
 
-def sequence(tokens: list[int], name: str = "a") -> Sequence:
+def sequence(tokens: list[int], name: str = "a", salt: str = "", *, bypass: bool = False) -> Sequence:
     scheduler = Scheduler(SchedulerConfig(**{**LIMITS, "max_model_len": 10_000, "num_pages": 10_000}))
-    return scheduler.prepare(Request(name, tuple(tokens)), 1, ())
+    return scheduler.prepare(Request(name, tuple(tokens), cache=CacheParams(salt, bypass)), 1, ())
 
 
 def taught(plain: dict[int, float], checked: dict[int, float]) -> Lookup:
@@ -172,3 +172,51 @@ def test_what_has_ended_is_forgotten_and_others_begin_with_what_it_taught() -> N
     assert not proposer._copies
     assert number(proposer, [seq], 1) == [1]  # it is tried again
     assert proposer._copies[seq].rate < 0.5
+
+
+def guesses(proposer: Lookup, seq: Sequence, most: int = 6) -> list[int]:
+    (guessed,) = proposer.propose([Candidate(seq, most)], 1, 16)
+    return list(guessed)
+
+
+def test_what_others_of_the_same_salt_said_is_proposed() -> None:
+    """Up to where the other one ended. A sequence's own words come first; and who shares no prefixes shares
+    no words.
+    """
+    proposer = taught({1: 10.0}, dict.fromkeys(range(2, 8), 10.0))
+    for tokens, salt, bypass in (
+        ([1, 2, 3, 4, 5, 6, 7, 8], "", False),
+        ([1, 2, 9, 9, 9], "salt", False),
+        ([1, 2, 4, 4, 4], "", True),
+    ):
+        ended = sequence(tokens, salt=salt, bypass=bypass)
+        guesses(proposer, ended)
+        proposer.ended(ended)
+    assert guesses(proposer, sequence([40, 1, 2])) == [3, 4, 5, 6, 7, 8]
+    assert guesses(proposer, sequence([40, 5, 6])) == [7, 8]
+    assert guesses(proposer, sequence([1, 2, 30, 31, 1, 2])) == [30, 31, 1, 2, 30, 31]
+    assert guesses(proposer, sequence([40, 1, 2], salt="salt")) == [9, 9, 9]
+    assert guesses(proposer, sequence([40, 1, 2], salt="other")) == []
+    assert guesses(proposer, sequence([40, 1, 2], bypass=True)) == []
+
+
+def test_a_sequence_follows_another_to_its_end_and_then_looks_again() -> None:
+    proposer = taught({1: 10.0}, dict.fromkeys(range(2, 8), 10.0))
+    ended, seq = sequence([1, 2, 3, 4, 20, 21]), sequence([20, 21, 22, 1, 2])
+    guesses(proposer, ended)
+    proposer.ended(ended)
+    for token, expected in ((3, [4, 20, 21]), (4, [20, 21]), (20, [21])):
+        seq.token_ids.append(token)
+        assert guesses(proposer, seq) == expected
+    seq.token_ids.append(21)  # there the other one ended, and the sequence itself went on
+    assert guesses(proposer, seq)[:2] == [22, 1]
+
+
+def test_only_so_much_is_kept_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "MOST_TOKENS", 100)
+    earlier = Earlier()
+    for salt in map(str, range(20)):
+        for i in range(50):
+            earlier.add(salt, np.arange(30, dtype=np.int32) + i)
+    sizes = [len(earlier.of(sequence([1], salt=str(i)).request)) for i in range(20)]
+    assert sizes == [0] * 4 + [100] * 16

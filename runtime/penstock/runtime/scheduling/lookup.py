@@ -1,11 +1,12 @@
 """Prompt lookup: what followed the same words earlier is likely to follow them again. No jax.
 
 A sequence that copies (it edits a file, quotes its prompt, repeats itself) goes through tokens that are there
-already. `Copy` follows it: it finds where the newest tokens of the sequence occurred before, and as long as
-the next token is the one that came next there, it goes on from there. So it knows for every token whether
-it would have been proposed rightly, whether tokens are proposed or not, and this is all that is learned of a
-sequence. `Costs` learns what steps of so many rows take. `Lookup` proposes as many tokens as will, by both,
-bring the most tokens in the time, and none where steps without proposals bring as many.
+already. `Copy` follows it: it finds where the newest tokens of the sequence occurred before, else in what
+ended sequences with the same cache salt have said (`Earlier`), and as long as the next token is the one that
+came next there, it goes on from there. So it knows for every token whether it would have been proposed
+rightly, whether tokens are proposed or not, and this is all that is learned of a sequence. `Costs` learns
+what steps of so many rows take. `Lookup` proposes as many tokens as will, by both, bring the most tokens in
+the time, and none where steps without proposals bring as many.
 
 (Prompt lookup is an idea of Saxena, 2023.)
 """
@@ -13,13 +14,14 @@ bring the most tokens in the time, and none where steps without proposals bring 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence as Items
 from statistics import median_low
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.runtime.requests.request import Request
 from penstock.runtime.scheduling.proposals import Candidate
 from penstock.runtime.scheduling.sequence import Sequence
 
@@ -57,19 +59,49 @@ def find(tokens: Tokens, newest: Items[int]) -> int | None:
     return int(found[-1]) + 1
 
 
+_NOTHING: Tokens = np.empty(0, np.int32)
+_BETWEEN = -1
+"""Stands between two sequences, and is no token."""
+
+
+class Earlier:
+    """What the sequences that have ended were made of, by cache salt: as much of each salt as of a sequence,
+    and only of the salts that were used last.
+    """
+
+    _MOST_SALTS = 16
+
+    def __init__(self) -> None:
+        self._tokens: OrderedDict[str, Tokens] = OrderedDict()
+
+    def add(self, salt: str, tokens: Tokens) -> None:
+        """Keep tokens of a sequence that has ended."""
+        before = self._tokens.pop(salt, _NOTHING)
+        self._tokens[salt] = np.concatenate([before, tokens, [_BETWEEN]], dtype=np.int32)[-MOST_TOKENS:]
+        if len(self._tokens) > self._MOST_SALTS:
+            self._tokens.popitem(last=False)
+
+    def of(self, request: Request) -> Tokens:
+        """What a request may find; nothing if it shares no prefixes either."""
+        return _NOTHING if request.cache.bypass else self._tokens.get(request.cache.salt, _NOTHING)
+
+
 class Copy:
     """Follows one sequence."""
 
-    __slots__ = ("_at", "_num_seen", "_size", "_tokens", "rate")
+    __slots__ = ("_at", "_num_seen", "_other", "_size", "_tokens", "rate")
 
-    def __init__(self, token_ids: Items[int], rate: float) -> None:
-        """`rate`: what is believed of the sequence."""
+    def __init__(self, token_ids: Items[int], rate: float, earlier: Tokens = _NOTHING) -> None:
+        """`rate`: what is believed of the sequence. `earlier`: what others have said."""
         self._num_seen = len(token_ids)
         known = token_ids[-MOST_TOKENS:]
         self._size = len(known)
         self._tokens = np.empty(2 * self._size + 64, np.int32)
         self._tokens[: self._size] = known
-        self._at = find(self._tokens[: self._size], known[-_LONGEST:])
+        self._at: int | None = None
+        self._other: Tokens | None = None
+        """What it follows, if that is not the sequence itself."""
+        self._find(known[-_LONGEST:], earlier)
         self.rate = rate
         """How often the next token was the one that would have been proposed, lately."""
 
@@ -78,24 +110,45 @@ class Copy:
         """The latest tokens of the sequence."""
         return self._tokens[: self._size]
 
-    def catch_up(self, token_ids: Items[int]) -> None:
+    def catch_up(self, token_ids: Items[int], earlier: Tokens = _NOTHING) -> None:
         """Take in what a sequence of these tokens has got since the last call."""
         new = token_ids[self._num_seen :]
         self._num_seen = len(token_ids)
         for token in new:
             if self._at is not None:
-                is_right = self._tokens[self._at] == token
+                is_right = self._followed[self._at] == token
                 self.rate += _LEARN * (is_right - self.rate)
                 self._at = self._at + 1 if is_right else None
+                self._leave_ended()
             self._append(token)
         if new and self._at is None:
-            self._at = find(self.tokens, token_ids[-_LONGEST:])
+            self._find(token_ids[-_LONGEST:], earlier)
+
+    @property
+    def _followed(self) -> Tokens:
+        return self._tokens if self._other is None else self._other
+
+    def _find(self, newest: Items[int], earlier: Tokens) -> None:
+        """Look for the newest tokens in the sequence, and else in what others have said."""
+        self._other = None
+        self._at = find(self.tokens, newest)
+        if self._at is None and len(earlier):
+            self._at, self._other = find(earlier, newest), earlier
+            self._leave_ended()
+
+    def _leave_ended(self) -> None:
+        """Follow nothing any more if the other sequence that is followed has ended here. In `Earlier` each
+        has its end behind it.
+        """
+        if self._at is not None and self._other is not None and self._other[self._at] == _BETWEEN:
+            self._at = None
 
     def _append(self, token: int) -> None:
         if self._size == len(self._tokens):
             if self._size >= 2 * MOST_TOKENS:
                 dropped = self._size - MOST_TOKENS
-                self._at = None if self._at is None or self._at < dropped else self._at - dropped
+                if self._at is not None and self._other is None:
+                    self._at = None if self._at < dropped else self._at - dropped
                 self._tokens[:MOST_TOKENS] = self._tokens[dropped:]
                 self._size = MOST_TOKENS
             else:
@@ -114,7 +167,10 @@ class Copy:
         """
         if self._at is None:
             return []
-        known: list[int] = self._tokens[self._at : min(self._at + count, self._size)].tolist()
+        end = self._size if self._other is None else len(self._other)
+        known: list[int] = self._followed[self._at : min(self._at + count, end)].tolist()
+        if self._other is not None:
+            return known[: known.index(_BETWEEN)] if _BETWEEN in known else known
         while len(known) < count:
             known += known[: count - len(known)]
         return known
@@ -177,6 +233,7 @@ class Lookup:
     def __init__(self) -> None:
         self._copies: dict[Sequence, Copy] = {}
         self._costs = Costs()
+        self._earlier = Earlier()
         self._rate = _FIRST_RATE
         """What is believed of a new sequence."""
 
@@ -199,17 +256,21 @@ class Lookup:
         """See `Proposer`."""
         copy = self._copies.pop(seq, None)
         if copy is not None:
+            if not seq.request.cache.bypass:
+                # Outputs of one prompt keep it once.
+                made = copy.tokens if seq.request.fork_of is None else copy.tokens[-seq.num_generated :]
+                self._earlier.add(seq.request.cache.salt, made)
             self._rate = max(self._rate + _LEARN * (copy.rate - self._rate), _LEAST_RATE)
 
     def _caught_up(self, candidates: Items[Candidate]) -> list[Copy]:
         """What follows each candidate."""
         copies: list[Copy] = []
         for seq, _ in candidates:
-            copy = self._copies.get(seq)
+            copy, earlier = self._copies.get(seq), self._earlier.of(seq.request)
             if copy is None:
-                copy = self._copies[seq] = Copy(seq.token_ids, self._rate)
+                copy = self._copies[seq] = Copy(seq.token_ids, self._rate, earlier)
             else:
-                copy.catch_up(seq.token_ids)
+                copy.catch_up(seq.token_ids, earlier)
             copies.append(copy)
         return copies
 
