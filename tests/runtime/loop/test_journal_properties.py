@@ -35,9 +35,11 @@ from penstock.runtime.requests.request import (
 from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.load import Totals
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
+from penstock.runtime.scheduling.sequence import Sequence as Output
 from tests.runtime.loop.test_changes_properties import slow_down
 from tests.runtime.loop.test_core_streams import MAX_LEN
-from tests.support.scheduler.fake_runner import EOS, VOCAB, LazyRunner, Rota
+from tests.support.scheduler.fake_runner import EOS, VOCAB, LazyRunner, Rota, run_alone
+from tests.support.scheduler.proposing import Guesses, lies
 
 LIMIT_S = 60
 POLICIES = list(InFlightPolicy)
@@ -160,9 +162,11 @@ def computed_again(records: Sequence[StepRecord]) -> int:
     again = 0
     for record in records:
         holders.update(record.plan.new_requests)
+        made = {output.request_id: len(output.token_ids) for output in record.outputs}
         for row in record.plan.rows:
             name = id(holders[row.slot])
-            end = row.start + (row.num_tokens if row.token_ids is not None else row.max_samples)
+            samples = made.get(row.request_id, 0) if row.proposed else row.max_samples
+            end = row.start + (row.num_tokens if row.token_ids is not None else samples)
             if row.token_ids is not None:
                 again += max(min(end, highest.get(name, 0)) - row.start, 0)
             highest[name] = max(highest.get(name, 0), end)
@@ -185,6 +189,19 @@ def totals_of(entries: Sequence[Entry], records: Sequence[StepRecord], *, has_ca
         prefix_hit_tokens=hit,
         put_off_rows=0,
     )
+
+
+def right_or_wrong(runner: LazyRunner, rng: random.Random) -> Guesses:
+    """Proposes what the weights that serve would make of the requests alone, or other tokens."""
+    known: dict[int, list[int]] = {}
+
+    def right(seq: Output, most: int) -> list[int]:
+        key = id(seq.request)
+        if key not in known:
+            known[key], _ = run_alone(seq.request, MAX_LEN, generation=runner.generation)
+        return known[key][seq.num_generated :][:most]
+
+    return Guesses(lies(rng, VOCAB, right), rng)
 
 
 def timing_of(end: Ended | Cancelled) -> RequestTiming:
@@ -211,9 +228,14 @@ def test_every_output_has_one_end_and_the_tokens_of_its_steps(seed: int, num_act
         page_size=4,
         eos_token_ids=EOS,
         max_queued_requests=100,
+        max_proposed_tokens=4,
+        max_rows=12,
+        vocab_size=VOCAB,
         **limits,
     )
-    runner, scheduler, journal = LazyRunner(config), Scheduler(config), Journal()
+    runner, journal = LazyRunner(config), Journal()
+    proposer = rng.choice([None, right_or_wrong(runner, random.Random(seed))])
+    scheduler = Scheduler(config, proposer)
     entries: list[Entry] = []
     journal.read_by(entries.extend)
     engine = EngineCore(
@@ -257,4 +279,8 @@ def test_every_output_has_one_end_and_the_tokens_of_its_steps(seed: int, num_act
     records = [entry for entry in entries if isinstance(entry, StepRecord)]
     check_times(records)
     if not dies:  # otherwise the last plans were made and have no record
+        speculated = [each for record in records for each in record.speculated]
+        times = [timing_of(end) for _, end in lives(entries)]
+        assert sum(sum(each.proposed) for each in speculated) == sum(t.proposed_tokens for t in times)
+        assert sum(sum(each.accepted) for each in speculated) == sum(t.accepted_tokens for t in times)
         assert totals == totals_of(entries, records, has_cache=limits["prefix_cache_pages"] is None)
