@@ -98,6 +98,8 @@ def build(
     cache = model.cache
     config, shapes = longest_shapes(model, options, backend, threads=threads)
     _log_penalties(model, config)
+    if config.speculation != options.speculation:
+        log.warning("speculation: nothing is proposed, because the state of recurrent layers cannot go back")
     better = lacking_kernels(options.dtype, np.dtype(model.dtype), backend)
     if better is not None:
         log.warning(
@@ -141,7 +143,7 @@ def build(
     )
     return EngineParts(
         runner=runner,
-        scheduler=Scheduler(_scheduler_config(model, config, shapes, kv), _proposer(model, config)),
+        scheduler=Scheduler(_scheduler_config(model, config, shapes, kv), _proposer(config)),
         pacer=Pacer(config.decode_window_s, config.max_decode_steps, config.target_itl_s or 0.0),
         config=config,
         info=ModelInfo(
@@ -176,6 +178,8 @@ def longest_shapes(
     """
     model.cache.check_dtype(options.kv_cache_dtype)
     config = resolve(options, backend.sizes, defaults=model.defaults)
+    if model.cache.has_state:  # state by slot cannot go back to where a wrong token was proposed
+        config = dataclasses.replace(config, speculation="off")
     return config, _runner_config(model, config, _buckets(model, config, backend), backend, threads=threads)
 
 
@@ -249,19 +253,14 @@ _CHECKED_ROWS = 16
 also where few requests run at a time."""
 
 
-def _checks_proposals(model: ServedModel, config: ResolvedConfig) -> bool:
-    """Whether tokens are proposed. State by slot cannot go back to where a wrong one came."""
-    return config.speculation != "off" and not model.cache.has_state
+def _proposer(config: ResolvedConfig) -> Proposer | None:
+    return None if config.speculation == "off" else Lookup()
 
 
-def _proposer(model: ServedModel, config: ResolvedConfig) -> Proposer | None:
-    return Lookup() if _checks_proposals(model, config) else None
-
-
-def _most_rows(model: ServedModel, config: ResolvedConfig) -> int:
+def _most_rows(config: ResolvedConfig) -> int:
     """Most rows of a step."""
     rows = config.max_num_seqs
-    if not _checks_proposals(model, config):
+    if config.speculation == "off":
         return rows
     wanted = min(rows * (1 + config.max_proposed_tokens), _CHECKED_ROWS, config.max_num_batched_tokens)
     return max(rows, wanted)
@@ -269,7 +268,7 @@ def _most_rows(model: ServedModel, config: ResolvedConfig) -> int:
 
 def _buckets(model: ServedModel, config: ResolvedConfig, backend: Backend) -> Buckets:
     return Buckets.default(
-        _most_rows(model, config),
+        _most_rows(config),
         config.max_num_batched_tokens,
         token_growth=NATIVE_TOKEN_GROWTH if model.skips_padding else TOKEN_GROWTH,
         row_growth=backend.row_growth,
@@ -342,7 +341,7 @@ def _runner_config(
         max_decode_steps=config.max_decode_steps,
         show_progress=config.show_progress,
         program_folder=config.compilation_cache,
-        checks_proposals=_checks_proposals(model, config),
+        checks_proposals=config.speculation != "off",
         **_picture_shapes(model, config, backend),
     )
 
@@ -391,7 +390,7 @@ def _scheduler_config(
         picture_blocks=shapes.pool_rows // BLOCK_TOKENS,
         max_encode_patches=config.max_encode_patches or max(shapes.encode_buckets, default=0),
         max_proposed_tokens=config.max_proposed_tokens,
-        max_rows=_most_rows(model, config),
+        max_rows=_most_rows(config),
         vocab_size=model.vocab_size,
     )
 

@@ -363,3 +363,12 @@ def test_there_is_no_prefix_cache_if_there_is_state_without_snapshots() -> None:
             max_queued_requests=1,
             has_state=True,
         )
+
+
+def test_nothing_is_proposed_where_state_cannot_go_back(caplog: pytest.LogCaptureFixture) -> None:
+    """The engine says so, and its config is what callers are told."""
+    assert toy_engine(hybrid_model(), start=False, speculation="lookup").config.speculation == "off"
+    assert "speculation: nothing is proposed, because the state of recurrent layers" in caplog.text
+    caplog.clear()
+    assert toy_engine(start=False, speculation="lookup").config.speculation == "lookup"
+    assert "speculation" not in caplog.text
