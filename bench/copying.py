@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from bench.checkpoint import Shape
 
 ROPE_THETA = 1_000_000
 _CONSTANT = 8.0
@@ -30,12 +27,18 @@ _ROWS = 4096
 
 
 def tensor(
-    shape: Shape, name: str, size: tuple[int, ...], num_prompt: int, draw: np.random.Generator
+    name: str,
+    size: tuple[int, ...],
+    *,
+    hidden_size: int,
+    head_dim: int,
+    num_prompt: int,
+    draw: np.random.Generator,
 ) -> Iterator[NDArray[np.float32]] | None:
     """The blocks of a tensor of a model that repeats prompts of `num_prompt` tokens; None for one whose
     values do not matter.
     """
-    code = _code_size(shape)
+    code = min(head_dim, hidden_size * 3 // 4)
     if name == "model.embed_tokens.weight":
         return _embeddings(size, code, draw)
     if name.endswith("norm.weight"):
@@ -50,14 +53,10 @@ def tensor(
         values[range(code), range(code)] = 1.0
     elif name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
         back = num_prompt - 1 if "q_proj" in name else 0
-        values[: shape.head_dim, code] = _turned(shape.head_dim, -back)
+        values[:head_dim, code] = _turned(head_dim, -back)
     else:
         return None
     return iter([values])
-
-
-def _code_size(shape: Shape) -> int:
-    return min(shape.head_dim, shape.hidden_size * 3 // 4)
 
 
 def _embeddings(size: tuple[int, ...], code: int, draw: np.random.Generator) -> Iterator[NDArray[np.float32]]:
