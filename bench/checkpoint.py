@@ -172,8 +172,9 @@ def write_checkpoint(directory: Path, shape: Shape, seed: int = 0, copies: int |
     """
     of_name = None
     if copies is not None:
-        sizes = {"hidden_size": shape.hidden_size, "head_dim": shape.head_dim}
-        of_name = partial(copying.tensor, **sizes, num_prompt=copies)
+        of_name = partial(
+            copying.tensor, hidden_size=shape.hidden_size, head_dim=shape.head_dim, num_prompt=copies
+        )
     _write(directory, config_json(shape), tensor_shapes(shape), shape.num_words, seed, of_name)
 
 
