@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -52,7 +53,7 @@ def test_draws_at_every_place_of_a_step_have_the_models_distribution(is_right_of
         return copied(seq, most) if is_right_often else [(seq.token_ids[-1] + 3) % 4] * most
 
     proposer = Guesses(guess, random.Random(1), patience=1.0)
-    sizes = {"max_num_seqs": 4, "max_decode_steps": 1, "max_proposed_tokens": MOST}
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_decode_steps": 1, "max_proposed_tokens": MOST}
     with mock.patch.object(building, "Lookup", return_value=proposer):
         engine = table_engine(tables(), speculation="lookup", **sizes)
     stopping = StoppingParams(max_tokens=100, ignore_eos=True)

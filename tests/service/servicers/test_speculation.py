@@ -101,7 +101,7 @@ async def test_the_server_tells_of_its_proposer_and_counts_as_usage_does(engine:
 async def totals(rig: Rig) -> telemetry_pb2.LoadTotals:
     watch = rig.control.WatchLoad(telemetry_pb2.WatchLoadRequest())
     try:
-        report = await watch.read()
+        report: control_pb2.WatchLoadResponse = await watch.read()
+        return report.totals
     finally:
         watch.cancel()
-    return report.totals
