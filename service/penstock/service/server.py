@@ -26,7 +26,7 @@ from penstock.service.access.rates import Clock
 from penstock.service.addresses import Addresses, Serve
 from penstock.service.backend import Backend, Info
 from penstock.service.counts import show_counts
-from penstock.service.group.leader import GroupLeader
+from penstock.service.group.leader import FOLLOW, GroupLeader
 from penstock.service.identity import new_instance_id
 from penstock.service.lifecycle import health
 from penstock.service.lifecycle.underway import Calls
@@ -121,6 +121,7 @@ class PenstockServer:
         self._group = group
         if group is not None:
             group.on_end = partial(self._lose_group, on_this_loop(self._refuse_without_group))
+            group.check_caller = partial(self._access.still, FOLLOW)
         self._services = Services(self._health, options.features, group)
         self.serving: Serving | None = None
         """What its RPCs share, once an engine is attached."""

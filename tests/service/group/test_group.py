@@ -39,10 +39,11 @@ from penstock.service.group.link import FollowerLink
 from penstock.service.group.messages import call_bytes, call_of, record_of, update_bytes
 from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.threads.lanes import in_thread
-from tests.service.key_rig import CONTROL, INFER, as_, key, serving_keys
+from tests.service.key_rig import CONTROL, INFER, as_, key, serving_keys, write
 from tests.service.rig import WAIT_S, Rig, failure_of, fake, generate, serving, until
 
 FACTS = {"page_size": "64", "the version of jax": "0.10.2"}
+MIB = 1 << 20
 SIZES = {"the pages of the KV cache": "256"}
 
 
@@ -251,6 +252,53 @@ async def test_only_a_key_with_the_role_control_may_follow(tmp_path: Any) -> Non
         assert await follower.ended() is None
 
 
+async def test_a_key_that_is_revoked_ends_the_group_that_it_let_in(tmp_path: Any) -> None:
+    """As it would be if the key had been revoked before: whoever has it must not see the calls."""
+    file = tmp_path / "keys"
+    leader = GroupLeader(options(timeout_s=2.0), never)
+    async with serving_keys(file, key("group", CONTROL), group=leader) as rig:
+        follower = Follower(rig, metadata=as_("group")["metadata"], timeout_s=2.0)
+        await met(leader)
+        write(file, [key("group", CONTROL, revoked=True)])
+        await rig.server.reload_keys()
+        error = await follower.ended()
+        assert isinstance(error, GroupEnded)
+        assert "process 1 may not follow any more: the key is not known here, or was revoked" in str(error)
+        assert leader.failure is not None
+
+
+async def test_a_leader_whose_calls_nobody_reads_waits_before_it_ends_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pictures may bring more calls than the network takes at a time."""
+    monkeypatch.setattr("penstock.service.group.leader._MOST_WAITING_BYTES", 4 * MIB)
+    leader = GroupLeader(options(timeout_s=2.0), never)
+    appended: list[int] = []
+
+    def append() -> None:
+        for number in range(40):
+            leader.append(Call(Kind.ENCODE, str(number), (np.zeros(MIB, np.uint8),)))
+            appended.append(number)
+
+    async with serving(fake(), group=leader) as rig:
+        stream: Any = rig.channel.stream_stream(f"/{SERVICE}/Follow")
+        call = stream()
+        hello = group_pb2.Hello(process_id=1, facts=FACTS)
+        await call.write(group_pb2.FollowRequest(hello=hello).SerializeToString())
+        await call.write(group_pb2.FollowRequest(ready=group_pb2.Ready(facts=SIZES)).SerializeToString())
+        await met(leader)
+        appending = asyncio.ensure_future(in_thread(append))
+        read: list[str] = []
+        while len(read) < 20:
+            answer = group_pb2.FollowResponse.FromString(await call.read())
+            read += [answer.call.program] if answer.HasField("call") else []
+            await call.write(group_pb2.FollowRequest(alive=group_pb2.Alive()).SerializeToString())
+        assert read == [str(number) for number in range(20)]
+        assert len(appended) < 40
+        with pytest.raises(GroupEnded, match="nothing for 1 s"):
+            await appending
+
+
 async def test_a_control_port_is_where_followers_are_taken_in() -> None:
     """Whoever reaches only the main address can do no more than use the model, and needs no key here."""
     leader = GroupLeader(options(), never)
@@ -419,9 +467,6 @@ async def test_why_a_follower_failed_is_told_to_the_leader(leader: GroupLeader) 
         await until(lambda: leader.failure is not None)
     with pytest.raises(GroupEnded, match=r"process 1 .*the disk is full"):
         leader.append(Call(Kind.WINDOW))
-
-
-MIB = 1 << 20
 
 
 def begun(leader: GroupLeader) -> int:

@@ -22,6 +22,9 @@ from penstock.runtime.updating.interface import Staging
 
 DEFAULT_TIMEOUT_S = 30.0
 MOST_PROCESSES = 1024
+MOST_CALL_BYTES = 1 << 29
+"""Bytes of the arrays of one call. Those of a picture are the largest; Protocol Buffers take 2 GiB at most,
+and a sign of life waits behind a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +191,7 @@ class DispatchLog(Protocol):
         ...
 
     def append(self, call: Call) -> None:
-        """Hand over the next call. Waits for nobody."""
+        """Hand over the next call. Waits only where far too much waits already."""
         ...
 
     # -- weight updates, on any thread --

@@ -13,7 +13,8 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import has_own_memory
 from penstock.runtime.execution.cpu_threads import start_backends
 from penstock.runtime.following.facts import process_facts
-from penstock.runtime.following.interface import Facts, GroupOptions
+from penstock.runtime.following.interface import MOST_CALL_BYTES, Facts, GroupOptions
+from penstock.runtime.images.vision import Vision
 from penstock.runtime.machine.processors import available_processors
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,21 @@ def check_options(config: EngineConfig, options: GroupOptions) -> None:
         raise ConfigError(
             f"tensor_parallel_size: must be a multiple of processes, {options.processes}, "
             f"not {'auto' if size is None else size}"
+        )
+
+
+def check_pictures(vision: Vision | None, encode_buckets: Sequence[int]) -> None:
+    """Raise ConfigError if the largest picture is too large for a call of a group."""
+    if vision is None or not encode_buckets:
+        return
+    patches = encode_buckets[-1]
+    num_bytes = sum(array.nbytes for array in jax.tree.leaves(vision.inputs((), patches)))
+    if num_bytes > MOST_CALL_BYTES:
+        tokens = patches // vision.patches_per_token
+        raise ConfigError(
+            f"max_image_tokens: a picture of {tokens} tokens is sent to the other processes of the group in "
+            f"one call of {num_bytes / 1e6:.0f} MB, and a call has at most {MOST_CALL_BYTES / 1e6:.0f} MB: "
+            f"at most {tokens * MOST_CALL_BYTES // num_bytes} tokens fit"
         )
 
 

@@ -20,6 +20,7 @@ from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_programs import Chosen
 from penstock.runtime.following.facts import program_facts
 from penstock.runtime.following.interface import CHECKED, Call, DispatchLog, Kind
+from penstock.runtime.following.joining import check_pictures
 from penstock.runtime.scheduling.plan import Plan, StepResult
 
 
@@ -87,7 +88,7 @@ class LeadingCalls(ProgramCalls):
 
 class LeadingRunner(ModelRunner):
     """The runner of a group's leader. An error of the device, which a lost follower causes, is told as the
-    group's end.
+    group's end. ConfigError for pictures that no call can have.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class LeadingRunner(ModelRunner):
         backend: Backend,
         log: DispatchLog,
     ) -> None:
+        check_pictures(config.vision, config.encode_buckets)
         super().__init__(graphdef, weights, cache, config, backend)
         self._log = log
 

@@ -20,7 +20,14 @@ from typing import Any
 
 import grpc
 
-from penstock.runtime.errors import ConfigError, GroupEnded, InvalidRequest, Violation, WeightsError
+from penstock.runtime.errors import (
+    ConfigError,
+    GroupEnded,
+    InvalidRequest,
+    PenstockError,
+    Violation,
+    WeightsError,
+)
 from penstock.runtime.following.interface import (
     Call,
     Facts,
@@ -42,11 +49,13 @@ from penstock.service.lifecycle.watchdog import Stillness
 log = logging.getLogger(__name__)
 
 SERVICE = group_pb2.DESCRIPTOR.services_by_name["GroupService"].full_name
+FOLLOW = f"{SERVICE}/Follow"
 BEATS = 5
 """Signs of life within the time after which a process is lost."""
 _MOST_WAITING_BYTES = 1 << 30
 """Bytes of calls that one follower may have waiting: far more than those of the steps in flight. The patches
-of one large picture are 100 MB, and a step may encode several."""
+of one large picture are 100 MB, and a step may encode several. Beyond that the engine's thread waits."""
+_TAKEN_AT_ONCE_BYTES = 1 << 20
 _MOST_UNTAKEN_BYTES = 8 << 20
 """Bytes of an update's tensors that may be under way to a follower."""
 _SETTLE_S = 2.0
@@ -67,23 +76,23 @@ class _Follower:
         self.ready: Facts | None = None
         self.seen_s = time.monotonic()
         self.is_over = False
-        """Whether its RPC ends after what waits."""
+        """Whether its RPC ends after the calls that wait."""
         self._loop = loop
         self.untaken_bytes = 0
         """Of the tensors of updates, what it was told and has not taken."""
         self._waiting: deque[bytes] = deque()
         self._behind: deque[bytes] = deque()
-        self._num_bytes = 0
+        self.waiting_bytes = 0
+        """Of calls, those that are not taken yet."""
         self._is_told = False
         self.wake = asyncio.Event()
         """Set when something waits; used on the event loop only."""
 
-    def put(self, data: bytes) -> int:
-        """Let a message wait to be sent. Returns how many bytes wait."""
+    def put(self, data: bytes) -> None:
+        """Let a message wait to be sent."""
         self._waiting.append(data)
-        self._num_bytes += len(data)
+        self.waiting_bytes += len(data)
         self._wake()
-        return self._num_bytes
 
     def put_behind(self, data: bytes) -> None:
         """Let a message wait behind all that `put` lets wait, also later."""
@@ -97,13 +106,16 @@ class _Follower:
                 self._loop.call_soon_threadsafe(self.wake.set)
 
     def take(self) -> list[bytes]:
-        """All that waits, or one of the messages behind."""
-        taken = list(self._waiting)
-        self._waiting.clear()
-        if not taken and self._behind:
+        """The next messages, or one of those behind; none if none waits."""
+        taken, size = [], 0
+        while self._waiting and size < _TAKEN_AT_ONCE_BYTES:
+            taken.append(self._waiting.popleft())
+            size += len(taken[-1])
+        self.waiting_bytes -= size
+        if not taken and self._behind and not self.is_over:
             taken.append(self._behind.popleft())
-        self._num_bytes, self._is_told = 0, bool(self._behind)
-        if not self._behind:
+        self._is_told = bool(self._waiting or self._behind)  # then the event loop comes again by itself
+        if not self._is_told:
             self.wake.clear()
         return taken
 
@@ -137,6 +149,10 @@ class GroupLeader:
         self._pulse: Callable[[], Pulse] | None = None
         self.on_end: Callable[[GroupEnded], None] = lambda error: None
         """Called once when the group ends in another way than by `stop`, on any thread."""
+        self.check_caller: Callable[[Any], object] = lambda context: None
+        """Called with the context of a follower's RPC that is under way; raises if its caller may not follow,
+        by the keys that are valid now.
+        """
         self.on_leaving: Callable[[], None] = lambda: None
         """Called on the event loop when a follower asks for the graceful end of the group."""
 
@@ -164,10 +180,17 @@ class GroupLeader:
         """See `DispatchLog`."""
         data = call_bytes(call)
         with self._changed:
-            self._check()
-            most = max(follower.put(data) for follower in self._followers.values())
-        if most > _MOST_WAITING_BYTES:
-            self.end(f"a follower reads nothing: {most} bytes wait for it")
+
+            def has_room() -> bool:
+                self._check()
+                most = max(follower.waiting_bytes for follower in self._followers.values())
+                return most == 0 or most + len(data) <= _MOST_WAITING_BYTES
+
+            if self._changed.wait_for(has_room, self.options.silence_s):
+                for follower in self._followers.values():
+                    follower.put(data)
+                return
+        raise _alike(self.end(f"a follower has read nothing for {self.options.silence_s:g} s"))
 
     def open_update(self) -> int:
         """See `DispatchLog`."""
@@ -275,7 +298,8 @@ class GroupLeader:
         if follower is None:
             await context.write(_refused(reasons).SerializeToString())
             return
-        tasks = [asyncio.create_task(work) for work in (self._read(reports, follower), self._beat(follower))]
+        works = (self._read(reports, follower), self._beat(follower, context))
+        tasks = [asyncio.create_task(work) for work in works]
         lost = "its connection was lost"
         try:
             await self._write(follower, context)
@@ -311,17 +335,23 @@ class GroupLeader:
     async def _write(self, follower: _Follower, context: Any) -> None:
         while True:
             with self._changed:
-                waiting, is_over = follower.take(), follower.is_over
-            for data in waiting:
+                messages, is_over = follower.take(), follower.is_over
+                self._changed.notify_all()  # whoever waits for room
+            for data in messages:
                 await context.write(data)
-            if is_over:
+            if is_over and not follower.waiting_bytes:
                 return
             await follower.wake.wait()
 
-    async def _beat(self, follower: _Follower) -> None:
-        """Say again and again that the leader is alive."""
+    async def _beat(self, follower: _Follower, context: Any) -> None:
+        """Say again and again that the leader is alive, as long as the follower may hear it."""
         alive = Response(alive=group_pb2.Alive()).SerializeToString()
         while True:
+            try:
+                self.check_caller(context)
+            except PenstockError as error:
+                self.end(f"process {follower.process_id} may not follow any more: {error}")
+                return
             with self._changed:
                 follower.put(alive)
             await asyncio.sleep(self.options.silence_s / BEATS)
