@@ -134,6 +134,8 @@ class Reading:
     tokens: list[int] = field(default_factory=list)
     error: Any = None
     is_done: bool = False
+    credentials: grpc.ChannelCredentials | None = None
+    """None: without TLS."""
 
     def start(self) -> threading.Thread:
         thread = threading.Thread(target=self._run, daemon=True)
@@ -147,7 +149,11 @@ class Reading:
             stopping=types_pb2.StoppingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
             output=types_pb2.OutputOptions(text=False),
         )
-        with grpc.insecure_channel(self.address) as channel:
+        with (
+            grpc.insecure_channel(self.address)
+            if self.credentials is None
+            else grpc.secure_channel(self.address, self.credentials)
+        ) as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
             try:
                 for message in stub.Stream(request, timeout=120):

@@ -41,6 +41,7 @@ from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.threads.lanes import in_thread
 from tests.service.key_rig import CONTROL, INFER, as_, key, serving_keys, write
 from tests.service.rig import WAIT_S, Rig, failure_of, fake, generate, serving, until
+from tests.service.tls_rig import CA, CERTS, listening
 
 FACTS = {"page_size": "64", "the version of jax": "0.10.2"}
 MIB = 1 << 20
@@ -66,7 +67,12 @@ class Follower:
         self.lost: list[GroupEnded] = []
         self.calls: list[Any] = []
         self.error: Exception | None = None
-        self.channel = grpc.insecure_channel(rig.server.address)
+        credentials = more.get("credentials")
+        self.channel = (
+            grpc.insecure_channel(rig.server.address)
+            if credentials is None
+            else grpc.secure_channel(rig.server.address, credentials)
+        )
         self.link = FollowerLink(
             self.channel,
             more.get("metadata", ()),
@@ -250,6 +256,44 @@ async def test_only_a_key_with_the_role_control_may_follow(tmp_path: Any) -> Non
         await met(leader)
         await in_thread(leader.stop)
         assert await follower.ended() is None
+
+
+def certificates(ca: str, client: str = "") -> grpc.ChannelCredentials:
+    """Those of a follower that trusts `ca`, and shows `client`."""
+    key_of, chain = (
+        (CERTS.joinpath(f"{client}.{end}").read_bytes() for end in ("key", "pem")) if client else (None, None)
+    )
+    return grpc.ssl_channel_credentials(CERTS.joinpath(ca).read_bytes(), key_of, chain)
+
+
+async def test_a_group_meets_over_tls_and_names_a_certificate_that_is_wrong() -> None:
+    """The server takes certificates of its own authority alone."""
+    leader = GroupLeader(options(), never)
+    wrong = (
+        (certificates("other_ca.pem", "client"), "group_ca: the leader's certificate is not from these"),
+        (certificates("ca.pem", "stranger"), "tls_cert: the leader closes every connection"),
+        (certificates("ca.pem"), "tls_cert: the leader closes every connection"),
+        (None, "tls_cert: the leader closes every connection"),
+    )
+    async with serving(fake(), group=leader, listen=listening(client_ca=CA)) as rig:
+        followers = [Follower(rig, credentials=credentials, timeout_s=2.0) for credentials, _ in wrong]
+        for follower, (_, message) in zip(followers, wrong, strict=True):
+            error = await follower.ended()
+            assert isinstance(error, ConfigError)
+            assert message in str(error)
+        follower = Follower(rig, credentials=certificates("ca.pem", "client"))
+        await met(leader)
+        leader.append(Call(Kind.WINDOW, "w"))
+        await in_thread(leader.stop)
+        assert await follower.ended() is None
+        assert follower.calls == [Call(Kind.WINDOW, "w")]
+
+
+async def test_tls_to_a_leader_that_has_none_is_named(leader: GroupLeader) -> None:
+    async with serving(fake(), group=leader) as rig:
+        error = await Follower(rig, credentials=certificates("ca.pem")).ended()
+        assert isinstance(error, ConfigError)
+        assert "leader: TLS with it fails" in str(error)
 
 
 async def test_a_key_that_is_revoked_ends_the_group_that_it_let_in(tmp_path: Any) -> None:

@@ -27,6 +27,11 @@ from penstock.service.group.messages import record_of, report_message
 log = logging.getLogger(__name__)
 
 Request, Response = group_pb2.FollowRequest, group_pb2.FollowResponse
+_HEALTH = "/grpc.health.v1.Health/Check"
+"""Answered without a key by every server that listens, also while it loads its model."""
+_ASK_TIMEOUT_S = 5.0
+_ASK_AGAIN_S = 0.5
+_ABSENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class FollowerLink:
@@ -57,10 +62,11 @@ class FollowerLink:
     # -- the dispatch log --
 
     def meet(self, facts: Facts) -> None:
-        """See `LeaderLink`. Waits for the leader as long as it takes."""
+        """See `LeaderLink`. Waits for the leader as long as it takes. ConfigError, too, if TLS keeps this
+        process from it.
+        """
         assert self._options.process_id is not None, "a process of a group has a number"
-        if self.is_stopped:
-            raise _stopped_early()
+        self._find()
         self._reports.put(Request(hello=group_pb2.Hello(process_id=self._options.process_id, facts=facts)))
         method: Any = self._channel.stream_stream(
             f"/{SERVICE}/Follow", Request.SerializeToString, Response.FromString
@@ -128,6 +134,35 @@ class FollowerLink:
             yield report
 
     # -- how it is done --
+
+    def _find(self) -> None:
+        """Wait until the leader's server answers."""
+        ask: Any = self._channel.unary_unary(_HEALTH)
+        closed_s: float | None = None
+        while not self.is_stopped:
+            try:
+                ask(b"", timeout=_ASK_TIMEOUT_S)
+                return
+            except grpc.RpcError as error:
+                failure: Any = error
+                if failure.code() not in _ABSENT:  # something is there, and will say what is wrong
+                    return
+                details = failure.details() or ""
+            if "CERTIFICATE_VERIFY_FAILED" in details:
+                raise ConfigError(
+                    f"group_ca: the leader's certificate is not from these authorities: {details}"
+                )
+            if "handshake failed" in details:
+                raise ConfigError(f"leader: TLS with it fails: {details}")
+            now_s = time.monotonic()
+            closed_s = (closed_s or now_s) if "Socket closed" in details else None
+            if closed_s is not None and now_s - closed_s > self._options.silence_s:
+                raise ConfigError(
+                    "tls_cert: the leader closes every connection of this process: it wants TLS, or a "
+                    "certificate from the authorities of its own client_ca"
+                )
+            time.sleep(_ASK_AGAIN_S)
+        raise _stopped_early()
 
     def _next(self, kind: str) -> None:
         """Wait for a record of this kind."""
