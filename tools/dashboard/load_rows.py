@@ -136,6 +136,18 @@ TRAFFIC = Row(
             [Query("sum by (kind) (penstock_calls_active{@})", "{{kind}}")],
         ),
         Panel(
+            "Adapters",
+            "LoRA adapters in memory, by where their weights are.",
+            [Query("sum by (state) (penstock_adapters{@})", "{{state}}")],
+        ),
+        Panel(
+            "Requests by adapter",
+            "Requests of the LoRA adapters that are in memory.",
+            [rate("penstock_adapter_requests_total", "{{adapter}}", "adapter")],
+            "ops",
+            Form.STACK,
+        ),
+        Panel(
             "Prompt tokens of an output",
             "How long prompts are.",
             percentiles("penstock_output_prompt_tokens", 0.5, 0.99),

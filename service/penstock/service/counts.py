@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import get_args
 
+from penstock.runtime.adapters.interface import AdapterState
 from penstock.runtime.measuring.registry import Registry
+from penstock.service.backend import Adapters
 from penstock.service.lifecycle.health import Readiness
 from penstock.service.limits.admission import Admission, Kind
 from penstock.service.replies.reply_budget import ReplyBudget
@@ -36,6 +40,39 @@ def show_counts(
     registry.observed_counter(defined.STREAMS_STALLED, lambda: {(): sends.num_stalled})
     registry.gauge(defined.REPLIES_WAITING, lambda: {(): budget.used})
     registry.observed_counter(defined.SPANS, lambda: _spans(tracing))
+
+
+class AdapterRequests:
+    """Counts the requests of each adapter. They are counted on the event loop, and read on any thread."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def took(self, adapter: str) -> None:
+        """Count a request that the engine took."""
+        self._counts[adapter] = self._counts.get(adapter, 0) + 1
+
+    def of(self, names: Iterable[str]) -> Mapping[tuple[str, ...], float]:
+        """The counts of these adapters. Those of others are forgotten, so that there are no more of them than
+        adapters in memory.
+        """
+        known = set(names)
+        for gone in self._counts.keys() - known:
+            self._counts.pop(gone, None)
+        return {(name,): float(self._counts.get(name, 0)) for name in known}
+
+
+def show_adapters(registry: Registry, adapters: Adapters, requests: AdapterRequests) -> None:
+    """Have the registry ask at each snapshot how many adapters there are, and what was asked of them."""
+
+    def by_state() -> Mapping[tuple[str, ...], float]:
+        states = Counter(info.state for info in adapters.list())
+        return {(state,): float(states[state]) for state in get_args(AdapterState)}
+
+    registry.gauge(defined.ADAPTERS, by_state)
+    registry.observed_counter(
+        defined.ADAPTER_REQUESTS, lambda: requests.of(info.name for info in adapters.list())
+    )
 
 
 def _spans(tracing: Tracing | None) -> Mapping[tuple[str, ...], float]:

@@ -25,7 +25,7 @@ from penstock.service.access.keys import Keys
 from penstock.service.access.rates import Clock
 from penstock.service.addresses import Addresses, Serve
 from penstock.service.backend import Backend, Info
-from penstock.service.counts import show_counts
+from penstock.service.counts import show_adapters, show_counts
 from penstock.service.group.leader import FOLLOW, GroupLeader
 from penstock.service.identity import new_instance_id
 from penstock.service.lifecycle import health
@@ -209,6 +209,7 @@ class PenstockServer:
             max_request_bytes=self._options.max_receive_bytes,
             held_images=HeldImages(self._options.max_held_image_bytes),
         )
+        show_adapters(self.metrics.registry, engine.adapters, self.serving.adapter_requests)
         updates = WeightUpdates(
             self.serving,
             roots=self._options.weights_roots,

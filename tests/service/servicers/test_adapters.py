@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -268,6 +268,26 @@ async def test_what_is_configured_and_loaded_is_told(tmp_path: Path) -> None:
         model = await rig.control.GetModelInfo(control_pb2.GetModelInfoRequest())
         assert control_pb2.FEATURE_ADAPTERS in model.features
         assert (await rig.control.GetLoad(control_pb2.GetLoadRequest())).loaded_adapters == 2
+
+
+async def test_metrics_tell_of_the_adapters_in_memory(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        on_disk(tmp_path, name)
+    async with serving(with_adapters(tmp_path)) as rig:
+
+        def shown(name: str) -> dict[str, float]:
+            metrics = rig.server.metrics.registry.snapshot().metrics
+            (found,) = [one for one in metrics if one.instrument.name == name]
+            return {labels[0]: cast("float", value) for labels, value in found.points.items()}
+
+        for name in ("a", "b", "c"):
+            await load(rig, name)
+        for name in ("a", "c", "c"):
+            await rig.inference.Generate(generate("x", adapter=name))
+        assert shown("penstock.adapters") == {"loading": 0, "cached": 1, "loaded": 2}
+        assert shown("penstock.adapter.requests") == {"a": 1, "b": 0, "c": 2}
+        await unload(rig, "c")
+        assert shown("penstock.adapter.requests") == {"a": 1, "b": 0}
 
 
 async def test_an_adapter_leaves_under_running_streams(tmp_path: Path) -> None:

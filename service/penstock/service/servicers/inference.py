@@ -226,6 +226,8 @@ class ServedRequest:
                 await self._submit(prepared, arrival)
             self._placed = self.job.n
             self._meter.began(self.num_prompt_tokens)
+            if self.job.adapter is not None:
+                self.serving.adapter_requests.took(self.job.adapter)
             self.job = self.job.without_load()
         except DuplicateRequestId as error:
             self._end(error)

@@ -16,6 +16,7 @@ from penstock.runtime.errors import DuplicateRequestId
 from penstock.runtime.prompting.prompts import Truncation
 from penstock.runtime.requests.request import MAX_OUTPUTS, Finish, FinishReason
 from penstock.service.backend import Backend
+from penstock.service.counts import AdapterRequests
 from penstock.service.lifecycle.underway import Calls
 from penstock.service.limits.admission import HeldImages, Places
 from penstock.service.replies.outputs import ServerSwitchboard, StallLog
@@ -169,5 +170,7 @@ class Serving:
     """Bounds the memory of the images that requests hold."""
     tracing: Tracing | None = None
     """What records traces; None if the server has nowhere to send them to."""
+    adapter_requests: AdapterRequests = field(default_factory=AdapterRequests)
+    """Counts the requests of each adapter."""
     arrivals: Arrivals = field(default_factory=Arrivals)
     """The requests that `Abort` finds before the engine knows them."""

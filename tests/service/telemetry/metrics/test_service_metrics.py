@@ -253,11 +253,11 @@ async def test_the_engine_is_measured_beside():
 
 WITHOUT_VALUES = {
     *("penstock_spans", "penstock_lane_time_seconds", "penstock_requests_refused"),
-    *("penstock_outputs_failed", "penstock_memory_bytes"),
+    *("penstock_outputs_failed", "penstock_memory_bytes", "penstock_adapter_requests"),
     *("penstock_speculation_proposed", "penstock_speculation_accepted"),
     *(family_name(one) for one in ENGINE_INSTRUMENTS if one.name.startswith("penstock.weights.")),
 }
-"""Metrics that have no values there: without traces, without an error, and of an engine that is a toy."""
+"""Metrics that have no values there: without traces, errors and adapters, and of an engine that is a toy."""
 
 
 async def test_exemplars_lead_to_the_trace_of_the_request():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock.runtime.adapters.interface import AdapterTensors
 from penstock.service.requests import generate as generate_module
 from penstock.service.telemetry.options import TraceLevel
 from penstock.v1 import control_pb2, inference_pb2, types_pb2
@@ -105,16 +106,18 @@ async def test_weight_updates_and_pauses_are_recorded_like_every_rpc(recorder):
     assert recorder.spans[name].attributes["error.type"] == "INVALID_ARGUMENT"
 
 
-async def test_cached_tokens_and_priority_of_a_request(recorder):
+async def test_cached_tokens_adapter_and_priority_of_a_request(recorder):
     async with serving(
-        fake(cached_prompt_tokens=3, scheduling_policy="priority"), tracing=recorder.tracing
+        fake(cached_prompt_tokens=3, scheduling_policy="priority", max_adapters=1), tracing=recorder.tracing
     ) as rig:
-        await rig.inference.Generate(generate("wxyz", priority=-7))
+        rig.engine.adapters.load("sql", AdapterTensors({"r": 8}, ()))
+        await rig.inference.Generate(generate("wxyz", priority=-7, adapter="sql"))
         await until(lambda: "text_completion fake" in recorder.spans)
     attributes = recorder.spans["text_completion fake"].attributes
     assert attributes["gen_ai.usage.input_tokens"] == 4
     assert attributes["gen_ai.usage.cache_read.input_tokens"] == 3
     assert attributes["penstock.request.priority"] == -7
+    assert attributes["penstock.request.adapter"] == "sql"
 
 
 async def test_several_outputs_under_a_grammar(recorder):

@@ -90,6 +90,22 @@ SPANS = Instrument(
     "Spans of traces: exported, dropped because too many waited, or failed to be exported.",
     ("outcome",),
 )
+ADAPTERS = Instrument(
+    "penstock.adapters",
+    Kind.GAUGE,
+    "{adapter}",
+    "LoRA adapters in memory, by where their weights are: loading, cached on the host, or loaded on the "
+    "device.",
+    ("state",),
+)
+ADAPTER_REQUESTS = Instrument(
+    "penstock.adapter.requests",
+    Kind.COUNTER,
+    "{request}",
+    "Requests that the engine took, by the LoRA adapter that they named. An adapter that has left memory is "
+    "not told any more.",
+    ("adapter",),
+)
 LOOP_LAG = Instrument(
     "penstock.event_loop.lag",
     Kind.HISTOGRAM,
@@ -102,6 +118,7 @@ LOOP_LAG = Instrument(
 SERVICE_INSTRUMENTS = (
     *(READY, CALL_DURATION, REFUSED, CALLS_ACTIVE),
     *(LANE_WORK, LANE_CAPACITY, LANE_REFUSED, LANE_TIME),
-    *(STREAMS_MERGED, STREAMS_STALLED, REPLIES_WAITING, SPANS, LOOP_LAG),
+    *(STREAMS_MERGED, STREAMS_STALLED, REPLIES_WAITING, SPANS),
+    *(ADAPTERS, ADAPTER_REQUESTS, LOOP_LAG),
 )
 """All instruments of the service."""

@@ -235,6 +235,8 @@ def _request_attributes(job: Job, operation: str, model: str) -> dict[str, Attri
     }
     if job.n > 1:
         attributes["gen_ai.request.choice.count"] = job.n
+    if job.adapter is not None:
+        attributes["penstock.request.adapter"] = job.adapter
     if job.priority:
         attributes["penstock.request.priority"] = job.priority
     if job.stopping.max_tokens is not None:
