@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"maps"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -174,6 +176,7 @@ func TestEveryMethodOfTheContract(t *testing.T) {
 		break
 	}
 	profile(t, client)
+	adapters(t, client)
 
 	var all []string
 	for _, file := range []protoreflect.FileDescriptor{
@@ -189,6 +192,33 @@ func TestEveryMethodOfTheContract(t *testing.T) {
 	slices.Sort(all)
 	if got := slices.Sorted(maps.Keys(called.seen)); !slices.Equal(got, all) || len(all) < 17 {
 		t.Errorf("called\n%v\nof\n%v", got, all)
+	}
+}
+
+// adapters calls what is about adapters, of which this server has none.
+func adapters(t *testing.T, client *penstock.Client) {
+	t.Helper()
+	ctx := limited(t)
+	listed := must[*penstockv1.ListAdaptersResponse](t)(
+		client.Control.ListAdapters(ctx, &penstockv1.ListAdaptersRequest{}))
+	if len(listed.Adapters) != 0 {
+		t.Error(listed)
+	}
+	_, loaded := client.Control.LoadAdapter(ctx, &penstockv1.LoadAdapterRequest{Name: "sql"})
+	_, unloaded := client.Control.UnloadAdapter(ctx, &penstockv1.UnloadAdapterRequest{Name: "sql"})
+	_, pinned := client.Control.PinAdapter(ctx, &penstockv1.PinAdapterRequest{Name: "sql"})
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "adapter_config.json"), []byte("{}"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(demoWeights(), filepath.Join(dir, "adapter_model.safetensors")); err != nil {
+		t.Fatal(err)
+	}
+	_, pushed := client.PushAdapter(ctx, &penstockv1.PushAdapterBegin{Name: "sql"}, dir)
+	for _, err := range []error{loaded, unloaded, pinned, pushed} {
+		if !errors.Is(err, penstock.ErrUnsupportedFeature) {
+			t.Error(err)
+		}
 	}
 }
 

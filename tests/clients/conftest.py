@@ -226,6 +226,9 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
             max_request_bytes=8 << 20,
             proposer="lookup",
             max_proposed_tokens=4,
+            max_adapters=4,
+            max_cached_adapters=64,
+            max_adapter_rank=16,
         )
 
     def GetLoad(self, request, context):
@@ -238,6 +241,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
             kv_pages_total=100,
             paused=self.paused,
             weights=STEP_1,
+            loaded_adapters=3,
         )
 
     def WatchLoad(self, request, context):

@@ -34,7 +34,7 @@ MESSAGE = text_format.Parse(
     at { seconds: 1767322830 nanos: 500000000 }
     load {
       running_requests: 3 queued_requests: 2 queued_prompt_tokens: 900 kv_pages_used: 60 kv_pages_total: 100
-      weights { label: "step-7" generation: 7 }
+      weights { label: "step-7" generation: 7 } loaded_adapters: 5
     }
     kv_pages_cached: 15
     max_running_requests: 64
@@ -93,6 +93,7 @@ REPORT = LoadReport(
         kv_pages_total=100,
         paused=False,
         weights=WeightsVersion("step-7", 7),
+        loaded_adapters=5,
     ),
     kv_pages_cached=15,
     max_running_requests=64,

@@ -178,6 +178,8 @@ def test_info(server, capsys):
         "  template reads     none",
         "  images             none are taken",
         "  request            8 MiB at most",
+        "  adapters           4 on the device, 64 in memory, rank 16 at most",
+        "  adapters           3 on the device",
     ):
         assert line in shown.splitlines()
 

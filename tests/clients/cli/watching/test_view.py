@@ -73,7 +73,7 @@ def test_it_fits_every_screen(columns: int, lines: int, num_requests: int) -> No
 def test_a_screen_of_usual_size_shows_everything(columns: int, lines: int) -> None:
     text = "\n".join(printed(shown(), columns, lines))
     for part in (
-        *("SERVING", "demo at host:1", "weights step-7 (generation 7)", "up 30 s"),
+        *("SERVING", "demo at host:1", "weights step-7 (generation 7)", "adapters 5", "up 30 s"),
         *("1,234", "100", "3/64", "60 %", "50 steps/s", "2.2 rows", "padding 12 %", "accepted 75 %"),
         *("62.5 ms", "250 ms", "2 s", "31.2 ms", "1 h 06 m"),
         *("prefix hits 50 %", "2.5 ended/s", "9 preempted"),

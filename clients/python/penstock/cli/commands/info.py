@@ -58,6 +58,15 @@ def _embeddings(model: ModelInfo) -> str:
     return f"{model.hidden_size} numbers, {model.default_pooling}" if model.hidden_size else "none"
 
 
+def _adapters(server: ServerInfo) -> str:
+    if not server.max_adapters:
+        return "none"
+    return (
+        f"{server.max_adapters} on the device, {server.max_cached_adapters} in memory, rank "
+        f"{server.max_adapter_rank} at most"
+    )
+
+
 def _images(limits: ImageLimits | None) -> str:
     if limits is None:
         return "none are taken"
@@ -104,11 +113,13 @@ def table(model: ModelInfo, server: ServerInfo, load: Load, ready: bool) -> str:
             "log-probabilities": f"{server.max_logprobs} at most",
             "speculation": _speculation(server),
             "request": f"{server.max_request_bytes / 2**20:.3g} MiB at most",
+            "adapters": _adapters(server),
         },
         "load": {
             "requests": f"{load.running_requests} running, {load.queued_requests} queued",
             "queued prompts": f"{load.queued_prompt_tokens} tokens",
             "KV cache": f"{load.kv_pages_used} of {load.kv_pages_total} pages used",
+            "adapters": f"{load.loaded_adapters} on the device",
             "state": "paused" if load.paused else "serving" if ready else "not ready",
         },
     }

@@ -119,6 +119,8 @@ def _headline(shown: Shown) -> Text:
     text.append(f" at {visible(shown.addr)}")
     weights = report.load.weights
     text.append(f", weights {visible(weights.label)} (generation {weights.generation})")
+    if report.load.loaded_adapters:
+        text.append(f", adapters {report.load.loaded_adapters}")
     if report.totals is not None:
         text.append(f", up {figures.age((report.at - report.totals.since).total_seconds())}")
     return text

@@ -8,6 +8,7 @@ import io.grpc.MethodDescriptor;
 import io.grpc.StatusRuntimeException;
 import io.grpc.stub.ClientCalls;
 import java.io.IOException;
+import java.nio.file.Files;
 import java.nio.file.Path;
 import java.time.Duration;
 import java.util.Optional;
@@ -36,10 +37,18 @@ import penstock.v1.GetServerInfoResponse;
 import penstock.v1.GetVocabularyRequest;
 import penstock.v1.GetVocabularyResponse;
 import penstock.v1.InferenceServiceGrpc;
+import penstock.v1.ListAdaptersRequest;
+import penstock.v1.ListAdaptersResponse;
+import penstock.v1.LoadAdapterRequest;
+import penstock.v1.LoadAdapterResponse;
 import penstock.v1.PauseRequest;
 import penstock.v1.PauseResponse;
+import penstock.v1.PinAdapterRequest;
+import penstock.v1.PinAdapterResponse;
 import penstock.v1.ProfileRequest;
 import penstock.v1.ProfileResponse;
+import penstock.v1.PushAdapterBegin;
+import penstock.v1.PushAdapterResponse;
 import penstock.v1.RerankRequest;
 import penstock.v1.RerankResponse;
 import penstock.v1.ResumeRequest;
@@ -52,6 +61,8 @@ import penstock.v1.StreamRequest;
 import penstock.v1.StreamResponse;
 import penstock.v1.TokenizeRequest;
 import penstock.v1.TokenizeResponse;
+import penstock.v1.UnloadAdapterRequest;
+import penstock.v1.UnloadAdapterResponse;
 import penstock.v1.UpdateWeightsBegin;
 import penstock.v1.UpdateWeightsResponse;
 import penstock.v1.WatchLoadRequest;
@@ -231,7 +242,7 @@ public final class PenstockClient implements AutoCloseable {
     }
 
     private WeightsUpload upload(UpdateWeightsBegin begin) {
-        return new WeightsUpload(channel, maxMessageBytes, timeout, begin);
+        return new WeightsUpload(channel, new TensorStream(channel, maxMessageBytes, timeout), begin);
     }
 
     /**
@@ -341,6 +352,75 @@ public final class PenstockClient implements AutoCloseable {
         return unary(
                 ControlServiceGrpc.getDiscardWeightsMethod(),
                 DiscardWeightsRequest.newBuilder().setUpdateId(updateId).build());
+    }
+
+    /**
+     * Has the server read a LoRA adapter from its own disk.
+     *
+     * @param request which one
+     * @return what the server has now
+     */
+    public LoadAdapterResponse loadAdapter(LoadAdapterRequest request) {
+        return unary(ControlServiceGrpc.getLoadAdapterMethod(), request);
+    }
+
+    /**
+     * Sends a LoRA adapter to the server, so that requests may ask for it by its name. The same adapter may be sent
+     * again.
+     *
+     * @param folder what PEFT wrote, with adapter_config.json and adapter_model.safetensors
+     * @param begin its name, and what becomes of another one of this name; config_json and manifest must be unset
+     * @param progress is told after each piece
+     * @return what the server has now
+     * @throws IOException if a file cannot be read, or is no safetensors file; then nothing has changed
+     * @throws IllegalArgumentException if begin has a config or a manifest
+     */
+    public PushAdapterResponse pushAdapter(Path folder, PushAdapterBegin begin, UpdateProgress progress)
+            throws IOException {
+        if (begin.hasManifest() || !begin.getConfigJson().isEmpty()) {
+            throw new IllegalArgumentException("begin has a config or a manifest; leave both unset");
+        }
+        String config = Files.readString(folder.resolve("adapter_config.json"));
+        return AdapterUpload.send(
+                channel,
+                new TensorStream(channel, maxMessageBytes, timeout),
+                begin.toBuilder().setConfigJson(config).build(),
+                SafetensorsFile.open(folder.resolve("adapter_model.safetensors")),
+                progress);
+    }
+
+    /**
+     * Drops a LoRA adapter. Requests that run on it finish.
+     *
+     * @param name which one
+     * @return how many outputs still run on it
+     */
+    public UnloadAdapterResponse unloadAdapter(String name) {
+        return unary(
+                ControlServiceGrpc.getUnloadAdapterMethod(),
+                UnloadAdapterRequest.newBuilder().setName(name).build());
+    }
+
+    /**
+     * Lets a LoRA adapter keep its place on the device, or no longer.
+     *
+     * @param name which one
+     * @param pinned whether it keeps its place
+     * @return the adapter
+     */
+    public PinAdapterResponse pinAdapter(String name, boolean pinned) {
+        return unary(
+                ControlServiceGrpc.getPinAdapterMethod(),
+                PinAdapterRequest.newBuilder().setName(name).setPinned(pinned).build());
+    }
+
+    /**
+     * Asks for the LoRA adapters that the server has in memory and the caller may use.
+     *
+     * @return the adapters, in the order of their names
+     */
+    public ListAdaptersResponse listAdapters() {
+        return unary(ControlServiceGrpc.getListAdaptersMethod(), ListAdaptersRequest.getDefaultInstance());
     }
 
     /**

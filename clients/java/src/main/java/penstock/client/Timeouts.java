@@ -24,6 +24,9 @@ final class Timeouts {
             Map.entry(ControlServiceGrpc.getResumeMethod(), FOR_ANSWERS),
             Map.entry(ControlServiceGrpc.getDiscardWeightsMethod(), FOR_ANSWERS),
             Map.entry(ControlServiceGrpc.getFlushCacheMethod(), FOR_ANSWERS),
+            Map.entry(ControlServiceGrpc.getUnloadAdapterMethod(), FOR_ANSWERS),
+            Map.entry(ControlServiceGrpc.getPinAdapterMethod(), FOR_ANSWERS),
+            Map.entry(ControlServiceGrpc.getListAdaptersMethod(), FOR_ANSWERS),
             Map.entry(ControlServiceGrpc.getSetTracingMethod(), FOR_ANSWERS),
             Map.entry(ControlServiceGrpc.getTokenizeMethod(), FOR_LONG_TEXTS),
             Map.entry(ControlServiceGrpc.getDetokenizeMethod(), FOR_LONG_TEXTS));

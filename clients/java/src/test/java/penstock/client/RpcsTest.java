@@ -6,12 +6,16 @@ import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
 import io.grpc.MethodDescriptor;
+import java.nio.file.Files;
+import java.nio.file.Path;
 import java.util.Collection;
+import java.util.List;
 import java.util.Set;
 import java.util.TreeSet;
 import java.util.stream.Collectors;
 import java.util.stream.Stream;
 import org.junit.jupiter.api.Test;
+import org.junit.jupiter.api.function.Executable;
 import penstock.v1.AbortOutcome;
 import penstock.v1.AbortRequest;
 import penstock.v1.CommitWeightsRequest;
@@ -23,9 +27,11 @@ import penstock.v1.EmbedRequest;
 import penstock.v1.GetModelInfoRequest;
 import penstock.v1.GetVocabularyRequest;
 import penstock.v1.InferenceServiceGrpc;
+import penstock.v1.LoadAdapterRequest;
 import penstock.v1.PauseRequest;
 import penstock.v1.ProfileRequest;
 import penstock.v1.ProfileResponse;
+import penstock.v1.PushAdapterBegin;
 import penstock.v1.RequestIds;
 import penstock.v1.RerankRequest;
 import penstock.v1.ScoreRequest;
@@ -57,6 +63,7 @@ class RpcsTest {
             questions(client);
             orders(client);
             weights(client);
+            adapters(client);
         }
         assertEquals(methodsOfTheContract(), called.names());
     }
@@ -125,5 +132,22 @@ class RpcsTest {
                 () -> client.commitWeights(
                         CommitWeightsRequest.newBuilder().setUpdateId("nothing").build()));
         assertFalse(client.discardWeights("nothing").getDiscarded());
+    }
+
+    private static void adapters(PenstockClient client) throws Exception {
+        assertEquals(0, client.listAdapters().getAdaptersCount());
+        Path folder = Files.createTempDirectory("adapter");
+        Files.writeString(folder.resolve("adapter_config.json"), "{}");
+        Files.createSymbolicLink(folder.resolve("adapter_model.safetensors"), DemoServer.CHECKPOINT);
+        PushAdapterBegin begin = PushAdapterBegin.newBuilder().setName("sql").build();
+        LoadAdapterRequest load = LoadAdapterRequest.newBuilder().setName("sql").build();
+        List<Executable> calls = List.of(
+                () -> client.loadAdapter(load),
+                () -> client.pushAdapter(folder, begin, (sent, total) -> {}),
+                () -> client.unloadAdapter("sql"),
+                () -> client.pinAdapter("sql", true));
+        for (Executable call : calls) {
+            assertThrows(RefusedException.Unsupported.class, call, "it has no places for adapters");
+        }
     }
 }
