@@ -9,10 +9,12 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from penstock import runtime
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.prompting.prompts import Truncation
@@ -26,6 +28,7 @@ from penstock.service.replies.reply_budget import ReplyLimits
 from penstock.service.requests.generate import Features
 from penstock.service.telemetry.metrics.push import Collector
 from penstock.service.telemetry.options import TracingOptions
+from tests.service.adapters_rig import on_disk
 from tests.service.fake import FakeEngine
 
 OVERRIDE = "--override-generation-config"
@@ -115,6 +118,19 @@ def test_what_cannot_be_served_is_one_clear_line(
     (line,) = [line for line in errors.splitlines() if line.startswith("penstock serve: ")]
     assert complaint in line
     assert "Traceback" not in errors
+
+
+def test_an_adapter_that_cannot_be_loaded_ends_the_start_by_name_and_file(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = FakeEngine(max_adapters=2)
+    monkeypatch.setitem(vars(runtime), "Engine", SimpleNamespace(from_pretrained=lambda *_: engine))
+    good = on_disk(tmp_path, "good")
+    flags = ["--adapter", f"sql={good}", "--adapter", f"law={tmp_path}/none"]
+    code, errors = run("fake", "--port", "0", "--max-adapters", "2", *flags)
+    assert code == 1
+    assert f"penstock serve: --adapter: law={tmp_path}/none: " in errors
+    assert engine.adapters.loaded == {"sql": good}
 
 
 @pytest.mark.parametrize(
