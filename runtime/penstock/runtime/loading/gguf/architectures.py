@@ -123,8 +123,8 @@ def _architecture(file: GgufFile) -> tuple[str, Architecture]:
     if not isinstance(name, str):
         raise ConfigError(f"{file.path}: general.architecture must name the architecture, not {name!r}")
     if name not in ARCHITECTURES:
-        similar = get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.75)
-        raise UnknownArchitecture(name, *similar, where=" of a GGUF file")
+        similar = [*get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.75), None][0]
+        raise UnknownArchitecture(name, similar, where=" of a GGUF file")
     return name, ARCHITECTURES[name]
 
 
