@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from penstock.runtime.models.adapted import place_adapters
 from penstock.runtime.models.config import (
     AttentionConfig,
     ExpertsConfig,
@@ -41,6 +42,7 @@ from penstock.runtime.models.norms import Norm, Vector, hidden_norm
 from penstock.runtime.models.pools import PooledModel, PoolPlanners
 from penstock.runtime.models.vision.inputs import VisionInputs
 from penstock.runtime.models.vision.tower import VisionTower
+from penstock.runtime.ops.adapters import AdapterRows
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, paged_attention
 from penstock.runtime.ops.native.norm import can_normalize
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT, RecurrentOps
@@ -219,6 +221,8 @@ class CausalLM(PooledModel):
         vision = config.vision
         self.visual = None if vision is None else VisionTower(vision, dtype, linear, planners)
         self.take_pools(planners, dtype)
+        self.adapter_size = place_adapters(self.layers)
+        """How many units an adapter takes, see `AdapterPlace`."""
 
     @property
     def is_native(self) -> bool:
@@ -243,20 +247,21 @@ class CausalLM(PooledModel):
         attention: AttentionOp = paged_attention,
         recurrent: RecurrentOps = XLA_RECURRENT,
         media: MediaInputs | None = None,
+        adapters: AdapterRows | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Run a ragged batch of tokens through the decoder.
 
         token_ids, positions: int32 [T]. kv: one cache for each layer that has its own. metas: the row and
         page of each token, one for each group of the cache's layers. media: where rows of the batch may have
-        pictures; None: no row has. Returns the hidden states before the final norm [T, E] in the model's
-        dtype, and the new caches.
+        pictures; None: no row has. adapters: those of the tokens; None: no token has one. Returns the hidden
+        states before the final norm [T, E] in the model's dtype, and the new caches.
         """
         inputs = LayerInputs(
             angles=Angles(positions, None if media is None else media.positions),
             metas=metas,
             attention=attention,
             recurrent=recurrent,
-            pools=self.pools,
+            pools=self.pools._replace(adapters=adapters),
             shared_kv={},
         )
         x = self.embed_tokens(token_ids, inputs.pools)

@@ -40,7 +40,9 @@ from penstock.runtime.models.load_rules import (
 )
 from penstock.runtime.models.norms import LayerNorm, Norm, RMSNorm, vector_rule
 from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
+from penstock.runtime.ops.adapters import AdapterPlace, added, delta
 from penstock.runtime.ops.codes import CodeForm, matmul_codes
+from penstock.runtime.ops.native import adapters as native_adapters
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.activations import Activation as GateActivation
 from penstock.runtime.ops.native.norm import normalize
@@ -178,6 +180,8 @@ class Linear(nnx.Module):
         self.weight = self.form.weight(out_size, in_size, dtype)
         self.scale_at: Place | None = planners.scales.take(out_size) if self.form.int8 else None
         self.bias_at: Place | None = planners.vectors.take(out_size) if bias else None
+        self.adapter_at: AdapterPlace | None = None
+        """Where adapters have their matrices for it; None: none may change it. See `models.adapted`."""
 
     @property
     def packed(self) -> bool:
@@ -235,9 +239,11 @@ class Linear(nnx.Module):
             y = matmul_transposed(x, self.weight[...])
         else:
             y = matmul_int8(x, self.weight[...], scale)
-        if self.bias_at is None:
+        if self.bias_at is not None:
+            y = y + pools.vectors[self.bias_at.columns].astype(jnp.float32)[None, :]
+        if self.adapter_at is None or pools.adapters is None:
             return y
-        return y + pools.vectors[self.bias_at.columns].astype(jnp.float32)[None, :]
+        return added(y, delta(x, pools.adapters, self.adapter_at), pools.adapters)
 
 
 class Embedding(Linear):
@@ -308,8 +314,8 @@ def project(
         return project_float32(linear, x, num_rows, pools, norm=norm).astype(x.dtype)
     x, norm = _read(x, norm, pools)
     if linear.packed:
-        options = _norm_options(norm, pools)
-        return native.linear(x, (linear.operands(pools),), num_rows=num_rows, **options)
+        options, more = _norm_options(norm, pools), _more(linear, x, num_rows, pools, norm)
+        return native.linear(x, (linear.operands(pools),), num_rows=num_rows, more=more, **options)
     return linear.product(x if norm is None else norm(x, pools), pools).astype(x.dtype)
 
 
@@ -320,7 +326,8 @@ def project_float32(
     x, norm = _read(x, norm, pools)
     if linear.packed:
         weights, options = (linear.operands(pools),), _norm_options(norm, pools)
-        y = native.linear(x, weights, num_rows=num_rows, out_dtype=np.float32, **options)
+        more = _more(linear, x, num_rows, pools, norm)
+        y = native.linear(x, weights, num_rows=num_rows, out_dtype=np.float32, more=more, **options)
     else:
         y = linear.product(x if norm is None else norm(x, pools), pools)
     return y if linear.sums == 1 else summed(y)
@@ -347,8 +354,8 @@ def add_projected(
         y = project_float32(linear, x, num_rows, pools) * np.float32(multiplier)
         return (residual.astype(jnp.float32) + y).astype(residual.dtype)
     if linear.packed:
-        weights = (linear.operands(pools),)
-        return native.linear(x, weights, num_rows=num_rows, residual=residual, scale=multiplier)
+        weights, more = (linear.operands(pools),), _more(linear, x, num_rows, pools, None)
+        return native.linear(x, weights, num_rows=num_rows, residual=residual, scale=multiplier, more=more)
     return residual + (linear.product(x, pools) * np.float32(multiplier)).astype(x.dtype)
 
 
@@ -389,7 +396,8 @@ def project_gated(
     x, norm = _read(x, norm, pools)
     if gate_up.packed:
         weight, options = gate_up.operands(pools), _norm_options(norm, pools)
-        return native.linear(x, (weight,), num_rows=num_rows, gate=activation, **options)
+        more = _more(gate_up, x, num_rows, pools, norm)
+        return native.linear(x, (weight,), num_rows=num_rows, gate=activation, more=more, **options)
     both = project(gate_up, x, num_rows, pools, norm=norm).astype(jnp.float32)
     return gated(activation, both).astype(x.dtype)
 
@@ -408,7 +416,8 @@ def project_gate(
     x, norm = _read(x, norm, pools)
     if gate.packed:
         weights, options = (gate.operands(pools),), _norm_options(norm, pools)
-        return native.linear(x, weights, num_rows=num_rows, gate=activation, up=up, **options)
+        more = _more(gate, x, num_rows, pools, norm)
+        return native.linear(x, weights, num_rows=num_rows, gate=activation, up=up, more=more, **options)
     opened = project(gate, x, num_rows, pools, norm=norm)
     return gated(activation, jnp.concatenate([opened, up], axis=1).astype(jnp.float32)).astype(x.dtype)
 
@@ -452,6 +461,18 @@ def logits(
 def _read(x: jax.Array, norm: Norm | None, pools: Pools) -> tuple[jax.Array, RMSNorm | None]:
     """What a product reads, and the norm that it has to apply itself: the kernels know no layer norms."""
     return (norm(x, pools), None) if isinstance(norm, LayerNorm) else (x, norm)
+
+
+def _more(
+    linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, norm: RMSNorm | None
+) -> native.More | None:
+    """What the tokens' adapters add to linear(norm(x)); None where there can be no adapter."""
+    rows, at = pools.adapters, linear.adapter_at
+    if rows is None or at is None:
+        return None
+    if norm is not None:
+        x = normalize(x, num_rows=num_rows, **_norm_options(norm, pools))
+    return native.More(native_adapters.delta(x, rows, at, num_rows=num_rows), rows.slots)
 
 
 def _norm_options(norm: RMSNorm | None, pools: Pools) -> native.NormOptions:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
+from penstock.runtime.models.adapted import AdaptedModel, adapted_layers, adds_natively
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.tensor_names import USUAL, TensorNames
 from penstock.runtime.models.decoder import CausalLM
@@ -97,6 +98,17 @@ def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: Linear
     rules = of_one if config.devices == 1 else of_one.on_devices(config.devices)
     check(rules, leaf_shapes(config, dtype, linear))
     return rules
+
+
+def adapted_model(
+    config: ModelConfig, dtype: npt.DTypeLike | None = None, linear: LinearFormat = PLAIN
+) -> AdaptedModel:
+    """What adapters may change of the model."""
+    dtype = model_dtype(config, dtype)
+    model = nnx.merge(*_abstract_model(config, dtype, linear))
+    stored = _spelled(family_of(config.architecture).stored(config.whole or config), config.names)
+    is_native = model.is_native and adds_natively(model)
+    return AdaptedModel(adapted_layers(model, dtype, stored), model.adapter_size, is_native)
 
 
 def _spelled(stored: StoredAt, names: TensorNames) -> StoredAt:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from penstock.runtime.models.load_rules import Padding, ParamPath
+from penstock.runtime.ops.adapters import AdapterRows
 
 _ALIGNMENT = 32  # of places, in elements: every vector begins in a cache line of its own
 
@@ -44,7 +45,7 @@ FLOATS: ParamPath = ("floats",)
 
 
 class Pools(NamedTuple):
-    """The pools of one model."""
+    """The pools of one model, and the adapters of the tokens that it computes."""
 
     vectors: jax.Array
     """Norms and biases, [size] in the model's dtype."""
@@ -52,6 +53,8 @@ class Pools(NamedTuple):
     """Scales of outputs, float32 [size], with int8; else None."""
     floats: jax.Array | None = None
     """What is float32 whatever the model's dtype is, [size]; None if there is nothing."""
+    adapters: AdapterRows | None = None
+    """The adapters of the step's tokens; None where there can be none."""
 
 
 class Planner:

@@ -38,6 +38,7 @@ from penstock.runtime.models.load_rules import (
 )
 from penstock.runtime.models.norms import Norm, RMSNorm
 from penstock.runtime.models.pools import PoolPlanners
+from penstock.runtime.ops.adapters import AdapterPlace, AdapterRows, added
 from penstock.runtime.ops.attention import AttentionOptions
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.experts import PackedExperts, batched
@@ -166,6 +167,8 @@ class HeadProducts(nnx.Module):
         matrix = native.packed_shape(out_size, in_size, int8=False) if self.packed else (out_size, in_size)
         self.weight = nnx.Param(jnp.zeros((config.num_heads, *matrix), dtype))
         self.keys, self.config, self.in_size = keys, config, in_size
+        self.adapter_at: AdapterPlace | None = None
+        """Where adapters have their matrices for all of kv_b_proj; None: none may change it."""
 
     def load_rules(
         self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
@@ -202,12 +205,36 @@ class HeadProducts(nnx.Module):
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """x [T, H, in] -> [T, H, out] in x's dtype."""
-        weight = self.weight[...]
+        weight, rows = self.weight[...], inputs.pools.adapters
         if self.packed:
-            return batched(x, PackedExperts(weight), num_rows=inputs.num_tokens)
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-        options: Any = {"precision": precision, "preferred_element_type": jnp.float32}
-        return jnp.einsum("thk,hnk->thn", x, weight, **options).astype(x.dtype)
+            y = batched(x, PackedExperts(weight), num_rows=inputs.num_tokens)
+        else:
+            precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+            options: Any = {"precision": precision, "preferred_element_type": jnp.float32}
+            y = jnp.einsum("thk,hnk->thn", x, weight, **options).astype(x.dtype)
+        if rows is None or self.adapter_at is None:
+            return y
+        return added(y.astype(jnp.float32), self._delta(x, rows, self.adapter_at), rows).astype(x.dtype)
+
+    def _delta(self, x: jax.Array, rows: AdapterRows, place: AdapterPlace) -> jax.Array:
+        """What the tokens' adapters of kv_b_proj add: x [T, H, in] -> float32 [T, H, out]. For keys the
+        product is that with the transpose, so B comes before A.
+        """
+        config, (tokens, heads, _) = self.config, x.shape
+
+        def made() -> jax.Array:
+            wide, a = x.astype(jnp.float32), rows.a(place, 0)
+            b = rows.b(place, 0).reshape(tokens, rows.rank, heads, -1)
+            precision = jax.lax.Precision.HIGHEST
+            if self.keys:
+                small = jnp.einsum("thn,trhn->thr", wide, b[..., : config.nope_dim], precision=precision)
+                return jnp.einsum("thr,tlr->thl", small, a, precision=precision)
+            small = jnp.einsum("thl,tlr->thr", wide, a, precision=precision)
+            return jnp.einsum("thr,trhv->thv", small, b[..., config.nope_dim :], precision=precision)
+
+        shape = (tokens, heads, config.latent_dim if self.keys else config.value_dim)
+        found: jax.Array = jax.lax.cond(rows.are_any, made, lambda: jnp.zeros(shape, jnp.float32))
+        return found
 
 
 def copy_columns(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:

@@ -49,6 +49,15 @@ class Packed(NamedTuple):
     bias_at: int = 0
 
 
+class More(NamedTuple):
+    """What is added to the products of some rows, before anything else is done with them."""
+
+    values: Array
+    """float32 [T, outputs of all weights]."""
+    slots: Array
+    """int32 [T]: nothing is added to a row where this is 0, and its values are not read."""
+
+
 class NormOptions(TypedDict, total=False):
     """The arguments of `linear` that describe its norm."""
 
@@ -136,6 +145,7 @@ def linear(
     gate: Activation | None = None,
     limit: float = 7.0,
     up: Array | None = None,
+    more: More | None = None,
     scale: float = 1.0,
     softcap: float = 0.0,
     out_dtype: np.dtype[np.generic] | type[np.generic] = ml_dtypes.bfloat16,
@@ -152,6 +162,9 @@ def linear(
 
     Without `gate`, products (with their biases) are multiplied by `scale`; a `softcap` other than 0 makes y
     softcap * tanh(y / softcap); and residual, bfloat16 in the result's shape, is added.
+
+    more: what is added to the products, with their biases, of some rows; the others have the very same bits
+    as without it.
 
     num_rows int32 []: rows from this one on are padding, which costs nothing, and whose results are
     undefined.
@@ -180,6 +193,8 @@ def linear(
             no_scale if weight.scale is None else weight.scale,
             none if weight.bias is None else weight.bias,
         ]
+    if more is not None:
+        operands += more
     widths = [weight.tiles.shape[0] * BLOCK_OUT for weight in weights]
     width = sum(widths) // 2 if gate is not None and up is None else sum(widths)
     places = [norm_at, *(place for weight in weights for place in (weight.scale_at, weight.bias_at))]

@@ -39,7 +39,8 @@ void Halve(LinearJob* job) {
 }
 
 // x bf16 [T, K]; num_rows int32 []: rows from this one on are padding, and are not written in y; norm bf16 [any] or
-// [0]; residual and up bf16 like y or [0]; then weight, scale and bias for each weight, the latter two [0] if absent.
+// [0]; residual and up bf16 like y or [0]; then weight, scale and bias for each weight, the latter two [0] if absent;
+// and last, if there is anything to add to the products, that, float32 [T, outputs], and slots int32 [T].
 // Norm, scales and biases are parts of arrays that may hold many: `at` says where the norm begins, then where the scale
 // and the bias of each weight do.
 ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::S32> num_rows,
@@ -59,6 +60,19 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ff
   job.softcap = softcap;
   job.up = From<uint16_t>(up, 0);
   job.num_weights = static_cast<int64_t>(rest.size()) / 3;
+  if (rest.size() % 3 == 2) {
+    auto more = rest.get<ffi::Buffer<ffi::F32>>(rest.size() - 2);
+    auto slots = rest.get<ffi::Buffer<ffi::S32>>(rest.size() - 1);
+    if (!more || !slots || more->dimensions().size() != 2 || more->dimensions()[0] != most ||
+        static_cast<int64_t>(slots->element_count()) != most) {
+      return ffi::Error::InvalidArgument("what is added has a row and a slot for each row of x");
+    }
+    job.more = more->typed_data();
+    job.slots = slots->typed_data();
+    job.more_stride = more->dimensions()[1];
+  } else if (rest.size() % 3 != 0) {
+    return ffi::Error::InvalidArgument("each weight has three operands");
+  }
   if (job.num_weights < 1 || job.num_weights > kMaxWeights) {
     return ffi::Error::InvalidArgument("1 to 3 weights");
   }

@@ -81,10 +81,14 @@ inline void Finish(const LinearJob& job, int64_t weight, int64_t block, int64_t 
   const Lanes bias[2] = {BiasOf(job.weights[weight], block), BiasOf(job.weights[weight], more ? block + 1 : block)};
   const bool adjusted = job.up || job.scale != 1.0f || job.softcap != 0.0f;
   for (int64_t r = 0; r < rows; ++r) {
+    const float* row_more = job.MoreOf(row + r);
     // The two blocks of a row are written one after the other, because they are halves of a cache line.
     for (int64_t half = 0; half < (more ? 2 : 1); ++half) {
       const int64_t at = (row + r) * job.ldy + column + half * kBlockOut;
       Lanes value = Add(Load((half ? more : sums) + r * kBlockOut), bias[half]);
+      if (row_more) {
+        value = Add(value, Load(row_more + column + half * kBlockOut));
+      }
       if (adjusted) {
         value = Adjusted(job, value, at);
       }
@@ -106,7 +110,11 @@ inline void FinishGate(const LinearJob& job, int64_t block, int64_t row, int64_t
   const Lanes gate_bias = BiasOf(job.weights[0], block), up_bias = BiasOf(job.weights[1], block);
   uint16_t* out = job.y_bf16 + row * job.ldy + block * kBlockOut;
   for (int64_t r = 0; r < rows; ++r, out += job.ldy) {
-    const Lanes gate = Add(Load(gates + r * kBlockOut), gate_bias), up = Add(Load(ups + r * kBlockOut), up_bias);
+    Lanes gate = Add(Load(gates + r * kBlockOut), gate_bias), up = Add(Load(ups + r * kBlockOut), up_bias);
+    if (const float* row_more = job.MoreOf(row + r)) {
+      gate = Add(gate, Load(row_more + block * kBlockOut));
+      up = Add(up, Load(row_more + ColumnOf(job, 1, block)));
+    }
     StoreBf16(out, Activate(job.activation, job.limit, gate, up));
   }
 }
