@@ -1,0 +1,337 @@
+"""Reads LoRA adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors.
+
+A field of the config that changes the computation is honoured or refused by name. Nothing of a tensor's size
+is allocated before its shape is known to be right. Patterns are regular expressions of whoever wrote the
+adapter, so only those are taken that match any name quickly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.runtime.adapters.interface import AdapterTensors
+from penstock.runtime.errors import AdapterFormatError, ConfigError
+from penstock.runtime.loading.safetensors_files import TensorEntry, header_of
+from penstock.runtime.models.adapted import AdaptedLayer
+from penstock.runtime.requests.adapter import AdapterWeights
+
+CONFIG_NAME: Final = "adapter_config.json"
+TENSORS_NAME: Final = "adapter_model.safetensors"
+_MOST_CONFIG_BYTES = 2**20
+_MOST_PATTERN_CHARS = 1000
+_MOST_REPEATS = 4
+"""Most quantifiers of a pattern. With so many, and none behind a group, a name of 100 characters is matched
+or not within milliseconds."""
+_HONOURED = frozenset(
+    (
+        *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
+        *("layers_to_transform", "exclude_modules", "bias", "init_lora_weights", "fan_in_fan_out"),
+    )
+)
+_HARMLESS = frozenset(
+    (
+        *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
+        *("inference_mode", "layers_pattern", "loftq_config", "lora_dropout", "lora_ga_config"),
+        *("megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type"),
+    )
+)
+"""Fields that say how the adapter was made, or what does not concern one that is finished."""
+_OF_OTHER_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways to begin that change the model's own weights, so that the adapter fits no others."""
+_ROOTS = ("model.", "model.language_model.", "language_model.model.", "model.model.", "transformer.", "")
+"""What the names of a decoder's layers may begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShape:
+    """What an adapter of one model can be."""
+
+    layers: Mapping[str, AdaptedLayer]
+    """The layers that may be changed, by their names in the model's checkpoint."""
+    size: int
+    """How many units of `rank` values an adapter takes, see `AdapterPlace`."""
+    dtype: np.dtype[Any]
+    rank: int
+    """The largest rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """What adapter_config.json says, as far as it changes the computation."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    ranks: Mapping[str, int]
+    """Pattern to rank."""
+    alphas: Mapping[str, float]
+    """Pattern to alpha."""
+
+    def rank_of(self, name: str) -> int:
+        """The rank of a layer."""
+        return int(_by_pattern(self.ranks, name, self.rank))
+
+    def scaling_of(self, name: str) -> float:
+        """By what the product of a layer's matrices is multiplied."""
+        rank, alpha = self.rank_of(name), float(_by_pattern(self.alphas, name, self.alpha))
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def read_config(fields: Mapping[str, Any]) -> LoraConfig:
+    """Check what adapter_config.json holds. Raises AdapterFormatError, which names the field."""
+    if fields.get("peft_type", "LORA") != "LORA":
+        raise _of_field("peft_type", f"{fields['peft_type']!r} is not LORA")
+    for name, value in fields.items():
+        if name not in _HONOURED | _HARMLESS and value not in (None, False, 0, "", [], {}):
+            raise _of_field(str(name)[:100], "is not supported")
+    if fields.get("bias", "none") != "none":
+        raise _of_field("bias", "trained biases are not supported")
+    begun = fields.get("init_lora_weights", True)
+    if isinstance(begun, str) and begun.lower().startswith(_OF_OTHER_WEIGHTS):
+        raise _of_field("init_lora_weights", f"{begun[:50]!r} changes the model's own weights")
+    _check_targets(fields)
+    rslora = fields.get("use_rslora", False)
+    if not isinstance(rslora, bool):
+        raise _of_field("use_rslora", "must be true or false")
+    return LoraConfig(
+        rank=_rank("r", fields.get("r", 8)),
+        alpha=_number("lora_alpha", fields.get("lora_alpha", 8)),
+        use_rslora=rslora,
+        ranks=_patterns(fields, "rank_pattern", _rank),
+        alphas=_patterns(fields, "alpha_pattern", _number),
+    )
+
+
+def _check_targets(fields: Mapping[str, Any]) -> None:
+    """The tensors say which layers are changed; so what names them is only checked for its form."""
+    for name in ("target_modules", "exclude_modules"):
+        value = fields.get(name)
+        if isinstance(value, str) or value is None:
+            continue
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise _of_field(name, "must be a text or a list of texts")
+    value = fields.get("layers_to_transform")
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(each, int) for each in listed):
+        raise _of_field("layers_to_transform", "must be a number or a list of numbers")
+
+
+def _patterns(fields: Mapping[str, Any], name: str, read: Callable[[str, object], Any]) -> dict[str, Any]:
+    found = fields.get(name) or {}
+    if not isinstance(found, dict) or len(found) > 1000:
+        raise _of_field(name, "must map at most 1,000 patterns")
+    for pattern in found:
+        _check_pattern(name, pattern)
+    return {pattern: read(name, value) for pattern, value in found.items()}
+
+
+def _check_pattern(field: str, pattern: str) -> None:
+    """Refuse what is no regular expression, or may take long to match."""
+    repeats = re.sub(r"\\.", "", pattern)  # without characters that stand for themselves
+    may_take_long = re.search(r"\)[*+?{]|\{", repeats) or len(re.findall(r"[*+]", repeats)) > _MOST_REPEATS
+    if len(pattern) > _MOST_PATTERN_CHARS or may_take_long or re.search(r"\(\?|\\[1-9]", pattern):
+        raise _of_field(field, f"the pattern {pattern[:100]!r} is too long or too costly to match")
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise _of_field(field, f"{pattern[:100]!r} is no regular expression: {error}") from error
+
+
+def _by_pattern(found: Mapping[str, float], name: str, default: float) -> float:
+    """What the first pattern says that the end of the name matches, as PEFT has it."""
+    for pattern, value in found.items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return default
+
+
+def _rank(field: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _of_field(field, f"a rank must be a number above 0, not {str(value)[:50]}")
+    return value
+
+
+def _number(field: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise _of_field(field, f"must be a finite number, not {str(value)[:50]}")
+    return float(value)
+
+
+def _of_field(field: str, message: str) -> AdapterFormatError:
+    return AdapterFormatError(message, field=field)
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """Which matrix of which layer a tensor is."""
+
+    layer: str
+    """The layer's name in the model's checkpoint."""
+    is_b: bool
+
+
+class AdapterReader:
+    """Makes adapters of one model ready for the device."""
+
+    def __init__(self, shape: AdapterShape) -> None:
+        self._shape = shape
+        self._by_rest: dict[str, str] = {}
+        for name in shape.layers:
+            root = next(root for root in sorted(_ROOTS, key=len, reverse=True) if name.startswith(root))
+            self._by_rest[name.removeprefix(root)] = name
+
+    def read(self, source: Path | AdapterTensors) -> AdapterWeights:
+        """Read an adapter and check it. AdapterFormatError names the first tensor or field that is wrong."""
+        if isinstance(source, AdapterTensors):
+            return self._made(source.config, source.tensors)
+        try:
+            with (source / TENSORS_NAME).open("rb") as file:
+                before = os.fstat(file.fileno())
+                config = _read_json(source / CONFIG_NAME)
+                entries = header_of(source / TENSORS_NAME, file.fileno())
+                self._check_header(read_config(config), entries)
+                weights = self._made(config, _tensors_of(file.fileno(), entries))
+                after = os.stat(source / TENSORS_NAME)
+                told = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in (before, after)]
+                if told[0] != told[1] or _read_json(source / CONFIG_NAME) != config:
+                    raise AdapterFormatError(f"{source} was changed while it was read")
+        except (OSError, ConfigError) as error:
+            raise AdapterFormatError(f"{source} cannot be read as an adapter: {error}") from error
+        return weights
+
+    def _check_header(self, config: LoraConfig, entries: Mapping[str, TensorEntry]) -> None:
+        for name, entry in entries.items():
+            self._check(config, name, entry.shape, entry.dtype)
+
+    def _made(
+        self, fields: Mapping[str, Any], tensors: Iterable[tuple[str, NDArray[np.generic]]]
+    ) -> AdapterWeights:
+        shape, config = self._shape, read_config(fields)
+        halves: dict[str, dict[bool, str]] = {}
+        values = np.zeros(shape.size * shape.rank, shape.dtype)
+        for name, tensor in tensors:
+            half = self._check(config, name, tensor.shape, tensor.dtype)
+            there = halves.setdefault(half.layer, {})
+            if half.is_b in there:
+                raise AdapterFormatError("the layer has this matrix already", tensor=name)
+            there[half.is_b] = name
+            self._put(
+                values, half, _finite(name, tensor, config.scaling_of(half.layer) if half.is_b else 1.0)
+            )
+        if not halves:
+            raise AdapterFormatError("the adapter has no tensors")
+        for layer, there in halves.items():
+            if len(there) == 1:
+                (name,) = there.values()
+                raise AdapterFormatError(f"the other matrix of {layer} is missing", tensor=name)
+        _check_complete(fields, halves)
+        if not np.isfinite(values.astype(np.float32)).all():
+            raise AdapterFormatError(f"its numbers, times the scaling, are too large for {shape.dtype}")
+        return AdapterWeights(
+            values=values,
+            digest=hashlib.blake2b(values.view(np.uint8).data, digest_size=16).hexdigest(),
+            rank=max(config.rank_of(layer) for layer in halves),
+            scaling=max(config.scaling_of(layer) for layer in halves),
+            targets=tuple(sorted({layer.rpartition(".")[2] for layer in halves})),
+        )
+
+    def _check(self, config: LoraConfig, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Half:
+        """Which matrix a tensor is. AdapterFormatError if its name, shape or dtype cannot be right."""
+        half = self._half(name)
+        layer, rank = self._shape.layers[half.layer], config.rank_of(half.layer)
+        if rank > self._shape.rank:
+            message = f"its rank is {rank}, and the server takes at most {self._shape.rank}"
+            raise AdapterFormatError(message, tensor=name)
+        wanted = (layer.out_size, rank) if half.is_b else (rank, layer.in_size)
+        if tuple(shape) != wanted:
+            message = f"its shape is {tuple(shape)}; with rank {rank} this model has {wanted}"
+            raise AdapterFormatError(message, tensor=name)
+        if dtype.name not in ("float16", "bfloat16", "float32"):
+            raise AdapterFormatError(
+                f"its dtype is {dtype}, and not float16, bfloat16 or float32", tensor=name
+            )
+        return half
+
+    def _half(self, name: str) -> _Half:
+        match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", name)
+        if match is None or len(name) > 500:
+            message = "only matrices lora_A and lora_B of linear layers are supported"
+            raise AdapterFormatError(message, tensor=name[:500])
+        inner = match[1]
+        for root in _ROOTS:
+            rest = inner.removeprefix(root) if inner.startswith(root) else None
+            if rest is not None and (layer := self._by_rest.get(rest)) is not None:
+                return _Half(layer, match[2] == "B")
+        message = "the model has no such layer, or none that an adapter may change"
+        raise AdapterFormatError(message, tensor=name)
+
+    def _put(self, values: NDArray[Any], half: _Half, matrix: NDArray[np.float32]) -> None:
+        """Write a matrix, B times its scaling, to its places."""
+        rank = self._shape.rank
+        layer = self._shape.layers[half.layer]
+        for each in layer.parts:
+            place, size = each.place, len(each.outputs)
+            if half.is_b:
+                at = place.b_at(each.part) * rank
+                block = values[at : at + size * rank].reshape(rank, size)
+                block[: matrix.shape[1]] = matrix[each.outputs].T.astype(values.dtype)
+            else:
+                at = place.a_at(each.part) * rank
+                block = values[at : at + layer.in_size * rank].reshape(layer.in_size, rank)
+                block[:, : matrix.shape[0]] = matrix.T.astype(values.dtype)
+
+
+def _finite(name: str, tensor: NDArray[np.generic], factor: float) -> NDArray[np.float32]:
+    values = np.asarray(tensor).astype(np.float32)
+    if not np.isfinite(values).all():
+        raise AdapterFormatError("it has NaN or infinity", tensor=name)
+    with np.errstate(over="ignore"):
+        return values if factor == 1.0 else values * np.float32(factor)
+
+
+def _check_complete(fields: Mapping[str, Any], layers: Iterable[str]) -> None:
+    """Raise AdapterFormatError if a name in `target_modules` has no tensors at all."""
+    targets = fields.get("target_modules")
+    if isinstance(targets, list):
+        found = tuple(f".{layer}" for layer in layers)
+        lacking = sorted(t for t in targets if not any(name.endswith(f".{t}") for name in found))
+        if lacking:
+            raise _of_field("target_modules", f"there are no tensors for {', '.join(lacking)[:200]}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        text = file.read(_MOST_CONFIG_BYTES + 1)
+    if len(text) > _MOST_CONFIG_BYTES:
+        raise AdapterFormatError(f"{path} has more than {_MOST_CONFIG_BYTES} bytes")
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise AdapterFormatError(f"{path} is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise AdapterFormatError(f"{path} holds no object")
+    return fields
+
+
+def _tensors_of(
+    descriptor: int, entries: Mapping[str, TensorEntry]
+) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """The tensors of an open file. They are read, not mapped: a file that another program makes shorter would
+    end this process.
+    """
+    for name, entry in entries.items():
+        data = os.pread(descriptor, entry.num_bytes, entry.offset)
+        if len(data) != entry.num_bytes:
+            raise AdapterFormatError("the file became shorter while it was read", tensor=name)
+        yield name, np.frombuffer(data, entry.dtype).reshape(entry.shape)

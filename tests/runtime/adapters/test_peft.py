@@ -1,0 +1,196 @@
+"""Adapters as PEFT writes them: which numbers go where, and what is refused by the name of a tensor or of a
+field.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from penstock.runtime.adapters.interface import AdapterTensors, check_name
+from penstock.runtime.adapters.peft import AdapterReader, AdapterShape, read_config
+from penstock.runtime.errors import AdapterFormatError, InvalidRequest
+from penstock.runtime.models.adapted import AdaptedLayer, AdaptedPart
+from penstock.runtime.ops.adapters import AdapterPlace
+
+RANK = 4
+FUSED = AdapterPlace(0, 3, (2, 1))
+"""Two layers of the checkpoint that the model computes together; of the first the outputs change places."""
+DOWN = AdapterPlace(FUSED.size, 2, (3,))
+SHAPE = AdapterShape(
+    {
+        "model.layers.0.self_attn.q_proj": AdaptedLayer(3, 2, (AdaptedPart(FUSED, 0, np.array([1, 0])),)),
+        "model.layers.0.self_attn.k_proj": AdaptedLayer(3, 1, (AdaptedPart(FUSED, 1, np.array([0])),)),
+        "model.layers.0.mlp.down_proj": AdaptedLayer(2, 3, (AdaptedPart(DOWN, 0, np.arange(3)),)),
+    },
+    FUSED.size + DOWN.size,
+    np.dtype(np.float32),
+    RANK,
+)
+READER = AdapterReader(SHAPE)
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+A, B = np.arange(1, 7, dtype=np.float32).reshape(2, 3), np.arange(1, 5, dtype=np.float32).reshape(2, 2)
+TENSORS = {f"{Q}.lora_A.weight": A, f"{Q}.lora_B.weight": B}
+
+
+def sent(config: dict[str, Any], tensors: dict[str, Any]) -> AdapterTensors:
+    return AdapterTensors(config, tensors.items())
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    header: dict[str, Any] = {}
+    data = b""
+    kinds = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+    for name, array in tensors.items():
+        raw = array.tobytes()
+        header[name] = {
+            "dtype": kinds[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
+        data += raw
+    text = json.dumps(header).encode()
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return folder
+
+
+def test_the_numbers_lie_where_the_computation_reads_them() -> None:
+    """A is [in, rank], B is [rank, out] with the scaling alpha / r = 2, and what no matrix fills is zero."""
+    made = READER.read(sent(CONFIG, TENSORS))
+    values = made.values.reshape(-1, RANK)
+    np.testing.assert_array_equal(values[:3], [[1, 4, 0, 0], [2, 5, 0, 0], [3, 6, 0, 0]])
+    b = values[6:8].reshape(RANK, 2)  # behind the A of k_proj
+    np.testing.assert_array_equal(b, [[6, 2], [8, 4], [0, 0], [0, 0]])  # outputs 1 and 0, times 2
+    assert not values[3:6].any()
+    assert not values[8:].any()
+    assert (made.rank, made.scaling, made.targets) == (2, 2.0, ("q_proj",))
+
+
+@pytest.mark.parametrize(
+    ("fields", "rank", "scaling"),
+    [
+        ({"r": 4, "lora_alpha": 8}, 4, 2.0),
+        ({"r": 4, "lora_alpha": 8, "use_rslora": True}, 4, 4.0),
+        ({"rank_pattern": {"k_proj": 1, "q_proj": 4}}, 4, 1.0),
+        ({"rank_pattern": {r"layers\.0\..*q_proj": 4}, "alpha_pattern": {"q_proj": 2}}, 4, 0.5),
+        ({"rank_pattern": {"proj": 4}}, 2, 2.0),  # a pattern matches from a dot on, or the whole name
+    ],
+)
+def test_ranks_and_scalings(fields: dict[str, Any], rank: int, scaling: float) -> None:
+    config = read_config({**CONFIG, **fields})
+    name = "model.layers.0.self_attn.q_proj"
+    assert (config.rank_of(name), config.scaling_of(name)) == (rank, scaling)
+
+
+def test_files_and_what_is_sent_are_one_adapter_if_their_numbers_are(tmp_path: Path) -> None:
+    read = READER.read(write(tmp_path / "a", CONFIG, TENSORS))
+    assert read.digest == READER.read(sent(CONFIG, TENSORS)).digest
+    halved = {name: t.astype(ml_dtypes.bfloat16) for name, t in TENSORS.items()}  # exact in bfloat16 too
+    assert read.digest == READER.read(write(tmp_path / "b", CONFIG, halved)).digest
+    assert read.digest != READER.read(sent({**CONFIG, "lora_alpha": 5}, TENSORS)).digest
+
+
+BAD_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "of another model": ({}, {Q.replace("0", "7") + ".lora_A.weight": A}, "layers.7.", "no such layer"),
+    "a head": ({}, {"base_model.model.lm_head.lora_A.weight": A}, "lm_head", "no such layer"),
+    "a shape": ({}, {f"{Q}.lora_A.weight": A[:, :2]}, "q_proj.lora_A", r"\(2, 2\); with rank 2 .* \(2, 3\)"),
+    "a rank": ({"r": 3}, {}, "q_proj.lora_A", "with rank 3"),
+    "a rank that is too large": ({"r": 8}, {}, "q_proj.lora_A", "rank is 8.* at most 4"),
+    "NaN": ({}, {f"{Q}.lora_B.weight": np.full((2, 2), np.nan, np.float32)}, "lora_B", "NaN or infinity"),
+    "infinity": ({}, {f"{Q}.lora_A.weight": np.full((2, 3), np.inf, np.float32)}, "lora_A", "NaN or inf"),
+    "whole numbers": ({}, {f"{Q}.lora_A.weight": A.astype(np.int32)}, "lora_A", "dtype is int32"),
+    "an embedding": ({}, {f"{Q}.lora_embedding_A": A}, "lora_embedding_A", "only matrices"),
+    "a magnitude": ({}, {f"{Q}.lora_magnitude_vector": A}, "magnitude", "only matrices"),
+    "a matrix twice": ({}, {f"{Q}.lora_A.default.weight": A}, "default", "already"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_a_bad_tensor_is_named(case: str) -> None:
+    fields, tensors, named, message = BAD_TENSORS[case]
+    with pytest.raises(AdapterFormatError, match=message) as caught:
+        READER.read(sent({**CONFIG, **fields}, {**TENSORS, **tensors}))
+    assert named in (caught.value.tensor or "")
+
+
+@pytest.mark.parametrize("half", ["A", "B"])
+def test_a_missing_half_is_named(half: str) -> None:
+    with pytest.raises(AdapterFormatError, match="q_proj is missing"):
+        READER.read(sent(CONFIG, {f"{Q}.lora_{half}.weight": TENSORS[f"{Q}.lora_{half}.weight"]}))
+
+
+BAD_FIELDS: dict[str, dict[str, Any]] = {
+    "peft_type": {"peft_type": "IA3"},
+    "r": {"r": 0},
+    "lora_alpha": {"lora_alpha": float("nan")},
+    "use_rslora": {"use_rslora": "yes"},
+    "use_dora": {"use_dora": True},
+    "bias": {"bias": "lora_only"},
+    "lora_bias": {"lora_bias": True},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "target_parameters": {"target_parameters": ["experts.gate_up_proj"]},
+    "layer_replication": {"layer_replication": [[0, 2]]},
+    "alora_invocation_tokens": {"alora_invocation_tokens": [1]},
+    "init_lora_weights": {"init_lora_weights": "pissa_niter_16"},
+    "a_field_of_tomorrow": {"a_field_of_tomorrow": 3},
+    "target_modules": {"target_modules": ["q_proj", "k_proj"]},
+    "layers_to_transform": {"layers_to_transform": "all"},
+    "rank_pattern": {"rank_pattern": {"(a+)+b": 4}},
+    "alpha_pattern": {"alpha_pattern": {"[": 4}},
+}
+
+
+@pytest.mark.parametrize("field", BAD_FIELDS)
+def test_a_field_that_is_not_honoured_is_named(field: str) -> None:
+    with pytest.raises(AdapterFormatError) as caught:
+        READER.read(sent({**CONFIG, **BAD_FIELDS[field]}, TENSORS))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("pattern", [".*.*.*.*.*x", "(a|b)*", "a{1,9}", "(?=a)", r"(a)\1", "a" * 1001])
+def test_a_pattern_that_might_take_long_is_refused(pattern: str) -> None:
+    with pytest.raises(AdapterFormatError, match="too long or too costly"):
+        read_config({**CONFIG, "rank_pattern": {pattern: 2}})
+
+
+def test_damaged_folders(tmp_path: Path) -> None:
+    with pytest.raises(AdapterFormatError, match="cannot be read"):
+        READER.read(tmp_path / "nowhere")
+    folder = write(tmp_path / "a", CONFIG, TENSORS)
+    whole = (folder / "adapter_model.safetensors").read_bytes()
+    (folder / "adapter_model.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(AdapterFormatError, match="not a complete safetensors file"):
+        READER.read(folder)
+    (folder / "adapter_model.safetensors").write_bytes(whole)
+    (folder / "adapter_config.json").write_text("{")
+    with pytest.raises(AdapterFormatError, match="no JSON"):
+        READER.read(folder)
+
+
+def test_a_folder_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "a", CONFIG, TENSORS)
+    make = READER._made
+
+    def made(*given: Any) -> Any:
+        weights = make(*given)
+        write(folder, {**CONFIG, "lora_alpha": 9}, TENSORS)
+        return weights
+
+    monkeypatch.setattr(READER, "_made", made)
+    with pytest.raises(AdapterFormatError, match="changed while it was read"):
+        READER.read(folder)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a\\b", "a:b", "a\nb", "x" * 129])
+def test_names_that_no_adapter_can_have(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="adapter"):
+        check_name(name)
