@@ -95,6 +95,14 @@ func TestEveryMethodOfTheContract(t *testing.T) {
 		t.Error(ranked)
 	}
 
+	// The model has no classifier.
+	classify := &penstockv1.ClassifyRequest{
+		Inputs: []*penstockv1.ClassifyInput{{Input: &penstockv1.ClassifyInput_TokenIds{TokenIds: ids}}},
+	}
+	if _, err := client.Inference.Classify(ctx, classify); !errors.Is(err, penstock.ErrUnsupportedFeature) {
+		t.Error(err)
+	}
+
 	page := must[*penstockv1.GetVocabularyResponse](t)(
 		client.Control.GetVocabulary(ctx, &penstockv1.GetVocabularyRequest{FirstTokenId: split.TokenIds[0]}))
 	if !page.IsExact || !strings.HasPrefix("Once upon a time", string(page.Tokens[0])) || len(page.Tokens[0]) == 0 {

@@ -71,6 +71,8 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
         """What Score answers."""
         self.ranking = inference_pb2.RerankResponse()
         """What Rerank answers."""
+        self.classes = inference_pb2.ClassifyResponse()
+        """What Classify answers."""
         self.hold_after: int | None = None
         """The number of events after which a stream sends nothing until it is cancelled."""
         self.asked = threading.Event()
@@ -143,6 +145,10 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.C
     def Rerank(self, request, context):
         self._note(request, context)
         return self.ranking
+
+    def Classify(self, request, context):
+        self._note(request, context)
+        return self.classes
 
     def Abort(self, request, context):
         self._note(request, context)

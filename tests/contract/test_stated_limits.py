@@ -447,6 +447,7 @@ ELSEWHERE = {
     "EmbedRequest.priority": "as GenerateRequest's",
     "ScoreRequest.priority": "as GenerateRequest's",
     "RerankRequest.priority": "as GenerateRequest's",
+    "ClassifyRequest.priority": "as GenerateRequest's",
     "RerankRequest.documents": "tests/service/servicers/readings/test_rerank.py",
     "ScoreRequest.continuations": "tests/service/servicers/readings/test_score.py",
     "UpdateWeightsCommit.total_bytes": "tests/service/servicers/weights/test_update_weights_refused.py",

@@ -67,6 +67,8 @@ const (
 	Feature_FEATURE_NAMES Feature = 15
 	// InferenceService.Rerank.
 	Feature_FEATURE_RERANK Feature = 16
+	// InferenceService.Classify.
+	Feature_FEATURE_CLASSIFY Feature = 17
 )
 
 // Enum value maps for Feature.
@@ -89,6 +91,7 @@ var (
 		14: "FEATURE_HIDDEN_STATES",
 		15: "FEATURE_NAMES",
 		16: "FEATURE_RERANK",
+		17: "FEATURE_CLASSIFY",
 	}
 	Feature_value = map[string]int32{
 		"FEATURE_UNSPECIFIED":     0,
@@ -108,6 +111,7 @@ var (
 		"FEATURE_HIDDEN_STATES":   14,
 		"FEATURE_NAMES":           15,
 		"FEATURE_RERANK":          16,
+		"FEATURE_CLASSIFY":        17,
 	}
 )
 
@@ -2161,7 +2165,7 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\vpages_freed\x18\x01 \x01(\x04R\n" +
 	"pagesFreed\x12 \n" +
 	"\fpages_in_use\x18\x02 \x01(\x04R\n" +
-	"pagesInUse*\x88\x03\n" +
+	"pagesInUse*\x9e\x03\n" +
 	"\aFeature\x12\x17\n" +
 	"\x13FEATURE_UNSPECIFIED\x10\x00\x12\x10\n" +
 	"\fFEATURE_CHAT\x10\x01\x12\x1b\n" +
@@ -2180,7 +2184,8 @@ const file_penstock_v1_control_proto_rawDesc = "" +
 	"\rFEATURE_SCORE\x10\r\x12\x19\n" +
 	"\x15FEATURE_HIDDEN_STATES\x10\x0e\x12\x11\n" +
 	"\rFEATURE_NAMES\x10\x0f\x12\x12\n" +
-	"\x0eFEATURE_RERANK\x10\x102\xd4\f\n" +
+	"\x0eFEATURE_RERANK\x10\x10\x12\x14\n" +
+	"\x10FEATURE_CLASSIFY\x10\x112\xd4\f\n" +
 	"\x0eControlService\x12X\n" +
 	"\fGetModelInfo\x12 .penstock.v1.GetModelInfoRequest\x1a!.penstock.v1.GetModelInfoResponse\"\x03\x90\x02\x01\x12[\n" +
 	"\rGetServerInfo\x12!.penstock.v1.GetServerInfoRequest\x1a\".penstock.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12I\n" +

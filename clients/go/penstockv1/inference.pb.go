@@ -2361,6 +2361,461 @@ func (x *RankedDocument) GetWeights() *WeightsVersion {
 	return nil
 }
 
+// What is to be classified.
+type ClassifyRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The request's name, by which Abort finds it and errors tell of it.
+	// Default: the server makes one of 32 hexadecimal digits. Limits: those of GenerateRequest.request_id.
+	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// The model that the request is meant for.
+	// Default: the served model. Limits: the name of the served model.
+	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
+	// The inputs, each of which is classified by itself.
+	// Default: none. Limits: at least one, and at most GetServerInfoResponse.max_queued_requests.
+	Inputs []*ClassifyInput `protobuf:"bytes,3,rep,name=inputs,proto3" json:"inputs,omitempty"`
+	// How the request uses the cache of prompts.
+	// Default: it shares prefixes with all requests that have no salt.
+	Cache *CacheOptions `protobuf:"bytes,10,opt,name=cache,proto3" json:"cache,omitempty"`
+	// Requests with a higher number are served first, and take slots and pages of those with a lower one.
+	// Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY.
+	Priority int32 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
+	// Refuse to start on older weights; compared by generation, so the label is ignored.
+	// Default: any weights will do.
+	MinWeights *WeightsVersion `protobuf:"bytes,13,opt,name=min_weights,json=minWeights,proto3" json:"min_weights,omitempty"`
+	// Which tokens are dropped of a text that is longer than the context; Classification.truncated_tokens tells how
+	// many. Of a pair none are.
+	// Default: the server's default. Limits: a value of Truncation.
+	Truncation    Truncation `protobuf:"varint,14,opt,name=truncation,proto3,enum=penstock.v1.Truncation" json:"truncation,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ClassifyRequest) Reset() {
+	*x = ClassifyRequest{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ClassifyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ClassifyRequest) ProtoMessage() {}
+
+func (x *ClassifyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ClassifyRequest.ProtoReflect.Descriptor instead.
+func (*ClassifyRequest) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *ClassifyRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *ClassifyRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *ClassifyRequest) GetInputs() []*ClassifyInput {
+	if x != nil {
+		return x.Inputs
+	}
+	return nil
+}
+
+func (x *ClassifyRequest) GetCache() *CacheOptions {
+	if x != nil {
+		return x.Cache
+	}
+	return nil
+}
+
+func (x *ClassifyRequest) GetPriority() int32 {
+	if x != nil {
+		return x.Priority
+	}
+	return 0
+}
+
+func (x *ClassifyRequest) GetMinWeights() *WeightsVersion {
+	if x != nil {
+		return x.MinWeights
+	}
+	return nil
+}
+
+func (x *ClassifyRequest) GetTruncation() Truncation {
+	if x != nil {
+		return x.Truncation
+	}
+	return Truncation_TRUNCATION_UNSPECIFIED
+}
+
+// One input of Classify.
+type ClassifyInput struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One of them is required.
+	//
+	// Types that are valid to be assigned to Input:
+	//
+	//	*ClassifyInput_Text
+	//	*ClassifyInput_TokenIds
+	//	*ClassifyInput_Pair
+	Input         isClassifyInput_Input `protobuf_oneof:"input"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ClassifyInput) Reset() {
+	*x = ClassifyInput{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ClassifyInput) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ClassifyInput) ProtoMessage() {}
+
+func (x *ClassifyInput) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ClassifyInput.ProtoReflect.Descriptor instead.
+func (*ClassifyInput) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *ClassifyInput) GetInput() isClassifyInput_Input {
+	if x != nil {
+		return x.Input
+	}
+	return nil
+}
+
+func (x *ClassifyInput) GetText() string {
+	if x != nil {
+		if x, ok := x.Input.(*ClassifyInput_Text); ok {
+			return x.Text
+		}
+	}
+	return ""
+}
+
+func (x *ClassifyInput) GetTokenIds() *TokenIds {
+	if x != nil {
+		if x, ok := x.Input.(*ClassifyInput_TokenIds); ok {
+			return x.TokenIds
+		}
+	}
+	return nil
+}
+
+func (x *ClassifyInput) GetPair() *TextPair {
+	if x != nil {
+		if x, ok := x.Input.(*ClassifyInput_Pair); ok {
+			return x.Pair
+		}
+	}
+	return nil
+}
+
+type isClassifyInput_Input interface {
+	isClassifyInput_Input()
+}
+
+type ClassifyInput_Text struct {
+	// Text, tokenized as GenerateRequest.prompt is.
+	// Limits: not empty; what the context has room for, unless ClassifyRequest.truncation cuts it.
+	Text string `protobuf:"bytes,1,opt,name=text,proto3,oneof"`
+}
+
+type ClassifyInput_TokenIds struct {
+	// Token ids, used as they are: no special token is added.
+	TokenIds *TokenIds `protobuf:"bytes,2,opt,name=token_ids,json=tokenIds,proto3,oneof"`
+}
+
+type ClassifyInput_Pair struct {
+	// Two texts that the model reads together. Limits: what the context has room for.
+	Pair *TextPair `protobuf:"bytes,3,opt,name=pair,proto3,oneof"`
+}
+
+func (*ClassifyInput_Text) isClassifyInput_Input() {}
+
+func (*ClassifyInput_TokenIds) isClassifyInput_Input() {}
+
+func (*ClassifyInput_Pair) isClassifyInput_Input() {}
+
+// Two texts that a model reads together, as its tokenizer puts them together.
+type TextPair struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The first text, such as a premise.
+	// Default: none, the field is required. Limits: not empty.
+	First string `protobuf:"bytes,1,opt,name=first,proto3" json:"first,omitempty"`
+	// The second text, such as a hypothesis.
+	// Default: none, the field is required. Limits: not empty.
+	Second        string `protobuf:"bytes,2,opt,name=second,proto3" json:"second,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TextPair) Reset() {
+	*x = TextPair{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TextPair) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TextPair) ProtoMessage() {}
+
+func (x *TextPair) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TextPair.ProtoReflect.Descriptor instead.
+func (*TextPair) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *TextPair) GetFirst() string {
+	if x != nil {
+		return x.First
+	}
+	return ""
+}
+
+func (x *TextPair) GetSecond() string {
+	if x != nil {
+		return x.Second
+	}
+	return ""
+}
+
+// The classes of the inputs.
+type ClassifyResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The request's id: the caller's, or the one that the server made.
+	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// The name of the model that answered.
+	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
+	// The names of the model's classes.
+	Labels []string `protobuf:"bytes,3,rep,name=labels,proto3" json:"labels,omitempty"`
+	// One for each input, in their order.
+	Results []*Classification `protobuf:"bytes,4,rep,name=results,proto3" json:"results,omitempty"`
+	// How many tokens it took; prompt_tokens counts those of all inputs.
+	Usage *Usage `protobuf:"bytes,5,opt,name=usage,proto3" json:"usage,omitempty"`
+	// How long it took.
+	Timing        *Timing `protobuf:"bytes,6,opt,name=timing,proto3" json:"timing,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ClassifyResponse) Reset() {
+	*x = ClassifyResponse{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ClassifyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ClassifyResponse) ProtoMessage() {}
+
+func (x *ClassifyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ClassifyResponse.ProtoReflect.Descriptor instead.
+func (*ClassifyResponse) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *ClassifyResponse) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *ClassifyResponse) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *ClassifyResponse) GetLabels() []string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+func (x *ClassifyResponse) GetResults() []*Classification {
+	if x != nil {
+		return x.Results
+	}
+	return nil
+}
+
+func (x *ClassifyResponse) GetUsage() *Usage {
+	if x != nil {
+		return x.Usage
+	}
+	return nil
+}
+
+func (x *ClassifyResponse) GetTiming() *Timing {
+	if x != nil {
+		return x.Timing
+	}
+	return nil
+}
+
+// The classes of one input.
+type Classification struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The number that the model makes for each class, in the order of the labels.
+	Logits []float32 `protobuf:"fixed32,1,rep,packed,name=logits,proto3" json:"logits,omitempty"`
+	// The probability of each class: they add up to 1 where a text has one class, and each is for itself where it may
+	// have several. Empty for a model whose numbers are no classes (a regression).
+	Probabilities []float32 `protobuf:"fixed32,2,rep,packed,name=probabilities,proto3" json:"probabilities,omitempty"`
+	// The name of the likeliest class; empty where probabilities is.
+	Label string `protobuf:"bytes,3,opt,name=label,proto3" json:"label,omitempty"`
+	// The length of the input after truncation.
+	// Unit: tokens.
+	TokenCount uint32 `protobuf:"varint,4,opt,name=token_count,json=tokenCount,proto3" json:"token_count,omitempty"`
+	// How many tokens were dropped of the input.
+	// Unit: tokens.
+	TruncatedTokens uint32 `protobuf:"varint,5,opt,name=truncated_tokens,json=truncatedTokens,proto3" json:"truncated_tokens,omitempty"`
+	// The weights that computed it.
+	Weights       *WeightsVersion `protobuf:"bytes,6,opt,name=weights,proto3" json:"weights,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Classification) Reset() {
+	*x = Classification{}
+	mi := &file_penstock_v1_inference_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Classification) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Classification) ProtoMessage() {}
+
+func (x *Classification) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_v1_inference_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Classification.ProtoReflect.Descriptor instead.
+func (*Classification) Descriptor() ([]byte, []int) {
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *Classification) GetLogits() []float32 {
+	if x != nil {
+		return x.Logits
+	}
+	return nil
+}
+
+func (x *Classification) GetProbabilities() []float32 {
+	if x != nil {
+		return x.Probabilities
+	}
+	return nil
+}
+
+func (x *Classification) GetLabel() string {
+	if x != nil {
+		return x.Label
+	}
+	return ""
+}
+
+func (x *Classification) GetTokenCount() uint32 {
+	if x != nil {
+		return x.TokenCount
+	}
+	return 0
+}
+
+func (x *Classification) GetTruncatedTokens() uint32 {
+	if x != nil {
+		return x.TruncatedTokens
+	}
+	return 0
+}
+
+func (x *Classification) GetWeights() *WeightsVersion {
+	if x != nil {
+		return x.Weights
+	}
+	return nil
+}
+
 // Ids of requests.
 type RequestIds struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2373,7 +2828,7 @@ type RequestIds struct {
 
 func (x *RequestIds) Reset() {
 	*x = RequestIds{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[20]
+	mi := &file_penstock_v1_inference_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2385,7 +2840,7 @@ func (x *RequestIds) String() string {
 func (*RequestIds) ProtoMessage() {}
 
 func (x *RequestIds) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[20]
+	mi := &file_penstock_v1_inference_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2398,7 +2853,7 @@ func (x *RequestIds) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RequestIds.ProtoReflect.Descriptor instead.
 func (*RequestIds) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *RequestIds) GetIds() []string {
@@ -2417,7 +2872,7 @@ type AllRequests struct {
 
 func (x *AllRequests) Reset() {
 	*x = AllRequests{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[21]
+	mi := &file_penstock_v1_inference_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2429,7 +2884,7 @@ func (x *AllRequests) String() string {
 func (*AllRequests) ProtoMessage() {}
 
 func (x *AllRequests) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[21]
+	mi := &file_penstock_v1_inference_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2442,7 +2897,7 @@ func (x *AllRequests) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AllRequests.ProtoReflect.Descriptor instead.
 func (*AllRequests) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{26}
 }
 
 // Which requests to end.
@@ -2465,7 +2920,7 @@ type AbortRequest struct {
 
 func (x *AbortRequest) Reset() {
 	*x = AbortRequest{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[22]
+	mi := &file_penstock_v1_inference_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2477,7 +2932,7 @@ func (x *AbortRequest) String() string {
 func (*AbortRequest) ProtoMessage() {}
 
 func (x *AbortRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[22]
+	mi := &file_penstock_v1_inference_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2490,7 +2945,7 @@ func (x *AbortRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortRequest.ProtoReflect.Descriptor instead.
 func (*AbortRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{22}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *AbortRequest) GetTarget() isAbortRequest_Target {
@@ -2575,7 +3030,7 @@ type AbortResponse struct {
 
 func (x *AbortResponse) Reset() {
 	*x = AbortResponse{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[23]
+	mi := &file_penstock_v1_inference_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2587,7 +3042,7 @@ func (x *AbortResponse) String() string {
 func (*AbortResponse) ProtoMessage() {}
 
 func (x *AbortResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[23]
+	mi := &file_penstock_v1_inference_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2600,7 +3055,7 @@ func (x *AbortResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortResponse.ProtoReflect.Descriptor instead.
 func (*AbortResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{23}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *AbortResponse) GetResults() []*AbortResult {
@@ -2623,7 +3078,7 @@ type AbortResult struct {
 
 func (x *AbortResult) Reset() {
 	*x = AbortResult{}
-	mi := &file_penstock_v1_inference_proto_msgTypes[24]
+	mi := &file_penstock_v1_inference_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2635,7 +3090,7 @@ func (x *AbortResult) String() string {
 func (*AbortResult) ProtoMessage() {}
 
 func (x *AbortResult) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_v1_inference_proto_msgTypes[24]
+	mi := &file_penstock_v1_inference_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2648,7 +3103,7 @@ func (x *AbortResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortResult.ProtoReflect.Descriptor instead.
 func (*AbortResult) Descriptor() ([]byte, []int) {
-	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{24}
+	return file_penstock_v1_inference_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *AbortResult) GetRequestId() string {
@@ -2872,7 +3327,44 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\x0eRankedDocument\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12\x1c\n" +
 	"\trelevance\x18\x02 \x01(\x01R\trelevance\x125\n" +
-	"\aweights\x18\x03 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\x1e\n" +
+	"\aweights\x18\x03 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\xbe\x02\n" +
+	"\x0fClassifyRequest\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
+	"\x05model\x18\x02 \x01(\tR\x05model\x122\n" +
+	"\x06inputs\x18\x03 \x03(\v2\x1a.penstock.v1.ClassifyInputR\x06inputs\x12/\n" +
+	"\x05cache\x18\n" +
+	" \x01(\v2\x19.penstock.v1.CacheOptionsR\x05cache\x12\x1a\n" +
+	"\bpriority\x18\f \x01(\x05R\bpriority\x12<\n" +
+	"\vmin_weights\x18\r \x01(\v2\x1b.penstock.v1.WeightsVersionR\n" +
+	"minWeights\x127\n" +
+	"\n" +
+	"truncation\x18\x0e \x01(\x0e2\x17.penstock.v1.TruncationR\n" +
+	"truncation\"\x91\x01\n" +
+	"\rClassifyInput\x12\x14\n" +
+	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x124\n" +
+	"\ttoken_ids\x18\x02 \x01(\v2\x15.penstock.v1.TokenIdsH\x00R\btokenIds\x12+\n" +
+	"\x04pair\x18\x03 \x01(\v2\x15.penstock.v1.TextPairH\x00R\x04pairB\a\n" +
+	"\x05input\"8\n" +
+	"\bTextPair\x12\x14\n" +
+	"\x05first\x18\x01 \x01(\tR\x05first\x12\x16\n" +
+	"\x06second\x18\x02 \x01(\tR\x06second\"\xed\x01\n" +
+	"\x10ClassifyResponse\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
+	"\x05model\x18\x02 \x01(\tR\x05model\x12\x16\n" +
+	"\x06labels\x18\x03 \x03(\tR\x06labels\x125\n" +
+	"\aresults\x18\x04 \x03(\v2\x1b.penstock.v1.ClassificationR\aresults\x12(\n" +
+	"\x05usage\x18\x05 \x01(\v2\x12.penstock.v1.UsageR\x05usage\x12+\n" +
+	"\x06timing\x18\x06 \x01(\v2\x13.penstock.v1.TimingR\x06timing\"\xe7\x01\n" +
+	"\x0eClassification\x12\x16\n" +
+	"\x06logits\x18\x01 \x03(\x02R\x06logits\x12$\n" +
+	"\rprobabilities\x18\x02 \x03(\x02R\rprobabilities\x12\x14\n" +
+	"\x05label\x18\x03 \x01(\tR\x05label\x12\x1f\n" +
+	"\vtoken_count\x18\x04 \x01(\rR\n" +
+	"tokenCount\x12)\n" +
+	"\x10truncated_tokens\x18\x05 \x01(\rR\x0ftruncatedTokens\x125\n" +
+	"\aweights\x18\x06 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\x1e\n" +
 	"\n" +
 	"RequestIds\x12\x10\n" +
 	"\x03ids\x18\x01 \x03(\tR\x03ids\"\r\n" +
@@ -2894,13 +3386,14 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\x19ABORT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15ABORT_OUTCOME_ABORTED\x10\x01\x12\"\n" +
 	"\x1eABORT_OUTCOME_ALREADY_FINISHED\x10\x02\x12\x1b\n" +
-	"\x17ABORT_OUTCOME_NOT_FOUND\x10\x032\x91\x04\n" +
+	"\x17ABORT_OUTCOME_NOT_FOUND\x10\x032\xdf\x04\n" +
 	"\x10InferenceService\x12G\n" +
 	"\bGenerate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse\x12C\n" +
 	"\x06Stream\x12\x1a.penstock.v1.StreamRequest\x1a\x1b.penstock.v1.StreamResponse0\x01\x12C\n" +
 	"\x05Embed\x12\x19.penstock.v1.EmbedRequest\x1a\x1a.penstock.v1.EmbedResponse\"\x03\x90\x02\x01\x12C\n" +
 	"\x05Score\x12\x19.penstock.v1.ScoreRequest\x1a\x1a.penstock.v1.ScoreResponse\"\x03\x90\x02\x01\x12F\n" +
-	"\x06Rerank\x12\x1a.penstock.v1.RerankRequest\x1a\x1b.penstock.v1.RerankResponse\"\x03\x90\x02\x01\x12C\n" +
+	"\x06Rerank\x12\x1a.penstock.v1.RerankRequest\x1a\x1b.penstock.v1.RerankResponse\"\x03\x90\x02\x01\x12L\n" +
+	"\bClassify\x12\x1c.penstock.v1.ClassifyRequest\x1a\x1d.penstock.v1.ClassifyResponse\"\x03\x90\x02\x01\x12C\n" +
 	"\x05Abort\x12\x19.penstock.v1.AbortRequest\x1a\x1a.penstock.v1.AbortResponse\"\x03\x90\x02\x02\x12X\n" +
 	"\rUpdateWeights\x12!.penstock.v1.UpdateWeightsRequest\x1a\".penstock.v1.UpdateWeightsResponse(\x01B?\n" +
 	"\vpenstock.v1B\x0eInferenceProtoP\x01Z\x1epenstock/clients/go/penstockv1b\x06proto3"
@@ -2918,7 +3411,7 @@ func file_penstock_v1_inference_proto_rawDescGZIP() []byte {
 }
 
 var file_penstock_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_penstock_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
+var file_penstock_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
 var file_penstock_v1_inference_proto_goTypes = []any{
 	(AbortOutcome)(0),             // 0: penstock.v1.AbortOutcome
 	(*GenerateRequest)(nil),       // 1: penstock.v1.GenerateRequest
@@ -2941,131 +3434,148 @@ var file_penstock_v1_inference_proto_goTypes = []any{
 	(*RerankRequest)(nil),         // 18: penstock.v1.RerankRequest
 	(*RerankResponse)(nil),        // 19: penstock.v1.RerankResponse
 	(*RankedDocument)(nil),        // 20: penstock.v1.RankedDocument
-	(*RequestIds)(nil),            // 21: penstock.v1.RequestIds
-	(*AllRequests)(nil),           // 22: penstock.v1.AllRequests
-	(*AbortRequest)(nil),          // 23: penstock.v1.AbortRequest
-	(*AbortResponse)(nil),         // 24: penstock.v1.AbortResponse
-	(*AbortResult)(nil),           // 25: penstock.v1.AbortResult
-	(*TokenIds)(nil),              // 26: penstock.v1.TokenIds
-	(*ChatPrompt)(nil),            // 27: penstock.v1.ChatPrompt
-	(*SamplingParams)(nil),        // 28: penstock.v1.SamplingParams
-	(*StoppingParams)(nil),        // 29: penstock.v1.StoppingParams
-	(*OutputOptions)(nil),         // 30: penstock.v1.OutputOptions
-	(*Constraint)(nil),            // 31: penstock.v1.Constraint
-	(*CacheOptions)(nil),          // 32: penstock.v1.CacheOptions
-	(*WeightsVersion)(nil),        // 33: penstock.v1.WeightsVersion
-	(*ContextOptions)(nil),        // 34: penstock.v1.ContextOptions
-	(*Image)(nil),                 // 35: penstock.v1.Image
-	(*PromptInfo)(nil),            // 36: penstock.v1.PromptInfo
-	(*Usage)(nil),                 // 37: penstock.v1.Usage
-	(*Timing)(nil),                // 38: penstock.v1.Timing
-	(*Logprobs)(nil),              // 39: penstock.v1.Logprobs
-	(*Finish)(nil),                // 40: penstock.v1.Finish
-	(*WeightsSpan)(nil),           // 41: penstock.v1.WeightsSpan
-	(*ToolCall)(nil),              // 42: penstock.v1.ToolCall
-	(*HiddenStates)(nil),          // 43: penstock.v1.HiddenStates
-	(*ToolCallDelta)(nil),         // 44: penstock.v1.ToolCallDelta
-	(Pooling)(0),                  // 45: penstock.v1.Pooling
-	(Truncation)(0),               // 46: penstock.v1.Truncation
-	(RerankMethod)(0),             // 47: penstock.v1.RerankMethod
-	(*UpdateWeightsRequest)(nil),  // 48: penstock.v1.UpdateWeightsRequest
-	(*UpdateWeightsResponse)(nil), // 49: penstock.v1.UpdateWeightsResponse
+	(*ClassifyRequest)(nil),       // 21: penstock.v1.ClassifyRequest
+	(*ClassifyInput)(nil),         // 22: penstock.v1.ClassifyInput
+	(*TextPair)(nil),              // 23: penstock.v1.TextPair
+	(*ClassifyResponse)(nil),      // 24: penstock.v1.ClassifyResponse
+	(*Classification)(nil),        // 25: penstock.v1.Classification
+	(*RequestIds)(nil),            // 26: penstock.v1.RequestIds
+	(*AllRequests)(nil),           // 27: penstock.v1.AllRequests
+	(*AbortRequest)(nil),          // 28: penstock.v1.AbortRequest
+	(*AbortResponse)(nil),         // 29: penstock.v1.AbortResponse
+	(*AbortResult)(nil),           // 30: penstock.v1.AbortResult
+	(*TokenIds)(nil),              // 31: penstock.v1.TokenIds
+	(*ChatPrompt)(nil),            // 32: penstock.v1.ChatPrompt
+	(*SamplingParams)(nil),        // 33: penstock.v1.SamplingParams
+	(*StoppingParams)(nil),        // 34: penstock.v1.StoppingParams
+	(*OutputOptions)(nil),         // 35: penstock.v1.OutputOptions
+	(*Constraint)(nil),            // 36: penstock.v1.Constraint
+	(*CacheOptions)(nil),          // 37: penstock.v1.CacheOptions
+	(*WeightsVersion)(nil),        // 38: penstock.v1.WeightsVersion
+	(*ContextOptions)(nil),        // 39: penstock.v1.ContextOptions
+	(*Image)(nil),                 // 40: penstock.v1.Image
+	(*PromptInfo)(nil),            // 41: penstock.v1.PromptInfo
+	(*Usage)(nil),                 // 42: penstock.v1.Usage
+	(*Timing)(nil),                // 43: penstock.v1.Timing
+	(*Logprobs)(nil),              // 44: penstock.v1.Logprobs
+	(*Finish)(nil),                // 45: penstock.v1.Finish
+	(*WeightsSpan)(nil),           // 46: penstock.v1.WeightsSpan
+	(*ToolCall)(nil),              // 47: penstock.v1.ToolCall
+	(*HiddenStates)(nil),          // 48: penstock.v1.HiddenStates
+	(*ToolCallDelta)(nil),         // 49: penstock.v1.ToolCallDelta
+	(Pooling)(0),                  // 50: penstock.v1.Pooling
+	(Truncation)(0),               // 51: penstock.v1.Truncation
+	(RerankMethod)(0),             // 52: penstock.v1.RerankMethod
+	(*UpdateWeightsRequest)(nil),  // 53: penstock.v1.UpdateWeightsRequest
+	(*UpdateWeightsResponse)(nil), // 54: penstock.v1.UpdateWeightsResponse
 }
 var file_penstock_v1_inference_proto_depIdxs = []int32{
-	26, // 0: penstock.v1.GenerateRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
-	27, // 1: penstock.v1.GenerateRequest.chat:type_name -> penstock.v1.ChatPrompt
-	28, // 2: penstock.v1.GenerateRequest.sampling:type_name -> penstock.v1.SamplingParams
-	29, // 3: penstock.v1.GenerateRequest.stopping:type_name -> penstock.v1.StoppingParams
-	30, // 4: penstock.v1.GenerateRequest.output:type_name -> penstock.v1.OutputOptions
-	31, // 5: penstock.v1.GenerateRequest.constraint:type_name -> penstock.v1.Constraint
-	32, // 6: penstock.v1.GenerateRequest.cache:type_name -> penstock.v1.CacheOptions
-	33, // 7: penstock.v1.GenerateRequest.min_weights:type_name -> penstock.v1.WeightsVersion
-	34, // 8: penstock.v1.GenerateRequest.context:type_name -> penstock.v1.ContextOptions
-	35, // 9: penstock.v1.GenerateRequest.media:type_name -> penstock.v1.Image
-	36, // 10: penstock.v1.GenerateResponse.prompt:type_name -> penstock.v1.PromptInfo
+	31, // 0: penstock.v1.GenerateRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
+	32, // 1: penstock.v1.GenerateRequest.chat:type_name -> penstock.v1.ChatPrompt
+	33, // 2: penstock.v1.GenerateRequest.sampling:type_name -> penstock.v1.SamplingParams
+	34, // 3: penstock.v1.GenerateRequest.stopping:type_name -> penstock.v1.StoppingParams
+	35, // 4: penstock.v1.GenerateRequest.output:type_name -> penstock.v1.OutputOptions
+	36, // 5: penstock.v1.GenerateRequest.constraint:type_name -> penstock.v1.Constraint
+	37, // 6: penstock.v1.GenerateRequest.cache:type_name -> penstock.v1.CacheOptions
+	38, // 7: penstock.v1.GenerateRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	39, // 8: penstock.v1.GenerateRequest.context:type_name -> penstock.v1.ContextOptions
+	40, // 9: penstock.v1.GenerateRequest.media:type_name -> penstock.v1.Image
+	41, // 10: penstock.v1.GenerateResponse.prompt:type_name -> penstock.v1.PromptInfo
 	3,  // 11: penstock.v1.GenerateResponse.outputs:type_name -> penstock.v1.Output
-	37, // 12: penstock.v1.GenerateResponse.usage:type_name -> penstock.v1.Usage
-	38, // 13: penstock.v1.GenerateResponse.timing:type_name -> penstock.v1.Timing
-	39, // 14: penstock.v1.Output.logprobs:type_name -> penstock.v1.Logprobs
-	40, // 15: penstock.v1.Output.finish:type_name -> penstock.v1.Finish
-	41, // 16: penstock.v1.Output.weights:type_name -> penstock.v1.WeightsSpan
-	42, // 17: penstock.v1.Output.tool_calls:type_name -> penstock.v1.ToolCall
-	43, // 18: penstock.v1.Output.hidden_states:type_name -> penstock.v1.HiddenStates
-	26, // 19: penstock.v1.StreamRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
-	27, // 20: penstock.v1.StreamRequest.chat:type_name -> penstock.v1.ChatPrompt
-	28, // 21: penstock.v1.StreamRequest.sampling:type_name -> penstock.v1.SamplingParams
-	29, // 22: penstock.v1.StreamRequest.stopping:type_name -> penstock.v1.StoppingParams
-	30, // 23: penstock.v1.StreamRequest.output:type_name -> penstock.v1.OutputOptions
-	31, // 24: penstock.v1.StreamRequest.constraint:type_name -> penstock.v1.Constraint
-	32, // 25: penstock.v1.StreamRequest.cache:type_name -> penstock.v1.CacheOptions
-	33, // 26: penstock.v1.StreamRequest.min_weights:type_name -> penstock.v1.WeightsVersion
-	34, // 27: penstock.v1.StreamRequest.context:type_name -> penstock.v1.ContextOptions
-	35, // 28: penstock.v1.StreamRequest.media:type_name -> penstock.v1.Image
+	42, // 12: penstock.v1.GenerateResponse.usage:type_name -> penstock.v1.Usage
+	43, // 13: penstock.v1.GenerateResponse.timing:type_name -> penstock.v1.Timing
+	44, // 14: penstock.v1.Output.logprobs:type_name -> penstock.v1.Logprobs
+	45, // 15: penstock.v1.Output.finish:type_name -> penstock.v1.Finish
+	46, // 16: penstock.v1.Output.weights:type_name -> penstock.v1.WeightsSpan
+	47, // 17: penstock.v1.Output.tool_calls:type_name -> penstock.v1.ToolCall
+	48, // 18: penstock.v1.Output.hidden_states:type_name -> penstock.v1.HiddenStates
+	31, // 19: penstock.v1.StreamRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
+	32, // 20: penstock.v1.StreamRequest.chat:type_name -> penstock.v1.ChatPrompt
+	33, // 21: penstock.v1.StreamRequest.sampling:type_name -> penstock.v1.SamplingParams
+	34, // 22: penstock.v1.StreamRequest.stopping:type_name -> penstock.v1.StoppingParams
+	35, // 23: penstock.v1.StreamRequest.output:type_name -> penstock.v1.OutputOptions
+	36, // 24: penstock.v1.StreamRequest.constraint:type_name -> penstock.v1.Constraint
+	37, // 25: penstock.v1.StreamRequest.cache:type_name -> penstock.v1.CacheOptions
+	38, // 26: penstock.v1.StreamRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	39, // 27: penstock.v1.StreamRequest.context:type_name -> penstock.v1.ContextOptions
+	40, // 28: penstock.v1.StreamRequest.media:type_name -> penstock.v1.Image
 	6,  // 29: penstock.v1.StreamResponse.started:type_name -> penstock.v1.StreamStarted
 	7,  // 30: penstock.v1.StreamResponse.delta:type_name -> penstock.v1.OutputDelta
 	8,  // 31: penstock.v1.StreamResponse.finished:type_name -> penstock.v1.OutputFinished
 	9,  // 32: penstock.v1.StreamResponse.summary:type_name -> penstock.v1.StreamSummary
-	36, // 33: penstock.v1.StreamStarted.prompt:type_name -> penstock.v1.PromptInfo
-	33, // 34: penstock.v1.StreamStarted.weights:type_name -> penstock.v1.WeightsVersion
-	39, // 35: penstock.v1.OutputDelta.logprobs:type_name -> penstock.v1.Logprobs
-	33, // 36: penstock.v1.OutputDelta.weights:type_name -> penstock.v1.WeightsVersion
-	42, // 37: penstock.v1.OutputDelta.tool_calls:type_name -> penstock.v1.ToolCall
-	43, // 38: penstock.v1.OutputDelta.hidden_states:type_name -> penstock.v1.HiddenStates
-	44, // 39: penstock.v1.OutputDelta.tool_call_deltas:type_name -> penstock.v1.ToolCallDelta
-	40, // 40: penstock.v1.OutputFinished.finish:type_name -> penstock.v1.Finish
-	37, // 41: penstock.v1.StreamSummary.usage:type_name -> penstock.v1.Usage
-	38, // 42: penstock.v1.StreamSummary.timing:type_name -> penstock.v1.Timing
+	41, // 33: penstock.v1.StreamStarted.prompt:type_name -> penstock.v1.PromptInfo
+	38, // 34: penstock.v1.StreamStarted.weights:type_name -> penstock.v1.WeightsVersion
+	44, // 35: penstock.v1.OutputDelta.logprobs:type_name -> penstock.v1.Logprobs
+	38, // 36: penstock.v1.OutputDelta.weights:type_name -> penstock.v1.WeightsVersion
+	47, // 37: penstock.v1.OutputDelta.tool_calls:type_name -> penstock.v1.ToolCall
+	48, // 38: penstock.v1.OutputDelta.hidden_states:type_name -> penstock.v1.HiddenStates
+	49, // 39: penstock.v1.OutputDelta.tool_call_deltas:type_name -> penstock.v1.ToolCallDelta
+	45, // 40: penstock.v1.OutputFinished.finish:type_name -> penstock.v1.Finish
+	42, // 41: penstock.v1.StreamSummary.usage:type_name -> penstock.v1.Usage
+	43, // 42: penstock.v1.StreamSummary.timing:type_name -> penstock.v1.Timing
 	11, // 43: penstock.v1.EmbedRequest.inputs:type_name -> penstock.v1.EmbedInput
-	45, // 44: penstock.v1.EmbedRequest.pooling:type_name -> penstock.v1.Pooling
-	32, // 45: penstock.v1.EmbedRequest.cache:type_name -> penstock.v1.CacheOptions
-	33, // 46: penstock.v1.EmbedRequest.min_weights:type_name -> penstock.v1.WeightsVersion
-	46, // 47: penstock.v1.EmbedRequest.truncation:type_name -> penstock.v1.Truncation
-	26, // 48: penstock.v1.EmbedInput.token_ids:type_name -> penstock.v1.TokenIds
+	50, // 44: penstock.v1.EmbedRequest.pooling:type_name -> penstock.v1.Pooling
+	37, // 45: penstock.v1.EmbedRequest.cache:type_name -> penstock.v1.CacheOptions
+	38, // 46: penstock.v1.EmbedRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	51, // 47: penstock.v1.EmbedRequest.truncation:type_name -> penstock.v1.Truncation
+	31, // 48: penstock.v1.EmbedInput.token_ids:type_name -> penstock.v1.TokenIds
 	13, // 49: penstock.v1.EmbedResponse.embeddings:type_name -> penstock.v1.Embedding
-	37, // 50: penstock.v1.EmbedResponse.usage:type_name -> penstock.v1.Usage
-	38, // 51: penstock.v1.EmbedResponse.timing:type_name -> penstock.v1.Timing
-	33, // 52: penstock.v1.Embedding.weights:type_name -> penstock.v1.WeightsVersion
-	26, // 53: penstock.v1.ScoreRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
+	42, // 50: penstock.v1.EmbedResponse.usage:type_name -> penstock.v1.Usage
+	43, // 51: penstock.v1.EmbedResponse.timing:type_name -> penstock.v1.Timing
+	38, // 52: penstock.v1.Embedding.weights:type_name -> penstock.v1.WeightsVersion
+	31, // 53: penstock.v1.ScoreRequest.prompt_token_ids:type_name -> penstock.v1.TokenIds
 	15, // 54: penstock.v1.ScoreRequest.continuations:type_name -> penstock.v1.Continuation
-	32, // 55: penstock.v1.ScoreRequest.cache:type_name -> penstock.v1.CacheOptions
-	33, // 56: penstock.v1.ScoreRequest.min_weights:type_name -> penstock.v1.WeightsVersion
-	26, // 57: penstock.v1.Continuation.token_ids:type_name -> penstock.v1.TokenIds
-	36, // 58: penstock.v1.ScoreResponse.prompt:type_name -> penstock.v1.PromptInfo
+	37, // 55: penstock.v1.ScoreRequest.cache:type_name -> penstock.v1.CacheOptions
+	38, // 56: penstock.v1.ScoreRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	31, // 57: penstock.v1.Continuation.token_ids:type_name -> penstock.v1.TokenIds
+	41, // 58: penstock.v1.ScoreResponse.prompt:type_name -> penstock.v1.PromptInfo
 	17, // 59: penstock.v1.ScoreResponse.scores:type_name -> penstock.v1.ContinuationScore
-	37, // 60: penstock.v1.ScoreResponse.usage:type_name -> penstock.v1.Usage
-	38, // 61: penstock.v1.ScoreResponse.timing:type_name -> penstock.v1.Timing
-	33, // 62: penstock.v1.ContinuationScore.weights:type_name -> penstock.v1.WeightsVersion
-	47, // 63: penstock.v1.RerankRequest.method:type_name -> penstock.v1.RerankMethod
-	32, // 64: penstock.v1.RerankRequest.cache:type_name -> penstock.v1.CacheOptions
-	33, // 65: penstock.v1.RerankRequest.min_weights:type_name -> penstock.v1.WeightsVersion
-	47, // 66: penstock.v1.RerankResponse.method:type_name -> penstock.v1.RerankMethod
+	42, // 60: penstock.v1.ScoreResponse.usage:type_name -> penstock.v1.Usage
+	43, // 61: penstock.v1.ScoreResponse.timing:type_name -> penstock.v1.Timing
+	38, // 62: penstock.v1.ContinuationScore.weights:type_name -> penstock.v1.WeightsVersion
+	52, // 63: penstock.v1.RerankRequest.method:type_name -> penstock.v1.RerankMethod
+	37, // 64: penstock.v1.RerankRequest.cache:type_name -> penstock.v1.CacheOptions
+	38, // 65: penstock.v1.RerankRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	52, // 66: penstock.v1.RerankResponse.method:type_name -> penstock.v1.RerankMethod
 	20, // 67: penstock.v1.RerankResponse.results:type_name -> penstock.v1.RankedDocument
-	37, // 68: penstock.v1.RerankResponse.usage:type_name -> penstock.v1.Usage
-	38, // 69: penstock.v1.RerankResponse.timing:type_name -> penstock.v1.Timing
-	33, // 70: penstock.v1.RankedDocument.weights:type_name -> penstock.v1.WeightsVersion
-	21, // 71: penstock.v1.AbortRequest.request_ids:type_name -> penstock.v1.RequestIds
-	22, // 72: penstock.v1.AbortRequest.all:type_name -> penstock.v1.AllRequests
-	25, // 73: penstock.v1.AbortResponse.results:type_name -> penstock.v1.AbortResult
-	0,  // 74: penstock.v1.AbortResult.outcome:type_name -> penstock.v1.AbortOutcome
-	1,  // 75: penstock.v1.InferenceService.Generate:input_type -> penstock.v1.GenerateRequest
-	4,  // 76: penstock.v1.InferenceService.Stream:input_type -> penstock.v1.StreamRequest
-	10, // 77: penstock.v1.InferenceService.Embed:input_type -> penstock.v1.EmbedRequest
-	14, // 78: penstock.v1.InferenceService.Score:input_type -> penstock.v1.ScoreRequest
-	18, // 79: penstock.v1.InferenceService.Rerank:input_type -> penstock.v1.RerankRequest
-	23, // 80: penstock.v1.InferenceService.Abort:input_type -> penstock.v1.AbortRequest
-	48, // 81: penstock.v1.InferenceService.UpdateWeights:input_type -> penstock.v1.UpdateWeightsRequest
-	2,  // 82: penstock.v1.InferenceService.Generate:output_type -> penstock.v1.GenerateResponse
-	5,  // 83: penstock.v1.InferenceService.Stream:output_type -> penstock.v1.StreamResponse
-	12, // 84: penstock.v1.InferenceService.Embed:output_type -> penstock.v1.EmbedResponse
-	16, // 85: penstock.v1.InferenceService.Score:output_type -> penstock.v1.ScoreResponse
-	19, // 86: penstock.v1.InferenceService.Rerank:output_type -> penstock.v1.RerankResponse
-	24, // 87: penstock.v1.InferenceService.Abort:output_type -> penstock.v1.AbortResponse
-	49, // 88: penstock.v1.InferenceService.UpdateWeights:output_type -> penstock.v1.UpdateWeightsResponse
-	82, // [82:89] is the sub-list for method output_type
-	75, // [75:82] is the sub-list for method input_type
-	75, // [75:75] is the sub-list for extension type_name
-	75, // [75:75] is the sub-list for extension extendee
-	0,  // [0:75] is the sub-list for field type_name
+	42, // 68: penstock.v1.RerankResponse.usage:type_name -> penstock.v1.Usage
+	43, // 69: penstock.v1.RerankResponse.timing:type_name -> penstock.v1.Timing
+	38, // 70: penstock.v1.RankedDocument.weights:type_name -> penstock.v1.WeightsVersion
+	22, // 71: penstock.v1.ClassifyRequest.inputs:type_name -> penstock.v1.ClassifyInput
+	37, // 72: penstock.v1.ClassifyRequest.cache:type_name -> penstock.v1.CacheOptions
+	38, // 73: penstock.v1.ClassifyRequest.min_weights:type_name -> penstock.v1.WeightsVersion
+	51, // 74: penstock.v1.ClassifyRequest.truncation:type_name -> penstock.v1.Truncation
+	31, // 75: penstock.v1.ClassifyInput.token_ids:type_name -> penstock.v1.TokenIds
+	23, // 76: penstock.v1.ClassifyInput.pair:type_name -> penstock.v1.TextPair
+	25, // 77: penstock.v1.ClassifyResponse.results:type_name -> penstock.v1.Classification
+	42, // 78: penstock.v1.ClassifyResponse.usage:type_name -> penstock.v1.Usage
+	43, // 79: penstock.v1.ClassifyResponse.timing:type_name -> penstock.v1.Timing
+	38, // 80: penstock.v1.Classification.weights:type_name -> penstock.v1.WeightsVersion
+	26, // 81: penstock.v1.AbortRequest.request_ids:type_name -> penstock.v1.RequestIds
+	27, // 82: penstock.v1.AbortRequest.all:type_name -> penstock.v1.AllRequests
+	30, // 83: penstock.v1.AbortResponse.results:type_name -> penstock.v1.AbortResult
+	0,  // 84: penstock.v1.AbortResult.outcome:type_name -> penstock.v1.AbortOutcome
+	1,  // 85: penstock.v1.InferenceService.Generate:input_type -> penstock.v1.GenerateRequest
+	4,  // 86: penstock.v1.InferenceService.Stream:input_type -> penstock.v1.StreamRequest
+	10, // 87: penstock.v1.InferenceService.Embed:input_type -> penstock.v1.EmbedRequest
+	14, // 88: penstock.v1.InferenceService.Score:input_type -> penstock.v1.ScoreRequest
+	18, // 89: penstock.v1.InferenceService.Rerank:input_type -> penstock.v1.RerankRequest
+	21, // 90: penstock.v1.InferenceService.Classify:input_type -> penstock.v1.ClassifyRequest
+	28, // 91: penstock.v1.InferenceService.Abort:input_type -> penstock.v1.AbortRequest
+	53, // 92: penstock.v1.InferenceService.UpdateWeights:input_type -> penstock.v1.UpdateWeightsRequest
+	2,  // 93: penstock.v1.InferenceService.Generate:output_type -> penstock.v1.GenerateResponse
+	5,  // 94: penstock.v1.InferenceService.Stream:output_type -> penstock.v1.StreamResponse
+	12, // 95: penstock.v1.InferenceService.Embed:output_type -> penstock.v1.EmbedResponse
+	16, // 96: penstock.v1.InferenceService.Score:output_type -> penstock.v1.ScoreResponse
+	19, // 97: penstock.v1.InferenceService.Rerank:output_type -> penstock.v1.RerankResponse
+	24, // 98: penstock.v1.InferenceService.Classify:output_type -> penstock.v1.ClassifyResponse
+	29, // 99: penstock.v1.InferenceService.Abort:output_type -> penstock.v1.AbortResponse
+	54, // 100: penstock.v1.InferenceService.UpdateWeights:output_type -> penstock.v1.UpdateWeightsResponse
+	93, // [93:101] is the sub-list for method output_type
+	85, // [85:93] is the sub-list for method input_type
+	85, // [85:85] is the sub-list for extension type_name
+	85, // [85:85] is the sub-list for extension extendee
+	0,  // [0:85] is the sub-list for field type_name
 }
 
 func init() { file_penstock_v1_inference_proto_init() }
@@ -3105,7 +3615,12 @@ func file_penstock_v1_inference_proto_init() {
 		(*Continuation_TokenIds)(nil),
 	}
 	file_penstock_v1_inference_proto_msgTypes[17].OneofWrappers = []any{}
-	file_penstock_v1_inference_proto_msgTypes[22].OneofWrappers = []any{
+	file_penstock_v1_inference_proto_msgTypes[21].OneofWrappers = []any{
+		(*ClassifyInput_Text)(nil),
+		(*ClassifyInput_TokenIds)(nil),
+		(*ClassifyInput_Pair)(nil),
+	}
+	file_penstock_v1_inference_proto_msgTypes[27].OneofWrappers = []any{
 		(*AbortRequest_RequestIds)(nil),
 		(*AbortRequest_RequestIdPrefix)(nil),
 		(*AbortRequest_All)(nil),
@@ -3116,7 +3631,7 @@ func file_penstock_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_penstock_v1_inference_proto_rawDesc), len(file_penstock_v1_inference_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   25,
+			NumMessages:   30,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

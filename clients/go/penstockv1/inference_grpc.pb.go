@@ -26,6 +26,7 @@ const (
 	InferenceService_Embed_FullMethodName         = "/penstock.v1.InferenceService/Embed"
 	InferenceService_Score_FullMethodName         = "/penstock.v1.InferenceService/Score"
 	InferenceService_Rerank_FullMethodName        = "/penstock.v1.InferenceService/Rerank"
+	InferenceService_Classify_FullMethodName      = "/penstock.v1.InferenceService/Classify"
 	InferenceService_Abort_FullMethodName         = "/penstock.v1.InferenceService/Abort"
 	InferenceService_UpdateWeights_FullMethodName = "/penstock.v1.InferenceService/UpdateWeights"
 )
@@ -38,14 +39,14 @@ const (
 // weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
 // call everything.
 //
-// Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
+// Errors of Generate, Stream, Embed, Score, Rerank and Classify, all of them before the first token unless noted:
 //
 //	INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
 //	                    INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
 //	                    be larger than the server sends, or has become so
 //	NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
 //	ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-//	ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+//	ABORTED             REQUEST_ABORTED: of Embed, Score, Rerank and Classify alone, which Abort, a pause or a weight update has
 //	                    ended
 //	UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
 //	PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models or adapters
@@ -82,6 +83,9 @@ type InferenceServiceClient interface {
 	// method counts one output for the query and one for each document, or two for each document. UNIMPLEMENTED where
 	// GetModelInfo does not list FEATURE_RERANK. Role: infer.
 	Rerank(ctx context.Context, in *RerankRequest, opts ...grpc.CallOption) (*RerankResponse, error)
+	// Tells to which classes each text belongs, by a model that was trained for it. Each text counts as an output.
+	// UNIMPLEMENTED where GetModelInfo does not list FEATURE_CLASSIFY. Role: infer.
+	Classify(ctx context.Context, in *ClassifyRequest, opts ...grpc.CallOption) (*ClassifyResponse, error)
 	// Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with OK,
 	// FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
 	// request can be aborted from the moment its RPC starts. What others have is NOT_FOUND, as what does not exist.
@@ -174,6 +178,16 @@ func (c *inferenceServiceClient) Rerank(ctx context.Context, in *RerankRequest, 
 	return out, nil
 }
 
+func (c *inferenceServiceClient) Classify(ctx context.Context, in *ClassifyRequest, opts ...grpc.CallOption) (*ClassifyResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ClassifyResponse)
+	err := c.cc.Invoke(ctx, InferenceService_Classify_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *inferenceServiceClient) Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(AbortResponse)
@@ -205,14 +219,14 @@ type InferenceService_UpdateWeightsClient = grpc.ClientStreamingClient[UpdateWei
 // weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
 // call everything.
 //
-// Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
+// Errors of Generate, Stream, Embed, Score, Rerank and Classify, all of them before the first token unless noted:
 //
 //	INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
 //	                    INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
 //	                    be larger than the server sends, or has become so
 //	NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
 //	ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-//	ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+//	ABORTED             REQUEST_ABORTED: of Embed, Score, Rerank and Classify alone, which Abort, a pause or a weight update has
 //	                    ended
 //	UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
 //	PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models or adapters
@@ -249,6 +263,9 @@ type InferenceServiceServer interface {
 	// method counts one output for the query and one for each document, or two for each document. UNIMPLEMENTED where
 	// GetModelInfo does not list FEATURE_RERANK. Role: infer.
 	Rerank(context.Context, *RerankRequest) (*RerankResponse, error)
+	// Tells to which classes each text belongs, by a model that was trained for it. Each text counts as an output.
+	// UNIMPLEMENTED where GetModelInfo does not list FEATURE_CLASSIFY. Role: infer.
+	Classify(context.Context, *ClassifyRequest) (*ClassifyResponse, error)
 	// Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with OK,
 	// FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
 	// request can be aborted from the moment its RPC starts. What others have is NOT_FOUND, as what does not exist.
@@ -296,6 +313,9 @@ func (UnimplementedInferenceServiceServer) Score(context.Context, *ScoreRequest)
 }
 func (UnimplementedInferenceServiceServer) Rerank(context.Context, *RerankRequest) (*RerankResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Rerank not implemented")
+}
+func (UnimplementedInferenceServiceServer) Classify(context.Context, *ClassifyRequest) (*ClassifyResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Classify not implemented")
 }
 func (UnimplementedInferenceServiceServer) Abort(context.Context, *AbortRequest) (*AbortResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Abort not implemented")
@@ -407,6 +427,24 @@ func _InferenceService_Rerank_Handler(srv interface{}, ctx context.Context, dec 
 	return interceptor(ctx, in, info, handler)
 }
 
+func _InferenceService_Classify_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ClassifyRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceServiceServer).Classify(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: InferenceService_Classify_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceServiceServer).Classify(ctx, req.(*ClassifyRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _InferenceService_Abort_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(AbortRequest)
 	if err := dec(in); err != nil {
@@ -454,6 +492,10 @@ var InferenceService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Rerank",
 			Handler:    _InferenceService_Rerank_Handler,
+		},
+		{
+			MethodName: "Classify",
+			Handler:    _InferenceService_Classify_Handler,
 		},
 		{
 			MethodName: "Abort",

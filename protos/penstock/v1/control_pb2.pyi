@@ -70,6 +70,8 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     """
     FEATURE_RERANK: _Feature.ValueType  # 16
     """InferenceService.Rerank."""
+    FEATURE_CLASSIFY: _Feature.ValueType  # 17
+    """InferenceService.Classify."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
     """Optional parts of the contract; using one that is not listed is UNIMPLEMENTED, except for FEATURE_NAMES.
@@ -114,6 +116,8 @@ changes nothing unless ChatPrompt.chat_template reads it.
 """
 FEATURE_RERANK: Feature.ValueType  # 16
 """InferenceService.Rerank."""
+FEATURE_CLASSIFY: Feature.ValueType  # 17
+"""InferenceService.Classify."""
 Global___Feature: _TypeAlias = Feature  # noqa: Y015
 
 @_typing.final

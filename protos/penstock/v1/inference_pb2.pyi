@@ -1305,6 +1305,245 @@ class RankedDocument(_message.Message):
 Global___RankedDocument: _TypeAlias = RankedDocument  # noqa: Y015
 
 @_typing.final
+class ClassifyRequest(_message.Message):
+    """What is to be classified."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's name, by which Abort finds it and errors tell of it.
+    Default: the server makes one of 32 hexadecimal digits. Limits: those of GenerateRequest.request_id.
+    """
+    model: _builtins.str
+    """The model that the request is meant for.
+    Default: the served model. Limits: the name of the served model.
+    """
+    priority: _builtins.int
+    """Requests with a higher number are served first, and take slots and pages of those with a lower one.
+    Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY.
+    """
+    truncation: _types_pb2.Truncation.ValueType
+    """Which tokens are dropped of a text that is longer than the context; Classification.truncated_tokens tells how
+    many. Of a pair none are.
+    Default: the server's default. Limits: a value of Truncation.
+    """
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassifyInput]:
+        """The inputs, each of which is classified by itself.
+        Default: none. Limits: at least one, and at most GetServerInfoResponse.max_queued_requests.
+        """
+
+    @_builtins.property
+    def cache(self) -> _types_pb2.CacheOptions:
+        """How the request uses the cache of prompts.
+        Default: it shares prefixes with all requests that have no salt.
+        """
+
+    @_builtins.property
+    def min_weights(self) -> _types_pb2.WeightsVersion:
+        """Refuse to start on older weights; compared by generation, so the label is ignored.
+        Default: any weights will do.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___ClassifyInput] | None = ...,
+        cache: _types_pb2.CacheOptions | None = ...,
+        priority: _builtins.int = ...,
+        min_weights: _types_pb2.WeightsVersion | None = ...,
+        truncation: _types_pb2.Truncation.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "min_weights", b"min_weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "inputs", b"inputs", "min_weights", b"min_weights", "model", b"model", "priority", b"priority", "request_id", b"request_id", "truncation", b"truncation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassifyRequest: _TypeAlias = ClassifyRequest  # noqa: Y015
+
+@_typing.final
+class ClassifyInput(_message.Message):
+    """One input of Classify."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PAIR_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text, tokenized as GenerateRequest.prompt is.
+    Limits: not empty; what the context has room for, unless ClassifyRequest.truncation cuts it.
+    """
+    @_builtins.property
+    def token_ids(self) -> _types_pb2.TokenIds:
+        """Token ids, used as they are: no special token is added."""
+
+    @_builtins.property
+    def pair(self) -> Global___TextPair:
+        """Two texts that the model reads together. Limits: what the context has room for."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: _types_pb2.TokenIds | None = ...,
+        pair: Global___TextPair | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "pair", b"pair", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "pair", b"pair", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids", "pair"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___ClassifyInput: _TypeAlias = ClassifyInput  # noqa: Y015
+
+@_typing.final
+class TextPair(_message.Message):
+    """Two texts that a model reads together, as its tokenizer puts them together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    SECOND_FIELD_NUMBER: _builtins.int
+    first: _builtins.str
+    """The first text, such as a premise.
+    Default: none, the field is required. Limits: not empty.
+    """
+    second: _builtins.str
+    """The second text, such as a hypothesis.
+    Default: none, the field is required. Limits: not empty.
+    """
+    def __init__(
+        self,
+        *,
+        first: _builtins.str = ...,
+        second: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "second", b"second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextPair: _TypeAlias = TextPair  # noqa: Y015
+
+@_typing.final
+class ClassifyResponse(_message.Message):
+    """The classes of the inputs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id: the caller's, or the one that the server made."""
+    model: _builtins.str
+    """The name of the model that answered."""
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the model's classes."""
+
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___Classification]:
+        """One for each input, in their order."""
+
+    @_builtins.property
+    def usage(self) -> _types_pb2.Usage:
+        """How many tokens it took; prompt_tokens counts those of all inputs."""
+
+    @_builtins.property
+    def timing(self) -> _types_pb2.Timing:
+        """How long it took."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
+        results: _abc.Iterable[Global___Classification] | None = ...,
+        usage: _types_pb2.Usage | None = ...,
+        timing: _types_pb2.Timing | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "model", b"model", "request_id", b"request_id", "results", b"results", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassifyResponse: _TypeAlias = ClassifyResponse  # noqa: Y015
+
+@_typing.final
+class Classification(_message.Message):
+    """The classes of one input."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGITS_FIELD_NUMBER: _builtins.int
+    PROBABILITIES_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TRUNCATED_TOKENS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    label: _builtins.str
+    """The name of the likeliest class; empty where probabilities is."""
+    token_count: _builtins.int
+    """The length of the input after truncation.
+    Unit: tokens.
+    """
+    truncated_tokens: _builtins.int
+    """How many tokens were dropped of the input.
+    Unit: tokens.
+    """
+    @_builtins.property
+    def logits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The number that the model makes for each class, in the order of the labels."""
+
+    @_builtins.property
+    def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The probability of each class: they add up to 1 where a text has one class, and each is for itself where it may
+        have several. Empty for a model whose numbers are no classes (a regression).
+        """
+
+    @_builtins.property
+    def weights(self) -> _types_pb2.WeightsVersion:
+        """The weights that computed it."""
+
+    def __init__(
+        self,
+        *,
+        logits: _abc.Iterable[_builtins.float] | None = ...,
+        probabilities: _abc.Iterable[_builtins.float] | None = ...,
+        label: _builtins.str = ...,
+        token_count: _builtins.int = ...,
+        truncated_tokens: _builtins.int = ...,
+        weights: _types_pb2.WeightsVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["label", b"label", "logits", b"logits", "probabilities", b"probabilities", "token_count", b"token_count", "truncated_tokens", b"truncated_tokens", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Classification: _TypeAlias = Classification  # noqa: Y015
+
+@_typing.final
 class RequestIds(_message.Message):
     """Ids of requests."""
 

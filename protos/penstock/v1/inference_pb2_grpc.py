@@ -31,13 +31,13 @@ class InferenceServiceStub:
     weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
     call everything.
 
-    Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed, Score, Rerank and Classify, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-    ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+    ABORTED             REQUEST_ABORTED: of Embed, Score, Rerank and Classify alone, which Abort, a pause or a weight update has
     ended
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
     PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models or adapters
@@ -88,6 +88,11 @@ class InferenceServiceStub:
                 request_serializer=penstock_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_inference__pb2.RerankResponse.FromString,
                 _registered_method=True)
+        self.Classify = channel.unary_unary(
+                '/penstock.v1.InferenceService/Classify',
+                request_serializer=penstock_dot_v1_dot_inference__pb2.ClassifyRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_inference__pb2.ClassifyResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/penstock.v1.InferenceService/Abort',
                 request_serializer=penstock_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -105,13 +110,13 @@ class InferenceServiceServicer:
     weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
     call everything.
 
-    Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed, Score, Rerank and Classify, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-    ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+    ABORTED             REQUEST_ABORTED: of Embed, Score, Rerank and Classify alone, which Abort, a pause or a weight update has
     ended
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
     PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models or adapters
@@ -168,6 +173,14 @@ class InferenceServiceServicer:
         """Tells how relevant each document is to a query, the most relevant first. RerankMethod says what relevance is; a
         method counts one output for the query and one for each document, or two for each document. UNIMPLEMENTED where
         GetModelInfo does not list FEATURE_RERANK. Role: infer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Classify(self, request, context):
+        """Tells to which classes each text belongs, by a model that was trained for it. Each text counts as an output.
+        UNIMPLEMENTED where GetModelInfo does not list FEATURE_CLASSIFY. Role: infer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -232,6 +245,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_inference__pb2.RerankRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_inference__pb2.RerankResponse.SerializeToString,
             ),
+            'Classify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Classify,
+                    request_deserializer=penstock_dot_v1_dot_inference__pb2.ClassifyRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_inference__pb2.ClassifyResponse.SerializeToString,
+            ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
                     request_deserializer=penstock_dot_v1_dot_inference__pb2.AbortRequest.FromString,
@@ -255,13 +273,13 @@ class InferenceService:
     weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
     call everything.
 
-    Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed, Score, Rerank and Classify, all of them before the first token unless noted:
     INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
     INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
     be larger than the server sends, or has become so
     NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
     ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-    ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+    ABORTED             REQUEST_ABORTED: of Embed, Score, Rerank and Classify alone, which Abort, a pause or a weight update has
     ended
     UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
     PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models or adapters
@@ -406,6 +424,33 @@ class InferenceService:
             '/penstock.v1.InferenceService/Rerank',
             penstock_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
             penstock_dot_v1_dot_inference__pb2.RerankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Classify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.InferenceService/Classify',
+            penstock_dot_v1_dot_inference__pb2.ClassifyRequest.SerializeToString,
+            penstock_dot_v1_dot_inference__pb2.ClassifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,13 +32,13 @@ class InferenceServiceStub:
     weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
     call everything.
 
-    Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed, Score, Rerank and Classify, all of them before the first token unless noted:
       INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
                           INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
                           be larger than the server sends, or has become so
       NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-      ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+      ABORTED             REQUEST_ABORTED: of Embed, Score, Rerank and Classify alone, which Abort, a pause or a weight update has
                           ended
       UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
       PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models or adapters
@@ -83,6 +83,10 @@ class InferenceServiceStub:
     method counts one output for the query and one for each document, or two for each document. UNIMPLEMENTED where
     GetModelInfo does not list FEATURE_RERANK. Role: infer.
     """
+    Classify: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ClassifyRequest, _inference_pb2.ClassifyResponse]
+    """Tells to which classes each text belongs, by a model that was trained for it. Each text counts as an output.
+    UNIMPLEMENTED where GetModelInfo does not list FEATURE_CLASSIFY. Role: infer.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with OK,
     FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
@@ -113,13 +117,13 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
     call everything.
 
-    Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed, Score, Rerank and Classify, all of them before the first token unless noted:
       INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
                           INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
                           be larger than the server sends, or has become so
       NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-      ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+      ABORTED             REQUEST_ABORTED: of Embed, Score, Rerank and Classify alone, which Abort, a pause or a weight update has
                           ended
       UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
       PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models or adapters
@@ -161,6 +165,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     method counts one output for the query and one for each document, or two for each document. UNIMPLEMENTED where
     GetModelInfo does not list FEATURE_RERANK. Role: infer.
     """
+    Classify: _aio.UnaryUnaryMultiCallable[_inference_pb2.ClassifyRequest, _inference_pb2.ClassifyResponse]  # type: ignore[assignment]
+    """Tells to which classes each text belongs, by a model that was trained for it. Each text counts as an output.
+    UNIMPLEMENTED where GetModelInfo does not list FEATURE_CLASSIFY. Role: infer.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends the caller's requests early, with all their outputs; with the role "control" everybody's. Each ends with OK,
     FINISH_REASON_ABORTED and what it had generated; the answer comes after their slots and KV pages are free. A
@@ -190,13 +198,13 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     weights. Role names the role that the caller's key must have on a server with keys; a key with the role "control" may
     call everything.
 
-    Errors of Generate, Stream, Embed, Score and Rerank, all of them before the first token unless noted:
+    Errors of Generate, Stream, Embed, Score, Rerank and Classify, all of them before the first token unless noted:
       INVALID_ARGUMENT    INVALID_FIELD, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY (can never fit); at any time
                           INVALID_FIELD: a Constraint that turned out too complex; RESPONSE_TOO_LARGE: the reply would
                           be larger than the server sends, or has become so
       NOT_FOUND           UNKNOWN_MODEL, UNKNOWN_ADAPTER
       ALREADY_EXISTS      DUPLICATE_REQUEST_ID: the caller has an active request with this id
-      ABORTED             REQUEST_ABORTED: of Embed, Score and Rerank alone, which Abort, a pause or a weight update has
+      ABORTED             REQUEST_ABORTED: of Embed, Score, Rerank and Classify alone, which Abort, a pause or a weight update has
                           ended
       UNAUTHENTICATED     UNAUTHENTICATED, KEY_EXPIRED: where the server asks for a key
       PERMISSION_DENIED   FORBIDDEN: the key lacks the role, or is for other models or adapters
@@ -265,6 +273,16 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         """Tells how relevant each document is to a query, the most relevant first. RerankMethod says what relevance is; a
         method counts one output for the query and one for each document, or two for each document. UNIMPLEMENTED where
         GetModelInfo does not list FEATURE_RERANK. Role: infer.
+        """
+
+    @_abc_1.abstractmethod
+    def Classify(
+        self,
+        request: _inference_pb2.ClassifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ClassifyResponse, _abc.Awaitable[_inference_pb2.ClassifyResponse]]:
+        """Tells to which classes each text belongs, by a model that was trained for it. Each text counts as an output.
+        UNIMPLEMENTED where GetModelInfo does not list FEATURE_CLASSIFY. Role: infer.
         """
 
     @_abc_1.abstractmethod

@@ -33,6 +33,7 @@ from penstock.openai.routes.batches import (
     show_batch,
 )
 from penstock.openai.routes.chat import chat
+from penstock.openai.routes.classify import classify
 from penstock.openai.routes.completions import completions
 from penstock.openai.routes.embeddings import embed
 from penstock.openai.routes.files import (
@@ -61,7 +62,7 @@ from penstock.openai.routes.tokens import PARAMS, detokenize, tokenize, tokenize
 from penstock.openai.schemas.adapters import LoadAdapterBody, UnloadAdapterBody
 from penstock.openai.schemas.batches import BatchBody
 from penstock.openai.schemas.chat import ChatBody
-from penstock.openai.schemas.completions import CompletionBody, EmbeddingBody
+from penstock.openai.schemas.completions import ClassifyBody, CompletionBody, EmbeddingBody
 from penstock.openai.schemas.messages import CountTokensBody, MessagesBody
 from penstock.openai.schemas.rerank import RerankBody, ScoreBody
 from penstock.openai.schemas.responses import InputTokensBody, ResponsesBody
@@ -108,6 +109,7 @@ ENDPOINTS: Final = (
         "GET", f"{RESPONSE}/input_items", list_input_items, "What a response answers.", query=QUERY_OF_ITEMS
     ),
     Endpoint("POST", "/v1/embeddings", embed, "Makes vectors of texts.", EmbeddingBody),
+    Endpoint("POST", "/classify", classify, "The classes of texts.", ClassifyBody),
     *(
         Endpoint("POST", path, rerank, "Sorts documents by relevance.", RerankBody, RERANK_PARAMS)
         for path in ("/v1/rerank", "/v2/rerank", "/rerank")

@@ -269,6 +269,21 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
         data=_list_of(_always(index=_COUNT, object=_word("score"), score={"type": "number"})),
         usage=_always(prompt_tokens=_COUNT, total_tokens=_COUNT),
     ),
+    "Classes": _always(
+        id=_TEXT,
+        object=_word("list"),
+        created=_COUNT,
+        model=_TEXT,
+        data=_list_of(
+            _always(
+                index=_COUNT,
+                label={"type": ["string", "null"]},
+                probs={"type": "array", "items": {"type": "number"}},
+                num_classes=_COUNT,
+            )
+        ),
+        usage=_always(prompt_tokens=_COUNT, total_tokens=_COUNT),
+    ),
     "File": _FILE,
     "FileList": _page(_of("File")),
     "DeletedFile": _always(id=_TEXT, object=_word("file"), deleted=_word(True)),
@@ -294,6 +309,7 @@ ANSWERS: Final[Mapping[str, tuple[str, str | None]]] = {
     "DELETE /v1/responses/{response_id}": ("ResponseDeleted", None),
     "/v1/responses/{response_id}/input_items": ("InputItems", None),
     "/v1/embeddings": ("Embeddings", None),
+    "/classify": ("Classes", None),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), ("Ranking", None)),
     **dict.fromkeys(("/v1/score", "/score"), ("Scores", None)),
     "POST /v1/files": ("File", None),

@@ -169,3 +169,34 @@ async def test_what_cannot_be_sent_is_refused_here(server):
     with pytest.raises(InvalidRequest) as refusal:
         await call(server, False, "rerank", "q", ["a", "\ud800"], method="guess", top_n=-1)
     assert {one.field for one in refusal.value.violations} == {"documents[1]", "method", "top_n"}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_classify(server, is_async):
+    one = inference_pb2.Classification(
+        logits=[0.5, -0.5],
+        probabilities=[0.75, 0.25],
+        label="good",
+        token_count=3,
+        weights=types_pb2.WeightsVersion(label="w", generation=4),
+    )
+    server.classes = inference_pb2.ClassifyResponse(
+        request_id="r", model="m", labels=["good", "bad"], results=[one] * 3
+    )
+    inputs = ["a", ("b", "c"), [1, 2]]
+    reply = await call(server, is_async, "classify", inputs, truncation="right", min_weights=3)
+    assert (reply.request_id, reply.model, reply.labels) == ("r", "m", ("good", "bad"))
+    assert [each.label for each in reply.results] == ["good"] * 3
+    found = reply.results[0]
+    assert (found.logits, found.probabilities, found.token_count) == ((0.5, -0.5), (0.75, 0.25), 3)
+    assert server.calls[-1] == inference_pb2.ClassifyRequest(
+        inputs=[
+            inference_pb2.ClassifyInput(text="a"),
+            inference_pb2.ClassifyInput(pair=inference_pb2.TextPair(first="b", second="c")),
+            inference_pb2.ClassifyInput(token_ids=types_pb2.TokenIds(ids=[1, 2])),
+        ],
+        truncation=types_pb2.TRUNCATION_RIGHT,
+        min_weights=types_pb2.WeightsVersion(generation=3),
+    )
+    with pytest.raises(ProtocolError):
+        await call(server, is_async, "classify", ["a"])

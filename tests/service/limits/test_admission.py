@@ -46,6 +46,7 @@ WATCH = "/grpc.health.v1.Health/Watch"
         ("penstock.v1.InferenceService/Embed", Kind.WORK),
         ("penstock.v1.InferenceService/Score", Kind.WORK),
         ("penstock.v1.InferenceService/Rerank", Kind.WORK),
+        ("penstock.v1.InferenceService/Classify", Kind.WORK),
         ("penstock.v1.InferenceService/UpdateWeights", Kind.UPDATE),
         ("penstock.v1.ControlService/WatchLoad", Kind.WATCH),
         ("penstock.v1.InferenceService/Abort", Kind.CONTROL),

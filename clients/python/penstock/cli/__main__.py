@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": "continue a prompt, streaming to the terminal",
     "chat": "talk to a model in the terminal",
     "embed": "make vectors of texts",
+    "classify": "tell the classes of texts",
     "rerank": "sort documents by their relevance to a query",
     "info": "show a server's model, limits and load",
     "top": "watch a server's load, latencies and requests",

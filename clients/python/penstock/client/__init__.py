@@ -70,6 +70,9 @@ from penstock.client.generation.options import (
 from penstock.client.generation.receiving import AsyncServerStream, ServerStream
 from penstock.client.generation.streams import AsyncGenerationStream, GenerationStream
 from penstock.client.reading import (
+    Classification,
+    Classifications,
+    ClassifyOptions,
     ContinuationScore,
     Embedding,
     Embeddings,
@@ -159,6 +162,9 @@ __all__ = [
     "ChatMessage",
     "ChatOptions",
     "Choice",
+    "Classification",
+    "Classifications",
+    "ClassifyOptions",
     "Client",
     "CommittedWeights",
     "Conflict",

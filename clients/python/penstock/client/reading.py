@@ -6,7 +6,7 @@ import enum
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias, TypedDict, Unpack, cast
 
 from penstock.client.async_calls import AsyncCalls
 from penstock.client.calls import Calls
@@ -100,8 +100,42 @@ class Ranking:
     timing: Timing
 
 
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """The classes of one input."""
+
+    logits: tuple[float, ...]
+    """The number that the model makes for each class, in the order of the labels."""
+    probabilities: tuple[float, ...]
+    """The probability of each class; empty for a model whose numbers are no classes."""
+    label: str
+    """The name of the likeliest class; empty where there are no probabilities."""
+    token_count: int
+    """Tokens of the input, as the model saw it."""
+    truncated_tokens: int
+    """How many tokens were cut off."""
+    weights: WeightsVersion
+    """The weights that computed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Classifications:
+    """The classes of some inputs, in their order."""
+
+    request_id: str
+    model: str
+    labels: tuple[str, ...]
+    """The names of the model's classes."""
+    results: tuple[Classification, ...]
+    usage: Usage
+    timing: Timing
+
+
 TextOrIds: TypeAlias = str | Sequence[int]
 """A text, which the server tokenizes, or token ids, which are used as they are."""
+
+ClassifyInput: TypeAlias = str | Sequence[int] | tuple[str, str]
+"""A text, token ids, or a pair of texts that the model reads together."""
 
 
 class Pooling(enum.Enum):
@@ -127,8 +161,8 @@ class RerankMethod(enum.Enum):
 
 
 class ReadingOptions(TypedDict, total=False):
-    """Keyword arguments of `score`, and of `embed` and `rerank` beside their own. What is left out, or None,
-    takes the server's default.
+    """Keyword arguments of `score`, and of `embed`, `rerank` and `classify` beside their own. What is left
+    out, or None, takes the server's default.
     """
 
     request_id: str | None
@@ -159,6 +193,14 @@ class EmbedOptions(ReadingOptions, total=False):
     """How to shorten an input that is too long: a Truncation, or its value, such as "left"."""
 
 
+class ClassifyOptions(ReadingOptions, total=False):
+    """Keyword arguments of `classify`."""
+
+    truncation: Truncation | str | None
+    """How to shorten a text that is too long: a Truncation, or its value, such as "left". Pairs are not
+    cut."""
+
+
 class RerankOptions(ReadingOptions, total=False):
     """Keyword arguments of `rerank`."""
 
@@ -183,6 +225,7 @@ _EMBED_FIELDS = {
     **_FIELDS,
     **{name: name for name in ("pooling", "normalize", "dimensions", "truncation")},
 }
+_CLASSIFY_FIELDS = {**_FIELDS, "truncation": "truncation"}
 
 
 _RERANK_FIELDS = {
@@ -253,7 +296,29 @@ def rerank_request(
     return request
 
 
-def _set_part(part: inference_pb2.EmbedInput | inference_pb2.Continuation, value: TextOrIds) -> None:
+def classify_request(
+    inputs: Sequence[ClassifyInput], options: ClassifyOptions
+) -> inference_pb2.ClassifyRequest:
+    """Build a ClassifyRequest. Raises TypeError and InvalidRequest as `fill_request`."""
+    given = given_of(options, _CLASSIFY_FIELDS)
+    violations = Violations()
+    if isinstance(inputs, str):
+        raise TypeError("inputs: give a sequence of texts, pairs of texts or token ids, not one text")
+    request = inference_pb2.ClassifyRequest()
+    for i, each in enumerate(inputs):
+        with violations.of(f"inputs[{i}]"), named(f"inputs[{i}]"):
+            if isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str):
+                request.inputs.add().pair.MergeFrom(inference_pb2.TextPair(first=each[0], second=each[1]))
+            else:
+                _set_part(request.inputs.add(), cast("TextOrIds", each))
+    _set_all(request, given, _CLASSIFY_FIELDS, violations)
+    return request
+
+
+def _set_part(
+    part: inference_pb2.EmbedInput | inference_pb2.Continuation | inference_pb2.ClassifyInput,
+    value: TextOrIds,
+) -> None:
     if isinstance(value, str):
         part.text = value
     else:
@@ -262,7 +327,10 @@ def _set_part(part: inference_pb2.EmbedInput | inference_pb2.Continuation, value
 
 
 def _set_all(
-    request: inference_pb2.EmbedRequest | inference_pb2.ScoreRequest | inference_pb2.RerankRequest,
+    request: inference_pb2.EmbedRequest
+    | inference_pb2.ScoreRequest
+    | inference_pb2.RerankRequest
+    | inference_pb2.ClassifyRequest,
     given: dict[str, Any],
     fields: Mapping[str, str],
     violations: Violations,
@@ -331,6 +399,29 @@ def ranking(message: inference_pb2.RerankResponse, num_documents: int) -> Rankin
     )
 
 
+def classifications(message: inference_pb2.ClassifyResponse, num_inputs: int) -> Classifications:
+    """Convert the answer of Classify. Raises ProtocolError unless it has the classes of each input."""
+    _check_number(len(message.results), num_inputs)
+    return Classifications(
+        request_id=message.request_id,
+        model=message.model,
+        labels=tuple(message.labels),
+        results=tuple(
+            Classification(
+                tuple(one.logits),
+                tuple(one.probabilities),
+                one.label,
+                one.token_count,
+                one.truncated_tokens,
+                weights_version(one.weights),
+            )
+            for one in message.results
+        ),
+        usage=usage(message.usage),
+        timing=timing(message.timing),
+    )
+
+
 def _check_number(number: int, wanted: int) -> None:
     if number != wanted:
         raise ProtocolError.local(f"the server answered with {number} results instead of {wanted}")
@@ -388,6 +479,21 @@ class Readings(Calls):
         reply = self._unary(self.inference.Rerank, request, timeout, metadata, None)
         return ranking(reply, len(request.documents))
 
+    def classify(
+        self,
+        inputs: Sequence[ClassifyInput],
+        *,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+        **options: Unpack[ClassifyOptions],
+    ) -> Classifications:
+        """Tell to which classes each input belongs: a text, token ids, or a pair of texts that the model
+        reads together. For options see `ClassifyOptions`.
+        """
+        request = classify_request(inputs, options)
+        reply = self._unary(self.inference.Classify, request, timeout, metadata, None)
+        return classifications(reply, len(request.inputs))
+
 
 # ruff: noqa: ASYNC109 - `timeout` is the deadline of the RPC, which gRPC also sends to the server
 
@@ -443,3 +549,18 @@ class AsyncReadings(AsyncCalls):
         request = rerank_request(query, documents, options)
         reply = await self._unary(self.inference.Rerank, request, timeout, metadata, None)
         return ranking(reply, len(request.documents))
+
+    async def classify(
+        self,
+        inputs: Sequence[ClassifyInput],
+        *,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+        **options: Unpack[ClassifyOptions],
+    ) -> Classifications:
+        """Tell to which classes each input belongs: a text, token ids, or a pair of texts that the model
+        reads together. For options see `ClassifyOptions`.
+        """
+        request = classify_request(inputs, options)
+        reply = await self._unary(self.inference.Classify, request, timeout, metadata, None)
+        return classifications(reply, len(request.inputs))

@@ -267,19 +267,28 @@ def fit_inputs(
     between them is cut. InvalidRequest names all that are empty, or too long
     where nothing may be cut.
     """
-    context, bad = ContextParams(truncation), list[Violation]()
+    bad = list[Violation]()
     fitted: list[Fitted] = []
     for i, token_ids in enumerate(inputs):
         with naming(f"inputs[{i}]", bad):
-            kept = _cut_within(token_ids, truncation, room - 1, around)
-            one = fit(kept, context, _NO_STOPPING, room)
-            num_truncated = one.num_truncated + len(token_ids) - len(kept)
-            fitted.append(dataclasses.replace(one, num_truncated=num_truncated))
+            fitted.append(fit_input(token_ids, truncation, room, around))
         if not token_ids:
             bad.append(Violation(f"inputs[{i}]", "has no tokens"))
     if bad:
         raise InvalidRequest(bad)
     return fitted
+
+
+def fit_input(
+    token_ids: tuple[int, ...],
+    truncation: Truncation,
+    room: int,
+    around: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Fitted:
+    """Cuts one input, see `fit_inputs`. PromptTooLong where nothing may be cut."""
+    kept = _cut_within(token_ids, truncation, room - 1, around)
+    one = fit(kept, ContextParams(truncation), _NO_STOPPING, room)
+    return dataclasses.replace(one, num_truncated=one.num_truncated + len(token_ids) - len(kept))
 
 
 def special_around(text: Text | None, reader: Reader | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -25,11 +25,11 @@ class Classes:
 
     def probabilities(self, logits: NDArray[np.float32]) -> NDArray[np.float64]:
         """What the numbers of a text, float32[classes], mean: probabilities that add up to 1 where one of
-        several is meant, one for each class by itself, or for a regression the numbers themselves.
+        several is meant, or one for each class by itself. For a regression there are none.
         """
         wide = logits.astype(np.float64)
         if self.problem == "regression":
-            return wide
+            return wide[:0]
         if self.problem == "multi_label_classification":
             return sigmoid(wide)
         shares = np.exp(wide - wide.max())

@@ -49,7 +49,7 @@ PREFIX = "embd"
 async def embed(request: Request) -> Response:
     """Make a vector of each input."""
     call, body, backend = call_of(request), await read_body(request, EmbeddingBody), front_of(request).backend
-    name_params(request.scope, lambda: _params(body))
+    name_params(request.scope, lambda: params_of(body.input))
     facts = await backend.facts(call)
     asked = backend.client.embed(
         prompts_of(body.input),
@@ -65,11 +65,13 @@ async def embed(request: Request) -> Response:
     return Response(answer, media_type="application/json")
 
 
-def _params(body: EmbeddingBody) -> dict[str, str]:
-    """From the contract's path of a field to the name of the field of this request that it was made of."""
+def params_of(given: Any) -> dict[str, str]:
+    """From the contract's path of a field to the name of the field of a request that it was made of, for the
+    `input` that it was given.
+    """
     params = {"input": "input", "inputs": "input", "adapter": "model"}
-    is_one = isinstance(body.input, str) or isinstance(body.input[0], int)
-    for i in range(len(prompts_of(body.input))):
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    for i in range(len(prompts_of(given))):
         name = "input" if is_one else f"input[{i}]"
         at = f"inputs[{i}]"
         params |= {at: name, f"{at}.text": name, f"{at}.token_ids": name, f"{at}.token_ids.ids": name}

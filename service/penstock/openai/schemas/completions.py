@@ -85,6 +85,17 @@ MAX_INPUTS: Final = 2048
 """The most inputs of one request, as in OpenAI's API."""
 
 
+class ClassifyBody(RequestBody):
+    """Texts, or token ids, each of which is classified, as in vLLM."""
+
+    model: str | None = None
+    """Without it the served one."""
+    input: Annotated[Any, BeforeValidator(prompts_in("input", MAX_INPUTS), json_schema_input_type=Prompt)]
+    """A `Prompt`, whose shape has been checked."""
+    priority: int | None = None
+    """As of requests that generate."""
+
+
 class EmbeddingBody(RequestBody):
     """Texts, or token ids, each of which becomes a vector."""
 

@@ -12,8 +12,8 @@ class Role(enum.Enum):
     """What a caller may do."""
 
     INFER = "infer"
-    """May call Generate, Stream, Embed, Score, Rerank, Tokenize and Detokenize, ask for information, and
-    abort its own requests.
+    """May call Generate, Stream, Embed, Score, Rerank, Classify, Tokenize and Detokenize, ask for
+    information, and abort its own requests.
     """
     CONTROL = "control"
     """May do everything, also to other callers' requests: abort, flush, pause, update weights."""

@@ -31,6 +31,7 @@ RULES: Mapping[str, Rule] = {
     f"{_INFERENCE}/Embed": Rule(Role.INFER, counts=True),
     f"{_INFERENCE}/Score": Rule(Role.INFER, counts=True),
     f"{_INFERENCE}/Rerank": Rule(Role.INFER, counts=True),
+    f"{_INFERENCE}/Classify": Rule(Role.INFER, counts=True),
     f"{_INFERENCE}/Abort": Rule(Role.INFER),  # the caller's own requests; others' only with CONTROL
     f"{_INFERENCE}/UpdateWeights": Rule(Role.CONTROL),
     f"{_CONTROL}/GetModelInfo": Rule(Role.INFER),

@@ -132,7 +132,7 @@ class Kind(enum.Enum):
     REFLECTION = "reflection_rpcs"
 
 
-_WORK = frozenset({"Generate", "Stream", "Embed", "Score", "Rerank"})
+_WORK = frozenset({"Generate", "Stream", "Embed", "Score", "Rerank", "Classify"})
 _UPDATE = frozenset({"UpdateWeights", "PushAdapter"})
 _WATCH = "WatchLoad"
 _GROUP = "penstock.service.group.GroupService"

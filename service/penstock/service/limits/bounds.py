@@ -80,8 +80,8 @@ class Bounds:
     """How much one server takes on at once."""
 
     max_rpcs: int = 8192
-    """Generate, Stream, Embed, Score, Rerank, Tokenize and Detokenize, all together. An RPC counts from the
-    arrival of its headers until its reply has left.
+    """Generate, Stream, Embed, Score, Rerank, Classify, Tokenize and Detokenize, all together. An RPC counts
+    from the arrival of its headers until its reply has left.
     """
     max_rpcs_per_address: int = 6144
     """The part of `max_rpcs` that one IPv4 address, or one IPv6 /64 network, may have. Everything that comes

@@ -34,6 +34,7 @@ from penstock.service.requests.generate import (
 from penstock.service.requests.support import Refused, check_supported
 from penstock.v1 import inference_pb2, types_pb2
 
+_OF_TEXTS, _OF_PAIRS = "text and token_ids", "text, token_ids and pair"
 _NEED_TEXT: Refused = {"prompt": (), "inputs.text": (), "continuations.text": ()}
 _POOLINGS = {
     types_pb2.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
@@ -93,6 +94,25 @@ class RankingJob(ReadingJob):
         return dataclasses.replace(self, query="", documents=())
 
 
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two texts that a classifier reads together."""
+
+    first: str
+    second: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifyJob(ReadingJob):
+    """What one call of Classify asks for. It has no `parts`, because an input may be a pair."""
+
+    inputs: tuple[Prompt | TextPair, ...]
+
+    def without_load(self) -> Self:
+        """The job without what is no longer needed once its requests are made."""
+        return dataclasses.replace(self, inputs=())
+
+
 def to_embed_job(message: inference_pb2.EmbedRequest, limits: Limits) -> ReadingJob:
     """Check the whole message. Raises what `to_job` raises."""
     check_model(message.model, limits)
@@ -103,12 +123,7 @@ def to_embed_job(message: inference_pb2.EmbedRequest, limits: Limits) -> Reading
     few = bad.allows("inputs", len(message.inputs), limits.max_outputs_queued, "inputs")
     if not message.inputs:
         bad.add("inputs", "at least one is required")
-    truncation = limits.truncation
-    if message.truncation != types_pb2.TRUNCATION_UNSPECIFIED:
-        known = TRUNCATIONS.get(message.truncation)
-        if known is None:
-            bad.add("truncation", f"unknown value {message.truncation}")
-        truncation = known or truncation
+    truncation = _truncation(message, limits, bad)
     parts = list(_parts("inputs", message.inputs if few else (), limits, truncation, bad))
     pooling: Pooling | None = limits.info.pooling
     if message.pooling != types_pb2.POOLING_UNSPECIFIED:
@@ -121,6 +136,50 @@ def to_embed_job(message: inference_pb2.EmbedRequest, limits: Limits) -> Reading
     )
     bad.build(lambda: form.check(limits.info.hidden_size))
     return _job(message, TokenPrompt(()), parts, bad, pooling=pooling, truncation=truncation, form=form)
+
+
+def to_classify_job(message: inference_pb2.ClassifyRequest, limits: Limits) -> ClassifyJob:
+    """Check the whole message. Raises what `to_job` raises."""
+    check_model(message.model, limits)
+    reader = limits.info.reader
+    if reader is None or reader.classes is None:
+        raise UnsupportedFeature(["Classify"], "the model has no classifier")
+    without_text: Refused = {} if limits.has_text else {"inputs.text": (), "inputs.pair": ()}
+    check_supported(message, {**_of_priority(limits), **without_text})
+    bad = Violations()
+    few = bad.allows("inputs", len(message.inputs), limits.max_outputs_queued, "inputs")
+    if not message.inputs:
+        bad.add("inputs", "at least one is required")
+    truncation = _truncation(message, limits, bad)
+    inputs: list[Prompt | TextPair] = []
+    for i, one in enumerate(message.inputs if few else ()):
+        if one.HasField("pair"):
+            for name in ("first", "second"):
+                if not getattr(one.pair, name):
+                    bad.add(f"inputs[{i}].pair.{name}", "must not be empty")
+            inputs.append(TextPair(one.pair.first, one.pair.second))
+        else:
+            inputs.append(_part(f"inputs[{i}]", one, limits, truncation, bad))
+    return ClassifyJob(
+        **_common(message, bad),
+        prompt=TokenPrompt(()),
+        parts=(),
+        n=len(inputs),
+        pooling=reader.classes.pooling,
+        truncation=truncation,
+        inputs=tuple(inputs),
+    )
+
+
+def _truncation(
+    message: inference_pb2.EmbedRequest | inference_pb2.ClassifyRequest, limits: Limits, bad: Violations
+) -> Truncation:
+    if message.truncation == types_pb2.TRUNCATION_UNSPECIFIED:
+        return limits.truncation
+    known = TRUNCATIONS.get(message.truncation)
+    if known is None:
+        bad.add("truncation", f"unknown value {message.truncation}")
+    return known or limits.truncation
 
 
 def to_score_job(message: inference_pb2.ScoreRequest, limits: Limits) -> ReadingJob:
@@ -223,6 +282,10 @@ def to_ranking_job(message: inference_pb2.RerankRequest, limits: Limits) -> Rank
     )
 
 
+def _of_priority(limits: Limits) -> Refused:
+    return {} if limits.has_priority else {"priority": ()}
+
+
 def _lacking(limits: Limits) -> Refused:
     return {
         **limits.lacking_engine,
@@ -265,7 +328,10 @@ class _Common(TypedDict):
 
 
 def _common(
-    message: inference_pb2.EmbedRequest | inference_pb2.ScoreRequest | inference_pb2.RerankRequest,
+    message: inference_pb2.EmbedRequest
+    | inference_pb2.ScoreRequest
+    | inference_pb2.RerankRequest
+    | inference_pb2.ClassifyRequest,
     bad: Violations,
 ) -> _Common:
     """What all of these requests have. Raises InvalidRequest if anything of the message was found wrong."""
@@ -273,13 +339,15 @@ def _common(
     cache = bad.build(lambda: CacheParams(message.cache.cache_salt, message.cache.bypass_prefix_cache))
     bad.raise_if_any()
     assert cache is not None
+    # A classifier takes no adapters.
+    adapter = "" if isinstance(message, inference_pb2.ClassifyRequest) else message.adapter
     return _Common(
         request_id=request_id,
         sampling=ResolvedSampling(),
         stopping=StoppingParams(),
         cache=cache,
         priority=message.priority,
-        adapter=message.adapter or None,
+        adapter=adapter or None,
         min_generation=message.min_weights.generation,
         return_text=False,
     )
@@ -293,15 +361,24 @@ def _parts(
     bad: Violations,
 ) -> Iterator[Prompt]:
     for i, message in enumerate(messages):
-        field = f"{name}[{i}]"
-        if message.HasField("token_ids"):
-            yield _ids(f"{field}.token_ids", message.token_ids.ids, limits, truncation, bad)
-        elif message.HasField("text"):
-            if not message.text:
-                bad.add(f"{field}.text", "must not be empty")
-            yield TextPrompt(message.text)
-        else:
-            bad.add(field, "one of text and token_ids is required")
+        yield _part(f"{name}[{i}]", message, limits, truncation, bad)
+
+
+def _part(
+    field: str,
+    message: inference_pb2.EmbedInput | inference_pb2.Continuation | inference_pb2.ClassifyInput,
+    limits: Limits,
+    truncation: Truncation,
+    bad: Violations,
+) -> Prompt:
+    if message.HasField("token_ids"):
+        return _ids(f"{field}.token_ids", message.token_ids.ids, limits, truncation, bad)
+    if not message.HasField("text"):
+        takes_pairs = isinstance(message, inference_pb2.ClassifyInput)
+        bad.add(field, f"one of {_OF_PAIRS if takes_pairs else _OF_TEXTS} is required")
+    elif not message.text:
+        bad.add(f"{field}.text", "must not be empty")
+    return TextPrompt(message.text)
 
 
 def _ids(name: str, ids: Ids, limits: Limits, truncation: Truncation, bad: Violations) -> TokenPrompt:

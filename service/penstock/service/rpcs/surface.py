@@ -1,9 +1,9 @@
 """What each address serves if control has an address of its own (`--control-port`).
 
 Both addresses serve health, reflection, the RPCs that only read, and Abort. The main address serves Generate,
-Stream, Embed, Score and Rerank; the control address serves what changes the server for everybody. At the main
-address no caller has the control role, whatever its key says: whoever reaches only that address can do no
-more than use the model.
+Stream, Embed, Score, Rerank and Classify; the control address serves what changes the server for everybody.
+At the main address no caller has the control role, whatever its key says: whoever reaches only that address
+can do no more than use the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ABORT = f"{_INFERENCE}/Abort"
 _WATCH = "/penstock.v1.ControlService/WatchLoad"
 GENERATING = frozenset(
     {
-        *(f"{_INFERENCE}/{name}" for name in ("Generate", "Stream", "Embed", "Score", "Rerank")),
+        *(f"{_INFERENCE}/{name}" for name in ("Generate", "Stream", "Embed", "Score", "Rerank", "Classify")),
         "/vllm.grpc.engine.VllmEngine/Generate",
     }
 )

@@ -250,7 +250,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         )
 
     def _features(self) -> list[control_pb2.Feature.ValueType]:
-        generates = self._engine.info.reader is None
+        reader = self._engine.info.reader
+        generates = reader is None
         has = {
             control_pb2.FEATURE_CHAT: self._limits.has_chat and generates,
             control_pb2.FEATURE_PROMPT_LOGPROBS: generates,
@@ -267,6 +268,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             control_pb2.FEATURE_SCORE: generates,
             control_pb2.FEATURE_HIDDEN_STATES: self._limits.has_hidden_states and generates,
             control_pb2.FEATURE_NAMES: self._engine.text is not None and self._engine.text.shows_names,
+            control_pb2.FEATURE_CLASSIFY: reader is not None and reader.classes is not None,
             control_pb2.FEATURE_RERANK: any(can_rerank(one, self._limits) for one in RelevanceMethod),
         }
         return [feature for feature, there in has.items() if there]

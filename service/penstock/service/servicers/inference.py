@@ -1,9 +1,9 @@
-"""InferenceService: Generate, Stream, Embed, Score, Rerank, Abort and UpdateWeights. Each RPC checks,
-converts, calls and converts back.
+"""InferenceService: Generate, Stream, Embed, Score, Rerank, Classify, Abort and UpdateWeights. Each RPC
+checks, converts, calls and converts back.
 
 `ServedRequest` is what Generate and Stream share: it tokenizes, submits, takes deltas and cleans up.
-`ServedReading` is one call of Embed, Score or Rerank, whose prompts become requests of the engine that
-generate nothing.
+`ServedReading` is one call of Embed, Score, Rerank or Classify, whose prompts become requests of the engine
+that generate nothing.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from penstock.runtime.prompting.relevance import (
 from penstock.runtime.prompting.results import (
     Score,
     VectorForm,
+    fit_input,
     fit_inputs,
     join,
     merged_timing,
@@ -56,7 +57,7 @@ from penstock.runtime.prompting.results import (
 )
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.images import MediaItem
-from penstock.runtime.requests.reader import sigmoid
+from penstock.runtime.requests.reader import Classes, sigmoid
 from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
@@ -82,8 +83,11 @@ from penstock.service.replies.outputs import Buffer, Encode, RequestReader, Take
 from penstock.service.requests.generate import ServedJob, encode_prompt, encode_words, message_cost, to_job
 from penstock.service.requests.reading import (
     RERANK_METHODS,
+    ClassifyJob,
     RankingJob,
     ReadingJob,
+    TextPair,
+    to_classify_job,
     to_embed_job,
     to_ranking_job,
     to_score_job,
@@ -504,6 +508,18 @@ class ServedReading(ServedRequest):
         )
         return encoded.token_ids
 
+    async def _pair(self, first: str, second: str) -> Fitted:
+        """What a classifier reads of two texts. PromptTooLong where they do not fit."""
+        engine = self.serving.engine
+        info, text = engine.info, engine.text
+        assert text is not None, "conversion refuses pairs where there is no tokenizer"
+        assert info.reader is not None, "conversion refuses models that are no classifiers"
+        both = TextPrompt(first + second)
+        check_length(both, both.text, text.max_token_chars, room=info.room, cuts=False)
+        work = partial(pair_ids, text, info.reader, first, second, info.vocab_size)
+        token_ids = await self.serving.lanes.text(work, len(both.text))
+        return fit(token_ids, ContextParams(), self.job.stopping, info.room)
+
     def _request(self, index: int, token_ids: tuple[int, ...], reading: PromptReading) -> Request:
         job = self.job
         return Request(
@@ -585,26 +601,17 @@ class ServedRanking(ServedReading):
         return fitted, readings
 
     async def _pairs(self, job: RankingJob) -> tuple[Sequence[Fitted], Sequence[PromptReading]]:
-        info = self.serving.engine.info
-        reader = info.reader
-        assert reader is not None, "conversion refuses models that are no classifiers"
-        assert reader.classes is not None, "as above"
         bad = list[Violation]()
         fitted: list[Fitted] = []
         async for i, document in in_turns(list(enumerate(job.documents))):
             with naming(f"documents[{i}]", bad):
                 kept = await self._cut(document, job.max_document_tokens)
-                texts = TextPrompt(job.query + kept)
-                check_length(texts, texts.text, self._text.max_token_chars, room=self._room, cuts=False)
-                work = partial(pair_ids, self._text, reader, job.query, kept, info.vocab_size)
-                token_ids = await self.serving.lanes.text(work, len(texts.text))
-                fitted.append(fit(token_ids, ContextParams(), job.stopping, self._room))
+                fitted.append(await self._pair(job.query, kept))
                 self.num_prompt_tokens += len(fitted[-1].token_ids)
             _check_joined(self.num_prompt_tokens)
         if bad:
             raise InvalidRequest(bad)
-        reading = PromptReading(pooling=reader.classes.pooling, classes=True)
-        return fitted, [reading] * len(fitted)
+        return fitted, [classes_reading(self.serving.engine)] * len(fitted)
 
     async def _cut(self, document: str, most: int | None) -> str:
         """The document, or the text of so many of its first tokens."""
@@ -649,6 +656,61 @@ class ServedRanking(ServedReading):
             (cosine(query, document), generation)
             for document, generation in zip(documents, generations, strict=True)
         ]
+
+
+class ServedClassification(ServedReading):
+    """A call of Classify in the engine, as an async context."""
+
+    def __init__(self, job: ClassifyJob, serving: Serving) -> None:
+        super().__init__(job, serving)
+        self._inputs = job.inputs
+
+    async def _read(self) -> tuple[Sequence[Fitted], Sequence[PromptReading]]:
+        inputs, self._inputs = self._inputs, ()
+        engine, truncation = self.serving.engine, self._reading_job.truncation
+        around = special_around(engine.text, engine.info.reader)
+        bad = list[Violation]()
+        fitted: list[Fitted] = []
+        async for i, one in in_turns(list(enumerate(inputs))):
+            with naming(f"inputs[{i}]", bad):
+                if isinstance(one, TextPair):
+                    fitted.append(await self._pair(one.first, one.second))
+                else:
+                    token_ids = await self._tokens_of(one, truncation, special=True)
+                    fitted.append(fit_input(token_ids, truncation, engine.info.room, around))
+        if bad:
+            raise InvalidRequest(bad)
+        self.num_prompt_tokens = sum(len(one.token_ids) for one in fitted)
+        return fitted, [classes_reading(engine)] * len(fitted)
+
+
+def classes_reading(engine: Backend) -> PromptReading:
+    """What the numbers of the model's classes are asked for by."""
+    return PromptReading(pooling=classes_of(engine).pooling, classes=True)
+
+
+def classes_of(engine: Backend) -> Classes:
+    """The classes of the model, which conversion has found to have some."""
+    reader = engine.info.reader
+    assert reader is not None, "conversion refuses models that are no classifiers"
+    assert reader.classes is not None, "as above"
+    return reader.classes
+
+
+def classification(
+    classes: Classes, fitted: Fitted, taken: Taken, weights: types_pb2.WeightsVersion
+) -> inference_pb2.Classification:
+    """The classes of one input."""
+    logits = np.frombuffer(taken.hidden, "<f4").astype(np.float32)
+    probabilities = classes.probabilities(logits)
+    return inference_pb2.Classification(
+        logits=logits.tolist(),
+        probabilities=probabilities.tolist(),
+        label=classes.labels[int(probabilities.argmax())] if len(probabilities) else "",
+        token_count=len(fitted.token_ids),
+        truncated_tokens=fitted.num_truncated,
+        weights=weights,
+    )
 
 
 def _answer(taken: Taken) -> float:
@@ -857,6 +919,30 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         index=i, relevance=relevances[i][0], weights=self._version(relevances[i][1])
                     )
                     for i in best_first([relevance for relevance, _ in relevances], job.top_n)
+                ],
+                usage=self._usage(served),
+                timing=messages.timing(served.timing),
+            )
+
+    async def Classify(
+        self, request: inference_pb2.ClassifyRequest, context: Context
+    ) -> inference_pb2.ClassifyResponse:
+        """Tell to which classes each input belongs. The first that fails ends all."""
+        work = partial(to_classify_job, request, self._serving.limits)
+        job = await self._reading_job(work, request.ByteSize())
+        del request
+        classes = classes_of(self._engine)
+        self._serving.budget.check_vectors(job.n, 2 * len(classes.labels))
+        async with ServedClassification(job, self._serving) as served:
+            outputs = await served.take_all()
+            pairs = zip(served.fitted, outputs, strict=True)
+            return inference_pb2.ClassifyResponse(
+                request_id=job.request_id,
+                model=self._engine.info.name,
+                labels=classes.labels,
+                results=[
+                    classification(classes, one, taken, self._version(taken.weights_generation))
+                    for one, taken in pairs
                 ],
                 usage=self._usage(served),
                 timing=messages.timing(served.timing),

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 def _embed(client: Client, args: argparse.Namespace, options: EmbedOptions) -> int:
     number = 0
     try:
-        for texts in _parts(args.texts or stdin_lines()):
+        for texts in in_parts(args.texts or stdin_lines()):
             for one in client.embed(texts, **options).embeddings:
                 line = {"index": number, "tokens": one.token_count, "embedding": one.numbers}
                 print(json.dumps(line), flush=True)
@@ -73,7 +73,7 @@ def _embed(client: Client, args: argparse.Namespace, options: EmbedOptions) -> i
     return 0
 
 
-def _parts(texts: Iterable[str]) -> Iterator[list[str]]:
+def in_parts(texts: Iterable[str]) -> Iterator[list[str]]:
     """The texts in parts of at most AT_ONCE."""
     remaining = iter(texts)
     while part := list(islice(remaining, AT_ONCE)):

@@ -83,8 +83,8 @@ class ModelInfo:
 
     They are "chat", "prompt_logprobs", "json_schema" (also for JsonObject), "regex" (also for Ebnf and
     Choice), "adapters", "priority", "update_weights", "tracing", "profile", "images", "embed", "score",
-    "hidden_states", "names" and "rerank". "batch_invariant" is a promise: a token's logits depend on its own
-    request alone, bit for bit.
+    "hidden_states", "names", "rerank" and "classify". "batch_invariant" is a promise: a token's logits depend
+    on its own request alone, bit for bit.
     """
     tensors: tuple[TensorInfo, ...] = ()
     weights_digest: bytes = b""

@@ -15,6 +15,8 @@ import java.util.Optional;
 import java.util.concurrent.TimeUnit;
 import penstock.v1.AbortRequest;
 import penstock.v1.AbortResponse;
+import penstock.v1.ClassifyRequest;
+import penstock.v1.ClassifyResponse;
 import penstock.v1.CommitWeightsRequest;
 import penstock.v1.CommitWeightsResponse;
 import penstock.v1.ControlServiceGrpc;
@@ -184,6 +186,16 @@ public final class PenstockClient implements AutoCloseable {
      */
     public RerankResponse rerank(RerankRequest request) {
         return unary(InferenceServiceGrpc.getRerankMethod(), request);
+    }
+
+    /**
+     * Asks to which classes texts belong.
+     *
+     * @param request the texts
+     * @return the classes of each
+     */
+    public ClassifyResponse classify(ClassifyRequest request) {
+        return unary(InferenceServiceGrpc.getClassifyMethod(), request);
     }
 
     /**

@@ -18,6 +18,8 @@ import org.junit.jupiter.api.Test;
 import org.junit.jupiter.api.function.Executable;
 import penstock.v1.AbortOutcome;
 import penstock.v1.AbortRequest;
+import penstock.v1.ClassifyInput;
+import penstock.v1.ClassifyRequest;
 import penstock.v1.CommitWeightsRequest;
 import penstock.v1.Continuation;
 import penstock.v1.ControlServiceGrpc;
@@ -88,6 +90,10 @@ class RpcsTest {
                 .addDocuments("Once upon")
                 .build();
         assertEquals(1, client.rerank(rerank).getResults(0).getIndex());
+        ClassifyRequest classify = ClassifyRequest.newBuilder()
+                .addInputs(ClassifyInput.newBuilder().setText("Once upon"))
+                .build();
+        assertThrows(RefusedException.Unsupported.class, () -> client.classify(classify), "the model has no classifier");
         RequestIds ids = RequestIds.newBuilder().addIds("nobody").build();
         assertEquals(
                 AbortOutcome.ABORT_OUTCOME_NOT_FOUND,
