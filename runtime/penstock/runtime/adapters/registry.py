@@ -47,7 +47,7 @@ class AdapterRegistry:
         raise UnknownAdapterError(name) if self.is_on else self._off()
 
     def list(self) -> tuple[AdapterInfo, ...]:
-        """All adapters that are in memory, by name. Those of `adapter_dir` that nobody has named yet are not."""
+        """All adapters that are in memory, by name, without those of `adapter_dir` that nobody has named."""
         return ()
 
     def get(self, name: str) -> AdapterInfo:
