@@ -72,7 +72,7 @@ def test_a_failure_is_not_taken_for_success(good_waves):
 def test_what_was_proposed_is_in_the_line_of_a_repeat():
     said: list[str] = []
     engine = MadeUp()
-    engine.about_repeat = lambda: {"proposed_tokens": 9, "accepted_tokens": 7}
+    engine.about_repeat = lambda: {"proposed_tokens": 9, "accepted_tokens": 7}  # type: ignore[method-assign]
     measure(engine, session(said, repeats=1))
     assert said[0].endswith(", 7 of 9 proposed tokens accepted")
 

@@ -17,7 +17,7 @@ def record(step_id, times_us, *, ids=("a",), decode_only=True, num_steps=1):
     rows = tuple(PlanRow(name, slot, 0, tokens, None, True) for slot, name in enumerate(ids))
     times = [1000 * time for time in times_us]
     plan = Plan(step_id, rows, num_steps=num_steps)
-    return StepRecord(plan, (), Load.idle(1), None, *times, times[-1])
+    return StepRecord._make([plan, (), Load.idle(1), None, *times, times[-1], ()])
 
 
 def step(step_id, started_us, **more):

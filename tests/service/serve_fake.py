@@ -49,7 +49,7 @@ class Loader:
         forever = threading.Event()
         if config.served_model_name in ("never-loads", "deaf-early"):
             forever.wait()
-        start = forever.wait if config.served_model_name == "never-ready" else lambda: None
+        start: Any = forever.wait if config.served_model_name == "never-ready" else lambda: None
         engine = SlowEngine(
             codec=ByteText(),  # type: ignore[arg-type]
             max_model_len=10_000,

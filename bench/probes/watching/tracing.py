@@ -118,7 +118,7 @@ def recorded(load: Load, batch_steps: int, *, traced: bool) -> tuple[list[list[E
         times = [now_ns + part for part in (0, 100, 200, 400, 500, 4_000_000, 4_100_000, 4_300_000)]
         outputs = scheduler.commit(plan, result, times[5], scheduler.accept(plan, result, times[5]))
         shape = StepShape(plan.num_tokens, load.streams)
-        entries.append(StepRecord(plan, outputs, scheduler.load(), shape, *times))
+        entries.append(StepRecord._make([plan, outputs, scheduler.load(), shape, *times, ()]))
         for output in outputs:
             if output.last:
                 request, context, start_ns = running.pop(output.request_id)

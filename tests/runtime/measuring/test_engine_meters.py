@@ -72,7 +72,7 @@ def step(
     plan = Plan(0, tuple(rows), num_steps=window, new_requests=tuple(enumerate(new)))
     outputs = [StepOutput(name, tuple(range(count))) for name, count in made.items()]
     times = [START + (at_ms + ms) * MS for ms in (-10, -9, -8, -6, -4, 0, 0, 1)]
-    return StepRecord(plan, outputs, Load.idle(10), shape, *times, speculated=speculated)
+    return StepRecord._make([plan, outputs, Load.idle(10), shape, *times, speculated])
 
 
 def ended(
@@ -182,7 +182,7 @@ def test_proposed_tokens_by_their_position_and_the_times_between_those_that_came
     meters.read([queued(0, one) for one in asked])
     rows = [prefill(one.request_id, 3) for one in asked]
     meters.read([step(10, rows, {"a": 1, "b": 1, "c": 1}, new=asked)])
-    found = (Speculated("lookup", (2, 1), (1, 1)),)
+    found: tuple[Speculated, ...] = (Speculated("lookup", (2, 1), (1, 1)),)
     rows = [decode("a", proposed=2), decode("b", proposed=1), decode("c")]
     shape = StepShape(8, 8)
     meters.read([step(30, rows, {"a": 3, "b": 1, "c": 0}, shape=shape, speculated=found)])

@@ -78,9 +78,15 @@ def test_reasons_are_vllms_and_added_up():
 def test_a_proposal_counts_by_its_first_token():
     """Eight proposals, of which five had a second token."""
     registry = Registry()
-    proposed = {("lookup", "1"): 5, ("lookup", "2"): 4, ("other", "1"): 3, ("other", "2"): 1}
+    proposed: dict[tuple[str, ...], float] = {
+        ("lookup", "1"): 5,
+        ("lookup", "2"): 4,
+        ("other", "1"): 3,
+        ("other", "2"): 1,
+    }
     registry.observed_counter(engine.SPECULATION_PROPOSED, lambda: proposed)
-    registry.observed_counter(engine.SPECULATION_ACCEPTED, lambda: {("lookup", "1"): 4, ("lookup", "2"): 2})
+    accepted: dict[tuple[str, ...], float] = {("lookup", "1"): 4, ("lookup", "2"): 2}
+    registry.observed_counter(engine.SPECULATION_ACCEPTED, lambda: accepted)
     found = values(page_of(registry))
     assert found["vllm:spec_decode_num_drafts_total"] == [(COMMON, 8)]
     assert found["vllm:spec_decode_num_draft_tokens_total"] == [(COMMON, 13)]

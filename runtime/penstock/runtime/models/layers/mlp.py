@@ -64,6 +64,7 @@ class MLP(nnx.Module):
     def _inner(self, x: jax.Array, norm: Norm | None, inputs: LayerInputs) -> jax.Array:
         rows, pools = inputs.num_tokens, inputs.pools
         if self.plain is None and self.gate_multiplier != 1.0:
+            assert self.activation != "gelu", "no family has a multiplier and this activation"
             both = project(self.gate_up_proj, x, rows, pools, norm=norm).astype(jnp.float32)
             factors = np.repeat(np.array([self.gate_multiplier, 1.0], np.float32), both.shape[1] // 2)
             return gated(self.activation, both * factors[None]).astype(x.dtype)
