@@ -61,8 +61,12 @@ APART = ("tests/service/relay/test_all_tests.py",)
 """Files whose tests share nothing, and take minutes each: workers take them one by one."""
 _ENGINE = "tests/runtime/engine"
 TOGETHER = (
-    ("tests/service/servicers/test_goldens.py", "tests/service/weights/test_fresh.py"),
-    (f"{_ENGINE}/answers/test_engine_hidden_states.py", f"{_ENGINE}/answers/test_engine_prompt_logprobs.py"),
+    (
+        "tests/service/servicers/test_goldens.py",
+        f"{_ENGINE}/answers/test_engine_hidden_states.py",
+        f"{_ENGINE}/answers/test_engine_prompt_logprobs.py",
+        "tests/service/weights/test_fresh.py",
+    ),
     (f"{_ENGINE}/state/test_state_by_slot.py", f"{_ENGINE}/state/test_snapshots.py"),
     (f"{_ENGINE}/test_engine_sampling.py", f"{_ENGINE}/test_engine_constraints.py"),
 )
