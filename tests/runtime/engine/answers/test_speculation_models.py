@@ -1,0 +1,119 @@
+"""Tokens are proposed for models of every kind of layer. In float32 outputs are PyTorch's. In bfloat16, which
+native kernels compute, they have the same bits as without proposals. Models with a recurrent state have none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from penstock.runtime import Engine, EngineConfig, StoppingParams, building
+from penstock.runtime.ops.native import library
+from penstock.runtime.requests.request import Request
+from penstock.runtime.requests.sampling import ResolvedSampling
+from tests.runtime.engine.answers.test_layer_groups import CONFIG, write_model
+from tests.support.batch import Answer, answers
+from tests.support.goldens import GOLDEN, small_config
+from tests.support.scheduler.proposing import Guesses, lies
+from tests.support.suite.drawing import few
+
+NAMES = ("qwen3", "gpt_oss", "gemma3", "deepseek_v3", "mixtral", "gpt2", "lfm2")
+"""Plain attention, windows and experts, windows in groups, latent attention, experts, positions that are
+embedded, and a recurrent state."""
+RECURRENT = ("lfm2",)
+FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "int8 KV": {"kv_cache_dtype": "int8"},
+}
+
+
+class Served:
+    """An engine that checks proposals which are right, wrong, or no tokens at all."""
+
+    def __init__(self, folder: Path | str, config: EngineConfig) -> None:
+        self.known: dict[str, list[int]] = {}
+        """What is right, by request."""
+        rng = random.Random(8)
+        proposer = Guesses(lambda seq, most: (), rng)
+        config = dataclasses.replace(config, speculation="lookup", max_proposed_tokens=6)
+        with mock.patch.object(building, "Lookup", return_value=proposer):
+            self.engine = Engine.from_pretrained(str(folder), config)
+        self.engine.start()
+        proposer.guess = lies(
+            rng,
+            self.engine.info.vocab_size,
+            lambda seq, most: self.known[seq.request_id][seq.num_generated :][:most],
+        )
+
+    def answers(self, requests: list[Request]) -> list[Answer]:
+        self.engine.flush_prefix_cache()
+        return answers(self.engine, requests, together=True)
+
+    def close(self) -> None:
+        assert self.engine.compiles_after_warmup == 0
+        assert self.engine.load().pages_used == 0
+        self.engine.shutdown()
+
+
+@pytest.mark.parametrize("name", few(NAMES, [], ci=["gpt_oss"]))
+def test_tokens_are_those_of_pytorch(name: str) -> None:
+    cases = json.loads((GOLDEN / name / "expected.json").read_text())["cases"]
+    golden = Served(GOLDEN / name, small_config(name, cached_tokens=2 * 288))
+    golden.known = {f"g{i}": case["tokens"] for i, case in enumerate(cases)} | {"gate": []}
+    requests = [
+        Request(
+            f"g{i}",
+            tuple(case["prompt"]),
+            ResolvedSampling(temperature=0.0),
+            StoppingParams(max_tokens=len(case["tokens"]), ignore_eos=True),
+        )
+        for i, case in enumerate(cases)
+    ]
+    found = [answer for _ in range(3) for answer in golden.answers(requests)]
+    assert [each.tokens for each in found] == 3 * [case["tokens"] for case in cases]
+    proposed, accepted = sum(a.proposed_tokens for a in found), sum(a.accepted_tokens for a in found)
+    assert (proposed, accepted) == (0, 0) if name in RECURRENT else 0 < accepted < proposed
+    golden.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which one layer has a sliding window."""
+    return Path(write_model(tmp_path_factory.mktemp("grouped")))
+
+
+@pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+@pytest.mark.parametrize("kind", few(FORMATS, [], ci=["bf16"]))
+def test_native_kernels_give_the_same_bits(folder: Path, kind: str) -> None:
+    native = Served(folder, dataclasses.replace(CONFIG, dtype="bfloat16", **FORMATS[kind]))
+    assert native.engine.info.batch_invariant
+    rng = random.Random(2)
+    requests = [
+        Request(
+            f"n{i}",
+            tuple(rng.choices(range(10, 300), k=rng.randint(3, 90))),
+            ResolvedSampling(
+                temperature=0.0 if i % 2 else 1.0, top_p=0.9, seed=i, frequency_penalty=0.3 * (i % 3)
+            ),
+            StoppingParams(max_tokens=40, ignore_eos=True),
+            logprobs=3,
+        )
+        for i in range(6)
+    ]
+    plain = native.answers([dataclasses.replace(request, max_proposed_tokens=0) for request in requests])
+    native.known = {request.request_id: each.tokens for request, each in zip(requests, plain, strict=True)}
+    native.known["gate"] = []
+    for _ in range(2):
+        found = native.answers(requests)
+        for one, other in zip(found, plain, strict=True):
+            assert (one.tokens, one.logprobs, one.error) == (other.tokens, other.logprobs, None)
+        assert 0 < sum(each.accepted_tokens for each in found) < sum(each.proposed_tokens for each in found)
+    native.close()

@@ -1,0 +1,100 @@
+"""A follower repeats the leader's calls of programs, and has the same on its device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.runtime.errors import GroupEnded
+from penstock.runtime.execution.buckets import Buckets
+from penstock.runtime.execution.compilation import use_compilation_cache
+from penstock.runtime.execution.runner import ModelRunner
+from penstock.runtime.execution.runner_config import RunnerConfig
+from penstock.runtime.following.interface import Call, Facts
+from penstock.runtime.following.leading import LeadingRunner
+from penstock.runtime.following.repeating import Repeater
+from penstock.runtime.requests.request import Request, StoppingParams
+from penstock.runtime.requests.sampling import ResolvedSampling
+from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow
+from tests.support.models.compilation_cache import TEST_CACHE
+from tests.support.models.toy import EOS, VOCAB, toy_backend, toy_model, toy_tokens
+
+CONFIG = RunnerConfig(
+    buckets=Buckets((16,), (8,)),
+    max_num_seqs=4,
+    max_model_len=64,
+    page_size=4,
+    dtype=np.dtype(np.float32),
+    kv_dtype=np.dtype(np.float32),
+    vocab_size=VOCAB,
+    eos_token_ids=(EOS,),
+    show_progress=False,
+    checks_proposals=True,
+)
+
+
+class Log:
+    """A dispatch log that keeps the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def meet(self, facts: Facts) -> None:
+        pass
+
+    def begin(self, facts: Facts) -> None:
+        pass
+
+    def append(self, call: Call) -> None:
+        self.calls.append(call)
+
+    def explained(self, error: Exception) -> GroupEnded:
+        raise error
+
+
+@pytest.mark.ci
+def test_a_follower_chooses_the_same_tokens_where_some_are_proposed() -> None:
+    """Of four tokens proposed for one row the first two are right; the other row goes on as usual. After the
+    step both have their next inputs on the device, which the next step shows.
+    """
+    use_compilation_cache(TEST_CACHE)
+    model, log = toy_model(), Log()
+    parts = (model.graphdef, model.weights, model.cache, CONFIG, toy_backend())
+    leader, follower = LeadingRunner(*parts, log), ModelRunner(*parts)
+    for runner in (leader, follower):
+        runner.initialize_kv_cache((16,))
+    programs = follower.compiled()
+    leader._calls = leader.make_calls(programs)
+    repeater = Repeater(follower, programs)
+
+    prompts = {0: [1, 2, 3], 2: [5]}
+    expected = {slot: toy_tokens(prompt, 9) for slot, prompt in prompts.items()}
+    greedy, rules = ResolvedSampling(temperature=0.0), StoppingParams(ignore_eos=True)
+    first = Plan(
+        0,
+        tuple(PlanRow(f"r{slot}", slot, 0, len(p), tuple(p), True) for slot, p in prompts.items()),
+        new_requests=tuple(
+            (slot, Request(f"r{slot}", tuple(p), greedy, rules)) for slot, p in prompts.items()
+        ),
+        page_writes=(PageWrite(0, 0, (7, 9, 1)), PageWrite(2, 0, (2, 4, 6))),
+    )
+    right = expected[0]
+    proposed = (right[1], right[2], (right[3] + 1) % VOCAB, right[4])
+    second = Plan(
+        1,
+        (
+            PlanRow("r0", 0, 3, 5, None, True, 0, 5, proposed),
+            PlanRow("r2", 2, 1, 1, None, True),
+        ),
+        proposer="test",
+    )
+    third = Plan(2, (PlanRow("r0", 0, 6, 1, None, True), PlanRow("r2", 2, 2, 1, None, True)))
+    assert leader.execute(first).token_ids == [right[:1], expected[2][:1]]
+    assert leader.execute(second).token_ids == [right[1:4], expected[2][1:2]]
+    assert leader.execute(third).token_ids == [right[4:5], expected[2][2:3]]
+    for call in log.calls:
+        repeater.repeat(call)
+    assert follower.device.rows.tokens.tolist() == leader.device.rows.tokens.tolist()
+    assert follower.device.rows.tokens[0] == right[4]
+    for runner in (leader, follower):
+        runner.shutdown()
