@@ -177,6 +177,8 @@ class Copy:
 
 
 _KEPT_TIMES = 5
+_LEAST_TIMES = 3
+"""Fewer times are not believed if they are longer than what was expected: one may be an accident."""
 _FRESH = 256
 """A time is believed for so many measurements, because steps become slower as contexts grow."""
 _EACH_ROW = 0.03
@@ -213,14 +215,17 @@ class Costs:
 
     def checked_ns(self, num_rows: int, plain_ns: float, most_proposed: int) -> list[float]:
         """What steps take in which 0, 1, ... `most_proposed` tokens are proposed for so many rows, of which a
-        step without proposals takes `plain_ns`. What was not measured is taken to be little more than what is
-        known of fewer, so that it is tried.
+        step without proposals takes `plain_ns`. What was not measured, or only once or twice, is taken to be
+        little more than what is known of fewer, so that it is tried.
         """
         known = plain_ns
         expected = [plain_ns]
         for count in range(1, most_proposed + 1):
-            times = self._fresh((True, num_rows + count))
-            known = median_low(times) if times else known * (1 + _EACH_ROW)
+            times = self._fresh((True, num_rows + count)) or ()
+            known *= 1 + _EACH_ROW
+            if times:
+                measured = median_low(times)
+                known = measured if len(times) >= _LEAST_TIMES else min(measured, known)
             expected.append(known)
         return expected
 
