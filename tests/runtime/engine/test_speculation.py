@@ -4,6 +4,7 @@ bit of each log-probability, whatever is proposed.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 import threading
@@ -21,7 +22,7 @@ from penstock.runtime.requests.request import CacheParams, Request, outputs_of
 from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.sequence import Sequence as Output
 from tests.support.batch import Answer, answers
-from tests.support.mix import Mixer
+from tests.support.mix import Mixer, Turns
 from tests.support.models.table import EOS, VOCAB, random_tables, table_engine
 from tests.support.scheduler.proposing import Guess, Guesses, lies
 
@@ -44,7 +45,8 @@ class Pair:
         """Asks both engines, and compares. `guess` makes what is proposed of a guess that is right. Returns
         the answers of the one that proposes.
         """
-        expected = answers(self.plain, requests)
+        own = [dataclasses.replace(r, constraint=copy.deepcopy(r.constraint)) for r in requests]
+        expected = answers(self.plain, own)
         known = {request.request_id: each.tokens for request, each in zip(requests, expected, strict=True)}
         self.proposer.guess = guess(lambda seq, most: known[seq.request_id][seq.num_generated :][:most])
         if together:
@@ -149,6 +151,16 @@ def test_an_output_ends_within_what_was_proposed(pair: Pair) -> None:
         got = pair.compare(requests, lambda right: right, together=together)
         assert len(got[0].tokens) == tokens.index(stops[0]) + 1
         assert sum(one.accepted_tokens for one in got) > 20
+
+
+def test_rows_under_a_constraint_step_with_those_that_have_proposals(pair: Pair) -> None:
+    """Nothing is proposed for them, and their masks are made while the model runs."""
+    requests = [
+        dataclasses.replace(free(f"c{i}", (i + 1,), max_tokens=30), constraint=Turns(25) if i % 2 else None)
+        for i in range(6)
+    ]
+    got = pair.compare(requests, lambda right: right)
+    assert [one.proposed_tokens > 0 for one in got] == [True, False] * 3
 
 
 def test_outputs_of_one_prompt_and_prompts_that_share_pages(pair: Pair) -> None:
