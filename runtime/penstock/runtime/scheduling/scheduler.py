@@ -2,13 +2,13 @@
 
 `Planner` decides what runs next, `Commits` takes in the tokens of a plan, and `Endings` ends sequences.
 
-`schedule` advances `num_computed` at once and `commit` takes in the tokens later (and takes back what was
-wrongly proposed), so the engine may dispatch
+`schedule` advances `num_computed` at once and `commit` takes in the tokens later, so the engine may dispatch
 a step before it commits the one before. The input of a decode is the slot's own last sample, which is on the
 device, so a sequence is scheduled again while its token is in flight. If that token ends the sequence,
 `commit` drops the extra row. What that row writes does no harm, see "Overlap" in ARCHITECTURE.md. A sequence
 that is preempted with tokens in flight waits for their commit before it enters again: otherwise it would
-sample one position twice.
+sample one position twice. Where tokens are proposed, `commit` says how far a sequence came, so no plan is
+made before it (`proposals`).
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class Commits:
                         )
                     )
                     continue
-            if len(sampled) != row.max_samples and not row.proposed:
+            if len(sampled) != row.max_samples and not (row.proposed and sampled):
                 raise RuntimeError(
                     f"{seq.request_id} goes on with {len(sampled)} of {row.max_samples} samples"
                 )
@@ -457,7 +457,8 @@ class Scheduler:
         apart_steps: int = 0,
     ) -> Plan | None:
         """Plans the next step, or a window of up to `max_steps` decode steps; None if nothing can be computed
-        now. Every plan must be committed exactly once, in the order in which plans were made.
+        now, or if the plans in flight are to be committed first. Every plan must be committed exactly once,
+        in the order in which plans were made.
 
         `prefill_budget` bounds the prompt tokens of a step that also has decodes. The bound is multiplied by
         the square root of the number of prompts that could be computed in the step, and at least one token is
