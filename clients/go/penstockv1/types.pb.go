@@ -1628,7 +1628,8 @@ func (x *ContextOptions) GetCapMaxTokens() bool {
 // How a request uses the server's cache of prompts.
 type CacheOptions struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Requests share cached prefixes only with an equal salt: one per tenant isolates them.
+	// Requests share cached prefixes, and what a server with a proposer finds in earlier requests, only with an equal salt:
+	// one per tenant isolates them.
 	// Default: the empty salt, which is one for all. Limits: at most 256 characters.
 	CacheSalt string `protobuf:"bytes,1,opt,name=cache_salt,json=cacheSalt,proto3" json:"cache_salt,omitempty"`
 	// Neither read from the prefix cache nor add to it. The n outputs of a request still share their prompt.

@@ -1007,7 +1007,8 @@ class CacheOptions(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     cache_salt: _builtins.str
-    """Requests share cached prefixes only with an equal salt: one per tenant isolates them.
+    """Requests share cached prefixes, and what a server with a proposer finds in earlier requests, only with an equal salt:
+    one per tenant isolates them.
     Default: the empty salt, which is one for all. Limits: at most 256 characters.
     """
     bypass_prefix_cache: _builtins.bool

@@ -167,7 +167,8 @@ class EngineConfig:
     constraint have steps of their own between windows, at most one within this time."""
     speculation: str = "off"
     """Who proposes the next tokens of an output, which the model then checks in one step: "lookup" copies
-    what followed the same words earlier in the prompt and the output. Outputs are the same as with "off"."""
+    what followed the same words earlier in the prompt, in the output, or in requests with the same cache
+    salt. Outputs are the same as with "off"."""
     max_proposed_tokens: int = 4
     """Most tokens that are proposed for an output in a step; a request may lower that."""
     switch_interval_s: float | None = 0.0005

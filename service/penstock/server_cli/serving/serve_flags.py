@@ -471,7 +471,8 @@ def _add_engine(flag: AddFlag) -> None:
     flag(
         "speculation",
         "who proposes the next tokens of an output, which the model then checks in one step; the tokens stay "
-        "the same; lookup: what followed the same words earlier in the prompt and the output",
+        "the same; lookup: what followed the same words earlier in the prompt, in the output, or in requests "
+        "with the same cache salt",
         choices=SPECULATIONS,
     )
     flag(
