@@ -65,14 +65,44 @@ def _continues(before: StepRecord, after: StepRecord) -> bool:
 
 
 def summary(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
-    """For each kind of step ("decode", "mixed"): the number of dispatches, of steps (a dispatch may be a
+    """For each kind of step ("decode", "mixed", or "proposed", of those that check proposed tokens): the number
+    of dispatches, of steps (a dispatch may be a window of several), and p50, p90, p99 and the largest value of
+    each phase of a dispatch in microseconds.
+    """
+    records = sorted(records, key=lambda record: record.dispatched_ns)
+    starts = [record.started_ns for record in records]
+    found: list[dict[str, float]] = []
+    for i, record in enumerate(records):
+        phases = {
+            "schedule": (record.scheduled_ns - record.started_ns) / 1e3,
+            "pack": (record.packed_ns - record.scheduled_ns) / 1e3,
+            "dispatch": (record.dispatched_ns - record.packed_ns) / 1e3,
+            "wait": (record.waited_ns - record.waiting_ns) / 1e3,
+            "commit": (record.committed_ns - record.waited_ns) / 1e3,
+        }
+        after = bisect_left(starts, record.committed_ns)
+        if after < len(records) and _continues(record, records[after]):
+            phases["deliver"] = (starts[after] - record.committed_ns) / 1e3
+        if i and _continues(records[i - 1], record) and records[i - 1].waited_ns <= record.dispatched_ns:
+            phases["idle"] = (record.dispatched_ns - records[i - 1].waited_ns) / 1e3
+        found.append(phases)
+    return found
+
+
+def _continues(before: StepRecord, after: StepRecord) -> bool:
+    """Whether a request ran in both steps, so that the engine cannot have waited for work between them."""
+    return not set(before.request_ids).isdisjoint(after.request_ids)
+
+
+def summary(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
+    """For each kind of step ("decode", "mixed", "proposed" for those with proposed tokens): the number of dispatches, of steps (a dispatch may be a
     window of several), and p50, p90, p99 and the largest value of each phase of a dispatch in microseconds.
     """
     records = sorted(records, key=lambda record: record.dispatched_ns)
     phases = phases_us(records)
     found: dict[str, dict[str, float]] = {}
-    for kind, decode_only in (("decode", True), ("mixed", False)):
-        chosen = [pair for pair in zip(records, phases, strict=True) if pair[0].decode_only is decode_only]
+    for kind in ("decode", "mixed", "proposed"):
+        chosen = [pair for pair in zip(records, phases, strict=True) if _kind(pair[0]) == kind]
         if not chosen:
             continue
         found[kind] = {"dispatches": len(chosen), "steps": sum(record.num_steps for record, _ in chosen)}
@@ -81,6 +111,10 @@ def summary(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
                 found[kind] |= {f"{phase}_p{p}_us": round(percentile(values, p), 1) for p in (50, 90, 99)}
                 found[kind][f"{phase}_max_us"] = round(max(values), 1)
     return found
+
+
+def _kind(record: StepRecord) -> str:
+    return "proposed" if record.speculated else "decode" if record.decode_only else "mixed"
 
 
 def accepted_by_position(records: Sequence[StepRecord]) -> list[tuple[int, int]]:

@@ -86,6 +86,7 @@ def test_accepted_by_position():
     one, other = Speculated("lookup", (3, 2), (3, 1)), Speculated("lookup", (2, 1, 1), (0, 0, 0))
     records = [step(1, 0)._replace(speculated=found) for found in ((one,), (), (other,))]
     assert accepted_by_position(records) == [(5, 3), (3, 1), (1, 0)]
+    assert {kind: found["steps"] for kind, found in summary(records).items()} == {"decode": 1, "proposed": 2}
 
 
 def test_records_are_taken_once():
