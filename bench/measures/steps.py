@@ -65,38 +65,9 @@ def _continues(before: StepRecord, after: StepRecord) -> bool:
 
 
 def summary(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
-    """For each kind of step ("decode", "mixed", or "proposed", of those that check proposed tokens): the number
-    of dispatches, of steps (a dispatch may be a window of several), and p50, p90, p99 and the largest value of
-    each phase of a dispatch in microseconds.
-    """
-    records = sorted(records, key=lambda record: record.dispatched_ns)
-    starts = [record.started_ns for record in records]
-    found: list[dict[str, float]] = []
-    for i, record in enumerate(records):
-        phases = {
-            "schedule": (record.scheduled_ns - record.started_ns) / 1e3,
-            "pack": (record.packed_ns - record.scheduled_ns) / 1e3,
-            "dispatch": (record.dispatched_ns - record.packed_ns) / 1e3,
-            "wait": (record.waited_ns - record.waiting_ns) / 1e3,
-            "commit": (record.committed_ns - record.waited_ns) / 1e3,
-        }
-        after = bisect_left(starts, record.committed_ns)
-        if after < len(records) and _continues(record, records[after]):
-            phases["deliver"] = (starts[after] - record.committed_ns) / 1e3
-        if i and _continues(records[i - 1], record) and records[i - 1].waited_ns <= record.dispatched_ns:
-            phases["idle"] = (record.dispatched_ns - records[i - 1].waited_ns) / 1e3
-        found.append(phases)
-    return found
-
-
-def _continues(before: StepRecord, after: StepRecord) -> bool:
-    """Whether a request ran in both steps, so that the engine cannot have waited for work between them."""
-    return not set(before.request_ids).isdisjoint(after.request_ids)
-
-
-def summary(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
-    """For each kind of step ("decode", "mixed", "proposed" for those with proposed tokens): the number of dispatches, of steps (a dispatch may be a
-    window of several), and p50, p90, p99 and the largest value of each phase of a dispatch in microseconds.
+    """For each kind of step ("decode", "mixed", or "proposed", of those that check proposed tokens): the
+    number of dispatches, of steps (a dispatch may be a window of several), and p50, p90, p99 and the largest
+    value of each phase of a dispatch in microseconds.
     """
     records = sorted(records, key=lambda record: record.dispatched_ns)
     phases = phases_us(records)
