@@ -1,11 +1,14 @@
 """Kills and stops processes of a group of two at random moments, and prints a table of how the group ended.
 
-    python -m bench.probes.group_storm --rounds 200
+    python -m bench.probes.group_storm --rounds 200 --updates
 
 Each round starts a group on this machine, with a device of the CPU for each process, has a few streams run,
 and at a random moment kills (SIGKILL) or stops (SIGSTOP) its leader or its follower. Then the other process
 must end within the group's timeout by itself, with an exit code that has it started again, and no stream may
 end without an error or with a token that a whole group does not give. What was stopped is killed after that.
+
+With `--updates` other weights and the first ones are pushed in turns meanwhile, so that most losses meet an
+update. Every stream must have the tokens of one of the two, because an update waits for those that run.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from safetensors.numpy import load_file, save_file
 
+from penstock.client import Client, PenstockClientError, UnavailableError
 from penstock.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 ROOT = Path(__file__).parents[2]
@@ -175,32 +180,78 @@ class Round:
     ended_s: float
     codes: tuple[int | None, ...]
     problems: tuple[str, ...]
+    num_updates: int
+    """How many updates went live before the loss."""
 
 
-def expected(model: str, *more: str) -> list[list[int]]:
-    """The tokens that a whole group gives, of PROMPTS."""
-    with Group(model, *more) as group:
+Right = Sequence[Sequence[Sequence[int]]]
+"""The tokens of each of PROMPTS, with each of the weights."""
+
+
+def expected(weights: Sequence[str], *more: str) -> Right:
+    """The tokens that a whole group gives. `weights`: the model's directory, and others that are pushed."""
+    found: list[list[Sequence[int]]] = [[] for _ in PROMPTS]
+    with Group(weights[0], *more) as group:
         group.wait_ready()
-        readings = [Reading(group.address, prompt) for prompt in PROMPTS]
-        for thread in [reading.start() for reading in readings]:
-            thread.join()
-        if not all(reading.is_done for reading in readings):
-            raise RuntimeError(f"a whole group failed: {[reading.error for reading in readings]}")
-        return [reading.tokens for reading in readings]
+        for number, folder in enumerate(weights):
+            if number:
+                with Client(group.address) as client:
+                    client.update_weights(folder, label="other", progress=False)
+            readings = [Reading(group.address, prompt) for prompt in PROMPTS]
+            for thread in [reading.start() for reading in readings]:
+                thread.join()
+            if not all(reading.is_done for reading in readings):
+                raise RuntimeError(f"a whole group failed: {[reading.error for reading in readings]}")
+            for of_prompt, reading in zip(found, readings, strict=True):
+                of_prompt.append(reading.tokens)
+    return found
+
+
+def other_weights(model: str, folder: Path) -> str:
+    """Write a checkpoint whose tensors have the model's rows in the other order."""
+    tensors = load_file(Path(model) / "model.safetensors")
+    save_file({name: tensor[::-1].copy() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return str(folder)
+
+
+@dataclass
+class Updating:
+    """Updates that are pushed one after the other, until one fails."""
+
+    address: str
+    weights: Sequence[str]
+    num_updates: int = 0
+    error: Exception | None = None
+
+    def run(self) -> None:
+        """Push other weights and the first ones in turns."""
+        with Client(self.address) as client:
+            try:
+                while True:
+                    folder = self.weights[(self.num_updates + 1) % len(self.weights)]
+                    client.update_weights(folder, label=folder, progress=False, timeout=120.0)
+                    self.num_updates += 1
+            except PenstockClientError as error:
+                self.error = error
 
 
 def storm_round(
-    model: str, right: Sequence[Sequence[int]], chance: random.Random, timeout_s: float, *more: str
+    weights: Sequence[str], right: Right, chance: random.Random, timeout_s: float, *more: str
 ) -> Round:
-    """Run one round."""
+    """Run one round. `weights`: the model's directory, and others, if updates are to be pushed."""
     number, kind = chance.randrange(2), chance.choice((signal.SIGKILL, signal.SIGSTOP))
     problems: list[str] = []
-    with Group(model, *more, timeout_s=timeout_s) as group:
+    with Group(weights[0], *more, timeout_s=timeout_s) as group:
         at_start = chance.random() < 0.2
         group.wait_ready(MET if at_start else READY)
-        after_s = chance.uniform(0.0, 10.0 if at_start else 1.0)
+        after_s = chance.uniform(0.0, 10.0 if at_start else 6.0 if len(weights) > 1 else 1.0)
         readings = [] if at_start else [Reading(group.address, prompt) for prompt in PROMPTS]
         threads = [reading.start() for reading in readings]
+        updating = Updating(group.address, weights)
+        updater = threading.Thread(target=updating.run, daemon=True)
+        if len(weights) > 1 and not at_start:
+            updater.start()
+            threads.append(updater)
         time.sleep(after_s)
         group.processes[number].send_signal(kind)
         hit_s = time.monotonic()
@@ -220,13 +271,17 @@ def storm_round(
         ]
         if ended_s > timeout_s:
             problems.append(f"ended after {ended_s:.1f} s")
-        for reading, tokens in zip(readings, right, strict=False):
-            if list(reading.tokens) != list(tokens[: len(reading.tokens)]):
+        if updater.is_alive():
+            problems.append("an update hangs")
+        if not isinstance(updating.error, UnavailableError | None):
+            problems.append(f"an update ended with {updating.error!r}")
+        for reading, allowed in zip(readings, right, strict=False):
+            if not any(reading.tokens == list(tokens[: len(reading.tokens)]) for tokens in allowed):
                 problems.append("wrong tokens")
             if not reading.is_done and (reading.error is None or reading.error.code() is not UNAVAILABLE):
                 problems.append(f"a stream ended with {reading.error and reading.error.code()}")
     name = f"{kind.name} of the {'follower' if number else 'leader'}{' at the start' if at_start else ''}"
-    return Round(name, after_s, ended_s, codes, tuple(problems))
+    return Round(name, after_s, ended_s, codes, tuple(problems), updating.num_updates)
 
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -235,8 +290,8 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 def table(rounds: Sequence[Round]) -> str:
     """A table with a row for each kind of loss."""
     lines = [
-        "| what | rounds | longest end, s | exit codes of the others | problems |",
-        "|---|---|---|---|---|",
+        "| what | rounds | updates | longest end, s | exit codes of the others | problems |",
+        "|---|---|---|---|---|---|",
     ]
     for what in sorted({each.what for each in rounds}):
         own = [each for each in rounds if each.what == what]
@@ -244,7 +299,8 @@ def table(rounds: Sequence[Round]) -> str:
         problems = sorted({problem for each in own for problem in each.problems})
         longest = max(each.ended_s for each in own)
         lines.append(
-            f"| {what} | {len(own)} | {longest:.1f} | {', '.join(codes)} | {'; '.join(problems) or 'none'} |"
+            f"| {what} | {len(own)} | {sum(each.num_updates for each in own)} | {longest:.1f} "
+            f"| {', '.join(codes)} | {'; '.join(problems) or 'none'} |"
         )
     return "\n".join(lines)
 
@@ -257,12 +313,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=30.0, help="the group's --group-timeout")
     parser.add_argument("--model", default=str(ROOT / "tests" / "golden" / "qwen3"))
+    parser.add_argument("--updates", action="store_true", help="push weights meanwhile")
     args = parser.parse_args()
     chance, rounds = random.Random(args.seed), []
-    right = expected(args.model)
-    for at in range(args.rounds):
-        rounds.append(storm_round(args.model, right, chance, args.timeout))
-        print(f"{at + 1}: {rounds[-1]}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        weights = [args.model, *([other_weights(args.model, Path(folder))] if args.updates else [])]
+        right = expected(weights)
+        for at in range(args.rounds):
+            rounds.append(storm_round(weights, right, chance, args.timeout))
+            print(f"{at + 1}: {rounds[-1]}", file=sys.stderr, flush=True)
     print(table(rounds))
     return int(any(each.problems for each in rounds))
 

@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import pytest
 
-from bench.probes.group_storm import PROMPTS, Group, Reading, expected, storm_round
+from bench.probes.group_storm import PROMPTS, Group, Reading, expected, other_weights, storm_round
 from penstock.v1 import (
     control_pb2,
     control_pb2_grpc,
@@ -133,9 +133,10 @@ def test_a_process_with_other_options_is_refused_on_both_sides() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
-def test_no_loss_leaves_a_process_or_a_wrong_token() -> None:
-    """Kills and stops at random moments, of which `bench.probes.group_storm` tries more."""
+def test_no_loss_leaves_a_process_or_a_wrong_token(tmp_path: Path) -> None:
+    """Kills and stops at random moments, also of updates, of which `bench.probes.group_storm` tries more."""
     chance = random.Random(7)
-    right = expected(str(GOLDEN / "qwen3"), CACHE)
-    rounds = [storm_round(str(GOLDEN / "qwen3"), right, chance, 30.0, CACHE) for _ in range(20)]
+    weights = [str(GOLDEN / "qwen3"), other_weights(str(GOLDEN / "qwen3"), tmp_path)]
+    right = expected(weights, CACHE)
+    rounds = [storm_round(weights, right, chance, 30.0, CACHE) for _ in range(16)]
     assert [each for each in rounds if each.problems] == []

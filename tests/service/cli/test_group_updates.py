@@ -22,7 +22,14 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from bench.probes.group_storm import Group
-from penstock.client import Client, Draining, GroupEnded, PenstockClientError, TensorsRefused
+from penstock.client import (
+    Client,
+    DeadlineExceeded,
+    Draining,
+    GroupEnded,
+    PenstockClientError,
+    TensorsRefused,
+)
 from penstock.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from tests.service.cli.test_group_processes import CACHE, ask
 from tests.support.goldens import GOLDEN
@@ -135,6 +142,23 @@ def test_staged_weights_wait_in_all_processes(updated: Updated) -> None:
     assert updated.tokens() == CASE["tokens"]
     updated.client.update_weights(OLD, label="old")
     assert updated.tokens() == updated.before
+
+
+def test_an_update_that_its_caller_gives_up_while_a_process_stands_still_changes_nothing(
+    updated: Updated,
+) -> None:
+    generation = updated.generation()
+    other = updated.group.processes[1]
+    other.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineExceeded):
+            updated.client.update_weights(NEW, label="new", timeout=2.0)
+    finally:
+        other.send_signal(signal.SIGCONT)
+    assert (updated.tokens(), updated.generation()) == (updated.before, generation)
+    updated.client.update_weights(NEW, label="new")
+    assert updated.tokens() == CASE["tokens"]
+    updated.client.update_weights(OLD, label="old")
 
 
 def test_a_process_that_is_lost_during_an_update_ends_the_group(updated: Updated) -> None:
