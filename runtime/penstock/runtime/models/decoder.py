@@ -36,7 +36,7 @@ from penstock.runtime.models.layers.mlp import MLP
 from penstock.runtime.models.layers.mlp_and_experts import MLPAndExperts
 from penstock.runtime.models.layers.per_layer import PerLayerAddition, PerLayerInputs
 from penstock.runtime.models.layers.short_conv import ShortConv
-from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, logits
+from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, logits, normalised
 from penstock.runtime.models.load_rules import Span
 from penstock.runtime.models.norms import Norm, Vector, hidden_norm
 from penstock.runtime.models.pools import PooledModel, PoolPlanners
@@ -78,8 +78,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_out_norm = norm(wanted=after and has_mlp)
         self.multiplier, self.beside_multiplier = ours.residual_multiplier, ours.beside_multiplier
         self.mlp_multiplier = self.multiplier if ours.mlp_multiplier is None else ours.mlp_multiplier
-        natively = linear.packed and can_normalize(config.hidden_size)
-        self.joins_natively = natively and config.norm == "rms"
+        self.joins_natively = linear.packed and can_normalize(config.hidden_size)
         per_layer = config.per_layer
         self.per_layer = (
             None if per_layer is None else PerLayerAddition(config, per_layer, dtype, linear, planners)
@@ -185,6 +184,7 @@ class CausalLM(PooledModel):
             vocab // pieces, hidden, dtype, planners, linear if tied else PLAIN, pieces=pieces
         )
         self.embed_norm = hidden_norm(config, planners) if config.embed_norm else None
+        self.normalises_natively = linear.packed and can_normalize(hidden)
         of_layers = config.per_layer
         self.per_layer = (
             None if of_layers is None else PerLayerInputs(config, of_layers, dtype, linear, planners)
@@ -234,7 +234,7 @@ class CausalLM(PooledModel):
         """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         begins_natively = self.per_layer is None or self.per_layer.is_native
-        begins_natively = begins_natively and self.embed_norm is None
+        begins_natively = begins_natively and (self.embed_norm is None or self.normalises_natively)
         return head.packed and begins_natively and all(layer.is_native for layer in self.layers)
 
     def __call__(
@@ -269,7 +269,8 @@ class CausalLM(PooledModel):
         if self.config.embedding_scale != 1.0:
             x = x * np.asarray(self.config.embedding_scale, x.dtype)
         if self.embed_norm is not None:
-            x = self.embed_norm(x, inputs.pools)
+            natively = self.normalises_natively
+            x = normalised(x, self.embed_norm, inputs.num_tokens, inputs.pools, natively=natively)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions + np.int32(self.config.positions_from or 0), inputs.pools)
         of_layers = None if self.per_layer is None else self.per_layer(token_ids, x, inputs)

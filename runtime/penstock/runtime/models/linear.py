@@ -45,7 +45,7 @@ from penstock.runtime.ops.codes import CodeForm, matmul_codes
 from penstock.runtime.ops.native import adapters as native_adapters
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.activations import Activation as GateActivation
-from penstock.runtime.ops.native.norm import normalize
+from penstock.runtime.ops.native.norm import can_normalize, normalize
 from penstock.runtime.ops.products import gated, matmul_int8, matmul_transposed
 
 
@@ -312,7 +312,7 @@ def project(
     """linear(norm(x)): x [T, in] -> [T, out] in x's dtype."""
     if linear.sums > 1:
         return project_float32(linear, x, num_rows, pools, norm=norm).astype(x.dtype)
-    x, norm = _read(x, norm, pools)
+    x, norm = _read(linear, x, norm, num_rows, pools)
     if linear.packed:
         options, more = _norm_options(norm, pools), _more(linear, x, num_rows, pools, norm)
         return native.linear(x, (linear.operands(pools),), num_rows=num_rows, more=more, **options)
@@ -323,7 +323,7 @@ def project_float32(
     linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: Norm | None = None
 ) -> jax.Array:
     """linear(norm(x)), not rounded to x's dtype: x [T, in] -> float32 [T, out]."""
-    x, norm = _read(x, norm, pools)
+    x, norm = _read(linear, x, norm, num_rows, pools)
     if linear.packed:
         weights, options = (linear.operands(pools),), _norm_options(norm, pools)
         more = _more(linear, x, num_rows, pools, norm)
@@ -393,7 +393,7 @@ def project_gated(
     """activation(gate(norm(x))) * up(norm(x)), with the activation in float32; x [T, in] -> [T, out / 2]. The
     first half of the layer's outputs is the gate's.
     """
-    x, norm = _read(x, norm, pools)
+    x, norm = _read(gate_up, x, norm, num_rows, pools)
     if gate_up.packed:
         weight, options = gate_up.operands(pools), _norm_options(norm, pools)
         more = _more(gate_up, x, num_rows, pools, norm)
@@ -413,7 +413,7 @@ def project_gate(
     activation: GateActivation,
 ) -> jax.Array:
     """activation(gate(norm(x))) * up, with the activation in float32: x [T, in], up [T, out] -> [T, out]."""
-    x, norm = _read(x, norm, pools)
+    x, norm = _read(gate, x, norm, num_rows, pools)
     if gate.packed:
         weights, options = (gate.operands(pools),), _norm_options(norm, pools)
         more = _more(gate, x, num_rows, pools, norm)
@@ -435,7 +435,7 @@ def logits(
     """norm(x) [R, E] times the head and `scale`: float32 [R, V]. With `softcap`, logits l become softcap *
     tanh(l / softcap).
     """
-    x, of_product = _read(x, norm, pools)
+    x, of_product = _read(head, x, norm, num_rows, pools)
     if head.packed:
         out = native.linear(
             x,
@@ -458,9 +458,33 @@ def logits(
     return out
 
 
-def _read(x: jax.Array, norm: Norm | None, pools: Pools) -> tuple[jax.Array, RMSNorm | None]:
-    """What a product reads, and the norm that it has to apply itself: the kernels know no layer norms."""
-    return (norm(x, pools), None) if isinstance(norm, LayerNorm) else (x, norm)
+def _read(
+    linear: Linear, x: jax.Array, norm: Norm | None, num_rows: jax.Array, pools: Pools
+) -> tuple[jax.Array, RMSNorm | None]:
+    """What a product reads, and the norm that it has to apply itself: a layer norm is computed before it."""
+    if isinstance(norm, LayerNorm):
+        return normalised(x, norm, num_rows, pools, natively=linear.packed), None
+    return x, norm
+
+
+def normalised(x: jax.Array, norm: Norm, num_rows: jax.Array, pools: Pools, *, natively: bool) -> jax.Array:
+    """norm(x), [T, E], where no product normalises what it reads. natively: by the CPU kernel."""
+    if not natively or not can_normalize(x.shape[1]):
+        return norm(x, pools)
+    if isinstance(norm, RMSNorm):
+        return normalize(x, num_rows=num_rows, **_norm_options(norm, pools))
+    weight, bias = norm.weight_at, norm.bias_at
+    return normalize(
+        x,
+        num_rows=num_rows,
+        eps=norm.eps,
+        norm=None if weight is None else pools.vectors,
+        norm_at=0 if weight is None else weight.begin,
+        offset=norm.offset,
+        centred=True,
+        bias=None if bias is None else pools.vectors,
+        bias_at=0 if bias is None else bias.begin,
+    )
 
 
 def _more(

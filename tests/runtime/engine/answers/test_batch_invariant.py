@@ -95,7 +95,10 @@ def with_first_layer(config, recurrent):
         (lambda config: with_attention(config, head_dim=48), False),  # XLA rotates heads of 48
         (lambda config: with_attention(config, output_gate=True), True),
         (lambda config: with_attention(config, qk_norm="head_after", alibi=8.0), True),
-        (lambda config: dataclasses.replace(config, embed_norm=True), False),
+        (lambda config: dataclasses.replace(config, embed_norm=True, norm="layer"), True),
+        (lambda config: with_attention(config, qk_norm="layer"), False),
+        (lambda config: with_mlp(config, plain="gelu"), True),
+        (lambda config: with_mlp(config, plain="xielu"), False),
         (lambda config: with_delta_net(config), True),
         # the numbers of 8 heads are not a multiple of 16, and neither are keys of 24 channels
         (lambda config: with_delta_net(config, num_value_heads=8), False),

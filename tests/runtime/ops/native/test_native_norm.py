@@ -4,6 +4,7 @@ must depend on the row alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,6 +93,44 @@ def test_every_part_of_the_formula(rows: int, padded: int, channels: int, size: 
     close(run(eps=None, residual=jnp.asarray(residual), scale=0.22), added + np.float32(0.22) * real)
 
 
+@pytest.mark.parametrize(("rows", "padded", "channels", "size"), SIZES)
+def test_layer_norms(rows: int, padded: int, channels: int, size: int) -> None:
+    rng = np.random.default_rng(channels + rows + 1)
+    x = (wide(draw(rng, padded, channels)) + 3).astype(BF16)  # far from a mean of zero
+    x[rows:] = np.nan
+    pool = draw(rng, 2 * size + 32)
+    weight, bias = (wide(pool[begin : begin + size]) for begin in (16, 32 + size))
+    runs = wide(x[:rows]).reshape(rows, -1, size)
+    runs = runs - runs.mean(axis=-1, keepdims=True)
+    expected = runs / np.sqrt((runs**2).mean(axis=-1, keepdims=True) + EPS)
+    shared: dict[str, Any] = {"num_rows": jnp.int32(rows), "eps": EPS, "size": size, "centred": True}
+    bare = normalize(jnp.asarray(x), **shared)[:rows]
+    np.testing.assert_allclose(wide(bare), expected.reshape(rows, -1), rtol=2**-8 * 1.001, atol=1e-5)
+    whole = jnp.asarray(pool)
+    norms: dict[str, Any] = {"norm": whole, "norm_at": 16, "bias": whole, "bias_at": 32 + size}
+    full = normalize(jnp.asarray(x), offset=1.0, **norms, **shared)[:rows]
+    expected = (expected * (1 + weight) + bias).reshape(rows, -1)
+    np.testing.assert_allclose(wide(full), expected, rtol=2**-8 * 1.001, atol=1e-5)
+
+
+def test_gelu() -> None:
+    """Every bfloat16 from -40 to 40, also where GELU is as small as a float32 can be."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    x = bits[(bits & 0x7FFF) < np.array(40, BF16).view(np.uint16)].view(BF16).reshape(-1, 16)
+    exact = np.array([value * math.erfc(-value / math.sqrt(2)) / 2 for value in wide(x).ravel()])
+    shared: dict[str, Any] = {"num_rows": jnp.int32(len(x)), "eps": None}
+    got = wide(normalize(jnp.asarray(x), plain="gelu", **shared)).ravel()
+    np.testing.assert_allclose(got, exact, rtol=2**-8 * 1.01, atol=1e-37)
+    flat = wide(x).ravel()
+    inner = np.sqrt(2 / np.pi) * (flat + 0.044715 * flat**3)
+    got = wide(normalize(jnp.asarray(x), plain="gelu_tanh", **shared)).ravel()
+    np.testing.assert_allclose(
+        got, flat / (1 + np.exp(np.minimum(-2 * inner, 700))), rtol=2**-8 * 1.01, atol=1e-35
+    )
+    nan = normalize(jnp.full((1, 16), jnp.nan, jnp.bfloat16), num_rows=jnp.int32(1), eps=None, plain="gelu")
+    assert np.isnan(wide(nan)).all()
+
+
 def test_runs_of_a_row_of_heads() -> None:
     """Rows may have any number of dimensions; without `size` a run is all of them."""
     rng = np.random.default_rng(2)
@@ -103,7 +142,8 @@ def test_runs_of_a_row_of_heads() -> None:
     close(together, normed(x.reshape(5, 96), 96).reshape(x.shape))
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
+@pytest.mark.parametrize("others", [{}, {"centred": True, "plain": "gelu"}])
+def test_a_row_does_not_depend_on_the_others(others: dict[str, Any]) -> None:
     """A row has the same bits alone and at any place beside any number of other rows."""
     rng = np.random.default_rng(3)
     most, channels = 200, 336
@@ -111,9 +151,8 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
     @jax.jit
     def program(rows: jax.Array, added: jax.Array, count: jax.Array) -> jax.Array:
-        return normalize(
-            rows, num_rows=count, eps=EPS, norm=norm, offset=1.0, size=48, residual=added, scale=0.7
-        )
+        options: dict[str, Any] = {"norm": norm, "offset": 1.0, "size": 48, "scale": 0.7, **others}
+        return normalize(rows, num_rows=count, eps=EPS, residual=added, **options)
 
     def run(rows: np.ndarray) -> np.ndarray:
         filled = np.resize(rows, most)

@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 
 from penstock.runtime.models.config import ExpertsConfig, ModelConfig
-from penstock.runtime.models.layers.inputs import LayerInputs, Residual, normalised
+from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.layers.router import Router
-from penstock.runtime.models.linear import LinearFormat, part_rules, summed
+from penstock.runtime.models.linear import LinearFormat, normalised, part_rules, summed
 from penstock.runtime.models.load_rules import AXIS, Cut, LoadRule, ParamPath, Span, StoredAt
 from penstock.runtime.models.norms import Norm
 from penstock.runtime.models.pools import Place, PoolPlanners, Pools
@@ -225,7 +225,8 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array, norm: Norm | None, residual: Residual, inputs: LayerInputs) -> jax.Array:
         """x and what the experts make of norm(x): x [T, E] -> [T, E]."""
-        normed = x if norm is None else normalised(x, norm, inputs, natively=self.is_native)
+        rows, pools = inputs.num_tokens, inputs.pools
+        normed = x if norm is None else normalised(x, norm, rows, pools, natively=self.is_native)
         choice = self.router(normed, inputs)
         y = self.experts(normed, choice.ids, choice.weights, inputs)
         if self.shared_expert is not None:

@@ -12,11 +12,10 @@ from penstock.runtime.models import rope
 from penstock.runtime.models.config import QueryScaling
 from penstock.runtime.models.layers.distances import Distances
 from penstock.runtime.models.linear import Linear, add_normalised, add_projected, project
-from penstock.runtime.models.norms import LayerNorm, Norm
+from penstock.runtime.models.norms import Norm
 from penstock.runtime.models.pools import Pools
 from penstock.runtime.models.rope import RopeConfig
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp
-from penstock.runtime.ops.native.norm import normalize
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
 
 
@@ -97,17 +96,3 @@ class Residual(NamedTuple):
             multiplier=self.multiplier,
             natively=self.natively,
         )
-
-
-def normalised(x: jax.Array, norm: Norm, inputs: LayerInputs, *, natively: bool) -> jax.Array:
-    """norm(x), [T, E], where no product can normalise what it reads."""
-    if not natively or isinstance(norm, LayerNorm):
-        return norm(x, inputs.pools)
-    return normalize(
-        x,
-        num_rows=inputs.num_tokens,
-        eps=norm.eps,
-        norm=inputs.pools.vectors,
-        norm_at=norm.weight_at.begin,
-        offset=norm.offset,
-    )

@@ -15,6 +15,7 @@ from penstock.runtime.models.linear import Linear, LinearFormat, project, projec
 from penstock.runtime.models.load_rules import Span
 from penstock.runtime.models.norms import Norm, Vector
 from penstock.runtime.models.pools import PoolPlanners
+from penstock.runtime.ops.native.norm import can_normalize, normalize
 from penstock.runtime.ops.products import gated
 
 
@@ -38,7 +39,7 @@ class MLP(nnx.Module):
         down = {"down_proj": hidden}
         self.down_proj = Linear(inner, down, dtype, planners, bias=bias, linear=linear, sums=config.pieces)
         self.activation, self.plain = config.activation, config.plain
-        self.gate_multiplier = config.gate_multiplier
+        self.gate_multiplier, self.inner = config.gate_multiplier, inner
         learned = config.plain == "xielu"
         self.alpha_p = Vector("alpha_p", 1, planners) if learned else None
         self.alpha_n = Vector("alpha_n", 1, planners) if learned else None
@@ -46,11 +47,8 @@ class MLP(nnx.Module):
     @property
     def is_native(self) -> bool:
         """Whether native kernels compute this layer, or XLA by one rounded operation for each element."""
-        is_exact = (
-            self.gate_multiplier == 1.0
-            and self.plain in (None, "relu", "relu2")
-            and self.activation != "gelu"
-        )
+        is_exact = self.gate_multiplier == 1.0 and self.plain != "xielu" and self.activation != "gelu"
+        is_exact = is_exact and (self.plain not in ("gelu", "gelu_tanh") or can_normalize(self.inner))
         return is_exact and all(linear.packed for linear in (self.gate_up_proj, self.down_proj))
 
     def __call__(self, x: jax.Array, norm: Norm | None, residual: Residual, inputs: LayerInputs) -> jax.Array:
@@ -70,7 +68,10 @@ class MLP(nnx.Module):
             return gated(self.activation, both * factors[None]).astype(x.dtype)
         if self.plain is None and self.activation != "gelu":
             return project_gated(self.gate_up_proj, x, rows, pools, norm=norm, activation=self.activation)
-        up = project(self.gate_up_proj, x, rows, pools, norm=norm).astype(jnp.float32)
+        made = project(self.gate_up_proj, x, rows, pools, norm=norm)
+        if self.plain in ("gelu", "gelu_tanh") and self.gate_up_proj.packed and can_normalize(self.inner):
+            return normalize(made, num_rows=rows, eps=None, plain=self.plain)
+        up = made.astype(jnp.float32)
         if self.plain is None:
             gate, up = jnp.split(up, 2, axis=1)
             return (_activated(gate, "gelu") * up).astype(x.dtype)

@@ -11,10 +11,10 @@ from flax import nnx
 
 from penstock.runtime.models.config import MLPAndExpertsConfig, ModelConfig
 from penstock.runtime.models.layers.experts import ExpertStack
-from penstock.runtime.models.layers.inputs import LayerInputs, Residual, normalised
+from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.layers.mlp import MLP
 from penstock.runtime.models.layers.router import Router
-from penstock.runtime.models.linear import LinearFormat, summed
+from penstock.runtime.models.linear import LinearFormat, normalised, summed
 from penstock.runtime.models.norms import Norm, RMSNorm
 from penstock.runtime.models.pools import PoolPlanners
 
@@ -53,7 +53,7 @@ class MLPAndExperts(nnx.Module):
         natively = self.is_native
 
         def through(norm: Norm, y: jax.Array) -> jax.Array:
-            return normalised(y, norm, inputs, natively=natively)
+            return normalised(y, norm, inputs.num_tokens, inputs.pools, natively=natively)
 
         dense = through(self.mlp_end_norm, self.mlp.alone(x, norm, inputs))
         choice = self.router(through(self.router_norm, x) * np.asarray(self.router_scale, x.dtype), inputs)

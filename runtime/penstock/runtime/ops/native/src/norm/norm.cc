@@ -18,12 +18,13 @@ constexpr int64_t kChannelsPerCall = 16 * 1024;  // some microseconds
 NormRows Kernel() { return ForCurrentIsa(NormRowsAvx2, NormRowsAvx512, NormRowsAvx512Bf16, NormRowsAvx512Bf16); }
 
 // x bf16 [T, ...]; num_rows int32 []: rows from this one on are padding, and are not written; norm bf16 [size], from
-// `norm_at` on in an array that may hold more, or [0]; residual bf16 like x or [0]; factor float32 [1], at `factor_at`
-// in an array that may hold more, or [0]. Returns y like x.
+// `norm_at` on in an array that may hold more, or [0]; bias likewise; residual bf16 like x or [0]; factor float32 [1],
+// at `factor_at` in an array that may hold more, or [0]. Returns y like x.
 ffi::Error Norm(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::S32> num_rows,
-                ffi::Buffer<ffi::BF16> norm, ffi::Buffer<ffi::BF16> residual, ffi::Buffer<ffi::F32> factor,
-                ffi::Result<ffi::Buffer<ffi::BF16>> y, bool normed, float eps, float offset, float scale, int64_t size,
-                int64_t norm_at, int64_t factor_at) {
+                ffi::Buffer<ffi::BF16> norm, ffi::Buffer<ffi::BF16> bias, ffi::Buffer<ffi::BF16> residual,
+                ffi::Buffer<ffi::F32> factor, ffi::Result<ffi::Buffer<ffi::BF16>> y, bool normed, bool centred,
+                int32_t plain, float eps, float offset, float scale, int64_t size, int64_t norm_at, int64_t bias_at,
+                int64_t factor_at) {
   const NormRows kernel = Kernel();
   if (!kernel) {
     return ffi::Error::Internal("no kernel for this processor");
@@ -36,11 +37,14 @@ ffi::Error Norm(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi:
   NormJob job{};
   job.x = From<uint16_t>(x, 0);
   job.norm = From<uint16_t>(norm, norm_at);
+  job.bias = From<uint16_t>(bias, bias_at);
   job.residual = From<uint16_t>(residual, 0);
   job.y = reinterpret_cast<uint16_t*>(y->untyped_data());
   job.channels = static_cast<int64_t>(x.element_count()) / most;
   job.size = size;
   job.normed = normed;
+  job.centred = centred;
+  job.plain = static_cast<Plain>(plain);
   job.eps = eps;
   job.offset = offset;
   job.scale = scale;
@@ -67,14 +71,18 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_norm(X
                              .Arg<ffi::Buffer<ffi::S32>>()
                              .Arg<Bf16>()
                              .Arg<Bf16>()
+                             .Arg<Bf16>()
                              .Arg<ffi::Buffer<ffi::F32>>()
                              .Ret<Bf16>()
                              .Attr<bool>("normed")
+                             .Attr<bool>("centred")
+                             .Attr<int32_t>("plain")
                              .Attr<float>("eps")
                              .Attr<float>("offset")
                              .Attr<float>("scale")
                              .Attr<int64_t>("size")
                              .Attr<int64_t>("norm_at")
+                             .Attr<int64_t>("bias_at")
                              .Attr<int64_t>("factor_at")
                              .To(Guarded<&Norm>::Call)
                              .release();
