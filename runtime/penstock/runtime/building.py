@@ -10,12 +10,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import starmap
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from penstock.runtime.adapters.interface import AdapterTensors
+from penstock.runtime.adapters.peft import AdapterReader, AdapterShape
 from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig, ResolvedConfig, resolve
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import (
@@ -49,6 +52,7 @@ from penstock.runtime.measuring.engine_state import BuildInfo, Sources
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.ops.cache_spec import cache_dtype
+from penstock.runtime.requests.adapter import AdapterWeights
 from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS, blocks_of
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.lookup import Lookup
@@ -75,6 +79,8 @@ class EngineParts:
     """The options, with what was derived from the model, the platform and its memory."""
     info: ModelInfo
     backend: Backend
+    read_adapter: Callable[[Path | AdapterTensors], AdapterWeights] | None
+    """Reads adapters for the model; None for an engine without them."""
     images: ImageReader | None
     """Reads the pictures of prompts; None for a model that takes none."""
 
@@ -108,6 +114,7 @@ def build(
             np.dtype(model.dtype),
             better,
         )
+    _check_adapters(model, config, backend, log_of_calls)
     use_compilation_cache(config.compilation_cache)
     groups = cache.groups(config.page_size, shapes.kv_dtype)
     kv = kv_plan(model, config, shapes, device_bytes=_free_bytes(model, config, shapes, backend))
@@ -115,6 +122,7 @@ def build(
     parts = (model.graphdef, model.weights, model.cache, shapes, backend)
     runner = ModelRunner(*parts) if log_of_calls is None else LeadingRunner(*parts, log_of_calls)
     batch_invariant = model.is_native and runner.device.attends_batch_invariantly
+    batch_invariant = batch_invariant and (model.adapted is None or model.adapted.is_native)
     is_native = batch_invariant if backend.needs_all_native else runner.device.decodes_natively
     if config.native == "require" and not is_native:
         raise ConfigError(backend.kernels_cannot)
@@ -165,6 +173,7 @@ def build(
             batch_invariant=batch_invariant,
         ),
         backend=backend,
+        read_adapter=_adapter_reader(model, config),
         images=images,
     )
 
@@ -343,7 +352,40 @@ def _runner_config(
         program_folder=config.compilation_cache,
         checks_proposals=config.speculation != "off",
         **_picture_shapes(model, config, backend),
+        **_adapter_shapes(model, config),
     )
+
+
+def _check_adapters(
+    model: ServedModel, config: ResolvedConfig, backend: Backend, log_of_calls: DispatchLog | None
+) -> None:
+    if not config.max_adapters:
+        return
+    if model.adapted is None:
+        raise ConfigError("max_adapters: this model takes no adapters")
+    if backend.mesh.size > 1 or log_of_calls is not None:
+        raise ConfigError("max_adapters: a model that is cut over devices takes no adapters yet")
+
+
+def _adapter_reader(
+    model: ServedModel, config: ResolvedConfig
+) -> Callable[[Path | AdapterTensors], AdapterWeights] | None:
+    adapted = model.adapted
+    if adapted is None or not config.max_adapters:
+        return None
+    shape = AdapterShape(adapted.layers, adapted.size, np.dtype(model.dtype), config.max_adapter_rank)
+    return AdapterReader(shape).read
+
+
+def _adapter_shapes(model: ServedModel, config: ResolvedConfig) -> dict[str, Any]:
+    """The runner's shapes for adapters; none for an engine without them."""
+    if model.adapted is None or not config.max_adapters:
+        return {}
+    return {
+        "max_adapters": config.max_adapters,
+        "adapter_rank": config.max_adapter_rank,
+        "adapter_size": model.adapted.size,
+    }
 
 
 def _picture_shapes(model: ServedModel, config: ResolvedConfig, backend: Backend) -> dict[str, Any]:
@@ -392,6 +434,7 @@ def _scheduler_config(
         max_proposed_tokens=config.max_proposed_tokens,
         max_rows=_most_rows(config),
         vocab_size=model.vocab_size,
+        max_adapters=config.max_adapters,
     )
 
 

@@ -21,7 +21,7 @@ MOST_DEVICES = 1024
 """Most devices over which a model is cut."""
 MAX_SNAPSHOTS = 65_536
 MOST_ADAPTERS = 1024
-ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 512)
+ADAPTER_RANKS = (16, 32, 64, 128, 256, 512)
 DEFAULT_FEATURE_SLOTS = 64
 """These take 78 MB with a vocabulary of 152k."""
 DEFAULT_TARGET_ITL_S = 0.15
@@ -180,10 +180,10 @@ class EngineConfig:
     """Most LoRA adapters whose weights are on the device at a time; requests for others wait. 0: none, and
     every request that names one is refused."""
     max_cached_adapters: int = 64
-    """Most adapters that are kept on the host, those on the device included. The least recently used leave.
-    """
+    """Most adapters that are kept on the host, those on the device included. Of those that came from
+    `adapter_dir` the least recently used leave; those that were loaded by name stay."""
     max_adapter_rank: int = 16
-    """The largest rank that an adapter may have, a power of two from 8 to 512. Each place on the device has
+    """The largest rank that an adapter may have, a power of two from 16 to 512. Each place on the device has
     room for it."""
     adapter_dir: Path | None = None
     """Folder of folders of adapters: one is loaded when a request first names its folder. None: adapters are

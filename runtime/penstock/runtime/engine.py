@@ -9,6 +9,7 @@ a caller's request is changed before the core sees it, and `penstock.runtime.pro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import gc
@@ -26,7 +27,7 @@ from penstock.runtime.adapters.registry import AdapterRegistry
 from penstock.runtime.building import build, grammar_compiler, measure
 from penstock.runtime.chat.parser import ChatForms, choose_forms
 from penstock.runtime.config import EngineConfig, ResolvedConfig
-from penstock.runtime.errors import ConfigError, InvalidRequest, UnsupportedFeature, Violation
+from penstock.runtime.errors import ConfigError, InvalidRequest, PenstockError, UnsupportedFeature, Violation
 from penstock.runtime.execution.backend import Backend, choose_backend
 from penstock.runtime.execution.cpu_threads import start_backends
 from penstock.runtime.following.interface import DispatchLog, Lead
@@ -104,14 +105,12 @@ class RequestRules:
         vocab_size: int,
         vision: Vision | None,
         callback: SamplingCallback | None,
-        adapters: AdapterRegistry,
         reader: Reader | None = None,
     ) -> None:
         """`vision`: what the model makes of pictures; None: it reads none. `reader`: what it is, if it
         generates nothing. Without a `callback` the sampling
         stays as requested.
         """
-        self._adapters = adapters
         self._vocab_size, self._vision, self._reader = vocab_size, vision, reader
         self._max_logprobs, self._max_image_tokens = config.max_logprobs, config.max_image_tokens
         self.callback = callback
@@ -137,8 +136,6 @@ class RequestRules:
         if callback is not None:
             request = dataclasses.replace(request, sampling=_rewritten(request, callback))
         self._check_logprobs(request)
-        if request.adapter is not None:
-            self._adapters.get(request.adapter)
         if request.media:
             self._check_media(request)
         words: Sequence[Sequence[int]] | WordTable = _long_words(request.sampling)
@@ -251,7 +248,9 @@ class Engine(EngineCore):
             share=alone if log_of_calls is None else partial(SharedUpdate, log_of_calls),
         )
         """Takes new weights, from other programs and from files."""
-        self.adapters = AdapterRegistry(parts.config.max_adapters)
+        self.adapters = AdapterRegistry(
+            parts.config, parts.read_adapter, parts.scheduler.roster.adapters, self.pin_adapters
+        )
         """The LoRA adapters that requests may name."""
         self.profiler = Profiler(self)
         """Records what host and device do in the next steps."""
@@ -261,7 +260,6 @@ class Engine(EngineCore):
             vocab_size=model.vocab_size,
             vision=model.vision,
             callback=sampling_params_callback,
-            adapters=self.adapters,
             reader=model.reader,
         )
         self._grammars = grammar_compiler(model.text, parts.info, parts.config)
@@ -371,17 +369,34 @@ class Engine(EngineCore):
         """The part of `submit` that takes the longer the longer prompt and sampling are, to be done in any
         thread, once for all outputs of a prompt. Raises nothing.
         """
+        if request.adapter is not None:
+            with contextlib.suppress(PenstockError):  # `submit` raises it
+                request = self._with_adapter(request)
         return self._rules.prepare(request, super().prepare(request))
+
+    def _with_adapter(self, request: Request, prepared: PreparedPrompt | None = None) -> Request:
+        """The request with the weights of the adapter that it names: those of `prepared`, so that all outputs
+        of a prompt have the same. See `AdapterRegistry.weights_of` for what it raises.
+        """
+        if request.adapter is None:
+            return request
+        weights = None if prepared is None else prepared.adapter_weights
+        return dataclasses.replace(
+            request, adapter_weights=weights or self.adapters.weights_of(request.adapter)
+        )
 
     def submit(self, request: Request, sink: Sink, prepared: PreparedPrompt | None = None) -> None:
         """Queue a request; its outputs go to `sink`, on the engine's thread. `prepared` is what `prepare`
         made of it (else ValueError); None: it is prepared now. The sampling that `sampling_params_callback`
         returns is the one that counts.
 
-        Raises InvalidRequest, DuplicateRequestId, QueueFull, PromptTooLong, ExceedsKVCapacity or
-        WeightsTooOld, which concern the request, and NotReady, Draining, WeightsIncomplete or EngineDead,
-        which concern the engine.
+        Raises InvalidRequest, DuplicateRequestId, QueueFull, PromptTooLong, ExceedsKVCapacity, WeightsTooOld
+        or UnknownAdapterError, which concern the request, and NotReady, Draining, WeightsIncomplete or
+        EngineDead, which concern the engine.
         """
+        request = self._with_adapter(request, prepared)
+        if prepared is not None and prepared.adapter_weights is not request.adapter_weights:
+            prepared = None  # the adapter was not there yet
         super().submit(self._rules.apply(request, prepared), sink, prepared)
 
     def set_sampling_params_callback(self, callback: SamplingCallback | None) -> None:

@@ -36,9 +36,9 @@ class AdapterInfo:
     is_pinned: bool
     """Whether it stays in memory while no output uses it."""
     last_used_s: float
-    """When an output last began or ended with it, or when it was loaded, in seconds since the epoch."""
+    """When a request last named it, or when it was loaded, in seconds since the epoch."""
     num_running: int
-    """Outputs that run with it."""
+    """Outputs that run with its content."""
     source: str
     """The folder from which it was read, or "pushed"."""
 

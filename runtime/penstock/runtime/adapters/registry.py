@@ -1,11 +1,59 @@
-"""AdapterRegistry: the adapters of an engine, by name."""
+"""AdapterRegistry: the adapters of an engine, by name. No jax.
+
+An adapter is kept on the host from its load on. It goes to the device when the first request that names it
+enters a step (`scheduling.adapter_slots`). A request has the weights that the name meant when it came, so
+nothing that happens to the name later concerns it.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from penstock.runtime.adapters.interface import AdapterInfo, AdapterTensors
-from penstock.runtime.errors import UnknownAdapterError, UnsupportedFeature
+from penstock.runtime.adapters.interface import (
+    AdapterInfo,
+    AdapterState,
+    AdapterTensors,
+    check_name,
+)
+from penstock.runtime.errors import (
+    AdapterExistsError,
+    TooManyAdaptersError,
+    UnknownAdapterError,
+    UnsupportedFeature,
+)
+from penstock.runtime.requests.adapter import AdapterWeights
+from penstock.runtime.scheduling.adapter_slots import AdapterSlots
+
+Read = Callable[[Path | AdapterTensors], AdapterWeights]
+"""Reads an adapter and checks it against the model. Raises AdapterFormatError."""
+
+
+class Limits(Protocol):
+    """What the registry reads of the engine's options."""
+
+    @property
+    def max_adapters(self) -> int: ...
+    @property
+    def max_cached_adapters(self) -> int: ...
+    @property
+    def adapter_dir(self) -> Path | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """What one name means now."""
+
+    weights: AdapterWeights
+    source: str
+    is_pinned: bool
+    may_leave: bool
+    """Whether it came from `adapter_dir`, so that it can be read again."""
+    last_used_s: float
 
 
 class AdapterRegistry:
@@ -13,13 +61,25 @@ class AdapterRegistry:
     can be named, the others only for a moment.
     """
 
-    def __init__(self, max_adapters: int) -> None:
-        self._max_adapters = max_adapters
+    def __init__(
+        self,
+        limits: Limits,
+        read: Read | None,
+        slots: AdapterSlots,
+        pin: Callable[[frozenset[str]], None],
+    ) -> None:
+        """`read` None: the engine has no adapters. `slots`: those of the device, which are only read here.
+        `pin` is called with the digests of the adapters that keep their slots.
+        """
+        self._limits, self._read, self._slots, self._pin = limits, read, slots, pin
+        self._entries: dict[str, _Entry] = {}
+        self._loading: dict[str, str] = {}  # name to source, in order of their beginning
+        self._lock = threading.Condition()
 
     @property
     def is_on(self) -> bool:
         """Whether the engine was made for adapters."""
-        return self._max_adapters > 0
+        return self._read is not None
 
     def load(
         self, name: str, source: Path | AdapterTensors, *, pinned: bool = False, replace: bool = False
@@ -29,30 +89,178 @@ class AdapterRegistry:
         `pinned`. With `replace` other content takes the name: outputs that run finish on the old weights.
 
         Raises InvalidRequest for a name that none can have, AdapterExistsError if the name has other content
-        and `replace` is False, AdapterFormatError, TooManyAdaptersError if all that are kept are pinned or
-        run, and UnsupportedFeature if the engine has no adapters.
+        and `replace` is False, AdapterFormatError, TooManyAdaptersError if there is no place that another
+        adapter could leave, and UnsupportedFeature if the engine has no adapters.
         """
-        raise self._off()
+        return self._load(name, source, pinned=pinned, replace=replace, may_leave=False)
 
     def unload(self, name: str) -> None:
         """Take the name away. Outputs that run or wait finish on its weights, which are freed after them.
         Raises UnknownAdapterError.
         """
-        raise UnknownAdapterError(name) if self.is_on else self._off()
+        with self._lock:
+            self._entry(name)
+            del self._entries[name]
+            self._tell_pinned()
 
     def pin(self, name: str, pinned: bool) -> AdapterInfo:
         """Say whether the adapter stays in memory while no output uses it. Raises UnknownAdapterError, and
-        TooManyAdaptersError if all the places but one were pinned already.
+        TooManyAdaptersError if all places on the device but one were pinned already.
         """
-        raise UnknownAdapterError(name) if self.is_on else self._off()
+        with self._lock:
+            entry = self._entry(name)
+            if pinned and not entry.is_pinned:
+                self._check_pins()
+            self._entries[name] = replace(entry, is_pinned=pinned)
+            self._tell_pinned()
+            return self._info(name)
 
     def list(self) -> tuple[AdapterInfo, ...]:
-        """All adapters that are in memory, by name, without those of `adapter_dir` that nobody has named."""
-        return ()
+        """All adapters that are in memory or being read, by name. Those of `adapter_dir` that nobody has
+        named yet are not.
+        """
+        with self._lock:
+            return tuple(self._info(name) for name in sorted(self._entries.keys() | self._loading.keys()))
 
     def get(self, name: str) -> AdapterInfo:
-        """The adapter of this name. Raises UnknownAdapterError."""
-        raise UnknownAdapterError(name) if self.is_on else self._off()
+        """The adapter of this name, which is in memory. Raises UnknownAdapterError."""
+        with self._lock:
+            self._entry(name)
+            return self._info(name)
+
+    def weights_of(self, name: str) -> AdapterWeights:
+        """What the name means now, for a request. An adapter in `adapter_dir` that is not in memory is read
+        first, which blocks. Raises UnknownAdapterError and, for such an adapter, what `load` raises.
+        """
+        with self._lock:
+            while name in self._loading and name not in self._entries:
+                self._lock.wait()
+            entry = self._entries.get(name)
+            if entry is not None:
+                self._entries[name] = replace(entry, last_used_s=time.time())
+                return entry.weights
+            folder = self._folder(name)
+        self._load(name, folder, pinned=False, replace=False, may_leave=True)
+        with self._lock:
+            return self._entry(name).weights
+
+    def _folder(self, name: str) -> Path:
+        """Where `adapter_dir` has an adapter of this name. UnknownAdapterError if it has none."""
+        if self._read is None:
+            raise self._off()
+        folder = self._limits.adapter_dir
+        if folder is not None:
+            check_name(name)
+            if (folder / name).is_dir():
+                return folder / name
+        raise UnknownAdapterError(name)
+
+    def _load(
+        self, name: str, source: Path | AdapterTensors, *, pinned: bool, replace: bool, may_leave: bool
+    ) -> AdapterInfo:
+        if self._read is None:
+            raise self._off()
+        check_name(name)
+        told = str(source) if isinstance(source, Path) else "pushed"
+        with self._lock:
+            while name in self._loading:
+                self._lock.wait()
+            if pinned and not (name in self._entries and self._entries[name].is_pinned):
+                self._check_pins()
+            self._loading[name] = told
+        try:
+            weights = self._read(source)
+            with self._lock:
+                self._keep(name, weights, told, pinned=pinned, replace=replace, may_leave=may_leave)
+                return self._info(name)
+        finally:
+            with self._lock:
+                del self._loading[name]
+                self._lock.notify_all()
+
+    def _keep(
+        self,
+        name: str,
+        weights: AdapterWeights,
+        source: str,
+        *,
+        pinned: bool,
+        replace: bool,
+        may_leave: bool,
+    ) -> None:
+        before = self._entries.get(name)
+        if before is not None and before.weights.digest == weights.digest:
+            weights = before.weights
+        elif before is not None and not replace:
+            raise AdapterExistsError(name)
+        if before is None and len(self._entries) >= self._limits.max_cached_adapters:
+            self._make_room()
+        self._entries[name] = _Entry(
+            weights=weights,
+            source=source,
+            is_pinned=pinned,
+            may_leave=may_leave,
+            last_used_s=time.time(),
+        )
+        self._tell_pinned()
+
+    def _make_room(self) -> None:
+        """Forget the least recently used adapter that can be read again and that nobody uses."""
+        leavers = [
+            (entry.last_used_s, name)
+            for name, entry in self._entries.items()
+            if entry.may_leave and not entry.is_pinned and not self._slots.num_users(entry.weights.digest)
+        ]
+        if not leavers:
+            raise TooManyAdaptersError(self._limits.max_cached_adapters)
+        del self._entries[min(leavers)[1]]
+
+    def _check_pins(self) -> None:
+        """Refuse one more pin if no slot were left for adapters that are not pinned."""
+        if 1 + sum(entry.is_pinned for entry in self._entries.values()) >= self._limits.max_adapters:
+            raise TooManyAdaptersError(self._limits.max_adapters)
+
+    def _tell_pinned(self) -> None:
+        self._pin(frozenset(e.weights.digest for e in self._entries.values() if e.is_pinned))
+
+    def _entry(self, name: str) -> _Entry:
+        if self._read is None:
+            raise self._off()
+        if name not in self._entries:
+            raise UnknownAdapterError(name)
+        return self._entries[name]
+
+    def _info(self, name: str) -> AdapterInfo:
+        entry = self._entries.get(name)
+        if entry is None:
+            return AdapterInfo(
+                name=name,
+                digest="",
+                rank=0,
+                scaling=0.0,
+                targets=(),
+                num_bytes=0,
+                state="loading",
+                is_pinned=False,
+                last_used_s=time.time(),
+                num_running=0,
+                source=self._loading[name],
+            )
+        weights = entry.weights
+        state: AdapterState = "loaded" if self._slots.has(weights.digest) else "cached"
+        return AdapterInfo(
+            name=name,
+            digest=weights.digest,
+            rank=weights.rank,
+            scaling=weights.scaling,
+            targets=weights.targets,
+            num_bytes=weights.values.nbytes,
+            state=state,
+            is_pinned=entry.is_pinned,
+            last_used_s=entry.last_used_s,
+            num_running=self._slots.num_users(weights.digest),
+            source=entry.source,
+        )
 
     def _off(self) -> UnsupportedFeature:
         return UnsupportedFeature(("adapter",), "the server was started with max_adapters 0")

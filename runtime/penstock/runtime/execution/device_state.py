@@ -18,7 +18,7 @@ from penstock.runtime.execution.images import Pool, pool_shapes
 from penstock.runtime.execution.on_mesh import WHOLE, all_shape, cut_sharding, own_shape
 from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.execution.runner_config import RunnerConfig
-from penstock.runtime.execution.step_programs import KVCache, Weights
+from penstock.runtime.execution.step_programs import AdapterPool, KVCache, Weights
 from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.device_arrays import put_own, zeros, zeros_maker
@@ -57,6 +57,8 @@ class DeviceState:
         self.rows = self._new_rows()
         self.pool = self._new_pool()
         """The embeddings of pictures."""
+        self.adapters = self._new_adapters()
+        """The pool of adapters."""
         backend.use_huge_pages(self.leaves)
 
     # -- weights --
@@ -211,6 +213,7 @@ class DeviceState:
             backend=self._backend,
             sharding=self.sharding,
             pool=self.pool,
+            adapters=self.adapters,
         )
 
     def _rebuild(self, leaves: Weights) -> Any:
@@ -219,7 +222,7 @@ class DeviceState:
     def free(self) -> None:
         """Frees all memory that is held, except weights that other code holds too."""
         self.free_cache()
-        for array in jax.tree.leaves((self.rows, self.pool)):
+        for array in jax.tree.leaves((self.rows, self.pool, self.adapters)):
             array.delete()
         self.leaves = ()
 
@@ -229,6 +232,10 @@ class DeviceState:
             for leaf in self.leaves
         )
         shapes = _pool_shapes(self._rebuild, own, self._config, self.sharding)
+        return tuple(array for each in shapes for array in zeros(each.shape, each.dtype, self.sharding))
+
+    def _new_adapters(self) -> AdapterPool:
+        shapes = self._config.adapter_shapes
         return tuple(array for each in shapes for array in zeros(each.shape, each.dtype, self.sharding))
 
     def _new_rows(self) -> RowState:
@@ -266,7 +273,12 @@ def builder_of_shapes(
         backend=backend,
         sharding=sharding,
         pool=_pool_shapes(rebuild, own, config, sharding),
+        adapters=_placed_shapes(config.adapter_shapes, sharding),
     )
+
+
+def _placed_shapes(shapes: tuple[jax.ShapeDtypeStruct, ...], sharding: jax.sharding.Sharding) -> Any:
+    return tuple(jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding) for each in shapes)
 
 
 def row_shapes(cache: CacheSpec, config: RunnerConfig, sharding: jax.sharding.Sharding) -> RowState:

@@ -25,6 +25,7 @@ from penstock.runtime.execution.proposed_rows import CHECKS
 from penstock.runtime.execution.request_programs import (
     TABLE_ROWS,
     admission_size,
+    make_adapter_write,
     make_admission,
     make_hidden_sums,
     make_page_copies,
@@ -34,6 +35,7 @@ from penstock.runtime.execution.request_programs import (
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_buffer import Layout
 from penstock.runtime.execution.step_programs import (
+    AdapterPool,
     Forward,
     KVCache,
     Rebuild,
@@ -72,6 +74,8 @@ class Programs:
     table_rows: jax.stages.Compiled
     encodes: Mapping[int, jax.stages.Compiled]
     """Number of patches to the program that encodes pictures; none for a model that reads none."""
+    write_adapter: jax.stages.Compiled | None
+    """Writes an adapter to its slot; None where there are no adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,7 @@ class ProgramBuilder:
     backend: Backend
     sharding: jax.sharding.Sharding
     pool: Pool = ()
+    adapters: AdapterPool = ()
 
     @property
     def largest(self) -> ProgramKey:
@@ -118,6 +123,7 @@ class ProgramBuilder:
             copy_pages=made["copy_pages"],
             table_rows=made["table_rows"],
             encodes={size: made[f"encode {size}"] for size in patches},
+            write_adapter=made.get("write_adapter"),
         )
 
     def jobs(self) -> dict[Job, Callable[[], jax.stages.Compiled]]:
@@ -134,6 +140,7 @@ class ProgramBuilder:
             "admission": self.admission,
             "copy_pages": self.copy_pages,
             "table_rows": self.table_rows,
+            **({"write_adapter": self.write_adapter} if self.adapters else {}),
         }
 
     def _made(
@@ -167,7 +174,7 @@ class ProgramBuilder:
         # JAX's cache is written by the first process of a group alone, so each has its own programs here.
         place = (self.sharding, devices, jax.process_index())
         values = (config, self.graphdef, self.backend, self.cache, self.num_pages, place)
-        arrays = jax.tree.leaves((self.weights, self.state, self.kv, self.pool))
+        arrays = jax.tree.leaves((self.weights, self.state, self.kv, self.pool, self.adapters))
         return program_store.key_of(values, arrays)
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
@@ -179,6 +186,7 @@ class ProgramBuilder:
             self.state,
             packed,
             self.pool,
+            self.adapters,
             donate=(1, 2),
             name=key.name,
             results=_FORWARD,
@@ -215,6 +223,7 @@ class ProgramBuilder:
             self.kv,
             self.state,
             packed,
+            self.adapters,
             donate=(1, 2),
             name=key.name,
             results=(CUT, WHOLE, WHOLE),
@@ -273,6 +282,12 @@ class ProgramBuilder:
         packed = self._ints(TABLE_ROWS, 1 + len(self.num_pages) * self.config.pages_per_row)
         return self._compiled(make_table_rows(), self.state, packed, donate=(0,))
 
+    def write_adapter(self) -> jax.stages.Compiled:
+        """The program that writes an adapter to its slot."""
+        (pool,) = self.adapters
+        values = self._placed(pool.shape[1:], pool.dtype)
+        return self._compiled(make_adapter_write(), self.adapters, self._ints(), values, donate=(0,))
+
     def _compiled(
         self,
         program: Callable[..., Any],
@@ -292,7 +307,12 @@ class ProgramBuilder:
     def _shapes(self) -> StepShapes:
         config = self.config
         return StepShapes(
-            config.page_size, self.num_pages, self.largest.tokens, config.num_top, config.num_snapshots
+            config.page_size,
+            self.num_pages,
+            self.largest.tokens,
+            config.num_top,
+            config.num_snapshots,
+            config.adapter_rank,
         )
 
     def _layout(self, key: ProgramKey) -> Layout:
@@ -308,7 +328,7 @@ class ProgramBuilder:
         """The shape of `Forward.hidden`. The model is traced for it, so it is asked for once."""
         key = self.largest
         packed = self._ints(self._layout(key).size)
-        arguments = (self.weights, self.kv, self.state, packed, self.pool)
+        arguments = (self.weights, self.kv, self.state, packed, self.pool, self.adapters)
         forward = on_mesh(self._forward(key), self.backend.mesh, specs_of(arguments), _FORWARD)
         made = jax.eval_shape(forward, *arguments).hidden
         return self._placed(made.shape, made.dtype)

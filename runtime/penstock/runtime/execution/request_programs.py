@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from numpy.typing import NDArray
 
-from penstock.runtime.execution.step_programs import KVCache, Rebuild, StepShapes, Weights
+from penstock.runtime.execution.step_programs import AdapterPool, KVCache, Rebuild, StepShapes, Weights
 from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV
 from penstock.runtime.ops.sampler import LogprobsOp, RowState, Sampled, report
 from penstock.runtime.ops.sampling_codes import IN_PROMPT, LOGPROBS
@@ -50,6 +50,15 @@ def make_prompt_logprobs(
         return _over_tiles(packed, shapes, step, out)[: shapes.max_tokens]
 
     return prompt_logprobs
+
+
+def make_adapter_write() -> Callable[[AdapterPool, Array, Array], AdapterPool]:
+    """A program that writes an adapter: (pool, slot int32[], values [units * rank]) -> pool."""
+
+    def write(pool: AdapterPool, slot: Array, values: Array) -> AdapterPool:
+        return (lax.dynamic_update_slice(pool[0], values[None], (slot, 0)),)
+
+    return write
 
 
 def make_hidden_sums(

@@ -196,7 +196,9 @@ class ProgramCalls:
     def forward(self, key: ProgramKey, packed: Ints) -> tuple[jax.Array, jax.Array]:
         """Run the model. Returns logits float32[R, V] and hidden states, see `Forward`."""
         device = self._device
-        forward = self.programs.steps[key](device.leaves, device.kv, device.rows, packed, device.pool)
+        forward = self.programs.steps[key](
+            device.leaves, device.kv, device.rows, packed, device.pool, device.adapters
+        )
         device.kv, device.rows, logits, hidden = forward
         return logits, hidden
 
@@ -204,7 +206,7 @@ class ProgramCalls:
         """Run a window of decode steps."""
         device = self._device
         device.kv, device.rows, chosen = self.programs.steps[key](
-            device.leaves, device.kv, device.rows, packed
+            device.leaves, device.kv, device.rows, packed, device.adapters
         )
         return cast("Chosen", chosen)
 
@@ -276,6 +278,12 @@ class ProgramCalls:
         program = self.programs.encodes[call.bucket]
         device.pool = program(device.leaves, device.pool, call.inputs, call.packed)
 
+    def write_adapter(self, slot: int, values: NDArray[Any]) -> None:
+        """Write an adapter to its slot, see `make_adapter_write`."""
+        write = self.programs.write_adapter
+        assert write is not None, "a plan writes an adapter for an engine without adapters"
+        self._device.adapters = write(self._device.adapters, np.int32(slot), values)
+
     def warm_up(self, slots: Slots) -> None:
         """Run every program once on padding only, and wait for it. The first call with arguments of one
         kind is slow, because JAX finds its fast path for each kind. Of the programs that encode pictures only
@@ -300,10 +308,13 @@ class ProgramCalls:
         self.write_features(self._config.num_feature_slots, Request("warm-up", (0,)), ())
         self.copy_pages(())
         self.write_tables(slots.table_rows([0]))
+        for shape in self._config.adapter_shapes:
+            self.write_adapter(0, np.zeros(shape.shape[1:], shape.dtype))
         if self._config.vision is not None:
             config = self._config
             self.encode_one(encode_call(self._config.vision, config.encode_buckets, config.pool_rows, None))
-        jax.block_until_ready((self._device.rows, self._device.kv, self._device.pool))
+        device = self._device
+        jax.block_until_ready((device.rows, device.kv, device.pool, device.adapters))
 
     def all_allowed(self, rows: int) -> Ints:
         """A mask on the host, int32[R, words], to be narrowed."""
@@ -567,9 +578,11 @@ class ModelRunner:
         calls, slots = self.calls, self._slots
         for slot, request in plan.new_requests:
             feature_slot = plan.feature_slots.get(slot)
-            slots.admit(slot, request, feature_slot or 0)
+            slots.admit(slot, request, feature_slot or 0, plan.adapter_slots.get(slot, 0))
             if feature_slot is not None:
                 calls.write_features(feature_slot, request, plan.generated_before.get(slot, ()))
+        for adapter_slot, weights in plan.adapter_loads:
+            calls.write_adapter(adapter_slot, weights.values)
         if plan.page_writes:
             calls.write_tables(slots.table_rows(slots.write_pages(plan)))
         if plan.page_copies:

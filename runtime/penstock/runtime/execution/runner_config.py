@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from penstock.runtime.errors import ConfigError
@@ -57,6 +58,12 @@ class RunnerConfig:
     show_progress: bool = True
     program_folder: Path | None = None
     """Where compiled programs are kept as a whole (`program_store`); None: nowhere."""
+    max_adapters: int = 0
+    """Slots of adapters; 0: no step has any."""
+    adapter_rank: int = 0
+    """The rank for which each slot has room."""
+    adapter_size: int = 0
+    """How many units of so many values an adapter takes, see `AdapterPlace`."""
     vision: Vision | None = None
     """What the model makes of pictures; None: it reads none."""
     pool_rows: int = 0
@@ -72,8 +79,20 @@ class RunnerConfig:
     def layout(self, key: ProgramKey, num_groups: int) -> Layout:
         """The layout of the buffer of a program, with page tables for so many groups of layers."""
         return Layout(
-            key, num_groups, has_snapshots=self.num_snapshots > 0, has_pictures=self.vision is not None
+            key,
+            num_groups,
+            has_snapshots=self.num_snapshots > 0,
+            has_pictures=self.vision is not None,
+            has_adapters=self.max_adapters > 0,
         )
+
+    @property
+    def adapter_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of the pool of adapters, whose first slot stays zeros; () where there are none."""
+        if not self.max_adapters:
+            return ()
+        shape = (self.max_adapters + 1, self.adapter_size * self.adapter_rank)
+        return (jax.ShapeDtypeStruct(shape, self.dtype),)
 
     @property
     def pages_per_row(self) -> int:

@@ -4,6 +4,7 @@ into buffers.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -58,21 +59,26 @@ class Slots:
         """The slots whose requests want the hidden states from which their tokens are chosen."""
         self._params = np.zeros((count, PARAM_FIELDS), np.int32)
         self._stop_ids = np.full((count, MAX_STOP_TOKEN_IDS), config.vocab_size, np.int32)
+        self._adapters = np.zeros(count, np.int32)  # the slots of their adapters
         self._shifts = np.zeros(count, np.int32)  # what is added to positions for the rotary ones
         self._tables = np.zeros((num_groups, count, config.pages_per_row), np.int32)
         self._layouts: dict[ProgramKey, Layout] = {}
         self._blanks: dict[ProgramKey, NDArray[np.int32]] = {}
 
-    def admit(self, slot: int, request: Request, feature_slot: int = 0) -> None:
+    def admit(self, slot: int, request: Request, feature_slot: int = 0, adapter_slot: int = 0) -> None:
         """Give a slot to a request and, if it has penalties or a bias, a feature slot. ConfigError if there
-        is no such feature slot: what is written there would be lost.
+        is no such feature slot: what is written there would be lost. `adapter_slot`: that of its adapter; 0:
+        it has none.
         """
         if feature_slot >= self._config.num_feature_slots:
             raise ConfigError(
                 f"feature slot {feature_slot} of {request.request_id}: the runner has "
                 f"{self._config.num_feature_slots}; give runner and scheduler the same feature_slots"
             )
+        if request.adapter_weights is not None:  # they are large, and may be wanted by nobody else soon
+            request = dataclasses.replace(request, adapter_weights=None)
         self._requests[slot] = request
+        self._adapters[slot] = adapter_slot
         wanted = request.logprobs
         self._logprobs[slot] = None if wanted is None else min(wanted, self._config.num_top)
         (self._constrained.discard if request.constraint is None else self._constrained.add)(slot)
@@ -181,6 +187,8 @@ class Slots:
         fields[:count, : len(step)] = step.T
         fields[:count, PARAMS:NUM_FIELDS] = self._params[slots]
         stop_ids[:count] = self._stop_ids[slots]
+        if layout.has_adapters:
+            fields[:count, layout.adapter_field] = self._adapters[slots][:, None]
         if plan.page_writes:
             rows = dict(zip(row_slots, range(count), strict=True))
             for write in plan.page_writes:

@@ -36,7 +36,7 @@ PARAMS = 7
 SLOT, START, NUM_TOKENS, MAX_SAMPLES, BANS, PAGE_INDEX, PAGE = range(PARAMS)
 """The fields of a row that each step sets. Behind them, from PARAMS on, stand those of the request, and from
 NUM_FIELDS on the PAGE of each group of layers after the first. Where there are snapshots of state, the fields
-of `SnapshotRows` come last."""
+of `SnapshotRows` follow, and where there are adapters, the slot of the row's."""
 _WIDTHS = {
     "features": 1,
     "num_logprobs": 1,
@@ -113,6 +113,7 @@ class Unpacked(NamedTuple):
     pages: tuple[Array, ...]  # for each group of layers int32[R], the page that the entry becomes
     sampling: SamplingRows
     snapshots: SnapshotRows | None  # None where there are no snapshots of state
+    adapter_slots: Array | None  # int32[R] 0 for rows without an adapter; None where there are no adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,8 @@ class Layout:
     """Whether there are snapshots of state, so that rows have the fields of `SnapshotRows`."""
     has_pictures: bool = False
     """Whether the model reads pictures, so that there is a section of them, see `media.sections`."""
+    has_adapters: bool = False
+    """Whether there are adapters, so that rows have a field with the slot of theirs."""
 
     @property
     def further_pages(self) -> slice:
@@ -139,12 +142,18 @@ class Layout:
         return slice(first, first + (len(SnapshotRows._fields) if self.has_snapshots else 0))
 
     @property
+    def adapter_field(self) -> slice:
+        """The column of the slot of the row's adapter; none where there are no adapters."""
+        first = self.snapshot_fields.stop
+        return slice(first, first + self.has_adapters)
+
+    @property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of header, row fields, stop ids, tokens and the section of pictures: the only place that
         defines the order of sections.
         """
         rows, tokens = self.key.rows, self.key.tokens
-        fields = (rows, self.snapshot_fields.stop)
+        fields = (rows, self.adapter_field.stop)
         pictures = ((rows,) if self.key.window else (4, tokens)) if self.has_pictures else (0,)
         return (HEADER,), fields, (rows, MAX_STOP_TOKEN_IDS), (tokens,), pictures
 
@@ -203,6 +212,7 @@ class Layout:
             pages=(fields[:, PAGE], *fields[:, self.further_pages].T),
             sampling=sampling,
             snapshots=SnapshotRows(*fields[:, self.snapshot_fields].T) if self.has_snapshots else None,
+            adapter_slots=fields[:, self.adapter_field][:, 0] if self.has_adapters else None,
         )
 
     def unpack_tokens(self, packed: Array) -> Array:

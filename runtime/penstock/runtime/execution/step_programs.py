@@ -28,6 +28,7 @@ from penstock.runtime.execution.images import Pool, media_argument, media_of_row
 from penstock.runtime.execution.proposed_rows import BEFORE, GUESS, PLACE
 from penstock.runtime.execution.step_buffer import FEEDBACK, Layout, Unpacked
 from penstock.runtime.models.layers.images import MediaInputs
+from penstock.runtime.ops.adapters import AdapterRows
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta, with_pages
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from penstock.runtime.ops.sampler import RowState, Sampled, SamplerOp, report
@@ -56,7 +57,7 @@ class StepModel(Protocol):
     ) -> tuple[Array, KVCache]:
         """Tokens and positions int32[T] -> hidden states [T, E] and the updated cache. `metas` has one entry
         for each group of the cache's layers. A model that reads pictures also takes `media`, see
-        `media.sections`.
+        `media.sections`, and one that adapters change `adapters`.
         """
         ...
 
@@ -73,6 +74,8 @@ class StepModel(Protocol):
         ...
 
 
+AdapterPool = tuple[Array, ...]
+"""The pool of adapters, see `AdapterRows`; () where there are none."""
 Rebuild = Callable[[Weights], StepModel]
 NO_TOKEN = -1
 
@@ -104,6 +107,8 @@ class StepShapes(NamedTuple):
     """How many likeliest tokens are reported."""
     num_snapshots: int = 0
     """Snapshots of state."""
+    adapter_rank: int = 0
+    """The rank for which slots of adapters have room."""
 
 
 def _run_model(
@@ -120,6 +125,7 @@ def _run_model(
     last: Array,
     starts: Array,
     held: Array | None,
+    adapters: AdapterPool,
     media: MediaInputs | None = None,
     shifts: Array | None = None,
 ) -> tuple[Array, Array, KVCache, Array | None]:
@@ -151,6 +157,9 @@ def _run_model(
         media = media_of_rows(shifts, meta.positions, meta.token_rows)
     with jax.named_scope("model"):
         given = {"attention": attention, "recurrent": recurrent, **media_argument(media)}
+        if adapters and batch.adapter_slots is not None:
+            slots = batch.adapter_slots[meta.token_rows]
+            given["adapters"] = AdapterRows(adapters[0], slots, shapes.adapter_rank)
         hidden, kv = model(tokens, meta.positions, kv, metas, **given)
         at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
         num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
@@ -172,10 +181,12 @@ def _add_pages(state: RowState, batch: Unpacked) -> RowState:
 
 def make_forward(
     rebuild: Rebuild, layout: Layout, shapes: StepShapes, attention: AttentionOp, recurrent: RecurrentOps
-) -> Callable[[Weights, KVCache, RowState, Array, Pool], Forward]:
+) -> Callable[[Weights, KVCache, RowState, Array, Pool, AdapterPool], Forward]:
     """A program that runs the model over one step of any mix of chunks and decodes."""
 
-    def forward(weights: Weights, kv: KVCache, state: RowState, packed: Array, pool: Pool) -> Forward:
+    def forward(
+        weights: Weights, kv: KVCache, state: RowState, packed: Array, pool: Pool, adapters: AdapterPool
+    ) -> Forward:
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
         logits, hidden, kv, held = _run_model(
@@ -191,6 +202,7 @@ def make_forward(
             last=_of_rows(state.tokens, batch),
             starts=batch.starts,
             held=state.held,
+            adapters=adapters,
             media=media_of_tokens(layout.pictures_view(packed), pool) if layout.has_pictures else None,
         )
         state = state._replace(held=held)
@@ -285,7 +297,7 @@ def make_window(
     recurrent: RecurrentOps,
     sampler: SamplerOp,
     max_steps: int,
-) -> Callable[[Weights, KVCache, RowState, Array], tuple[KVCache, RowState, Chosen]]:
+) -> Callable[[Weights, KVCache, RowState, Array, AdapterPool], tuple[KVCache, RowState, Chosen]]:
     """A program that loops over decode steps. A call runs as many steps as its buffer's header says, or fewer
     when every row has ended. No row has a mask.
 
@@ -295,7 +307,7 @@ def make_window(
     """
 
     def window(
-        weights: Weights, kv: KVCache, state: RowState, packed: Array
+        weights: Weights, kv: KVCache, state: RowState, packed: Array, adapters: AdapterPool
     ) -> tuple[KVCache, RowState, Chosen]:
         model = rebuild(weights)
         batch = layout.unpack_rows(packed)
@@ -321,6 +333,7 @@ def make_window(
                 last=carry.tokens,
                 starts=batch.starts + carry.advanced,
                 held=carry.state.held,
+                adapters=adapters,
                 shifts=shifts,
             )
             state = carry.state._replace(held=held)

@@ -44,6 +44,8 @@ class RequestOptions(TypedDict, total=False):
     """What each output is held to: JsonSchema, JsonObject, Regex, Ebnf or Choice."""
     priority: int | None
     """Higher runs first, where the engine's scheduling policy is "priority"."""
+    adapter: str | None
+    """The name of the LoRA adapter with which the outputs are made, see `Engine.adapters`."""
     context: ContextParams | None
     """What to do with a prompt that leaves too little room; by default it is refused."""
     cache: CacheParams | None
@@ -93,6 +95,7 @@ _KINDS: Mapping[str, type] = {
     "hidden_states": bool,
     "max_proposed_tokens": int,
     "priority": int,
+    "adapter": str,
     "return_text": bool,
     "skip_special_tokens": bool,
 }
@@ -121,6 +124,7 @@ def job_of(engine: TextEngine, prompt: Prompt, options: RequestOptions) -> Job:
         context=given.get("context") or ContextParams(),
         cache=given.get("cache") or CacheParams(),
         priority=given.get("priority", 0),
+        adapter=given.get("adapter"),
         return_text=given.get("return_text", engine.text is not None),
         skip_special_tokens=given.get("skip_special_tokens", True),
     )

@@ -45,11 +45,13 @@ class ReadingOptions(TypedDict, total=False):
     """Names the request, for `Engine.abort`; by default a new id."""
     priority: int | None
     """Higher runs first, where the engine's scheduling policy is "priority"."""
+    adapter: str | None
+    """The name of the LoRA adapter with which the inputs are read, see `Engine.adapters`."""
     cache: CacheParams | None
     """How the prompts use the prefix cache."""
 
 
-_KINDS: Mapping[str, type] = {"request_id": str, "priority": int, "cache": CacheParams}
+_KINDS: Mapping[str, type] = {"request_id": str, "priority": int, "adapter": str, "cache": CacheParams}
 
 
 def embed(
@@ -124,6 +126,7 @@ def read(
             prompt_logprobs=None if reading.scores_from is None else 0,
             cache=cast("CacheParams", given.get("cache", CacheParams())),
             priority=cast("int", given.get("priority", 0)),
+            adapter=cast("str | None", given.get("adapter")),
             operation="embeddings" if reading.pooling is not None else "text_completion",
         )
         for i, (prompt, reading) in enumerate(zip(prompts, readings, strict=True))

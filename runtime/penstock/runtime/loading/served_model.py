@@ -34,12 +34,20 @@ from penstock.runtime.loading.pooling import read_answer_tokens, read_pooling
 from penstock.runtime.loading.quantised.checkpoint import find_weights, format_for, without_empty_biases
 from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.processors import available_processors
+from penstock.runtime.models.adapted import AdaptedModel
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.vision import VisionConfig
 from penstock.runtime.models.cutting import cut, sizes_that_work
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import LoadRules, RulesFor, Tensor
-from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules, model_dtype, state_of
+from penstock.runtime.models.params import (
+    abstract_model,
+    adapted_model,
+    leaf_shapes,
+    load_rules,
+    model_dtype,
+    state_of,
+)
 from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.requests.reader import Reader
@@ -93,6 +101,8 @@ class ServedModel:
     """What it makes of pictures; None: it reads none."""
     image_processor: ImageProcessor | None = None
     """Makes pictures ready for it; None: it reads none, or its files do not say how."""
+    adapted: AdaptedModel | None = None
+    """What adapters may change of it; None: the engine is made without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +245,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         pooling=facts.pooling,
         answer_token_ids=facts.answer_token_ids,
         reader=reader_of(facts.config),
+        adapted=adapted_model(facts.config, facts.dtype, facts.linear) if config.max_adapters else None,
     )
 
 

@@ -235,6 +235,11 @@ class EngineCore:
             self._requests.drop_cancelled()
             self._requests.queue(seq, sink)
 
+    def pin_adapters(self, digests: frozenset[str]) -> None:
+        """Set which adapters keep their slots, by their digests."""
+        with self.guard.lock, self.guard.changing():
+            self._scheduler.pin_adapters(digests)
+
     def cancel(self, *request_ids: str) -> None:
         """Frees the slots and pages of requests that nobody reads any more, and tells nobody. Unknown ids are
         ignored.

@@ -228,11 +228,15 @@ class Intake:
         is_known = in_vocabulary(token_ids, self._vocab_size)
         keys = self._scheduler.page_keys(request) if is_known else ()
         if not knows_tokens(sampling, self._vocab_size):
-            return PreparedPrompt(token_ids, cache, tuple(keys), is_known)
+            return PreparedPrompt(
+                token_ids, cache, tuple(keys), is_known, adapter_weights=request.adapter_weights
+            )
         row = None
         if len(sampling.logit_bias) + len(sampling.allowed_token_ids) >= MANY_BIASES:
             row = bias_row(sampling, self._vocab_size)
-        return PreparedPrompt(token_ids, cache, tuple(keys), is_known, sampling, row)
+        return PreparedPrompt(
+            token_ids, cache, tuple(keys), is_known, sampling, row, adapter_weights=request.adapter_weights
+        )
 
     def admit(self, request: Request, prepared: PreparedPrompt | None) -> ScheduledSequence:
         """Make the sequence that `Scheduler.queue` takes. A request without a seed gets one.

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.runtime.errors import InvalidRequest, Violation
+from penstock.runtime.requests.adapter import AdapterWeights
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.images import MediaItem, RotaryPositions, media_problem
 from penstock.runtime.requests.sampling import ResolvedSampling
@@ -198,11 +199,18 @@ class Request:
     """What is wanted of the prompt alone. The request then ends with its prompt, and generates nothing."""
     adapter: str | None = None
     """The name of the LoRA adapter with which the output is made; None: the model alone."""
+    adapter_weights: AdapterWeights | None = field(default=None, compare=False, repr=False)
+    """What that name meant when the request came; the engine finds it."""
     hidden_states: bool = False
     """Whether the hidden state is wanted from which each token was chosen."""
     max_proposed_tokens: int | None = None
     """Most tokens that are proposed for the output in a step; 0: none are. None: the engine's own bound,
     which holds in any case."""
+
+    @property
+    def adapter_digest(self) -> str:
+        """The digest of the adapter's content; empty without one."""
+        return "" if self.adapter_weights is None else self.adapter_weights.digest
 
     def __post_init__(self) -> None:
         bad: list[Violation] = []
@@ -332,6 +340,8 @@ class PreparedPrompt:
     checked."""
     bias_row: NDArray[np.float32] | None = None
     """What `sampling` adds to each logit, float32[V]; None if that is quickly made for each output."""
+    adapter_weights: AdapterWeights | None = None
+    """See `Request.adapter_weights`; None if there is no such adapter, or the request names none."""
     words: WordTable | None = None
     """The bad words of `sampling` that have several tokens."""
 

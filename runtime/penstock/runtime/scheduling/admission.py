@@ -11,7 +11,7 @@ from penstock.runtime.scheduling.plan import Draft, PageCopy, PageWrite
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence
-from penstock.runtime.scheduling.waiting import FEATURE_SLOT, NEXT_STEP
+from penstock.runtime.scheduling.waiting import ADAPTER_SLOT, FEATURE_SLOT, NEXT_STEP
 
 
 class PageSupply:
@@ -79,7 +79,7 @@ class Admission:
         # A sequence that was preempted while its token was in flight must not sample that position again.
         if seq.pending or not roster.num_free_slots or seq.request_id in draft.preempted:
             return None
-        if self._awaits_feature_slot(seq):
+        if self._awaits_feature_slot(seq) or self._awaits_adapter_slot(seq):
             return None
         prefix = self.find_prefix(seq, draft)
         return prefix if prefix is not None and roster.can_enter(seq, prefix) else None
@@ -92,6 +92,12 @@ class Admission:
                 draft.copies.append(PageCopy(prefix.partial[group], table.pages[prefix.num_pages], group))
             draft.writes.append(PageWrite(slot, 0, tuple(table.pages), group))
         draft.entered.append((slot, seq.request))
+        weights = seq.request.adapter_weights
+        if weights is not None:
+            seq.adapter_slot, is_new = self._roster.adapters.take(weights.digest)
+            draft.adapter_slots[slot] = seq.adapter_slot
+            if is_new:
+                draft.adapter_loads.append((seq.adapter_slot, weights))
         if seq.feature_slot is not None:
             draft.feature_slots[slot] = seq.feature_slot
         if seq.request.sampling.has_penalties and len(seq.token_ids) > seq.num_prompt:
@@ -113,7 +119,7 @@ class Admission:
             first = roster.waiting.first(admit=draft.admit)
             if first is None or first.pending or not running or running[-1].rank[0] <= first.rank[0]:
                 return
-            if self._awaits_feature_slot(first):
+            if self._awaits_feature_slot(first) or self._awaits_adapter_slot(first):
                 continue
             prefix = self.find_prefix(first, draft)
             if prefix is not None:
@@ -145,6 +151,15 @@ class Admission:
         if any(other.needs_feature_slot and other.rank[0] > seq.rank[0] for other in roster.running):
             return False
         roster.waiting.step_aside(seq, FEATURE_SLOT)
+        return True
+
+    def _awaits_adapter_slot(self, seq: Sequence) -> bool:
+        """Whether the first sequence in line has stepped aside because its adapter can have no slot, or
+        because one before it waits for a slot: it might take the next one that is free for ever.
+        """
+        if self._roster.has_adapter_slot_for(seq):
+            return False
+        self._roster.waiting.step_aside(seq, ADAPTER_SLOT)
         return True
 
     def find_prefix(self, seq: Sequence, draft: Draft) -> Prefix | None:

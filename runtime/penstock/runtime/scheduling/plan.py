@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.runtime.requests.adapter import AdapterWeights
 from penstock.runtime.requests.images import MediaItem
 from penstock.runtime.requests.request import Request, TokenLogprobs
 from penstock.runtime.scheduling.sequence import Sequence
@@ -143,6 +144,10 @@ class Plan:
     """The pictures to encode before the rows are computed."""
     pictures: tuple[PictureRows, ...] = ()
     """The tokens of the rows that stand for pictures."""
+    adapter_loads: tuple[tuple[int, AdapterWeights], ...] = ()
+    """(slot of adapters, adapter): the adapters to write before the step."""
+    adapter_slots: Mapping[int, int] = field(default_factory=dict)
+    """Slot to slot of its adapter, for those of `new_requests` that have one."""
     pooled: Mapping[int, int] = field(default_factory=dict)
     """Row to the first of its tokens, counted from the row's first one, from which on their hidden states are
     to be added up; none for rows whose request does not pool."""
@@ -243,6 +248,10 @@ class Draft:
     """See `Plan.feature_slots`."""
     snapshots: dict[int, SnapshotUse] = field(default_factory=dict)
     """See `Plan.snapshots`."""
+    adapter_loads: list[tuple[int, AdapterWeights]] = field(default_factory=list)
+    """See `Plan.adapter_loads`."""
+    adapter_slots: dict[int, int] = field(default_factory=dict)
+    """See `Plan.adapter_slots`."""
     prompts: dict[int, Sequence] = field(default_factory=dict)
     """Row to sequence, for the rows from whose prompt tokens log-probabilities or an embedding are wanted."""
     pooled: dict[int, int] = field(default_factory=dict)
@@ -266,6 +275,8 @@ class Draft:
             apart=self.single_rows is True,
             encodes=tuple(self.encodes),
             pictures=tuple(self.pictures),
+            adapter_loads=tuple(self.adapter_loads),
+            adapter_slots=self.adapter_slots,
             pooled=self.pooled,
             proposer=self.proposer,
         )

@@ -1,10 +1,10 @@
 """The prefix cache: finds KV pages of earlier requests that another request may share. No jax.
 
 Keys. A full page has a key that stands for everything its KV depends on, except the weights: key(i) =
-hash(key(i - 1), tokens of page i), where key(-1) is made of the salt and the adapter. (Chained keys are
-vLLM's idea; hashing with a secret protects from collisions made on purpose.) New weights flush the cache, so
-the keys of a prompt never change, and the thread that submits it can make them (`keys_of`) outside the
-engine's lock. Tokens are not compared: the hash is BLAKE2b of 128 bits with a secret of this process, so
+hash(key(i - 1), tokens of page i), where key(-1) is made of the salt and the adapter's content. (Chained
+keys are vLLM's idea; hashing with a secret protects from collisions made on purpose.) New weights flush the
+cache, so the keys of a prompt never change, and the thread that submits it can make them (`keys_of`) outside
+the engine's lock. Tokens are not compared: the hash is BLAKE2b of 128 bits with a secret of this process, so
 equal keys for different prefixes neither happen by chance nor can be searched for.
 
 The keys of pages with tokens of pictures also depend on the pictures, because these tokens are all equal.
@@ -232,7 +232,7 @@ class PrefixCache:
                 keys.append(parent)
 
     def _root(self, request: Request) -> bytes:
-        adapter = ""  # there are none yet
+        adapter = request.adapter_digest
         text = f"{len(adapter)}:{adapter}{request.cache.salt}"
         return self._hash(text.encode(errors="surrogatepass"))
 

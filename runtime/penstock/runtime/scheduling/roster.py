@@ -19,6 +19,7 @@ from bisect import insort
 from collections.abc import Iterable
 
 from penstock.runtime.requests.request import request_id_of
+from penstock.runtime.scheduling.adapter_slots import AdapterSlots
 from penstock.runtime.scheduling.image_pool import PicturePool
 from penstock.runtime.scheduling.load import Counts, Load, LostPages
 from penstock.runtime.scheduling.pages import PageGroup, PageGroups, PagePool, Prefix
@@ -26,7 +27,7 @@ from penstock.runtime.scheduling.prefix_cache import PrefixCache
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import NEVER, Sequence, Status, rank_of
 from penstock.runtime.scheduling.snapshots import Snapshots
-from penstock.runtime.scheduling.waiting import FEATURE_SLOT, Waiting, take_ranked
+from penstock.runtime.scheduling.waiting import ADAPTER_SLOT, FEATURE_SLOT, Waiting, take_ranked
 
 
 class Roster:
@@ -51,6 +52,8 @@ class Roster:
         self.snapshots = Snapshots(config.num_snapshots) if config.num_snapshots else None
         """The snapshots of recurrent state; None where there are none."""
         self.cache = PrefixCache(self.groups, self.waiting, self.snapshots, enabled=most_cached != 0)
+        self.adapters = AdapterSlots(config.max_adapters)
+        """The adapters that are on the device."""
         self.pictures = PicturePool(config.picture_blocks)
         """The pictures whose embeddings are on the device."""
         self.running: list[Sequence] = []
@@ -106,6 +109,15 @@ class Roster:
         """Whether a feature slot is free, or the sequence needs none."""
         return bool(self._free_feature_slots) or not seq.needs_feature_slot
 
+    def has_adapter_slot_for(self, seq: Sequence) -> bool:
+        """Whether the adapter of the sequence is on the device or can have a slot there, and nobody before it
+        waits for one; true if it needs none.
+        """
+        digest = seq.request.adapter_digest
+        if not digest:
+            return True
+        return self.adapters.can_take(digest) and not self.waiting.is_aside_before(ADAPTER_SLOT, seq)
+
     def add(self, seq: Sequence) -> None:
         """Add a new sequence to the queue."""
         self._active[seq.request_id] = seq
@@ -129,6 +141,7 @@ class Roster:
             return None
         for other in self._outputs.get(request_id_of(request.fork_of), ()):
             same = other.request.prompt_token_ids is request.prompt_token_ids
+            same = same and other.request.adapter_digest == request.adapter_digest
             if same and other.sharing.is_shareable and self.groups.can_fork(other):
                 return other
         return None
@@ -150,7 +163,7 @@ class Roster:
         """Whether the slots that a sequence needs are free, and its own pages beside the shared ones and the
         headroom of the running sequences.
         """
-        if not (self._free_slots and self.has_feature_slot_for(seq)):
+        if not (self._free_slots and self.has_feature_slot_for(seq) and self.has_adapter_slot_for(seq)):
             return False
         return self.groups.have_room(seq, prefix, self.running)
 
@@ -204,7 +217,10 @@ class Roster:
         if seq.status is Status.RUNNING:
             self._leave(seq)
         else:
+            was_before = seq.awaits == ADAPTER_SLOT
             self.waiting.take(seq)
+            if was_before:
+                self.waiting.happened(ADAPTER_SLOT)
         del self._active[seq.request_id]
         name = request_id_of(seq.request_id)
         self._outputs[name].remove(seq)
@@ -220,11 +236,13 @@ class Roster:
         if seq.feature_slot is not None:
             heapq.heappush(self._free_feature_slots, seq.feature_slot)
             self.waiting.happened(FEATURE_SLOT)
+        if seq.adapter_slot is not None and self.adapters.give(seq.request.adapter_digest):
+            self.waiting.happened(ADAPTER_SLOT)
         self.groups.leave(seq)
         if self.snapshots is not None:
             self.snapshots.leave(seq)
         self.let_go_of_picture(seq)
-        seq.slot = seq.feature_slot = None
+        seq.slot = seq.feature_slot = seq.adapter_slot = None
 
     def let_go_of_picture(self, seq: Sequence) -> None:
         """Note that a sequence computes no further token of the picture that it holds, if it holds one."""
@@ -261,6 +279,7 @@ class Roster:
         self.groups.check(running)
         if self.snapshots is not None:
             self.snapshots.check(running)
+        self.adapters.check(digest for seq in running if (digest := seq.request.adapter_digest))
         self.pictures.check(seq.picture for seq in running if seq.picture is not None)
         slots = [seq.slot for seq in running if seq.slot is not None]
         _expect(len(slots) == len(running), "a running sequence has no slot")
@@ -289,6 +308,7 @@ class Roster:
             _expect(not seq.tables and seq.slot is None, f"{name} waits but holds pages or a slot")
             _expect(seq.picture is None, f"{name} waits but holds a picture")
             _expect(seq.feature_slot is None, f"{name} waits but holds a feature slot")
+            _expect(seq.adapter_slot is None, f"{name} waits but holds an adapter's slot")
             _expect(seq.num_computed == 0, f"{name} waits but has computed positions")
             _expect(seq.sharing.publish_at == NEVER, f"{name} waits but publishes pages")
             self._check_awaited(seq)
@@ -314,6 +334,8 @@ class Roster:
             _expect(promised and event in seq.sharing.keys, f"{name} awaits what nobody promised")
         elif event == FEATURE_SLOT:
             _expect(not self.has_feature_slot_for(seq), f"{name} awaits a feature slot, and one is free")
+        elif event == ADAPTER_SLOT:
+            _expect(not self.has_adapter_slot_for(seq), f"{name} awaits an adapter's slot, and can have one")
 
 
 def _expect(holds: bool, what: str) -> None:

@@ -37,6 +37,7 @@ from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import NEVER_NS, PromptValues, Sequence, Sharing, Status, StopRules
 from penstock.runtime.scheduling.status import OutputStatus, status_of
+from penstock.runtime.scheduling.waiting import ADAPTER_SLOT
 
 __all__ = ["Load", "Scheduler", "SchedulerConfig"]
 
@@ -610,6 +611,11 @@ class Scheduler:
             seq.forget_prompt_values()
         self.roster.forget_pictures()
         self.flush_prefix_cache()
+
+    def pin_adapters(self, digests: frozenset[str]) -> None:
+        """Set which adapters keep their slots. They are fewer than there are slots."""
+        self.roster.adapters.pinned = digests
+        self.roster.waiting.happened(ADAPTER_SLOT)
 
     def flush_prefix_cache(self) -> FlushedPages:
         """Forgets all cached prefixes. Pages that running requests hold stay theirs, and are not shared with

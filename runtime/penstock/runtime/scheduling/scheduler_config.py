@@ -71,6 +71,8 @@ class SchedulerConfig:
     computed."""
     window_steps: tuple[int, ...] = ()
     """The lengths that windows may have, ascending from 1; empty: any length."""
+    max_adapters: int = 0
+    """Slots of adapters."""
     picture_blocks: int = 0
     """Blocks of the pool of picture embeddings, see `image_pool`; 0: prompts have no pictures."""
     max_encode_patches: int = 0

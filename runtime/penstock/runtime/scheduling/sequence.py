@@ -304,6 +304,8 @@ class Sequence:
     status: Status = Status.WAITING
     slot: int | None = None
     feature_slot: int | None = None
+    adapter_slot: int | None = None
+    """The slot of its adapter while it runs; None if it has none."""
     tables: tuple[PageTable, ...] = ()
     """The page table in each group; none while it holds no pages."""
     covered: int = 0

@@ -17,6 +17,8 @@ NEXT_STEP = "the next step"
 """The event that `Planner.make` announces when it begins."""
 FEATURE_SLOT = "a feature slot"
 """The event that a feature slot is given back."""
+ADAPTER_SLOT = "an adapter's slot"
+"""The event that an adapter has no user any more, so that another one may have its slot."""
 
 
 class Waiting:
@@ -57,6 +59,10 @@ class Waiting:
     def num_aside(self, event: Hashable) -> int:
         """How many sequences have stepped aside for this event."""
         return sum(seq.awaits == event for seq in self._aside.get(event, ()))
+
+    def is_aside_before(self, event: Hashable, seq: Sequence) -> bool:
+        """Whether a sequence that ranks before `seq` has stepped aside for this event."""
+        return any(other.awaits == event and other.rank < seq.rank for other in self._aside.get(event, ()))
 
     def num_in_line(self, *, admit: bool = True) -> int:
         """How many sequences stand in line; with `admit` false, how many whose requests have started."""
