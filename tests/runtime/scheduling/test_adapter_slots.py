@@ -4,6 +4,7 @@ than adapters. Pages are shared by requests with the same content of an adapter 
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.adapter_slots import AdapterSlots
 from penstock.runtime.scheduling.plan import Plan
 from penstock.runtime.scheduling.scheduler import Scheduler
+from tests.support.scheduler.fake_runner import FakeRunner, run_alone
 from tests.support.scheduler.scheduling import commit, dispatch, make
 
 
@@ -116,6 +118,48 @@ def test_pages_are_shared_by_requests_of_one_content_only() -> None:
         shared[name] = step(scheduler).rows[0].start
     assert shared["first"] == shared["plain"] == shared["other"] == 0
     assert shared["again"] > 0
+
+
+@given(st.randoms(use_true_random=False))
+def test_every_request_runs_with_its_own_adapter_and_ends(rng: random.Random) -> None:
+    """More adapters than slots, few pages, preemptions, aborts, and shared beginnings: each answer is what
+    the request would get alone, and its slot holds its adapter in every step.
+    """
+    scheduler = make(max_adapters=rng.randint(1, 2), num_pages=12, prefix_cache_pages=None)
+    runner, on_device, made = FakeRunner(scheduler.config), dict[int, str](), dict[str, list[int]]()
+    waiting = [
+        Request(
+            f"r{i}",
+            (*range(rng.choice([3, 9])), rng.randint(0, 3)),
+            ResolvedSampling(),
+            StoppingParams(max_tokens=rng.randint(1, 9), ignore_eos=True),
+            adapter_weights=weights(digest) if (digest := rng.choice(["", "a", "b", "c"])) else None,
+        )
+        for i in range(rng.randint(1, 8))
+    ]
+    wanted = {r.request_id: run_alone(r, scheduler.config.context_limit(r))[0] for r in waiting}
+    for _ in range(300):
+        if waiting and rng.random() < 0.5:
+            request = waiting.pop()
+            made[request.request_id] = []
+            scheduler.add(request, 1)
+        if rng.random() < 0.05:
+            scheduler.preempt_all()
+        if made and rng.random() < 0.05 and scheduler.abort(gone := rng.choice(list(made)), "", 1):
+            del wanted[gone]
+        scheduler.check()
+        plan = scheduler.schedule(2, max_steps=rng.choice([1, 4]))
+        if plan is None:
+            if not waiting:
+                break
+            continue
+        on_device.update({slot: loaded.digest for slot, loaded in plan.adapter_loads})
+        for slot, request in plan.new_requests:
+            assert on_device.get(plan.adapter_slots.get(slot, 0), "") == request.adapter_digest
+        for output in scheduler.commit(plan, runner.execute(plan), 2):
+            made[output.request_id] += output.token_ids
+    assert not scheduler.has_work
+    assert {name: made[name] for name in wanted} == wanted
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=60))

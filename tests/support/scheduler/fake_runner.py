@@ -38,10 +38,10 @@ WEIGHT_BYTES = 1000
 
 
 def root_digest(request: Request, generation: int) -> int:
-    """The digest before the first token. Requests with different salts, or on different weights, have no
-    digest in common.
+    """The digest before the first token. Requests with different salts or adapters, or on different weights,
+    have no digest in common.
     """
-    return crc32(f"{generation} {request.cache.salt}".encode())
+    return crc32(f"{generation} {request.cache.salt} {request.adapter_digest}".encode())
 
 
 def digest(previous: int, token: int) -> int:
