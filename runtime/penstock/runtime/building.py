@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from penstock.runtime.adapters.interface import AdapterTensors
-from penstock.runtime.adapters.peft import AdapterReader, AdapterShape
+from penstock.runtime.adapters.peft import AdapterReader
 from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig, ResolvedConfig, resolve
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import (
@@ -373,8 +373,7 @@ def _adapter_reader(
     adapted = model.adapted
     if adapted is None or not config.max_adapters:
         return None
-    shape = AdapterShape(adapted.layers, adapted.size, np.dtype(model.dtype), config.max_adapter_rank)
-    return AdapterReader(shape).read
+    return AdapterReader(adapted, config.max_adapter_rank).read
 
 
 def _adapter_shapes(model: ServedModel, config: ResolvedConfig) -> dict[str, Any]:

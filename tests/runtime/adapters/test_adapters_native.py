@@ -5,7 +5,6 @@ those of an engine that has none.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -69,16 +68,20 @@ def answers(engine: Engine, asked: list[tuple[int, str | None]], threads: int) -
         return list(pool.map(one, asked))
 
 
-@pytest.fixture(scope="module")
-def plain() -> Iterator[list[Answer]]:
-    with Engine.from_pretrained("demo", CONFIG) as engine:
-        yield answers(engine, [(i, None) for i in range(len(PROMPTS))], 1)
-
-
-@pytest.mark.ci
-def test_bits_depend_on_no_neighbour(plain: list[Answer]) -> None:
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        pytest.param("none", marks=pytest.mark.ci),
+        pytest.param("int8", marks=pytest.mark.sweep),
+        pytest.param("int4", marks=pytest.mark.sweep),
+    ],
+)
+def test_bits_depend_on_no_neighbour(quantization: str) -> None:
+    config = dataclasses.replace(CONFIG, quantization=quantization)
     asked = [(i, adapter) for i in range(len(PROMPTS)) for adapter in (None, "one", "two")]
-    with Engine.from_pretrained("demo", dataclasses.replace(CONFIG, max_adapters=2)) as engine:
+    with Engine.from_pretrained("demo", config) as engine:
+        plain = answers(engine, [(i, None) for i in range(len(PROMPTS))], 1)
+    with Engine.from_pretrained("demo", dataclasses.replace(config, max_adapters=2)) as engine:
         assert engine.info.batch_invariant
         for seed, name in enumerate(("one", "two")):
             engine.adapters.load(name, random_adapter(engine, seed))

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 from penstock.runtime.adapters.interface import AdapterTensors, check_name
-from penstock.runtime.adapters.peft import AdapterReader, AdapterShape, read_config
+from penstock.runtime.adapters.peft import AdapterReader, read_config
 from penstock.runtime.errors import AdapterFormatError, InvalidRequest
-from penstock.runtime.models.adapted import AdaptedLayer, AdaptedPart
+from penstock.runtime.models.adapted import AdaptedLayer, AdaptedModel, AdaptedPart
 from penstock.runtime.ops.adapters import AdapterPlace
 
 RANK = 4
 FUSED = AdapterPlace(0, 3, (2, 1))
 """Two layers of the checkpoint that the model computes together; of the first the outputs change places."""
 DOWN = AdapterPlace(FUSED.size, 2, (3,))
-SHAPE = AdapterShape(
+MODEL = AdaptedModel(
     {
         "model.layers.0.self_attn.q_proj": AdaptedLayer(3, 2, (AdaptedPart(FUSED, 0, np.array([1, 0])),)),
         "model.layers.0.self_attn.k_proj": AdaptedLayer(3, 1, (AdaptedPart(FUSED, 1, np.array([0])),)),
@@ -31,9 +31,9 @@ SHAPE = AdapterShape(
     },
     FUSED.size + DOWN.size,
     np.dtype(np.float32),
-    RANK,
+    is_native=False,
 )
-READER = AdapterReader(SHAPE)
+READER = AdapterReader(MODEL, RANK)
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 A, B = np.arange(1, 7, dtype=np.float32).reshape(2, 3), np.arange(1, 5, dtype=np.float32).reshape(2, 2)

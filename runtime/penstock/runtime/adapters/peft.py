@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from penstock.runtime.adapters.interface import AdapterTensors
 from penstock.runtime.errors import AdapterFormatError, ConfigError
 from penstock.runtime.loading.safetensors_files import TensorEntry, header_of
-from penstock.runtime.models.adapted import AdaptedLayer
+from penstock.runtime.models.adapted import AdaptedModel
 from penstock.runtime.requests.adapter import AdapterWeights
 
 CONFIG_NAME: Final = "adapter_config.json"
@@ -51,19 +51,6 @@ _OF_OTHER_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin that change the model's own weights, so that the adapter fits no others."""
 _ROOTS = ("model.", "model.language_model.", "language_model.model.", "model.model.", "transformer.", "")
 """What the names of a decoder's layers may begin with."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterShape:
-    """What an adapter of one model can be."""
-
-    layers: Mapping[str, AdaptedLayer]
-    """The layers that may be changed, by their names in the model's checkpoint."""
-    size: int
-    """How many units of `rank` values an adapter takes, see `AdapterPlace`."""
-    dtype: np.dtype[Any]
-    rank: int
-    """The largest rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +171,11 @@ class _Half:
 class AdapterReader:
     """Makes adapters of one model ready for the device."""
 
-    def __init__(self, shape: AdapterShape) -> None:
-        self._shape = shape
+    def __init__(self, model: AdaptedModel, rank: int) -> None:
+        """`rank`: the largest that an adapter may have."""
+        self._model, self._rank = model, rank
         self._by_rest: dict[str, str] = {}
-        for name in shape.layers:
+        for name in model.layers:
             root = next(root for root in sorted(_ROOTS, key=len, reverse=True) if name.startswith(root))
             self._by_rest[name.removeprefix(root)] = name
 
@@ -217,9 +205,9 @@ class AdapterReader:
     def _made(
         self, fields: Mapping[str, Any], tensors: Iterable[tuple[str, NDArray[np.generic]]]
     ) -> AdapterWeights:
-        shape, config = self._shape, read_config(fields)
+        model, config = self._model, read_config(fields)
         halves: dict[str, dict[bool, str]] = {}
-        values = np.zeros(shape.size * shape.rank, shape.dtype)
+        values = np.zeros(model.size * self._rank, model.dtype)
         for name, tensor in tensors:
             half = self._check(config, name, tensor.shape, tensor.dtype)
             there = halves.setdefault(half.layer, {})
@@ -237,7 +225,7 @@ class AdapterReader:
                 raise AdapterFormatError(f"the other matrix of {layer} is missing", tensor=name)
         _check_complete(fields, halves)
         if not np.isfinite(values.astype(np.float32)).all():
-            raise AdapterFormatError(f"its numbers, times the scaling, are too large for {shape.dtype}")
+            raise AdapterFormatError(f"its numbers, times the scaling, are too large for {model.dtype}")
         return AdapterWeights(
             values=values,
             digest=hashlib.blake2b(values.view(np.uint8).data, digest_size=16).hexdigest(),
@@ -249,9 +237,9 @@ class AdapterReader:
     def _check(self, config: LoraConfig, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Half:
         """Which matrix a tensor is. AdapterFormatError if its name, shape or dtype cannot be right."""
         half = self._half(name)
-        layer, rank = self._shape.layers[half.layer], config.rank_of(half.layer)
-        if rank > self._shape.rank:
-            message = f"its rank is {rank}, and the server takes at most {self._shape.rank}"
+        layer, rank = self._model.layers[half.layer], config.rank_of(half.layer)
+        if rank > self._rank:
+            message = f"its rank is {rank}, and the server takes at most {self._rank}"
             raise AdapterFormatError(message, tensor=name)
         wanted = (layer.out_size, rank) if half.is_b else (rank, layer.in_size)
         if tuple(shape) != wanted:
@@ -278,8 +266,8 @@ class AdapterReader:
 
     def _put(self, values: NDArray[Any], half: _Half, matrix: NDArray[np.float32]) -> None:
         """Write a matrix, B times its scaling, to its places."""
-        rank = self._shape.rank
-        layer = self._shape.layers[half.layer]
+        rank = self._rank
+        layer = self._model.layers[half.layer]
         for each in layer.parts:
             place, size = each.place, len(each.outputs)
             if half.is_b:

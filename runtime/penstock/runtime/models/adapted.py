@@ -70,6 +70,8 @@ class AdaptedModel:
     """By their names in the checkpoint."""
     size: int
     """How many units of `rank` values an adapter takes, see `AdapterPlace`."""
+    dtype: np.dtype[Any]
+    """The dtype in which they are computed."""
     is_native: bool
     """Whether native kernels compute all that adapters add."""
 

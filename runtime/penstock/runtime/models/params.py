@@ -108,7 +108,7 @@ def adapted_model(
     model = nnx.merge(*_abstract_model(config, dtype, linear))
     stored = _spelled(family_of(config.architecture).stored(config.whole or config), config.names)
     is_native = model.is_native and adds_natively(model)
-    return AdaptedModel(adapted_layers(model, dtype, stored), model.adapter_size, is_native)
+    return AdaptedModel(adapted_layers(model, dtype, stored), model.adapter_size, dtype, is_native)
 
 
 def _spelled(stored: StoredAt, names: TensorNames) -> StoredAt:

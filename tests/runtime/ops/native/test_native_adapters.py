@@ -110,9 +110,15 @@ EPILOGUES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("num_rows", [3, 40])
-@pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("kind", KINDS)
+CASES = [
+    (kind, epilogue, (3, 40)[(i + j) % 2])
+    for i, kind in enumerate(KINDS)
+    for j, epilogue in enumerate(EPILOGUES)
+]
+"""Each kind of weights and each epilogue, with few rows or with many."""
+
+
+@pytest.mark.parametrize(("kind", "epilogue", "num_rows"), CASES)
 def test_what_is_added_joins_the_product_of_its_row_alone(kind: str, epilogue: str, num_rows: int) -> None:
     """It is as if the layer had a bias of its own for the row, and every other row is as if it had none."""
     x, options, weight = jnp.asarray(draw(8, 40, 64)), EPILOGUES[epilogue], packed(kind)
