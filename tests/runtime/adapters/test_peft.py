@@ -128,6 +128,11 @@ def test_a_missing_half_is_named(half: str) -> None:
         READER.read(sent(CONFIG, {f"{Q}.lora_{half}.weight": TENSORS[f"{Q}.lora_{half}.weight"]}))
 
 
+def test_a_scaling_that_leaves_the_range_of_the_dtype() -> None:
+    with pytest.raises(AdapterFormatError, match="too large for float32"):
+        READER.read(sent({**CONFIG, "lora_alpha": 1e38}, {**TENSORS, f"{Q}.lora_B.weight": B * 1000}))
+
+
 BAD_FIELDS: dict[str, dict[str, Any]] = {
     "peft_type": {"peft_type": "IA3"},
     "r": {"r": 0},

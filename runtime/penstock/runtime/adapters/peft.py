@@ -214,9 +214,9 @@ class AdapterReader:
             if half.is_b in there:
                 raise AdapterFormatError("the layer has this matrix already", tensor=name)
             there[half.is_b] = name
-            self._put(
-                values, half, _finite(name, tensor, config.scaling_of(half.layer) if half.is_b else 1.0)
-            )
+            factor = config.scaling_of(half.layer) if half.is_b else 1.0
+            with np.errstate(over="ignore"):  # infinity is found below
+                self._put(values, half, _finite(name, tensor) * np.float32(factor))
         if not halves:
             raise AdapterFormatError("the adapter has no tensors")
         for layer, there in halves.items():
@@ -280,12 +280,11 @@ class AdapterReader:
                 block[:, : matrix.shape[0]] = matrix.T.astype(values.dtype)
 
 
-def _finite(name: str, tensor: NDArray[np.generic], factor: float) -> NDArray[np.float32]:
+def _finite(name: str, tensor: NDArray[np.generic]) -> NDArray[np.float32]:
     values = np.asarray(tensor).astype(np.float32)
     if not np.isfinite(values).all():
         raise AdapterFormatError("it has NaN or infinity", tensor=name)
-    with np.errstate(over="ignore"):
-        return values if factor == 1.0 else values * np.float32(factor)
+    return values
 
 
 def _check_complete(fields: Mapping[str, Any], layers: Iterable[str]) -> None:
