@@ -221,6 +221,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
     )
     host_memory.give_back()
     graphdef, shapes = abstract_model(facts.config, facts.dtype, facts.linear)
+    takes_adapters = bool(config.max_adapters) and facts.config.encoder is None
     return ServedModel(
         name=config.served_model_name or (model if not Path(model).exists() else directory.resolve().name),
         architecture=facts.config.architecture,
@@ -245,7 +246,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         pooling=facts.pooling,
         answer_token_ids=facts.answer_token_ids,
         reader=reader_of(facts.config),
-        adapted=adapted_model(facts.config, facts.dtype, facts.linear) if config.max_adapters else None,
+        adapted=adapted_model(facts.config, facts.dtype, facts.linear) if takes_adapters else None,
     )
 
 
