@@ -124,7 +124,10 @@ class FakeEngine:
         self.changes = FakeChanges()
         self.updater = FakeUpdater(self)
         self.adapters = FakeAdapters(
-            self.config.max_adapters, self._outputs_on, self.config.max_cached_adapters
+            self.config.max_adapters,
+            self._outputs_on,
+            self.config.max_cached_adapters,
+            self.config.adapter_dir,
         )
         self.registry = Registry()
         self.profiler = FakeProfiler()

@@ -24,8 +24,13 @@ NOW_S = 1_700_000_000.0
 class FakeAdapters:
     """Knows adapters by name. A directory holds a file `content`; what is pushed is known by its bytes."""
 
-    def __init__(self, most: int, running: Callable[[str], int], most_cached: int = 64) -> None:
-        """`most`: on the device; 0: none at all. `running` counts the outputs on an adapter."""
+    def __init__(
+        self, most: int, running: Callable[[str], int], most_cached: int = 64, folder: Path | None = None
+    ) -> None:
+        """`most`: on the device; 0: none at all. `running` counts the outputs on an adapter. `folder` has
+        those that requests may name without a load.
+        """
+        self._folder = folder
         self._most, self._most_cached, self._running = most, most_cached, running
         self._lock = threading.Lock()
         self._known: dict[str, AdapterInfo] = {}
@@ -108,6 +113,14 @@ class FakeAdapters:
             if info.name == name:
                 return info
         raise UnknownAdapterError(name)
+
+    def weights_of(self, name: str) -> object:
+        self._check_on()
+        check_name(name)
+        known = name in [info.name for info in self.list()]
+        if not known and self._folder is not None and (self._folder / name).is_dir():
+            self.load(name, self._folder / name)
+        return self.get(name)
 
     def _check_on(self) -> None:
         if not self.is_on:

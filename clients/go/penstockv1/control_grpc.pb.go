@@ -145,7 +145,8 @@ type ControlServiceClient interface {
 	//	                    waits
 	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
 	PushAdapter(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[PushAdapterRequest, PushAdapterResponse], error)
-	// Drops an adapter. Requests that run on it finish, and no new one finds it. Role: control.
+	// Drops an adapter. Requests that run on it finish, and no new one finds it, unless --adapter-dir has one of this
+	// name, which the next request that names it loads again. Role: control.
 	//
 	//	INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
 	//	NOT_FOUND           UNKNOWN_ADAPTER
@@ -504,7 +505,8 @@ type ControlServiceServer interface {
 	//	                    waits
 	//	UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
 	PushAdapter(grpc.ClientStreamingServer[PushAdapterRequest, PushAdapterResponse]) error
-	// Drops an adapter. Requests that run on it finish, and no new one finds it. Role: control.
+	// Drops an adapter. Requests that run on it finish, and no new one finds it, unless --adapter-dir has one of this
+	// name, which the next request that names it loads again. Role: control.
 	//
 	//	INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
 	//	NOT_FOUND           UNKNOWN_ADAPTER

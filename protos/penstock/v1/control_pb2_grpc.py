@@ -301,7 +301,8 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Drops an adapter. Requests that run on it finish, and no new one finds it. Role: control.
+        """Drops an adapter. Requests that run on it finish, and no new one finds it, unless --adapter-dir has one of this
+        name, which the next request that names it loads again. Role: control.
         INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
         NOT_FOUND           UNKNOWN_ADAPTER
         UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters

@@ -134,7 +134,8 @@ class ControlServiceStub:
       UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.UnloadAdapterRequest, _adapters_pb2.UnloadAdapterResponse]
-    """Drops an adapter. Requests that run on it finish, and no new one finds it. Role: control.
+    """Drops an adapter. Requests that run on it finish, and no new one finds it, unless --adapter-dir has one of this
+    name, which the next request that names it loads again. Role: control.
       INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
       NOT_FOUND           UNKNOWN_ADAPTER
       UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
@@ -274,7 +275,8 @@ class ControlServiceAsyncStub(ControlServiceStub):
       UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.UnloadAdapterRequest, _adapters_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """Drops an adapter. Requests that run on it finish, and no new one finds it. Role: control.
+    """Drops an adapter. Requests that run on it finish, and no new one finds it, unless --adapter-dir has one of this
+    name, which the next request that names it loads again. Role: control.
       INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
       NOT_FOUND           UNKNOWN_ADAPTER
       UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters
@@ -495,7 +497,8 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _adapters_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_adapters_pb2.UnloadAdapterResponse, _abc.Awaitable[_adapters_pb2.UnloadAdapterResponse]]:
-        """Drops an adapter. Requests that run on it finish, and no new one finds it. Role: control.
+        """Drops an adapter. Requests that run on it finish, and no new one finds it, unless --adapter-dir has one of this
+        name, which the next request that names it loads again. Role: control.
           INVALID_ARGUMENT    INVALID_FIELD: a value is wrong
           NOT_FOUND           UNKNOWN_ADAPTER
           UNIMPLEMENTED       UNSUPPORTED_FEATURE: the server was started without adapters

@@ -181,7 +181,13 @@ class Adapters(Protocol):
         ...
 
     def get(self, name: str) -> AdapterInfo:
-        """The adapter of this name, which may be read from the disk. Blocks. Raises UnknownAdapterError."""
+        """The adapter of this name, which is in memory. Raises UnknownAdapterError."""
+        ...
+
+    def weights_of(self, name: str) -> object:
+        """What the name means now, for a request. An adapter that is not in memory is read from the directory
+        of adapters first, which blocks. Raises UnknownAdapterError, and what `load` raises.
+        """
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -114,7 +115,6 @@ async def test_a_name_is_never_a_path(tmp_path: Path) -> None:
         told = set[str]()
         uris = (f"{outside}", f"{root}/../outside", f"{root}", f"{root}/link", f"{root}/none", "/nowhere")
         for fields in [
-            {"name": "link"},
             {"name": "none"},
             *({"name": "x", "uri": f"file://{u}"} for u in uris),
         ]:
@@ -124,6 +124,7 @@ async def test_a_name_is_never_a_path(tmp_path: Path) -> None:
         assert len(told) == 1, "what is elsewhere is refused alike, whether it exists or not"
         assert (await failure_of(load(rig, "x", uri="s3://bucket/x"))).info.metadata["field"] == "uri"
         assert await names(rig) == []
+        await load(rig, "link")  # which only the operator can have made
 
 
 @pytest.mark.parametrize(
@@ -224,6 +225,17 @@ async def test_requests_reach_the_engine_with_their_adapter(tmp_path: Path) -> N
     assert [request.adapter for request in engine.seen] == ["sql"] * 7 + [None]
 
 
+async def test_the_first_request_that_names_an_adapter_of_the_directory_loads_it(tmp_path: Path) -> None:
+    on_disk(tmp_path, "sql")
+    async with serving(with_adapters(tmp_path)) as rig:
+        reply = await rig.inference.Generate(generate("a", adapter="sql"))
+        assert reply.model == "sql"
+        assert await names(rig) == ["sql"]
+        for name in ("../sql", "other/model", ".", "x" * 200):
+            failure = await failure_of(rig.inference.Generate(generate("a", adapter=name)))
+            assert failure.reason == "UNKNOWN_ADAPTER", name
+
+
 async def test_an_adapter_that_is_not_there_is_refused_before_anything_is_made() -> None:
     async with serving(with_adapters()) as rig:
         for call in (
@@ -295,6 +307,7 @@ async def test_an_adapter_leaves_under_running_streams(tmp_path: Path) -> None:
     engine = with_adapters(tmp_path, hold=True, max_num_seqs=4)
     async with serving(engine) as rig:
         await load(rig, "sql")
+        shutil.rmtree(tmp_path / "sql")  # a request would load it again
         prompts = [stream(f"a{i}", adapter="sql") for i in range(4)]
         running = [asyncio.create_task(collect(rig.inference.Stream(one))) for one in prompts]
         await until(lambda: len(engine.seen) == 4)

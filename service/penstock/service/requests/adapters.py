@@ -36,7 +36,7 @@ class AdapterOnDisk(AskedAdapter):
     """An adapter that the server is to read."""
 
     directory: Path
-    """It lies below the server's directory of adapters, with no symbolic link on the way."""
+    """Where it is: in the server's directory of adapters, by its name, or below that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +58,22 @@ def to_load(message: adapters_pb2.LoadAdapterRequest, root: Path | None) -> Adap
     bad.raise_if_any()
     if root is None:
         raise UnsupportedFeature(["LoadAdapter"], "the server was started without --adapter-dir")
-    real_root = Path(os.path.realpath(root))
-    named = "uri" if message.uri else "name"
-    path = path_of(message.uri, "uri") if message.uri else root / message.name
-    real = Path(os.path.realpath(path))
+    directory = _below(root, message.uri) if message.uri else root / message.name
     # What lies elsewhere is refused alike, whether it exists or not.
-    if real_root not in real.parents or not real.is_dir():
+    if directory is None or not directory.is_dir():
+        named = "uri" if message.uri else "name"
         raise InvalidRequest([Violation(named, "names no directory below the server's --adapter-dir")])
-    return AdapterOnDisk(name=message.name, replace=message.replace, pinned=message.pinned, directory=real)
+    return AdapterOnDisk(
+        name=message.name, replace=message.replace, pinned=message.pinned, directory=directory
+    )
+
+
+def _below(root: Path, uri: str) -> Path | None:
+    """The path that a URI names, without symbolic links; None if it does not lie below `root`. What is named
+    by a name alone is not looked at so, because only the operator can put a link into `root`.
+    """
+    real = Path(os.path.realpath(path_of(uri, "uri")))
+    return real if Path(os.path.realpath(root)) in real.parents else None
 
 
 def to_push(message: adapters_pb2.PushAdapterRequest) -> SentAdapter:
@@ -92,6 +100,15 @@ def named_adapter(message: adapters_pb2.UnloadAdapterRequest | adapters_pb2.PinA
     _check_name("name", message.name, bad)
     bad.raise_if_any()
     return message.name
+
+
+def is_name(name: str) -> bool:
+    """Whether an adapter can have this name."""
+    try:
+        check_name(name)
+    except InvalidRequest:
+        return False
+    return True
 
 
 def _check_name(field: str, name: str, bad: Violations) -> None:

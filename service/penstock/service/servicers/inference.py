@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
-from penstock.runtime.errors import DuplicateRequestId, InvalidRequest, Violation
+from penstock.runtime.errors import DuplicateRequestId, InvalidRequest, UnknownAdapterError, Violation
 from penstock.runtime.loop.interface import AbortOutcome
 from penstock.runtime.prompting.jobs import (
     PreparedJob,
@@ -80,6 +80,7 @@ from penstock.service.errors import RequestAborted
 from penstock.service.replies import messages
 from penstock.service.replies.messages import Collected, encode_logprobs
 from penstock.service.replies.outputs import Buffer, Encode, RequestReader, Taken
+from penstock.service.requests.adapters import is_name
 from penstock.service.requests.generate import ServedJob, encode_prompt, encode_words, message_cost, to_job
 from penstock.service.requests.reading import (
     RERANK_METHODS,
@@ -300,10 +301,12 @@ class ServedRequest:
 
     async def _find_adapter(self) -> None:
         """Raise UnknownAdapterError before the request costs anything. An adapter that nobody has asked for
-        yet may be read from the disk.
+        yet may be read from the disk. A name that no adapter can have is that of none.
         """
         if self.job.adapter is not None:
-            await self._lanes.heavy(partial(self._engine.adapters.get, self.job.adapter))
+            if not is_name(self.job.adapter):
+                raise UnknownAdapterError(self.job.adapter)
+            await self._lanes.heavy(partial(self._engine.adapters.weights_of, self.job.adapter))
 
     def _hold(self, media: Sequence[MediaItem]) -> None:
         """Count the images until the request ends. Raises Busy."""
