@@ -105,6 +105,17 @@ def test_a_golden_with_all_figures(run: Run) -> None:
     assert facts["end_token_ids"] == [2]
 
 
+def test_places_for_adapters(run: Run) -> None:
+    """A place has room for inputs and outputs of each linear layer; one more place stays empty."""
+    code, out, _ = run(str(GOLDEN / "llama"), "--json", "--max-adapters", "3")
+    facts = json.loads(out)
+    attention, mlp = 2 * (48 + 48) + 2 * (48 + 24), 3 * (48 + 112)
+    assert (code, facts["adapter_bytes"]) == (0, (3 + 1) * 16 * 2 * (attention + mlp) * 4)
+    whole = facts["weight_bytes"] + facts["adapter_bytes"] + facts["requests"] * facts["request_bytes"]
+    assert facts["total_bytes"] == whole
+    assert "adapters    0.4 MiB" in run(str(GOLDEN / "llama"), "--max-adapters", "3")[1]
+
+
 def test_a_kv_cache_of_int8(run: Run) -> None:
     """A byte for each of the 32 channels, and 4 for the scale."""
     code, out, _ = run(str(GOLDEN / "qwen3"), "--json", "--kv-cache-dtype", "int8")

@@ -25,7 +25,7 @@ from penstock.runtime.model_files import read_json_object
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import pack_code_rows
-from penstock.runtime.models.params import abstract_model, leaf_shapes, model_dtype
+from penstock.runtime.models.params import abstract_model, adapted_model, leaf_shapes, model_dtype
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.cache_spec import CacheSpec, cache_dtype
 from penstock.runtime.scheduling.pages import window_pages
@@ -91,6 +91,8 @@ class Inspection:
     """Of what a server keeps for penalties and biases."""
     kernels_dtype: np.dtype[np.generic] | None = None
     """The dtype that native kernels would compute, if they compute none of this model for its dtype alone."""
+    adapter_bytes: int = 0
+    """Of the places for LoRA adapters, if there are some."""
     image_token_bytes: int = 0
     """Bytes of the pool of embeddings for each token of an image; 0: it reads no images."""
     has_image_processor: bool = False
@@ -200,10 +202,25 @@ def _inspection(
         text=None,
         served_cache_bytes=None,
         sampling_bytes=0,
+        adapter_bytes=_adapter_bytes(config, dtype, linear, options),
         image_token_bytes=0
         if vision is None
         else vision.out_size * (1 + len(vision.deepstack)) * dtype.itemsize,
     )
+
+
+def _adapter_bytes(
+    config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat, options: EngineConfig
+) -> int:
+    """Bytes of the places for adapters. ConfigError where the model cannot have any."""
+    if not options.max_adapters:
+        return 0
+    adapted = adapted_model(config, dtype, linear)
+    if adapted is None:
+        raise ConfigError("max_adapters: this model takes no adapters")
+    if config.devices > 1:
+        raise ConfigError("max_adapters: a model that is cut over devices takes no adapters yet")
+    return (options.max_adapters + 1) * adapted.size * options.max_adapter_rank * dtype.itemsize
 
 
 def _served_cache_bytes(

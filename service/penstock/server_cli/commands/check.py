@@ -100,6 +100,21 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="how many such requests at once; default: %(default)s",
     )
+    defaults = EngineConfig()
+    parser.add_argument(
+        "--max-adapters",
+        type=int,
+        default=defaults.max_adapters,
+        metavar="N",
+        help="places for LoRA adapters on the device; default: none",
+    )
+    parser.add_argument(
+        "--max-adapter-rank",
+        type=int,
+        default=defaults.max_adapter_rank,
+        metavar="N",
+        help="largest rank of an adapter, for which each place has room; default: %(default)s",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -157,6 +172,9 @@ def _inspect(args: argparse.Namespace) -> Inspection:
         max_model_len=args.max_model_len,
         tensor_parallel_size=args.tensor_parallel_size,
         expert_parallel=args.expert_parallel,
+        max_adapters=args.max_adapters,
+        max_cached_adapters=max(args.max_adapters, EngineConfig().max_cached_adapters),
+        max_adapter_rank=args.max_adapter_rank,
     )
     on_one = dataclasses.replace(options, tensor_parallel_size=1)  # there need not be so many devices here
     backend = choose_backend(on_one, jax.devices()[0])
@@ -206,7 +224,8 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
         "image_bytes_per_token": found.image_token_bytes,
         "request_bytes": request,
         "requests": num_seqs,
-        "total_bytes": found.weight_bytes + num_seqs * request,
+        "adapter_bytes": found.adapter_bytes,
+        "total_bytes": found.weight_bytes + found.adapter_bytes + num_seqs * request,
         "end_token_ids": list(found.eos_token_ids),
         "tokenizer": text is not None,
         "chat_template": text is not None and text.has_chat_template,
@@ -226,7 +245,8 @@ def _process(found: Inspection, interpreter: int) -> dict[str, Any]:
         "tokenizer_bytes": max(0, (resident_bytes() or 0) - interpreter),
         "interpreter_bytes": interpreter,
     }
-    return parts | {"process_bytes": found.weight_bytes + sum(parts.values())}
+    whole = found.weight_bytes + found.adapter_bytes + sum(parts.values())
+    return parts | {"process_bytes": whole}
 
 
 def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
@@ -269,6 +289,7 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
         ("context", f"{found.max_model_len:,} tokens"),
         ("KV cache", "; ".join(kv) or "none"),
         ("", f"{_size(facts['request_bytes'])} for a request of the whole context"),
+        *([("adapters", _size(found.adapter_bytes))] if found.adapter_bytes else []),
         (
             "memory",
             f"{_size(facts['total_bytes'])}{cut} for the weights and {facts['requests']} such requests",

@@ -320,7 +320,8 @@ def _add_adapters(flag: AddFlag) -> None:
     flag("max_adapter_rank", "largest rank of an adapter, for which each place has room", "N")
     flag(
         "max_cached_adapters",
-        "adapters in host memory, those on the device included; the least recently used leave",
+        "adapters in host memory, those on the device included; of those that requests had loaded from "
+        "--adapter-dir the least recently used leave",
         "N",
     )
     flag(
