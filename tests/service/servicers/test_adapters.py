@@ -354,6 +354,7 @@ async def test_a_key_may_be_limited_to_adapters(tmp_path: Path) -> None:
         ]
         refused += [
             load(rig, "law", as_("trainer")),
+            load(rig, "none", as_("trainer")),  # it does not learn that there is none
             unload(rig, "law", as_("trainer")),
             pin(rig, "law", pinned=True, call=as_("trainer")),
             push(rig, [begin("law")], **as_("trainer")),

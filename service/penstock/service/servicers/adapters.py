@@ -18,7 +18,7 @@ from penstock.service.access.callers import CURRENT_CALLER
 from penstock.service.access.roles import check_adapter
 from penstock.service.errors import Busy
 from penstock.service.replies.messages import adapter_message, duration_of
-from penstock.service.requests.adapters import AskedAdapter, SentAdapter, named_adapter, to_load, to_push
+from penstock.service.requests.adapters import SentAdapter, named_adapter, to_load, to_push
 from penstock.service.requests.control import out_of_order
 from penstock.service.requests.generate import WHY_NO_ADAPTERS
 from penstock.service.requests.support import check_supported
@@ -52,10 +52,10 @@ class Adapters:
     async def load(self, request: adapters_pb2.LoadAdapterRequest) -> adapters_pb2.LoadAdapterResponse:
         """Have the engine read an adapter from the server's directory of adapters."""
         self._check_on("LoadAdapter")
+        check_adapter(CURRENT_CALLER.get(), request.name)  # before it is looked whether it exists
         began_s = time.monotonic()
         async with self._calls.preparing():
             asked = await self._lanes.weights(partial(to_load, request, self._root))
-            _check_allowed(asked)
             load = partial(
                 self._adapters.load,
                 asked.name,
@@ -93,7 +93,7 @@ class Adapters:
         if first is None:
             raise out_of_order("the stream has ended before begin")
         sent: SentAdapter = await self._lanes.weights(lambda: to_push(first.decode()))
-        _check_allowed(sent)
+        check_adapter(CURRENT_CALLER.get(), sent.name)
         load = partial(self._adapters.load, sent.name, pinned=sent.pinned, replace=sent.replace)
         open_it = partial(AdapterUpload, load, sent.config, sent.manifest)
         async with OpenUpload(self._lanes, open_it) as opened:
@@ -143,10 +143,6 @@ class Adapters:
     def _check_on(self, rpc: str) -> None:
         if not self.are_on:
             raise UnsupportedFeature([rpc], WHY_NO_ADAPTERS["adapter"])
-
-
-def _check_allowed(asked: AskedAdapter) -> None:
-    check_adapter(CURRENT_CALLER.get(), asked.name)
 
 
 def _message(info: AdapterInfo) -> adapters_pb2.Adapter:
