@@ -114,6 +114,11 @@ class ModelFacts:
         """Whether requests may ask for adapters, which are named as models are."""
         return "adapters" in self.features
 
+    @property
+    def only_model(self) -> str | None:
+        """What the `model` of each request must be; None where it may be an adapter, too."""
+        return None if self.has_adapters else self.model
+
     def asked_for(self, model: str | None) -> Asked:
         """What a request asks the server for that names this model. A name that is not the model's is that
         of an adapter, if there are any.

@@ -191,8 +191,7 @@ class BatchRunner:
         if not is_over:
             headers = [(b"authorization", key.encode("latin-1"))] if key else []
             facts = await self._backend.facts(make_call({"headers": headers}, 0), fresh=True)
-            model = None if facts.has_adapters else facts.model  # the server knows whether one is there
-            has_priority = "priority" in facts.features
+            model, has_priority = facts.only_model, "priority" in facts.features
         return Terms(
             model=model,
             urls=(batch.endpoint,),

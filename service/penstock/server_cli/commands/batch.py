@@ -208,7 +208,7 @@ async def _terms(front: Front, args: argparse.Namespace) -> Terms:
             "everybody else's; see --scheduling-policy of penstock serve",
             file=sys.stderr,
         )
-    return Terms(model=facts.model, max_body_bytes=args.max_body_bytes, has_priority=has_priority)
+    return Terms(model=facts.only_model, max_body_bytes=args.max_body_bytes, has_priority=has_priority)
 
 
 def _opened(path: Path) -> IO[bytes]:

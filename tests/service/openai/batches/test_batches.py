@@ -19,6 +19,7 @@ from penstock.openai.batches import runner, running, storing
 from penstock.openai.batches.lines import URLS
 from penstock.openai.batches.storing import UNFINISHED, Folder
 from penstock.openai.schemas.batches import BatchBody
+from penstock.runtime.adapters.interface import AdapterTensors
 from tests.service.key_rig import key, write
 from tests.service.openai.rig import front_rig, fronting
 from tests.service.rig import WAIT_S, fake, serving, until
@@ -97,6 +98,15 @@ async def test_answers_and_errors_are_in_a_file_each_and_come_last(tmp_path: Pat
         assert (output.purpose, output.expires_at) == ("batch_output", output.created_at + 3600)
         assert {request.priority for request in engine.seen} == {1 - 2**31}
         assert [batch.id for batch in (await rig.openai.batches.list()).data] == [made.id]
+
+
+async def test_a_line_may_name_an_adapter(tmp_path: Path) -> None:
+    engine = fake(max_adapters=1)
+    engine.adapters.load("sql", AdapterTensors({"r": 8}, ()))
+    async with front_rig(engine, settings={"files": tmp_path}) as rig:
+        done = await ended(rig.openai, await begun(rig.openai, lines("a", model="sql") + lines("b")))
+        found = await answers(rig.openai, done.output_file_id)
+        assert {one: found[one]["response"]["body"]["model"] for one in found} == {"a": "sql", "b": "fake"}
 
 
 async def test_a_batch_without_errors_has_no_file_of_them(tmp_path: Path) -> None:
