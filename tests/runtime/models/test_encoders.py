@@ -117,3 +117,33 @@ def test_albert_shares_modules_by_group() -> None:
     assert config.encoder is not None
     assert config.encoder.passes == (0, 1, 0, 1, 2, 3, 2, 3)
     assert config.num_layers == 4
+
+
+PUBLISHED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("bert_reranker", {"sbert_ce_default_activation_function": "Identity", "problem_type": None}),
+    ("bert_reranker", {"problem_type": "single_label_classification", "gradient_checkpointing": False}),
+    ("bert", {"directionality": "bidi", "pooler_fc_size": 768, "position_embedding_type": "absolute"}),
+    ("xlm_roberta_reranker", {"output_past": True, "sentence_transformers": {"version": "5"}}),
+    (
+        "modernbert",
+        {"layer_norm_eps": 1e-5, "position_embedding_type": "absolute", "reference_compile": True},
+    ),
+    (
+        "modernbert",
+        {
+            "rope_parameters": None,
+            "layer_types": None,
+            "global_rope_theta": 160_000.0,
+            "local_rope_theta": 10_000.0,
+        },
+    ),
+    ("deberta_v3", {"pos_att_type": "p2c|c2p", "legacy": None}),
+    ("distilbert", {"tie_weights_": True, "finetuning_task": "sst-2", "output_past": True}),
+)
+"""What files of published models have that the goldens' have not, and which says the same."""
+
+
+@pytest.mark.parametrize(("name", "fields"), PUBLISHED)
+def test_what_published_files_have_besides(name: str, fields: dict[str, Any]) -> None:
+    data = json.loads((GOLDEN / "encoders" / name / "config.json").read_text())
+    assert parse_config(data | fields) == parse_config(data)

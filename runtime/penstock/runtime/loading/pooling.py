@@ -4,6 +4,7 @@ beside it.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import cast
 
@@ -11,7 +12,11 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.model_files import read_json, read_json_object
 from penstock.runtime.requests.request import Pooling
 
+_log = logging.getLogger(__name__)
+
 MODULES = "modules.json"
+_TRANSFORMER = "sentence_bert_config.json"
+_PROMPTS = "config_sentence_transformers.json"
 _KNOWN = ("Transformer", "Pooling", "Normalize", "LogitScore")
 _SUPPORTED = {
     "pooling_mode_lasttoken": Pooling.LAST_TOKEN,
@@ -38,6 +43,30 @@ def read_pooling(directory: Path, otherwise: Pooling) -> Pooling:
         described = " and ".join(modes) or "none"
         raise ConfigError(f"{path}: the pooling must be one of {', '.join(_SUPPORTED)}, not {described}")
     return _SUPPORTED[modes[0]]
+
+
+def read_most_tokens(directory: Path) -> int | None:
+    """The length at which Sentence Transformers cuts texts of a checkpoint; None: its files say none. What
+    its files ask for besides, and a request has to do itself, is logged.
+    """
+    file, prompts_file = directory / _TRANSFORMER, directory / _PROMPTS
+    if prompts_file.exists():
+        config = read_json_object(prompts_file)
+        prompts, default = config.get("prompts"), config.get("default_prompt_name")
+        if isinstance(prompts, dict) and any(prompts.values()):
+            texts = ", ".join(f"{name}: {text!r}" for name, text in prompts.items())
+            usual = "" if default is None else f"; by default {default!r} stands before each text there"
+            told = "%s names prompts, which callers put before their texts: %s%s"
+            _log.info(told, prompts_file, texts, usual)
+    if not file.exists():
+        return None
+    config = read_json_object(file)
+    if config.get("do_lower_case") is True:
+        _log.warning("%s: do_lower_case is left to the tokenizer", file)
+    most = config.get("max_seq_length")
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise ConfigError(f"{file}: max_seq_length must be a number of tokens, not {most!r}")
+    return most
 
 
 def read_answer_tokens(directory: Path, vocab_size: int) -> tuple[int, int] | None:

@@ -30,7 +30,7 @@ from penstock.runtime.loading.gguf.file import is_gguf
 from penstock.runtime.loading.gguf.model import read_model
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW, resolve_model
 from penstock.runtime.loading.own_rules import own_devices, own_rules, own_shapes
-from penstock.runtime.loading.pooling import read_answer_tokens, read_pooling
+from penstock.runtime.loading.pooling import read_answer_tokens, read_most_tokens, read_pooling
 from penstock.runtime.loading.quantised.checkpoint import find_weights, format_for, without_empty_biases
 from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.processors import available_processors
@@ -123,8 +123,21 @@ class CheckpointFacts:
     eos_token_ids: tuple[int, ...]
     pooling: Pooling
     answer_token_ids: tuple[int, int] | None
+    most_tokens: int | None
+    """The length at which an encoder's texts are usually cut, though it has more positions; None: none is
+    told."""
     vision: Vision | None
     image_processor: ImageProcessor | None
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens that the model can take."""
+        return self.config.max_position_embeddings
+
+    @property
+    def usual_length(self) -> int:
+        """The most tokens of a text where the operator says nothing."""
+        return min(self.max_length, self.most_tokens or self.max_length)
 
 
 def with_mesh_size(config: EngineConfig, model: str, devices: Sequence[jax.Device]) -> EngineConfig:
@@ -187,6 +200,7 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
         eos_token_ids=eos_token_ids,
         pooling=read_pooling(directory, Pooling.LAST_TOKEN if config.encoder is None else Pooling.MEAN),
         answer_token_ids=read_answer_tokens(directory, config.vocab_size),
+        most_tokens=None if config.encoder is None else read_most_tokens(directory),
         vision=vision,
         image_processor=processor,
     )
@@ -230,7 +244,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         cache=facts.config.cache,
         dtype=facts.dtype,
         vocab_size=facts.config.vocab_size,
-        max_model_len=facts.config.max_position_embeddings,
+        max_model_len=facts.usual_length if config.max_model_len is None else facts.max_length,
         tokens_per_row=DEMO_TOKENS_PER_ROW if directory == DEMO_DIRECTORY else None,
         eos_token_ids=facts.eos_token_ids,
         defaults=facts.defaults,

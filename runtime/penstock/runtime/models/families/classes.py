@@ -13,8 +13,8 @@ _PROBLEMS = ("regression", "single_label_classification", "multi_label_classific
 
 
 def read_classes(fields: Fields, pooling: Pooling) -> Classes:
-    """The classes in their order. A single one is a number and no class, unless config.json says otherwise;
-    several exclude each other.
+    """The classes in their order. A single one is a number and no class, unless config.json says that a text
+    may have it or not; several exclude each other.
     """
     named = fields.mapping("id2label")
     count = len(named) or fields.integer("num_labels", 2)
@@ -24,6 +24,8 @@ def read_classes(fields: Fields, pooling: Pooling) -> Classes:
     usual = "regression" if count == 1 else "single_label_classification"
     fields.only("problem_type", *_PROBLEMS)
     problem = cast("Problem", fields.raw("problem_type") or usual)
+    if count == 1 and problem == "single_label_classification":
+        problem = "regression"  # one class that excludes no other says nothing
     return Classes(labels=labels, problem=problem, pooling=pooling)
 
 

@@ -198,7 +198,6 @@ _ALBERT = Kind(
     names=_ALBERT_NAMES,
     head={"dense": "model.pooler", "out": "classifier"},
     ignored=(
-        "classifier_dropout_prob",
         "down_scale_factor",
         "gap_size",
         "net_structure_type",
@@ -454,7 +453,9 @@ _MODERN = Kind(
         "decoder_bias",
         "deterministic_flash_attn",
         "initializer_cutoff_factor",
+        "layer_norm_eps",  # norm_eps counts
         "mlp_dropout",
+        "position_embedding_type",
         "reference_compile",
         "repad_logits_with_grad",
         "sparse_pred_ignore_index",
@@ -498,6 +499,19 @@ def _inner_layers(config: ModelConfig) -> int:
     return next((i for i, module in enumerate(passes) if i and module <= passes[i - 1]), len(passes)) or 1
 
 
+_IGNORED = (
+    "classifier_dropout_prob",
+    "directionality",
+    "output_past",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_size_per_head",
+    "pooler_type",
+    "sbert_ce_default_activation_function",
+    "sentence_transformers",
+)
+"""What conversions and Sentence Transformers have left in config.json; models look at none of it."""
 _HARMLESS = (
     r"(^|\.)pooler\.",
     r"(^|\.)embeddings\.(position_ids|token_type_ids)$",
@@ -514,7 +528,7 @@ def _families(kind: Kind, stem: str, *further: str, parse: Parse = _parse_bert) 
     """The architectures of a kind: the model itself, what it was trained as, and its classifier."""
     family = ModelFamily(
         parse=lambda architecture, fields: parse(architecture, fields, kind),
-        ignored=kind.ignored,
+        ignored=(*_IGNORED, *kind.ignored),
         stored=functools.partial(_stored, kind=kind),
         harmless=_HARMLESS,
         copies=lambda config: {},
