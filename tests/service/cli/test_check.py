@@ -185,6 +185,19 @@ def test_a_model_that_reads_images(run: Run, tmp_path: Path) -> None:
     assert "none: the model reads text only" in run(str(GOLDEN / "qwen3"))[1]
 
 
+def test_a_model_that_generates_nothing(run: Run, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "encoders" / "bert_classifier", tmp_path / "bert")
+    (tmp_path / "bert" / "sentence_bert_config.json").write_text('{"max_seq_length": 128}')
+    code, out, _ = run(str(tmp_path / "bert"))
+    assert code == 0
+    assert "nothing: it is a classifier, for embeddings and classes: LABEL_0, LABEL_1, LABEL_2" in out
+    assert "128 tokens" in out
+    facts = json.loads(run(str(tmp_path / "bert"), "--json")[1])
+    assert (facts["generates"], facts["classes"]) == (False, ["LABEL_0", "LABEL_1", "LABEL_2"])
+    assert (facts["kv_bytes_per_page"], facts["context_tokens"]) == (0, 128)
+    assert "nothing: it is an encoder, for embeddings\n" in run(str(GOLDEN / "encoders" / "mpnet"))[1]
+
+
 @pytest.mark.ci
 def test_seventy_billion_parameters_are_checked_without_reading_them(run: Run, tmp_path: Path) -> None:
     count = write_llama_70b(tmp_path / "large")
@@ -303,8 +316,8 @@ def test_what_is_missing_or_too_much_is_named(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["BertModel"]}, "'BertModel' (an encoder"),
-        ({"architectures": ["XLMRobertaForMaskedLM"]}, "(an encoder"),
+        ({"architectures": ["BertLMHeadModel"]}, "'BertLMHeadModel' (an encoder of a kind"),
+        ({"architectures": ["CamembertForMaskedLM"]}, "(an encoder of a kind"),
         ({"architectures": ["T5ForConditionalGeneration"]}, "(an encoder with a decoder"),
         ({"architectures": ["OtherForSequenceClassification"]}, "(a classifier"),
         ({"architectures": ["OtherForCausalLM"]}, "'OtherForCausalLM'; the nearest that is served is "),

@@ -20,7 +20,7 @@ from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW
 from penstock.runtime.loading.quantised.checkpoint import has_codes
 from penstock.runtime.loading.quantised.config import without_quantisation
 from penstock.runtime.loading.quantised.layers import QuantisedWeight
-from penstock.runtime.loading.served_model import CheckpointFacts, read_checkpoint, served_config
+from penstock.runtime.loading.served_model import CheckpointFacts, read_checkpoint, reader_of, served_config
 from penstock.runtime.model_files import read_json_object
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import LinearFormat
@@ -28,6 +28,7 @@ from penstock.runtime.models.load_rules import pack_code_rows
 from penstock.runtime.models.params import abstract_model, adapted_model, leaf_shapes, model_dtype
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.cache_spec import CacheSpec, cache_dtype
+from penstock.runtime.requests.reader import Reader
 from penstock.runtime.scheduling.pages import window_pages
 from penstock.runtime.text.codec import TextCodec
 
@@ -89,6 +90,8 @@ class Inspection:
     of an accelerator, or cannot hold the context that was asked for."""
     sampling_bytes: int
     """Of what a server keeps for penalties and biases."""
+    reader: Reader | None = None
+    """What the model is, if it generates nothing; None: it generates."""
     kernels_dtype: np.dtype[np.generic] | None = None
     """The dtype that native kernels would compute, if they compute none of this model for its dtype alone."""
     adapter_bytes: int = 0
@@ -149,6 +152,7 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
     return replace(
         _inspection(config, facts.dtype, facts.linear, options),
         num_parameters=sum(math.prod(tensor.shape) for tensor in facts.rules.tensors),
+        max_model_len=options.max_model_len or facts.usual_length,
         has_weights=True,
         quantised=_forms(facts),
         stored=facts.stored,
@@ -197,6 +201,7 @@ def _inspection(
         is_native=nnx.merge(graphdef, shapes).is_native,
         max_model_len=options.max_model_len or config.max_position_embeddings,
         cache=config.cache,
+        reader=reader_of(config),
         page_size=options.page_size,
         eos_token_ids=config.eos_token_ids,
         text=None,

@@ -212,6 +212,8 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
         "weight_bytes": found.weight_bytes,
         "packed": found.is_packed,
         "native": found.is_native,
+        "generates": found.reader is None,
+        "classes": _classes(found),
         "context_tokens": found.max_model_len,
         "kv_cache_dtype": found.kv_dtype.name,
         "kv_page_tokens": found.page_size,
@@ -286,6 +288,7 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
         *(("quantised" if form is found.quantised[0] else "", _quantised(form)) for form in found.quantised),
         ("stored", found.stored),
         ("computed", f"in {found.dtype.name}, {computed}"),
+        *_reader_row(found),
         ("context", f"{found.max_model_len:,} tokens"),
         ("KV cache", "; ".join(kv) or "none"),
         ("", f"{_size(facts['request_bytes'])} for a request of the whole context"),
@@ -303,6 +306,20 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
     else:
         head = f"{said}, by its config.json alone; what its other files say was not checked."
     return [head, *(f"  {name:<12}{value}" for name, value in rows)]
+
+
+def _classes(found: Inspection) -> list[str]:
+    """The names of the model's classes."""
+    reader = found.reader
+    return [] if reader is None or reader.classes is None else list(reader.classes.labels)
+
+
+def _reader_row(found: Inspection) -> list[tuple[str, str]]:
+    if found.reader is None:
+        return []
+    classes = ", ".join(_classes(found))
+    made = f"embeddings and classes: {classes}" if classes else "embeddings"
+    return [("generates", f"nothing: it is {found.reader.kind}, for {made}")]
 
 
 def _process_row(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -229,6 +229,7 @@ def _parse_bert(architecture: str, fields: Fields, kind: Kind) -> ModelConfig:
         distances = _read_buckets(fields, sizes)
     if kind is _DEBERTA:
         distances, scale = _read_disentangled(fields, sizes)
+        fields.only("embedding_size", sizes.hidden_size)
         begin = 0 if fields.boolean("position_biased_input", True) else None
     embedding = fields.optional_integer("embedding_size")
     layer = LayerConfig(
