@@ -147,3 +147,37 @@ PUBLISHED: tuple[tuple[str, dict[str, Any]], ...] = (
 def test_what_published_files_have_besides(name: str, fields: dict[str, Any]) -> None:
     data = json.loads((GOLDEN / "encoders" / name / "config.json").read_text())
     assert parse_config(data | fields) == parse_config(data)
+
+
+def test_nomics_own_names_of_fields() -> None:
+    data = json.loads((GOLDEN / "encoders" / "nomic_bert" / "config.json").read_text())
+    own = {
+        **{
+            name: data[name]
+            for name in ("architectures", "model_type", "type_vocab_size", "vocab_size", "dtype")
+        },
+        "n_embd": 48,
+        "n_head": 4,
+        "n_inner": 112,
+        "n_layer": 2,
+        "n_positions": 2048,
+        "type_vocab_size": 2,
+        "max_trained_positions": 512,
+        "layer_norm_epsilon": 1e-12,
+        "activation_function": "swiglu",
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False,
+        "prenorm": False,
+        "qkv_proj_bias": False,
+        "use_rms_norm": False,
+        "scale_attn_weights": True,
+        "fused_bias_fc": True,
+        "use_flash_attn": True,
+        "pad_vocab_size_multiple": 64,
+        "causal": False,
+    }
+    assert parse_config(own) == parse_config(data)
+    for field in ("prenorm", "qkv_proj_bias", "use_rms_norm", "rotary_emb_interleaved", "causal"):
+        with pytest.raises(ConfigError, match=field):
+            parse_config(own | {field: True})

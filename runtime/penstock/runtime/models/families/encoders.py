@@ -262,9 +262,25 @@ def _parse_bert(architecture: str, fields: Fields, kind: Kind) -> ModelConfig:
     return _model(architecture, fields, sizes, [layer] * num_modules, kind, encoder, begin)
 
 
+_NOMIC_FIELDS = {
+    "hidden_act": "activation_function",
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "max_position_embeddings": "max_trained_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "rope_theta": "rotary_emb_base",
+}
+"""What the files of Nomic's own code call fields, in which transformers 5 has no part."""
+
+
 def _parse_nomic(architecture: str, fields: Fields, kind: Kind) -> ModelConfig:
     fields.only("model_type", kind.model_type)
-    fields.only("hidden_act", "silu")
+    fields.call(_NOMIC_FIELDS)
+    fields.only("hidden_act", "silu", "swiglu")
+    fields.only("rotary_emb_fraction", 1.0)
+    fields.only("scale_attn_weights", True)
     sizes = read_sizes(fields, kv_heads=0)
     layer = LayerConfig(
         attention=AttentionConfig(
@@ -463,7 +479,25 @@ _MODERN = Kind(
         "sparse_prediction",
     ),
 )
-_NOMIC = Kind(model_type="nomic_bert", names=_NOMIC_NAMES)
+_NOMIC = Kind(
+    model_type="nomic_bert",
+    names=_NOMIC_NAMES,
+    # Longer texts than it was trained on would need another rotation.
+    ignored=(
+        "auto_map",
+        "dense_seq_output",
+        "fused_bias_fc",
+        "fused_dropout_add_ln",
+        "n_positions",
+        "pad_vocab_size_multiple",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "use_flash_attn",
+        "use_xentropy",
+    ),
+)
 
 
 def _stored(config: ModelConfig, kind: Kind) -> StoredAt:
