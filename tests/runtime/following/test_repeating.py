@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -58,14 +60,16 @@ def test_a_follower_chooses_the_same_tokens_where_some_are_proposed() -> None:
     step both have their next inputs on the device, which the next step shows.
     """
     use_compilation_cache(TEST_CACHE)
-    model, log = toy_model(), Log()
+    model = toy_model()
+    log: Any = Log()
+    no_updates: Any = None
     parts = (model.graphdef, model.weights, model.cache, CONFIG, toy_backend())
     leader, follower = LeadingRunner(*parts, log), ModelRunner(*parts)
     for runner in (leader, follower):
         runner.initialize_kv_cache((16,))
     programs = follower.compiled()
     leader._calls = leader.make_calls(programs)
-    repeater = Repeater(follower, programs)
+    repeater = Repeater(follower, programs, no_updates)
 
     prompts = {0: [1, 2, 3], 2: [5]}
     expected = {slot: toy_tokens(prompt, 9) for slot, prompt in prompts.items()}
