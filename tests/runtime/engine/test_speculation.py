@@ -68,7 +68,9 @@ class Pair:
 
 
 @pytest.fixture(
-    scope="module", params=["auto", pytest.param("off", marks=pytest.mark.ci)], ids=["native", "XLA"]
+    scope="module",
+    params=[pytest.param("auto", marks=pytest.mark.ci), pytest.param("off", marks=pytest.mark.sweep)],
+    ids=["native", "XLA"],
 )
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = Pair(request.param, max_num_seqs=3, feature_slots=2)
