@@ -134,7 +134,8 @@ def test_each_donated_array_becomes_its_own_successor() -> None:
     both = len(jax.tree.leaves((builder.kv, builder.state)))
     steps = [builder.window(key) if key.window else builder.forward(key) for key in keys]
     assert builder.state.bias.shape == (4, VOCAB), "logits and biases are to be alike"
-    for program, donated in [*((step, both) for step in steps), (builder.choice(4), states)]:
+    choices = [(builder.choice(4), states), (builder.checked_choice(4), states)]
+    for program, donated in [*((step, both) for step in steps), *choices]:
         header = (program.as_text() or "").split("\n", 1)[0]
         pairs = [(int(to), int(of)) for to, of in re.findall(r"\{(\d+)\}: \((\d+), \{\}", header)]
         assert [to for to, _ in pairs] == [*range(donated)]
