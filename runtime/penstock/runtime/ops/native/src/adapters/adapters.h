@@ -22,8 +22,8 @@ struct AdapterJob {
   int64_t k, rank;  // multiples of 16
 };
 
-// All sums have one order, whatever `count` is: that of small over the rest of each input's division by four, then the
-// four sums; that of y over the rank.
+// All sums have one order, whatever `count` is: small has four sums, each of every fourth input, which are added last;
+// y is a sum over the rank.
 struct AdapterKernel {
   // small of one part.
   void (*down)(const AdapterJob&, const AdaptedRows&, int64_t part);
