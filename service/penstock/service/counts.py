@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import get_args
 
-from penstock.runtime.adapters.interface import AdapterState
+from penstock.runtime.adapters.interface import AdapterInfo, AdapterState
 from penstock.runtime.measuring.registry import Registry
-from penstock.service.backend import Adapters
 from penstock.service.lifecycle.health import Readiness
 from penstock.service.limits.admission import Admission, Kind
 from penstock.service.replies.reply_budget import ReplyBudget
@@ -62,17 +61,19 @@ class AdapterRequests:
         return {(name,): float(self._counts.get(name, 0)) for name in known}
 
 
-def show_adapters(registry: Registry, adapters: Adapters, requests: AdapterRequests) -> None:
-    """Have the registry ask at each snapshot how many adapters there are, and what was asked of them."""
+def show_adapters(
+    registry: Registry, adapters: Callable[[], Sequence[AdapterInfo]], requests: AdapterRequests
+) -> None:
+    """Have the registry ask at each snapshot how many adapters there are, and what was asked of them.
+    `adapters` tells those in memory.
+    """
 
     def by_state() -> Mapping[tuple[str, ...], float]:
-        states = Counter(info.state for info in adapters.list())
+        states = Counter(info.state for info in adapters())
         return {(state,): float(states[state]) for state in get_args(AdapterState)}
 
     registry.gauge(defined.ADAPTERS, by_state)
-    registry.observed_counter(
-        defined.ADAPTER_REQUESTS, lambda: requests.of(info.name for info in adapters.list())
-    )
+    registry.observed_counter(defined.ADAPTER_REQUESTS, lambda: requests.of(info.name for info in adapters()))
 
 
 def _spans(tracing: Tracing | None) -> Mapping[tuple[str, ...], float]:

@@ -20,12 +20,13 @@ from functools import partial
 
 import grpc
 
+from penstock.runtime.adapters.interface import AdapterInfo
 from penstock.runtime.errors import ConfigError, GroupEnded
 from penstock.service.access.keys import Keys
 from penstock.service.access.rates import Clock
 from penstock.service.addresses import Addresses, Serve
 from penstock.service.backend import Backend, Info
-from penstock.service.counts import show_adapters, show_counts
+from penstock.service.counts import AdapterRequests, show_adapters, show_counts
 from penstock.service.group.leader import FOLLOW, GroupLeader
 from penstock.service.identity import new_instance_id
 from penstock.service.lifecycle import health
@@ -109,6 +110,8 @@ class PenstockServer:
         self._health.set(LIVENESS, serving=True)
         self._readiness = health.Readiness(self._health, READINESS, against="starting")
         self._budget = ReplyBudget(options.replies)
+        self._adapter_requests = AdapterRequests()
+        show_adapters(self.metrics.registry, self._adapters, self._adapter_requests)
         show_counts(
             self.metrics.registry,
             readiness=self._readiness,
@@ -208,8 +211,8 @@ class PenstockServer:
             stall_limit_s=self._options.stall_limit_s,
             max_request_bytes=self._options.max_receive_bytes,
             held_images=HeldImages(self._options.max_held_image_bytes),
+            adapter_requests=self._adapter_requests,
         )
-        show_adapters(self.metrics.registry, engine.adapters, self.serving.adapter_requests)
         updates = WeightUpdates(
             self.serving,
             roots=self._options.weights_roots,
@@ -217,6 +220,10 @@ class PenstockServer:
         )
         profiles = Profiles(self.serving, self._options.profile_dir, keep=self._options.profile_keep)
         self._services.bind(self.serving, updates, profiles, instance_id=self.instance_id)
+
+    def _adapters(self) -> Sequence[AdapterInfo]:
+        """The adapters in memory."""
+        return () if self._engine is None else self._engine.adapters.list()
 
     def _compare_sizes(self, info: Info) -> None:
         """Say how large images can be, where requests are smaller than an image may be."""

@@ -168,9 +168,9 @@ class Serving:
     """The largest message of a request that the server takes."""
     held_images: HeldImages
     """Bounds the memory of the images that requests hold."""
+    adapter_requests: AdapterRequests
+    """Counts the requests of each adapter."""
     tracing: Tracing | None = None
     """What records traces; None if the server has nowhere to send them to."""
-    adapter_requests: AdapterRequests = field(default_factory=AdapterRequests)
-    """Counts the requests of each adapter."""
     arrivals: Arrivals = field(default_factory=Arrivals)
     """The requests that `Abort` finds before the engine knows them."""
