@@ -19,7 +19,7 @@ import pytest
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.models.cutting import cut
-from penstock.runtime.models.params import bind, state_to_leaves
+from penstock.runtime.models.params import bind, load_rules, state_to_leaves
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.attention import AttentionMeta, make_meta
 from tests.support.goldens import GOLDEN
@@ -117,6 +117,10 @@ def test_albert_shares_modules_by_group() -> None:
     assert config.encoder is not None
     assert config.encoder.passes == (0, 1, 0, 1, 2, 3, 2, 3)
     assert config.num_layers == 4
+    for groups, inner, last in ((2, 1, "1.albert_layers.0"), (1, 2, "0.albert_layers.1")):
+        config = parse_config(data | {"num_hidden_groups": groups, "inner_group_num": inner})
+        names = {tensor.name for tensor in load_rules(config).tensors}
+        assert f"model.encoder.albert_layer_groups.{last}.ffn.weight" in names
 
 
 PUBLISHED: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -161,7 +165,6 @@ def test_nomics_own_names_of_fields() -> None:
         "n_inner": 112,
         "n_layer": 2,
         "n_positions": 2048,
-        "type_vocab_size": 2,
         "max_trained_positions": 512,
         "layer_norm_epsilon": 1e-12,
         "activation_function": "swiglu",

@@ -36,7 +36,7 @@ class EncoderConfig:
     vocab_size + id in the engine. embedding_size: that of the tables, where a product makes hidden states of
     their sum; None: there is no such product. norm_embeddings: a layer norm follows them. final_norm: another
     one follows the last layer. passes: the module of each layer, for models of which several layers are one
-    module.
+    module. group_size: how many of these modules a checkpoint has in a group.
     """
 
     token_types: int = 0
@@ -45,6 +45,7 @@ class EncoderConfig:
     final_norm: bool = False
     distances: DistanceConfig | None = None
     passes: tuple[int, ...] = ()
+    group_size: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -248,16 +248,17 @@ def _parse_bert(architecture: str, fields: Fields, kind: Kind) -> ModelConfig:
         ),
         norms="of_sums",
     )
-    num_modules, passes = sizes.num_layers, tuple[int, ...]()
+    num_modules, group_size, passes = sizes.num_layers, 1, tuple[int, ...]()
     if kind is _ALBERT:
         embedding = embedding or 128
-        num_modules, passes = _read_groups(fields, sizes.num_layers)
+        num_modules, group_size, passes = _read_groups(fields, sizes.num_layers)
     types = fields.integer("type_vocab_size", 2 if kind is not _DEBERTA else 0, minimum=0)
     encoder = EncoderConfig(
         token_types=types if kind.types else 0,
         embedding_size=embedding if kind is _ALBERT or embedding != sizes.hidden_size else None,
         distances=distances,
         passes=passes,
+        group_size=group_size,
     )
     return _model(architecture, fields, sizes, [layer] * num_modules, kind, encoder, begin)
 
@@ -400,11 +401,11 @@ def _read_activation(fields: Fields, name: str) -> PlainActivation:
     return _PLAIN.get(str(named), "gelu")
 
 
-def _read_groups(fields: Fields, num_layers: int) -> tuple[int, tuple[int, ...]]:
-    """How many modules ALBERT has, and the module of each of its layers."""
+def _read_groups(fields: Fields, num_layers: int) -> tuple[int, int, tuple[int, ...]]:
+    """How many modules ALBERT has, how many of them in a group, and the module of each of its layers."""
     groups, inner = fields.integer("num_hidden_groups", 1), fields.integer("inner_group_num", 1)
     order = [int(layer / (num_layers / groups)) for layer in range(num_layers)]
-    return groups * inner, tuple(group * inner + i for group in order for i in range(inner))
+    return groups * inner, inner, tuple(group * inner + i for group in order for i in range(inner))
 
 
 def _read_buckets(fields: Fields, sizes: Sizes) -> DistanceConfig:
@@ -508,8 +509,8 @@ def _stored(config: ModelConfig, kind: Kind) -> StoredAt:
         if parts[0] == "classifier":
             return Stored((Source(f"{kind.head[str(parts[1])]}.{parts[2]}", shape),))
         if parts[0] == "layers" and kind is _ALBERT:
-            inner = config.encoder and _inner_layers(config)
-            group, layer = divmod(int(parts[1]), inner or 1)
+            assert config.encoder is not None, "the family is of encoders"
+            group, layer = divmod(int(parts[1]), config.encoder.group_size)
             parts[1:2] = [group, "albert_layers", layer]
         names = kind.names
         fused = {_MODERN.model_type: "attn.Wqkv", _NOMIC.model_type: "attn.Wqkv"}.get(kind.model_type)
@@ -525,13 +526,6 @@ def _stored(config: ModelConfig, kind: Kind) -> StoredAt:
         return Stored((Source(f"model.{name}".replace("..", "."), shape),))
 
     return stored
-
-
-def _inner_layers(config: ModelConfig) -> int:
-    """How many modules a group of ALBERT's has: the first layers of all are those of the first group."""
-    assert config.encoder is not None
-    passes = config.encoder.passes
-    return next((i for i, module in enumerate(passes) if i and module <= passes[i - 1]), len(passes)) or 1
 
 
 _IGNORED = (
