@@ -7,7 +7,7 @@ from typing import Literal
 
 from penstock.runtime.requests.reader import Classes
 
-ClassifierActivation = Literal["tanh", "gelu", "relu", "silu"]
+ClassifierActivation = Literal["tanh", "gelu", "relu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,5 +59,3 @@ def _activated(x: jax.Array, activation: ClassifierActivation) -> jax.Array:
             return jax.nn.gelu(x, approximate=False)
         case "relu":
             return jax.nn.relu(x)
-        case "silu":
-            return jax.nn.silu(x)
