@@ -50,11 +50,13 @@ def ends_well(*arguments: str) -> None:
 
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
-    "folder",
+    ("folder", "which"),
     [
-        *(pytest.param(folder, marks=pytest.mark.ci) for folder in ("rpcs", "servicers")),
+        pytest.param("rpcs", "not sweep", id="rpcs", marks=pytest.mark.ci),
+        pytest.param("servicers", "not (ci or sweep)", id="servicers", marks=pytest.mark.ci),
+        pytest.param("servicers", "ci and not sweep", id="servicers of engines", marks=pytest.mark.sweep),
         *(
-            pytest.param(folder, marks=pytest.mark.sweep)
+            pytest.param(folder, "not sweep", id=folder, marks=pytest.mark.sweep)
             for folder in (
                 "access",
                 "lifecycle",
@@ -68,10 +70,10 @@ def ends_well(*arguments: str) -> None:
         ),
     ],
 )
-def test_the_service_through_a_front_process(folder: str) -> None:
+def test_the_service_through_a_front_process(folder: str, which: str) -> None:
     others = " and ".join(f"not {name}" for name in INSIDE)
     left_out = [f"--ignore={TESTS / 'service' / file}" for file in OF_THE_ENGINE]
-    ends_well(str(TESTS / "service" / folder), "-m", "not sweep", "-k", others, *left_out)
+    ends_well(str(TESTS / "service" / folder), "-m", which, "-k", others, *left_out)
 
 
 def test_what_is_left_out_exists() -> None:
