@@ -47,7 +47,7 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     bad value.
     """
     values = dict(options)
-    for name in ("compilation_cache", "native_folder"):
+    for name in ("compilation_cache", "native_folder", "adapter_dir"):
         if values.get(name) is not None:
             values[name] = Path(values[name])
     return EngineConfig(**values)

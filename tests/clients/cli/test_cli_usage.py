@@ -31,6 +31,7 @@ def wrong(capsys, *argv):
 
 
 ARGUMENTS = {
+    "adapters": ["list"],
     "rerank": ["q"],
     "batch": ["in.jsonl", "out.jsonl"],
     "generate": ["p"],

@@ -334,7 +334,8 @@ def test_the_nearest_of_an_unknown_architecture_is_named(golden, name, fields, n
 
 def test_an_encoder_has_no_nearest():
     with pytest.raises(
-        UnknownArchitecture, match=r"^unknown architecture 'ConvBertModel' \(an encoder of a kind that is not served\)$"
+        UnknownArchitecture,
+        match=r"^unknown architecture 'ConvBertModel' \(an encoder of a kind that is not served\)$",
     ):
         parse("ConvBertModel")
     with pytest.raises(UnknownArchitecture):

@@ -16,11 +16,14 @@ from grpc_health.v1 import health_pb2
 from penstock.service.gateways import vllm_service
 from penstock.service.listening.listen_options import ListenOptions
 from penstock.service.rpcs.surface import CONTROLLING, GENERATING
-from penstock.v1 import control_pb2, inference_pb2, types_pb2
+from penstock.v1 import adapters_pb2, control_pb2, inference_pb2, types_pb2
 from tests.service.rig import Rig, collect, failure_of, fake, generate, joined, serving, stream, until
 from tests.service.tls_rig import install, listening, shown
 
-READING = ("GetModelInfo", "GetServerInfo", "GetLoad", "Tokenize", "Detokenize", "GetVocabulary")
+READING = (
+    *("GetModelInfo", "GetServerInfo", "GetLoad", "Tokenize", "Detokenize", "GetVocabulary"),
+    "ListAdapters",
+)
 
 
 @asynccontextmanager
@@ -39,7 +42,8 @@ async def test_what_only_reads_is_at_both(name: str) -> None:
     async with both() as rigs:
         for rig in rigs:
             fields = {"text": "a"} if name == "Tokenize" else {}
-            await getattr(rig.control, name)(getattr(control_pb2, f"{name}Request")(**fields), timeout=20)
+            messages = adapters_pb2 if name.endswith("Adapters") else control_pb2
+            await getattr(rig.control, name)(getattr(messages, f"{name}Request")(**fields), timeout=20)
 
 
 async def test_flush_is_at_the_control_address_only() -> None:
@@ -55,13 +59,13 @@ async def test_each_rpc_that_controls_is_refused_at_the_main_address() -> None:
     """At the control address the servicer itself answers."""
     async with both() as (main, control):
         for path in sorted(CONTROLLING):
-            if path.endswith("UpdateWeights"):
+            if path.endswith(("UpdateWeights", "PushAdapter")):
                 continue
             method = path.removeprefix("/penstock.v1.")
             assert (await failure_of(main.raw(method, b""))).reason == "SERVED_ELSEWHERE", path
             if path.endswith(("CommitWeights", "DiscardWeights")):
                 assert (await failure_of(control.raw(method, b""))).reason == "INVALID_FIELD", path
-            elif path.endswith("Profile"):
+            elif path.endswith(("Profile", "Adapter")):
                 assert (await failure_of(control.raw(method, b""))).reason == "UNSUPPORTED_FEATURE", path
             else:
                 await control.raw(method, b"")

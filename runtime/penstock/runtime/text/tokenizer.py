@@ -129,10 +129,11 @@ _CLASSES = {
 """The classes that are known here. `TokenizersBackend` takes all from the file, and adds nothing."""
 
 DECLARED = frozenset((
-    "apertus", "arcee", "cohere", "cohere2", "deepseek_v3", "dots1", "exaone4", "falcon", "gemma",
-    "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_neox", "gpt_oss", "gptj", "helium", "lfm2",
-    "lfm2_moe", "llama", "llama4_text", "olmo", "olmoe", "opt", "phi", "qwen2_5_vl", "qwen2_moe", "qwen3",
-    "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3", "starcoder2",
+    "apertus", "arcee", "bamba", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1",
+    "exaone4", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_neox",
+    "gpt_oss", "gptj", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "llama",
+    "llama4_text", "mamba2", "mpt", "nemotron_h", "olmo", "olmoe", "opt", "phi", "qwen2_5_vl", "qwen2_moe",
+    "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3", "starcoder2",
     "vaultgemma",
 ))  # fmt: skip
 """Types of models of which transformers takes the class that tokenizer_config.json declares."""
@@ -156,6 +157,7 @@ FIXED = {
     "olmo2": _PLAIN,
     "olmo3": _PLAIN,
     "phi3": _PLAIN,
+    "phimoe": _PLAIN,
     "qwen2": "Qwen2Tokenizer",
     "qwen3_5": "Qwen3_5Tokenizer",
     "qwen3_5_moe": "Qwen3_5Tokenizer",

@@ -547,7 +547,7 @@ def to_job(message: inference_pb2.GenerateRequest | inference_pb2.StreamRequest,
     are not checked.
     """
     check_model(message.model, limits)
-    check_generates(limits, type(message).DESCRIPTOR.name.removesuffix("Request"))
+    check_generates(limits, message.DESCRIPTOR.name.removesuffix("Request"))
     check_supported(message, limits.lacking, limits.why_lacking)
     bad = Violations()
     request_id = request_id_of(message.request_id, bad)

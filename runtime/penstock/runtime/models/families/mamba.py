@@ -11,7 +11,7 @@ from dataclasses import replace
 from penstock.runtime.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
 from penstock.runtime.models.configs.recurrent import MambaConfig
 from penstock.runtime.models.configs.tensor_names import TensorNames
-from penstock.runtime.models.families.family import ModelFamily, tensor_name
+from penstock.runtime.models.families.family import ModelFamily, tensor_name, tied_head
 from penstock.runtime.models.families.mixture_fields import read_layer_numbers
 from penstock.runtime.models.families.reading import Sizes, read_model, read_rope, read_sizes
 from penstock.runtime.models.hf_fields import Fields
@@ -335,6 +335,11 @@ def _stored(config: ModelConfig) -> StoredAt:
     return stored
 
 
+def _head_as_table(config: ModelConfig) -> Mapping[str, str]:
+    """See `tied_head`, by the name of a backbone's table."""
+    return dict.fromkeys(tied_head(config), tensor_name(("embed_tokens", "weight"), _NAMES_BACKBONE))
+
+
 def _stored_as_blocks(config: ModelConfig) -> StoredAt:
     """Each mixer, attention and MLP is a block with a number of its own."""
     begins = [0]
@@ -360,6 +365,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         parse=_parse_mamba2,
         ignored=(*_TRAINED, "chunk_size", "residual_in_fp32", "time_step_min", "time_step_rank"),
         stored=_stored_as_blocks,
+        copies=_head_as_table,
     ),
     "BambaForCausalLM": ModelFamily(
         parse=_parse_bamba,
@@ -396,5 +402,6 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "use_mamba_kernels",
         ),
         stored=_stored_as_blocks,
+        copies=_head_as_table,
     ),
 }
