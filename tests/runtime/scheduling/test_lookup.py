@@ -82,9 +82,12 @@ def test_a_long_sequence_is_remembered_in_part(monkeypatch: pytest.MonkeyPatch) 
     assert not copy.has_guess  # what came behind 100 and 101 is forgotten
 
 
-def sequence(tokens: list[int], name: str = "a", salt: str = "", *, bypass: bool = False) -> Sequence:
+def sequence(
+    tokens: list[int], name: str = "a", salt: str = "", *, bypass: bool = False, fork_of: str | None = None
+) -> Sequence:
     scheduler = Scheduler(SchedulerConfig(**{**LIMITS, "max_model_len": 10_000, "num_pages": 10_000}))
-    return scheduler.prepare(Request(name, tuple(tokens), cache=CacheParams(salt, bypass)), 1, ())
+    request = Request(name, tuple(tokens), cache=CacheParams(salt, bypass), fork_of=fork_of)
+    return scheduler.prepare(request, 1, ())
 
 
 def taught(plain: dict[int, float], checked: dict[int, float]) -> Lookup:
@@ -207,6 +210,25 @@ def test_what_others_of_the_same_salt_said_is_proposed() -> None:
     assert guesses(proposer, sequence([40, 1, 2], salt="salt")) == [9, 9, 9]
     assert guesses(proposer, sequence([40, 1, 2], salt="other")) == []
     assert guesses(proposer, sequence([40, 1, 2], bypass=True)) == []
+
+
+def test_an_output_of_a_prompt_that_another_keeps_leaves_its_own_tokens_alone() -> None:
+    """All of them, also those that came since it was last looked at: perhaps none at all."""
+    proposer = taught({1: 10.0}, dict.fromkeys(range(2, 8), 10.0))
+    for said in ([], [8, 9]):
+        fork = sequence([1, 2, 3, 4], "a\x001", fork_of="a")
+        guesses(proposer, fork)
+        fork.token_ids += said
+        proposer.ended(fork)
+        assert proposer._earlier.of(sequence([1]).request).tolist() == ([*said, -1] if said else [])
+
+
+def test_what_is_kept_of_a_sequence_has_its_last_tokens() -> None:
+    proposer, ended = taught({1: 10.0}, dict.fromkeys(range(2, 8), 10.0)), sequence([1, 2, 3])
+    guesses(proposer, ended)
+    ended.token_ids += [4, 5]
+    proposer.ended(ended)
+    assert guesses(proposer, sequence([40, 2, 3])) == [4, 5]
 
 
 def test_a_sequence_follows_another_to_its_end_and_then_looks_again() -> None:

@@ -261,10 +261,12 @@ class Lookup:
         """See `Proposer`."""
         copy = self._copies.pop(seq, None)
         if copy is not None:
-            if not seq.request.cache.bypass:
-                # Outputs of one prompt keep it once.
-                made = copy.tokens if seq.request.fork_of is None else copy.tokens[-seq.num_generated :]
-                self._earlier.add(seq.request.cache.salt, made)
+            copy.catch_up(seq.token_ids)  # tokens of the last steps may have come since
+            tokens = copy.tokens
+            if seq.request.fork_of is not None:  # outputs of one prompt keep it once
+                tokens = tokens[max(len(tokens) - seq.num_generated, 0) :]
+            if tokens.size and not seq.request.cache.bypass:
+                self._earlier.add(seq.request.cache.salt, tokens)
             self._rate = max(self._rate + _LEARN * (copy.rate - self._rate), _LEAST_RATE)
 
     def _caught_up(self, candidates: Items[Candidate]) -> list[Copy]:
