@@ -105,7 +105,7 @@ def build(
     config, shapes = longest_shapes(model, options, backend, threads=threads)
     _log_penalties(model, config)
     if config.speculation != options.speculation:
-        log.warning("speculation: nothing is proposed, because the state of recurrent layers cannot go back")
+        log.warning("speculation: nothing is proposed, because %s", _why_none_proposed(model))
     better = lacking_kernels(options.dtype, np.dtype(model.dtype), backend)
     if better is not None:
         log.warning(
@@ -187,7 +187,7 @@ def longest_shapes(
     """
     model.cache.check_dtype(options.kv_cache_dtype)
     config = resolve(options, backend.sizes, defaults=model.defaults)
-    if model.cache.has_state:  # state by slot cannot go back to where a wrong token was proposed
+    if _why_none_proposed(model):
         config = dataclasses.replace(config, speculation="off")
     return config, _runner_config(model, config, _buckets(model, config, backend), backend, threads=threads)
 
@@ -264,6 +264,13 @@ also where few requests run at a time."""
 
 def _proposer(config: ResolvedConfig) -> Proposer | None:
     return None if config.speculation == "off" else Lookup()
+
+
+def _why_none_proposed(model: ServedModel) -> str:
+    """Why no tokens can be proposed for a model; empty if they can."""
+    if model.reader is not None:
+        return "the model generates nothing"
+    return "the state of recurrent layers cannot go back" if model.cache.has_state else ""
 
 
 def _most_rows(config: ResolvedConfig) -> int:

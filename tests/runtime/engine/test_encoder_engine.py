@@ -98,3 +98,10 @@ def test_new_weights(engine: Engine) -> None:
 def test_options_that_an_encoder_has_no_use_for(option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{option}: .*encoder"):
         Engine.from_pretrained(str(DIRECTORY), config(**{option: value}))
+
+
+def test_nothing_is_proposed_where_nothing_is_generated(caplog: pytest.LogCaptureFixture) -> None:
+    """So no programs are compiled that check proposals, and callers are told of no proposer."""
+    engine = Engine.from_pretrained(str(DIRECTORY), config(speculation="lookup"))
+    assert engine.config.speculation == "off"
+    assert "speculation: nothing is proposed, because the model generates nothing" in caplog.text
