@@ -6,16 +6,18 @@ import contextlib
 import dataclasses
 import gc
 import json
+import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from penstock.runtime import CacheParams, Engine, SamplingParams, StoppingParams
+from penstock.runtime import CacheParams, Engine, SamplingParams, StoppingParams, building
 from penstock.runtime.adapters.registry import AdapterRegistry
 from penstock.runtime.errors import (
     AdapterExistsError,
@@ -26,7 +28,9 @@ from penstock.runtime.errors import (
 )
 from penstock.runtime.requests.adapter import AdapterWeights
 from penstock.runtime.scheduling.adapter_slots import AdapterSlots
+from penstock.runtime.scheduling.sequence import Sequence
 from tests.support.goldens import GOLDEN, small_config
+from tests.support.scheduler.proposing import Guesses, lies
 
 LORA = GOLDEN / "lora"
 GREEDY = SamplingParams(temperature=0.0)
@@ -114,6 +118,29 @@ def test_forks_and_scores(engine: Engine) -> None:
     assert [list(output.token_ids) for output in made.outputs] == [case["tokens"]] * 3
     (score,) = engine.score(case["prompt"], [case["tokens"]], adapter=case["adapter"])
     np.testing.assert_allclose(score.logprobs, case["logprobs"], atol=1e-4)
+
+
+def test_tokens_are_proposed_for_rows_with_adapters() -> None:
+    """The rows of proposed tokens have the adapter of their slot, beside rows with others and with none."""
+    rng = random.Random(8)
+    plain = [{**case, "tokens": case["base_tokens"], "adapter": None} for case in CASES[:3]]
+    cases = {f"r{i}": case for i, case in enumerate([*CASES, *plain])}
+
+    def right(seq: Sequence, most: int) -> list[int]:
+        tokens: list[int] = cases[seq.request_id]["tokens"]
+        return tokens[seq.num_generated :][:most]
+
+    proposer = Guesses(lambda seq, most: (), rng)
+    with mock.patch.object(building, "Lookup", return_value=proposer):
+        speculating = engine_of("qwen3", max_adapters=2, speculation="lookup", max_num_seqs=4)
+    with speculating as engine, ThreadPoolExecutor(8) as pool:
+        proposer.guess = lies(rng, engine.info.vocab_size, right)
+        for folder in folders("qwen3"):
+            engine.adapters.load(folder.name, folder)
+        for name, got in pool.map(lambda name: (name, answer(engine, cases[name], request_id=name)), cases):
+            assert got[0] == cases[name]["tokens"], cases[name]["adapter"]
+        totals = engine.metrics().totals
+    assert 0 < totals.accepted_tokens < totals.proposed_tokens
 
 
 def test_a_name_that_gets_other_content(engine: Engine) -> None:

@@ -11,23 +11,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import random
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from PIL import Image as Pil
 
-from penstock.runtime import Engine, Image, StoppingParams
+from penstock.runtime import Engine, Image, StoppingParams, building
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.loop.interface import InFlightPolicy, StepRecord
 from penstock.runtime.ops.native import library
 from penstock.runtime.prompting.results import Generation
 from penstock.runtime.requests.request import CacheParams
+from penstock.runtime.scheduling.sequence import Sequence
 from tests.support.chunks import set_chunk
 from tests.support.collector import GREEDY_PARAMS
 from tests.support.goldens import GOLDEN, WITH_PICTURES, small_config
+from tests.support.scheduler.proposing import Guesses, lies
 
 Case = dict[str, Any]
 IMAGE_TOKEN = 5
@@ -80,7 +84,7 @@ class Served:
         check(made, case, n)
         return made
 
-    def ask_together(self, cases: Sequence[Case], *, bypass: bool = False) -> None:
+    def ask_together(self, cases: Items[Case], *, bypass: bool = False) -> None:
         made = self.engine.generate(
             [case["text"] for case in cases],
             media=[self.images(case) for case in cases],
@@ -154,6 +158,36 @@ def test_every_schedule_gives_pytorchs_tokens(name: str, page_size: int) -> None
     for case in cases:
         served.ask(case, n=2)
     served.ask_preempted(longest)
+    served.finish()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", WITH_PICTURES)
+def test_tokens_are_proposed_behind_pictures(name: str) -> None:
+    """The rows of proposed tokens have the rotary positions that follow those of the pictures. A model with a
+    recurrent state has none.
+    """
+    rng = random.Random(8)
+    proposer = Guesses(lambda seq, most: (), rng)
+    with mock.patch.object(building, "Lookup", return_value=proposer):
+        served = Served(name, 8, speculation="lookup")
+
+    def right(seq: Sequence, most: int) -> list[int]:
+        made, prompt = seq.token_ids[seq.num_prompt :], list(seq.request.prompt_token_ids)
+        known = [case["tokens"] for case in served.cases if case["prompt"] == prompt]
+        return next((t[len(made) :][:most] for t in known if t[: len(made)] == made), [])
+
+    proposer.guess = lies(rng, served.engine.info.vocab_size, right)
+    for _ in range(2):
+        for case in served.cases:
+            served.ask(case, n=2)
+        served.ask_together(served.cases)
+    totals = served.engine.metrics().totals
+    if served.engine.config.speculation == "off":
+        assert totals.proposed_tokens == 0
+    else:
+        assert 0 < totals.accepted_tokens < totals.proposed_tokens
     served.finish()
 
 
