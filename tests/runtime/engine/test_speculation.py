@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from penstock.runtime import StoppingParams, building
@@ -58,6 +59,7 @@ class Pair:
             assert one.logprobs == other.logprobs, request
             assert one.prompt_logprobs == other.prompt_logprobs, request
             assert (one.finish, one.error) == (other.finish, other.error), request
+            np.testing.assert_array_equal(one.hidden, other.hidden, str(request))
         return got
 
     def close(self) -> None:
@@ -163,6 +165,23 @@ def test_rows_under_a_constraint_step_with_those_that_have_proposals(pair: Pair)
     ]
     got = pair.compare(requests, lambda right: right)
     assert [one.proposed_tokens > 0 for one in got] == [True, False] * 3
+
+
+def test_hidden_states_and_prompts_that_are_read_beside_proposals(pair: Pair) -> None:
+    """Requests enter while tokens are proposed for others, but for none that wants hidden states."""
+    requests = [
+        dataclasses.replace(
+            free(f"h{i}", range(i + 1, i + 6), max_tokens=15 + 2 * i),
+            hidden_states=i % 3 == 0,
+            prompt_logprobs=[None, 2, 0][i % 3],
+        )
+        for i in range(12)
+    ]
+    pair.proposer.patience = 1.0
+    got = pair.compare(requests, lambda right: right)
+    pair.proposer.patience = 0.5
+    assert [len(one.hidden) > 0 for one in got] == [True, False, False] * 4
+    assert [one.accepted_tokens > 0 for one in got] == [False, True, True] * 4
 
 
 def test_outputs_of_one_prompt_and_prompts_that_share_pages(pair: Pair) -> None:
