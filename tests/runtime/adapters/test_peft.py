@@ -131,12 +131,15 @@ def test_a_missing_half_is_named(half: str) -> None:
 def test_a_scaling_that_leaves_the_range_of_the_dtype() -> None:
     with pytest.raises(AdapterFormatError, match="too large for float32"):
         READER.read(sent({**CONFIG, "lora_alpha": 1e38}, {**TENSORS, f"{Q}.lora_B.weight": B * 1000}))
+    with pytest.raises(AdapterFormatError, match="too large for float32"):
+        READER.read(sent({**CONFIG, "lora_alpha": 1e300}, {**TENSORS, f"{Q}.lora_B.weight": B - 1}))
 
 
 BAD_FIELDS: dict[str, dict[str, Any]] = {
     "peft_type": {"peft_type": "IA3"},
     "r": {"r": 0},
     "lora_alpha": {"lora_alpha": float("nan")},
+    "alpha_pattern ": {"alpha_pattern": {"q_proj": 10**400}},
     "use_rslora": {"use_rslora": "yes"},
     "use_dora": {"use_dora": True},
     "bias": {"bias": "lora_only"},
@@ -158,13 +161,22 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
 def test_a_field_that_is_not_honoured_is_named(field: str) -> None:
     with pytest.raises(AdapterFormatError) as caught:
         READER.read(sent({**CONFIG, **BAD_FIELDS[field]}, TENSORS))
-    assert caught.value.field == field
+    assert caught.value.field == field.strip()
 
 
-@pytest.mark.parametrize("pattern", [".*.*.*.*.*x", "(a|b)*", "a{1,9}", "(?=a)", r"(a)\1", "a" * 1001])
+LONG = [".*.*.*.*.*x", "(a|b)*", "a{1,9}", "(?=a)", r"(a)\1", "a" * 1001, ".?" * 40 + "x", "(.|.)" * 40 + "x"]
+
+
+@pytest.mark.parametrize("pattern", LONG)
 def test_a_pattern_that_might_take_long_is_refused(pattern: str) -> None:
     with pytest.raises(AdapterFormatError, match="too long or too costly"):
         read_config({**CONFIG, "rank_pattern": {pattern: 2}})
+
+
+def test_a_pattern_may_list_layers_and_modules() -> None:
+    pattern = rf"layers\.({'|'.join(map(str, range(48)))})\.(mlp|self_attn)\.(q|k|v|o)_proj"
+    config = read_config({**CONFIG, "rank_pattern": {pattern: 4}})
+    assert config.rank_of("model.layers.47.self_attn.q_proj") == 4
 
 
 def test_damaged_folders(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ _MOST_PATTERN_CHARS = 1000
 _MOST_REPEATS = 4
 """Most quantifiers of a pattern. With so many, and none behind a group, a name of 100 characters is matched
 or not within milliseconds."""
+_MOST_CHOICES = 1000
+"""In how many ways alternatives of a pattern can be combined, at most: each may have to be tried."""
 _HONOURED = frozenset(
     (
         *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
@@ -126,13 +128,27 @@ def _patterns(fields: Mapping[str, Any], name: str, read: Callable[[str, object]
 def _check_pattern(field: str, pattern: str) -> None:
     """Refuse what is no regular expression, or may take long to match."""
     repeats = re.sub(r"\\.", "", pattern)  # without characters that stand for themselves
-    may_take_long = re.search(r"\)[*+?{]|\{", repeats) or len(re.findall(r"[*+]", repeats)) > _MOST_REPEATS
+    may_take_long = re.search(r"\)[*+?{]|\{", repeats) or len(re.findall(r"[*+?]", repeats)) > _MOST_REPEATS
+    may_take_long = may_take_long or _num_choices(repeats) > _MOST_CHOICES
     if len(pattern) > _MOST_PATTERN_CHARS or may_take_long or re.search(r"\(\?|\\[1-9]", pattern):
         raise _of_field(field, f"the pattern {pattern[:100]!r} is too long or too costly to match")
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise _of_field(field, f"{pattern[:100]!r} is no regular expression: {error}") from error
+
+
+def _num_choices(pattern: str) -> int:
+    """In how many ways the alternatives of a pattern can be combined, at most."""
+    product, bars = 1, [0]
+    for char in pattern:
+        if char == "(":
+            bars.append(0)
+        elif char == "|":
+            bars[-1] += 1
+        elif char == ")" and len(bars) > 1:
+            product *= bars.pop() + 1
+    return product * math.prod(count + 1 for count in bars)
 
 
 def _by_pattern(found: Mapping[str, float], name: str, default: float) -> float:
@@ -150,9 +166,13 @@ def _rank(field: str, value: object) -> int:
 
 
 def _number(field: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    try:
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # a whole number of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
         raise _of_field(field, f"must be a finite number, not {str(value)[:50]}")
-    return float(value)
+    return number
 
 
 def _of_field(field: str, message: str) -> AdapterFormatError:
@@ -215,7 +235,7 @@ class AdapterReader:
                 raise AdapterFormatError("the layer has this matrix already", tensor=name)
             there[half.is_b] = name
             factor = config.scaling_of(half.layer) if half.is_b else 1.0
-            with np.errstate(over="ignore"):  # infinity is found below
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
                 self._put(values, half, _finite(name, tensor) * np.float32(factor))
         if not halves:
             raise AdapterFormatError("the adapter has no tensors")
