@@ -200,7 +200,9 @@ class AdapterReader:
             self._by_rest[name.removeprefix(root)] = name
 
     def read(self, source: Path | AdapterTensors) -> AdapterWeights:
-        """Read an adapter and check it. AdapterFormatError names the first tensor or field that is wrong."""
+        """Read an adapter and check it. AdapterFormatError names the first tensor or field that is wrong, and
+        not where the folder lies: whoever names an adapter in a request may see it.
+        """
         if isinstance(source, AdapterTensors):
             return self._made(source.config, source.tensors)
         try:
@@ -213,9 +215,10 @@ class AdapterReader:
                 after = os.stat(source / TENSORS_NAME)
                 told = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in (before, after)]
                 if told[0] != told[1] or _read_json(source / CONFIG_NAME) != config:
-                    raise AdapterFormatError(f"{source} was changed while it was read")
+                    raise AdapterFormatError("its folder was changed while it was read")
         except (OSError, ConfigError) as error:
-            raise AdapterFormatError(f"{source} cannot be read as an adapter: {error}") from error
+            why = str(error).replace(f"{source}/", "")
+            raise AdapterFormatError(f"its folder cannot be read as an adapter: {why}") from error
         return weights
 
     def _check_header(self, config: LoraConfig, entries: Mapping[str, TensorEntry]) -> None:
@@ -321,13 +324,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         text = file.read(_MOST_CONFIG_BYTES + 1)
     if len(text) > _MOST_CONFIG_BYTES:
-        raise AdapterFormatError(f"{path} has more than {_MOST_CONFIG_BYTES} bytes")
+        raise AdapterFormatError(f"{path.name} has more than {_MOST_CONFIG_BYTES} bytes")
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise AdapterFormatError(f"{path} is no JSON: {error}") from error
+        raise AdapterFormatError(f"{path.name} is no JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise AdapterFormatError(f"{path} holds no object")
+        raise AdapterFormatError(f"{path.name} holds no object")
     return fields
 
 
