@@ -22,7 +22,8 @@ class AdapterInfo:
 
     name: str
     digest: str
-    """Of its config and its tensors, in hexadecimal: equal digests are equal adapters. Empty while it loads.
+    """SHA-256 of its numbers as they go to the device, in hexadecimal: equal digests answer alike. Empty while
+    it loads.
     """
     rank: int
     """The largest rank of its matrices."""

@@ -251,7 +251,7 @@ class AdapterReader:
             raise AdapterFormatError(f"its numbers, times the scaling, are too large for {model.dtype}")
         return AdapterWeights(
             values=values,
-            digest=hashlib.blake2b(values.view(np.uint8).data, digest_size=16).hexdigest(),
+            digest=hashlib.sha256(values.view(np.uint8).data).hexdigest(),
             rank=max(config.rank_of(layer) for layer in halves),
             scaling=max(config.scaling_of(layer) for layer in halves),
             targets=tuple(sorted({layer.rpartition(".")[2] for layer in halves})),

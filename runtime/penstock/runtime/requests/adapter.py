@@ -15,7 +15,7 @@ class AdapterWeights:
     values: NDArray[Any]
     """[units * rank] in the model's dtype, see `ops.adapters`."""
     digest: str
-    """In hexadecimal."""
+    """SHA-256 of the values, in hexadecimal."""
     rank: int
     """The largest rank of its matrices."""
     scaling: float
