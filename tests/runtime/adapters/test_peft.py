@@ -183,7 +183,7 @@ def test_a_pattern_may_list_layers_and_modules() -> None:
 
 def test_damaged_folders(tmp_path: Path) -> None:
     """Errors do not tell where the folder lies."""
-    with pytest.raises(AdapterFormatError, match="cannot be read.* 'adapter_model.safetensors'") as caught:
+    with pytest.raises(AdapterFormatError, match=r"cannot be read.* 'adapter_model\.safetensors'") as caught:
         READER.read(tmp_path / "nowhere")
     assert str(tmp_path) not in str(caught.value)
     folder = write(tmp_path / "a", CONFIG, TENSORS)

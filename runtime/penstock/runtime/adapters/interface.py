@@ -22,8 +22,8 @@ class AdapterInfo:
 
     name: str
     digest: str
-    """SHA-256 of its numbers as they go to the device, in hexadecimal: equal digests answer alike. Empty while
-    it loads.
+    """SHA-256 of its numbers as they go to the device, in hexadecimal: those with equal digests answer alike.
+    Empty while it loads.
     """
     rank: int
     """The largest rank of its matrices."""

@@ -7,6 +7,7 @@ nothing that happens to the name later concerns it.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -92,7 +93,7 @@ class AdapterRegistry:
         and `replace` is False, AdapterFormatError, TooManyAdaptersError if there is no place that another
         adapter could leave, and UnsupportedFeature if the engine has no adapters.
         """
-        return self._load(name, source, pinned=pinned, replace=replace, may_leave=False)
+        return self._load(name, source, pinned=pinned, replace=replace, may_leave=False)[1]
 
     def unload(self, name: str) -> None:
         """Take the name away. Outputs that run or wait finish on its weights, which are freed after them.
@@ -109,8 +110,8 @@ class AdapterRegistry:
         """
         with self._lock:
             entry = self._entry(name)
-            if pinned and not entry.is_pinned:
-                self._check_pins()
+            if pinned:
+                self._check_pin(name)
             self._entries[name] = replace(entry, is_pinned=pinned)
             self._tell_pinned()
             return self._info(name)
@@ -140,9 +141,7 @@ class AdapterRegistry:
                 self._entries[name] = replace(entry, last_used_s=time.time())
                 return entry.weights
             folder = self._folder(name)
-        self._load(name, folder, pinned=False, replace=False, may_leave=True)
-        with self._lock:
-            return self._entry(name).weights
+        return self._load(name, folder, pinned=False, replace=False, may_leave=True)[0]
 
     def _folder(self, name: str) -> Path:
         """Where `adapter_dir` has an adapter of this name. UnknownAdapterError if it has none."""
@@ -151,13 +150,14 @@ class AdapterRegistry:
         folder = self._limits.adapter_dir
         if folder is not None:
             check_name(name)
-            if (folder / name).is_dir():
+            if os.path.isdir(folder / name):  # also false for a name that is too long for a file
                 return folder / name
         raise UnknownAdapterError(name)
 
     def _load(
         self, name: str, source: Path | AdapterTensors, *, pinned: bool, replace: bool, may_leave: bool
-    ) -> AdapterInfo:
+    ) -> tuple[AdapterWeights, AdapterInfo]:
+        """`may_leave`: a request has named it. Then nothing is read if the name has come meanwhile."""
         if self._read is None:
             raise self._off()
         check_name(name)
@@ -165,14 +165,16 @@ class AdapterRegistry:
         with self._lock:
             while name in self._loading:
                 self._lock.wait()
-            if pinned and not (name in self._entries and self._entries[name].is_pinned):
-                self._check_pins()
+            if may_leave and name in self._entries:  # loaded by name, or by another request
+                return self._entries[name].weights, self._info(name)
+            if pinned:
+                self._check_pin(name)
             self._loading[name] = told
         try:
             weights = self._read(source)
             with self._lock:
                 self._keep(name, weights, told, pinned=pinned, replace=replace, may_leave=may_leave)
-                return self._info(name)
+                return self._entries[name].weights, self._info(name)
         finally:
             with self._lock:
                 del self._loading[name]
@@ -193,6 +195,8 @@ class AdapterRegistry:
             weights = before.weights
         elif before is not None and not replace:
             raise AdapterExistsError(name)
+        if pinned:  # others may have been pinned while it was read
+            self._check_pin(name)
         if before is None and len(self._entries) >= self._limits.max_cached_adapters:
             self._make_room()
         self._entries[name] = _Entry(
@@ -215,9 +219,10 @@ class AdapterRegistry:
             raise TooManyAdaptersError(self._limits.max_cached_adapters)
         del self._entries[min(leavers)[1]]
 
-    def _check_pins(self) -> None:
-        """Refuse one more pin if no slot were left for adapters that are not pinned."""
-        if 1 + sum(entry.is_pinned for entry in self._entries.values()) >= self._limits.max_adapters:
+    def _check_pin(self, name: str) -> None:
+        """Refuse to pin this one too if no slot were left for adapters that are not pinned."""
+        others = sum(entry.is_pinned for other, entry in self._entries.items() if other != name)
+        if 1 + others >= self._limits.max_adapters:
             raise TooManyAdaptersError(self._limits.max_adapters)
 
     def _tell_pinned(self) -> None:
