@@ -380,7 +380,7 @@ class FakeEngine:
             raise WeightsIncomplete(self.weights_problem)
         if request.min_generation > self.weights.generation:
             raise WeightsTooOld(request.min_generation, self.weights.generation)
-        if request.adapter is not None:
+        if request.adapter is not None and request.adapter_weights is None:
             self.adapters.get(request.adapter)
         if num >= self.info.max_model_len:
             raise PromptTooLong(num, self.info.max_model_len - 1)

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from penstock.runtime.adapters.interface import AdapterInfo, AdapterTensors, check_name
 from penstock.runtime.errors import (
     AdapterExistsError,
@@ -17,6 +19,7 @@ from penstock.runtime.errors import (
     UnknownAdapterError,
     UnsupportedFeature,
 )
+from penstock.runtime.requests.adapter import AdapterWeights
 
 NOW_S = 1_700_000_000.0
 
@@ -114,13 +117,14 @@ class FakeAdapters:
                 return info
         raise UnknownAdapterError(name)
 
-    def weights_of(self, name: str) -> object:
+    def weights_of(self, name: str) -> AdapterWeights:
         self._check_on()
         check_name(name)
         known = name in [info.name for info in self.list()]
         if not known and self._folder is not None and (self._folder / name).is_dir():
             self.load(name, self._folder / name)
-        return self.get(name)
+        info = self.get(name)
+        return AdapterWeights(np.zeros(0), info.digest, info.rank, info.scaling, info.targets)
 
     def _check_on(self) -> None:
         if not self.is_on:

@@ -375,10 +375,11 @@ class Engine(EngineCore):
         return self._rules.prepare(request, super().prepare(request))
 
     def _with_adapter(self, request: Request, prepared: PreparedPrompt | None = None) -> Request:
-        """The request with the weights of the adapter that it names: those of `prepared`, so that all outputs
-        of a prompt have the same. See `AdapterRegistry.weights_of` for what it raises.
+        """The request with the weights of the adapter that it names: its own if it has some, or those of
+        `prepared`, so that all outputs of a prompt have the same. See `AdapterRegistry.weights_of` for what
+        it raises.
         """
-        if request.adapter is None:
+        if request.adapter is None or request.adapter_weights is not None:
             return request
         weights = None if prepared is None else prepared.adapter_weights
         return dataclasses.replace(

@@ -22,6 +22,7 @@ from penstock.runtime.loop.journal import Journal
 from penstock.runtime.measuring.engine_metrics import EngineMetrics
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.profiling.profile import ProfileOptions, ProfileRun
+from penstock.runtime.requests.adapter import AdapterWeights
 from penstock.runtime.requests.reader import Reader
 from penstock.runtime.requests.request import Finish, Pooling, PreparedPrompt, Request, StepOutput
 from penstock.runtime.requests.sampling import GenerationDefaults
@@ -184,7 +185,7 @@ class Adapters(Protocol):
         """The adapter of this name, which is in memory. Raises UnknownAdapterError."""
         ...
 
-    def weights_of(self, name: str) -> object:
+    def weights_of(self, name: str) -> AdapterWeights:
         """What the name means now, for a request. An adapter that is not in memory is read from the directory
         of adapters first, which blocks. Raises UnknownAdapterError, and what `load` raises.
         """

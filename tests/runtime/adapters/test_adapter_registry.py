@@ -1,4 +1,4 @@
-"""What happens to the names of adapters while others are read. Reading one waits until the test lets it go on."""
+"""What happens to names of adapters while others are read. Reading one waits until the test lets it go on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import pytest
 
 from penstock.runtime.adapters.interface import AdapterTensors
 from penstock.runtime.adapters.registry import AdapterRegistry
+from penstock.runtime.engine import Engine
 from penstock.runtime.errors import TooManyAdaptersError, UnknownAdapterError
 from penstock.runtime.requests.adapter import AdapterWeights
+from penstock.runtime.requests.request import Request
 from penstock.runtime.scheduling.adapter_slots import AdapterSlots
 
 
@@ -106,3 +108,10 @@ def test_a_name_that_no_file_can_have_is_unknown(tmp_path: Path) -> None:
     """128 characters may be 256 bytes, one more than Linux's file systems take."""
     with pytest.raises(UnknownAdapterError):
         registry_of(Reading(), Options(tmp_path)).weights_of("é" * 128)
+
+
+def test_weights_that_a_request_brings_are_not_looked_up_again() -> None:
+    weights = AdapterWeights(np.zeros(1), "1a", 1, 1.0, ())
+    request = Request("a", (1, 2), adapter="sql", adapter_weights=weights)
+    engine = object.__new__(Engine)  # without adapters: it would find none
+    assert engine._with_adapter(request).adapter_weights is weights

@@ -225,6 +225,20 @@ async def test_requests_reach_the_engine_with_their_adapter(tmp_path: Path) -> N
     assert [request.adapter for request in engine.seen] == ["sql"] * 7 + [None]
 
 
+async def test_all_outputs_of_a_call_have_what_the_name_meant_when_it_came(tmp_path: Path) -> None:
+    """The engine does not look it up again: it might read a disk on the event loop, or find other content."""
+    on_disk(tmp_path, "sql")
+    engine = with_adapters(tmp_path)
+    async with serving(engine) as rig:
+        await load(rig, "sql")
+        inputs = [inference_pb2.EmbedInput(text=text) for text in ("a", "b")]
+        await rig.inference.Embed(inference_pb2.EmbedRequest(inputs=inputs, adapter="sql"))
+        await rig.inference.Generate(generate("a", adapter="sql", sampling={"n": 2}))
+    weights = [request.adapter_weights for request in engine.seen]
+    assert None not in weights
+    assert [len({id(one) for one in weights[call : call + 2]}) for call in (0, 2)] == [1, 1]
+
+
 async def test_the_first_request_that_names_an_adapter_of_the_directory_loads_it(tmp_path: Path) -> None:
     on_disk(tmp_path, "sql")
     async with serving(with_adapters(tmp_path)) as rig:

@@ -200,7 +200,7 @@ class Request:
     adapter: str | None = None
     """The name of the LoRA adapter with which the output is made; None: the model alone."""
     adapter_weights: AdapterWeights | None = field(default=None, compare=False, repr=False)
-    """What that name meant when the request came; the engine finds it."""
+    """What that name meant when the request came. None: the engine looks it up."""
     hidden_states: bool = False
     """Whether the hidden state is wanted from which each token was chosen."""
     max_proposed_tokens: int | None = None

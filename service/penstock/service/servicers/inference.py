@@ -55,6 +55,7 @@ from penstock.runtime.prompting.results import (
     naming,
     special_around,
 )
+from penstock.runtime.requests.adapter import AdapterWeights
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.images import MediaItem
 from penstock.runtime.requests.reader import Classes, sigmoid
@@ -208,6 +209,8 @@ class ServedRequest:
         """Bytes of images that this request holds."""
         self._placed = 0
         """How many outputs are in the engine."""
+        self._adapter_weights: AdapterWeights | None = None
+        """What the name of the adapter meant when the request came, for all of its outputs."""
         self._engine = serving.engine
         self._lanes = serving.lanes
         self._min_tokens = min_tokens
@@ -291,22 +294,25 @@ class ServedRequest:
         sampling = await lanes.convert(
             partial(with_bad_words, job.sampling, words, engine.info.vocab_size), cost
         )
-        requests = outputs_of(
-            job.request(self.prompt, sampling, encoded), job.n, await self._constraints(encoded.text)
-        )
+        request = job.request(self.prompt, sampling, encoded)
+        if self._adapter_weights is not None:
+            request = dataclasses.replace(request, adapter_weights=self._adapter_weights)
+        requests = outputs_of(request, job.n, await self._constraints(encoded.text))
         cost += TOKEN_COST * len(self.prompt.token_ids)
         self._trace.enters("submit")
         shared = [await lanes.convert(partial(engine.prepare, requests[0]), cost)] * job.n
         return PreparedJob(job=job, requests=requests, shared=shared, prompt=self.prompt, text=encoded.text)
 
     async def _find_adapter(self) -> None:
-        """Raise UnknownAdapterError before the request costs anything. An adapter that nobody has asked for
-        yet may be read from the disk. A name that no adapter can have is that of none.
+        """Find what the name of the adapter means. Raise UnknownAdapterError before the request costs
+        anything. An adapter that nobody has asked for yet may be read from the disk. A name that no adapter
+        can have is that of none.
         """
         if self.job.adapter is not None:
             if not is_name(self.job.adapter):
                 raise UnknownAdapterError(self.job.adapter)
-            await self._lanes.heavy(partial(self._engine.adapters.weights_of, self.job.adapter))
+            find = partial(self._engine.adapters.weights_of, self.job.adapter)
+            self._adapter_weights = await self._lanes.heavy(find)
 
     def _hold(self, media: Sequence[MediaItem]) -> None:
         """Count the images until the request ends. Raises Busy."""
@@ -533,6 +539,7 @@ class ServedReading(ServedRequest):
             cache=job.cache,
             priority=job.priority,
             adapter=job.adapter,
+            adapter_weights=self._adapter_weights,
             min_generation=job.min_generation,
             received_ns=job.received_ns,
             operation=job.operation,
