@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -121,7 +122,7 @@ class FakeAdapters:
         self._check_on()
         check_name(name)
         known = name in [info.name for info in self.list()]
-        if not known and self._folder is not None and (self._folder / name).is_dir():
+        if not known and self._folder is not None and os.path.isdir(self._folder / name):
             self.load(name, self._folder / name)
         info = self.get(name)
         return AdapterWeights(np.zeros(0), info.digest, info.rank, info.scaling, info.targets)

@@ -116,6 +116,7 @@ async def test_a_name_is_never_a_path(tmp_path: Path) -> None:
         uris = (f"{outside}", f"{root}/../outside", f"{root}", f"{root}/link", f"{root}/none", "/nowhere")
         for fields in [
             {"name": "none"},
+            {"name": "é" * 128},  # 256 bytes, which no file can have
             *({"name": "x", "uri": f"file://{u}"} for u in uris),
         ]:
             failure = await failure_of(load(rig, **fields))
@@ -245,7 +246,7 @@ async def test_the_first_request_that_names_an_adapter_of_the_directory_loads_it
         reply = await rig.inference.Generate(generate("a", adapter="sql"))
         assert reply.model == "sql"
         assert await names(rig) == ["sql"]
-        for name in ("../sql", "other/model", ".", "x" * 200):
+        for name in ("../sql", "other/model", ".", "x" * 200, "é" * 128):
             failure = await failure_of(rig.inference.Generate(generate("a", adapter=name)))
             assert failure.reason == "UNKNOWN_ADAPTER", name
 
@@ -369,6 +370,10 @@ async def test_a_key_may_be_limited_to_adapters(tmp_path: Path) -> None:
         refused += [
             load(rig, "law", as_("trainer")),
             load(rig, "none", as_("trainer")),  # it does not learn that there is none
+            *(
+                load(rig, "sql", as_("trainer"), uri=f"file://{root}/{one}", replace=True)
+                for one in ("law", "none", "sql/../law")
+            ),
             unload(rig, "law", as_("trainer")),
             pin(rig, "law", pinned=True, call=as_("trainer")),
             push(rig, [begin("law")], **as_("trainer")),
@@ -379,3 +384,5 @@ async def test_a_key_may_be_limited_to_adapters(tmp_path: Path) -> None:
             failure = await failure_of(call)
             assert (failure.code.name, failure.reason) == ("PERMISSION_DENIED", "FORBIDDEN")
         assert await names(rig, as_("boss")) == ["law", "sql"]
+        own = await load(rig, "sql", as_("trainer"), uri=f"file://{root}/sql")
+        assert own.source == str(root / "sql")

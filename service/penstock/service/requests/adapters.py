@@ -13,6 +13,8 @@ from penstock.runtime.adapters.interface import check_name
 from penstock.runtime.errors import InvalidRequest, UnsupportedFeature, Violation
 from penstock.runtime.file_uris import path_of
 from penstock.runtime.sent_tensors import SentTensor
+from penstock.service.access.callers import Caller
+from penstock.service.access.roles import check_adapter
 from penstock.service.requests.control import out_of_order, to_tensors
 from penstock.service.requests.generate import Violations
 from penstock.service.requests.support import check_supported
@@ -48,9 +50,10 @@ class SentAdapter(AskedAdapter):
     manifest: Sequence[SentTensor]
 
 
-def to_load(message: adapters_pb2.LoadAdapterRequest, root: Path | None) -> AdapterOnDisk:
+def to_load(message: adapters_pb2.LoadAdapterRequest, root: Path | None, caller: Caller) -> AdapterOnDisk:
     """Check and convert the message. `root`: where adapters may lie; None: nowhere. Looks at the disk. Raises
-    UnsupportedFeature and InvalidRequest.
+    UnsupportedFeature and InvalidRequest, and Forbidden for the folder of an adapter that the caller may not
+    use.
     """
     check_supported(message)
     bad = Violations()
@@ -60,7 +63,9 @@ def to_load(message: adapters_pb2.LoadAdapterRequest, root: Path | None) -> Adap
         raise UnsupportedFeature(["LoadAdapter"], "the server was started without --adapter-dir")
     directory = _below(root, message.uri) if message.uri else root / message.name
     # What lies elsewhere is refused alike, whether it exists or not.
-    if directory is None or not directory.is_dir():
+    if message.uri and directory is not None:
+        check_adapter(caller, directory.relative_to(os.path.realpath(root)).parts[0])
+    if directory is None or not os.path.isdir(directory):  # no error for a name that is too long for a file
         named = "uri" if message.uri else "name"
         raise InvalidRequest([Violation(named, "names no directory below the server's --adapter-dir")])
     return AdapterOnDisk(

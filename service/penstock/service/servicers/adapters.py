@@ -52,10 +52,11 @@ class Adapters:
     async def load(self, request: adapters_pb2.LoadAdapterRequest) -> adapters_pb2.LoadAdapterResponse:
         """Have the engine read an adapter from the server's directory of adapters."""
         self._check_on("LoadAdapter")
-        check_adapter(CURRENT_CALLER.get(), request.name)  # before it is looked whether it exists
+        caller = CURRENT_CALLER.get()
+        check_adapter(caller, request.name)  # before it is looked whether it exists
         began_s = time.monotonic()
         async with self._calls.preparing():
-            asked = await self._lanes.weights(partial(to_load, request, self._root))
+            asked = await self._lanes.weights(partial(to_load, request, self._root, caller))
             load = partial(
                 self._adapters.load,
                 asked.name,
