@@ -116,6 +116,12 @@ def test_places_for_adapters(run: Run) -> None:
     assert "adapters    0.4 MiB" in run(str(GOLDEN / "llama"), "--max-adapters", "3")[1]
 
 
+def test_a_model_that_takes_no_adapters_is_named(run: Run) -> None:
+    code, out, error = run(str(GOLDEN / "encoders" / "bert"), "--max-adapters", "3")
+    assert (code, out) == (1, "")
+    assert "this model takes no adapters" in error
+
+
 def test_a_kv_cache_of_int8(run: Run) -> None:
     """A byte for each of the 32 channels, and 4 for the scale."""
     code, out, _ = run(str(GOLDEN / "qwen3"), "--json", "--kv-cache-dtype", "int8")

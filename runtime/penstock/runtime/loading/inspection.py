@@ -220,12 +220,12 @@ def _adapter_bytes(
     """Bytes of the places for adapters. ConfigError where the model cannot have any."""
     if not options.max_adapters:
         return 0
-    adapted = adapted_model(config, dtype, linear)
-    if adapted is None:
+    if config.encoder is not None:
         raise ConfigError("max_adapters: this model takes no adapters")
     if config.devices > 1:
         raise ConfigError("max_adapters: a model that is cut over devices takes no adapters yet")
-    return (options.max_adapters + 1) * adapted.size * options.max_adapter_rank * dtype.itemsize
+    size = adapted_model(config, dtype, linear).size
+    return (options.max_adapters + 1) * size * options.max_adapter_rank * dtype.itemsize
 
 
 def _served_cache_bytes(
