@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.runtime.requests.adapter import AdapterWeights
 from penstock.runtime.requests.request import CacheParams, Request
 from penstock.runtime.scheduling import lookup
 from penstock.runtime.scheduling.lookup import Copy, Earlier, Lookup, find
@@ -231,6 +233,17 @@ def test_what_is_kept_of_a_sequence_has_its_last_tokens() -> None:
     assert guesses(proposer, sequence([40, 2, 3])) == [4, 5]
 
 
+def test_what_an_adapter_has_said_is_not_found_without_it() -> None:
+    """A key may be limited to some adapters, and learns nothing of the others."""
+    earlier, plain = Earlier(), sequence([1]).request
+    one, other = (
+        dataclasses.replace(plain, adapter_weights=AdapterWeights(np.zeros(1), digest, 1, 1.0, ()))
+        for digest in ("1a", "2b")
+    )
+    earlier.add(one, np.arange(30, dtype=np.int32))
+    assert [len(earlier.of(request)) for request in (plain, one, other)] == [0, 31, 0]
+
+
 def test_a_sequence_follows_another_to_its_end_and_then_looks_again() -> None:
     proposer = taught({1: 10.0}, dict.fromkeys(range(2, 8), 10.0))
     ended, seq = sequence([1, 2, 3, 4, 20, 21]), sequence([20, 21, 22, 1, 2])
@@ -246,8 +259,9 @@ def test_a_sequence_follows_another_to_its_end_and_then_looks_again() -> None:
 def test_only_so_much_is_kept_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "MOST_TOKENS", 100)
     earlier = Earlier()
-    for salt in map(str, range(20)):
+    requests = [sequence([1], salt=str(i)).request for i in range(20)]
+    for request in requests:
         for i in range(50):
-            earlier.add(salt, np.arange(30, dtype=np.int32) + i)
-    sizes = [len(earlier.of(sequence([1], salt=str(i)).request)) for i in range(20)]
+            earlier.add(request, np.arange(30, dtype=np.int32) + i)
+    sizes = [len(earlier.of(request)) for request in requests]
     assert sizes == [0] * 4 + [100] * 16

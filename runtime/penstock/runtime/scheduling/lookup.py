@@ -2,11 +2,11 @@
 
 A sequence that copies (it edits a file, quotes its prompt, repeats itself) goes through tokens that are there
 already. `Copy` follows it: it finds where the newest tokens of the sequence occurred before, else in what
-ended sequences with the same cache salt have said (`Earlier`), and as long as the next token is the one that
-came next there, it goes on from there. So it knows for every token whether it would have been proposed
-rightly, whether tokens are proposed or not, and this is all that is learned of a sequence. `Costs` learns
-what steps of so many rows take. `Lookup` proposes as many tokens as will, by both, bring the most tokens in
-the time, and none where steps without proposals bring as many.
+ended sequences with the same cache salt and adapter have said (`Earlier`), and as long as the next token is
+the one that came next there, it goes on from there. So it knows for every token whether it would have been
+proposed rightly, whether tokens are proposed or not, and this is all that is learned of a sequence. `Costs`
+learns what steps of so many rows take. `Lookup` proposes as many tokens as will, by both, bring the most
+tokens in the time, and none where steps without proposals bring as many.
 
 (Prompt lookup is an idea of Saxena, 2023.)
 """
@@ -65,25 +65,27 @@ _BETWEEN = -1
 
 
 class Earlier:
-    """What the sequences that have ended were made of, by cache salt: as much of each salt as of a sequence,
-    and only of the salts that were used last.
+    """What the sequences that have ended were made of, by cache salt and adapter, as prefixes are shared: as
+    much of each pair as of a sequence, and only of the pairs that were used last.
     """
 
-    _MOST_SALTS = 16
+    _MOST_PAIRS = 16
 
     def __init__(self) -> None:
-        self._tokens: OrderedDict[str, Tokens] = OrderedDict()
+        self._tokens: OrderedDict[tuple[str, str], Tokens] = OrderedDict()
 
-    def add(self, salt: str, tokens: Tokens) -> None:
+    def add(self, request: Request, tokens: Tokens) -> None:
         """Keep tokens of a sequence that has ended."""
-        before = self._tokens.pop(salt, _NOTHING)
-        self._tokens[salt] = np.concatenate([before, tokens, [_BETWEEN]], dtype=np.int32)[-MOST_TOKENS:]
-        if len(self._tokens) > self._MOST_SALTS:
+        pair = request.cache.salt, request.adapter_digest
+        before = self._tokens.pop(pair, _NOTHING)
+        self._tokens[pair] = np.concatenate([before, tokens, [_BETWEEN]], dtype=np.int32)[-MOST_TOKENS:]
+        if len(self._tokens) > self._MOST_PAIRS:
             self._tokens.popitem(last=False)
 
     def of(self, request: Request) -> Tokens:
         """What a request may find; nothing if it shares no prefixes either."""
-        return _NOTHING if request.cache.bypass else self._tokens.get(request.cache.salt, _NOTHING)
+        pair = request.cache.salt, request.adapter_digest
+        return _NOTHING if request.cache.bypass else self._tokens.get(pair, _NOTHING)
 
 
 class Copy:
@@ -266,7 +268,7 @@ class Lookup:
             if seq.request.fork_of is not None:  # outputs of one prompt keep it once
                 tokens = tokens[max(len(tokens) - seq.num_generated, 0) :]
             if tokens.size and not seq.request.cache.bypass:
-                self._earlier.add(seq.request.cache.salt, tokens)
+                self._earlier.add(seq.request, tokens)
             self._rate = max(self._rate + _LEARN * (copy.rate - self._rate), _LEAST_RATE)
 
     def _caught_up(self, candidates: Items[Candidate]) -> list[Copy]:
