@@ -104,6 +104,35 @@ def test_a_request_that_finds_its_adapter_loaded_meanwhile_changes_nothing(
     assert (info.is_pinned, info.source) == (True, "pushed")
 
 
+def test_a_slow_disk_keeps_nobody_from_what_is_in_memory(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    is_looking, may_go_on = threading.Event(), threading.Event()
+
+    class SlowPath(type(tmp_path)):  # type: ignore[misc]  # the class of paths is only known when it runs
+        def __truediv__(self, name: str) -> Path:
+            is_looking.set()
+            assert may_go_on.wait(60)
+            return tmp_path / name
+
+    registry = registry_of(Reading(), Options(SlowPath(tmp_path)))
+    asked = pool.submit(registry.weights_of, "sql")
+    assert is_looking.wait(60)
+    assert pool.submit(registry.list).result(60) == ()
+    may_go_on.set()
+    assert isinstance(asked.exception(60), UnknownAdapterError)
+
+
+def test_the_engine_is_told_of_pins_that_change() -> None:
+    read, told = Reading(), list[frozenset[str]]()
+    read.go.release(2)
+    registry = AdapterRegistry(Options(), read, AdapterSlots(2), told.append)
+    registry.load("a", pushed("a"))
+    registry.load("b", pushed("b"), pinned=True)
+    registry.pin("b", True)
+    registry.unload("a")
+    registry.unload("b")
+    assert told == [{b"b".hex()}, set()]
+
+
 def test_a_name_that_no_file_can_have_is_unknown(tmp_path: Path) -> None:
     """128 characters may be 256 bytes, one more than Linux's file systems take."""
     with pytest.raises(UnknownAdapterError):

@@ -75,6 +75,7 @@ class AdapterRegistry:
         self._limits, self._read, self._slots, self._pin = limits, read, slots, pin
         self._entries: dict[str, _Entry] = {}
         self._loading: dict[str, str] = {}  # name to source, in order of their beginning
+        self._pinned: frozenset[str] = frozenset()  # as the scheduler knows it
         self._lock = threading.Condition()
 
     @property
@@ -140,7 +141,7 @@ class AdapterRegistry:
             if entry is not None:
                 self._entries[name] = replace(entry, last_used_s=time.time())
                 return entry.weights
-            folder = self._folder(name)
+        folder = self._folder(name)  # a disk may be slow, and others only want to know what is there
         return self._load(name, folder, pinned=False, replace=False, may_leave=True)[0]
 
     def _folder(self, name: str) -> Path:
@@ -226,7 +227,10 @@ class AdapterRegistry:
             raise TooManyAdaptersError(self._limits.max_adapters)
 
     def _tell_pinned(self) -> None:
-        self._pin(frozenset(e.weights.digest for e in self._entries.values() if e.is_pinned))
+        pinned = frozenset(e.weights.digest for e in self._entries.values() if e.is_pinned)
+        if pinned != self._pinned:  # telling it takes the engine's lock
+            self._pin(pinned)
+            self._pinned = pinned
 
     def _entry(self, name: str) -> _Entry:
         if self._read is None:
