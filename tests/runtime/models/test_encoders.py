@@ -18,6 +18,7 @@ import pytest
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config, load_weights
+from penstock.runtime.models.config import MLPConfig
 from penstock.runtime.models.cutting import cut
 from penstock.runtime.models.params import bind, load_rules, state_to_leaves
 from penstock.runtime.models.registry import parse_config
@@ -104,6 +105,39 @@ def test_what_is_not_computed_is_refused_by_name() -> None:
     gemma = json.loads((GOLDEN / "encoders" / "gemma3_embedder" / "config.json").read_text())
     with pytest.raises(ConfigError, match="use_bidirectional_attention"):
         parse_config(gemma | {"use_bidirectional_attention": False})
+
+
+def test_what_a_missing_activation_is() -> None:
+    """ALBERT's is GELU by its tanh; that of the others is exact."""
+    for name, usual in (("albert", "gelu_tanh"), ("bert", "gelu")):
+        data = json.loads((GOLDEN / "encoders" / name / "config.json").read_text())
+        del data["hidden_act"]
+        mlp = parse_config(data).layers[0].mlp
+        assert isinstance(mlp, MLPConfig)
+        assert mlp.plain == usual
+
+
+def test_buckets_of_distances() -> None:
+    """MPNet's table is as long as distances differ, whatever the context. DeBERTa's buckets are also used
+    where there are as many as distances. A number of which none can be made is refused.
+    """
+    mpnet, deberta = (
+        json.loads((GOLDEN / "encoders" / name / "config.json").read_text())
+        for name in ("mpnet", "deberta_v3")
+    )
+    encoder = parse_config({**mpnet, "max_position_embeddings": 1 << 32}).encoder
+    assert encoder is not None
+    assert encoder.distances is not None
+    assert len(encoder.distances.entries) == 2 * 128 + 1
+    fields = {"position_buckets": 16, "max_relative_positions": 16, "max_position_embeddings": 16}
+    encoder = parse_config({**deberta, **fields}).encoder
+    assert encoder is not None
+    assert encoder.distances is not None
+    # By hand: the middle is 8; 9 is 8 + ceil(log(9/8) / log(15/8) * 7), and so on.
+    assert encoder.distances.entries[16:] == (17, 18, 19, 20, 21, 22, 23, 24, 26, 27, 28, 29, 30, 31, 31)
+    for data, field in ((mpnet, "relative_attention_num_buckets"), (deberta, "position_buckets")):
+        with pytest.raises(ConfigError, match=field):
+            parse_config({**data, field: 1})
 
 
 def test_roberta_has_fewer_positions_than_entries() -> None:

@@ -15,9 +15,10 @@ class DistanceConfig:
     """What attention adds to a score for how far apart query and key are.
 
     entries: for each distance, query's position minus key's, its entry in the table, from the most negative
-    one on. kind: the table has a number for each head ("bias", MPNet), or vectors of which each layer makes
-    queries and keys of distances ("disentangled", DeBERTa; He et al. 2020, arXiv 2006.03654), for which
-    `by_queries` and `by_keys` say what is multiplied by them. norm: the vectors pass a layer norm.
+    one on; those beyond have the outermost. kind: the table has a number for each head ("bias", MPNet), or
+    vectors of which each layer makes queries and keys of distances ("disentangled", DeBERTa; He et al. 2020,
+    arXiv 2006.03654), for which `by_queries` and `by_keys` say what is multiplied by them. norm: the vectors
+    pass a layer norm.
     """
 
     size: int

@@ -84,7 +84,8 @@ class Kind:
 
     fields: what its config.json calls fields. names, table: of its tensors. padded: learned positions begin
     behind the id of padding. types: it has a table of token types, unless config.json says 0. head: what its
-    classifiers are called, and the activation of their first layer. eps: the default of layer_norm_eps.
+    classifiers are called, and the activation of their first layer. activation_field, usual_activation: what
+    config.json calls the activation of MLPs, and its default. eps: the default of layer_norm_eps.
     """
 
     model_type: str
@@ -96,6 +97,7 @@ class Kind:
     head: Mapping[str, str] = field(default_factory=lambda: _POOLED)
     activation: ClassifierActivation | None = "tanh"
     activation_field: str = "hidden_act"
+    usual_activation: str = "gelu"
     eps: float = 1e-12
     ignored: tuple[str, ...] = ()
 
@@ -197,6 +199,7 @@ _ALBERT = Kind(
     model_type="albert",
     names=_ALBERT_NAMES,
     head={"dense": "model.pooler", "out": "classifier"},
+    usual_activation="gelu_new",
     ignored=(
         "down_scale_factor",
         "gap_size",
@@ -243,7 +246,7 @@ def _parse_bert(architecture: str, fields: Fields, kind: Kind) -> ModelConfig:
         ),
         mlp=MLPConfig(
             intermediate_size=fields.integer("intermediate_size"),
-            plain=_read_activation(fields, kind.activation_field),
+            plain=_read_activation(fields, kind),
             bias=True,
         ),
         norms="of_sums",
@@ -395,9 +398,9 @@ def _model(
     )
 
 
-def _read_activation(fields: Fields, name: str) -> PlainActivation:
-    named = fields.raw(name) or "gelu"
-    fields.only(name, *_PLAIN)
+def _read_activation(fields: Fields, kind: Kind) -> PlainActivation:
+    named = fields.raw(kind.activation_field) or kind.usual_activation
+    fields.only(kind.activation_field, *_PLAIN)
     return _PLAIN.get(str(named), "gelu")
 
 
@@ -409,11 +412,17 @@ def _read_groups(fields: Fields, num_layers: int) -> tuple[int, int, tuple[int, 
 
 
 def _read_buckets(fields: Fields, sizes: Sizes) -> DistanceConfig:
-    """MPNet's biases, in buckets as T5's (Raffel et al. 2019, arXiv 1910.10683)."""
-    size = fields.integer("relative_attention_num_buckets", 32)
+    """MPNet's biases, in buckets as T5's (Raffel et al. 2019, arXiv 1910.10683). All distances from
+    `farthest` on have the same entry, and the outermost one stands for those beyond.
+    """
+    size = fields.integer("relative_attention_num_buckets", 32, minimum=4)
     half, farthest = size // 2, 128
     exact = half // 2
-    away = np.arange(1 - sizes.max_positions, sizes.max_positions)
+    if exact >= farthest:
+        fields.problem("relative_attention_num_buckets", f"must be below {4 * farthest}, not {size}")
+        exact = 1
+    most = min(sizes.max_positions - 1, farthest)
+    away = np.arange(-most, most + 1)
     far = np.maximum(np.abs(away), 1).astype(np.float32)
     steps = (
         np.log(far / np.float32(exact)) / np.float32(math.log(farthest / exact)) * np.float32(half - exact)
@@ -437,11 +446,15 @@ def _read_disentangled(fields: Fields, sizes: Sizes) -> tuple[DistanceConfig | N
     if not isinstance(farthest, int) or farthest < 1:
         farthest = sizes.max_positions
     buckets = fields.raw("position_buckets")
-    span = buckets if isinstance(buckets, int) and buckets > 0 else farthest
+    num_buckets = buckets if isinstance(buckets, int) and buckets > 0 else 0
+    if num_buckets == 1:
+        fields.problem("position_buckets", "must be at least 2, not 1")
+        num_buckets = 0
+    span = num_buckets or farthest
     named = fields.raw("pos_att_type") or []
     kinds = named.split("|") if isinstance(named, str) else list(named) if isinstance(named, list) else []
     away = np.arange(1 - sizes.max_positions, sizes.max_positions)
-    if span != farthest:
+    if num_buckets:
         middle = span // 2
         far = np.where(np.abs(away) < middle, middle - 1, np.abs(away)).astype(np.float32)
         log = np.log(np.float32((farthest - 1) / middle))
