@@ -202,6 +202,8 @@ def test_a_model_that_generates_nothing(run: Run, tmp_path: Path) -> None:
     assert (facts["generates"], facts["classes"]) == (False, ["LABEL_0", "LABEL_1", "LABEL_2"])
     assert (facts["kv_bytes_per_page"], facts["context_tokens"]) == (0, 128)
     assert "nothing: it is an encoder, for embeddings\n" in run(str(GOLDEN / "encoders" / "mpnet"))[1]
+    code, _, err = run(str(GOLDEN / "encoders" / "mpnet"), "--max-adapters", "2")
+    assert (code, "this model takes no adapters" in err) == (1, True)
 
 
 @pytest.mark.ci
