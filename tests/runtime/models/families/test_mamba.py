@@ -46,6 +46,20 @@ def test_what_mamba2_leaves_out():
     assert config.cache.paged == ()
 
 
+def test_what_published_files_have_besides():
+    """Those of Mamba-Codestral, and of Nemotron-H."""
+    besides = {
+        "intermediate_size": 96,
+        "norm_before_gate": True,
+        "rms_norm": True,
+        "time_step_init_scheme": "random",
+        "time_step_scale": 1.0,
+    }
+    assert parse_config(MAMBA2 | besides) == parse_config(MAMBA2)
+    same = {"rms_norm_eps": 1e-5, "time_step_rank": 256}
+    assert parse_config(NEMOTRON_H | same) == parse_config(NEMOTRON_H)
+
+
 def test_bamba_attends_in_the_layers_that_it_lists():
     assert kinds(parse_config(BAMBA)) == [("Mamba", True)] * 2 + [("Atten", True), ("Mamba", True)]
     assert kinds(parse_config({**BAMBA, "attn_layer_indices": None})) == [("Mamba", True)] * 4
@@ -96,6 +110,7 @@ def test_blocks_without_an_mlp_have_numbers_too():
         (MAMBA2, {"head_dim": 32}, r"num_heads: 6 heads of mamba_d_head 32 are not expand \* hidden_size 96"),
         (MAMBA2, {"n_groups": 5}, "n_groups: 5 does not divide"),
         (MAMBA2, {"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+        (MAMBA2, {"rms_norm": False}, "rms_norm: False"),
         (BAMBA, {"mlp_bias": True}, "mlp_bias: True"),
         (BAMBA, {"attn_layer_indices": [4]}, "attn_layer_indices: must list numbers"),
         (FALCON_H1, {"mamba_rms_norm": True}, "mamba_norm_before_gate: true is not supported"),
@@ -109,6 +124,7 @@ def test_blocks_without_an_mlp_have_numbers_too():
         (NEMOTRON_H, {"num_hidden_layers": 3}, "num_hidden_layers: 3 is not supported; supported: 4"),
         (NEMOTRON_H, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers: 1"),
         (NEMOTRON_H, {"mlp_hidden_act": "silu"}, "mlp_hidden_act: 'silu'"),
+        (NEMOTRON_H, {"rms_norm_eps": 1e-6}, "rms_norm_eps: 1e-06 is not supported; supported: 1e-05"),
     ],
 )
 def test_what_is_refused(data, fields, what):

@@ -107,6 +107,8 @@ def _parse_mamba2(architecture: str, fields: Fields) -> ModelConfig:
     fields.call({**_SHORT_NAMES, "mamba_d_head": "head_dim", "mamba_n_heads": "num_heads"})
     hidden, num_layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     inner = fields.integer("mamba_expand", 2) * hidden
+    fields.only("intermediate_size", inner)
+    fields.only("rms_norm", True)
     mamba = read_mamba(fields, inner, "expand * hidden_size", state_dim=128, groups=8)
     longest = fields.integer("max_position_embeddings", _MOST_POSITIONS)
     sizes = Sizes(hidden, num_layers, mamba.num_heads, mamba.num_heads, mamba.head_dim, longest)
@@ -240,6 +242,7 @@ def _parse_nemotron_h(architecture: str, fields: Fields) -> ModelConfig:
             "head_dim": "attention_head_dim",
         }
     )
+    fields.only("rms_norm_eps", fields.number("layer_norm_epsilon", 1e-5))
     blocks = _blocks(fields)
     sizes = Sizes(
         fields.integer("hidden_size"),
@@ -363,7 +366,16 @@ def _stored_as_blocks(config: ModelConfig) -> StoredAt:
 FAMILIES: Mapping[str, ModelFamily] = {
     "Mamba2ForCausalLM": ModelFamily(
         parse=_parse_mamba2,
-        ignored=(*_TRAINED, "chunk_size", "residual_in_fp32", "time_step_min", "time_step_rank"),
+        ignored=(
+            *_TRAINED,
+            "chunk_size",
+            "norm_before_gate",  # of the first files; transformers never asks it
+            "residual_in_fp32",
+            "time_step_init_scheme",
+            "time_step_min",
+            "time_step_rank",
+            "time_step_scale",
+        ),
         stored=_stored_as_blocks,
         copies=_head_as_table,
     ),
@@ -398,6 +410,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "num_logits_to_keep",
             "residual_in_fp32",
             "routed_scaling_factor",
+            "time_step_rank",
             "topk_group",
             "use_mamba_kernels",
         ),
