@@ -232,4 +232,9 @@ def test_scratch_memory_is_that_of_the_largest_program(monkeypatch: pytest.Monke
         assert peak_temp_bytes(state.builder((64,))) == 22
         sizes[name] -= 10
     assert set(asked) == {ProgramKey(16, 4), ProgramKey(4, 4, True, True), 4}
+    asked.clear()
+    generates_nothing = dataclasses.replace(config, buckets=Buckets((16,), (4,), decodes=False))
+    builder = dataclasses.replace(state.builder((64,)), config=generates_nothing)
+    assert peak_temp_bytes(builder) == 12
+    assert set(asked) == {ProgramKey(16, 4), 4}
     state.free()
