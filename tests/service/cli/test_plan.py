@@ -12,6 +12,7 @@ import pytest
 
 from penstock.cli.__main__ import main
 from penstock.runtime.planning import absent
+from tests.support.goldens import GOLDEN
 from tests.support.models.configs import published
 
 Run = Callable[..., tuple[int, str, str]]
@@ -80,6 +81,12 @@ def test_what_is_refused(run: Run, qwen: str, arguments: list[str], problem: str
     code, _, told = run(qwen, *arguments)
     assert code == 1
     assert problem in told
+
+
+def test_an_encoder_is_refused(run: Run) -> None:
+    code, shown, said = run(str(GOLDEN / "encoders" / "bert"))
+    assert (code, shown) == (1, "")
+    assert "BertModel is an encoder, which has neither a KV cache nor decode steps" in said
 
 
 def test_a_folder_without_config_json_is_refused(run: Run, tmp_path: Path) -> None:

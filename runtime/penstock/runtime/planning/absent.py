@@ -27,7 +27,7 @@ from penstock.runtime.execution.device_state import builder_of_shapes, peak_temp
 from penstock.runtime.execution.kv_sizing import DeviceMemory, check_max_model_len
 from penstock.runtime.execution.on_mesh import cut_sharding
 from penstock.runtime.execution.program_set import ProgramBuilder
-from penstock.runtime.loading.served_model import ServedModel, vision_of
+from penstock.runtime.loading.served_model import ServedModel, reader_of, vision_of
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.cutting import cut
@@ -116,6 +116,7 @@ def model_of_shapes(config: ModelConfig, options: EngineConfig, backend: Backend
         skips_padding=linear.packed,
         is_native=nnx.merge(graphdef, shapes).is_native,
         hidden_size=config.hidden_size,
+        reader=reader_of(config),
         vision=None if config.vision is None else vision_of(config.vision),
     )
 
