@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.errors import InvalidRequest
+from penstock.runtime.errors import ConfigError, InvalidRequest
 from penstock.runtime.requests.request import (
     CacheParams,
     FinishReason,
@@ -210,6 +210,13 @@ def test_every_position_counts_once(seed: int, whole: bool) -> None:
     assert run.scheduler.load().pages_used == 0
     for name in run.ends:
         run.check(name)
+
+
+def test_whole_prompts_have_no_chunks() -> None:
+    scheduler = Run(random.Random(0), whole=True).scheduler
+    with pytest.raises(ConfigError, match="an encoder reads each text in one step"):
+        scheduler.limit_prefill_chunk(8)
+    scheduler.limit_prefill_chunk(None)
 
 
 def bad() -> Iterator[tuple[str, dict[str, object]]]:

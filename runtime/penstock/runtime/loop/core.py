@@ -199,7 +199,7 @@ class EngineCore:
 
     def limit_prefill_chunk(self, size: int | None) -> None:
         """Set the most prompt tokens of one request in a step, from the next step on; None: the token budget
-        is the only bound.
+        is the only bound. ConfigError for a model that reads each prompt in one step.
         """
         with self.guard.lock:
             self._scheduler.limit_prefill_chunk(size)

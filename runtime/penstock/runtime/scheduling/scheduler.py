@@ -18,7 +18,7 @@ from collections.abc import Sequence as Items
 from functools import partial
 from typing import NamedTuple
 
-from penstock.runtime.errors import DuplicateRequestId, QueueFull
+from penstock.runtime.errors import ConfigError, DuplicateRequestId, QueueFull
 from penstock.runtime.failing import as_exception
 from penstock.runtime.requests.request import (
     Finish,
@@ -503,8 +503,10 @@ class Scheduler:
 
     def limit_prefill_chunk(self, size: int | None) -> None:
         """Set the most prompt tokens of one request in a step, at least 1, from the next plan on; None: the
-        token budget is the only bound.
+        token budget is the only bound. ConfigError for a model that reads each prompt in one step.
         """
+        if self.config.whole_prompts and size is not None:
+            raise ConfigError("max_prefill_chunk: must be None: an encoder reads each text in one step")
         self._max_chunk = size
 
     # -- results --
