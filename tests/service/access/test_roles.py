@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.cli.__main__ import main
 from penstock.service.access.callers import ANYBODY, Caller, Role
 from penstock.service.access.roles import RULES, check_adapter, check_model, check_role, rule_of
 from penstock.service.access_errors import Forbidden
@@ -34,6 +35,17 @@ def test_every_rpc_of_the_contract_has_a_rule():
     """An RPC that is added to the contract fails here until somebody has decided which role it needs."""
     assert (len(CONTRACT), len(GATEWAYS)) == (27, 7)
     assert set(RULES) == CONTRACT | GATEWAYS
+
+
+@pytest.mark.parametrize("command", ["serve", "keys add"])
+def test_the_help_names_all_rpcs_that_are_bounded_together(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    *names, last = (
+        method.rpartition("/")[2] for method, rule in RULES.items() if rule.counts and method in CONTRACT
+    )
+    assert f"{', '.join(names)} and {last}" in said
 
 
 @pytest.mark.parametrize("method", sorted(CONTRACT | GATEWAYS))

@@ -32,8 +32,8 @@ file again on SIGHUP; each change prints the command for that.
 """
 _DAY_S = 86_400
 _LIMITS = {
-    "--requests-per-minute": "calls of Generate, Stream, Embed, Score, Rerank, Tokenize and Detokenize "
-    "together; a minute's worth may come at once after a pause",
+    "--requests-per-minute": "calls of Generate, Stream, Embed, Score, Rerank, Classify, Tokenize and "
+    "Detokenize together; a minute's worth may come at once after a pause",
     "--tokens-per-minute": "tokens of prompts and outputs together, counted as they are generated",
     "--max-parallel-requests": "such calls at once, waiting or running",
 }

@@ -248,7 +248,8 @@ def _add_connections(flag: AddFlag) -> None:
 def _add_bounds(flag: AddFlag) -> None:
     flag(
         "max_rpcs",
-        "Generate, Stream, Embed, Score, Rerank, Tokenize and Detokenize calls at once, of all callers",
+        "Generate, Stream, Embed, Score, Rerank, Classify, Tokenize and Detokenize calls at once, of all "
+        "callers",
         "N",
     )
     flag(
