@@ -24,6 +24,7 @@ SWEEP_PARTS, so each file of the sweep has its turn within 15 commits.
 
 MIRRORED = {
     "runtime/penstock/runtime": "tests/runtime",
+    "runtime/penstock/runtime/models/families/encoders.py": "tests/runtime/models/test_encoders.py",
     "service/penstock/service": "tests/service",
     "service/penstock/openai": "tests/service/openai",
     "service/penstock/server_cli": "tests/service/cli",
@@ -36,12 +37,16 @@ MIRRORED = {
     "examples": "tests/examples",
     "tools": "tests/tools",
     "tests": "tests",
+    "tests/golden/encoders": "tests/runtime/models/test_encoders.py",
+    "tests/golden/lora": "tests/runtime/adapters",
     "pyproject.toml": "tests/packages",
     "constraints.txt": "tests/packages",
     "hatch_build.py": "tests/packages",
     "Dockerfile": "tests/deploy",
 }
-"""The folder of tests for each folder of sources. Folders below these mirror each other."""
+"""The folder of tests for each folder of sources. Folders below these mirror each other. Encoders are tested
+in one file, the others of `families` by the goldens that they name.
+"""
 WHOLE_PARTS = ("tests", "tests/runtime", "tests/service", "tests/clients")
 """A source directly in one of these touches every test there is, so the drawn third has to do."""
 FAMILIES = "runtime/penstock/runtime/models/families"
