@@ -94,8 +94,13 @@ def test_what_cannot_be_written_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_store, "MOST_FILES", 2)
+@pytest.mark.parametrize(("most", "processes"), [(2, 1), (1, 2)])
+def test_the_oldest_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, processes: int
+) -> None:
+    """Of a folder that the processes of a group share, each may have so many."""
+    monkeypatch.setattr(program_store, "MOST_FILES", most)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
     for age, key in enumerate("abc"):
         save(tmp_path, key, Kept({}, {}), {"one": compiled(2.5)})
         os.utime(tmp_path / f"programs-{key}", (1000 + age, 1000 + age))

@@ -38,7 +38,8 @@ from jax.experimental import serialize_executable
 log = logging.getLogger(__name__)
 
 MOST_FILES = 16
-"""So many sets of programs are kept; those that were used longest ago go first."""
+"""So many sets of programs are kept, for each process of a group, all of which may share a folder; those that
+were used longest ago go first."""
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _Stored = tuple[bytes, Any, Any]
 _HIT = "/jax/compilation_cache/cache_hits"
@@ -130,7 +131,7 @@ def save(folder: Path, key: str, kept: Kept, new: Mapping[Any, jax.stages.Compil
         data = pickle.dumps({**kept.stored, **{name: _stored(program) for name, program in new.items()}})
         _write(_file(folder, key), data)
         files = sorted(folder.glob("programs-*"), key=lambda each: each.stat().st_mtime, reverse=True)
-        for old in files[MOST_FILES:]:
+        for old in files[MOST_FILES * jax.process_count() :]:
             old.unlink(missing_ok=True)
     except Exception as error:  # noqa: BLE001 # XLA may know programs that it cannot write
         log.info("the compiled programs are not kept as a whole: %s", error)
