@@ -124,7 +124,7 @@ class PenstockServer:
         self._group = group
         if group is not None:
             group.on_end = partial(self._lose_group, on_this_loop(self._refuse_without_group))
-            group.check_caller = partial(self._access.still, FOLLOW)
+            group.caller_of = partial(self._access.still, FOLLOW)
         self._services = Services(self._health, options.features, group)
         self.serving: Serving | None = None
         """What its RPCs share, once an engine is attached."""

@@ -33,6 +33,7 @@ from penstock.runtime.following.interface import (
 from penstock.runtime.loop.interface import Pulse
 from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.updating.interface import Staging
+from penstock.service.access.key_file import KeyEntry
 from penstock.service.group import group_pb2
 from penstock.service.group.leader import SERVICE, GroupLeader
 from penstock.service.group.link import FollowerLink
@@ -296,18 +297,28 @@ async def test_tls_to_a_leader_that_has_none_is_named(leader: GroupLeader) -> No
         assert "leader: TLS with it fails" in str(error)
 
 
-async def test_a_key_that_is_revoked_ends_the_group_that_it_let_in(tmp_path: Any) -> None:
-    """As it would be if the key had been revoked before: whoever has it must not see the calls."""
+@pytest.mark.parametrize(
+    ("now", "why"),
+    [
+        (key("group", CONTROL, revoked=True), "the key is not known here, or was revoked"),
+        (key("group", INFER), "Follow needs a key with the role control"),
+    ],
+    ids=["revoked", "another role"],
+)
+async def test_a_key_that_may_not_follow_any_more_ends_the_group(
+    tmp_path: Any, now: KeyEntry, why: str
+) -> None:
+    """As it would be if the key had been changed before: whoever has it must not see the calls."""
     file = tmp_path / "keys"
     leader = GroupLeader(options(timeout_s=2.0), never)
     async with serving_keys(file, key("group", CONTROL), group=leader) as rig:
         follower = Follower(rig, metadata=as_("group")["metadata"], timeout_s=2.0)
         await met(leader)
-        write(file, [key("group", CONTROL, revoked=True)])
+        write(file, [now])
         await rig.server.reload_keys()
         error = await follower.ended()
         assert isinstance(error, GroupEnded)
-        assert "process 1 may not follow any more: the key is not known here, or was revoked" in str(error)
+        assert f"process 1 may not follow any more: {why}" in str(error)
         assert leader.failure is not None
 
 

@@ -40,7 +40,7 @@ from penstock.runtime.following.interface import (
     differences,
 )
 from penstock.runtime.loop.interface import Pulse
-from penstock.service.access.callers import CURRENT_CALLER
+from penstock.service.access.callers import ANYBODY, CURRENT_CALLER, Caller
 from penstock.service.access.roles import check_controls
 from penstock.service.group import group_pb2
 from penstock.service.group.messages import call_bytes, prepared_of, update_bytes
@@ -149,9 +149,9 @@ class GroupLeader:
         self._pulse: Callable[[], Pulse] | None = None
         self.on_end: Callable[[GroupEnded], None] = lambda error: None
         """Called once when the group ends in another way than by `stop`, on any thread."""
-        self.check_caller: Callable[[Any], object] = lambda context: None
-        """Called with the context of a follower's RPC that is under way; raises if its caller may not follow,
-        by the keys that are valid now.
+        self.caller_of: Callable[[Any], Caller] = lambda context: ANYBODY
+        """Called with the context of a follower's RPC that is under way: its caller, by the keys that are
+        valid now. Raises if its key is not.
         """
         self.on_leaving: Callable[[], None] = lambda: None
         """Called on the event loop when a follower asks for the graceful end of the group."""
@@ -348,7 +348,7 @@ class GroupLeader:
         alive = Response(alive=group_pb2.Alive()).SerializeToString()
         while True:
             try:
-                self.check_caller(context)
+                check_controls(self.caller_of(context), "Follow")
             except PenstockError as error:
                 self.end(f"process {follower.process_id} may not follow any more: {error}")
                 return
