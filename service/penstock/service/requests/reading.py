@@ -52,7 +52,7 @@ POOLINGS = {pooling: value for value, pooling in _POOLINGS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingJob(ServedJob):
-    """What one call of Embed, Score or Rerank asks for. Each of `parts` becomes an output of the engine."""
+    """What one call that generates nothing asks for. Each of `parts` becomes an output of the engine."""
 
     parts: tuple[Prompt, ...]
     """The inputs of Embed, or the continuations of Score, which follow `prompt`."""
