@@ -37,6 +37,16 @@ def qwen(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [("bert", "BertModel"), ("llama_classifier", "LlamaForSequenceClassification")],
+)
+def test_what_generates_nothing_is_refused(run: Run, name: str, architecture: str) -> None:
+    code, _, problem = run(str(GOLDEN / "encoders" / name))
+    assert code == 1
+    assert f"{architecture} generates nothing, and plans are made of models that do" in problem
+
+
 @pytest.mark.ci
 def test_the_smallest_machine_that_holds_the_rows(run: Run, qwen: str) -> None:
     """32 rows of 8,192 tokens need 38.7 GB of cache beside 16.4 GB of weights: three v5e would do."""

@@ -114,6 +114,11 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
     if args.compile and args.machine is None:
         raise ConfigError("compile: say for which chip, with --for")
     model = read_config(resolve_model(args.model))
+    if not model.generates:
+        raise ConfigError(
+            f"{model.architecture} generates nothing, and plans are made of models that do; penstock check "
+            "says what memory it takes"
+        )
     options = EngineConfig(
         dtype=args.dtype,
         quantization=args.quantization,
