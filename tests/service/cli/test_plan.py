@@ -93,12 +93,6 @@ def test_what_is_refused(run: Run, qwen: str, arguments: list[str], problem: str
     assert problem in told
 
 
-def test_an_encoder_is_refused(run: Run) -> None:
-    code, shown, said = run(str(GOLDEN / "encoders" / "bert"))
-    assert (code, shown) == (1, "")
-    assert "BertModel is an encoder, which has neither a KV cache nor decode steps" in said
-
-
 def test_a_folder_without_config_json_is_refused(run: Run, tmp_path: Path) -> None:
     code, _, told = run(str(tmp_path))
     assert code == 1

@@ -107,13 +107,8 @@ def plan(
     """What the model takes. `options` are those of the server; max_num_seqs is the number of rows, and
     max_model_len the context of each. temp_bytes: what XLA reports; None: it is estimated.
 
-    ConfigError if the options do not suit the model, and for an encoder.
+    ConfigError if the options do not suit the model, which must generate.
     """
-    if model.encoder is not None:
-        raise ConfigError(
-            f"{model.architecture} is an encoder, which has neither a KV cache nor decode steps to plan; "
-            "`penstock check` says what it takes"
-        )
     check_max_model_len(options, model.max_position_embeddings)
     model.cache.check_dtype(options.kv_cache_dtype)
     context = options.max_model_len or model.max_position_embeddings
