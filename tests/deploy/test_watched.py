@@ -112,10 +112,15 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         traffic.result(60)
 
 
+OPTIONAL = ("Requests by adapter", "Proposed tokens", "Accepted share by position")
+"""Panels without values on a server that has neither adapters nor speculation."""
+
+
 def test_the_dashboard_asks_nothing_that_has_no_answer(watched: Watched) -> None:
     questions = {
         one.place: one.promql.replace("$instance", ".*").replace("$__rate_interval", WINDOW)
         for one in asked_by_panels()
+        if not any(f"'{title}'" in one.place for title in OPTIONAL)
     }
     assert len(questions) > 60
     unanswered = dict(questions)

@@ -96,10 +96,12 @@ async def kill(attack: Attack) -> str:
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     assert process.stdout is not None
-    began = await process.stdout.readline()
-    if process.returncode is None:
-        os.kill(process.pid, signal.SIGKILL)
-    await process.communicate()
+    try:
+        began = await process.stdout.readline()
+    finally:  # also where the storm ends meanwhile
+        if process.returncode is None:
+            os.kill(process.pid, signal.SIGKILL)
+        await process.communicate()
     return "killed" if began else "refused before it read anything"
 
 

@@ -190,7 +190,7 @@ def test_a_long_message_is_shown_shortened_until_all_of_it_is_asked_for(page: Pa
 
 def test_an_answer_that_comes_at_once_has_a_rate_too(page: Page) -> None:
     """It is the rate from the question to the end, as no time passed since the first piece."""
-    page.ask("Hello", [Hold(), delta("Hi", tokens=3), delta(tokens=3, finish="stop")])
+    page.ask("Hello", [Hold(), delta("Hi", tokens=3, finish="stop")])
     page.shows("Waiting for the first token, 2")
     page.server.release()
     page.ends()
