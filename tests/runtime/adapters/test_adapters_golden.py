@@ -246,7 +246,7 @@ def test_adapters_come_and_go_while_others_answer(engine: Engine) -> None:
     gc.collect()
     kept = {adapters.weights_of(info.name).digest for info in before}
     alive = [each for each in gc.get_objects() if isinstance(each, AdapterWeights)]
-    assert len(alive) <= len(kept) + 2  # the last requests may be remembered
+    assert len(alive) <= len(kept) + 6  # the last steps and entries of the journal name their requests
     assert engine.compiles_after_warmup == 0
 
 
