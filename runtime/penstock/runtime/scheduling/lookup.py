@@ -76,7 +76,7 @@ class Earlier:
 
     def add(self, request: Request, tokens: Tokens) -> None:
         """Keep tokens of a sequence that has ended."""
-        pair = request.cache.salt, request.adapter_digest
+        pair = _pair(request)
         before = self._tokens.pop(pair, _NOTHING)
         self._tokens[pair] = np.concatenate([before, tokens, [_BETWEEN]], dtype=np.int32)[-MOST_TOKENS:]
         if len(self._tokens) > self._MOST_PAIRS:
@@ -84,8 +84,13 @@ class Earlier:
 
     def of(self, request: Request) -> Tokens:
         """What a request may find; nothing if it shares no prefixes either."""
-        pair = request.cache.salt, request.adapter_digest
+        pair = _pair(request)
         return _NOTHING if request.cache.bypass else self._tokens.get(pair, _NOTHING)
+
+
+def _pair(request: Request) -> tuple[str, str]:
+    """What requests that share words have in common."""
+    return request.cache.salt, request.adapter_digest
 
 
 class Copy:
