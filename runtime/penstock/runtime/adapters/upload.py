@@ -10,7 +10,7 @@ from penstock.runtime.adapters.interface import AdapterInfo, AdapterTensors
 from penstock.runtime.errors import ChecksumMismatch, InvalidRequest, TensorsRefused, Violation
 from penstock.runtime.loading.dtypes import DTYPES, num_bytes
 from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReason
-from penstock.runtime.updating.incoming import IncomingTensor
+from penstock.runtime.updating.incoming import IncomingTensor, check_total, tensor_at
 
 MAX_UPLOAD_BYTES = 2 * 1024**3
 """The most bytes of all tensors of an adapter that comes in chunks."""
@@ -57,17 +57,8 @@ class AdapterUpload:
         """
         with self._lock:
             self._check_open()
-            if tensor_index >= len(self._sent):
-                described = f"must be below {len(self._sent)}, the number of tensors; it is {tensor_index}"
-                raise InvalidRequest([Violation("chunk.tensor_index", described)])
-            sent, tensor = self._sent[tensor_index], self._tensors[tensor_index]
-            if offset != tensor.received:
-                described = f"is {offset}; the next byte of {sent.name} is {tensor.received}"
-                raise InvalidRequest([Violation("chunk.offset", described)])
-            if len(data) > tensor.missing:
-                why = "has more bytes than its shape needs"
-                raise TensorsRefused([TensorProblem(sent.name, TensorReason.INCOMPLETE, sent, sent, why)])
-            tensor.append(data)
+            tensor_at(self._sent, tensor_index)
+            self._tensors[tensor_index].take(offset, data)
             self._received += len(data)
 
     def commit(self, total_bytes: int) -> AdapterInfo:
@@ -79,9 +70,7 @@ class AdapterUpload:
         with self._lock:
             self._check_open()
             self._check_whole()
-            if total_bytes != self._received:
-                described = f"is {total_bytes}; {self._received} bytes have come"
-                raise InvalidRequest([Violation("commit.total_bytes", described)])
+            check_total(total_bytes, self._received)
             tensors = [
                 (sent.name, values)
                 for sent, tensor in zip(self._sent, self._tensors, strict=True)

@@ -5,16 +5,17 @@ update, which tells whether two updates had the same tensors. No jax.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from penstock.runtime.errors import InvalidRequest, TensorsRefused, Violation
 from penstock.runtime.loading.dtypes import DTYPES, num_bytes
 from penstock.runtime.machine import host_memory
-from penstock.runtime.sent_tensors import SentTensor
+from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReason
 
 _EXPONENTS: Mapping[str, tuple[npt.DTypeLike, int]] = {
     "F64": (np.uint64, 0x7FF0_0000_0000_0000),
@@ -40,6 +41,27 @@ def digest_of(tensors: Iterable[tuple[SentTensor, bytes]]) -> bytes:
     return whole.digest()
 
 
+def tensor_at(sent: Sequence[SentTensor], index: int) -> SentTensor:
+    """The tensor of a chunk. InvalidRequest for an index that the manifest has not."""
+    if not 0 <= index < len(sent):
+        described = f"must be below {len(sent)}, the number of tensors; it is {index}"
+        raise InvalidRequest([Violation("chunk.tensor_index", described)])
+    return sent[index]
+
+
+def check_total(total_bytes: int, received: int) -> None:
+    """InvalidRequest if the sender says that it has sent more or fewer bytes than have come."""
+    if total_bytes != received:
+        described = f"is {total_bytes}; {received} bytes have come"
+        raise InvalidRequest([Violation("commit.total_bytes", described)])
+
+
+def too_long(sent: SentTensor) -> TensorsRefused:
+    """The error for more bytes than a tensor has."""
+    why = "has more bytes than its shape needs"
+    return TensorsRefused([TensorProblem(sent.name, TensorReason.INCOMPLETE, sent, sent, why)])
+
+
 class IncomingTensor:
     """One tensor while its bytes come, from the first to the last."""
 
@@ -62,6 +84,17 @@ class IncomingTensor:
     def missing(self) -> int:
         """How many bytes are still to come."""
         return self._num_bytes - self.received
+
+    def take(self, offset: int, data: bytes) -> None:
+        """Take the next bytes. Raises InvalidRequest for bytes that are not the next ones, and TensorsRefused
+        for more bytes than are missing.
+        """
+        if offset != self.received:
+            described = f"is {offset}; the next byte of {self._sent.name} is {self.received}"
+            raise InvalidRequest([Violation("chunk.offset", described)])
+        if len(data) > self.missing:
+            raise too_long(self._sent)
+        self.append(data)
 
     def append(self, data: bytes) -> None:
         """Take the next bytes, of which there are no more than are missing."""

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from penstock.runtime.errors import InvalidRequest, TensorsRefused, Violation, WeightsError
+from penstock.runtime.errors import InvalidRequest, Violation, WeightsError
 from penstock.runtime.loading.dtypes import name_of, num_bytes
 from penstock.runtime.machine.background import BackgroundThread
-from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReason
+from penstock.runtime.sent_tensors import SentTensor
 from penstock.runtime.updating.files import UpdateFiles
-from penstock.runtime.updating.incoming import IncomingTensor
+from penstock.runtime.updating.incoming import IncomingTensor, check_total, tensor_at, too_long
 from penstock.runtime.updating.interface import UpdateReport
 from penstock.runtime.updating.update import NewWeights, OneUpdate
 
@@ -136,19 +136,11 @@ class Upload:
 
     def _write(self, index: int, offset: int, data: bytes) -> None:
         self._check_open()
-        if not 0 <= index < len(self._sent):
-            described = f"must be below {len(self._sent)}, the number of tensors; it is {index}"
-            raise InvalidRequest([Violation("chunk.tensor_index", described)])
-        sent = self._sent[index]
+        sent = tensor_at(self._sent, index)
         if index in self._complete:
-            raise _too_long(sent)
+            raise too_long(sent)
         tensor = self._tensor(index)
-        if offset != tensor.received:
-            described = f"is {offset}; the next byte of {sent.name} is {tensor.received}"
-            raise InvalidRequest([Violation("chunk.offset", described)])
-        if len(data) > tensor.missing:
-            raise _too_long(sent)
-        tensor.append(data)
+        tensor.take(offset, data)
         self._received += len(data)
         self._update.received(len(data))
         if tensor.is_complete:
@@ -163,9 +155,7 @@ class Upload:
     def _finish(self, total_bytes: int) -> None:
         self._check_open()
         self._update.finish(self._received)
-        if total_bytes != self._received:
-            described = f"is {total_bytes}; {self._received} bytes have come"
-            raise InvalidRequest([Violation("commit.total_bytes", described)])
+        check_total(total_bytes, self._received)
 
     def _commit(self, total_bytes: int) -> Future[UpdateReport]:
         self._finish(total_bytes)
@@ -225,8 +215,3 @@ class FileUpload(Upload):
     def _close(self) -> None:
         super()._close()
         self._files.close()
-
-
-def _too_long(sent: SentTensor) -> TensorsRefused:
-    why = "has more bytes than its shape needs"
-    return TensorsRefused([TensorProblem(sent.name, TensorReason.INCOMPLETE, sent, sent, why)])
