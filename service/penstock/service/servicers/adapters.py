@@ -19,12 +19,11 @@ from penstock.service.access.roles import check_adapter
 from penstock.service.errors import Busy
 from penstock.service.replies.messages import adapter_message, duration_of
 from penstock.service.requests.adapters import SentAdapter, named_adapter, to_load, to_push
-from penstock.service.requests.control import out_of_order
 from penstock.service.requests.generate import WHY_NO_ADAPTERS
 from penstock.service.requests.support import check_supported
 from penstock.service.rpcs.interceptors import Undecoded
 from penstock.service.servicers.serving import Serving
-from penstock.service.servicers.weights import Confirm, OpenUpload, until_commit, write_chunk
+from penstock.service.servicers.weights import Confirm, OpenUpload, first_of, until_commit, write_chunk
 from penstock.v1 import adapters_pb2
 
 log = logging.getLogger(__name__)
@@ -90,9 +89,7 @@ class Adapters:
         self, steps: AsyncIterator[Undecoded], confirm: Confirm
     ) -> adapters_pb2.PushAdapterResponse:
         began_s = time.monotonic()
-        first = await anext(steps, None)
-        if first is None:
-            raise out_of_order("the stream has ended before begin")
+        first = await first_of(steps)
         sent: SentAdapter = await self._lanes.weights(lambda: to_push(first.decode()))
         check_adapter(CURRENT_CALLER.get(), sent.name)
         load = partial(self._adapters.load, sent.name, pinned=sent.pinned, replace=sent.replace)

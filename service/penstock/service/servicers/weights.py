@@ -230,9 +230,7 @@ class WeightUpdates:
         return control_pb2.DiscardWeightsResponse(discarded=await self._lanes.weights(work))
 
     async def _begin(self, steps: AsyncIterator[Undecoded]) -> Begin:
-        first = await anext(steps, None)
-        if first is None:
-            raise out_of_order("the stream has ended before begin")
+        first = await first_of(steps)
         return await self._lanes.weights(lambda: to_begin(first.decode()))
 
     async def _validate(self, begin: Begin) -> UpdateReport:
@@ -274,6 +272,14 @@ class WeightUpdates:
         if begin.options.stage_only:
             return await self._lanes.weights(partial(upload.stage, total_bytes))
         return await outcome_of(self._lanes, partial(upload.commit, total_bytes))
+
+
+async def first_of(steps: AsyncIterator[Undecoded]) -> Undecoded:
+    """The first message of a stream. Raises what says that there is none."""
+    first = await anext(steps, None)
+    if first is None:
+        raise out_of_order("the stream has ended before begin")
+    return first
 
 
 async def until_commit(steps: AsyncIterator[Undecoded], take: _Take, opened: OpenUpload[Any]) -> int:
