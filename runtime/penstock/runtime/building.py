@@ -350,6 +350,7 @@ def _runner_config(
         vocab_size=model.vocab_size if model.reader is None else 1,  # of the logits: see `no_logits`
         eos_token_ids=model.eos_token_ids,
         num_classes=0 if classes is None else len(classes.labels),
+        has_projections=model.reader is not None and model.reader.has_projections,
         feature_slots=config.feature_slots,
         max_logprobs=config.max_logprobs,
         num_snapshots=_most_snapshots(model, config),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from penstock.runtime import Engine, EngineConfig
 from penstock.runtime.errors import ConfigError, InvalidRequest, UnsupportedFeature
@@ -49,9 +51,9 @@ def logits(engine: Engine, asked: list[tuple[int, ...]]) -> list[Any]:
     return [output.hidden for output in read(engine, asked, [reading] * len(asked), {})]
 
 
-def texts(engine: Engine) -> list[tuple[int, ...]]:
+def texts(engine: Engine, cases: list[dict[str, Any]] = CASES) -> list[tuple[int, ...]]:
     size = engine.info.vocab_size
-    return [tuple(i + t * size for i, t in zip(case["ids"], case["type_ids"], strict=True)) for case in CASES]
+    return [tuple(i + t * size for i, t in zip(case["ids"], case["type_ids"], strict=True)) for case in cases]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,55 @@ def test_new_weights(engine: Engine) -> None:
     engine.update_weights({"classifier.bias": bias}, label="moved", partial=True).result(60)
     moved = bias - load_file(DIRECTORY / "model.safetensors")["classifier.bias"]
     np.testing.assert_allclose(logits(engine, texts(engine)[:1]), [CASES[0]["logits"] + moved], atol=1e-5)
+
+
+def test_layers_behind_the_pooling(tmp_path: Path) -> None:
+    """Sentence Transformers' Dense, of which EmbeddingGemma has two: what PyTorch pooled, multiplied here in
+    float64. The second one has a bias and tanh, and an update changes it.
+    """
+    folder = tmp_path / "bert"
+    shutil.copytree(GOLDEN / "encoders" / "bert", folder)
+    random = np.random.default_rng(5)
+    wide = {"linear.weight": random.normal(size=(80, 48)).astype(np.float32)}
+    small = {"linear.weight": random.normal(size=(6, 80)).astype(np.float32) / 9}
+    small["linear.bias"] = random.normal(size=6).astype(np.float32)
+    config_of: dict[str, dict[str, Any]] = {"1_Pooling": {"pooling_mode_mean_tokens": True}}
+    for name, tensors, activation in (("2_Dense", wide, "Identity"), ("3_Dense", small, "Tanh")):
+        out, into = tensors["linear.weight"].shape
+        config_of[name] = {
+            "in_features": into,
+            "out_features": out,
+            "bias": len(tensors) > 1,
+            "activation_function": f"torch.nn.modules.activation.{activation}",
+        }
+        (folder / name).mkdir()
+        save_file(tensors, folder / name / "model.safetensors")
+    (folder / "1_Pooling").mkdir()
+    for name, values in config_of.items():
+        (folder / name / "config.json").write_text(json.dumps(values))
+    modules = [{"path": name, "type": f"sentence_transformers.models.{name[2:]}"} for name in config_of]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    cases = json.loads((folder / "expected.json").read_text())["cases"]
+
+    def expected(pooled: np.ndarray, more: float = 0) -> np.ndarray:
+        inner = pooled.astype(np.float64) @ wide["linear.weight"].T
+        return np.tanh(inner @ small["linear.weight"].T + small["linear.bias"] + more)
+
+    with Engine.from_pretrained(str(GOLDEN / "encoders" / "bert"), config()) as engine:
+        asked = texts(engine, cases)
+        pooled = engine.embed(asked, normalize=False)
+        means = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
+        np.testing.assert_allclose(means, [case["mean"] for case in cases], atol=1e-5)
+    with Engine.from_pretrained(str(folder), config()) as engine:
+        assert engine.info.hidden_size == 6
+        np.testing.assert_allclose(
+            engine.embed(asked * 2, normalize=False), [*expected(pooled)] * 2, atol=1e-5
+        )
+        moved = {"3_Dense.linear.bias": small["linear.bias"] + 1}
+        engine.update_weights(moved, label="moved", partial=True).result(60)
+        np.testing.assert_allclose(engine.embed(asked, normalize=False), expected(pooled, 1), atol=1e-5)
+        with pytest.raises(InvalidRequest, match="from 1 to 6"):
+            engine.embed(asked, dimensions=7)
 
 
 @pytest.mark.parametrize(

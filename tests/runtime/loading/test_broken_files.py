@@ -71,6 +71,8 @@ FAULTS: list[tuple[str, bytes | None, str]] = [
     ("modules.json", b"{}", "must hold a list of modules"),
     ("modules.json", b"[3]", "must hold a list of modules"),
     ("modules.json", b'[{"path": "", "type": "sentence_transformers.models.Dense"}]', "Dense"),
+    ("modules.json", b'[{"path": "../other", "type": "models.Pooling"}]', "no folder beside it"),
+    ("modules.json", b'[{"path": "/", "type": "models.Pooling"}, {"path": "a/b", "type": ""}]', "names a/b"),
     (POOLING, None, "No such file"),
     (POOLING, b"[]", "must hold a JSON object"),
     (POOLING, b'{"pooling_mode_max_tokens": true}', "the pooling must be one of"),

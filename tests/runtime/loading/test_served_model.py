@@ -4,11 +4,14 @@ import dataclasses
 import json
 import shutil
 
+import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.loading.pooling import read_pooling
+from penstock.runtime.loading.checkpoint import load_config
+from penstock.runtime.loading.pooling import read_pooling, with_projections
 from penstock.runtime.loading.served_model import load_model
 from penstock.runtime.requests.request import Pooling
 from tests.support.goldens import CONFIG, GOLDEN
@@ -46,6 +49,40 @@ def test_an_encoder_takes_as_long_texts_as_sentence_transformers(tmp_path, caplo
     assert found == {None: 32, 64: 512}  # who asks for more gets what the checkpoint has
     assert "query: 'q: ', document: ''; by default 'query'" in caplog.text
     assert "do_lower_case" in caplog.text
+
+
+ENCODER = load_config(GOLDEN / "encoders" / "bert")
+DENSE = {"in_features": 48, "out_features": 6, "bias": False, "activation_function": "torch.nn.Identity"}
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds", "changed", "said"),
+    [
+        (ENCODER, "Pooling Dense Dense", {}, "in_features must be 6"),
+        (ENCODER, "Dense Pooling", {}, "behind a Pooling"),
+        (ENCODER, "Dense", {}, "behind a Pooling"),
+        (ENCODER, "Pooling Normalize Dense", {}, "before Normalize"),
+        (load_config(GOLDEN / "qwen3"), "Pooling Dense", {}, "in encoders"),
+        (load_config(GOLDEN / "encoders" / "bert_classifier"), "Pooling Dense", {}, "in encoders"),
+        (ENCODER, "Pooling Dense", {"out_features": 1 << 40}, "out_features must be from 1 to"),
+        (ENCODER, "Pooling Dense", {"out_features": True}, "out_features must be from 1 to"),
+        (ENCODER, "Pooling Dense", {"in_features": None}, "in_features must be 48"),
+        (ENCODER, "Pooling Dense", {"bias": 1}, "bias must be true or false"),
+        (ENCODER, "Pooling Dense", {"activation_function": "torch.nn.Mish"}, "activation_function must be"),
+        (ENCODER, "Pooling Dense", {"activation_function": ["x"]}, "activation_function must be"),
+        (ENCODER, "Pooling Dense", {"module_input_name": "token_embeddings"}, "module_input_name must be"),
+        (ENCODER, "Pooling Dense", {}, "holds neither model.safetensors"),
+    ],
+)
+def test_wrong_layers_behind_the_pooling_are_refused(tmp_path, config, kinds, changed, said):
+    modules = [{"path": kind, "type": f"sentence_transformers.models.{kind}"} for kind in kinds.split()]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "Dense").mkdir()
+    (tmp_path / "Dense" / "config.json").write_text(json.dumps(DENSE | changed))
+    if "Dense Dense" in kinds:
+        save_file({"linear.weight": np.zeros((6, 48), np.float32)}, tmp_path / "Dense" / "model.safetensors")
+    with pytest.raises(ConfigError, match=said):
+        with_projections(config, tmp_path)
 
 
 @pytest.mark.parametrize(

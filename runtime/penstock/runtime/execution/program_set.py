@@ -258,7 +258,11 @@ class ProgramBuilder:
 
     def hidden_sums(self, hidden: Callable[[], jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
         program = make_hidden_sums(
-            self.rebuild, self._shapes, self.config.max_num_seqs, has_classes=self.config.num_classes > 0
+            self.rebuild,
+            self._shapes,
+            self.config.max_num_seqs,
+            has_classes=self.config.num_classes > 0,
+            has_projections=self.config.has_projections,
         )
         packed = self._ints(1 + 2 * self._shapes.max_tokens)
         return self._compiled(program, self.weights, hidden(), packed)

@@ -62,10 +62,17 @@ def make_adapter_write() -> Callable[[AdapterPool, Array, Array], AdapterPool]:
 
 
 def make_hidden_sums(
-    rebuild: Rebuild, shapes: StepShapes, max_rows: int, *, has_classes: bool = False
+    rebuild: Rebuild,
+    shapes: StepShapes,
+    max_rows: int,
+    *,
+    has_classes: bool = False,
+    has_projections: bool = False,
 ) -> Callable[[Weights, Array, Array], Array]:
     """A program that adds up hidden states after the final norm: (weights, `Forward.hidden`, packed) ->
-    float32[max_rows, E], or [max_rows, E + classes], with what the classifier makes of their means.
+    float32[max_rows, E], or [max_rows, E + classes], with what the classifier makes of their means. A model
+    with projections reads each text in one step: the result is what these make of the means, times the number
+    of tokens, by which the scheduler divides sums.
     packed int32[1 + 2 * max_tokens] holds how many tokens there are, for each its index in the step, and for
     each the row of the result that it is added to.
     """
@@ -79,12 +86,16 @@ def make_hidden_sums(
             return out.at[rows].add(model.normalized(hidden[tile.tokens]), mode="drop")
 
         sums = _over_tiles(packed, shapes, step, jnp.zeros((max_rows, hidden.shape[1]), jnp.float32))
-        if not has_classes:
+        if not (has_classes or has_projections):
             return sums
         _, rows = packed[1:].reshape(2, -1)
         rows = jnp.where(jnp.arange(rows.shape[0]) < packed[0], rows, max_rows)
         counts = jnp.zeros((max_rows,), jnp.float32).at[rows].add(1, mode="drop")
-        means = sums / jnp.maximum(counts, 1)[:, None]
+        counts = jnp.maximum(counts, 1)[:, None]
+        means = sums / counts
+        if has_projections:
+            projected: Array = cast("Any", model).projected(means)
+            return projected * counts
         return jnp.concatenate([sums, cast("Any", model).classes(means)], axis=1)
 
     return hidden_sums

@@ -47,6 +47,8 @@ class RunnerConfig:
     the scheduler."""
     num_classes: int = 0
     """How many numbers the model's classifier makes; 0: it has none."""
+    has_projections: bool = False
+    """Whether embeddings pass layers behind their pooling, see `Encoder.projected`."""
     max_logprobs: int = 20
     """Most likeliest tokens per position whose log-probabilities are computed."""
     threads: int = field(default_factory=available_processors)

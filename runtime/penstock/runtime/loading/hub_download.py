@@ -16,9 +16,9 @@ from huggingface_hub.errors import (
 from penstock.runtime.errors import ConfigError
 
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*")
-SKIPPED = ("[!0-9]*/*", "*/*/*", "*/*.safetensors", "consolidated*")
+SKIPPED = ("[!0-9]*/*", "*/*/*", "consolidated*")
 """Other formats of the same weights, in folders or beside. Folders such as "1_Pooling" are those of Sentence
-Transformers, whose config.json says how embeddings are made."""
+Transformers, whose config.json says how embeddings are made, and which may have weights for it."""
 
 
 def download(repo_id: str) -> Path:

@@ -4,12 +4,17 @@ beside it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors
 from penstock.runtime.model_files import read_json, read_json_object
+from penstock.runtime.models.config import ModelConfig
+from penstock.runtime.models.configs.encoder import Activation, ProjectionConfig
 from penstock.runtime.requests.request import Pooling
 
 _log = logging.getLogger(__name__)
@@ -17,7 +22,16 @@ _log = logging.getLogger(__name__)
 MODULES = "modules.json"
 _TRANSFORMER = "sentence_bert_config.json"
 _PROMPTS = "config_sentence_transformers.json"
-_KNOWN = ("Transformer", "Pooling", "Normalize", "LogitScore")
+_KNOWN = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
+_ACTIVATIONS: Mapping[str, Activation | None] = {
+    "Identity": None,
+    "Tanh": "tanh",
+    "GELU": "gelu",
+    "ReLU": "relu",
+}
+"""The last part of what a module Dense calls its activation, a class of torch.nn, to ours."""
+_MOST_NUMBERS = 1 << 16
+"""Most numbers of an embedding that a module Dense may make."""
 _SUPPORTED = {
     "pooling_mode_lasttoken": Pooling.LAST_TOKEN,
     "pooling_mode_cls_token": Pooling.FIRST_TOKEN,
@@ -43,6 +57,61 @@ def read_pooling(directory: Path, otherwise: Pooling) -> Pooling:
         described = " and ".join(modes) or "none"
         raise ConfigError(f"{path}: the pooling must be one of {', '.join(_SUPPORTED)}, not {described}")
     return _SUPPORTED[modes[0]]
+
+
+def with_projections(config: ModelConfig, directory: Path) -> tuple[ModelConfig, Mapping[str, TensorEntry]]:
+    """The model with the layers that `modules.json` has behind the pooling (Dense), and their tensors, whose
+    names begin with the module's folder. ConfigError if it is no encoder, or if the files of such a layer are
+    wrong.
+    """
+    file, modules = directory / MODULES, _modules(directory)
+    kinds = [kind for kind, _ in modules]
+    if "Dense" not in kinds:
+        return config, {}
+    if config.encoder is None or config.classifier is not None:
+        raise ConfigError(f"{file}: Dense is supported in encoders that make embeddings only")
+    if "Dense" in kinds[: kinds.index("Pooling") if "Pooling" in kinds else None]:
+        raise ConfigError(f"{file}: Dense must come behind a Pooling")
+    if "Normalize" in kinds and "Dense" in kinds[kinds.index("Normalize") :]:
+        raise ConfigError(f"{file}: Dense must come before Normalize")
+    size, projections, tensors = config.hidden_size, list[ProjectionConfig](), dict[str, TensorEntry]()
+    for path in (path for kind, path in modules if kind == "Dense"):
+        projection = _projection(path, size)
+        size = projection.out_size
+        projections.append(projection)
+        found = find_tensors(path.parent)
+        tensors |= {f"{projection.folder}.{name}": tensor for name, tensor in found.items()}
+    encoder = dataclasses.replace(config.encoder, projections=tuple(projections))
+    return dataclasses.replace(config, encoder=encoder), tensors
+
+
+def _projection(path: Path, in_size: int) -> ProjectionConfig:
+    """The layer that a module's config.json describes, behind something that makes `in_size` numbers."""
+    config = read_json_object(path)
+    named = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    activation = named.rpartition(".")[2] if isinstance(named, str) else ""
+    out_size, bias = config.get("out_features"), config.get("bias", True)
+    problems = list[str]()
+    if config.get("in_features") != in_size:
+        problems.append(f"in_features must be {in_size}, the size of what the layer takes")
+    if type(out_size) is not int or not 1 <= out_size <= _MOST_NUMBERS:
+        problems.append(f"out_features must be from 1 to {_MOST_NUMBERS}")
+    if not isinstance(bias, bool):
+        problems.append("bias must be true or false")
+    if activation not in _ACTIVATIONS:
+        problems.append(f"activation_function must be one of {', '.join(_ACTIVATIONS)}, not {named!r}")
+    for name in ("module_input_name", "module_output_name"):
+        if config.get(name) not in (None, "sentence_embedding"):
+            problems.append(f"{name} must be sentence_embedding")
+    if problems:
+        raise ConfigError(f"{path}: {'; '.join(problems)}")
+    return ProjectionConfig(
+        folder=path.parent.name,
+        in_size=in_size,
+        out_size=cast(int, out_size),
+        bias=cast(bool, bias),
+        activation=_ACTIVATIONS[activation],
+    )
 
 
 def read_most_tokens(directory: Path) -> int | None:
@@ -97,4 +166,7 @@ def _modules(directory: Path) -> list[tuple[str, Path]]:
         for each in modules
     ):
         raise ConfigError(f"{file} must hold a list of modules, each with a type and a path")
+    outside = [each["path"] for each in modules if Path(each["path"]).parts[1:] or ".." in each["path"]]
+    if outside:
+        raise ConfigError(f"{file} names {', '.join(outside)}, which is no folder beside it")
     return [(each["type"].rpartition(".")[2], directory / each["path"] / "config.json") for each in modules]

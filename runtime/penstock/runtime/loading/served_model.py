@@ -30,7 +30,12 @@ from penstock.runtime.loading.gguf.file import is_gguf
 from penstock.runtime.loading.gguf.model import read_model
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW, resolve_model
 from penstock.runtime.loading.own_rules import own_devices, own_rules, own_shapes
-from penstock.runtime.loading.pooling import read_answer_tokens, read_most_tokens, read_pooling
+from penstock.runtime.loading.pooling import (
+    read_answer_tokens,
+    read_most_tokens,
+    read_pooling,
+    with_projections,
+)
 from penstock.runtime.loading.quantised.checkpoint import find_weights, format_for, without_empty_biases
 from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.processors import available_processors
@@ -90,7 +95,7 @@ class ServedModel:
     directory: Path | None = None
     """Where its files lie; None: it has none."""
     hidden_size: int
-    """How many numbers a hidden state has."""
+    """How many numbers a hidden state has, and an embedding; behind projections those of an embedding."""
     pooling: Pooling = Pooling.LAST_TOKEN
     """What an embedding is made of where a request does not say it."""
     answer_token_ids: tuple[int, int] | None = None
@@ -169,7 +174,9 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
     config = gguf.config if gguf else read_config(directory)
     check_max_model_len(options, config.max_position_embeddings)
     tensors: Mapping[str, Tensor] = gguf.tensors if gguf else find_weights(directory)
-    config = served_config(config_for_tensors(config, tensors, directory), options)
+    config, projecting = with_projections(config_for_tensors(config, tensors, directory), directory)
+    tensors = {**tensors, **projecting}
+    config = served_config(config, options)
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
     config.cache.check_dtype(options.kv_cache_dtype)
@@ -256,7 +263,7 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         directory=None if is_gguf(directory) else directory,
         vision=facts.vision,
         image_processor=facts.image_processor,
-        hidden_size=facts.config.hidden_size,
+        hidden_size=facts.config.embedding_size,
         pooling=facts.pooling,
         answer_token_ids=facts.answer_token_ids,
         reader=reader_of(facts.config),
@@ -274,6 +281,7 @@ def reader_of(config: ModelConfig) -> Reader | None:
         reads_whole=encoder is not None,
         token_types=1 if encoder is None else max(encoder.token_types, 1),
         classes=None if classifier is None else classifier.classes,
+        has_projections=encoder is not None and bool(encoder.projections),
     )
 
 

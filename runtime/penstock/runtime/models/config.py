@@ -306,6 +306,12 @@ class ModelConfig:
         return replace(self, layers=tuple(_for_context(layer, max_len) for layer in self.layers))
 
     @property
+    def embedding_size(self) -> int:
+        """How many numbers an embedding has: those of a hidden state, or what projections make of them."""
+        projections = () if self.encoder is None else self.encoder.projections
+        return projections[-1].out_size if projections else self.hidden_size
+
+    @property
     def cache(self) -> CacheSpec:
         """What the model's cache holds: nothing for an encoder, which reads each text in one step."""
         if self.encoder is not None:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from penstock.runtime.models.config import AttentionConfig, ModelConfig
 from penstock.runtime.models.decoder import DecoderLayer
-from penstock.runtime.models.layers.classifier import Classifier, no_logits
+from penstock.runtime.models.layers.classifier import Classifier, Projection, no_logits
 from penstock.runtime.models.layers.distances import Distances
 from penstock.runtime.models.layers.inputs import Angles, LayerInputs
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, project
@@ -72,6 +72,7 @@ class Encoder(PooledModel):
         self.norm = hidden_norm(config, planners) if encoder.final_norm else None
         classes = config.classifier
         self.classifier = None if classes is None else Classifier(config, classes, dtype, planners)
+        self.projections = nnx.List([Projection(each, dtype, planners) for each in encoder.projections])
         self.take_pools(planners, dtype)
 
     @property
@@ -141,3 +142,12 @@ class Encoder(PooledModel):
         """See `CausalLM.classes`."""
         assert self.classifier is not None, "the model has no classifier"
         return self.classifier(pooled, self.pools)
+
+    def projected(self, pooled: jax.Array) -> jax.Array:
+        """Pooled hidden states float32 [R, E] -> what the layers behind the pooling make of them, float32 [R,
+        `ModelConfig.embedding_size`].
+        """
+        x = pooled
+        for projection in self.projections:
+            x = projection(x, self.pools)
+        return x

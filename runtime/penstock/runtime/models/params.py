@@ -75,7 +75,7 @@ def load_rules(
 def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat) -> LoadRules:
     family = family_of(config.architecture)
     model = nnx.merge(*_abstract_model(config, dtype, linear))
-    stored = _spelled(family.stored(config.whole or config), config.names)
+    stored = _with_projections(_spelled(family.stored(config.whole or config), config.names), config)
     listed = [
         rule
         for path, module in nnx.iter_modules(model)
@@ -120,6 +120,19 @@ def _spelled(stored: StoredAt, names: TensorNames) -> StoredAt:
         return replace(usual, sources=sources)
 
     return stored if names == USUAL else there
+
+
+def _with_projections(stored: StoredAt, config: ModelConfig) -> StoredAt:
+    """The same places, and those of the layers behind the pooling, whose folder begins the tensors' names."""
+    projections = () if config.encoder is None else config.encoder.projections
+
+    def there(path: ParamPath, shape: tuple[int, ...]) -> Stored:
+        if path[0] != "projections":
+            return stored(path, shape)
+        folder = projections[int(path[1])].folder
+        return Stored((Source(f"{folder}.linear.{path[-1]}", shape),))
+
+    return there if projections else stored
 
 
 def _further_layers(config: ModelConfig) -> tuple[str, ...]:

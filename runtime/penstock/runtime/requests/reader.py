@@ -53,3 +53,5 @@ class Reader:
     """How many types its tokens have. A token of type t has the id t * vocab_size + id."""
     classes: Classes | None = None
     """The classes of texts; None: it makes embeddings only."""
+    has_projections: bool = False
+    """Whether embeddings pass layers behind their pooling."""

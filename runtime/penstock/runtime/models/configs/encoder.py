@@ -7,7 +7,7 @@ from typing import Literal
 
 from penstock.runtime.requests.reader import Classes
 
-ClassifierActivation = Literal["tanh", "gelu", "relu"]
+Activation = Literal["tanh", "gelu", "relu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,21 @@ class DistanceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectionConfig:
+    """A layer behind the pooling, activation(weight x + bias), as the module Dense of Sentence Transformers.
+
+    folder: that of its file in the checkpoint, such as "2_Dense". in_size, out_size: how many numbers it
+    takes and makes. activation: None: there is none.
+    """
+
+    folder: str
+    in_size: int
+    out_size: int
+    bias: bool
+    activation: Activation | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig:
     """A model whose tokens attend to all tokens of their text, before them and behind them.
 
@@ -37,7 +52,8 @@ class EncoderConfig:
     vocab_size + id in the engine. embedding_size: that of the tables, where a product makes hidden states of
     their sum; None: there is no such product. norm_embeddings: a layer norm follows them. final_norm: another
     one follows the last layer. passes: the module of each layer, for models of which several layers are one
-    module. group_size: how many of these modules a checkpoint has in a group.
+    module. group_size: how many of these modules a checkpoint has in a group. projections: what embeddings
+    pass behind the pooling, in this order.
     """
 
     token_types: int = 0
@@ -47,6 +63,7 @@ class EncoderConfig:
     distances: DistanceConfig | None = None
     passes: tuple[int, ...] = ()
     group_size: int = 1
+    projections: tuple[ProjectionConfig, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +76,7 @@ class ClassifierConfig:
     """
 
     classes: Classes
-    activation: ClassifierActivation | None = None
+    activation: Activation | None = None
     dense_bias: bool = True
     norm: bool = False
     bias: bool = True

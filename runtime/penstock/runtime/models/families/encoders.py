@@ -24,7 +24,7 @@ from penstock.runtime.models.config import (
     PlainActivation,
 )
 from penstock.runtime.models.configs.encoder import (
-    ClassifierActivation,
+    Activation,
     ClassifierConfig,
     DistanceConfig,
     EncoderConfig,
@@ -95,7 +95,7 @@ class Kind:
     padded: bool = False
     types: bool = True
     head: Mapping[str, str] = field(default_factory=lambda: _POOLED)
-    activation: ClassifierActivation | None = "tanh"
+    activation: Activation | None = "tanh"
     activation_field: str = "hidden_act"
     usual_activation: str = "gelu"
     eps: float = 1e-12

@@ -1,4 +1,4 @@
-"""What makes classes of a text's hidden states."""
+"""What makes classes of a text's hidden states, or an embedding of other numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from penstock.runtime.models.config import ModelConfig
-from penstock.runtime.models.configs.encoder import ClassifierActivation, ClassifierConfig
+from penstock.runtime.models.configs.encoder import Activation, ClassifierConfig, ProjectionConfig
 from penstock.runtime.models.linear import Linear
 from penstock.runtime.models.norms import LayerNorm
 from penstock.runtime.models.pools import PoolPlanners, Pools
@@ -40,6 +40,21 @@ class Classifier(nnx.Module):
         return _product(self.out, x, pools)
 
 
+class Projection(nnx.Module):
+    """activation(out(x)), a layer behind the pooling of an encoder. Its weights are in the model's dtype, and
+    its product in float32.
+    """
+
+    def __init__(self, config: ProjectionConfig, dtype: jnp.dtype, planners: PoolPlanners) -> None:
+        self.out = Linear(config.in_size, {"out": config.out_size}, dtype, planners, bias=config.bias)
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array, pools: Pools) -> jax.Array:
+        """Pooled hidden states float32 [R, in_size] -> float32 [R, out_size]."""
+        y = _product(self.out, x, pools)
+        return y if self.activation is None else _activated(y, self.activation)
+
+
 def _product(linear: Linear, x: jax.Array, pools: Pools) -> jax.Array:
     return linear.product(x.astype(linear.weight[...].dtype), pools)
 
@@ -51,7 +66,7 @@ def no_logits(hidden: jax.Array) -> jax.Array:
     return jnp.sum(hidden.astype(jnp.float32), axis=1, keepdims=True) * np.float32(0)
 
 
-def _activated(x: jax.Array, activation: ClassifierActivation) -> jax.Array:
+def _activated(x: jax.Array, activation: Activation) -> jax.Array:
     match activation:
         case "tanh":
             return jnp.tanh(x)
