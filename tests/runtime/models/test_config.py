@@ -1,5 +1,6 @@
 """config.json of either generation is parsed, and what this build does not compute is refused by name."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -15,6 +16,7 @@ from penstock.runtime.models.rope import RopeConfig, inverse_frequencies
 from penstock.runtime.ops.cache_spec import CacheSpec, PagedKV
 from tests.support.goldens import GOLDEN, NAMES
 from tests.support.models.configs import PUBLISHED, attentions, one_layer, published, rope_of, windows
+from tests.support.suite.drawing import few
 
 SIZES = {
     "vocab_size": 512,
@@ -194,6 +196,9 @@ def test_biases_follow_the_architecture():
         ("model_type", "gemma"),
         ("layer_types", ["chunked_attention"] * 4),
         ("layer_types", ["full_attention"]),
+        ("num_hidden_layers", 1 << 32),  # a list of so many takes all memory
+        ("rope_theta", 1e308),
+        ("rms_norm_eps", 10**400),
         ("hidden_size", "48"),
         ("hidden_size", 0),
         ("hidden_size", True),
@@ -310,6 +315,31 @@ def test_whatever_the_json_holds_it_is_parsed_or_refused(base, changes, rope):
         assert attention.num_heads % attention.num_kv_heads == 0
         if attention.rope is not None:
             assert np.isfinite(inverse_frequencies(attention.rope, attention.rotary_dim)).all()
+
+
+ENCODERS = [f"encoders/{folder.parent.name}" for folder in sorted(GOLDEN.glob("encoders/*/config.json"))]
+EXTREMES = [1 << 32, 10**400, -1, 0, 1e308, 5e-324, float("nan"), "x", True, None, [], {}, [None], {"a": 1}]
+
+
+def places(data, *before):
+    for name, value in data.items():
+        yield (*before, name)
+        if isinstance(value, dict):
+            yield from places(value, *before, name)
+
+
+@pytest.mark.parametrize("name", few([*NAMES, *ENCODERS], ("encoders/deberta_v3_classifier",)))
+def test_extremes_in_any_field_are_parsed_or_refused(name):
+    """None takes all memory, or ends in another error."""
+    text = (GOLDEN / name / "config.json").read_text()
+    for *path, field in places(json.loads(text)):
+        for value in EXTREMES:
+            data = inner = json.loads(text)
+            for step in path:
+                inner = inner[step]
+            inner[field] = value
+            with contextlib.suppress(ConfigError, UnknownArchitecture):
+                parse_config(data)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,8 @@ def test_what_a_missing_activation_is() -> None:
 
 def test_buckets_of_distances() -> None:
     """MPNet's table is as long as distances differ, whatever the context. DeBERTa's buckets are also used
-    where there are as many as distances. A number of which none can be made is refused.
+    where there are as many as distances. Numbers of which no table can be made are refused, and so are
+    classes without names.
     """
     mpnet, deberta = (
         json.loads((GOLDEN / "encoders" / name / "config.json").read_text())
@@ -135,9 +136,17 @@ def test_buckets_of_distances() -> None:
     assert encoder.distances is not None
     # By hand: the middle is 8; 9 is 8 + ceil(log(9/8) / log(15/8) * 7), and so on.
     assert encoder.distances.entries[16:] == (17, 18, 19, 20, 21, 22, 23, 24, 26, 27, 28, 29, 30, 31, 31)
-    for data, field in ((mpnet, "relative_attention_num_buckets"), (deberta, "position_buckets")):
-        with pytest.raises(ConfigError, match=field):
-            parse_config({**data, field: 1})
+    bert = json.loads((GOLDEN / "encoders" / "bert_classifier" / "config.json").read_text())
+    for data, changed in (
+        (mpnet, {"relative_attention_num_buckets": 1}),
+        (deberta, {"position_buckets": 1}),
+        (deberta, {"position_buckets": 16, "max_relative_positions": 9}),
+        (deberta, {"max_position_embeddings": 1 << 32}),
+        (bert, {"id2label": {"0": None, "1": "x", "2": "y"}}),
+        (bert, {"id2label": {}, "num_labels": 1 << 32}),
+    ):
+        with pytest.raises(ConfigError, match="|".join(changed)):
+            parse_config({**data, **changed})
 
 
 def test_roberta_has_fewer_positions_than_entries() -> None:

@@ -13,6 +13,9 @@ from penstock.runtime.errors import ConfigError
 REQUIRED: Final = object()
 _MOST: Final = 1 << 33
 """No size of a model is so large, and arrays cannot have larger ones."""
+MOST_LAYERS: Final = 1 << 12
+_LARGEST: Final = 3e38
+"""Below the largest number of float32, in which models compute."""
 
 
 class Fields:
@@ -62,9 +65,9 @@ class Fields:
         self._read.update(unread)
         return unread
 
-    def integer(self, name: str, default: object = REQUIRED, minimum: int = 1) -> int:
-        """An int of at least `minimum`; null counts as absent."""
-        value = self.optional_integer(name, minimum)
+    def integer(self, name: str, default: object = REQUIRED, minimum: int = 1, most: int = _MOST) -> int:
+        """An int of at least `minimum` and below `most`; null counts as absent."""
+        value = self.optional_integer(name, minimum, most)
         if value is not None:
             return value
         if isinstance(default, int):
@@ -73,13 +76,17 @@ class Fields:
             self.problem(name, "is required")
         return minimum
 
-    def optional_integer(self, name: str, minimum: int = 1) -> int | None:
-        """An int of at least `minimum`, or None when absent or null."""
+    def num_layers(self) -> int:
+        """How many layers the model has: so few that each of them can be described."""
+        return self.integer("num_hidden_layers", most=MOST_LAYERS)
+
+    def optional_integer(self, name: str, minimum: int = 1, most: int = _MOST) -> int | None:
+        """An int of at least `minimum` and below `most`, or None when absent or null."""
         value = self.raw(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < _MOST:
-            bound = "" if not isinstance(value, int) or value < _MOST else f" and below {_MOST}"
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < most:
+            bound = "" if not isinstance(value, int) or value < most else f" and below {most}"
             self.problem(name, f"must be an integer of at least {minimum}{bound}, not {value!r}")
             return None
         return value
@@ -100,8 +107,8 @@ class Fields:
         value = self.raw(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            self.problem(name, f"must be a finite number above 0, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST:
+            self.problem(name, f"must be a number above 0 and below {_LARGEST}, not {value!r}")
             return None
         return float(value)
 

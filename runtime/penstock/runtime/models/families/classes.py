@@ -11,13 +11,20 @@ from penstock.runtime.requests.request import Pooling
 
 _PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
+_MOST_CLASSES = 1 << 20
+
 
 def read_classes(fields: Fields, pooling: Pooling) -> Classes:
     """The classes in their order. A single one is a number and no class, unless config.json says that a text
     may have it or not; several exclude each other.
     """
     named = fields.mapping("id2label")
-    count = len(named) or fields.integer("num_labels", 2)
+    count = len(named) or fields.integer("num_labels", 2, most=_MOST_CLASSES)
+    unnamed = [
+        label for label in named.values() if isinstance(label, bool) or not isinstance(label, str | int)
+    ]
+    if unnamed:
+        fields.problem("id2label", f"must name each class, not {', '.join(map(repr, unnamed))}")
     labels = tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(count))
     if named and set(named) != {str(i) for i in range(count)}:
         fields.problem("id2label", f"must name the classes 0 to {count - 1}, not {', '.join(named)}")

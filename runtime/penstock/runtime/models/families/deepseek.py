@@ -48,7 +48,7 @@ def _parse(
     fields.only("model_type", model_type)
     fields.only("hidden_act", "silu")
     fields.only("pretraining_tp", 1)
-    num_layers, num_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+    num_layers, num_heads = fields.num_layers(), fields.integer("num_attention_heads")
     fields.only("num_key_value_heads", num_heads)
     attention = _attention(fields, num_heads)
     sizes = Sizes(

@@ -41,7 +41,7 @@ from penstock.runtime.models.families.reading import (
     read_ropes,
     read_sizes,
 )
-from penstock.runtime.models.hf_fields import Fields
+from penstock.runtime.models.hf_fields import MOST_LAYERS, Fields
 from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
 from penstock.runtime.requests.request import Pooling
 
@@ -406,7 +406,8 @@ def _read_activation(fields: Fields, kind: Kind) -> PlainActivation:
 
 def _read_groups(fields: Fields, num_layers: int) -> tuple[int, int, tuple[int, ...]]:
     """How many modules ALBERT has, how many of them in a group, and the module of each of its layers."""
-    groups, inner = fields.integer("num_hidden_groups", 1), fields.integer("inner_group_num", 1)
+    groups = fields.integer("num_hidden_groups", 1, most=MOST_LAYERS)
+    inner = fields.integer("inner_group_num", 1, most=MOST_LAYERS)
     order = [int(layer / (num_layers / groups)) for layer in range(num_layers)]
     return groups * inner, inner, tuple(group * inner + i for group in order for i in range(inner))
 
@@ -432,6 +433,10 @@ def _read_buckets(fields: Fields, sizes: Sizes) -> DistanceConfig:
     return DistanceConfig(size=size, entries=tuple(entries.tolist()), kind="bias")
 
 
+_MOST_DISTANCES = 1 << 20
+"""Most positions of a text between which distances are told apart."""
+
+
 def _read_disentangled(fields: Fields, sizes: Sizes) -> tuple[DistanceConfig | None, float]:
     """DeBERTa's distances, and the scale of its scores."""
     if not fields.boolean("relative_attention", False):
@@ -442,18 +447,22 @@ def _read_disentangled(fields: Fields, sizes: Sizes) -> tuple[DistanceConfig | N
         fields.problem("share_att_key", "must be true: distances have no products of their own")
     fields.only("norm_rel_ebd", "layer_norm", "none")
     fields.only("conv_kernel_size", 0)
-    farthest = fields.raw("max_relative_positions")
-    if not isinstance(farthest, int) or farthest < 1:
-        farthest = sizes.max_positions
-    buckets = fields.raw("position_buckets")
-    num_buckets = buckets if isinstance(buckets, int) and buckets > 0 else 0
-    if num_buckets == 1:
-        fields.problem("position_buckets", "must be at least 2, not 1")
+    positions = sizes.max_positions
+    if positions > _MOST_DISTANCES:
+        fields.problem("max_position_embeddings", f"must be at most {_MOST_DISTANCES}, not {positions}")
+        positions = 1
+    # Files have -1 where they mean none.
+    farthest = fields.optional_integer("max_relative_positions", -1, _MOST_DISTANCES) or -1
+    farthest = farthest if farthest > 0 else positions
+    buckets = fields.optional_integer("position_buckets", -1, _MOST_DISTANCES) or -1
+    num_buckets = max(buckets, 0)
+    if num_buckets == 1 or (num_buckets and farthest - 1 <= num_buckets // 2):
+        fields.problem("position_buckets", f"must be at least 2, and below {2 * farthest - 2}, not {buckets}")
         num_buckets = 0
     span = num_buckets or farthest
     named = fields.raw("pos_att_type") or []
     kinds = named.split("|") if isinstance(named, str) else list(named) if isinstance(named, list) else []
-    away = np.arange(1 - sizes.max_positions, sizes.max_positions)
+    away = np.arange(1 - positions, positions)
     if num_buckets:
         middle = span // 2
         far = np.where(np.abs(away) < middle, middle - 1, np.abs(away)).astype(np.float32)

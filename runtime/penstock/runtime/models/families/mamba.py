@@ -105,7 +105,7 @@ def _parse_mamba2(architecture: str, fields: Fields) -> ModelConfig:
     fields.only("model_type", "mamba2")
     fields.only("hidden_act", "silu")
     fields.call({**_SHORT_NAMES, "mamba_d_head": "head_dim", "mamba_n_heads": "num_heads"})
-    hidden, num_layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    hidden, num_layers = fields.integer("hidden_size"), fields.num_layers()
     inner = fields.integer("mamba_expand", 2) * hidden
     fields.only("intermediate_size", inner)
     fields.only("rms_norm", True)

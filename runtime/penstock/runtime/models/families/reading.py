@@ -43,7 +43,7 @@ def read_sizes(
     None: it is required.
     """
     hidden_size = fields.integer("hidden_size")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.num_layers()
     num_heads = fields.integer("num_attention_heads")
     absent = REQUIRED if kv_heads is None else kv_heads or num_heads
     num_kv_heads = fields.integer(
