@@ -7,13 +7,14 @@ import pytest
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.following.joining import check_pictures
 from penstock.runtime.loading.checkpoint import load_config
-from penstock.runtime.loading.served_model import vision_of
+from penstock.runtime.models.configs.vision import QwenVisionConfig
+from penstock.runtime.models.vision.encoders import vision_of
 from tests.support.goldens import GOLDEN
 
 
 def test_the_largest_picture_fits_a_call_or_the_size_that_would_is_named() -> None:
     config = load_config(GOLDEN / "qwen3_vl").vision
-    assert config is not None
+    assert isinstance(config, QwenVisionConfig)
     vision = vision_of(config)
     per_token = vision.patches_per_token
     bytes_of_token = 4 * per_token * config.patch_features

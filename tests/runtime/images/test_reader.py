@@ -17,22 +17,31 @@ from penstock.runtime.errors import ConfigError, InvalidRequest, PromptTooLong
 from penstock.runtime.images import reader as reading
 from penstock.runtime.images.decoding import decode
 from penstock.runtime.images.image import Image, ImageLimits
-from penstock.runtime.images.processor import ImageProcessor
-from penstock.runtime.images.reader import ImageReader
+from penstock.runtime.images.reader import ImageReader, Part, Patches, Processor
 from penstock.runtime.images.vision import Vision
+from penstock.runtime.loading.image_processors import find_processor
+from penstock.runtime.models.configs.vision import QwenVisionConfig
 from penstock.runtime.requests.images import RotaryPositions
 from tests.runtime.images.test_decoding import encoded, huge_png, stripes
 
 PAD, VIDEO = 9, 8
 VISION = Vision(
     image_token_id=PAD,
-    video_token_id=VIDEO,
-    patch_size=4,
-    merge_size=2,
-    temporal_patch_size=2,
+    refused_tokens=((VIDEO, "a video"),),
+    patches_per_token=4,
     patch_values=96,
     inputs=lambda items, bucket: None,
     rotary_positions=lambda length, items: RotaryPositions(np.zeros((3, length), np.int32), -len(items)),
+)
+ENCODER = QwenVisionConfig(
+    depth=1,
+    hidden_size=8,
+    intermediate_size=8,
+    num_heads=1,
+    out_size=8,
+    patch_size=4,
+    image_token_id=PAD,
+    video_token_id=VIDEO,
 )
 """A token stands for 8 x 8 pixels."""
 PREPROCESSOR = {
@@ -47,9 +56,9 @@ PREPROCESSOR = {
 LIMITS = ImageLimits(max_images=2, max_bytes=10_000, max_pixels=10_000, max_tokens=32)
 
 
-def processor(folder: Path, max_tokens: int = 32, **changes: Any) -> ImageProcessor:
+def processor(folder: Path, max_tokens: int = 32, **changes: Any) -> Processor:
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | changes))
-    found = ImageProcessor.find(folder, VISION, max_tokens)
+    found = find_processor(folder, ENCODER, max_tokens)
     assert found is not None
     return found
 
@@ -176,7 +185,7 @@ def test_pictures_and_places_must_be_as_many(reader: ImageReader) -> None:
 def test_a_place_for_a_video_is_refused(reader: ImageReader) -> None:
     ((field, described),) = refused(reader, [1, VIDEO, PAD], encoded(stripes()))
     assert field == "media"
-    assert "videos are not taken" in described
+    assert "a place for a video (token 8), which is not taken" in described
 
 
 def test_every_bad_picture_is_named(reader: ImageReader) -> None:
@@ -195,14 +204,41 @@ def test_a_prompt_that_grows_too_long_is_refused_before_decoding(reader: ImageRe
 
 
 def test_a_processor_must_fit_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert ImageProcessor.find(tmp_path, VISION, 32) is None
+    assert find_processor(tmp_path, ENCODER, 32) is None
     assert "prompts can have no pictures" in caplog.text
     with pytest.raises(ConfigError, match="patch_size is 8, and the model's 4"):
         processor(tmp_path, patch_size=8)
     (tmp_path / "preprocessor_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json cannot be read as JSON"):
-        ImageProcessor.find(tmp_path, VISION, 32)
+        find_processor(tmp_path, ENCODER, 32)
     with caplog.at_level(logging.INFO):
         bounded = processor(tmp_path, max_tokens=4)
     assert "at most 4 tokens" in caplog.text
     assert bounded.num_tokens(100, 100) == 4
+
+
+class Tiles:
+    """Cuts each picture into its halves, of two tokens each, with texts around and between them."""
+
+    def num_tokens(self, width: int, height: int) -> int:
+        return 7
+
+    def process(self, image: Pil.Image) -> list[Part]:
+        left, right = (Patches(np.full((8, 96), half, np.float32), (1, 2, 4), 2) for half in (1, 2))
+        return [(1, 2), left, (3,), right]
+
+
+def test_a_picture_may_become_several_with_texts_between() -> None:
+    """Each part is encoded on its own, and those that are equal have one digest."""
+    vision = dataclasses.replace(VISION, rotary_positions=None)
+    placed = place(ImageReader(vision, Tiles(), LIMITS), [5, PAD, 6, PAD], *[encoded(stripes())] * 2)
+    one = (1, 2, PAD, PAD, 3, PAD, PAD)
+    assert placed.token_ids == (5, *one, 6, *one)
+    assert [(item.start, item.num_tokens) for item in placed.media] == [(3, 2), (6, 2), (11, 2), (14, 2)]
+    assert placed.rotary is None
+    first, second, third, fourth = (item.digest for item in placed.media)
+    assert (first, second) == (third, fourth)
+    assert first != second
+    with pytest.raises(PromptTooLong) as raised:
+        place(ImageReader(vision, Tiles(), LIMITS), [5, PAD], encoded(stripes()), room=8)
+    assert raised.value.num_prompt_tokens == 8

@@ -17,8 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.models import params
+from penstock.runtime.models.configs.vision import QwenVisionConfig
 from penstock.runtime.models.layers.images import MediaInputs
-from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
+from penstock.runtime.models.vision.qwen_inputs import rotary_positions, vision_inputs
 from tests.support.goldens import GOLDEN, WITH_PICTURES, check_greedy, check_last_logits
 from tests.support.models.pictures import cases_of, num_patches, pictures_of
 from tests.support.models.plain_encoder import PlainEncoder
@@ -39,7 +40,7 @@ class Reader:
     def __init__(self, name: str, root: Path = GOLDEN) -> None:
         self.directory = root / name
         config = load_config(self.directory)
-        assert config.vision is not None
+        assert isinstance(config.vision, QwenVisionConfig)
         self.config, self.vision = config, config.vision
         state = load_weights(self.directory, config, progress=False)
         self.sequence, self.cases = Sequence(config, state), cases_of(self.directory)

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.models import params
-from penstock.runtime.models.configs.vision import VisionConfig
+from penstock.runtime.models.configs.vision import QwenVisionConfig
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.rope import RopeConfig, cos_sin
 from penstock.runtime.models.vision.attention import attend_spans
-from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
+from penstock.runtime.models.vision.qwen_inputs import rotary_positions, vision_inputs
 from penstock.runtime.requests.images import MediaItem
 from tests.support.goldens import GOLDEN
 
-QWEN3 = VisionConfig(
+QWEN3 = QwenVisionConfig(
     depth=2,
     hidden_size=64,
     intermediate_size=128,
@@ -168,7 +168,7 @@ def test_pairs_of_channels_turn_by_time_row_and_column() -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("vision", [QWEN3, pytest.param(QWEN2_5, marks=pytest.mark.sweep)])
-def test_packed_weights_agree_with_float32(vision: VisionConfig) -> None:
+def test_packed_weights_agree_with_float32(vision: QwenVisionConfig) -> None:
     """The kernels leave padding undefined; pictures do not notice. Encoders are not stored in int8."""
     config = dataclasses.replace(load_config(GOLDEN / "qwen3"), vision=vision)
     items = [picture(4, 6, seed=1), picture(10, 4, seed=2)]

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
-from penstock.runtime.images.vision import Vision
+from penstock.runtime.images.vision import Grid, Vision
 from penstock.runtime.loading.served_model import ServedModel
 from penstock.runtime.models.layers.images import MediaInputs
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, AttentionOptions
@@ -65,14 +65,18 @@ def rotary_positions(length: int, items: Sequence[MediaItem]) -> RotaryPositions
     return RotaryPositions(positions, position + length - at - length)
 
 
+def grid_problem(grid: Grid) -> str | None:
+    """A token is a square of four patches."""
+    return "is no whole squares" if min(grid) < 1 or grid[1] % 2 or grid[2] % 2 else None
+
+
 VISION = Vision(
     image_token_id=PAD,
-    patch_size=4,
-    merge_size=2,
-    temporal_patch_size=2,
+    patches_per_token=PER_TOKEN,
     patch_values=2,
     inputs=vision_inputs,
     rotary_positions=rotary_positions,
+    grid_problem=grid_problem,
 )
 
 

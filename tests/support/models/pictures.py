@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from penstock.runtime.models.configs.vision import VisionConfig
-from penstock.runtime.models.vision.inputs import tokens_of
+from penstock.runtime.models.configs.vision import QwenVisionConfig
+from penstock.runtime.models.vision.qwen_inputs import tokens_of
 from penstock.runtime.requests.images import MediaItem, digest_of
 
 
@@ -22,7 +22,7 @@ def cases_of(directory: Path) -> list[dict[str, Any]]:
     return found
 
 
-def pictures_of(directory: Path, case: Mapping[str, Any], config: VisionConfig) -> list[MediaItem]:
+def pictures_of(directory: Path, case: Mapping[str, Any], config: QwenVisionConfig) -> list[MediaItem]:
     """The pictures of a case, preprocessed by transformers, at their places in the expanded prompt."""
     processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
     items, at = [], 0

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.models.configs.vision import VisionConfig
+from penstock.runtime.models.configs.vision import QwenVisionConfig
 
 Floats = NDArray[np.float64]
 
@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 class PlainEncoder:
     """Reads tensors by the names of a checkpoint, without what all begin with."""
 
-    def __init__(self, config: VisionConfig, tensors: Mapping[str, NDArray[Any]]) -> None:
+    def __init__(self, config: QwenVisionConfig, tensors: Mapping[str, NDArray[Any]]) -> None:
         self.config = config
         self.tensors: dict[str, Floats] = {
             name: values.astype(np.float64) for name, values in tensors.items()

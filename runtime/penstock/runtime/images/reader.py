@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +21,29 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+class Patches(NamedTuple):
+    """What the encoder is given of a picture, or of a part that it encodes on its own, such as a tile."""
+
+    values: NDArray[np.float32]
+    """float32[N, P], see `MediaItem.patches`."""
+    grid: Grid
+    num_tokens: int
+    """How many image tokens it needs."""
+
+
+Part: TypeAlias = tuple[int, ...] | Patches
+"""Tokens of text that stand before, between or behind patches; or patches."""
+
+
 class Processor(Protocol):
-    """Makes patches of pictures; `processor.ImageProcessor`, which says more, does so by transformers."""
+    """Makes patches of pictures. Each kind of encoder has one (`processors`)."""
 
     def num_tokens(self, width: int, height: int) -> int:
-        """How many tokens a picture of so many pixels has. Raises BadImage."""
+        """How many tokens take the place of the token of a picture of so many pixels. Raises BadImage."""
         ...
 
-    def process(self, image: PilImage) -> tuple[NDArray[np.float32], Grid]:
-        """The patches of a picture, float32[N, P], and its grid. Raises BadImage."""
+    def process(self, image: PilImage) -> Sequence[Part]:
+        """What takes the place of a picture's token. Raises BadImage."""
         ...
 
 
@@ -71,9 +85,10 @@ class ImageReader:
         tokens, before any picture is decoded.
         """
         places = [i for i, token in enumerate(token_ids) if token == self._vision.image_token_id]
-        if self._vision.video_token_id in token_ids:
-            described = f"the prompt has a place for a video (token {self._vision.video_token_id})"
-            raise InvalidRequest([Violation(where, f"{described}, and videos are not taken")])
+        for token, kind in self._vision.refused_tokens:
+            if token in token_ids:
+                described = f"the prompt has a place for {kind} (token {token}), which is not taken"
+                raise InvalidRequest([Violation(where, described)])
         if len(images) > self.limits.max_images:
             described = f"{len(images)} images; at most {self.limits.max_images} are taken"
             raise InvalidRequest([Violation(where, described)])
@@ -95,12 +110,12 @@ class ImageReader:
         total = len(token_ids) + sum(counts) - len(counts)
         if total > room - 1:
             raise PromptTooLong(total, room - 1)
-        made = _each(images, fields, self._patches)
+        made = _each(images, fields, self._parts)
         return self._expanded(token_ids, places, made)
 
-    def _patches(self, image: Image) -> tuple[NDArray[np.float32], Grid]:
-        """The patches of one picture. Its header is read again, so that no picture has pixels in memory while
-        others are decoded.
+    def _parts(self, image: Image) -> Sequence[Part]:
+        """What takes the place of one picture. Its header is read again, so that no picture has pixels in
+        memory while others are decoded.
         """
         return self._processor.process(decode(read_header(image, self.limits)))
 
@@ -108,19 +123,25 @@ class ImageReader:
         self,
         token_ids: Sequence[int],
         places: Sequence[int],
-        made: Sequence[tuple[NDArray[np.float32], Grid]],
+        made: Sequence[Sequence[Part]],
     ) -> Placed:
         expanded: list[int] = []
         media: list[MediaItem] = []
         done = 0
-        for place, (patches, grid) in zip(places, made, strict=True):
+        for place, parts in zip(places, made, strict=True):
             expanded += token_ids[done:place]
-            num_tokens = len(patches) // self._vision.patches_per_token
-            media.append(MediaItem(patches, grid, digest_of(patches, grid), len(expanded), num_tokens))
-            expanded += [self._vision.image_token_id] * num_tokens
+            for part in parts:
+                if isinstance(part, Patches):
+                    values, grid, num_tokens = part
+                    media.append(MediaItem(values, grid, digest_of(values, grid), len(expanded), num_tokens))
+                    expanded += [self._vision.image_token_id] * num_tokens
+                else:
+                    expanded += part
             done = place + 1
         expanded += token_ids[done:]
-        return Placed(tuple(expanded), tuple(media), self._vision.rotary_positions(len(expanded), media))
+        positions = self._vision.rotary_positions
+        rotary = None if positions is None else positions(len(expanded), media)
+        return Placed(tuple(expanded), tuple(media), rotary)
 
 
 def _each(items: Sequence[T], fields: Sequence[str], make: Callable[[T], U]) -> list[U]:

@@ -17,31 +17,21 @@ class Vision:
     """The part of a served model that reads pictures, as the engine sees it."""
 
     image_token_id: int
-    """The token that stands for a picture in a prompt; the engine repeats it for each of its embeddings."""
-    video_token_id: int | None = None
-    """The token that stands for a video, which the engine does not take; None: there is none."""
-    patch_size: int
-    """Height and width of a patch, in pixels."""
-    merge_size: int
-    """A token stands for a square of so many patches on each side."""
-    temporal_patch_size: int
-    """A patch has its pixels so many times."""
+    """The token whose embeddings are replaced by those of pictures; a prompt has one for each."""
+    refused_tokens: tuple[tuple[int, str], ...] = ()
+    """Tokens that stand for what the engine does not take, each with what that is, such as "a video"."""
+    patches_per_token: int
+    """How many patches become one embedding."""
     patch_values: int
     """How many numbers a patch is."""
     inputs: Callable[[Sequence[MediaItem], int], Any]
     """(pictures, patches in all, padding included) -> what the encoder takes, arrays of numpy in a tree. Its
     shapes depend on the number of patches alone."""
-    rotary_positions: Callable[[int, Sequence[MediaItem]], RotaryPositions]
-    """(length of the prompt, its pictures) -> the positions of the prompt's tokens."""
-
-    @property
-    def patches_per_token(self) -> int:
-        return self.merge_size**2
-
-    @property
-    def token_pixels(self) -> int:
-        """How many pixels one token stands for."""
-        return (self.patch_size * self.merge_size) ** 2
+    rotary_positions: Callable[[int, Sequence[MediaItem]], RotaryPositions] | None = None
+    """(length of the prompt, its pictures) -> the positions of the prompt's tokens. None: each token's is its
+    place in the prompt."""
+    grid_problem: Callable[[Grid], str | None] = lambda grid: None
+    """Why the encoder cannot take a picture of this grid; None if it can."""
 
     def problem(self, item: MediaItem, max_tokens: int) -> str | None:
         """Why the encoder cannot take a picture, of which `max_tokens` are the most that it may have; None if
@@ -51,8 +41,7 @@ class Vision:
             return f"has {item.num_tokens} tokens; at most {max_tokens} are encoded"
         if item.patches.shape[1] != self.patch_values:
             return f"has patches of {item.patches.shape[1]} values, not {self.patch_values}"
-        if min(item.grid) < 1 or item.grid[1] % self.merge_size or item.grid[2] % self.merge_size:
-            return f"has the grid {item.grid}; height and width must be multiples of {self.merge_size}"
-        if item.num_patches != item.num_tokens * self.patches_per_token:
+        problem = self.grid_problem(item.grid)
+        if problem is None and item.num_patches != item.num_tokens * self.patches_per_token:
             return f"has {item.num_patches} patches, which are not {item.num_tokens} tokens"
-        return None
+        return problem

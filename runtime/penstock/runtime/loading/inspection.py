@@ -208,9 +208,7 @@ def _inspection(
         served_cache_bytes=None,
         sampling_bytes=0,
         adapter_bytes=_adapter_bytes(config, dtype, linear, options),
-        image_token_bytes=0
-        if vision is None
-        else vision.out_size * (1 + len(vision.deepstack)) * dtype.itemsize,
+        image_token_bytes=0 if vision is None else vision.out_size * vision.num_outputs * dtype.itemsize,
     )
 
 

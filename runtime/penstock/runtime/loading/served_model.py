@@ -22,13 +22,14 @@ from penstock.runtime.execution.backend import Backend, check_required, most_dev
 from penstock.runtime.execution.kv_sizing import check_max_model_len
 from penstock.runtime.execution.on_mesh import cut_sharding
 from penstock.runtime.execution.runner_config import check_end_tokens
-from penstock.runtime.images.processor import ImageProcessor
+from penstock.runtime.images.reader import Processor
 from penstock.runtime.images.vision import Vision
 from penstock.runtime.loading.checkpoint import check_tensors, config_for_tensors, load_leaves, read_config
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.gguf.file import is_gguf
 from penstock.runtime.loading.gguf.model import read_model
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW, resolve_model
+from penstock.runtime.loading.image_processors import find_processor
 from penstock.runtime.loading.own_rules import own_devices, own_rules, own_shapes
 from penstock.runtime.loading.pooling import (
     read_answer_tokens,
@@ -41,7 +42,6 @@ from penstock.runtime.machine import host_memory
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.adapted import AdaptedModel
 from penstock.runtime.models.config import ModelConfig
-from penstock.runtime.models.configs.vision import VisionConfig
 from penstock.runtime.models.cutting import cut, sizes_that_work
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import LoadRules, RulesFor, Tensor
@@ -53,7 +53,7 @@ from penstock.runtime.models.params import (
     model_dtype,
     state_of,
 )
-from penstock.runtime.models.vision.inputs import rotary_positions, vision_inputs
+from penstock.runtime.models.vision.encoders import vision_of
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.requests.reader import Reader
 from penstock.runtime.requests.request import Pooling
@@ -104,7 +104,7 @@ class ServedModel:
     """What it is, if it generates nothing; None: it generates."""
     vision: Vision | None = None
     """What it makes of pictures; None: it reads none."""
-    image_processor: ImageProcessor | None = None
+    image_processor: Processor | None = None
     """Makes pictures ready for it; None: it reads none, or its files do not say how."""
     adapted: AdaptedModel | None = None
     """What adapters may change of it; None: the engine is made without them."""
@@ -132,7 +132,7 @@ class CheckpointFacts:
     """The length at which an encoder's texts are usually cut, though it has more positions; None: none is
     told."""
     vision: Vision | None
-    image_processor: ImageProcessor | None
+    image_processor: Processor | None
 
     @property
     def max_length(self) -> int:
@@ -194,7 +194,7 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
     if config.vision is not None:
         vision = vision_of(config.vision)
         tokens = resolve(options, backend.sizes, defaults=defaults).max_image_tokens
-        processor = ImageProcessor.find(directory, vision, tokens)
+        processor = find_processor(directory, config.vision, tokens)
     return CheckpointFacts(
         config=config,
         dtype=dtype,
@@ -297,20 +297,6 @@ def _rules_for(
     if found == config.names:
         return rules
     return load_rules(dataclasses.replace(config, names=found), dtype, linear)
-
-
-def vision_of(config: VisionConfig) -> Vision:
-    """What the engine must know of a model with this encoder of pictures."""
-    return Vision(
-        image_token_id=config.image_token_id,
-        video_token_id=config.video_token_id,
-        patch_size=config.patch_size,
-        merge_size=config.merge_size,
-        temporal_patch_size=config.temporal_patch_size,
-        patch_values=config.patch_features,
-        inputs=partial(vision_inputs, config),
-        rotary_positions=partial(rotary_positions, config),
-    )
 
 
 def end_tokens(configured: tuple[int, ...], text: TextCodec | None, vocab_size: int) -> tuple[int, ...]:

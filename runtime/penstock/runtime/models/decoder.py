@@ -40,8 +40,7 @@ from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearForma
 from penstock.runtime.models.load_rules import Span
 from penstock.runtime.models.norms import Norm, Vector, hidden_norm
 from penstock.runtime.models.pools import PooledModel, PoolPlanners
-from penstock.runtime.models.vision.inputs import VisionInputs
-from penstock.runtime.models.vision.tower import VisionTower
+from penstock.runtime.models.vision.encoders import tower_of
 from penstock.runtime.ops.adapters import AdapterRows
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, paged_attention
 from penstock.runtime.ops.native.norm import can_normalize
@@ -219,7 +218,7 @@ class CausalLM(PooledModel):
         classes = config.classifier
         self.classifier = None if classes is None else Classifier(config, classes, dtype, planners)
         vision = config.vision
-        self.visual = None if vision is None else VisionTower(vision, dtype, linear, planners)
+        self.visual = None if vision is None else tower_of(vision, dtype, linear, planners)
         self.take_pools(planners, dtype)
         self.adapter_size = place_adapters(self.layers)
         """How many units an adapter takes, see `AdapterPlace`."""
@@ -286,8 +285,8 @@ class CausalLM(PooledModel):
             x = x if media is None else media.add(x, i)
         return x, tuple(caches)
 
-    def encode(self, inputs: VisionInputs, num_patches: jax.Array) -> tuple[jax.Array, ...]:
-        """Embeddings of pictures, for a model that reads them: see `VisionTower`."""
+    def encode(self, inputs: Any, num_patches: jax.Array) -> tuple[jax.Array, ...]:
+        """Embeddings of pictures, for a model that reads them: see `Tower`."""
         if self.visual is None:
             raise ValueError(f"{self.config.architecture} reads no pictures")
         with jax.named_scope("vision"):

@@ -27,11 +27,12 @@ from penstock.runtime.execution.device_state import builder_of_shapes, peak_temp
 from penstock.runtime.execution.kv_sizing import DeviceMemory, check_max_model_len
 from penstock.runtime.execution.on_mesh import cut_sharding
 from penstock.runtime.execution.program_set import ProgramBuilder
-from penstock.runtime.loading.served_model import ServedModel, reader_of, vision_of
+from penstock.runtime.loading.served_model import ServedModel, reader_of
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.cutting import cut
 from penstock.runtime.models.params import abstract_model, leaf_shapes, model_dtype, state_of
+from penstock.runtime.models.vision.encoders import vision_of
 from penstock.runtime.planning.chips import MOST_COMPILED, Chip, Machine
 from penstock.runtime.requests.sampling import GenerationDefaults
 

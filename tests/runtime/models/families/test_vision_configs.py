@@ -7,7 +7,7 @@ import pytest
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.models.config import AttentionConfig
-from penstock.runtime.models.configs.vision import VisionConfig
+from penstock.runtime.models.configs.vision import QwenVisionConfig
 from penstock.runtime.models.params import load_rules
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.models.rope import RopeConfig
@@ -25,7 +25,7 @@ def test_published_qwen2_5_vl() -> None:
     assert one_layer(config).attention.qkv_bias
     assert windows(config) == (None,) * 36
     assert (config.dtype, config.tie_word_embeddings) == ("bfloat16", True)
-    assert config.vision == VisionConfig(
+    assert config.vision == QwenVisionConfig(
         depth=32,
         hidden_size=1280,
         intermediate_size=3420,
@@ -49,7 +49,7 @@ def test_published_qwen3_vl() -> None:
     assert one_layer(config).attention.qk_norm == "head"
     assert (config.dtype, config.tie_word_embeddings, config.hidden_size) == ("bfloat16", True, 2560)
     assert config.eos_token_ids == (151645,)
-    assert config.vision == VisionConfig(
+    assert config.vision == QwenVisionConfig(
         depth=24,
         hidden_size=1024,
         intermediate_size=4096,
@@ -72,7 +72,7 @@ def test_published_qwen3_5() -> None:
     )
     assert attention.rotary_dim == 64
     assert config.tie_word_embeddings
-    assert config.vision is not None
+    assert isinstance(config.vision, QwenVisionConfig)
     assert (config.vision.depth, config.vision.head_dim, config.vision.deepstack) == (12, 64, ())
     assert (config.vision.image_token_id, config.vision.video_token_id) == (248056, 248057)
     names = {tensor.name for tensor in load_rules(config).tensors}
@@ -90,7 +90,7 @@ def test_published_qwen3_vl_with_experts() -> None:
     experts = "model.language_model.layers.0.mlp.experts"
     assert names[f"{experts}.gate_up_proj"] == (128, 2048, 2 * 768)
     assert names[f"{experts}.down_proj"] == (128, 768, 2048)
-    assert config.vision is not None
+    assert isinstance(config.vision, QwenVisionConfig)
     assert config.vision.deepstack == (8, 16, 24)
 
 
@@ -174,7 +174,7 @@ def test_every_field_of_a_golden_changes_the_model_or_is_known(name: str) -> Non
     """A field of vision_config that is refused nowhere must show in what is parsed."""
     data = json.loads((GOLDEN / name / "config.json").read_text())
     config = parse_config(data)
-    assert config.vision is not None
+    assert isinstance(config.vision, QwenVisionConfig)
     for field in ("depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "in_channels"):
         assert getattr(config.vision, field) == data["vision_config"][field]
     assert config.vision.merge_size == data["vision_config"]["spatial_merge_size"]

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image as Pil
 
 from penstock.runtime.images.image import ImageLimits
-from penstock.runtime.images.processor import ImageProcessor
+from penstock.runtime.images.qwen_processor import QwenProcessor
 from penstock.runtime.images.reader import ImageReader
 from penstock.runtime.images.vision import Vision
 from penstock.runtime.requests.images import RotaryPositions
@@ -34,9 +34,7 @@ CODEC = byte_codec(TEMPLATE, ("<|image|>",))
 LIMITS = ImageLimits(max_images=3, max_bytes=5000, max_pixels=4096, max_tokens=16)
 VISION = Vision(
     image_token_id=IMAGE,
-    patch_size=4,
-    merge_size=2,
-    temporal_patch_size=1,
+    patches_per_token=4,
     patch_values=48,
     inputs=lambda items, bucket: None,
     rotary_positions=lambda length, items: RotaryPositions(np.zeros((3, length), np.int32), 0),
@@ -74,9 +72,14 @@ class Processor:
 def picture_engine(processor: Processor | None = None, **options: Any) -> FakeEngine:
     """A fake engine that takes pictures within LIMITS."""
     engine = fake(**{"codec": CODEC, "max_model_len": 64} | options)
-    engine.images = ImageReader(
-        VISION, ImageProcessor(processor or Processor(), VISION, LIMITS.max_tokens), LIMITS
+    made = QwenProcessor(
+        processor or Processor(),
+        patch_size=4,
+        merge_size=2,
+        temporal_patch_size=1,
+        max_tokens=LIMITS.max_tokens,
     )
+    engine.images = ImageReader(VISION, made, LIMITS)
     engine.info = dataclasses.replace(engine.info, images=LIMITS)
     return engine
 

@@ -11,24 +11,40 @@ VisionActivation = Literal["silu", "gelu_tanh", "gelu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """The part of a model that makes embeddings of pictures: a transformer over patches, of which a square of
-    merge_size x merge_size becomes one token.
+    """The part of a model that makes embeddings of pictures. Each kind of encoder has a class of its own, and
+    `models/vision/encoders.py` says what belongs to each.
+
+    out_size: channels of a token, those of the decoder. image_token_id: the token whose embeddings are
+    replaced by those of pictures.
+    """
+
+    out_size: int
+    image_token_id: int
+
+    @property
+    def num_outputs(self) -> int:
+        """How many embeddings a token of a picture has: one, and those that are added in layers."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QwenVisionConfig(VisionConfig):
+    """The encoder of Qwen's models: a transformer over patches, of which a square of merge_size x merge_size
+    becomes one token.
 
     gated: the MLPs are gated; rms_norms: norms are by root mean square, else layer norms. patch_bias: the
     product that reads patches has one. position_side: a learned table of position_side^2 positions is
     interpolated to the picture's grid; None: there is none. deepstack: the blocks (from 0) whose outputs are
     merged too, and added to what the first layers of the decoder give. window: patches of a side of the
     windows within which blocks attend, but for those in full_blocks; None: all blocks attend to the whole
-    picture. out_size: channels of a token, those of the decoder.
+    picture. video_token_id: stands for a video, which is not taken.
     """
 
     depth: int
     hidden_size: int
     intermediate_size: int
     num_heads: int
-    out_size: int
     patch_size: int
-    image_token_id: int
     video_token_id: int
     in_channels: int = 3
     temporal_patch_size: int = 2
@@ -42,6 +58,10 @@ class VisionConfig:
     window: int | None = None
     full_blocks: tuple[int, ...] = ()
     rope_theta: float = 10_000.0
+
+    @property
+    def num_outputs(self) -> int:
+        return 1 + len(self.deepstack)
 
     @property
     def head_dim(self) -> int:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.tensor_names import USUAL, TensorNames
+from penstock.runtime.models.configs.vision import QwenVisionConfig
 from penstock.runtime.models.families import llama, qwen_hybrid, softmax_mixtures
 from penstock.runtime.models.families.family import ModelFamily
-from penstock.runtime.models.families.vision_encoder import Encoder, read_encoder, stored_encoder
+from penstock.runtime.models.families.qwen_encoder import Encoder, read_encoder, stored_encoder
 from penstock.runtime.models.families.vision_wrapper import text_fields
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.load_rules import ParamPath, Stored, StoredAt
@@ -148,7 +149,7 @@ def _parse(architecture: str, fields: Fields, kind: Kind) -> ModelConfig:
 
 def _stored(config: ModelConfig, kind: Kind) -> StoredAt:
     text, vision = kind.text.stored(config), config.vision
-    assert vision is not None
+    assert isinstance(vision, QwenVisionConfig)
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         if path[0] == "visual":

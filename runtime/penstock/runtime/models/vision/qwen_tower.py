@@ -1,4 +1,4 @@
-"""The encoder of pictures: a transformer over patches, and mergers that make tokens of squares of them.
+"""Qwen's encoder of pictures: a transformer over patches, and mergers that make tokens of squares of them.
 
 Every picture attends to itself only. Products go through `linear`, so that packed weights serve; they are
 never int8, because the activations of vision transformers have outliers that int8 by rows does not carry.
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from penstock.runtime.models import rope
-from penstock.runtime.models.configs.vision import VisionActivation, VisionConfig
+from penstock.runtime.models.configs.vision import QwenVisionConfig, VisionActivation
 from penstock.runtime.models.linear import (
     PLAIN,
     Embedding,
@@ -24,14 +24,14 @@ from penstock.runtime.models.linear import (
 from penstock.runtime.models.norms import LayerNorm, RMSNorm
 from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.models.vision.attention import attend_spans
-from penstock.runtime.models.vision.inputs import VisionInputs
+from penstock.runtime.models.vision.qwen_inputs import QwenInputs
 
 _EPS = 1e-6
 _FULL_BLOCK = 512
 _WINDOW_BLOCK = 128
 
 
-def _norm(config: VisionConfig, size: int, planners: PoolPlanners) -> RMSNorm | LayerNorm:
+def _norm(config: QwenVisionConfig, size: int, planners: PoolPlanners) -> RMSNorm | LayerNorm:
     return RMSNorm(size, _EPS, planners) if config.rms_norms else LayerNorm(size, _EPS, planners)
 
 
@@ -47,7 +47,7 @@ class VisionAttention(nnx.Module):
     """Attention of patches, rotated by row and column."""
 
     def __init__(
-        self, config: VisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
+        self, config: QwenVisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
     ) -> None:
         size = config.hidden_size
         self.qkv = Linear(size, {"qkv": 3 * size}, dtype, planners, bias=True, linear=linear)
@@ -76,7 +76,7 @@ class VisionMLP(nnx.Module):
     """fc2(activation(fc1(x))), or a gated MLP."""
 
     def __init__(
-        self, config: VisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
+        self, config: QwenVisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
     ) -> None:
         size, inner = config.hidden_size, config.intermediate_size
         parts = {"gate_proj": inner, "up_proj": inner} if config.gated else {"linear_fc1": inner}
@@ -99,7 +99,7 @@ class VisionBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
-        self, config: VisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
+        self, config: QwenVisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
     ) -> None:
         self.norm1 = _norm(config, config.hidden_size, planners)
         self.norm2 = _norm(config, config.hidden_size, planners)
@@ -125,7 +125,7 @@ class Merger(nnx.Module):
 
     def __init__(
         self,
-        config: VisionConfig,
+        config: QwenVisionConfig,
         dtype: jnp.dtype,
         linear: LinearFormat,
         planners: PoolPlanners,
@@ -152,11 +152,11 @@ class Merger(nnx.Module):
         return project(self.linear_fc2, inner, num_tokens, pools)
 
 
-class VisionTower(nnx.Module):
+class QwenTower(nnx.Module):
     """Patches to embeddings of tokens."""
 
     def __init__(
-        self, config: VisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
+        self, config: QwenVisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
     ) -> None:
         floats = LinearFormat(packed=linear.packed)
         self.config, self.dtype = config, jnp.dtype(dtype)
@@ -180,7 +180,7 @@ class VisionTower(nnx.Module):
             [Merger(config, dtype, floats, planners, norm_of_square=True) for _ in config.deepstack]
         )
 
-    def __call__(self, inputs: VisionInputs, num_patches: jax.Array, pools: Pools) -> tuple[jax.Array, ...]:
+    def __call__(self, inputs: QwenInputs, num_patches: jax.Array, pools: Pools) -> tuple[jax.Array, ...]:
         """The embeddings of several pictures: what replaces those of their tokens, then for each block of
         `deepstack` what is added after layer 0, 1, and so on of the decoder; each [N / merge_size^2,
         out_size] in the model's dtype, in the order of the pictures and of the prompt's tokens.
@@ -204,7 +204,7 @@ class VisionTower(nnx.Module):
         order = inputs.order
         return tuple(merged if order is None else (tokens[jnp.asarray(order)] for tokens in merged))
 
-    def _positions(self, inputs: VisionInputs, pools: Pools) -> jax.Array:
+    def _positions(self, inputs: QwenInputs, pools: Pools) -> jax.Array:
         """The learned table interpolated at each patch, float32 [N, size]."""
         assert self.pos_embed is not None
         assert inputs.corners is not None

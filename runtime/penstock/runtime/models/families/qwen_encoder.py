@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from penstock.runtime.models.configs.vision import VisionActivation, VisionConfig
+from penstock.runtime.models.configs.vision import QwenVisionConfig, VisionActivation
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
 from penstock.runtime.models.load_rules import ParamPath, Source, Stored
@@ -39,7 +39,7 @@ class Encoder:
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_encoder(fields: Fields, model_type: str, kind: Encoder) -> VisionConfig:
+def read_encoder(fields: Fields, model_type: str, kind: Encoder) -> QwenVisionConfig:
     """The encoder that vision_config describes, but for the ids of tokens. model_type: that of the wrapper,
     which early files have here too. Defaults are those of transformers' configuration classes.
     """
@@ -54,7 +54,7 @@ def read_encoder(fields: Fields, model_type: str, kind: Encoder) -> VisionConfig
     theta = rope.number("rope_theta", 10_000.0)
     rope.refuse_unread()
     patch, merge = fields.integer("patch_size", kind.patch_size), fields.integer("spatial_merge_size", 2)
-    config = VisionConfig(
+    config = QwenVisionConfig(
         depth=depth,
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size", kind.intermediate_size),
@@ -126,7 +126,9 @@ def _read_blocks(fields: Fields, name: str, default: tuple[int, ...], depth: int
     return tuple(listed)
 
 
-def stored_encoder(config: VisionConfig, kind: Encoder, path: ParamPath, shape: tuple[int, ...]) -> Stored:
+def stored_encoder(
+    config: QwenVisionConfig, kind: Encoder, path: ParamPath, shape: tuple[int, ...]
+) -> Stored:
     """Where checkpoints have a parameter of the encoder; its path begins with "visual"."""
     names = {**kind.names, "patch_embed": "patch_embed.proj"}
     name = ".".join(names.get(str(part), str(part)) for part in path)

@@ -1,4 +1,4 @@
-"""What the encoder of pictures is given, made of pictures in numpy, and where their tokens stand for M-RoPE.
+"""What Qwen's encoder of pictures is given, made in numpy, and where the pictures' tokens stand for M-RoPE.
 
 A picture is a grid of patches. They come in the order of the checkpoints' processors: the patches of one
 token, merge_size x merge_size of them, lie side by side, and tokens come row by row.
@@ -12,14 +12,14 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.models.configs.vision import VisionConfig
+from penstock.runtime.models.configs.vision import QwenVisionConfig
 from penstock.runtime.requests.images import MediaItem, RotaryPositions
 
 Ints: TypeAlias = NDArray[np.int32]
 Floats: TypeAlias = NDArray[np.float32]
 
 
-class VisionInputs(NamedTuple):
+class QwenInputs(NamedTuple):
     """The inputs of one call of the encoder, for several pictures. N patches, padding included.
 
     A patch attends to patches from `begin` to `end`. Padding attends to itself.
@@ -42,13 +42,13 @@ class VisionInputs(NamedTuple):
     same order."""
 
 
-def tokens_of(config: VisionConfig, grid: tuple[int, int, int]) -> int:
+def tokens_of(config: QwenVisionConfig, grid: tuple[int, int, int]) -> int:
     """How many tokens of the prompt a picture of this grid has."""
     frames, rows, columns = grid
     return frames * (rows // config.merge_size) * (columns // config.merge_size)
 
 
-def vision_inputs(config: VisionConfig, pictures: Sequence[MediaItem], bucket: int) -> VisionInputs:
+def vision_inputs(config: QwenVisionConfig, pictures: Sequence[MediaItem], bucket: int) -> QwenInputs:
     """The inputs for these pictures, padded to `bucket` patches. Their shapes depend on config and bucket
     only.
 
@@ -80,9 +80,9 @@ def vision_inputs(config: VisionConfig, pictures: Sequence[MediaItem], bucket: i
     if config.position_side is not None:
         corners, weights = _interpolation(places, sizes, config.position_side)
     if config.window is None:
-        return VisionInputs(patches, places, spans, None, corners, weights, None)
+        return QwenInputs(patches, places, spans, None, corners, weights, None)
     by_window, windows = _by_windows(places, spans, count, config.window, per_token)
-    return VisionInputs(
+    return QwenInputs(
         patches=patches[by_window],
         places=places[:, by_window],
         frames=spans,  # the order within a frame alone changes
@@ -93,7 +93,9 @@ def vision_inputs(config: VisionConfig, pictures: Sequence[MediaItem], bucket: i
     )
 
 
-def rotary_positions(config: VisionConfig, prompt_len: int, pictures: Sequence[MediaItem]) -> RotaryPositions:
+def rotary_positions(
+    config: QwenVisionConfig, prompt_len: int, pictures: Sequence[MediaItem]
+) -> RotaryPositions:
     """Where the tokens of a prompt stand for M-RoPE. `pictures`: in the order of the prompt.
 
     The tokens of a picture have one time; what follows stands behind its longer side. Raises ValueError if a
@@ -117,7 +119,14 @@ def rotary_positions(config: VisionConfig, prompt_len: int, pictures: Sequence[M
     return RotaryPositions(positions, int(positions.max(initial=-1)) + 1 - prompt_len)
 
 
-def _check(config: VisionConfig, picture: MediaItem) -> None:
+def grid_problem(config: QwenVisionConfig, grid: tuple[int, int, int]) -> str | None:
+    """Why the encoder cannot take a picture of this grid; None if it can."""
+    if min(grid) < 1 or grid[1] % config.merge_size or grid[2] % config.merge_size:
+        return f"has the grid {grid}; height and width must be multiples of {config.merge_size}"
+    return None
+
+
+def _check(config: QwenVisionConfig, picture: MediaItem) -> None:
     frames, rows, columns = picture.grid
     if min(picture.grid) < 1 or rows % config.merge_size or columns % config.merge_size:
         raise ValueError(f"a picture's grid must be whole squares of {config.merge_size}, not {picture.grid}")

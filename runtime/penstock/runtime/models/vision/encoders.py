@@ -1,0 +1,53 @@
+"""What belongs to each kind of encoder of pictures: its module, and what the engine must know of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from penstock.runtime.images.vision import Vision
+from penstock.runtime.models.configs.vision import QwenVisionConfig, VisionConfig
+from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.models.pools import PoolPlanners, Pools
+from penstock.runtime.models.vision import qwen_inputs
+from penstock.runtime.models.vision.qwen_tower import QwenTower
+
+
+class Tower(Protocol):
+    """An encoder as a module of the model."""
+
+    def __call__(self, inputs: Any, num_patches: jax.Array, pools: Pools) -> tuple[jax.Array, ...]:
+        """What `Vision.inputs` made, of which the first num_patches, int32 [], are not padding -> the
+        embeddings [most tokens, out_size] in the model's dtype: what replaces those of the tokens, then what
+        is added after layer 0, 1, and so on of the decoder. What stands behind the picture's is undefined.
+        """
+        ...
+
+
+def tower_of(config: VisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners) -> Tower:
+    """The module of an encoder."""
+    match config:
+        case QwenVisionConfig():
+            return QwenTower(config, dtype, linear, planners)
+        case _:
+            raise TypeError(f"no encoder has a {type(config).__name__}")
+
+
+def vision_of(config: VisionConfig) -> Vision:
+    """What the engine must know of a model with this encoder."""
+    match config:
+        case QwenVisionConfig():
+            return Vision(
+                image_token_id=config.image_token_id,
+                refused_tokens=((config.video_token_id, "a video"),),
+                patches_per_token=config.merge_size**2,
+                patch_values=config.patch_features,
+                inputs=partial(qwen_inputs.vision_inputs, config),
+                rotary_positions=partial(qwen_inputs.rotary_positions, config),
+                grid_problem=partial(qwen_inputs.grid_problem, config),
+            )
+        case _:
+            raise TypeError(f"no encoder has a {type(config).__name__}")
