@@ -188,7 +188,7 @@ def longest_shapes(
     model.cache.check_dtype(options.kv_cache_dtype)
     config = resolve(options, backend.sizes, defaults=model.defaults)
     if _why_none_proposed(model):
-        config = dataclasses.replace(config, speculation="off")
+        config = dataclasses.replace(config, speculation="off", max_proposed_tokens=None)
     return config, _runner_config(model, config, _buckets(model, config, backend), backend, threads=threads)
 
 
@@ -257,11 +257,6 @@ def _log_penalties(model: ServedModel, config: ResolvedConfig) -> None:
         )
 
 
-_CHECKED_ROWS = 16
-"""Where tokens are proposed, there are programs of at least this many rows, so that there is room for them
-also where few requests run at a time."""
-
-
 def _proposer(config: ResolvedConfig) -> Proposer | None:
     return None if config.speculation == "off" else Lookup()
 
@@ -273,23 +268,15 @@ def _why_none_proposed(model: ServedModel) -> str:
     return "the state of recurrent layers cannot go back" if model.cache.has_state else ""
 
 
-def _most_rows(config: ResolvedConfig) -> int:
-    """Most rows of a step."""
-    rows = config.max_num_seqs
-    if config.speculation == "off":
-        return rows
-    wanted = min(rows * (1 + config.max_proposed_tokens), _CHECKED_ROWS, config.max_num_batched_tokens)
-    return max(rows, wanted)
-
-
 def _buckets(model: ServedModel, config: ResolvedConfig, backend: Backend) -> Buckets:
     return Buckets.default(
-        _most_rows(config),
+        config.max_num_seqs,
         config.max_num_batched_tokens,
         token_growth=NATIVE_TOKEN_GROWTH if model.skips_padding else TOKEN_GROWTH,
         row_growth=backend.row_growth,
         max_window=config.max_decode_steps if backend.fixed_windows else None,
         decodes=model.reader is None,
+        most_rows=config.most_rows,
     )
 
 
@@ -438,8 +425,8 @@ def _scheduler_config(
         window_steps=() if buckets.window_steps == (0,) else buckets.window_steps,
         picture_blocks=shapes.pool_rows // BLOCK_TOKENS,
         max_encode_patches=config.max_encode_patches or max(shapes.encode_buckets, default=0),
-        max_proposed_tokens=config.max_proposed_tokens,
-        max_rows=_most_rows(config),
+        max_proposed_tokens=config.max_proposed_tokens or 0,
+        max_rows=config.most_rows,
         vocab_size=model.vocab_size,
         max_adapters=config.max_adapters,
     )

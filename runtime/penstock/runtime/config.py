@@ -25,6 +25,10 @@ ADAPTER_RANKS = (16, 32, 64, 128, 256, 512)
 DEFAULT_FEATURE_SLOTS = 64
 """These take 78 MB with a vocabulary of 152k."""
 DEFAULT_TARGET_ITL_S = 0.15
+DEFAULT_PROPOSED_TOKENS = 4
+CHECKED_ROWS = 16
+"""Where tokens are proposed, there are programs of at least this many rows, so that there is room for them
+also where few requests run at a time."""
 POOLED_IMAGES = 4
 """Largest images for which the pool of embeddings has room, unless the operator says otherwise."""
 MOST_IMAGE_PIXELS = 2**26
@@ -169,8 +173,9 @@ class EngineConfig:
     """Who proposes the next tokens of an output, which the model then checks in one step: "lookup" copies
     what followed the same words earlier in the prompt, in the output, or in requests with the same cache
     salt. Outputs are the same as with "off"."""
-    max_proposed_tokens: int = 4
-    """Most tokens that are proposed for an output in a step; a request may lower that."""
+    max_proposed_tokens: int | None = None
+    """Most tokens that are proposed for an output in a step; a request may lower that. None:
+    DEFAULT_PROPOSED_TOKENS; without speculation it must be None."""
     switch_interval_s: float | None = 0.0005
     """Seconds after which Python's interpreter goes from one thread to another that wants it; CPython's own
     default is 0.005. It holds for the whole process from `Engine.start` to `Engine.shutdown`, which puts back
@@ -253,9 +258,11 @@ class EngineConfig:
             bad.append(f"max_decode_steps: must be from 1 to {MAX_DECODE_STEPS}, not {self.max_decode_steps}")
         if not 0.0 < self.decode_window_s <= 60.0:
             bad.append(f"decode_window_s: must be above 0 and at most 60, not {self.decode_window_s}")
-        if not 1 <= self.max_proposed_tokens <= MAX_PROPOSED_TOKENS:
-            described = f"must be from 1 to {MAX_PROPOSED_TOKENS}, not {self.max_proposed_tokens}"
-            bad.append(f"max_proposed_tokens: {described}")
+        proposed = self.max_proposed_tokens
+        if proposed is not None and not 1 <= proposed <= MAX_PROPOSED_TOKENS:
+            bad.append(f"max_proposed_tokens: must be from 1 to {MAX_PROPOSED_TOKENS}, not {proposed}")
+        if proposed is not None and self.speculation == "off":
+            bad.append("max_proposed_tokens: goes with a speculation other than off")
         if self.switch_interval_s is not None and not 1e-5 <= self.switch_interval_s <= 1.0:
             bad.append(f"switch_interval_s: must be from 0.00001 to 1, not {self.switch_interval_s}")
         if self.max_queued_requests < 1:
@@ -327,6 +334,15 @@ class ResolvedConfig(EngineConfig):
     max_image_tokens: int
     media_pool_tokens: int
 
+    @property
+    def most_rows(self) -> int:
+        """Most rows of a step, where each proposed token counts as one."""
+        rows = self.max_num_seqs
+        if self.max_proposed_tokens is None:
+            return rows
+        wanted = min(rows * (1 + self.max_proposed_tokens), CHECKED_ROWS, self.max_num_batched_tokens)
+        return max(rows, wanted)
+
 
 def resolve(
     config: EngineConfig, sizes: DefaultSizes, *, defaults: GenerationDefaults | None = None
@@ -349,5 +365,8 @@ def resolve(
         "max_image_tokens": image_tokens,
         "media_pool_tokens": config.media_pool_tokens or POOLED_IMAGES * image_tokens,
         "feature_slots": min(num_seqs, config.feature_slots or feature_slots),
+        "max_proposed_tokens": None
+        if config.speculation == "off"
+        else config.max_proposed_tokens or DEFAULT_PROPOSED_TOKENS,
     }
     return ResolvedConfig(**values)

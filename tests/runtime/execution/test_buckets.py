@@ -118,6 +118,32 @@ def test_every_listed_program_has_a_plan_that_selects_it(max_num_seqs, more_toke
     assert reached == set(buckets.keys())
 
 
+def test_only_steps_with_proposals_have_more_rows_than_sequences() -> None:
+    """Such a step has a row for each proposed token: there are decode programs of as many rows, and neither
+    windows nor steps with prompts.
+    """
+    buckets = Buckets.default(3, 64, most_rows=15)
+    assert (buckets.row_buckets, buckets.checked_rows, buckets.decode_rows) == ((4,), (15,), (4, 15))
+    assert buckets.keys() == (
+        ProgramKey(64, 4),
+        ProgramKey(32, 4),
+        ProgramKey(16, 4),
+        ProgramKey(15, 15, decode_only=True),
+        ProgramKey(4, 4, decode_only=True, window=True),
+        ProgramKey(4, 4, decode_only=True),
+    )
+    assert buckets.select(5, 5) == ProgramKey(15, 15, decode_only=True)
+    assert buckets.select(4, 4, window=True) == ProgramKey(4, 4, decode_only=True, window=True)
+    assert buckets.select(6, 4) == ProgramKey(16, 4)
+    for window, num_tokens in ((True, 5), (False, 6)):
+        with pytest.raises(ValueError, match="num_rows 5 is not from 1 to 4"):
+            buckets.select(num_tokens, 5, window=window)
+    assert Buckets.default(4, 64, most_rows=40, row_growth=2).checked_rows == (8, 16, 32, 40)
+    assert Buckets.default(16, 64, most_rows=16).checked_rows == ()
+    with pytest.raises(ConfigError, match="checked_rows must ascend from row_buckets on"):
+        Buckets((16,), (4,), checked_rows=(4,))
+
+
 @pytest.mark.parametrize(
     ("token_buckets", "row_buckets", "message"),
     [

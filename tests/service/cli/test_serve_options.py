@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock import runtime
-from penstock.runtime.config import EngineConfig
+from penstock.runtime.config import CPU_SIZES, EngineConfig, resolve
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.prompting.prompts import Truncation
 from penstock.server_cli.commands import serve
@@ -554,3 +554,13 @@ def test_jax_may_take_most_of_an_accelerator(
         monkeypatch.delenv(name)
     run("demo", "--page-size", "3")
     assert os.environ[name] == used
+
+
+def test_a_bound_for_proposals_is_refused_where_nothing_is_proposed() -> None:
+    with pytest.raises(ConfigError, match="max_proposed_tokens: goes with a speculation other than off"):
+        EngineConfig(max_proposed_tokens=3)
+    for given, resolved in ((None, 4), (3, 3)):
+        config = EngineConfig(speculation="lookup", max_proposed_tokens=given, max_num_seqs=2)
+        assert resolve(config, CPU_SIZES).max_proposed_tokens == resolved
+        assert resolve(config, CPU_SIZES).most_rows == 2 * (1 + resolved)
+    assert resolve(EngineConfig(max_num_seqs=2), CPU_SIZES).most_rows == 2

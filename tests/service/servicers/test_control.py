@@ -140,7 +140,8 @@ async def test_server_info():
 
 @pytest.mark.parametrize(("speculation", "told"), [("off", ("", 0)), ("lookup", ("lookup", 6))])
 async def test_the_proposer_and_its_bound_are_told(speculation, told):
-    async with serving(fake(speculation=speculation, max_proposed_tokens=6)) as rig:
+    proposed = told[1] or None
+    async with serving(fake(speculation=speculation, max_proposed_tokens=proposed)) as rig:
         info = await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())
     assert (info.proposer, info.max_proposed_tokens) == told
 

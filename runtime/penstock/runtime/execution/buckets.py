@@ -71,6 +71,9 @@ class Buckets:
     """Lengths of windows, each of which has a program; (0,): one program for any length."""
     decodes: bool = True
     """Whether there are decode steps. The programs of a model that generates nothing are those of prompts."""
+    checked_rows: tuple[int, ...] = ()
+    """Further numbers of rows, above `row_buckets`, of decode steps with proposed tokens, which have a row
+    each. There are no windows of so many rows, and no steps with prompts."""
 
     def __post_init__(self) -> None:
         for name, sizes in (("token_buckets", self.token_buckets), ("row_buckets", self.row_buckets)):
@@ -80,6 +83,8 @@ class Buckets:
                 raise ConfigError(f"{name} must be at least 1, not {sizes[0]}")
             if any(a >= b for a, b in pairwise(sizes)):
                 raise ConfigError(f"{name} must ascend without repeats, not {sizes}")
+        if any(a >= b for a, b in pairwise((self.row_buckets[-1], *self.checked_rows))):
+            raise ConfigError(f"checked_rows must ascend from row_buckets on, not {self.checked_rows}")
         if self.window_steps != (0,) and (not self.window_steps or self.window_steps[0] != 1):
             raise ConfigError(f"window_steps must begin with 1, or be (0,), not {self.window_steps}")
         if any(a >= b for a, b in pairwise(self.window_steps)):
@@ -89,6 +94,11 @@ class Buckets:
                 f"token_buckets end in {self.token_buckets[-1]} and row_buckets in {self.row_buckets[-1]}; "
                 "the former must not be less, because a step needs one token for every row"
             )
+
+    @property
+    def decode_rows(self) -> tuple[int, ...]:
+        """The numbers of rows of decode steps, those with proposed tokens included."""
+        return self.row_buckets + self.checked_rows
 
     @classmethod
     def default(
@@ -100,10 +110,12 @@ class Buckets:
         row_growth: int = CPU_ROW_GROWTH,
         max_window: int | None = None,
         decodes: bool = True,
+        most_rows: int | None = None,
     ) -> Buckets:
         """Row buckets from 4 up to max_num_seqs, each `row_growth` times the one before; token buckets from
         16 up to max_num_batched_tokens, each `token_growth` times the one before; with `max_window`, windows
-        of 1, 2, 4, ... up to that many decode steps.
+        of 1, 2, 4, ... up to that many decode steps. `most_rows`: the most rows of a step with proposed
+        tokens; None: max_num_seqs.
 
         Neither kind ends below 4 (see MIN_BUCKET): a smaller limit is served with padding rows.
         """
@@ -114,10 +126,12 @@ class Buckets:
                 f"max_num_batched_tokens, {max_num_batched_tokens}, must be at least "
                 f"max_num_seqs, {max_num_seqs}"
             )
-        most_tokens, most_rows = max(max_num_batched_tokens, MIN_BUCKET), max(max_num_seqs, MIN_BUCKET)
+        most_tokens, most_seqs = max(max_num_batched_tokens, MIN_BUCKET), max(max_num_seqs, MIN_BUCKET)
+        checked = most_rows or most_seqs
         return cls(
             token_buckets=geometric(FIRST_TOKEN_BUCKET, token_growth, most_tokens),
-            row_buckets=geometric(MIN_BUCKET, row_growth, most_rows) if decodes else (most_rows,),
+            row_buckets=geometric(MIN_BUCKET, row_growth, most_seqs) if decodes else (most_seqs,),
+            checked_rows=geometric(most_seqs, row_growth, checked)[1:] if checked > most_seqs else (),
             window_steps=(0,) if max_window is None else geometric(1, WINDOW_GROWTH, max_window),
             decodes=decodes,
         )
@@ -129,7 +143,7 @@ class Buckets:
         needs the most memory: if it does not fit, start-up fails at once and not after minutes.
         """
         decoded = self.row_buckets if self.decodes else ()
-        keys = [ProgramKey(rows, rows, True) for rows in decoded]
+        keys = [ProgramKey(rows, rows, True) for rows in (*decoded, *self.checked_rows)]
         keys += [ProgramKey(rows, rows, True, True, steps) for rows in decoded for steps in self.window_steps]
         keys += [ProgramKey(tokens, self.row_buckets[-1]) for tokens in self.token_buckets]
         return tuple(sorted(keys, key=astuple, reverse=True))
@@ -140,12 +154,14 @@ class Buckets:
         """The smallest program that fits; ValueError if none does. A `window` has one token in every row, and
         may have several steps.
         """
-        rows, tokens = self.row_buckets, self.token_buckets
+        tokens = self.token_buckets
+        is_decode = num_tokens == num_rows and self.decodes
+        rows = self.decode_rows if is_decode and not window else self.row_buckets
         if not 1 <= num_rows <= rows[-1]:
             raise ValueError(f"num_rows {num_rows} is not from 1 to {rows[-1]}")
         if (window and num_tokens != num_rows) or num_tokens < num_rows:
             raise ValueError(f"{num_rows} rows with {num_tokens} tokens cannot be {window=}")
-        if num_tokens == num_rows and self.decodes:
+        if is_decode:
             size = rows[bisect_left(rows, num_rows)]
             return ProgramKey(size, size, True, window, self._length(num_steps) if window else 0)
         if num_tokens > tokens[-1]:

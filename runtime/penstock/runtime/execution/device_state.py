@@ -339,6 +339,8 @@ def peak_temp_bytes(builder: ProgramBuilder) -> int:
         "forward": lambda: builder.forward(largest),
         "choice": lambda: builder.choice(largest.rows),
     }
+    if config.checks_proposals:
+        jobs["checked choice"] = lambda: builder.checked_choice(config.buckets.decode_rows[-1])
     if window is not None:  # a model that generates nothing has none
         jobs["window"] = lambda: builder.window(window)
     if config.encode_buckets:

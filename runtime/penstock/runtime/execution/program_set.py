@@ -249,7 +249,7 @@ class ProgramBuilder:
 
     @property
     def _checked_rows(self) -> tuple[int, ...]:
-        return self.config.buckets.row_buckets if self.config.checks_proposals else ()
+        return self.config.buckets.decode_rows if self.config.checks_proposals else ()
 
     def prompt_logprobs(self, hidden: Callable[[], jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
         program = make_prompt_logprobs(self.rebuild, self._shapes, self.backend.logprobs)

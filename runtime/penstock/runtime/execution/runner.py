@@ -190,7 +190,7 @@ class ProgramCalls:
         words = mask_words(config.vocab_size)
         self._no_masks = {
             rows: put_whole(np.zeros((rows, words), np.int32), device.sharding)
-            for rows in config.buckets.row_buckets
+            for rows in config.buckets.decode_rows
         }
 
     def forward(self, key: ProgramKey, packed: Ints) -> tuple[jax.Array, jax.Array]:

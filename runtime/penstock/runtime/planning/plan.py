@@ -191,7 +191,7 @@ class _Parts:
     def temp_bytes(self) -> int:
         """See the module's docstring."""
         options, model = self.options, self.model
-        tokens, rows, size = options.max_num_batched_tokens, options.max_num_seqs, self.dtype.itemsize
+        tokens, rows, size = options.max_num_batched_tokens, options.most_rows, self.dtype.itemsize
         wide = max(map(_inner_channels, model.layers))
         of_mlp = tokens * (2 * wide * size + model.hidden_size * (4 + size))
         shapes = (

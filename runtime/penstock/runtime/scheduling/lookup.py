@@ -17,6 +17,7 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Sequence as Items
 from statistics import median_low
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,9 +60,53 @@ def find(tokens: Tokens, newest: Items[int]) -> int | None:
     return int(found[-1]) + 1
 
 
-_NOTHING: Tokens = np.empty(0, np.int32)
 _BETWEEN = -1
 """Stands between two sequences, and is no token."""
+_MIX = 1_000_003
+_PLACES = 4
+"""How many places `Pairs` has for a token."""
+
+
+class Pairs:
+    """Tells at once that two tokens have never stood side by side, so that nobody looks for them. It may err
+    about two that have not, and never about two that have.
+    """
+
+    __slots__ = ("_mask", "_seen")
+
+    def __init__(self, tokens: Tokens, most_tokens: int) -> None:
+        """`most_tokens`: for how many tokens there are enough places, these included."""
+        self._seen = bytearray(1 << (_PLACES * max(most_tokens, 64)).bit_length())
+        self._mask = len(self._seen) - 1
+        self.add_all(tokens)
+
+    def add_all(self, tokens: Tokens) -> None:
+        """Take in all pairs of neighbours."""
+        places = (tokens[:-1].astype(np.int64) * _MIX + tokens[1:]) & self._mask
+        np.frombuffer(self._seen, np.uint8)[places] = 1
+
+    def add(self, first: int, second: int) -> None:
+        """Take in one pair."""
+        self._seen[(first * _MIX + second) & self._mask] = 1
+
+    def may_have(self, first: int, second: int) -> bool:
+        """Whether this pair may have been taken in."""
+        return self._seen[(first * _MIX + second) & self._mask] != 0
+
+
+class Said(NamedTuple):
+    """Tokens of sequences that have ended, with _BETWEEN behind each."""
+
+    tokens: Tokens
+    pairs: Pairs
+    num_added: int
+    """How many tokens `pairs` has taken in, since it was made."""
+
+    def find(self, newest: Items[int]) -> int | None:
+        """See `find`."""
+        if len(newest) < _SHORTEST or not self.pairs.may_have(newest[-2], newest[-1]):
+            return None
+        return find(self.tokens, newest)
 
 
 class Earlier:
@@ -72,20 +117,28 @@ class Earlier:
     _MOST_PAIRS = 16
 
     def __init__(self) -> None:
-        self._tokens: OrderedDict[tuple[str, str], Tokens] = OrderedDict()
+        self._said: OrderedDict[tuple[str, str], Said] = OrderedDict()
 
     def add(self, request: Request, tokens: Tokens) -> None:
         """Keep tokens of a sequence that has ended."""
         pair = _pair(request)
-        before = self._tokens.pop(pair, _NOTHING)
-        self._tokens[pair] = np.concatenate([before, tokens, [_BETWEEN]], dtype=np.int32)[-MOST_TOKENS:]
-        if len(self._tokens) > self._MOST_PAIRS:
-            self._tokens.popitem(last=False)
+        new = np.append(tokens, _BETWEEN).astype(np.int32)
+        before = self._said.pop(pair, None)
+        kept = new[-MOST_TOKENS:]
+        if before is not None:
+            kept = np.concatenate([before.tokens, new])[-MOST_TOKENS:]
+        num_added = len(new) + (0 if before is None else before.num_added)
+        if before is None or num_added > 2 * MOST_TOKENS:
+            self._said[pair] = Said(kept, Pairs(kept, 2 * MOST_TOKENS), len(kept))
+        else:
+            before.pairs.add_all(new)
+            self._said[pair] = Said(kept, before.pairs, num_added)
+        if len(self._said) > self._MOST_PAIRS:
+            self._said.popitem(last=False)
 
-    def of(self, request: Request) -> Tokens:
-        """What a request may find; nothing if it shares no prefixes either."""
-        pair = _pair(request)
-        return _NOTHING if request.cache.bypass else self._tokens.get(pair, _NOTHING)
+    def of(self, request: Request) -> Said | None:
+        """What a request may find; None if there is nothing, or if it shares no prefixes either."""
+        return None if request.cache.bypass else self._said.get(_pair(request))
 
 
 def _pair(request: Request) -> tuple[str, str]:
@@ -96,19 +149,20 @@ def _pair(request: Request) -> tuple[str, str]:
 class Copy:
     """Follows one sequence."""
 
-    __slots__ = ("_at", "_num_seen", "_other", "_size", "_tokens", "rate")
+    __slots__ = ("_at", "_num_seen", "_other", "_pairs", "_size", "_tokens", "rate")
 
-    def __init__(self, token_ids: Items[int], rate: float, earlier: Tokens = _NOTHING) -> None:
-        """`rate`: what is believed of the sequence. `earlier`: what others have said."""
+    def __init__(self, token_ids: Items[int], rate: float) -> None:
+        """`rate`: what is believed of the sequence."""
         self._num_seen = len(token_ids)
         known = token_ids[-MOST_TOKENS:]
         self._size = len(known)
         self._tokens = np.empty(2 * self._size + 64, np.int32)
         self._tokens[: self._size] = known
-        self._at: int | None = None
+        self._pairs = Pairs(self.tokens[:-1], len(self._tokens))
+        """All but the last pair, which nothing has followed yet."""
         self._other: Tokens | None = None
         """What it follows, if that is not the sequence itself."""
-        self._find(known[-_LONGEST:], earlier)
+        self._at = self._find(known[-_LONGEST:])
         self.rate = rate
         """How often the next token was the one that would have been proposed, lately."""
 
@@ -117,31 +171,39 @@ class Copy:
         """The latest tokens of the sequence."""
         return self._tokens[: self._size]
 
-    def catch_up(self, token_ids: Items[int], earlier: Tokens = _NOTHING) -> None:
-        """Take in what a sequence of these tokens has got since the last call."""
-        new = token_ids[self._num_seen :]
-        self._num_seen = len(token_ids)
-        for token in new:
+    def catch_up(self, token_ids: Items[int]) -> bool:
+        """Take in what a sequence of these tokens has got since the last call. Returns whether that is
+        something, and does not follow anything in the sequence itself.
+        """
+        if len(token_ids) == self._num_seen:
+            return False
+        for token in token_ids[self._num_seen :]:
             if self._at is not None:
                 is_right = self._followed[self._at] == token
                 self.rate += _LEARN * (is_right - self.rate)
                 self._at = self._at + 1 if is_right else None
                 self._leave_ended()
             self._append(token)
-        if new and self._at is None:
-            self._find(token_ids[-_LONGEST:], earlier)
+        self._num_seen = len(token_ids)
+        if self._at is None:
+            self._other = None
+            self._at = self._find(token_ids[-_LONGEST:])
+        return self._at is None
+
+    def follow(self, said: Said, newest: Items[int]) -> None:
+        """Follow what others have said, if the newest tokens occur there."""
+        self._at, self._other = said.find(newest[-_LONGEST:]), said.tokens
+        self._leave_ended()
 
     @property
     def _followed(self) -> Tokens:
         return self._tokens if self._other is None else self._other
 
-    def _find(self, newest: Items[int], earlier: Tokens) -> None:
-        """Look for the newest tokens in the sequence, and else in what others have said."""
-        self._other = None
-        self._at = find(self.tokens, newest)
-        if self._at is None and len(earlier):
-            self._at, self._other = find(earlier, newest), earlier
-            self._leave_ended()
+    def _find(self, newest: Items[int]) -> int | None:
+        """Where the newest tokens occurred before in the sequence, see `find`."""
+        if len(newest) < _SHORTEST or not self._pairs.may_have(newest[-2], newest[-1]):
+            return None
+        return find(self.tokens, newest)
 
     def _leave_ended(self) -> None:
         """Follow nothing any more if the other sequence that is followed has ended here. In `Earlier` each
@@ -152,16 +214,23 @@ class Copy:
 
     def _append(self, token: int) -> None:
         if self._size == len(self._tokens):
-            if self._size >= 2 * MOST_TOKENS:
-                dropped = self._size - MOST_TOKENS
-                if self._at is not None and self._other is None:
-                    self._at = None if self._at < dropped else self._at - dropped
-                self._tokens[:MOST_TOKENS] = self._tokens[dropped:]
-                self._size = MOST_TOKENS
-            else:
-                self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
+            self._make_room()
+        elif self._size >= _SHORTEST:
+            self._pairs.add(*self._tokens[self._size - 2 : self._size].tolist())
         self._tokens[self._size] = token
         self._size += 1
+
+    def _make_room(self) -> None:
+        """Forget what is oldest, or take more memory."""
+        if self._size >= 2 * MOST_TOKENS:
+            dropped = self._size - MOST_TOKENS
+            if self._at is not None and self._other is None:
+                self._at = None if self._at < dropped else self._at - dropped
+            self._tokens[:MOST_TOKENS] = self._tokens[dropped:]
+            self._size = MOST_TOKENS
+        else:
+            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
+        self._pairs = Pairs(self.tokens, len(self._tokens))
 
     @property
     def has_guess(self) -> bool:
@@ -280,11 +349,14 @@ class Lookup:
         """What follows each candidate."""
         copies: list[Copy] = []
         for seq, _ in candidates:
-            copy, earlier = self._copies.get(seq), self._earlier.of(seq.request)
+            copy = self._copies.get(seq)
             if copy is None:
-                copy = self._copies[seq] = Copy(seq.token_ids, self._rate, earlier)
+                copy = self._copies[seq] = Copy(seq.token_ids, self._rate)
+                is_lost = not copy.has_guess
             else:
-                copy.catch_up(seq.token_ids, earlier)
+                is_lost = copy.catch_up(seq.token_ids)
+            if is_lost and (said := self._earlier.of(seq.request)) is not None:
+                copy.follow(said, seq.token_ids)
             copies.append(copy)
         return copies
 
@@ -295,11 +367,11 @@ class Lookup:
         that it takes; none unless that is `gain` times what a step without proposals brings.
         """
         counts = [0] * len(candidates)
-        plain_ns = self._costs.plain_ns(num_rows)
-        if plain_ns is None:
-            return counts
         # The next token of any row that is likeliest to be right comes next.
         likeliest = [(-copy.rate, i) for i, copy in enumerate(copies) if copy.has_guess]
+        plain_ns = self._costs.plain_ns(num_rows) if likeliest else None
+        if plain_ns is None:
+            return counts
         heapq.heapify(likeliest)
         order: list[int] = []
         tokens = [float(num_rows)]

@@ -12,6 +12,7 @@ from penstock.runtime.config import (
     ACCELERATOR_SIZES,
     CPU_SIZES,
     DEFAULT_FEATURE_SLOTS,
+    DEFAULT_PROPOSED_TOKENS,
     DEFAULT_TARGET_ITL_S,
     DTYPES,
     KV_CACHE_DTYPES,
@@ -479,7 +480,8 @@ def _add_engine(flag: AddFlag) -> None:
     )
     flag(
         "max_proposed_tokens",
-        "most tokens that are proposed for an output in a step; a request may lower that",
+        "most tokens that are proposed for an output in a step, with a --speculation other than off; a "
+        f"request may lower that; default: {DEFAULT_PROPOSED_TOKENS}",
         "N",
     )
     flag(

@@ -294,7 +294,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             devices=info.devices,
             max_request_bytes=self._max_request_bytes,
             proposer=config.speculation if speculates else "",
-            max_proposed_tokens=config.max_proposed_tokens if speculates else 0,
+            max_proposed_tokens=config.max_proposed_tokens or 0,
             max_adapters=config.max_adapters,
             max_cached_adapters=config.max_cached_adapters if config.max_adapters else 0,
             max_adapter_rank=config.max_adapter_rank if config.max_adapters else 0,
