@@ -1,5 +1,6 @@
-"""Goldens on several devices of the CPU, in processes of their own: logits, tokens and log-probabilities are
-PyTorch's, and the programs have exactly the collectives that ARCHITECTURE.md names.
+"""Goldens on several devices of the CPU, in processes of their own: logits, tokens and log-probabilities, or
+the states and classes of a model that generates nothing, are PyTorch's, and the programs have exactly the
+collectives that ARCHITECTURE.md names.
 """
 
 import functools
@@ -23,14 +24,18 @@ AT_FOUR = ("qwen3", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_5", "olmo2")
 """Goldens with fewer heads of keys than four devices, with state, or with norms that are cut."""
 SIX_HEADS = ("bamba", "falcon_h1", "granite_hybrid", "mamba2", "nemotron_h")
 """The mixers of these goldens have six heads, which four devices cannot share."""
+READERS = sorted(f"encoders/{file.parent.name}" for file in (GOLDEN / "encoders").glob("*/config.json"))
 CASES = [
-    *((2, name) for name in NAMES),
+    *((2, name) for name in (*NAMES, *READERS)),
     *((4, name) for name in NAMES if name not in {*ROWS, *SIX_HEADS}),
 ]
 """Four devices cut a family that is data as two do."""
 MIXTURES = ("deepseek_v3", "gpt_oss", "llama4", "gemma4_moe", "mixtral", "qwen3_5_moe", "minimax_m2")
 DEALT = "2, with whole experts"
-CI = (*((2, name) for name in (*KINDS, "bloom", "falcon_h1")), *((4, name) for name in AT_FOUR))
+CI = (
+    *((2, name) for name in (*KINDS, "bloom", "falcon_h1", "encoders/mpnet")),
+    *((4, name) for name in AT_FOUR),
+)
 
 
 @functools.cache
@@ -50,7 +55,8 @@ def expected_collectives(config, devices):
     beside it, and those of attention and of what stands beside it.
     """
     sums = 1  # embeddings
-    for layer in config.layers:
+    passes = () if config.encoder is None else config.encoder.passes
+    for layer in [config.layers[number] for number in passes] or config.layers:
         attention = layer.attention
         sums += layer.mlp is not None  # what the MLP adds
         is_cut = not isinstance(attention, AttentionConfig) or attention.qk_norm != "layer"
@@ -59,7 +65,7 @@ def expected_collectives(config, devices):
             sums += attention.qk_norm == "all"
         mixers = (part for part in (attention, layer.beside) if isinstance(part, MambaConfig))
         sums += sum(mixer.normed and mixer.num_groups < devices for mixer in mixers)
-    return {"all-reduce": sums, "all-gather": 1}
+    return {"all-reduce": sums, **({"all-gather": 1} if config.generates else {})}
 
 
 @pytest.fixture(scope="module")

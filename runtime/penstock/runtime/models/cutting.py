@@ -23,8 +23,10 @@ whatever is not in this table, is the same on all devices.
 | experts, with `expert_parallel` | not, but dealt: each is on one device | the same sum |
 | embeddings, also those of each layer, if their size divides | by tokens | a sum of the rows |
 | head, if its size divides | by tokens | a gather of the logits |
+| encoders: biases of distances | by heads | |
 | attention with layer norms of each head | not | |
 | routers, other norms, products of embeddings of each layer, encoders of pictures | not | |
+| encoders: tables of positions, types and vectors of distances; classifiers | not | |
 """
 
 from __future__ import annotations
@@ -106,8 +108,6 @@ def _problems(config: ModelConfig, devices: int, expert_parallel: bool) -> list[
         if devices % size:
             divides(what, size)
 
-    if devices > 1 and not config.generates:
-        return ["encoders and classifiers are served on one device"]
     for layer in config.layers:
         attention = layer.attention
         if layer.beside is not None:

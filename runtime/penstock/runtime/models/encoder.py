@@ -39,11 +39,11 @@ class Encoder(PooledModel):
         width = encoder.embedding_size or hidden
         planners = PoolPlanners.new()
 
-        def table(name: str, size: int, width: int) -> Embedding:
-            return Embedding(size, width, dtype, planners, name=name)
+        def table(name: str, size: int, width: int, *, pieces: int = 1) -> Embedding:
+            return Embedding(size // pieces, width, dtype, planners, name=name, pieces=pieces)
 
         begin, positions = config.positions_from, config.max_position_embeddings
-        self.embed_tokens = table("embed_tokens", config.vocab_size, width)
+        self.embed_tokens = table("embed_tokens", config.vocab_size, width, pieces=config.vocab_pieces)
         self.embed_types = table("embed_types", encoder.token_types, width) if encoder.token_types else None
         self.embed_positions = None if begin is None else table("embed_positions", begin + positions, width)
         has_bias = config.norm == "layer"
@@ -59,10 +59,12 @@ class Encoder(PooledModel):
         distances = encoder.distances
         first = config.layers[0].attention
         assert isinstance(first, AttentionConfig), "encoders have attention"
+        has_biases = distances is not None and distances.kind == "bias"
+        of_distance, pieces = (first.num_heads, first.pieces) if has_biases else (hidden, 1)
         self.distances = (
             None
             if distances is None
-            else table("distances", distances.size, first.num_heads if distances.kind == "bias" else hidden)
+            else Linear(of_distance, {"distances": distances.size}, dtype, planners, sums=pieces)
         )
         has_norm = distances is not None and distances.norm
         self.distances_norm = LayerNorm(hidden, eps, planners) if has_norm else None
