@@ -114,7 +114,7 @@ def build(
             np.dtype(model.dtype),
             better,
         )
-    _check_adapters(model, config, backend, log_of_calls)
+    _check_adapters(model, config)
     use_compilation_cache(config.compilation_cache)
     groups = cache.groups(config.page_size, shapes.kv_dtype)
     kv = kv_plan(model, config, shapes, device_bytes=_free_bytes(model, config, shapes, backend))
@@ -351,15 +351,9 @@ def _runner_config(
     )
 
 
-def _check_adapters(
-    model: ServedModel, config: ResolvedConfig, backend: Backend, log_of_calls: DispatchLog | None
-) -> None:
-    if not config.max_adapters:
-        return
-    if model.adapted is None:
+def _check_adapters(model: ServedModel, config: ResolvedConfig) -> None:
+    if config.max_adapters and model.adapted is None:
         raise ConfigError("max_adapters: this model takes no adapters")
-    if backend.mesh.size > 1 or log_of_calls is not None:
-        raise ConfigError("max_adapters: a model that is cut over devices takes no adapters yet")
 
 
 def _adapter_reader(

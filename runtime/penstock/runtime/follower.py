@@ -14,7 +14,7 @@ from penstock.runtime.errors import GroupEnded
 from penstock.runtime.execution.backend import choose_backend
 from penstock.runtime.following.facts import program_facts
 from penstock.runtime.following.interface import Call, GroupOptions, LeaderLink
-from penstock.runtime.following.joining import check_pictures, joined
+from penstock.runtime.following.joining import check_adapters, check_pictures, joined
 from penstock.runtime.following.repeating import Repeater
 from penstock.runtime.following.sharing import FollowedModel, FollowedUpdates
 from penstock.runtime.loading.served_model import load_model
@@ -39,6 +39,7 @@ def follow(
     parts = build(loaded, config, backend)
     runner = parts.runner
     check_pictures(runner.config.vision, runner.config.encode_buckets)
+    check_adapters(runner.config)
     programs = runner.compiled()
     assert loaded.rules_for is not None, "a checkpoint has rules"
     followed = FollowedModel(

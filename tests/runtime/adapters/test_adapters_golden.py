@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import random
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +63,15 @@ def answer(engine: Engine, case: Case, **options: Any) -> tuple[list[int], list[
     return list(made.token_ids), [each.sampled for each in made.logprobs]
 
 
+def collectives(engine: Engine) -> dict[str, list[tuple[str, str]]]:
+    """(operation, shape of its result) of the collectives of each program of a step, in order."""
+    pattern = re.compile(r"= (\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(")
+    programs = engine.runner.calls.programs.steps
+    found = {key.name: pattern.findall(program.as_text() or "") for key, program in programs.items()}
+    assert any(found.values()) == (engine.runner.device.sharding.mesh.size > 1)
+    return found
+
+
 def check(case: Case, got: tuple[list[int], list[float]]) -> None:
     assert got[0] == case["tokens"], case["adapter"]
     np.testing.assert_allclose(got[1], case["logprobs"], atol=1e-4)
@@ -103,11 +113,14 @@ def test_all_mixed_with_rows_of_the_model_alone(engine: Engine) -> None:
 
 
 def test_the_model_alone_has_the_bits_of_an_engine_without_adapters(engine: Engine) -> None:
-    """XLA's bits depend on a step's size, so each answer is made alone."""
+    """XLA's bits depend on a step's size, so each answer is made alone. On several devices (see
+    `test_mesh_engine`) adapters need no collective more.
+    """
     plain = [{**case, "adapter": None} for case in CASES[:3]]
     cache = CacheParams(bypass=True)
     with engine_of("qwen3") as without:
         wanted = [answer(without, case, cache=cache) for case in plain]
+        assert collectives(engine) == collectives(without)
     assert [answer(engine, case, cache=cache) for case in plain] == wanted
 
 

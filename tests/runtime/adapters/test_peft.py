@@ -17,18 +17,25 @@ import pytest
 from penstock.runtime.adapters.interface import AdapterTensors, check_name
 from penstock.runtime.adapters.peft import AdapterReader, read_config
 from penstock.runtime.errors import AdapterFormatError, InvalidRequest
-from penstock.runtime.models.adapted import AdaptedLayer, AdaptedModel, AdaptedPart
+from penstock.runtime.models.adapted import AdaptedLayer, AdaptedModel, AdaptedPart, AdaptedPiece
 from penstock.runtime.ops.adapters import AdapterPlace
 
 RANK = 4
 FUSED = AdapterPlace(0, 3, (2, 1))
 """Two layers of the checkpoint that the model computes together; of the first the outputs change places."""
 DOWN = AdapterPlace(FUSED.size, 2, (3,))
+
+
+def part(place: AdapterPlace, number: int, outputs: list[int]) -> AdaptedPart:
+    """A part on one device, which has all inputs."""
+    return AdaptedPart(place, number, (AdaptedPiece(np.array(outputs), slice(0, place.in_size)),))
+
+
 MODEL = AdaptedModel(
     {
-        "model.layers.0.self_attn.q_proj": AdaptedLayer(3, 2, (AdaptedPart(FUSED, 0, np.array([1, 0])),)),
-        "model.layers.0.self_attn.k_proj": AdaptedLayer(3, 1, (AdaptedPart(FUSED, 1, np.array([0])),)),
-        "model.layers.0.mlp.down_proj": AdaptedLayer(2, 3, (AdaptedPart(DOWN, 0, np.arange(3)),)),
+        "model.layers.0.self_attn.q_proj": AdaptedLayer(3, 2, (part(FUSED, 0, [1, 0]),)),
+        "model.layers.0.self_attn.k_proj": AdaptedLayer(3, 1, (part(FUSED, 1, [0]),)),
+        "model.layers.0.mlp.down_proj": AdaptedLayer(2, 3, (part(DOWN, 0, [0, 1, 2]),)),
     },
     FUSED.size + DOWN.size,
     np.dtype(np.float32),

@@ -9,6 +9,8 @@ import re
 import numpy as np
 import pytest
 
+from penstock.runtime.adapters.interface import AdapterTensors
+from penstock.runtime.adapters.peft import AdapterReader
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.loading.safetensors_files import find_tensors
@@ -18,7 +20,7 @@ from penstock.runtime.models.cutting import cut, sizes_that_work
 from penstock.runtime.models.families.mxfp4 import decode
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.load_rules import Cut, LoadRule, Source, Span, Target
-from penstock.runtime.models.params import abstract_model, leaf_shapes, load_rules
+from penstock.runtime.models.params import abstract_model, adapted_model, leaf_shapes, load_rules
 from tests.support.goldens import GOLDEN, NAMES, WITH_PICTURES
 
 
@@ -147,6 +149,40 @@ def test_experts_are_dealt_whole_and_the_shared_one_is_cut():
 def test_experts_that_cannot_be_dealt_are_refused(name, devices, told):
     with pytest.raises(ConfigError, match=re.escape(told)):
         cut(load_config(GOLDEN / name), devices, expert_parallel=True)
+
+
+def test_adapters_are_cut_as_their_layers_are():
+    """Of qwen3 on four devices: one head of queries and 28 inner channels each, and two devices have the same
+    head of keys. Where a layer's outputs are cut, B is; where its inputs are, A is.
+    """
+    generator, devices, rank = np.random.default_rng(0), 4, 16
+    model = adapted_model(cut(load_config(GOLDEN / "qwen3"), devices), "float32")
+    names = {part: f"model.layers.1.self_attn.{part}_proj" for part in "qko"}
+    names |= {part: f"model.layers.1.mlp.{part}_proj" for part in ("up", "down")}
+    tensors = {}
+    for part, name in names.items():
+        layer = model.layers[name]
+        tensors[part, "A"] = generator.standard_normal((8, layer.in_size)).astype(np.float32)
+        tensors[part, "B"] = generator.standard_normal((layer.out_size, 8)).astype(np.float32)
+    sent = [(f"{names[part]}.lora_{half}.weight", value) for (part, half), value in tensors.items()]
+    made = AdapterReader(model, rank).read(AdapterTensors({"r": 8, "lora_alpha": 16}, sent))
+    assert made.values.shape == (devices, model.size * rank)
+    for device, values in enumerate(made.values):
+        heads, inner = np.arange(32) + 32 * device, np.arange(28) + 28 * device
+        keys = np.arange(32) + 32 * (device // 2)
+        own = {"q": (None, heads), "k": (None, keys), "o": (heads, None), "up": (None, inner)}
+        for part, (inputs, outputs) in (own | {"down": (inner, None)}).items():
+            (found,) = model.layers[names[part]].parts
+            place, number = found.place, found.part
+            begin, size = place.a_at(number) * rank, place.in_size * rank
+            a = values[begin : begin + size].reshape(place.in_size, rank)
+            begin, size = place.b_at(number) * rank, place.parts[number] * rank
+            b = values[begin : begin + size].reshape(rank, place.parts[number])
+            whole_a, whole_b = tensors[part, "A"], 2 * tensors[part, "B"]
+            np.testing.assert_array_equal(a[:, :8].T, whole_a if inputs is None else whole_a[:, inputs])
+            np.testing.assert_array_equal(b[:8].T, whole_b if outputs is None else whole_b[outputs])
+            assert not a[:, 8:].any()
+            assert not b[8:].any()
 
 
 WHOLE = r"norm|_a_proj|mlp\.gate\.|block_sparse_moe\.gate|e_score_correction"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from bench.probes.group_storm import PROMPTS, Group, Reading, expected, other_weights, storm_round
+from penstock.client import Client
 from penstock.v1 import (
     control_pb2,
     control_pb2_grpc,
@@ -70,10 +71,14 @@ def ask(stub: Any, case: dict[str, Any], **more: Any) -> Any:
 )
 def test_goldens_of_a_group_are_pytorch_s(name: str, size: int) -> None:
     """Prefill in chunks, windows, log-probabilities, a bias and a pause that frees the cache pass through the
-    log. At the end the follower is told to stop, and both end gracefully.
+    log, and adapters, which the leader reads and is sent. At the end the follower is told to stop, and both
+    end gracefully.
     """
     cases = json.loads((GOLDEN / name / "expected.json").read_text())["cases"]
-    with Group(str(GOLDEN / name), CACHE, f"--tensor-parallel-size={size}") as group:
+    adapters = sorted((GOLDEN / "lora" / name).glob("*"))
+    flags = [f"--tensor-parallel-size={size}", *(["--max-adapters=1"] if adapters else [])]
+    own = ([f"--adapter={folder.name}={folder}" for folder in adapters[:1]], ())
+    with Group(str(GOLDEN / name), CACHE, *flags, own=own) as group:
         group.wait_ready()
         with grpc.insecure_channel(group.address) as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -83,6 +88,18 @@ def test_goldens_of_a_group_are_pytorch_s(name: str, size: int) -> None:
                     output = reply.outputs[0]
                     assert list(output.token_ids) == case["tokens"]
                     np.testing.assert_allclose(output.logprobs.sampled, case["logprobs"], rtol=1e-4)
+            with Client(group.address) as client:
+                for folder in adapters[1:]:
+                    client.push_adapter(folder.name, folder)
+                for folder in adapters:
+                    for case in json.loads((folder / "expected.json").read_text())["cases"]:
+                        output = ask(stub, case, adapter=folder.name).outputs[0]
+                        assert list(output.token_ids) == case["tokens"]
+                        np.testing.assert_allclose(output.logprobs.sampled, case["logprobs"], atol=1e-4)
+                        output = ask(stub, case).outputs[0]
+                        assert list(output.token_ids) == case["base_tokens"]
+                for folder in adapters:
+                    client.unload_adapter(folder.name)
             biased = inference_pb2.GenerateRequest(
                 prompt_token_ids=types_pb2.TokenIds(ids=cases[0]["prompt"]),
                 sampling=types_pb2.SamplingParams(temperature=0, allowed_token_ids=[11]),

@@ -7,7 +7,6 @@ adapter, so only those are taken that match any name quickly.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from penstock.runtime.adapters.interface import AdapterTensors
 from penstock.runtime.errors import AdapterFormatError, ConfigError
 from penstock.runtime.loading.safetensors_files import TensorEntry, header_of
 from penstock.runtime.models.adapted import AdaptedModel
-from penstock.runtime.requests.adapter import AdapterWeights
+from penstock.runtime.requests.adapter import AdapterWeights, digest_of_values
 
 CONFIG_NAME: Final = "adapter_config.json"
 TENSORS_NAME: Final = "adapter_model.safetensors"
@@ -230,7 +229,7 @@ class AdapterReader:
     ) -> AdapterWeights:
         model, config = self._model, read_config(fields)
         halves: dict[str, dict[bool, str]] = {}
-        values = np.zeros(model.size * self._rank, model.dtype)
+        values = np.zeros((model.devices, model.size * self._rank), model.dtype)
         for name, tensor in tensors:
             half = self._check(config, name, tensor.shape, tensor.dtype)
             there = halves.setdefault(half.layer, {})
@@ -250,8 +249,8 @@ class AdapterReader:
         if not np.isfinite(values.astype(np.float32)).all():
             raise AdapterFormatError(f"its numbers, times the scaling, are too large for {model.dtype}")
         return AdapterWeights(
-            values=values,
-            digest=hashlib.sha256(values.view(np.uint8).data).hexdigest(),
+            values=values if model.devices > 1 else values[0],
+            digest=digest_of_values(values),
             rank=max(config.rank_of(layer) for layer in halves),
             scaling=max(config.scaling_of(layer) for layer in halves),
             targets=tuple(sorted({layer.rpartition(".")[2] for layer in halves})),
@@ -288,19 +287,19 @@ class AdapterReader:
         raise AdapterFormatError(message, tensor=name)
 
     def _put(self, values: NDArray[Any], half: _Half, matrix: NDArray[np.float32]) -> None:
-        """Write a matrix, B times its scaling, to its places."""
+        """Write a matrix, B times its scaling, to its places on each device."""
         rank = self._rank
-        layer = self._model.layers[half.layer]
-        for each in layer.parts:
-            place, size = each.place, len(each.outputs)
-            if half.is_b:
-                at = place.b_at(each.part) * rank
-                block = values[at : at + size * rank].reshape(rank, size)
-                block[: matrix.shape[1]] = matrix[each.outputs].T.astype(values.dtype)
-            else:
-                at = place.a_at(each.part) * rank
-                block = values[at : at + layer.in_size * rank].reshape(layer.in_size, rank)
-                block[:, : matrix.shape[0]] = matrix.T.astype(values.dtype)
+        for each in self._model.layers[half.layer].parts:
+            place, size = each.place, each.place.parts[each.part]
+            for own, piece in zip(values, each.pieces, strict=True):
+                if half.is_b:
+                    at = place.b_at(each.part) * rank
+                    block = own[at : at + size * rank].reshape(rank, size)
+                    block[: matrix.shape[1]] = matrix[piece.outputs].T.astype(values.dtype)
+                else:
+                    at = place.a_at(each.part) * rank
+                    block = own[at : at + place.in_size * rank].reshape(place.in_size, rank)
+                    block[:, : matrix.shape[0]] = matrix[:, piece.inputs].T.astype(values.dtype)
 
 
 def _finite(name: str, tensor: NDArray[np.generic]) -> NDArray[np.float32]:

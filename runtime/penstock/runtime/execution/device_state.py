@@ -235,8 +235,8 @@ class DeviceState:
         return tuple(array for each in shapes for array in zeros(each.shape, each.dtype, self.sharding))
 
     def _new_adapters(self) -> AdapterPool:
-        shapes = self._config.adapter_shapes
-        return tuple(array for each in shapes for array in zeros(each.shape, each.dtype, self.sharding))
+        shapes = _cut_adapter_shapes(self._config, self._backend.mesh)
+        return tuple(array for each in shapes for array in zeros(each.shape, each.dtype, each.sharding))
 
     def _new_rows(self) -> RowState:
         made: RowState = zeros_maker(row_shapes(self._cache, self._config, self.sharding), self.sharding)()
@@ -273,12 +273,17 @@ def builder_of_shapes(
         backend=backend,
         sharding=sharding,
         pool=_pool_shapes(rebuild, own, config, sharding),
-        adapters=_placed_shapes(config.adapter_shapes, sharding),
+        adapters=_cut_adapter_shapes(config, backend.mesh),
     )
 
 
-def _placed_shapes(shapes: tuple[jax.ShapeDtypeStruct, ...], sharding: jax.sharding.Sharding) -> Any:
-    return tuple(jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding) for each in shapes)
+def _cut_adapter_shapes(config: RunnerConfig, mesh: jax.sharding.Mesh) -> Any:
+    """The shapes of the pools of adapters of all devices together, with their places."""
+    sharding = cut_sharding(mesh)
+    return tuple(
+        jax.ShapeDtypeStruct(all_shape(each.shape, mesh), each.dtype, sharding=sharding)
+        for each in config.adapter_shapes
+    )
 
 
 def row_shapes(cache: CacheSpec, config: RunnerConfig, sharding: jax.sharding.Sharding) -> RowState:

@@ -289,8 +289,9 @@ class ProgramBuilder:
     def write_adapter(self) -> jax.stages.Compiled:
         """The program that writes an adapter to its slot."""
         (pool,) = self.adapters
-        values = self._placed(pool.shape[1:], pool.dtype)
-        return self._compiled(make_adapter_write(), self.adapters, self._ints(), values, donate=(0,))
+        values = jax.ShapeDtypeStruct(adapter_shape(pool), pool.dtype, sharding=pool.sharding)
+        arguments = (self.adapters, self._ints(), values)
+        return self._compiled(make_adapter_write(), *arguments, donate=(0,), results=CUT)
 
     def _compiled(
         self,
@@ -342,6 +343,11 @@ class ProgramBuilder:
 
     def _placed(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+
+
+def adapter_shape(pool: jax.Array) -> tuple[int, ...]:
+    """The shape of what a slot of the pool of adapters has, on all devices together."""
+    return (*pool.shape[:-2], pool.shape[-1])
 
 
 def _once(make: Callable[[], jax.ShapeDtypeStruct]) -> Callable[[], jax.ShapeDtypeStruct]:

@@ -31,7 +31,7 @@ from penstock.runtime.execution.compilation import CompileCounter
 from penstock.runtime.execution.device_state import DeviceState
 from penstock.runtime.execution.hidden_rows import HiddenRows, sums_buffer
 from penstock.runtime.execution.images import EncodeCall, encode_call, needs_sections
-from penstock.runtime.execution.program_set import Programs
+from penstock.runtime.execution.program_set import Programs, adapter_shape
 from penstock.runtime.execution.prompt_logprobs import PromptLogprobs, prompt_buffer
 from penstock.runtime.execution.proposed_rows import Further, pack_checks, spread
 from penstock.runtime.execution.request_programs import pack_admission, pack_page_copies
@@ -42,7 +42,7 @@ from penstock.runtime.grammar.masks.fill import MaskFiller, mask_threads
 from penstock.runtime.grammar.masks.step_masks import StepMasks
 from penstock.runtime.loop.interface import StepShape
 from penstock.runtime.ops.cache_spec import CacheSpec
-from penstock.runtime.ops.device_arrays import put_whole
+from penstock.runtime.ops.device_arrays import put_equal
 from penstock.runtime.ops.sampler import read_logprobs
 from penstock.runtime.ops.sampling_codes import NON_FINITE
 from penstock.runtime.requests.constraint import TokenConstraint, mask_words
@@ -189,7 +189,7 @@ class ProgramCalls:
         self._config = config
         words = mask_words(config.vocab_size)
         self._no_masks = {
-            rows: put_whole(np.zeros((rows, words), np.int32), device.sharding)
+            rows: put_equal(np.zeros((rows, words), np.int32), device.sharding)
             for rows in config.buckets.decode_rows
         }
 
@@ -278,11 +278,14 @@ class ProgramCalls:
         program = self.programs.encodes[call.bucket]
         device.pool = program(device.leaves, device.pool, call.inputs, call.packed)
 
-    def write_adapter(self, slot: int, values: NDArray[Any]) -> None:
-        """Write an adapter to its slot, see `make_adapter_write`."""
+    def write_adapter(self, slot: int, values: NDArray[Any], digest: str = "") -> None:
+        """Write an adapter to its slot, see `make_adapter_write`. digest: that of the values, by which other
+        processes know that they have the same ones; empty: they do not look.
+        """
         write = self.programs.write_adapter
         assert write is not None, "a plan writes an adapter for an engine without adapters"
-        self._device.adapters = write(self._device.adapters, np.int32(slot), values)
+        (pool,) = self._device.adapters
+        self._device.adapters = write((pool,), np.int32(slot), put_equal(values, pool.sharding))
 
     def warm_up(self, slots: Slots) -> None:
         """Run every program once on padding only, and wait for it. The first call with arguments of one
@@ -308,8 +311,8 @@ class ProgramCalls:
         self.write_features(self._config.num_feature_slots, Request("warm-up", (0,)), ())
         self.copy_pages(())
         self.write_tables(slots.table_rows([0]))
-        for shape in self._config.adapter_shapes:
-            self.write_adapter(0, np.zeros(shape.shape[1:], shape.dtype))
+        for pool in self._device.adapters:
+            self.write_adapter(0, np.zeros(adapter_shape(pool), pool.dtype))
         if self._config.vision is not None:
             config = self._config
             self.encode_one(encode_call(self._config.vision, config.encode_buckets, config.pool_rows, None))
@@ -582,7 +585,7 @@ class ModelRunner:
             if feature_slot is not None:
                 calls.write_features(feature_slot, request, plan.generated_before.get(slot, ()))
         for adapter_slot, weights in plan.adapter_loads:
-            calls.write_adapter(adapter_slot, weights.values)
+            calls.write_adapter(adapter_slot, weights.values, weights.digest)
         if plan.page_writes:
             calls.write_tables(slots.table_rows(slots.write_pages(plan)))
         if plan.page_copies:

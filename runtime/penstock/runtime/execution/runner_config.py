@@ -90,7 +90,9 @@ class RunnerConfig:
 
     @property
     def adapter_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shape and dtype of the pool of adapters, whose first slot stays zeros; () where there are none."""
+        """Shape and dtype of the pool of adapters on a device, whose first slot stays zeros; () where there
+        are none.
+        """
         if not self.max_adapters:
             return ()
         shape = (self.max_adapters + 1, self.adapter_size * self.adapter_rank)

@@ -16,11 +16,12 @@ from penstock.runtime.loading.gguf.file import is_gguf, read_gguf
 from penstock.runtime.loading.hub import resolve_model
 from penstock.runtime.loading.safetensors_files import find_tensors
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The version of what leader and followers tell each other."""
 _PACKAGES = ("penstock", "jax", "jaxlib", "flax", "numpy")
 _OWN = frozenset(
     {
+        "adapter_dir",  # the leader alone reads adapters
         "compilation_cache",
         "metrics",
         "native_folder",

@@ -23,8 +23,8 @@ from penstock.runtime.updating.interface import Staging
 DEFAULT_TIMEOUT_S = 30.0
 MOST_PROCESSES = 1024
 MOST_CALL_BYTES = 1 << 29
-"""Bytes of the arrays of one call. Those of a picture are the largest; Protocol Buffers take 2 GiB at most,
-and a sign of life waits behind a call."""
+"""Bytes of the arrays of one call. Those of a picture, and of an adapter on one device, are the largest;
+Protocol Buffers take 2 GiB at most, and a sign of life waits behind a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,7 @@ class Kind(enum.Enum):
     TABLE_ROWS = "table_rows"
     COPY_PAGES = "copy_pages"
     ENCODE = "encode"
+    WRITE_ADAPTER = "write_adapter"
     FREE_KV_CACHE = "free_kv_cache"
     RESTORE_KV_CACHE = "restore_kv_cache"
     OFFLOAD_WEIGHTS = "offload_weights"
@@ -108,7 +109,8 @@ class Call(NamedTuple):
     kind: Kind
     program: str = ""
     """Which of several programs it calls: the name of a `ProgramKey`, the number of patches of ENCODE, or
-    that of the update of INSTALL_WEIGHTS, or CHECKED for a choice where tokens are proposed.
+    that of the update of INSTALL_WEIGHTS, or CHECKED for a choice where tokens are proposed. For
+    WRITE_ADAPTER the digest of the adapter.
     """
     arrays: tuple[NDArray[Any], ...] = ()
     """The arguments besides what lies on the devices."""

@@ -12,6 +12,7 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import has_own_memory
 from penstock.runtime.execution.cpu_threads import start_backends
+from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.following.facts import process_facts
 from penstock.runtime.following.interface import MOST_CALL_BYTES, Facts, GroupOptions
 from penstock.runtime.images.vision import Vision
@@ -67,6 +68,19 @@ def check_pictures(vision: Vision | None, encode_buckets: Sequence[int]) -> None
             f"one call of {num_bytes / 1e6:.0f} MB, and a call has at most {MOST_CALL_BYTES / 1e6:.0f} MB: "
             f"at most {tokens * MOST_CALL_BYTES // num_bytes} tokens fit"
         )
+
+
+def check_adapters(config: RunnerConfig) -> None:
+    """Raise ConfigError if a place of an adapter on one device is too large for a call of a group."""
+    for pool in config.adapter_shapes:
+        num_bytes = pool.shape[1] * pool.dtype.itemsize
+        if num_bytes > MOST_CALL_BYTES:
+            raise ConfigError(
+                f"max_adapter_rank: what a device has of an adapter is sent to the other processes of the "
+                f"group in one call of {num_bytes / 1e6:.0f} MB, and a call has at most "
+                f"{MOST_CALL_BYTES / 1e6:.0f} MB: a rank of at most "
+                f"{config.adapter_rank * MOST_CALL_BYTES // num_bytes} fits"
+            )
 
 
 def shares(devices: Sequence[jax.Device], share: int, processes: int) -> list[jax.Device]:

@@ -20,7 +20,7 @@ from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.step_programs import Chosen
 from penstock.runtime.following.facts import program_facts
 from penstock.runtime.following.interface import CHECKED, Call, DispatchLog, Kind
-from penstock.runtime.following.joining import check_pictures
+from penstock.runtime.following.joining import check_adapters, check_pictures
 from penstock.runtime.scheduling.plan import Plan, StepResult
 
 
@@ -79,6 +79,13 @@ class LeadingCalls(ProgramCalls):
         self._log.append(Call(Kind.COPY_PAGES, arrays=(pairs,)))
         super().copy_pairs(pairs)
 
+    def write_adapter(self, slot: int, values: NDArray[Any], digest: str = "") -> None:
+        """See `ProgramCalls`. What each device has is a call of its own."""
+        for of_device in values:
+            arrays = (np.array(slot, np.int32), of_device.view(np.uint8))
+            self._log.append(Call(Kind.WRITE_ADAPTER, digest, arrays))
+        super().write_adapter(slot, values, digest)
+
     def encode_one(self, call: EncodeCall) -> None:
         """See `ProgramCalls`."""
         inputs = (np.asarray(array) for array in jax.tree.leaves(call.inputs))
@@ -88,7 +95,7 @@ class LeadingCalls(ProgramCalls):
 
 class LeadingRunner(ModelRunner):
     """The runner of a group's leader. An error of the device, which a lost follower causes, is told as the
-    group's end. ConfigError for pictures that no call can have.
+    group's end. ConfigError for pictures, and places of adapters, that no call can have.
     """
 
     def __init__(
@@ -101,6 +108,7 @@ class LeadingRunner(ModelRunner):
         log: DispatchLog,
     ) -> None:
         check_pictures(config.vision, config.encode_buckets)
+        check_adapters(config)
         super().__init__(graphdef, weights, cache, config, backend)
         self._log = log
 

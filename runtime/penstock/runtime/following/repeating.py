@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from numpy.typing import NDArray
 
 from penstock.runtime.execution.images import EncodeCall
@@ -13,6 +14,7 @@ from penstock.runtime.execution.program_set import Programs
 from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.following.interface import CHECKED, Call, Kind
 from penstock.runtime.following.sharing import FollowedUpdates
+from penstock.runtime.requests.adapter import digest_of_values
 
 
 class Repeater:
@@ -25,6 +27,8 @@ class Repeater:
         self._keys = {key.name: key for key in programs.steps}
         self._logits: jax.Array | None = None
         self._hidden: jax.Array | None = None
+        self._of_devices: list[NDArray[Any]] = []
+        """What the first devices have of an adapter whose calls have not all come."""
 
     def repeat(self, call: Call) -> None:
         """Make a call. It is dispatched, and nothing waits for the device. ValueError for one that the
@@ -52,6 +56,8 @@ class Repeater:
                 calls.copy_pairs(*arrays)
             case Kind.ENCODE:
                 calls.encode_one(self._encode_call(int(call.program), arrays))
+            case Kind.WRITE_ADAPTER:
+                self._write_adapter(call.program, *arrays)
             case Kind.FREE_KV_CACHE:
                 runner.free_kv_cache()
             case Kind.RESTORE_KV_CACHE:
@@ -62,6 +68,20 @@ class Repeater:
                 runner.restore_weights()
             case Kind.INSTALL_WEIGHTS:
                 self._updates.install(int(call.program))
+
+    def _write_adapter(self, digest: str, slot: NDArray[Any], of_device: NDArray[Any]) -> None:
+        """Keep what one device has of an adapter, and write the adapter when all devices' has come."""
+        device = self._runner.device
+        if not device.adapters:
+            raise ValueError("there are no places for adapters")
+        (pool,) = device.adapters
+        self._of_devices.append(of_device.view(pool.dtype))
+        if len(self._of_devices) < device.sharding.mesh.size:
+            return
+        values, self._of_devices = np.stack(self._of_devices), []
+        if digest and digest_of_values(values) != digest:
+            raise ValueError(f"an adapter is not what the leader has under the digest {digest}")
+        self._calls.write_adapter(int(slot), values, digest)
 
     def _key(self, name: str) -> Any:
         if name not in self._keys:

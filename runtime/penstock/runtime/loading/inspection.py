@@ -220,8 +220,6 @@ def _adapter_bytes(
         return 0
     if config.encoder is not None:
         raise ConfigError("max_adapters: this model takes no adapters")
-    if config.devices > 1:
-        raise ConfigError("max_adapters: a model that is cut over devices takes no adapters yet")
     size = adapted_model(config, dtype, linear).size
     return (options.max_adapters + 1) * size * options.max_adapter_rank * dtype.itemsize
 

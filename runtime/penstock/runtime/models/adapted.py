@@ -4,7 +4,7 @@ and latent attention's kv_b_proj. Experts, routers and encoders of pictures keep
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -43,14 +43,25 @@ def place_adapters(layers: Iterable[nnx.Module]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptedPiece:
+    """What one device has of a part of a layer of the checkpoint."""
+
+    outputs: npt.NDArray[np.intp]
+    """Which of the layer's outputs are those of the part there, in its order."""
+    inputs: slice
+    """Which of the layer's inputs the device has. Where it has some, its product is a summand of the layer's,
+    as that of the layer itself is."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdaptedPart:
     """A part of a layer of the checkpoint, and where adapters have what changes it."""
 
     place: AdapterPlace
     part: int
     """Which of the place's parts it is."""
-    outputs: npt.NDArray[np.intp]
-    """Which of the checkpoint's outputs are those of the part, in its order."""
+    pieces: tuple[AdaptedPiece, ...]
+    """Those of each device, which all have the place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +80,13 @@ class AdaptedModel:
     layers: Mapping[str, AdaptedLayer]
     """By their names in the checkpoint."""
     size: int
-    """How many units of `rank` values an adapter takes, see `AdapterPlace`."""
+    """How many units of `rank` values an adapter takes on a device, see `AdapterPlace`."""
     dtype: np.dtype[Any]
     """The dtype in which they are computed."""
     is_native: bool
     """Whether native kernels compute all that adapters add."""
+    devices: int = 1
+    """Over how many devices the model is cut."""
 
 
 def adds_natively(model: nnx.Module) -> bool:
@@ -81,13 +94,16 @@ def adds_natively(model: nnx.Module) -> bool:
     return not any(isinstance(module, HeadProducts) for _, module in nnx.iter_modules(model))
 
 
-def adapted_layers(model: Any, dtype: np.dtype[np.generic], stored: StoredAt) -> dict[str, AdaptedLayer]:
+def adapted_layers(
+    model: Any, dtype: np.dtype[np.generic], stored: StoredAt, devices: int
+) -> dict[str, AdaptedLayer]:
     """The layers that adapters may change, by their names in the checkpoint. `stored`: where it has the
-    parameters of `model`. A layer of which a weight is made of several tensors is left out.
+    parameters of `model`, which is that of one of the devices. A layer of which a weight is made of several
+    tensors is left out.
     """
     sizes: dict[str, tuple[int, int]] = {}
     parts: dict[str, list[AdaptedPart]] = {}
-    for name, part, (out_size, in_size) in _parts(model, dtype, stored):
+    for name, part, (out_size, in_size) in _parts(model, dtype, stored, devices):
         sizes[name] = out_size, in_size
         parts.setdefault(name, []).append(part)
     return {
@@ -97,7 +113,7 @@ def adapted_layers(model: Any, dtype: np.dtype[np.generic], stored: StoredAt) ->
 
 
 def _parts(
-    model: Any, dtype: np.dtype[np.generic], stored: StoredAt
+    model: Any, dtype: np.dtype[np.generic], stored: StoredAt, devices: int
 ) -> Iterator[tuple[str, AdaptedPart, tuple[int, int]]]:
     """(name of a layer of the checkpoint, a part of it, (its outputs, its inputs))."""
     for path, module in nnx.iter_modules(model):
@@ -111,16 +127,28 @@ def _parts(
         if isinstance(module, HeadProducts):
             if module.keys:  # both halves of kv_b_proj have one place
                 name, (out_size, in_size) = _name_and_sizes(rules[0])
-                whole = AdaptedPart(module.adapter_at, 0, np.arange(out_size))
-                yield name, whole, (out_size, in_size)
+                own = out_size // devices  # of the heads of one device, which lie one behind the other
+                pieces = tuple(
+                    AdaptedPiece(np.arange(i * own, (i + 1) * own), slice(0, in_size)) for i in range(devices)
+                )
+                yield name, AdaptedPart(module.adapter_at, 0, pieces), (out_size, in_size)
             continue
         for part, rule in enumerate(rules):
             if rule.decode is None and len(rule.sources) == 1 and len(rule.sources[0].shape) == 2:
-                source = rule.sources[0]
                 name, shape = _name_and_sizes(rule)
-                order = np.arange(rule.num_rows) if source.order is None else np.asarray(source.order)
-                outputs = source.begin + order[: rule.num_rows]
-                yield name, AdaptedPart(module.adapter_at, part, outputs), shape
+                pieces = tuple(_piece(rule.on_device(i, devices)) for i in range(devices))
+                yield name, AdaptedPart(module.adapter_at, part, pieces), shape
+
+
+def _piece(rules: Sequence[LoadRule]) -> AdaptedPiece:
+    """What a device has of a part whose rows these rules fill there, one behind the other."""
+    outputs: list[npt.NDArray[np.intp]] = []
+    for rule in rules:
+        source = rule.sources[0]
+        order = np.arange(rule.num_rows) if source.order is None else np.asarray(source.order)
+        outputs.append(source.begin + order[: rule.num_rows])
+    source = rules[0].sources[0]
+    return AdaptedPiece(np.concatenate(outputs), source.columns or slice(0, source.num_columns))
 
 
 def _name_and_sizes(rule: LoadRule) -> tuple[str, tuple[int, int]]:

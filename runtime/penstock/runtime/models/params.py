@@ -108,7 +108,8 @@ def adapted_model(
     model = nnx.merge(*_abstract_model(config, dtype, linear))
     stored = _spelled(family_of(config.architecture).stored(config.whole or config), config.names)
     is_native = model.is_native and adds_natively(model)
-    return AdaptedModel(adapted_layers(model, dtype, stored), model.adapter_size, dtype, is_native)
+    layers = adapted_layers(model, dtype, stored, config.devices)
+    return AdaptedModel(layers, model.adapter_size, dtype, is_native, config.devices)
 
 
 def _spelled(stored: StoredAt, names: TensorNames) -> StoredAt:

@@ -6,6 +6,10 @@ adapter. A layer has the same place in every row. There it has, for each of its 
 ranks are filled up with zeros. Each token has a slot, so any mix of adapters is one program.
 
 The products are written as sums over gathered matrices, so a token's result depends on its own slot alone.
+
+Where a model is cut over devices, each has a pool of its own. Of a layer whose outputs are cut it has A and
+its outputs of B. Of one whose inputs are cut it has its inputs of A and B: the products of all devices are
+added up with those of the layer.
 """
 
 from __future__ import annotations

@@ -49,14 +49,14 @@ def _program(
     return jax.jit(partial(zeros_of, shape, dtype), out_shardings=sharding)
 
 
-def put_whole(array: npt.NDArray[Any], sharding: jax.sharding.Sharding) -> jax.Array:
-    """The host array on all devices of `sharding`, each of which has all of it. Every process calls this with
-    the same array.
+def put_equal(array: npt.NDArray[Any], sharding: jax.sharding.Sharding) -> jax.Array:
+    """The host array on the devices of `sharding`, each of which has all of it or its own part. Every process
+    calls this with the same array, which must not be written again.
     """
     if sharding.is_fully_addressable:
-        whole: jax.Array = jax.device_put(array, sharding)
-        return whole
-    return jax.make_array_from_callback(array.shape, sharding, lambda _: array)
+        placed: jax.Array = jax.device_put(array, sharding)
+        return placed
+    return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
 
 def own_values(array: jax.Array) -> npt.NDArray[Any]:

@@ -58,6 +58,10 @@ class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Kind.ValueType],
     """Moves the weights back to the devices."""
     KIND_INSTALL_WEIGHTS: _Kind.ValueType  # 14
     """Makes the leaves of a prepared update those that serve."""
+    KIND_WRITE_ADAPTER: _Kind.ValueType  # 15
+    """Takes what one device has of an adapter, and writes the adapter to its slot when all devices' has come. The program
+    is its digest.
+    """
 
 class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
     """What a call does."""
@@ -92,6 +96,10 @@ KIND_RESTORE_WEIGHTS: Kind.ValueType  # 13
 """Moves the weights back to the devices."""
 KIND_INSTALL_WEIGHTS: Kind.ValueType  # 14
 """Makes the leaves of a prepared update those that serve."""
+KIND_WRITE_ADAPTER: Kind.ValueType  # 15
+"""Takes what one device has of an adapter, and writes the adapter to its slot when all devices' has come. The program
+is its digest.
+"""
 Global___Kind: _TypeAlias = Kind  # noqa: Y015
 
 @_typing.final
