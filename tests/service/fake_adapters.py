@@ -7,8 +7,9 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from penstock.runtime.errors import (
     UnsupportedFeature,
 )
 from penstock.runtime.requests.adapter import AdapterWeights
+from penstock.runtime.sent_tensors import SentTensor
 
 NOW_S = 1_700_000_000.0
 
@@ -62,8 +64,6 @@ class FakeAdapters:
             source = AdapterTensors(source.config, tensors)
             content = json.dumps(source.config).encode() + b"".join(array.tobytes() for _, array in tensors)
             shown, rank = "pushed", source.config["r"]
-            if not isinstance(rank, int):
-                raise AdapterFormatError("must be a whole number", field="r")
         with self._lock:
             known = self._known.get(name)
             digest = hashlib.sha256(content).hexdigest()
@@ -86,6 +86,10 @@ class FakeAdapters:
             )
             self.loaded[name] = source
         return self.get(name)
+
+    def check(self, config: Mapping[str, Any], tensors: Sequence[SentTensor]) -> None:
+        if not isinstance(config.get("r"), int):
+            raise AdapterFormatError("must be a whole number", field="r")
 
     def unload(self, name: str) -> None:
         self._check_on()

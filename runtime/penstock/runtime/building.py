@@ -10,14 +10,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import starmap
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from penstock.runtime.adapters.interface import AdapterTensors
 from penstock.runtime.adapters.peft import AdapterReader
 from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig, ResolvedConfig, resolve
 from penstock.runtime.errors import ConfigError
@@ -52,7 +50,6 @@ from penstock.runtime.measuring.engine_state import BuildInfo, Sources
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.ops.cache_spec import cache_dtype
-from penstock.runtime.requests.adapter import AdapterWeights
 from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS, blocks_of
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.lookup import Lookup
@@ -79,7 +76,7 @@ class EngineParts:
     """The options, with what was derived from the model, the platform and its memory."""
     info: ModelInfo
     backend: Backend
-    read_adapter: Callable[[Path | AdapterTensors], AdapterWeights] | None
+    adapter_reader: AdapterReader | None
     """Reads adapters for the model; None for an engine without them."""
     images: ImageReader | None
     """Reads the pictures of prompts; None for a model that takes none."""
@@ -173,7 +170,7 @@ def build(
             batch_invariant=batch_invariant,
         ),
         backend=backend,
-        read_adapter=_adapter_reader(model, config),
+        adapter_reader=_adapter_reader(model, config),
         images=images,
     )
 
@@ -356,13 +353,11 @@ def _check_adapters(model: ServedModel, config: ResolvedConfig) -> None:
         raise ConfigError("max_adapters: this model takes no adapters")
 
 
-def _adapter_reader(
-    model: ServedModel, config: ResolvedConfig
-) -> Callable[[Path | AdapterTensors], AdapterWeights] | None:
+def _adapter_reader(model: ServedModel, config: ResolvedConfig) -> AdapterReader | None:
     adapted = model.adapted
     if adapted is None or not config.max_adapters:
         return None
-    return AdapterReader(adapted, config.max_adapter_rank).read
+    return AdapterReader(adapted, config.max_adapter_rank)
 
 
 def _adapter_shapes(model: ServedModel, config: ResolvedConfig) -> dict[str, Any]:

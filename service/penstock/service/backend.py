@@ -4,11 +4,11 @@ toy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.runtime.adapters.interface import AdapterInfo, AdapterTensors
 from penstock.runtime.chat.parser import ChatForms
@@ -167,6 +167,12 @@ class Adapters(Protocol):
         self, name: str, source: Path | AdapterTensors, *, pinned: bool = False, replace: bool = False
     ) -> AdapterInfo:
         """Take an adapter from a directory or from memory. Blocks until requests may name it."""
+        ...
+
+    def check(self, config: Mapping[str, Any], tensors: Sequence[SentTensor]) -> None:
+        """Check an adapter by its config and by the names, shapes and dtypes of its tensors. Raises
+        AdapterFormatError.
+        """
         ...
 
     def unload(self, name: str) -> None:

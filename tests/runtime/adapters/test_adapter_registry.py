@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from penstock.runtime.errors import TooManyAdaptersError, UnknownAdapterError
 from penstock.runtime.requests.adapter import AdapterWeights
 from penstock.runtime.requests.request import Request
 from penstock.runtime.scheduling.adapter_slots import AdapterSlots
+from penstock.runtime.sent_tensors import SentTensor
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,10 @@ class Reading:
     def __init__(self) -> None:
         self.begun, self.go = threading.Semaphore(0), threading.Semaphore(0)
 
-    def __call__(self, source: Path | AdapterTensors) -> AdapterWeights:
+    def check(self, config: Mapping[str, Any], tensors: Iterable[SentTensor]) -> None:
+        """Find nothing wrong."""
+
+    def read(self, source: Path | AdapterTensors) -> AdapterWeights:
         self.begun.release()
         assert self.go.acquire(timeout=60)
         content = source.name if isinstance(source, Path) else str(source.config["content"])

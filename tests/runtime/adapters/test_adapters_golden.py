@@ -198,7 +198,7 @@ def test_a_folder_of_adapters_is_read_on_first_use(tmp_path: Path, engine: Engin
     for folder in folders("qwen3"):
         (tmp_path / folder.name).symlink_to(folder.resolve())
     options = dataclasses.replace(engine.config, adapter_dir=tmp_path, max_cached_adapters=2, max_adapters=2)
-    registry = AdapterRegistry(options, engine.adapters._read, AdapterSlots(2), lambda digests: None)
+    registry = AdapterRegistry(options, engine.adapters._reader, AdapterSlots(2), lambda digests: None)
     assert registry.list() == ()
     first = registry.weights_of("patterns")
     assert registry.weights_of("patterns") is first

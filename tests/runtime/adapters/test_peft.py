@@ -17,8 +17,10 @@ import pytest
 from penstock.runtime.adapters.interface import AdapterTensors, check_name
 from penstock.runtime.adapters.peft import AdapterReader, read_config
 from penstock.runtime.errors import AdapterFormatError, InvalidRequest
+from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.models.adapted import AdaptedLayer, AdaptedModel, AdaptedPart, AdaptedPiece
 from penstock.runtime.ops.adapters import AdapterPlace
+from penstock.runtime.sent_tensors import SentTensor
 
 RANK = 4
 FUSED = AdapterPlace(0, 3, (2, 1))
@@ -52,6 +54,10 @@ def sent(config: dict[str, Any], tensors: dict[str, Any]) -> AdapterTensors:
     return AdapterTensors(config, tensors.items())
 
 
+def described(tensors: dict[str, Any]) -> list[SentTensor]:
+    return [SentTensor(name, name_of(array.dtype), array.shape) for name, array in tensors.items()]
+
+
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -73,6 +79,7 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path
 
 def test_the_numbers_lie_where_the_computation_reads_them() -> None:
     """A is [in, rank], B is [rank, out] with the scaling alpha / r = 2, and what no matrix fills is zero."""
+    READER.check(CONFIG, described(TENSORS))
     made = READER.read(sent(CONFIG, TENSORS))
     values = made.values.reshape(-1, RANK)
     np.testing.assert_array_equal(values[:3], [[1, 4, 0, 0], [2, 5, 0, 0], [3, 6, 0, 0]])
@@ -128,6 +135,11 @@ def test_a_bad_tensor_is_named(case: str) -> None:
     fields, tensors, named, message = BAD_TENSORS[case]
     with pytest.raises(AdapterFormatError, match=message) as caught:
         READER.read(sent({**CONFIG, **fields}, {**TENSORS, **tensors}))
+    assert named in (caught.value.tensor or "")
+    if "infinity" in message or "already" in message or "NaN" in message:
+        return
+    with pytest.raises(AdapterFormatError, match=message) as caught:  # also before its values are there
+        READER.check({**CONFIG, **fields}, described({**TENSORS, **tensors}))
     assert named in (caught.value.tensor or "")
 
 

@@ -1,6 +1,6 @@
 """The engine's and the server's own tests, with goldens that are cut over two devices of the CPU: schedules,
-prefix cache, forks, preemption, log-probabilities, hidden states, relevances, pictures, a cache of int8,
-grammars, pauses, weight updates and adapters are as on one device.
+prefix cache, forks, preemption, log-probabilities, hidden states, relevances, encoders, pictures, a cache of
+int8, grammars, pauses, weight updates and adapters are as on one device.
 """
 
 import os
@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[3]
         ("tests/runtime/adapters/test_adapters_golden.py", "-k", "not come_and_go", "-m", ""),
         ("tests/service/servicers/test_goldens.py", "-k", "native-lfm2 or native-olmo2", "-m", ""),
         ("tests/service/servicers/readings/test_rerank.py", "-k", "pytorchs", "-m", ""),
+        ("tests/service/servicers/readings/test_encoders.py", "-m", ""),
         ("tests/service/servicers/weights/test_update_weights_real.py",),
         ("tests/service/servicers/images/test_golden_images.py", "-m", "not sweep"),
     ],

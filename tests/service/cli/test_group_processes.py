@@ -115,6 +115,30 @@ def test_goldens_of_a_group_are_pytorch_s(name: str, size: int) -> None:
         assert group.wait_codes(60.0) == [75, 0], group.output(0) + group.output(1)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["mpnet", "llama_classifier"])
+def test_what_generates_nothing_is_served_by_a_group(name: str) -> None:
+    """An encoder's vectors, and a classifier's numbers, are PyTorch's."""
+    directory = GOLDEN / "encoders" / name
+    cases = json.loads((directory / "expected.json").read_text())["cases"]
+    ids = [types_pb2.TokenIds(ids=case["ids"]) for case in cases]
+    with Group(str(directory), CACHE, "--max-num-batched-tokens=256") as group:
+        group.wait_ready()
+        with grpc.insecure_channel(group.address) as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            inputs = [inference_pb2.EmbedInput(token_ids=one) for one in ids]
+            asked = inference_pb2.EmbedRequest(inputs=inputs, pooling=types_pb2.POOLING_MEAN)
+            vectors = [np.frombuffer(one.values, "<f4") for one in stub.Embed(asked, timeout=120).embeddings]
+            np.testing.assert_allclose(vectors, [case["mean"] for case in cases], atol=1e-5)
+            if cases[0]["logits"] is not None:
+                given = [inference_pb2.ClassifyInput(token_ids=one) for one in ids]
+                told = stub.Classify(inference_pb2.ClassifyRequest(inputs=given), timeout=120).results
+                numbers = [list(one.logits) for one in told]
+                np.testing.assert_allclose(numbers, [case["logits"] for case in cases], atol=1e-5)
+        group.processes[1].send_signal(signal.SIGTERM)
+        assert group.wait_codes(60.0) == [75, 0], group.output(0) + group.output(1)
+
+
 @pytest.mark.ci
 def test_a_leader_that_stops_lets_all_end_well_and_a_second_start_compiles_nothing() -> None:
     """A stream gets all of its tokens. The follower was not told to stop, and wants to be started again. The

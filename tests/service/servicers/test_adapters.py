@@ -152,7 +152,7 @@ async def test_a_name_is_never_a_path(tmp_path: Path) -> None:
         ([begin(), *chunks(), commit(TOTAL - 1)], "INVALID_FIELD", "commit.total_bytes"),
         ([begin(specs=[spec(A, crc32c=1), spec(B)]), *chunks(), commit()], "CHECKSUM_MISMATCH", A),
         ([begin(specs=[spec(A), spec(B, sha256=bytes(32))]), *chunks(), commit()], "CHECKSUM_MISMATCH", B),
-        ([begin(config_json='{"r": "x"}'), *chunks(), commit()], "ADAPTER_FORMAT", "r"),
+        ([begin(config_json='{"r": "x"}')], "ADAPTER_FORMAT", "r"),  # before anything of a size is sent
     ],
 )
 async def test_a_push_that_is_wrong_changes_nothing(messages: Any, reason: str, named: str) -> None:

@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 
 from penstock.runtime.adapters.interface import AdapterTensors
 from penstock.runtime.errors import AdapterFormatError, ConfigError
+from penstock.runtime.loading.dtypes import DTYPES
 from penstock.runtime.loading.safetensors_files import TensorEntry, header_of
 from penstock.runtime.models.adapted import AdaptedModel
 from penstock.runtime.requests.adapter import AdapterWeights, digest_of_values
+from penstock.runtime.sent_tensors import SentTensor
 
 CONFIG_NAME: Final = "adapter_config.json"
 TENSORS_NAME: Final = "adapter_model.safetensors"
@@ -209,7 +211,7 @@ class AdapterReader:
                 before = os.fstat(file.fileno())
                 config = _read_json(source / CONFIG_NAME)
                 entries = header_of(source / TENSORS_NAME, file.fileno())
-                self._check_header(read_config(config), entries)
+                self._check_all(config, ((name, each.shape, each.dtype) for name, each in entries.items()))
                 weights = self._made(config, _tensors_of(file.fileno(), entries))
                 after = os.stat(source / TENSORS_NAME)
                 told = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in (before, after)]
@@ -220,9 +222,19 @@ class AdapterReader:
             raise AdapterFormatError(f"its folder cannot be read as an adapter: {why}") from error
         return weights
 
-    def _check_header(self, config: LoraConfig, entries: Mapping[str, TensorEntry]) -> None:
-        for name, entry in entries.items():
-            self._check(config, name, entry.shape, entry.dtype)
+    def check(self, config: Mapping[str, Any], tensors: Iterable[SentTensor]) -> None:
+        """Check the names, shapes and dtypes of tensors whose values are still to come. config: what
+        adapter_config.json holds. Raises AdapterFormatError as `read` does.
+        """
+        self._check_all(config, ((each.name, each.shape, DTYPES[each.dtype]) for each in tensors))
+
+    def _check_all(
+        self, fields: Mapping[str, Any], tensors: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]
+    ) -> None:
+        """Check tensors by their names, shapes and dtypes."""
+        config = read_config(fields)
+        for tensor in tensors:
+            self._check(config, *tensor)
 
     def _made(
         self, fields: Mapping[str, Any], tensors: Iterable[tuple[str, NDArray[np.generic]]]

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.runtime.adapters.interface import (
     AdapterInfo,
@@ -29,9 +29,19 @@ from penstock.runtime.errors import (
 )
 from penstock.runtime.requests.adapter import AdapterWeights
 from penstock.runtime.scheduling.adapter_slots import AdapterSlots
+from penstock.runtime.sent_tensors import SentTensor
 
-Read = Callable[[Path | AdapterTensors], AdapterWeights]
-"""Reads an adapter and checks it against the model. Raises AdapterFormatError."""
+
+class Reader(Protocol):
+    """Reads adapters and checks them against the model. Both raise AdapterFormatError."""
+
+    def read(self, source: Path | AdapterTensors) -> AdapterWeights:
+        """Read a whole adapter."""
+        ...
+
+    def check(self, config: Mapping[str, Any], tensors: Iterable[SentTensor]) -> None:
+        """Check what an adapter's values need not be known for. config: what adapter_config.json holds."""
+        ...
 
 
 class Limits(Protocol):
@@ -65,14 +75,14 @@ class AdapterRegistry:
     def __init__(
         self,
         limits: Limits,
-        read: Read | None,
+        reader: Reader | None,
         slots: AdapterSlots,
         pin: Callable[[frozenset[str]], None],
     ) -> None:
-        """`read` None: the engine has no adapters. `slots`: those of the device, which are only read here.
+        """`reader` None: the engine has no adapters. `slots`: those of the device, which are only read here.
         `pin` is called with the digests of the adapters that keep their slots.
         """
-        self._limits, self._read, self._slots, self._pin = limits, read, slots, pin
+        self._limits, self._reader, self._slots, self._pin = limits, reader, slots, pin
         self._entries: dict[str, _Entry] = {}
         self._loading: dict[str, str] = {}  # name to source, in order of their beginning
         self._pinned: frozenset[str] = frozenset()  # as the scheduler knows it
@@ -81,7 +91,16 @@ class AdapterRegistry:
     @property
     def is_on(self) -> bool:
         """Whether the engine was made for adapters."""
-        return self._read is not None
+        return self._reader is not None
+
+    def check(self, config: Mapping[str, Any], tensors: Iterable[SentTensor]) -> None:
+        """Check an adapter whose values are still to come, so that nobody sends them in vain. config: what
+        adapter_config.json holds. Raises AdapterFormatError, and UnsupportedFeature if the engine has no
+        adapters.
+        """
+        if self._reader is None:
+            raise self._off()
+        self._reader.check(config, tensors)
 
     def load(
         self, name: str, source: Path | AdapterTensors, *, pinned: bool = False, replace: bool = False
@@ -146,7 +165,7 @@ class AdapterRegistry:
 
     def _folder(self, name: str) -> Path:
         """Where `adapter_dir` has an adapter of this name. UnknownAdapterError if it has none."""
-        if self._read is None:
+        if self._reader is None:
             raise self._off()
         folder = self._limits.adapter_dir
         if folder is not None:
@@ -159,7 +178,7 @@ class AdapterRegistry:
         self, name: str, source: Path | AdapterTensors, *, pinned: bool, replace: bool, may_leave: bool
     ) -> tuple[AdapterWeights, AdapterInfo]:
         """`may_leave`: a request has named it. Then nothing is read if the name has come meanwhile."""
-        if self._read is None:
+        if self._reader is None:
             raise self._off()
         check_name(name)
         told = str(source) if isinstance(source, Path) else "pushed"
@@ -172,7 +191,7 @@ class AdapterRegistry:
                 self._check_pin(name)
             self._loading[name] = told
         try:
-            weights = self._read(source)
+            weights = self._reader.read(source)
             with self._lock:
                 self._keep(name, weights, told, pinned=pinned, replace=replace, may_leave=may_leave)
                 return self._entries[name].weights, self._info(name)
@@ -233,7 +252,7 @@ class AdapterRegistry:
             self._pinned = pinned
 
     def _entry(self, name: str) -> _Entry:
-        if self._read is None:
+        if self._reader is None:
             raise self._off()
         if name not in self._entries:
             raise UnknownAdapterError(name)

@@ -24,12 +24,14 @@ class AdapterUpload:
     def __init__(
         self,
         load: Callable[[AdapterTensors], AdapterInfo],
+        check: Callable[[Mapping[str, Any], Sequence[SentTensor]], None],
         config: Mapping[str, Any],
         sent: Sequence[SentTensor],
     ) -> None:
-        """`load` takes the adapter when all of it is there. `config`: what adapter_config.json holds. Raises
-        TensorsRefused for tensors that no adapter can have, and InvalidRequest for a name that comes twice
-        and for more than MAX_UPLOAD_BYTES.
+        """`load` takes the adapter when all of it is there, and `check` raises where its tensors cannot be
+        the model's. `config`: what adapter_config.json holds. Raises TensorsRefused for tensors that no
+        adapter can have, InvalidRequest for a name that comes twice and for more than MAX_UPLOAD_BYTES, and
+        what `check` raises.
         """
         bad = [
             TensorProblem(one.name, TensorReason.DTYPE, None, one, f"cannot be {one.dtype} in an adapter")
@@ -44,6 +46,7 @@ class AdapterUpload:
         if total > MAX_UPLOAD_BYTES:
             described = f"has {total} bytes; at most {MAX_UPLOAD_BYTES}"
             raise InvalidRequest([Violation("begin.manifest.tensors", described)])
+        check(config, sent)
         self._load, self._config = load, config
         self._tensors = [IncomingTensor(one, keep=True) for one in sent]
         self._sent = sent

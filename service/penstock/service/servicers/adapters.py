@@ -93,7 +93,7 @@ class Adapters:
         sent: SentAdapter = await self._lanes.weights(lambda: to_push(first.decode()))
         check_adapter(CURRENT_CALLER.get(), sent.name)
         load = partial(self._adapters.load, sent.name, pinned=sent.pinned, replace=sent.replace)
-        open_it = partial(AdapterUpload, load, sent.config, sent.manifest)
+        open_it = partial(AdapterUpload, load, self._adapters.check, sent.config, sent.manifest)
         async with OpenUpload(self._lanes, open_it) as opened:
             take = partial(write_chunk, opened.upload, self._max_chunk_bytes)
             total_bytes = await until_commit(steps, take, opened)
