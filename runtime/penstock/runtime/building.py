@@ -50,6 +50,7 @@ from penstock.runtime.measuring.engine_state import BuildInfo, Sources
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.model_info import ModelInfo
 from penstock.runtime.ops.cache_spec import cache_dtype
+from penstock.runtime.scheduling.drafting import Drafting
 from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS, blocks_of
 from penstock.runtime.scheduling.load import Load
 from penstock.runtime.scheduling.lookup import Lookup
@@ -112,12 +113,16 @@ def build(
             better,
         )
     _check_adapters(model, config)
+    _check_draft(model, config, log_of_calls)
     use_compilation_cache(config.compilation_cache)
-    groups = cache.groups(config.page_size, shapes.kv_dtype)
+    groups = model.whole_cache.groups(config.page_size, shapes.kv_dtype)
     kv = kv_plan(model, config, shapes, device_bytes=_free_bytes(model, config, shapes, backend))
     shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len, num_snapshots=kv.num_snapshots)
     parts = (model.graphdef, model.weights, model.cache, shapes, backend)
-    runner = ModelRunner(*parts) if log_of_calls is None else LeadingRunner(*parts, log_of_calls)
+    if log_of_calls is None:
+        runner = ModelRunner(*parts, model.draft)
+    else:
+        runner = LeadingRunner(*parts, log_of_calls)
     batch_invariant = model.is_native and runner.device.attends_batch_invariantly
     batch_invariant = batch_invariant and (model.adapted is None or model.adapted.is_native)
     is_native = batch_invariant if backend.needs_all_native else runner.device.decodes_natively
@@ -197,7 +202,7 @@ def kv_plan(
     return plan_kv(
         config,
         model_max_len=model.max_model_len,
-        groups=cache.groups(config.page_size, shapes.kv_dtype),
+        groups=model.whole_cache.groups(config.page_size, shapes.kv_dtype),
         state_bytes=cache.slot_bytes * config.max_num_seqs,
         snapshot_bytes=cache.snapshot_bytes,
         tokens_per_row=model.tokens_per_row,
@@ -255,6 +260,8 @@ def _log_penalties(model: ServedModel, config: ResolvedConfig) -> None:
 
 
 def _proposer(config: ResolvedConfig) -> Proposer | None:
+    if config.speculation == "draft":
+        return Drafting()
     return None if config.speculation == "off" else Lookup()
 
 
@@ -263,6 +270,20 @@ def _why_none_proposed(model: ServedModel) -> str:
     if model.reader is not None:
         return "the model generates nothing"
     return "the state of recurrent layers cannot go back" if model.cache.has_state else ""
+
+
+def _drafted_tokens(config: ResolvedConfig) -> int:
+    """Most tokens that a draft model guesses for a row in a step; 0 without one."""
+    return config.max_proposed_tokens or 0 if config.speculation == "draft" else 0
+
+
+def _check_draft(model: ServedModel, config: ResolvedConfig, log_of_calls: DispatchLog | None) -> None:
+    if model.draft is None:
+        return
+    if config.speculation != "draft":
+        raise ConfigError('draft_model: goes with speculation="draft"')
+    if log_of_calls is not None:
+        raise ConfigError("draft_model: a group of processes takes no draft")
 
 
 def _buckets(model: ServedModel, config: ResolvedConfig, backend: Backend) -> Buckets:
@@ -314,7 +335,7 @@ def _free_bytes(
     """
     if config.kv_cache_bytes is not None or backend.memory() is None:
         return None
-    probe = DeviceState(model.graphdef, model.weights, model.cache, shapes, backend)
+    probe = DeviceState(model.graphdef, model.weights, model.cache, shapes, backend, model.draft)
     peak_bytes = peak_temp_bytes(probe.builder((_PROBE_PAGES,) * len(model.cache.windows)))
     memory = backend.memory()  # while the probe holds the arrays for sampling that the runner will hold too
     return None if memory is None else device_kv_bytes(memory, config.hbm_utilization, peak_bytes)
@@ -343,6 +364,7 @@ def _runner_config(
         show_progress=config.show_progress,
         program_folder=config.compilation_cache,
         checks_proposals=config.speculation != "off",
+        drafted_tokens=_drafted_tokens(config),
         **_picture_shapes(model, config, backend),
         **_adapter_shapes(model, config),
     )
@@ -417,6 +439,7 @@ def _scheduler_config(
         max_proposed_tokens=config.max_proposed_tokens or 0,
         max_rows=config.most_rows,
         vocab_size=model.vocab_size,
+        drafted_tokens=_drafted_tokens(config),
         max_adapters=config.max_adapters,
     )
 

@@ -37,7 +37,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "int8")
 NATIVE = ("auto", "require", "off")
-SPECULATIONS = ("off", "lookup")
+SPECULATIONS = ("off", "lookup", "draft")
 _CHOICES: Mapping[str, Collection[str]] = {
     "dtype": DTYPES,
     "quantization": QUANTIZATIONS,
@@ -172,7 +172,11 @@ class EngineConfig:
     speculation: str = "off"
     """Who proposes the next tokens of an output, which the model then checks in one step: "lookup" copies
     what followed the same words earlier in the prompt, in the output, or in requests with the same cache
-    salt. Outputs are the same as with "off"."""
+    salt; "draft" is a second, smaller model, `draft_model`. Outputs are the same as with "off"."""
+    draft_model: str | None = None
+    """The model that guesses under speculation="draft": a checkpoint directory, a GGUF file or a hub id. It
+    has the tokenizer of the model that is served, and is computed in its dtype. Each KV page has room for its
+    keys and values, too."""
     max_proposed_tokens: int | None = None
     """Most tokens that are proposed for an output in a step; a request may lower that. None:
     DEFAULT_PROPOSED_TOKENS; without speculation it must be None."""
@@ -279,7 +283,7 @@ class EngineConfig:
             bad.append(
                 f"grammar_time_limit_s: must be above 0, at most 3600, not {self.grammar_time_limit_s}"
             )
-        bad += _image_problems(self) + _adapter_problems(self)
+        bad += _image_problems(self) + _adapter_problems(self) + _draft_problems(self)
         try:
             override_defaults(GenerationDefaults(), self.generation_config or {})
         except ConfigError as error:
@@ -301,6 +305,12 @@ def _adapter_problems(config: EngineConfig) -> list[str]:
     if config.adapter_dir is not None and not config.max_adapters:
         bad.append("adapter_dir: goes with max_adapters above 0")
     return bad
+
+
+def _draft_problems(config: EngineConfig) -> list[str]:
+    if config.speculation != "draft":
+        return [] if config.draft_model is None else ['draft_model: goes with speculation="draft"']
+    return ['speculation: "draft" needs a draft_model'] if config.draft_model is None else []
 
 
 def _image_problems(config: EngineConfig) -> list[str]:

@@ -265,7 +265,7 @@ class Engine(EngineCore):
         self._grammars = grammar_compiler(model.text, parts.info, parts.config)
         self._switch_interval = SwitchInterval(parts.config.switch_interval_s)
         # Without its weights: the runner holds those that serve, and an update must be able to free the old.
-        self._model = dataclasses.replace(model, weights=None)
+        self._model = dataclasses.replace(model, weights=None, draft=None)
 
     @classmethod
     def from_pretrained(

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from penstock.runtime.requests.request import CacheParams, Request, StoppingParams, outputs_of
 from penstock.runtime.requests.sampling import ResolvedSampling
+from penstock.runtime.scheduling.plan import PlanRow, drafted_tokens
 from penstock.runtime.scheduling.scheduler_config import GroupLimits, SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence
 from tests.support.scheduler.fake_runner import EOS, VOCAB, Rota
@@ -64,6 +65,7 @@ def random_config(rng: random.Random, *, always_state: bool = False) -> Schedule
         max_proposed_tokens=rng.randint(1, 6),
         max_rows=max_num_seqs + rng.randint(0, 9),
         vocab_size=VOCAB,
+        drafted_tokens=rng.choice([0, 0, rng.randint(1, 6)]),
     )
 
 
@@ -257,7 +259,9 @@ def apply_all(events: Iterable[Event], traffic: Traffic) -> None:
 @settings(max_examples=300, deadline=None)  # no deadline: the machine that runs this may be busy
 @given(seed=st.integers(0, 2**32 - 1), num_events=st.integers(10, 80), speculates=st.booleans())
 def test_random_traffic(seed, num_events, speculates):
-    """With a proposer or without: what it proposes may be right, wrong, too much, or no token at all."""
+    """With a proposer or without: what it proposes may be right, wrong, too much, or no token at all; or a
+    draft model guesses in the step, rightly or wrongly.
+    """
     rng = random.Random(seed)
     config = random_config(rng)
     note(repr(config))
@@ -266,8 +270,20 @@ def test_random_traffic(seed, num_events, speculates):
         return traffic.active[seq.request_id].expected[seq.num_generated :][:most]
 
     patience = rng.choice([0.0, 0.5, 1.0])
-    proposer = Guesses(lies(rng, VOCAB, right), rng, patience=patience) if speculates else None
+
+    def draft(row: PlanRow) -> tuple[int, ...]:
+        found = traffic.scheduler.roster.find(row.request_id)
+        assert found is not None
+        known = right(found, len(row.proposed))
+        wrong = [rng.randrange(VOCAB) for _ in row.proposed]
+        return tuple([*known, *wrong[len(known) :]] if rng.random() < 0.5 else wrong)
+
+    guess = lies(rng, VOCAB, right)
+    if config.drafted_tokens:
+        guess = lambda seq, most: drafted_tokens(rng.randint(0, most + 2))
+    proposer = Guesses(guess, rng, patience=patience) if speculates else None
     traffic = Traffic(config, proposer)
+    traffic.runner.draft = draft
     for _ in range(num_events):
         event = draw_event(traffic, rng)
         note(str(event))

@@ -116,6 +116,23 @@ def test_places_for_adapters(run: Run) -> None:
     assert "adapters    0.4 MiB" in run(str(GOLDEN / "llama"), "--max-adapters", "3")[1]
 
 
+def test_a_draft_model(run: Run) -> None:
+    """As a draft of itself a model takes its memory twice, in weights and in pages."""
+    folder = str(GOLDEN / "llama")
+    alone = json.loads(run(folder, "--json")[1])
+    code, out, _ = run(folder, "--json", "--draft-model", folder)
+    facts = json.loads(out)
+    assert (code, facts["draft_bytes"]) == (0, alone["weight_bytes"])
+    for name in ("kv_bytes_per_token", "kv_bytes_per_page", "total_bytes"):
+        assert facts[name] == 2 * alone[name]
+    more = 2 * facts["weight_bytes"] + facts["cache_bytes"] - alone["weight_bytes"] - alone["cache_bytes"]
+    assert facts["process_bytes"] - alone["process_bytes"] - more == pytest.approx(0, abs=50e6)
+    code, _, error = run(folder, "--draft-model", str(GOLDEN / "gpt2"), "--max-model-len", "64")
+    assert (code, "draft_model: " in error, "its tokenizer is another one" in error) == (1, True, True)
+    code, _, error = run(f"{folder}/config.json", "--draft-model", folder)
+    assert (code, "draft_model: needs the whole checkpoint" in error) == (1, True)
+
+
 def test_a_model_that_takes_no_adapters_is_named(run: Run) -> None:
     code, out, error = run(str(GOLDEN / "encoders" / "bert"), "--max-adapters", "3")
     assert (code, out) == (1, "")

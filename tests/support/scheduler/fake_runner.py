@@ -24,7 +24,7 @@ from penstock.runtime.requests.constraint import Mask, mask_words
 from penstock.runtime.requests.images import MediaItem
 from penstock.runtime.requests.request import FinishReason, Request, TokenLogprobs
 from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS
-from penstock.runtime.scheduling.plan import Plan, PlanRow, StepResult
+from penstock.runtime.scheduling.plan import FIRST_DRAFTED, Plan, PlanRow, StepResult, drafted_tokens
 from penstock.runtime.scheduling.scheduler import SchedulerConfig
 from tests.support.scheduler.fake_state import FakeState
 
@@ -175,6 +175,8 @@ class FakeRunner:
         self.state = self._new_state()
         self.embeddings: list[int | None] = [None] * (config.picture_blocks * BLOCK_TOKENS)
         """The pool of picture embeddings."""
+        self.draft: Callable[[PlanRow], tuple[int, ...]] = lambda row: (0,) * len(row.proposed)
+        """What a draft model guesses for a row."""
         self.num_computed_tokens = 0
         """The number of input tokens of all rows so far, for tests that nothing is computed twice."""
 
@@ -187,8 +189,18 @@ class FakeRunner:
         """The recurrent state; None if the model has none."""
         return FakeState(self.config.num_snapshots, digest) if self.config.has_state else None
 
+    def _drafted(self, row: PlanRow) -> PlanRow:
+        """The row with what a draft model guesses for it, where it does."""
+        if not row.proposed or row.proposed[0] != FIRST_DRAFTED:
+            return row
+        assert row.proposed == drafted_tokens(len(row.proposed))
+        guesses = self.draft(row)
+        assert len(guesses) == len(row.proposed) <= self.config.drafted_tokens
+        return row._replace(proposed=guesses)
+
     def execute(self, plan: Plan, skipped: Collection[int] = ()) -> StepResult:
         """Runs the plan. The rows `skipped` compute, but make no token."""
+        plan = dataclasses.replace(plan, rows=tuple(map(self._drafted, plan.rows)))
         shared = {row.slot: row.start // self.config.page_size for row in plan.rows}
         entered = {slot for slot, _ in plan.new_requests}
         for slot, request in plan.new_requests:

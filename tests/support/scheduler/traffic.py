@@ -9,7 +9,7 @@ import pytest
 
 from penstock.runtime.errors import DuplicateRequestId, ExceedsKVCapacity, PromptTooLong, QueueFull
 from penstock.runtime.requests.request import FinishReason, Request, StepOutput, TokenLogprobs, request_id_of
-from penstock.runtime.scheduling.plan import PageCopy, Plan, PlanRow, StepResult
+from penstock.runtime.scheduling.plan import PageCopy, Plan, PlanRow, StepResult, drafted_tokens
 from penstock.runtime.scheduling.proposals import Proposer
 from penstock.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.support.scheduler.fake_runner import FakeRunner, run_alone
@@ -631,7 +631,9 @@ class Traffic:
             assert plan.proposer
             assert len(row.proposed) <= config.max_proposed_tokens
             assert request.max_proposed_tokens is None or len(row.proposed) <= request.max_proposed_tokens
-            assert all(0 <= token < config.vocab_size for token in row.proposed)
+            is_drafted = config.drafted_tokens and row.proposed == drafted_tokens(len(row.proposed))
+            assert is_drafted or all(0 <= token < config.vocab_size for token in row.proposed)
+            assert not is_drafted or len(row.proposed) <= config.drafted_tokens
             assert not request.constraint
             extra = plan.num_tokens - plan.num_prompt_tokens
             assert extra + sum(other.token_ids is not None for other in plan.rows) <= config.most_rows

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -14,11 +16,12 @@ from jax.sharding import NamedSharding
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import AttentionTest, Backend
 from penstock.runtime.execution.compilation import compile_all
+from penstock.runtime.execution.draft_model import DraftModel
 from penstock.runtime.execution.images import Pool, pool_shapes
 from penstock.runtime.execution.on_mesh import WHOLE, all_shape, cut_sharding, own_shape
 from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.execution.runner_config import RunnerConfig
-from penstock.runtime.execution.step_programs import AdapterPool, KVCache, Weights
+from penstock.runtime.execution.step_programs import AdapterPool, Follower, KVCache, Weights
 from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.device_arrays import put_own, zeros, zeros_maker
@@ -37,19 +40,29 @@ class DeviceState:
         cache: CacheSpec,
         config: RunnerConfig,
         backend: Backend,
+        draft: DraftModel | None = None,
     ) -> None:
-        """`weights`: the model's state on the backend's devices; `graphdef`: its static half (nnx.split)."""
+        """`weights`: the model's state on the backend's devices; `graphdef`: its static half (nnx.split).
+        `draft`: the model that guesses what this one makes; None: there is none.
+        """
         leaves, self._weights_tree = jax.tree.flatten(weights)
         self.leaves: Weights = tuple(leaves)
         """The weights as programs take them."""
         self._homes = [leaf.sharding for leaf in leaves]
+        drafted, self._draft_tree = jax.tree.flatten(None if draft is None else draft.weights)
+        self.draft_leaves: Weights = tuple(drafted)
+        """The draft's weights; () without one. No update changes them."""
+        self._draft_homes = [leaf.sharding for leaf in drafted]
         self._paths: list[ParamPath] = [cast("ParamPath", path) for path, _ in nnx.to_flat_state(weights)]
         self.sharding = NamedSharding(backend.mesh, WHOLE)
         """Where whatever programs are given lies, except for weights and cache: all devices have it."""
         self.num_pages: tuple[int, ...] = ()
         """Pages of each group of layers; none before `allocate_cache`."""
         self._graphdef = graphdef
-        self._cache = cache
+        # Without its weights, which are in the leaves.
+        self._draft = None if draft is None else dataclasses.replace(draft, weights=None)
+        self._own_cache = cache
+        self._cache = cache if draft is None else cache.followed_by(draft.cache)
         self._config = config
         self._backend = backend
         self._kv: KVCache | None = None
@@ -59,7 +72,7 @@ class DeviceState:
         """The embeddings of pictures."""
         self.adapters = self._new_adapters()
         """The pool of adapters."""
-        backend.use_huge_pages(self.leaves)
+        backend.use_huge_pages((*self.leaves, *self.draft_leaves))
 
     # -- weights --
 
@@ -106,21 +119,27 @@ class DeviceState:
         memory = self._backend.host_memory
         if memory is None:
             return 0
-        before = self.leaves
-        self.leaves = _placed(before, [home.with_memory_kind(memory) for home in self._homes])
-        pairs = zip(before, self.leaves, strict=True)
+        before = (*self.leaves, *self.draft_leaves)
+        homes = (*self._homes, *self._draft_homes)
+        self._take(_placed(before, [home.with_memory_kind(memory) for home in homes]))
+        pairs = zip(before, (*self.leaves, *self.draft_leaves), strict=True)
         return sum(int(leaf.nbytes) for leaf, moved in pairs if leaf is not moved)
 
     def restore_weights(self) -> None:
         """Move the weights back to the device, if they were offloaded. If this raises, nothing has
         changed.
         """
-        self.leaves = _placed(self.leaves, self._homes)
+        self._take(_placed((*self.leaves, *self.draft_leaves), (*self._homes, *self._draft_homes)))
+
+    def _take(self, leaves: Weights) -> None:
+        """Have these as the leaves, and then those of the draft."""
+        count = len(self.leaves)
+        self.leaves, self.draft_leaves = leaves[:count], leaves[count:]
 
     @property
     def weights_bytes(self) -> int:
-        """The size of the weights, wherever they lie."""
-        return sum(int(leaf.nbytes) for leaf in self.leaves)
+        """The size of the weights, wherever they lie, with those of the draft."""
+        return sum(int(leaf.nbytes) for leaf in (*self.leaves, *self.draft_leaves))
 
     # -- the cache --
 
@@ -172,7 +191,7 @@ class DeviceState:
         """See `Backend.attends_batch_invariantly`, for the model's queries and its cache, and
         `Backend.recurs_batch_invariantly`, if it keeps state.
         """
-        if self._cache.has_state and not self._backend.recurs_batch_invariantly:
+        if self._own_cache.has_state and not self._backend.recurs_batch_invariantly:
             return False
         return self._holds_for_attention(self._backend.attends_batch_invariantly)
 
@@ -181,7 +200,7 @@ class DeviceState:
         """See `Backend.decodes_natively`, for the model's queries and its cache. A model without attention
         has no kernel to call.
         """
-        return bool(self._cache.paged) and self._holds_for_attention(self._backend.decodes_natively)
+        return bool(self._own_cache.paged) and self._holds_for_attention(self._backend.decodes_natively)
 
     def _holds_for_attention(self, asked: AttentionTest) -> bool:
         """What the backend says of every layer that attends."""
@@ -192,7 +211,7 @@ class DeviceState:
                 layer.arrays(1, config.page_size, config.max_num_seqs, config.kv_dtype),
                 layer.value_dim,
             )
-            for layer in self._cache.paged
+            for layer in self._own_cache.paged
         )
 
     # -- programs --
@@ -214,6 +233,17 @@ class DeviceState:
             sharding=self.sharding,
             pool=self.pool,
             adapters=self.adapters,
+            draft=self._draft,
+            draft_weights=self.draft_leaves,
+            rebuild_draft=None if self._draft is None else partial(self._follower, self._draft),
+        )
+
+    def _follower(self, draft: DraftModel, leaves: Weights) -> Follower:
+        return Follower(
+            nnx.merge(draft.graphdef, jax.tree.unflatten(self._draft_tree, leaves)),
+            num_layers=len(draft.cache.layers),
+            num_groups=len(draft.cache.windows),
+            vocab_size=draft.vocab_size,
         )
 
     def _rebuild(self, leaves: Weights) -> Any:
@@ -224,7 +254,7 @@ class DeviceState:
         self.free_cache()
         for array in jax.tree.leaves((self.rows, self.pool, self.adapters)):
             array.delete()
-        self.leaves = ()
+        self.leaves, self.draft_leaves = (), ()
 
     def _new_pool(self) -> Pool:
         own = tuple(
@@ -299,6 +329,7 @@ def row_shapes(cache: CacheSpec, config: RunnerConfig, sharding: jax.sharding.Sh
         array(by_token),
         array(by_token, np.float32),
         array((slots,)) if cache.has_state else None,
+        array((slots, config.drafted_tokens)) if config.drafted_tokens else None,
     )
 
 
@@ -348,6 +379,8 @@ def peak_temp_bytes(builder: ProgramBuilder) -> int:
         jobs["checked choice"] = lambda: builder.checked_choice(config.buckets.decode_rows[-1])
     if window is not None:  # a model that generates nothing has none
         jobs["window"] = lambda: builder.window(window)
+    if config.drafted_tokens:
+        jobs["guesses"] = lambda: builder.guesses(largest.rows)
     if config.encode_buckets:
         jobs["encode"] = lambda: builder.encode(config.encode_buckets[-1])
     made = compile_all(jobs, threads=config.threads, show_progress=config.show_progress)

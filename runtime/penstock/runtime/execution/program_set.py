@@ -19,6 +19,7 @@ from penstock.runtime.execution import program_store
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.compilation import compile_all, compile_program
+from penstock.runtime.execution.draft_model import DraftModel
 from penstock.runtime.execution.images import Pool, input_shapes, make_encode
 from penstock.runtime.execution.on_mesh import CUT, WHOLE, on_mesh, specs_of
 from penstock.runtime.execution.proposed_rows import CHECKS
@@ -39,11 +40,13 @@ from penstock.runtime.execution.step_programs import (
     Forward,
     KVCache,
     Rebuild,
+    RebuildDraft,
     StepShapes,
     Weights,
     make_checked_choice,
     make_choice,
     make_forward,
+    make_guesses,
     make_window,
 )
 from penstock.runtime.ops.cache_spec import CacheSpec
@@ -67,6 +70,8 @@ class Programs:
     """Number of rows to choice."""
     checked_choices: Mapping[int, jax.stages.Compiled]
     """Number of rows to choice of a step with proposed tokens; none where no tokens are proposed."""
+    guesses: Mapping[int, jax.stages.Compiled]
+    """Number of rows to what guesses tokens for them; none without a draft model."""
     prompt_logprobs: jax.stages.Compiled
     hidden_sums: jax.stages.Compiled
     admission: jax.stages.Compiled
@@ -97,6 +102,10 @@ class ProgramBuilder:
     sharding: jax.sharding.Sharding
     pool: Pool = ()
     adapters: AdapterPool = ()
+    draft: DraftModel | None = None
+    """The model that guesses tokens; None: nobody guesses on the device."""
+    draft_weights: Weights = ()
+    rebuild_draft: RebuildDraft | None = None
 
     @property
     def largest(self) -> ProgramKey:
@@ -117,6 +126,7 @@ class ProgramBuilder:
             steps={key: made[key] for key in keys},
             choices={rows: made[rows] for rows in row_buckets},
             checked_choices={rows: made[f"check {rows}"] for rows in self._checked_rows},
+            guesses={rows: made[f"guess {rows}"] for rows in self._guessed_rows},
             prompt_logprobs=made["prompt_logprobs"],
             hidden_sums=made["hidden_sums"],
             admission=made["admission"],
@@ -134,6 +144,7 @@ class ProgramBuilder:
             **{key: partial(self.window if key.window else self.forward, key) for key in keys},
             **{rows: partial(self.choice, rows) for rows in row_buckets},
             **{f"check {rows}": partial(self.checked_choice, rows) for rows in self._checked_rows},
+            **{f"guess {rows}": partial(self.guesses, rows) for rows in self._guessed_rows},
             **{f"encode {size}": partial(self.encode, size) for size in self.config.encode_buckets},
             "prompt_logprobs": partial(self.prompt_logprobs, hidden),
             "hidden_sums": partial(self.hidden_sums, hidden),
@@ -173,8 +184,10 @@ class ProgramBuilder:
         devices = tuple((device.id, device.process_index) for device in self.backend.mesh.devices.flat)
         # JAX's cache is written by the first process of a group alone, so each has its own programs here.
         place = (self.sharding, devices, jax.process_index())
-        values = (config, self.graphdef, self.backend, self.cache, self.num_pages, place)
-        arrays = jax.tree.leaves((self.weights, self.state, self.kv, self.pool, self.adapters))
+        drafted = None if self.draft is None else (self.draft.graphdef, self.draft.cache)
+        values = (config, self.graphdef, self.backend, self.cache, self.num_pages, place, drafted)
+        given = (self.weights, self.state, self.kv, self.pool, self.adapters, self.draft_weights)
+        arrays = jax.tree.leaves(given)
         return program_store.key_of(values, arrays)
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
@@ -187,6 +200,7 @@ class ProgramBuilder:
             packed,
             self.pool,
             self.adapters,
+            self.draft_weights,
             donate=(1, 2),
             name=key.name,
             results=_FORWARD,
@@ -215,6 +229,7 @@ class ProgramBuilder:
             self.backend.recurrent,
             self.backend.sampler,
             key.num_steps or self.config.max_decode_steps,
+            self.rebuild_draft,
         )
         packed = self._ints(self._layout(key).size)
         return self._compiled(
@@ -224,6 +239,7 @@ class ProgramBuilder:
             self.state,
             packed,
             self.adapters,
+            self.draft_weights,
             donate=(1, 2),
             name=key.name,
             results=(CUT, WHOLE, WHOLE),
@@ -239,6 +255,24 @@ class ProgramBuilder:
         arguments = (*self._choice_arguments(rows), self._ints(CHECKS, rows))
         return self._compiled(program, *arguments, donate=(0,), name=f"checked_choice_rows{rows}")
 
+    def guesses(self, rows: int) -> jax.stages.Compiled:
+        """The program in which the draft guesses tokens for so many rows."""
+        assert self.rebuild_draft is not None, "programs that guess are compiled where there is a draft"
+        layout, backend = self._choice_layout(rows), self.backend
+        program = make_guesses(
+            self.rebuild_draft,
+            layout,
+            self._shapes,
+            backend.attention,
+            backend.recurrent,
+            self.config.drafted_tokens,
+            all_steps=backend.fixed_windows,
+        )
+        packed = self._ints(layout.rows_size)
+        arguments = (self.draft_weights, self.kv, self.state, packed)
+        name = f"guesses_rows{rows}"
+        return self._compiled(program, *arguments, donate=(1, 2), name=name, results=(CUT, WHOLE))
+
     def _choice_layout(self, rows: int) -> Layout:
         return self._layout(ProgramKey(rows, rows, decode_only=True))
 
@@ -250,6 +284,10 @@ class ProgramBuilder:
     @property
     def _checked_rows(self) -> tuple[int, ...]:
         return self.config.buckets.decode_rows if self.config.checks_proposals else ()
+
+    @property
+    def _guessed_rows(self) -> tuple[int, ...]:
+        return () if self.rebuild_draft is None else self.config.buckets.row_buckets
 
     def prompt_logprobs(self, hidden: Callable[[], jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
         program = make_prompt_logprobs(self.rebuild, self._shapes, self.backend.logprobs)
@@ -326,14 +364,20 @@ class ProgramBuilder:
     def _forward(self, key: ProgramKey) -> Callable[..., Forward]:
         backend = self.backend
         return make_forward(
-            self.rebuild, self._layout(key), self._shapes, backend.attention, backend.recurrent
+            self.rebuild,
+            self._layout(key),
+            self._shapes,
+            backend.attention,
+            backend.recurrent,
+            self.rebuild_draft,
         )
 
     def _hidden(self) -> jax.ShapeDtypeStruct:
         """The shape of `Forward.hidden`. The model is traced for it, so it is asked for once."""
         key = self.largest
         packed = self._ints(self._layout(key).size)
-        arguments = (self.weights, self.kv, self.state, packed, self.pool, self.adapters)
+        others = (self.pool, self.adapters, self.draft_weights)
+        arguments = (self.weights, self.kv, self.state, packed, *others)
         forward = on_mesh(self._forward(key), self.backend.mesh, specs_of(arguments), _FORWARD)
         made = jax.eval_shape(forward, *arguments).hidden
         return self._placed(made.shape, made.dtype)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.scheduling.plan import Plan, PlanRow
+from penstock.runtime.scheduling.plan import FIRST_DRAFTED, Plan, PlanRow
 
 CHECKS = 3
 BEFORE, PLACE, GUESS = range(CHECKS)
@@ -40,6 +40,21 @@ def spread(plan: Plan) -> tuple[Plan, Further]:
                 for place, token in enumerate(row.proposed, 1)
             ]
     return dataclasses.replace(plan, rows=(*rows, *behind)), further
+
+
+def asking_the_draft(plan: Plan) -> Plan | None:
+    """A plan of the rows for which a draft model guesses in this plan, each with its slot's last sample as
+    its input, and the number of guesses as its max_samples; None where it guesses nothing.
+    """
+    rows = tuple(
+        row._replace(num_tokens=1, proposed=(), max_samples=len(row.proposed), bans=0)
+        for row in plan.rows
+        if row.proposed and row.proposed[0] == FIRST_DRAFTED
+    )
+    if not rows:
+        return None
+    num_steps = max(row.max_samples for row in rows)
+    return Plan(plan.step_id, rows, page_writes=plan.page_writes, num_steps=num_steps)
 
 
 def pack_checks(rows: Sequence[PlanRow], further: Further, num_rows: int) -> NDArray[np.int32]:

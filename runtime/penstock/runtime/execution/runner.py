@@ -29,11 +29,12 @@ from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.compilation import CompileCounter
 from penstock.runtime.execution.device_state import DeviceState
+from penstock.runtime.execution.draft_model import DraftModel
 from penstock.runtime.execution.hidden_rows import HiddenRows, sums_buffer
 from penstock.runtime.execution.images import EncodeCall, encode_call, needs_sections
 from penstock.runtime.execution.program_set import Programs, adapter_shape
 from penstock.runtime.execution.prompt_logprobs import PromptLogprobs, prompt_buffer
-from penstock.runtime.execution.proposed_rows import Further, pack_checks, spread
+from penstock.runtime.execution.proposed_rows import Further, asking_the_draft, pack_checks, spread
 from penstock.runtime.execution.request_programs import pack_admission, pack_page_copies
 from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.slots import Slots
@@ -196,9 +197,8 @@ class ProgramCalls:
     def forward(self, key: ProgramKey, packed: Ints) -> tuple[jax.Array, jax.Array]:
         """Run the model. Returns logits float32[R, V] and hidden states, see `Forward`."""
         device = self._device
-        forward = self.programs.steps[key](
-            device.leaves, device.kv, device.rows, packed, device.pool, device.adapters
-        )
+        others = (device.pool, device.adapters, device.draft_leaves)
+        forward = self.programs.steps[key](device.leaves, device.kv, device.rows, packed, *others)
         device.kv, device.rows, logits, hidden = forward
         return logits, hidden
 
@@ -206,9 +206,15 @@ class ProgramCalls:
         """Run a window of decode steps."""
         device = self._device
         device.kv, device.rows, chosen = self.programs.steps[key](
-            device.leaves, device.kv, device.rows, packed, device.adapters
+            device.leaves, device.kv, device.rows, packed, device.adapters, device.draft_leaves
         )
         return cast("Chosen", chosen)
+
+    def guess(self, rows: int, packed: Ints) -> None:
+        """Have the draft guess tokens, see `make_guesses`."""
+        device = self._device
+        program = self.programs.guesses[rows]
+        device.kv, device.rows = program(device.draft_leaves, device.kv, device.rows, packed)
 
     def choose(
         self, logits: jax.Array, packed: Ints, mask: Ints | None, checks: Ints | None = None
@@ -305,6 +311,8 @@ class ProgramCalls:
                     checks = pack_checks((), {}, key.rows)
                     self.choose(logits, packed, None, checks)
                     self.choose(logits, packed, self.all_allowed(key.rows), checks)
+                if key.rows in self.programs.guesses:
+                    self.guess(key.rows, packed)
                 most = self._config.buckets.token_buckets[-1]
                 self.prompt_logprobs(hidden, prompt_buffer([], [], most))
                 self.hidden_sums(hidden, sums_buffer({}, most))
@@ -340,6 +348,8 @@ class _Packed(NamedTuple):
     """See `AwaitingChoice`."""
     key: ProgramKey
     buffer: NDArray[np.int32]
+    guesses: tuple[int, Ints] | None
+    """The arguments of `ProgramCalls.guess`; None where the draft guesses nothing."""
     constraints: Mapping[int, TokenConstraint]
     """Row to constraint."""
     targets: Mapping[int, tuple[int, ...]]
@@ -364,13 +374,14 @@ class ModelRunner:
         cache: CacheSpec,
         config: RunnerConfig,
         backend: Backend,
+        draft: DraftModel | None = None,
     ) -> None:
         """`weights`: the model's state on the backend's devices. `graphdef`: its static half (see
-        nnx.split).
+        nnx.split). `draft`: guesses tokens, where plans want that; None: there is none.
         """
         self.config = config
         self.compiles_after_warmup = CompileCounter()
-        self.device = DeviceState(graphdef, weights, cache, config, backend)
+        self.device = DeviceState(graphdef, weights, cache, config, backend, draft)
         """What the runner keeps on the device."""
         self._slots = Slots(config, len(cache.windows))
         filler = MaskFiller(mask_threads(config.threads))
@@ -476,10 +487,26 @@ class ModelRunner:
         )
         checks = pack_checks(plan.rows, further, key.rows) if further else None
         buffer = slots.pack(whole, key, constraints)
+        guesses = None
+        if (asking := asking_the_draft(plan)) is not None:
+            of_rows = self.config.buckets.select(asking.num_tokens, len(asking.rows))
+            packed = slots.pack(asking, of_rows, {})[: slots.layout(of_rows).rows_size]
+            guesses = of_rows.rows, packed
         classified = hidden_rows.classified(whole, slots) if self.config.num_classes else frozenset[int]()
         now_ns = time.monotonic_ns()
         return _Packed(
-            whole, further, checks, key, buffer, constraints, targets, parts, classified, logprobs, now_ns
+            spread=whole,
+            further=further,
+            checks=checks,
+            key=key,
+            buffer=buffer,
+            guesses=guesses,
+            constraints=constraints,
+            targets=targets,
+            parts=parts,
+            classified=classified,
+            logprobs=logprobs,
+            packed_ns=now_ns,
         )
 
     def _dispatch(self, plan: Plan, step: _Packed) -> PendingStep:
@@ -494,6 +521,8 @@ class ModelRunner:
                 chosen=calls.window(key, step.buffer),
                 logprobs=step.logprobs,
             ).sent()
+        if step.guesses is not None:
+            calls.guess(*step.guesses)
         logits, hidden = calls.forward(key, step.buffer)
         packed = step.buffer[: slots.layout(key).rows_size]
         most = self.config.buckets.token_buckets[-1]

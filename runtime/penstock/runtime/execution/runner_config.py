@@ -74,6 +74,8 @@ class RunnerConfig:
     """Numbers of patches for which there are programs that encode pictures, in ascending order."""
     checks_proposals: bool = False
     """Whether plans may have proposed tokens, for which there are programs of their own."""
+    drafted_tokens: int = 0
+    """Most tokens that a draft model guesses for a row in a step; 0: there is no draft."""
 
     def __post_init__(self) -> None:
         check_end_tokens(self.eos_token_ids)

@@ -7,6 +7,10 @@
 - `make_checked_choice`: the same where tokens are proposed, which are checked too.
 - `make_window`: both of these in a loop of decode steps. One program per bucket of rows, or per bucket and
   length.
+- `make_guesses`: what a draft model guesses to follow. One program per bucket of rows.
+
+A draft model computes whatever its target computes, in the same programs, so that it has the keys and values
+of every position that its target has (`Follower`).
 
 `request_programs` has the programs that only some requests need.
 
@@ -34,6 +38,7 @@ from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from penstock.runtime.ops.sampler import RowState, Sampled, SamplerOp, report
 from penstock.runtime.ops.sampling_codes import PENALTIES
 from penstock.runtime.ops.state_copies import choose_copies
+from penstock.runtime.scheduling.plan import FIRST_DRAFTED
 
 KVCache = tuple[Any, ...]
 """The model's cache, with an entry for each layer; see `cache_spec`."""
@@ -96,6 +101,41 @@ class Chosen(NamedTuple):
     logprobs: Array  # int32[N, R, 1 + 2 * num_top], see `report`; zeros where no row has LOGPROBS
 
 
+class Follower(NamedTuple):
+    """A draft model, as programs see it. Its layers stand behind those of its target in the cache, and have
+    the pages of the first group of layers.
+    """
+
+    model: StepModel
+    num_layers: int
+    """Its entries in the cache."""
+    num_groups: int
+    """Groups of layers that it would have alone."""
+    vocab_size: int
+
+    def __call__(
+        self,
+        tokens: Array,
+        kv: KVCache,
+        meta: AttentionMeta,
+        attention: AttentionOp,
+        recurrent: RecurrentOps,
+    ) -> tuple[Array, KVCache]:
+        """Tokens int32[T] -> hidden states [T, E], and the whole cache with what the draft has written."""
+        own = len(kv) - self.num_layers
+        with jax.named_scope("draft"):
+            # Its target may know tokens that it does not know.
+            known = jnp.minimum(tokens, self.vocab_size - 1)
+            metas = (meta,) * self.num_groups
+            hidden, written = self.model(
+                known, meta.positions, kv[own:], metas, attention=attention, recurrent=recurrent
+            )
+        return hidden, (*kv[:own], *written)
+
+
+RebuildDraft = Callable[[Weights], Follower]
+
+
 class StepShapes(NamedTuple):
     """The sizes that all programs of a runner have in common."""
 
@@ -126,11 +166,14 @@ def _run_model(
     starts: Array,
     held: Array | None,
     adapters: AdapterPool,
+    follower: Follower | None,
+    guesses: Array | None = None,
     media: MediaInputs | None = None,
     shifts: Array | None = None,
 ) -> tuple[Array, Array, KVCache, Array | None]:
-    """(logits float32[R, V], hidden [T, E], cache, `RowState.held`); `last` int32[R] replaces FEEDBACK. A
-    model that reads pictures has `media` or, in a window, `shifts`.
+    """(logits float32[R, V], hidden [T, E], cache, `RowState.held`); `last` int32[R] replaces FEEDBACK, and
+    `guesses` int32[R, K] the numbers below it. A model that reads pictures has `media` or, in a window,
+    `shifts`.
     """
     copies = None
     if held is not None:
@@ -152,6 +195,8 @@ def _run_model(
     )
     others = zip(page_tables[1:], shapes.num_pages[1:], strict=True)
     metas = (meta, *(with_pages(meta, table, shapes.page_size, num_pages) for table, num_pages in others))
+    if guesses is not None:
+        tokens = jnp.where(tokens < FEEDBACK, _guessed(guesses[meta.token_rows], tokens), tokens)
     tokens = jnp.where(tokens == FEEDBACK, last[meta.token_rows], tokens)
     if shifts is not None:
         media = media_of_rows(shifts, meta.positions, meta.token_rows)
@@ -160,11 +205,23 @@ def _run_model(
         if adapters and batch.adapter_slots is not None:
             slots = batch.adapter_slots[meta.token_rows]
             given["adapters"] = AdapterRows(adapters[0], slots, shapes.adapter_rank)
-        hidden, kv = model(tokens, meta.positions, kv, metas, **given)
+        own = len(kv) - (0 if follower is None else follower.num_layers)
+        hidden, written = model(tokens, meta.positions, kv[:own], metas, **given)
+        kv = (*written, *kv[own:])
         at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
         num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
         logits = model.logits(hidden[at], num_rows)
+    if follower is not None:
+        _, kv = follower(tokens, kv, meta, attention, recurrent)
     return logits, hidden, kv, None if copies is None else copies.held
+
+
+def _guessed(guesses: Array, codes: Array) -> Array:
+    """The guesses that these numbers stand for, see `drafted_tokens`: guesses int32[N, K], codes int32[N].
+    Numbers that stand for none have any.
+    """
+    places = jnp.clip(FIRST_DRAFTED - codes, 0, guesses.shape[1] - 1)
+    return jnp.take_along_axis(guesses, places[:, None], axis=1)[:, 0]
 
 
 def _of_rows(by_slot: Array, batch: Unpacked) -> Array:
@@ -180,12 +237,25 @@ def _add_pages(state: RowState, batch: Unpacked) -> RowState:
 
 
 def make_forward(
-    rebuild: Rebuild, layout: Layout, shapes: StepShapes, attention: AttentionOp, recurrent: RecurrentOps
-) -> Callable[[Weights, KVCache, RowState, Array, Pool, AdapterPool], Forward]:
-    """A program that runs the model over one step of any mix of chunks and decodes."""
+    rebuild: Rebuild,
+    layout: Layout,
+    shapes: StepShapes,
+    attention: AttentionOp,
+    recurrent: RecurrentOps,
+    rebuild_draft: RebuildDraft | None = None,
+) -> Callable[[Weights, KVCache, RowState, Array, Pool, AdapterPool, Weights], Forward]:
+    """A program that runs the model over one step of any mix of chunks and decodes. The last argument is the
+    draft's weights; () without one.
+    """
 
     def forward(
-        weights: Weights, kv: KVCache, state: RowState, packed: Array, pool: Pool, adapters: AdapterPool
+        weights: Weights,
+        kv: KVCache,
+        state: RowState,
+        packed: Array,
+        pool: Pool,
+        adapters: AdapterPool,
+        draft: Weights,
     ) -> Forward:
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
@@ -203,6 +273,8 @@ def make_forward(
             starts=batch.starts,
             held=state.held,
             adapters=adapters,
+            follower=None if rebuild_draft is None else rebuild_draft(draft),
+            guesses=None if state.guesses is None else _of_rows(state.guesses, batch),
             media=media_of_tokens(layout.pictures_view(packed), pool) if layout.has_pictures else None,
         )
         state = state._replace(held=held)
@@ -247,6 +319,9 @@ def make_checked_choice(
         batch, num_rows = layout.unpack_rows(packed), layout.key.rows
         before, places, guessed = checks[BEFORE], checks[PLACE], checks[GUESS]
         is_guess, num_slots = places > 0, state.tokens.shape[0]
+        if state.guesses is not None:
+            drafted = _guessed(_of_rows(state.guesses, batch), guessed)
+            guessed = jnp.where(guessed < FEEDBACK, drafted, guessed)
         in_turn = (batch.flags & PENALTIES) != 0
 
         def counting(tokens: Array) -> Array:
@@ -297,7 +372,8 @@ def make_window(
     recurrent: RecurrentOps,
     sampler: SamplerOp,
     max_steps: int,
-) -> Callable[[Weights, KVCache, RowState, Array, AdapterPool], tuple[KVCache, RowState, Chosen]]:
+    rebuild_draft: RebuildDraft | None = None,
+) -> Callable[[Weights, KVCache, RowState, Array, AdapterPool, Weights], tuple[KVCache, RowState, Chosen]]:
     """A program that loops over decode steps. A call runs as many steps as its buffer's header says, or fewer
     when every row has ended. No row has a mask.
 
@@ -307,9 +383,10 @@ def make_window(
     """
 
     def window(
-        weights: Weights, kv: KVCache, state: RowState, packed: Array, adapters: AdapterPool
+        weights: Weights, kv: KVCache, state: RowState, packed: Array, adapters: AdapterPool, draft: Weights
     ) -> tuple[KVCache, RowState, Chosen]:
         model = rebuild(weights)
+        follower = None if rebuild_draft is None else rebuild_draft(draft)
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
         page_tables = tuple(_of_rows(table, batch) for table in state.tables)
@@ -334,6 +411,7 @@ def make_window(
                 starts=batch.starts + carry.advanced,
                 held=carry.state.held,
                 adapters=adapters,
+                follower=follower,
                 shifts=shifts,
             )
             state = carry.state._replace(held=held)
@@ -387,6 +465,67 @@ def make_window(
         return end.kv, _keep(end.state, batch, end.sampled), end.chosen
 
     return window
+
+
+def make_guesses(
+    rebuild_draft: RebuildDraft,
+    layout: Layout,
+    shapes: StepShapes,
+    attention: AttentionOp,
+    recurrent: RecurrentOps,
+    most: int,
+    *,
+    all_steps: bool,
+) -> Callable[[Weights, KVCache, RowState, Array], tuple[KVCache, RowState]]:
+    """A program in which a draft model guesses what follows the last samples of slots: (its weights, cache,
+    state, packed buffer without tokens) -> (cache, state). Each row's MAX_SAMPLES says how many tokens, at
+    most `most`. A guess is the likeliest token.
+
+    `all_steps`: whether `most` steps are computed however few are needed, see `make_window`.
+    """
+
+    def guess(weights: Weights, kv: KVCache, state: RowState, packed: Array) -> tuple[KVCache, RowState]:
+        follower = rebuild_draft(weights)
+        batch = layout.unpack_rows(packed)
+        state = _add_pages(state, batch)
+        assert state.guesses is not None, "slots have places for the guesses of a draft"
+        page_table, num_rows = _of_rows(state.tables[0], batch), layout.key.rows
+        vocab_size = state.history.shape[1]
+        num_real = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
+
+        def one_step(
+            step: Array, carry: tuple[Array, Array, KVCache, Array]
+        ) -> tuple[Array, Array, KVCache, Array]:
+            tokens, advanced, kv, guesses = carry
+            meta = make_meta(
+                starts=batch.starts + advanced,
+                q_lens=batch.q_lens,
+                page_table=page_table,
+                num_tokens=num_rows,
+                decode_only=True,
+                page_size=shapes.page_size,
+                num_pages=shapes.num_pages[0],
+            )
+            hidden, kv = follower(tokens, kv, meta, attention, recurrent)
+            logits = follower.model.logits(hidden, num_real)[:, :vocab_size]
+            made = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            guesses = guesses.at[:, step].set(made)
+            # A row that has all its guesses repeats its last step, as in a window: it has no further pages.
+            goes_on = step + 1 < batch.max_samples
+            return jnp.where(goes_on, made, tokens), advanced + goes_on.astype(jnp.int32), kv, guesses
+
+        num_steps = most if all_steps else batch.num_steps
+        begin = (
+            _of_rows(state.tokens, batch),
+            jnp.zeros((num_rows,), jnp.int32),
+            kv,
+            jnp.zeros((num_rows, most), jnp.int32),
+        )
+        _, _, kv, guesses = lax.fori_loop(0, num_steps, one_step, begin)
+        kept = state.guesses.at[batch.sampling.slots].set(guesses, mode="drop")
+        return kv, state._replace(guesses=kept)
+
+    return guess
 
 
 class _Window(NamedTuple):

@@ -20,7 +20,13 @@ from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW
 from penstock.runtime.loading.quantised.checkpoint import has_codes
 from penstock.runtime.loading.quantised.config import without_quantisation
 from penstock.runtime.loading.quantised.layers import QuantisedWeight
-from penstock.runtime.loading.served_model import CheckpointFacts, read_checkpoint, reader_of, served_config
+from penstock.runtime.loading.served_model import (
+    CheckpointFacts,
+    read_checkpoint,
+    read_draft,
+    reader_of,
+    served_config,
+)
 from penstock.runtime.model_files import read_json_object
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import LinearFormat
@@ -96,6 +102,8 @@ class Inspection:
     """The dtype that native kernels would compute, if they compute none of this model for its dtype alone."""
     adapter_bytes: int = 0
     """Of the places for LoRA adapters, if there are some."""
+    draft_bytes: int = 0
+    """Of the weights of a draft model, if there is one. `cache` is that of both then."""
     image_token_bytes: int = 0
     """Bytes of the pool of embeddings for each token of an image; 0: it reads no images."""
     has_image_processor: bool = False
@@ -147,6 +155,10 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
     """
     facts = read_checkpoint(directory, options, backend)
     config = facts.config
+    draft = None
+    if options.draft_model is not None:
+        draft = read_draft(options.draft_model, facts, options, backend).facts
+    cache = config.cache if draft is None else config.cache.followed_by(draft.config.cache)
     kv_dtype = cache_dtype(options.kv_cache_dtype, facts.dtype)
     resolved = resolve(options, backend.sizes, defaults=facts.defaults)
     return replace(
@@ -160,7 +172,11 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
         text=facts.text,
         served_cache_bytes=None
         if backend.memory() is not None
-        else _served_cache_bytes(directory, config, resolved, backend.kv_storage_dtype(kv_dtype)),
+        else _served_cache_bytes(directory, config, cache, resolved, backend.kv_storage_dtype(kv_dtype)),
+        cache=cache,
+        draft_bytes=0
+        if draft is None
+        else sum(map(_num_bytes, leaf_shapes(draft.config, draft.dtype, draft.linear).values())),
         sampling_bytes=8 * resolved.feature_slots * config.vocab_size,
         kernels_dtype=lacking_kernels(options.dtype, facts.dtype, backend),
         has_image_processor=facts.image_processor is not None,
@@ -169,6 +185,8 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
 
 def inspect_config(file: Path, options: EngineConfig, backend: Backend) -> Inspection:
     """Read a config.json alone. Raises ConfigError and UnknownArchitecture."""
+    if options.draft_model is not None:
+        raise ConfigError("draft_model: needs the whole checkpoint of the model that is served")
     config = parse_config(without_quantisation(read_json_object(file)))
     config = served_config(config, options)
     dtype = model_dtype(config, options.dtype)
@@ -225,12 +243,16 @@ def _adapter_bytes(
 
 
 def _served_cache_bytes(
-    directory: Path, model: ModelConfig, config: ResolvedConfig, kv_dtype: np.dtype[np.generic]
+    directory: Path,
+    model: ModelConfig,
+    cache: CacheSpec,
+    config: ResolvedConfig,
+    kv_dtype: np.dtype[np.generic],
 ) -> int | None:
     """Bytes of the cache that an engine on the CPU makes with these options; None if its default size cannot
     hold the context that they ask for.
     """
-    cache, rows = model.cache, config.max_num_seqs
+    rows = config.max_num_seqs
     groups = cache.groups(config.page_size, kv_dtype)
     try:
         plan = plan_kv(

@@ -18,7 +18,9 @@ import numpy as np
 from flax import nnx
 
 from penstock.runtime.config import EngineConfig, resolve
+from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, check_required, most_devices
+from penstock.runtime.execution.draft_model import DraftModel
 from penstock.runtime.execution.kv_sizing import check_max_model_len
 from penstock.runtime.execution.on_mesh import cut_sharding
 from penstock.runtime.execution.runner_config import check_end_tokens
@@ -108,6 +110,13 @@ class ServedModel:
     """Makes pictures ready for it; None: it reads none, or its files do not say how."""
     adapted: AdaptedModel | None = None
     """What adapters may change of it; None: the engine is made without them."""
+    draft: DraftModel | None = None
+    """The model that guesses what it makes; None: there is none."""
+
+    @property
+    def whole_cache(self) -> CacheSpec:
+        """What the model and its draft keep."""
+        return self.cache if self.draft is None else self.cache.followed_by(self.draft.cache)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +239,8 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
     """
     directory = resolve_model(model)
     facts = read_checkpoint(directory, config, backend)
+    read = None if config.draft_model is None else read_draft(config.draft_model, facts, config, backend)
+    draft = None if read is None else _load_draft(read, config, backend)
     own, devices = own_devices(backend.mesh), backend.mesh.size
     leaves = load_leaves(
         directory,
@@ -268,6 +279,102 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         answer_token_ids=facts.answer_token_ids,
         reader=reader_of(facts.config),
         adapted=adapted_model(facts.config, facts.dtype, facts.linear) if takes_adapters else None,
+        draft=draft,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftFacts:
+    """What the files of a draft model say."""
+
+    name: str
+    directory: Path
+    facts: CheckpointFacts
+
+
+def read_draft(name: str, target: CheckpointFacts, options: EngineConfig, backend: Backend) -> DraftFacts:
+    """Read all files of a draft model as `read_checkpoint` does, for a model with these facts. ConfigError,
+    which begins with the name of the option, if it cannot be that model's draft.
+    """
+    own = dataclasses.replace(
+        options,
+        dtype=np.dtype(target.dtype).name,
+        max_model_len=options.max_model_len or target.usual_length,
+        max_adapters=0,
+        adapter_dir=None,
+        generation_config=None,
+    )
+    try:
+        directory = resolve_model(name)
+        facts = read_checkpoint(directory, own, backend)
+        if problem := _why_no_draft(facts, target):
+            raise ConfigError(problem)
+    except ConfigError as error:
+        raise ConfigError(f"draft_model: {name}: {error}") from error
+    return DraftFacts(name=name, directory=directory, facts=facts)
+
+
+def _why_no_draft(facts: CheckpointFacts, target: CheckpointFacts) -> str:
+    """Why a model cannot be the draft of another one; empty if it can."""
+    if target.config.devices > 1:
+        return "the model that is served is cut over devices: set tensor_parallel_size to 1"
+    if not target.config.generates:
+        return "the model that is served generates nothing"
+    if target.config.cache.has_state:
+        return (
+            "the model that is served has a recurrent state, which cannot go back to where a guess was wrong"
+        )
+    if target.config.cache.windows[0] is not None:
+        return (
+            "all layers of the model that is served have a sliding window, so pages behind it are given back"
+        )
+    if target.vision is not None:
+        return "the model that is served reads pictures, which a draft does not get"
+    if not facts.config.generates:
+        return "it generates nothing"
+    if facts.config.cache.has_state:
+        return "it has a recurrent state, which cannot go back to where a guess was wrong"
+    if facts.vision is not None:
+        return "it reads pictures, which a draft does not get"
+    ours, theirs = _vocabulary(facts.text), _vocabulary(target.text)
+    if ours is None or theirs is None:
+        same = ours is theirs and facts.config.vocab_size == target.config.vocab_size
+    else:
+        size = min(facts.config.vocab_size, target.config.vocab_size)
+        same = _below(ours, size) == _below(theirs, size)
+    return "" if same else "its tokenizer is another one: a draft has the tokens of the model that is served"
+
+
+def _vocabulary(text: TextCodec | None) -> dict[str, int] | None:
+    """Token to id; None where that is not known."""
+    if text is None or text.backend is None:
+        return None
+    return text.backend.get_vocab(with_added_tokens=True)
+
+
+def _below(vocabulary: Mapping[str, int], size: int) -> dict[str, int]:
+    return {token: i for token, i in vocabulary.items() if i < size}
+
+
+def _load_draft(read: DraftFacts, config: EngineConfig, backend: Backend) -> DraftModel:
+    facts = read.facts
+    leaves = load_leaves(
+        read.directory,
+        facts.rules,
+        facts.tensors,
+        leaf_shapes(facts.config, facts.dtype, facts.linear),
+        placement=cut_sharding(backend.mesh),
+        progress=config.show_progress,
+        threads=config.threads or available_processors(),
+    )
+    host_memory.give_back()
+    graphdef, _ = abstract_model(facts.config, facts.dtype, facts.linear)
+    return DraftModel(
+        name=read.name,
+        graphdef=graphdef,
+        weights=state_of(facts.config, leaves, facts.dtype, facts.linear),
+        cache=facts.config.cache,
+        vocab_size=facts.config.vocab_size,
     )
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -223,6 +223,15 @@ class CacheSpec:
                 "kv_cache_dtype: must be auto or left out, not int8: the model has no layers that attend, so "
                 "it keeps no keys and values"
             )
+
+    def followed_by(self, draft: CacheSpec) -> CacheSpec:
+        """The cache of a model, the first group of which has no window, and of a draft model without state.
+        The draft's layers have the pages of that group, whatever their own windows.
+        """
+        layers = (
+            replace(layer, window=None) if isinstance(layer, PagedKV) else layer for layer in draft.layers
+        )
+        return CacheSpec((*self.layers, *layers))
 
     @property
     def has_state(self) -> bool:

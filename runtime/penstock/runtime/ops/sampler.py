@@ -51,6 +51,7 @@ class RowState(NamedTuple):
     history: Array  # int32[F, V] how often each token was generated, plus IN_PROMPT; only where PENALTIES
     bias: Array  # float32[F, V] added to the logits, -inf = forbidden; only where BIAS
     held: Array | None = None  # int32[S] after how many positions copy 0 of each slot's state stands
+    guesses: Array | None = None  # int32[S, K] what a draft model guesses to follow; None where there is none
 
 
 class Sampled(NamedTuple):

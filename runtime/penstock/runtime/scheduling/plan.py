@@ -17,6 +17,15 @@ from penstock.runtime.requests.images import MediaItem
 from penstock.runtime.requests.request import Request, TokenLogprobs
 from penstock.runtime.scheduling.sequence import Sequence
 
+FIRST_DRAFTED = -2
+"""A proposed token that stands for a draft model's guess of the next one; `FIRST_DRAFTED - i` stands for its
+guess of the i-th after that. What they are is known on the device alone."""
+
+
+def drafted_tokens(count: int) -> tuple[int, ...]:
+    """What stands for the first `count` guesses of a draft model."""
+    return tuple(range(FIRST_DRAFTED, FIRST_DRAFTED - count, -1))
+
 
 class PlanRow(NamedTuple):
     """The part of one sequence in a step: its positions [start, start + num_tokens).
@@ -46,10 +55,11 @@ class PlanRow(NamedTuple):
     without meaning if the row does not sample. The device ends a row early, after a token that ends the
     request and is not banned, or before the first sample that follows a token which was wrongly proposed."""
     proposed: tuple[int, ...] = ()
-    """Inputs behind the slot's last sample that somebody has guessed. A token is sampled after each of them
-    and of the last sample. Those count up to the first that is not the input which follows it: so what is
-    sampled does not depend on what is proposed. The others leave KV behind the row's last token that counts,
-    where the next row of the sequence writes its own."""
+    """Inputs behind the slot's last sample that somebody has guessed, or what `drafted_tokens` gives, if a
+    draft model guesses them in the same step. A token is sampled after each of them and of the last sample.
+    Those count up to the first that is not the input which follows it: so what is sampled does not depend on
+    what is proposed. The others leave KV behind the row's last token that counts, where the next row of the
+    sequence writes its own."""
 
 
 @dataclass(frozen=True, slots=True)

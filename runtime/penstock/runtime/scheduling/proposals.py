@@ -17,7 +17,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple, Protocol
 
-from penstock.runtime.scheduling.plan import Draft
+from penstock.runtime.scheduling.plan import Draft, drafted_tokens
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence
@@ -46,9 +46,10 @@ class Proposer(Protocol):
         ...
 
     def propose(self, candidates: Items[Candidate], num_rows: int, room: int) -> Items[Items[int]]:
-        """Propose the next tokens of each candidate, none where that would not pay, for a step with
-        `num_rows` rows, those of the candidates included. What goes beyond the bounds of a candidate, or
-        beyond `room` tokens in all, is dropped.
+        """Propose the next tokens of each candidate, or what stands for guesses of a draft model
+        (`drafted_tokens`); none where that would not pay. It is for a step with `num_rows` rows, those of the
+        candidates included. What goes beyond the bounds of a candidate, or beyond `room` tokens in all, is
+        dropped.
         """
         ...
 
@@ -149,8 +150,10 @@ class Proposals:
         return candidates, num_rows, room
 
     def _known(self, tokens: Items[int]) -> tuple[int, ...]:
-        """The tokens before the first that the model does not know."""
-        vocab_size = self._config.vocab_size
+        """The tokens before the first that the model does not know, or what stands for a draft's guesses."""
+        vocab_size, drafted = self._config.vocab_size, drafted_tokens(len(tokens))
+        if drafted and tuple(tokens) == drafted:
+            return drafted[: self._config.drafted_tokens]
         for i, token in enumerate(tokens):
             if not 0 <= token < vocab_size:
                 return tuple(tokens[:i])

@@ -83,6 +83,8 @@ class SchedulerConfig:
     """Most rows of a step, where each proposed token counts as one; None: max_num_seqs."""
     vocab_size: int = 2**31
     """Proposed tokens are below this."""
+    drafted_tokens: int = 0
+    """Most tokens that a draft model on the device guesses for a sequence in a step; 0: there is none."""
 
     def __post_init__(self) -> None:
         least = {

@@ -115,6 +115,11 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="largest rank of an adapter, for which each place has room; default: %(default)s",
     )
+    parser.add_argument(
+        "--draft-model",
+        metavar="MODEL",
+        help="the model that would guess, as with `penstock serve`; default: none",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -175,6 +180,8 @@ def _inspect(args: argparse.Namespace) -> Inspection:
         max_adapters=args.max_adapters,
         max_cached_adapters=max(args.max_adapters, EngineConfig().max_cached_adapters),
         max_adapter_rank=args.max_adapter_rank,
+        speculation="off" if args.draft_model is None else "draft",
+        draft_model=args.draft_model,
     )
     on_one = dataclasses.replace(options, tensor_parallel_size=1)  # there need not be so many devices here
     backend = choose_backend(on_one, jax.devices()[0])
@@ -227,7 +234,8 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
         "request_bytes": request,
         "requests": num_seqs,
         "adapter_bytes": found.adapter_bytes,
-        "total_bytes": found.weight_bytes + found.adapter_bytes + num_seqs * request,
+        "draft_bytes": found.draft_bytes,
+        "total_bytes": found.weight_bytes + found.adapter_bytes + found.draft_bytes + num_seqs * request,
         "end_token_ids": list(found.eos_token_ids),
         "tokenizer": text is not None,
         "chat_template": text is not None and text.has_chat_template,
@@ -247,7 +255,7 @@ def _process(found: Inspection, interpreter: int) -> dict[str, Any]:
         "tokenizer_bytes": max(0, (resident_bytes() or 0) - interpreter),
         "interpreter_bytes": interpreter,
     }
-    whole = found.weight_bytes + found.adapter_bytes + sum(parts.values())
+    whole = found.weight_bytes + found.adapter_bytes + found.draft_bytes + sum(parts.values())
     return parts | {"process_bytes": whole}
 
 
@@ -293,6 +301,7 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
         ("KV cache", "; ".join(kv) or "none"),
         ("", f"{_size(facts['request_bytes'])} for a request of the whole context"),
         *([("adapters", _size(found.adapter_bytes))] if found.adapter_bytes else []),
+        *([("draft", f"{_size(found.draft_bytes)} of weights")] if found.draft_bytes else []),
         (
             "memory",
             f"{_size(facts['total_bytes'])}{cut} for the weights and {facts['requests']} such requests",

@@ -475,8 +475,14 @@ def _add_engine(flag: AddFlag) -> None:
         "speculation",
         "who proposes the next tokens of an output, which the model then checks in one step; the tokens stay "
         "the same; lookup: what followed the same words earlier in the prompt, in the output, or in requests "
-        "with the same cache salt",
+        "with the same cache salt; draft: a second, smaller model, see --draft-model",
         choices=SPECULATIONS,
+    )
+    flag(
+        "draft_model",
+        "the model that guesses with --speculation draft: a folder, a .gguf file or a hub id; its tokenizer "
+        "is that of the model that is served",
+        "MODEL",
     )
     flag(
         "max_proposed_tokens",

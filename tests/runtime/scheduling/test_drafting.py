@@ -1,0 +1,110 @@
+"""For how many tokens a draft model is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.runtime.requests.request import Request, StoppingParams
+from penstock.runtime.requests.sampling import ResolvedSampling
+from penstock.runtime.scheduling.drafting import Drafting
+from penstock.runtime.scheduling.plan import drafted_tokens
+from penstock.runtime.scheduling.proposals import Candidate
+from penstock.runtime.scheduling.scheduler import Scheduler
+from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
+from penstock.runtime.scheduling.sequence import Sequence
+from tests.support.mix import Turns
+
+STEP_NS = 1e6
+
+
+def sequence(name: str = "a", *, constrained: bool = False) -> Sequence:
+    config = SchedulerConfig(
+        max_num_seqs=1,
+        max_num_batched_tokens=8,
+        max_model_len=1000,
+        page_size=4,
+        num_pages=300,
+        eos_token_ids=frozenset(),
+        max_queued_requests=1,
+    )
+    request = Request(
+        name,
+        (1, 2, 3),
+        ResolvedSampling(),
+        StoppingParams(max_tokens=900),
+        constraint=Turns(5) if constrained else None,
+    )
+    return Scheduler(config).prepare(request, 0, ())
+
+
+class Asked:
+    """A draft for one sequence. A step takes STEP_NS, and `each` of it more for each guess."""
+
+    def __init__(self, each: float) -> None:
+        self.drafting, self.seq, self._each = Drafting(), sequence(), each
+        self.drafting.measured(1, 0, STEP_NS)
+
+    @property
+    def num(self) -> int:
+        """For how many tokens it is asked."""
+        (guesses,) = self.drafting.propose([Candidate(self.seq, 4)], 1, 8)
+        assert tuple(guesses) == drafted_tokens(len(guesses))
+        return len(guesses)
+
+    def step(self, num: int, right: int) -> None:
+        """A step in which so many tokens were guessed, and so many of them rightly."""
+        if num:
+            self.seq.proposed_tokens += num
+            self.seq.accepted_tokens += right
+        self.seq.token_ids += [1] * (right + 1)
+        self.drafting.measured(1, num, STEP_NS * (1 + self._each * num))
+
+
+def test_nothing_is_asked_before_a_step_without_guesses_was_measured() -> None:
+    drafting, seq = Drafting(), sequence()
+    assert drafting.propose([Candidate(seq, 4)], 1, 8) == [()]
+    assert not drafting.is_due([Candidate(seq, 4)], 1, 8)
+    drafting.measured(1, 0, STEP_NS)
+    assert len(drafting.propose([Candidate(seq, 4)], 1, 8)[0]) > 0
+    assert drafting.is_due([Candidate(seq, 4)], 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("each", "share", "least", "most"),
+    [
+        (0.05, 1.0, 4, 4),
+        (0.05, 0.0, 0, 0),
+        (1.2, 1.0, 0, 0),  # a guess takes longer than a step
+        (0.5, 0.5, 0, 1),
+        (0.2, 0.75, 1, 4),
+    ],
+)
+def test_as_many_as_bring_most_in_the_time(each: float, share: float, least: int, most: int) -> None:
+    asked = Asked(each)
+    for _ in range(30):
+        num = asked.num
+        asked.step(num, round(share * num))
+    assert least <= asked.num <= most
+
+
+def test_a_sequence_is_tried_again_after_a_while() -> None:
+    asked = Asked(0.05)
+    for _ in range(30):
+        asked.step(asked.num, 0)
+    assert asked.num == 0
+    for _ in range(70):
+        asked.step(0, 0)
+    assert asked.num > 0
+
+
+def test_bounds_are_kept() -> None:
+    """Room is for all rows or for none, and a row under a constraint gets nothing."""
+    drafting = Drafting()
+    drafting.measured(3, 0, STEP_NS)
+    seqs = [sequence(str(i), constrained=i == 1) for i in range(3)]
+    candidates = [Candidate(seq, most) for seq, most in zip(seqs, (4, 4, 1), strict=True)]
+    assert [len(guesses) for guesses in drafting.propose(candidates, 3, 8)] == [4, 0, 1]
+    assert sum(len(guesses) for guesses in drafting.propose(candidates, 3, 3)) <= 3
+    assert [len(guesses) for guesses in drafting.propose(candidates, 3, 1)] == [0, 0, 0]
+    for seq in seqs:
+        drafting.ended(seq)
