@@ -27,7 +27,9 @@ from penstock.runtime.errors import (
     UnknownAdapterError,
     UnsupportedFeature,
 )
+from penstock.runtime.inprocess.scoring import read
 from penstock.runtime.requests.adapter import AdapterWeights
+from penstock.runtime.requests.request import PromptReading
 from penstock.runtime.scheduling.adapter_slots import AdapterSlots
 from penstock.runtime.scheduling.sequence import Sequence
 from tests.support.goldens import GOLDEN, small_config
@@ -273,3 +275,21 @@ def test_layers_that_are_fused_latent_or_recurrent(name: str) -> None:
                 check(case, answer(engine, case))
                 plain = {**case, "adapter": None}
                 assert answer(engine, plain)[0] == case["base_tokens"]
+
+
+@pytest.mark.sweep
+def test_a_classifier_s_numbers() -> None:
+    """All texts together, with the adapter and without it."""
+    (folder,) = folders("llama_classifier")
+    cases = json.loads((folder / "expected.json").read_text())["cases"]
+    with engine_of("encoders/llama_classifier", max_adapters=1) as engine:
+        reader = engine.info.reader
+        assert reader is not None
+        assert reader.classes is not None
+        engine.adapters.load(folder.name, folder)
+        reading = PromptReading(pooling=reader.classes.pooling, classes=True)
+        prompts = [tuple(case["prompt"]) for case in cases]
+        for adapter, name in ((folder.name, "logits"), (None, "base_logits")):
+            made = read(engine, prompts, [reading] * len(prompts), {"adapter": adapter})
+            found = [output.hidden for output in made]
+            np.testing.assert_allclose(found, [case[name] for case in cases], atol=1e-5)

@@ -135,8 +135,6 @@ def test_what_generates_nothing_is_served_by_a_group(name: str) -> None:
                 told = stub.Classify(inference_pb2.ClassifyRequest(inputs=given), timeout=120).results
                 numbers = [list(one.logits) for one in told]
                 np.testing.assert_allclose(numbers, [case["logits"] for case in cases], atol=1e-5)
-        group.processes[1].send_signal(signal.SIGTERM)
-        assert group.wait_codes(60.0) == [75, 0], group.output(0) + group.output(1)
 
 
 @pytest.mark.ci

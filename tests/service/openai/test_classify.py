@@ -5,6 +5,7 @@ the last one, 1), which here are the numbers of four classes.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ from tests.service.rig import fake
 LABELS = ("count", "sum", "last", "one")
 
 
-def classifier(problem: Problem) -> Any:
-    engine = fake()
+def classifier(problem: Problem, **options: Any) -> Any:
+    engine = fake(**options)
     classes = Classes(labels=LABELS, problem=problem, pooling=Pooling.LAST_TOKEN)
     reader = Reader(kind="a classifier", reads_whole=False, classes=classes)
     engine.info = dataclasses.replace(engine.info, reader=reader)
@@ -44,6 +45,19 @@ async def test_the_classes_of_each_input() -> None:
         assert told["data"][0]["probs"] == pytest.approx([0.25] * 4)
         refused = await rig.http.post("/classify", json={"input": ["a", ""]})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[1]")
+
+
+async def test_an_adapter_is_named_as_the_model(tmp_path: Path) -> None:
+    folder = tmp_path / "sql"
+    folder.mkdir()
+    (folder / "content").write_text("")
+    engine = classifier("single_label_classification", max_adapters=1, adapter_dir=tmp_path)
+    async with front_rig(engine) as rig:
+        told = (await rig.http.post("/classify", json={"model": "sql", "input": [1, 2]})).json()
+        assert (told["model"], told["data"][0]["label"]) == ("sql", "sum")
+        assert [one.adapter for one in engine.seen] == ["sql"]
+        refused = await rig.http.post("/classify", json={"model": "none", "input": [1]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, "model")
 
 
 async def test_a_regression_has_numbers_and_no_label() -> None:

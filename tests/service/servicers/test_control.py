@@ -130,7 +130,7 @@ async def test_server_info():
         info = await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())
         assert info.instance_id == rig.server.instance_id
     assert info.server_version == version()
-    assert info.contract_revision == 8
+    assert info.contract_revision == 9
     assert info.max_request_bytes == 8 * 2**20
     assert info.max_chunk_bytes == 2 << 20
     assert (info.max_running_requests, info.max_queued_requests, info.max_logprobs) == (3, 5, 7)

@@ -20,7 +20,7 @@ async def classify(request: Request) -> Response:
     name_params(request.scope, lambda: params_of(body.input))
     asked = backend.client.classify(
         prompts_of(body.input),
-        model=body.model,
+        **(await backend.facts(call)).asked_for(body.model),
         priority=None if body.priority is None else -body.priority,
         request_id=call.answer_id("classify"),
         timeout=call.timeout,

@@ -145,7 +145,7 @@ def to_classify_job(message: inference_pb2.ClassifyRequest, limits: Limits) -> C
     if reader is None or reader.classes is None:
         raise UnsupportedFeature(["Classify"], "the model has no classifier")
     without_text: Refused = {} if limits.has_text else {"inputs.text": (), "inputs.pair": ()}
-    check_supported(message, {**_of_priority(limits), **without_text})
+    check_supported(message, {**limits.lacking_engine, **without_text}, WHY_NO_ADAPTERS)
     bad = Violations()
     few = bad.allows("inputs", len(message.inputs), limits.max_outputs_queued, "inputs")
     if not message.inputs:
@@ -282,10 +282,6 @@ def to_ranking_job(message: inference_pb2.RerankRequest, limits: Limits) -> Rank
     )
 
 
-def _of_priority(limits: Limits) -> Refused:
-    return {} if limits.has_priority else {"priority": ()}
-
-
 def _lacking(limits: Limits) -> Refused:
     return {
         **limits.lacking_engine,
@@ -339,15 +335,13 @@ def _common(
     cache = bad.build(lambda: CacheParams(message.cache.cache_salt, message.cache.bypass_prefix_cache))
     bad.raise_if_any()
     assert cache is not None
-    # A classifier takes no adapters.
-    adapter = "" if isinstance(message, inference_pb2.ClassifyRequest) else message.adapter
     return _Common(
         request_id=request_id,
         sampling=ResolvedSampling(),
         stopping=StoppingParams(),
         cache=cache,
         priority=message.priority,
-        adapter=adapter or None,
+        adapter=message.adapter or None,
         min_generation=message.min_weights.generation,
         return_text=False,
     )

@@ -180,7 +180,7 @@ def _tokenizer_info(text: Text) -> control_pb2.TokenizerInfo:
     )
 
 
-CONTRACT_REVISION = 8
+CONTRACT_REVISION = 9
 _WATCH_LOAD = "penstock.v1.ControlService/WatchLoad"
 _TOKEN_COST = 8
 """The cost of turning one token into text, in bytes of a message (see `Lanes.convert`)."""

@@ -948,7 +948,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             pairs = zip(served.fitted, outputs, strict=True)
             return inference_pb2.ClassifyResponse(
                 request_id=job.request_id,
-                model=self._engine.info.name,
+                model=self._name_of(job),
                 labels=classes.labels,
                 results=[
                     classification(classes, one, taken, self._version(taken.weights_generation))

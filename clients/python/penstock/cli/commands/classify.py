@@ -33,13 +33,16 @@ def add_parser(subparsers: Subparsers) -> None:
         help="which tokens of a text that is too long are dropped (default: the server's)",
     )
     parser.add_argument("--model", type=words(256), metavar="NAME", help="refuse to ask any other model")
+    parser.add_argument(
+        "--adapter", type=words(), metavar="NAME", help="a LoRA adapter of the server, by name"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     if not args.texts and sys.stdin.isatty():
         complain(args.command, 'give a text, e.g. `penstock classify "I liked it"`, or pipe lines in')
         return 2
-    options = ClassifyOptions(truncation=args.truncation, model=args.model)
+    options = ClassifyOptions(truncation=args.truncation, model=args.model, adapter=args.adapter)
     return with_client(args, lambda client: _classify(client, args, options))
 
 
