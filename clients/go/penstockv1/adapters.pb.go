@@ -574,7 +574,8 @@ func (x *UnloadAdapterRequest) GetName() string {
 // The adapter has left: no new request can ask for it.
 type UnloadAdapterResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How many outputs still run on it; they finish on it, and then its memory is free.
+	// How many outputs still run on what it is made of. They, and those that wait for it, finish on it, and then its
+	// memory is free.
 	// Unit: outputs.
 	RunningRequests uint32 `protobuf:"varint,1,opt,name=running_requests,json=runningRequests,proto3" json:"running_requests,omitempty"`
 	unknownFields   protoimpl.UnknownFields
@@ -822,9 +823,9 @@ type Adapter struct {
 	SizeBytes uint64 `protobuf:"varint,5,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
 	// SHA-256 of what it is made of. Two adapters with the same digest answer alike, whatever their names are.
 	Digest []byte `protobuf:"bytes,6,opt,name=digest,proto3" json:"digest,omitempty"`
-	// When a request last began or ended with it, or when it was loaded.
+	// When a request last named it, or when it was loaded.
 	LastUsed *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=last_used,json=lastUsed,proto3" json:"last_used,omitempty"`
-	// How many outputs wait for it or run on it.
+	// How many outputs run on what it is made of, under this name or another. Those that wait are not counted.
 	// Unit: outputs.
 	RunningRequests uint32 `protobuf:"varint,8,opt,name=running_requests,json=runningRequests,proto3" json:"running_requests,omitempty"`
 	// Whether it keeps its place on the device until it is unloaded.

@@ -2376,6 +2376,9 @@ type ClassifyRequest struct {
 	// How the request uses the cache of prompts.
 	// Default: it shares prefixes with all requests that have no salt.
 	Cache *CacheOptions `protobuf:"bytes,10,opt,name=cache,proto3" json:"cache,omitempty"`
+	// The name of a LoRA adapter, which changes the model for this request.
+	// Default: the model as it is. Errors: those of GenerateRequest.adapter.
+	Adapter string `protobuf:"bytes,11,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	// Requests with a higher number are served first, and take slots and pages of those with a lower one.
 	// Default: 0. Limits: any 32-bit number; only 0 where GetModelInfo does not list FEATURE_PRIORITY.
 	Priority int32 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
@@ -2446,6 +2449,13 @@ func (x *ClassifyRequest) GetCache() *CacheOptions {
 		return x.Cache
 	}
 	return nil
+}
+
+func (x *ClassifyRequest) GetAdapter() string {
+	if x != nil {
+		return x.Adapter
+	}
+	return ""
 }
 
 func (x *ClassifyRequest) GetPriority() int32 {
@@ -2636,7 +2646,7 @@ type ClassifyResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The request's id: the caller's, or the one that the server made.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// The name of the model that answered.
+	// The name of the model that answered, or of the adapter if the request named one.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// The names of the model's classes.
 	Labels []string `protobuf:"bytes,3,rep,name=labels,proto3" json:"labels,omitempty"`
@@ -3327,14 +3337,15 @@ const file_penstock_v1_inference_proto_rawDesc = "" +
 	"\x0eRankedDocument\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12\x1c\n" +
 	"\trelevance\x18\x02 \x01(\x01R\trelevance\x125\n" +
-	"\aweights\x18\x03 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\xbe\x02\n" +
+	"\aweights\x18\x03 \x01(\v2\x1b.penstock.v1.WeightsVersionR\aweights\"\xd8\x02\n" +
 	"\x0fClassifyRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x122\n" +
 	"\x06inputs\x18\x03 \x03(\v2\x1a.penstock.v1.ClassifyInputR\x06inputs\x12/\n" +
 	"\x05cache\x18\n" +
-	" \x01(\v2\x19.penstock.v1.CacheOptionsR\x05cache\x12\x1a\n" +
+	" \x01(\v2\x19.penstock.v1.CacheOptionsR\x05cache\x12\x18\n" +
+	"\aadapter\x18\v \x01(\tR\aadapter\x12\x1a\n" +
 	"\bpriority\x18\f \x01(\x05R\bpriority\x12<\n" +
 	"\vmin_weights\x18\r \x01(\v2\x1b.penstock.v1.WeightsVersionR\n" +
 	"minWeights\x127\n" +

@@ -310,7 +310,8 @@ class UnloadAdapterResponse(_message.Message):
 
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
-    """How many outputs still run on it; they finish on it, and then its memory is free.
+    """How many outputs still run on what it is made of. They, and those that wait for it, finish on it, and then its
+    memory is free.
     Unit: outputs.
     """
     def __init__(
@@ -453,7 +454,7 @@ class Adapter(_message.Message):
     digest: _builtins.bytes
     """SHA-256 of what it is made of. Two adapters with the same digest answer alike, whatever their names are."""
     running_requests: _builtins.int
-    """How many outputs wait for it or run on it.
+    """How many outputs run on what it is made of, under this name or another. Those that wait are not counted.
     Unit: outputs.
     """
     pinned: _builtins.bool
@@ -466,7 +467,7 @@ class Adapter(_message.Message):
 
     @_builtins.property
     def last_used(self) -> _timestamp_pb2.Timestamp:
-        """When a request last began or ended with it, or when it was loaded."""
+        """When a request last named it, or when it was loaded."""
 
     def __init__(
         self,

@@ -1314,6 +1314,7 @@ class ClassifyRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     MIN_WEIGHTS_FIELD_NUMBER: _builtins.int
     TRUNCATION_FIELD_NUMBER: _builtins.int
@@ -1324,6 +1325,10 @@ class ClassifyRequest(_message.Message):
     model: _builtins.str
     """The model that the request is meant for.
     Default: the served model. Limits: the name of the served model.
+    """
+    adapter: _builtins.str
+    """The name of a LoRA adapter, which changes the model for this request.
+    Default: the model as it is. Errors: those of GenerateRequest.adapter.
     """
     priority: _builtins.int
     """Requests with a higher number are served first, and take slots and pages of those with a lower one.
@@ -1359,13 +1364,14 @@ class ClassifyRequest(_message.Message):
         model: _builtins.str = ...,
         inputs: _abc.Iterable[Global___ClassifyInput] | None = ...,
         cache: _types_pb2.CacheOptions | None = ...,
+        adapter: _builtins.str = ...,
         priority: _builtins.int = ...,
         min_weights: _types_pb2.WeightsVersion | None = ...,
         truncation: _types_pb2.Truncation.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "min_weights", b"min_weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "inputs", b"inputs", "min_weights", b"min_weights", "model", b"model", "priority", b"priority", "request_id", b"request_id", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "inputs", b"inputs", "min_weights", b"min_weights", "model", b"model", "priority", b"priority", "request_id", b"request_id", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1454,7 +1460,7 @@ class ClassifyResponse(_message.Message):
     request_id: _builtins.str
     """The request's id: the caller's, or the one that the server made."""
     model: _builtins.str
-    """The name of the model that answered."""
+    """The name of the model that answered, or of the adapter if the request named one."""
     @_builtins.property
     def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The names of the model's classes."""
