@@ -69,6 +69,7 @@ TOGETHER = (
     ),
     (f"{_ENGINE}/state/test_state_by_slot.py", f"{_ENGINE}/state/test_snapshots.py"),
     (f"{_ENGINE}/test_engine_sampling.py", f"{_ENGINE}/test_engine_constraints.py"),
+    (f"{_ENGINE}/test_speculation.py", f"{_ENGINE}/test_draft_model.py"),
 )
 """Files whose engines have the same programs: one worker takes them, so that it compiles once."""
 

@@ -129,6 +129,9 @@ def build(
     if config.native == "require" and not is_native:
         raise ConfigError(backend.kernels_cannot)
     _log_attention(runner.device, backend)
+    if model.draft is not None:
+        draft_bytes = sum(int(leaf.nbytes) for leaf in runner.device.draft_leaves)
+        log.info("%s guesses tokens: it takes %.2f GiB of weights", model.draft.name, draft_bytes / 2**30)
     images = _image_reader(model, config)
     runner.initialize_kv_cache(kv.num_pages)
     config = dataclasses.replace(

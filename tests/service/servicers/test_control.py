@@ -138,10 +138,16 @@ async def test_server_info():
     assert list(info.devices) == ["fake:0"]
 
 
-@pytest.mark.parametrize(("speculation", "told"), [("off", ("", 0)), ("lookup", ("lookup", 6))])
-async def test_the_proposer_and_its_bound_are_told(speculation, told):
-    proposed = told[1] or None
-    async with serving(fake(speculation=speculation, max_proposed_tokens=proposed)) as rig:
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, ("", 0)),
+        ({"speculation": "lookup", "max_proposed_tokens": 6}, ("lookup", 6)),
+        ({"speculation": "draft", "max_proposed_tokens": 6, "draft_model": "small"}, ("draft", 6)),
+    ],
+)
+async def test_the_proposer_and_its_bound_are_told(options, told):
+    async with serving(fake(**options)) as rig:
         info = await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())
     assert (info.proposer, info.max_proposed_tokens) == told
 

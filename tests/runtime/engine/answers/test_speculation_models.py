@@ -17,6 +17,7 @@ from penstock.runtime import Engine, EngineConfig, StoppingParams, building
 from penstock.runtime.ops.native import library
 from penstock.runtime.requests.request import Request
 from penstock.runtime.requests.sampling import ResolvedSampling
+from penstock.runtime.scheduling.plan import drafted_tokens
 from tests.runtime.engine.answers.test_layer_groups import CONFIG, write_model
 from tests.support.batch import Answer, answers
 from tests.support.goldens import GOLDEN, small_config
@@ -84,10 +85,71 @@ def test_tokens_are_those_of_pytorch(name: str) -> None:
     golden.close()
 
 
+DRAFTED = ("qwen3", "gpt_oss", "gemma3", "deepseek_v3", "gpt2")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", DRAFTED)
+def test_a_model_is_its_own_draft(name: str) -> None:
+    """Then all that it guesses is right, because its layers keep what the model's keep."""
+    cases = json.loads((GOLDEN / name / "expected.json").read_text())["cases"]
+    proposer = Guesses(lambda seq, most: drafted_tokens(most), random.Random(1), patience=1.0)
+    config = small_config(name, cached_tokens=4 * 288)
+    config = dataclasses.replace(config, speculation="draft", draft_model=str(GOLDEN / name))
+    with mock.patch.object(building, "Drafting", return_value=proposer):
+        engine = Engine.from_pretrained(str(GOLDEN / name), config)
+    engine.start()
+    requests = [
+        Request(
+            f"g{i}",
+            tuple(case["prompt"]),
+            ResolvedSampling(temperature=0.0),
+            StoppingParams(max_tokens=len(case["tokens"]), ignore_eos=True),
+        )
+        for i, case in enumerate(cases)
+    ]
+    found = answers(engine, requests, together=True)
+    assert [each.tokens for each in found] == [case["tokens"] for case in cases]
+    assert all(0 < each.proposed_tokens == each.accepted_tokens for each in found)
+    engine.shutdown()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of which one layer has a sliding window."""
     return Path(write_model(tmp_path_factory.mktemp("grouped")))
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+@pytest.mark.parametrize("kind", FORMATS)
+def test_native_kernels_give_the_same_bits_beside_a_draft(folder: Path, kind: str) -> None:
+    """Sampled, too: then the likeliest token, which the draft guesses, is often not the one that is drawn."""
+    proposer = Guesses(lambda seq, most: drafted_tokens(most), random.Random(1), patience=1.0)
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", **FORMATS[kind])
+    plain = Engine.from_pretrained(str(folder), config)
+    config = dataclasses.replace(config, speculation="draft", draft_model=str(folder))
+    with mock.patch.object(building, "Drafting", return_value=proposer):
+        drafting = Engine.from_pretrained(str(folder), config)
+    requests = [
+        Request(
+            f"d{i}",
+            tuple(random.Random(i).choices(range(10, 300), k=7 * i + 1)),
+            ResolvedSampling(temperature=0.7 * (i % 3), seed=i, presence_penalty=0.3 * (i % 2)),
+            StoppingParams(max_tokens=40, ignore_eos=True),
+            logprobs=3,
+        )
+        for i in range(6)
+    ]
+    found = []
+    for engine in (plain, drafting):
+        engine.start()
+        assert engine.info.batch_invariant
+        found.append(answers(engine, requests))
+        engine.shutdown()
+    for one, other in zip(*found, strict=True):
+        assert (one.tokens, one.logprobs, one.error) == (other.tokens, other.logprobs, None)
+    assert 0 < sum(one.accepted_tokens for one in found[1]) < sum(one.proposed_tokens for one in found[1])
 
 
 @pytest.mark.skipif(not library.available(), reason="no native library on this machine")
