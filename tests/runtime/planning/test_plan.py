@@ -119,6 +119,26 @@ def test_the_steps_of_a_tiny_model() -> None:
     assert not slow.is_bound_by_memory
 
 
+def test_a_draft_takes_its_part_of_everything() -> None:
+    """As a draft of itself a model takes twice what it takes alone, except what the sampler keeps."""
+    model, large = parse_config(TINY), one(memory_bytes=10**7)
+    alone, both = plan(model, large, OPTIONS), plan(model, large, OPTIONS, draft=model)
+    assert both.weight_bytes == 2 * alone.weight_bytes
+    assert both.kv_bytes_per_row == 2 * alone.kv_bytes_per_row
+    assert both.state_bytes == alone.state_bytes
+    for one_step, two in ((alone.decode, both.decode), (alone.prefill, both.prefill)):
+        assert one_step is not None
+        assert two is not None
+        assert (two.tokens, two.bytes, two.operations) == (
+            one_step.tokens,
+            2 * one_step.bytes,
+            2 * one_step.operations,
+        )
+        assert two.least_s == pytest.approx(2 * one_step.least_s)
+    cut = plan(model, Machine(large.chip, 2), OPTIONS, draft=model)
+    assert (cut.fits, cut.problem is not None and cut.problem.startswith("draft_model: ")) == (False, True)
+
+
 def test_a_window_bounds_what_is_read_and_kept() -> None:
     config = TINY | {
         "architectures": ["MistralForCausalLM"],

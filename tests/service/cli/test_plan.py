@@ -85,6 +85,9 @@ def test_json_of_what_does_not_fit(run: Run, qwen: str) -> None:
         (["--compile"], "compile: say for which chip, with --for"),
         (["--context", "99999"], "max_model_len: 99999 is more than the model's own 40960"),
         (["--rows", "0"], "max_num_seqs: must be from 1 to 4096, not 0"),
+        (["--draft-model", "nowhere"], "draft_model: nowhere is no folder that holds config.json"),
+        (["--draft-model", str(GOLDEN / "lfm2")], "it has a recurrent state"),
+        (["--draft-model", str(GOLDEN / "llama")], "draft_model: it reads at most 1024 tokens"),
     ],
 )
 def test_what_is_refused(run: Run, qwen: str, arguments: list[str], problem: str) -> None:

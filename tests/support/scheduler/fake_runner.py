@@ -200,7 +200,8 @@ class FakeRunner:
 
     def execute(self, plan: Plan, skipped: Collection[int] = ()) -> StepResult:
         """Runs the plan. The rows `skipped` compute, but make no token."""
-        plan = dataclasses.replace(plan, rows=tuple(map(self._drafted, plan.rows)))
+        if self.config.drafted_tokens:
+            plan = dataclasses.replace(plan, rows=tuple(map(self._drafted, plan.rows)))
         shared = {row.slot: row.start // self.config.page_size for row in plan.rows}
         entered = {slot for slot, _ in plan.new_requests}
         for slot, request in plan.new_requests:

@@ -307,35 +307,38 @@ def read_draft(name: str, target: CheckpointFacts, options: EngineConfig, backen
     try:
         directory = resolve_model(name)
         facts = read_checkpoint(directory, own, backend)
-        if problem := _why_no_draft(facts, target):
+        if problem := why_no_draft(facts.config, target.config) or _why_other_tokens(facts, target):
             raise ConfigError(problem)
     except ConfigError as error:
         raise ConfigError(f"draft_model: {name}: {error}") from error
     return DraftFacts(name=name, directory=directory, facts=facts)
 
 
-def _why_no_draft(facts: CheckpointFacts, target: CheckpointFacts) -> str:
-    """Why a model cannot be the draft of another one; empty if it can."""
-    if target.config.devices > 1:
+def why_no_draft(model: ModelConfig, target: ModelConfig) -> str:
+    """Why a model cannot be the draft of another one, by their sizes; empty if it can."""
+    if target.devices > 1:
         return "the model that is served is cut over devices: set tensor_parallel_size to 1"
-    if not target.config.generates:
+    if not target.generates:
         return "the model that is served generates nothing"
-    if target.config.cache.has_state:
+    if target.cache.has_state:
         return (
             "the model that is served has a recurrent state, which cannot go back to where a guess was wrong"
         )
-    if target.config.cache.windows[0] is not None:
+    if target.cache.windows[0] is not None:
         return (
             "all layers of the model that is served have a sliding window, so pages behind it are given back"
         )
     if target.vision is not None:
         return "the model that is served reads pictures, which a draft does not get"
-    if not facts.config.generates:
+    if not model.generates:
         return "it generates nothing"
-    if facts.config.cache.has_state:
+    if model.cache.has_state:
         return "it has a recurrent state, which cannot go back to where a guess was wrong"
-    if facts.vision is not None:
-        return "it reads pictures, which a draft does not get"
+    return "" if model.vision is None else "it reads pictures, which a draft does not get"
+
+
+def _why_other_tokens(facts: CheckpointFacts, target: CheckpointFacts) -> str:
+    """Whether a draft has other tokens than its target, in words; empty if not."""
     ours, theirs = _vocabulary(facts.text), _vocabulary(target.text)
     if ours is None or theirs is None:
         same = ours is theirs and facts.config.vocab_size == target.config.vocab_size

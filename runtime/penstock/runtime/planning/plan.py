@@ -13,6 +13,8 @@ All sizes and times are those of one device; a model that is cut over several ha
 - **Operations**: two for each weight that a token is multiplied by, and for each head and position that it
   attends to, two for each channel of the key and of the value. The head is computed for one token of each
   row. What recurrent layers compute beside their products is not counted.
+- **A draft model** adds its weights, and its keys and values of all positions; and to a step what it reads
+  and multiplies for these tokens. Its guesses are not counted.
 - **The least time** is the larger of bytes by the memory's rate and operations by the rate of products. What
   devices tell each other comes on top.
 """
@@ -20,7 +22,8 @@ All sizes and times are those of one device; a model that is cut over several ha
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -102,27 +105,38 @@ def plan(
     machine: Machine,
     options: EngineConfig,
     *,
+    draft: ModelConfig | None = None,
     temp_bytes: int | None = None,
 ) -> Plan:
     """What the model takes. `options` are those of the server; max_num_seqs is the number of rows, and
-    max_model_len the context of each. temp_bytes: what XLA reports; None: it is estimated.
+    max_model_len the context of each. `draft`: the draft model; None: there is none. temp_bytes: what XLA
+    reports; None: it is estimated.
 
     ConfigError if the options do not suit the model, which must generate.
     """
     check_max_model_len(options, model.max_position_embeddings)
     model.cache.check_dtype(options.kv_cache_dtype)
     context = options.max_model_len or model.max_position_embeddings
+    if draft is not None and context > draft.max_position_embeddings:
+        most = draft.max_position_embeddings
+        raise ConfigError(f"draft_model: it reads at most {most} tokens, and the context is {context}")
     resolved = resolve(options, accelerator_sizes(machine.chip.usable_bytes))
     rows = resolved.max_num_seqs
     try:
         model = cut(model, machine.devices)
+        if draft is not None and machine.devices > 1:
+            raise ConfigError("draft_model: a model that is cut over devices takes no draft")
     except ConfigError as error:
         return Plan(machine=machine, fits=False, problem=str(error), context=context, rows=rows)
     parts = _Parts(model.for_context(context), resolved, machine)
-    weights, state = parts.weight_bytes, parts.state_bytes
-    temp = parts.temp_bytes if temp_bytes is None else temp_bytes
+    drafting: tuple[_Parts, ...] = ()
+    if draft is not None:
+        for_draft = replace(resolved, dtype=parts.dtype.name)
+        drafting = (_Parts(draft.for_context(context), for_draft, machine),)
+    weights, state = parts.weight_bytes + sum(each.weight_bytes for each in drafting), parts.state_bytes
+    temp = max(each.temp_bytes for each in (parts, *drafting)) if temp_bytes is None else temp_bytes
     usable = int(machine.chip.usable_bytes * resolved.hbm_utilization)
-    needed = parts.kv_bytes(context)
+    needed = parts.kv_bytes(context) + sum(each.whole_kv_bytes(context) for each in drafting)
     chunk = min(context, resolved.max_num_batched_tokens)
     kv_bytes, problem = 0, None
     try:
@@ -146,8 +160,19 @@ def plan(
         kv_bytes=kv_bytes,
         kv_bytes_per_row=needed,
         kv_tokens=kv_bytes * context // needed if needed else 0,
-        decode=parts.step(rows, context, 1),
-        prefill=parts.step(1, chunk, chunk),
+        decode=_together([each.step(rows, context, 1) for each in (parts, *drafting)]),
+        prefill=_together([each.step(1, chunk, chunk) for each in (parts, *drafting)]),
+    )
+
+
+def _together(steps: Sequence[Step]) -> Step:
+    """The same tokens in several models, one after the other."""
+    return Step(
+        tokens=steps[0].tokens,
+        bytes=sum(step.bytes for step in steps),
+        operations=sum(step.operations for step in steps),
+        least_s=sum(step.least_s for step in steps),
+        is_bound_by_memory=steps[0].is_bound_by_memory,
     )
 
 
@@ -223,6 +248,12 @@ class _Parts:
             -(-_seen(tokens, layer.window) // page) * layer.page_bytes(page, self.kv_dtype)
             for layer in self.model.cache.paged
         )
+
+    def whole_kv_bytes(self, tokens: int) -> int:
+        """The same for a draft, whose layers keep all positions, whatever their windows."""
+        page = self.options.page_size
+        layers = self.model.cache.paged
+        return -(-tokens // page) * sum(layer.page_bytes(page, self.kv_dtype) for layer in layers)
 
     def step(self, rows: int, end: int, count: int) -> Step:
         """A step of so many rows, each with its last `count` tokens before the position `end`."""

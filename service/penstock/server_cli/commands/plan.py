@@ -15,6 +15,8 @@ from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import read_config
 from penstock.runtime.loading.hub import DEMO, resolve_model
+from penstock.runtime.loading.served_model import why_no_draft
+from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.planning import absent
 from penstock.runtime.planning.chips import CHIPS, all_machines, read_machine
 from penstock.runtime.planning.plan import Plan, Step, plan
@@ -80,6 +82,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="have XLA compile the largest programs for the chip of --for, which takes minutes, and report "
         "their scratch memory; by default it is estimated",
     )
+    parser.add_argument(
+        "--draft-model",
+        metavar="MODEL_DIR",
+        help="the folder with config.json of a draft model; default: none",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -119,6 +126,9 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
             f"{model.architecture} generates nothing, and plans are made of models that do; penstock check "
             "says what memory it takes"
         )
+    draft = None if args.draft_model is None else _draft(args.draft_model, model)
+    if draft is not None and args.compile:
+        raise ConfigError("draft_model: with --compile, plan without a draft")
     options = EngineConfig(
         dtype=args.dtype,
         quantization=args.quantization,
@@ -129,7 +139,16 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
     )
     machines = all_machines() if args.machine is None else (read_machine(args.machine),)
     temp = absent.compiled_temp_bytes(model, machines[0], options) if args.compile else None
-    return [plan(model, machine, options, temp_bytes=temp) for machine in machines]
+    return [plan(model, machine, options, draft=draft, temp_bytes=temp) for machine in machines]
+
+
+def _draft(folder: str, target: ModelConfig) -> ModelConfig:
+    if folder != DEMO and not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"draft_model: {folder} is no folder that holds config.json")
+    draft = read_config(resolve_model(folder))
+    if problem := why_no_draft(draft, target):
+        raise ConfigError(f"draft_model: {folder}: {problem}")
+    return draft
 
 
 def _smallest(plans: Sequence[Plan]) -> Plan | None:
