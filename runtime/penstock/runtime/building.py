@@ -281,11 +281,9 @@ def _drafted_tokens(config: ResolvedConfig) -> int:
 
 
 def _check_draft(model: ServedModel, config: ResolvedConfig, log_of_calls: DispatchLog | None) -> None:
-    if model.draft is None:
-        return
-    if config.speculation != "draft":
-        raise ConfigError('draft_model: goes with speculation="draft"')
-    if log_of_calls is not None:
+    if (model.draft is not None) != (config.speculation == "draft"):
+        raise ConfigError('draft_model: a model has a draft with speculation="draft", and only then')
+    if model.draft is not None and log_of_calls is not None:
         raise ConfigError("draft_model: a group of processes takes no draft")
 
 

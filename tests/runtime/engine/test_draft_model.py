@@ -251,6 +251,15 @@ def test_a_draft_that_is_the_model_is_never_wrong(equal: Drafted) -> None:
         equal.drafting.resume().result(60)
 
 
+def test_a_model_has_a_draft_where_one_is_to_guess() -> None:
+    alone = table_model(TABLES)
+    both = dataclasses.replace(alone, draft=draft_of(TABLES, VOCAB))
+    drafting = toy_config(speculation="draft", draft_model="tables")
+    for model, config in ((alone, drafting), (both, toy_config(speculation="lookup")), (both, toy_config())):
+        with pytest.raises(ConfigError, match="draft_model: a model has a draft"):
+            Engine(model, config)
+
+
 def test_a_group_of_processes_takes_no_draft() -> None:
     model = dataclasses.replace(table_model(TABLES), draft=draft_of(TABLES, VOCAB))
     with pytest.raises(ConfigError, match="draft_model: a group of processes"):
