@@ -77,7 +77,8 @@ def compiled() -> str:
     state = RowState(array((ROWS,)), (array((ROWS, 8)),), array(by_slot), array(by_slot, np.float32), None)
     weights = tuple(array(leaf.shape, leaf.dtype) for leaf in leaves)
     kv = tuple(array(CACHE, jnp.bfloat16) for _ in range(LAYERS))
-    lowered = jax.jit(window, donate_argnums=(1, 2)).lower(weights, kv, state, array((layout.size,)), ())
+    packed, adapters, draft = array((layout.size,)), (), ()
+    lowered = jax.jit(window, donate_argnums=(1, 2)).lower(weights, kv, state, packed, adapters, draft)
     return str(lowered.compile(dict(GPU_OPTIONS)).as_text())
 
 
