@@ -21,7 +21,7 @@ from penstock.runtime.errors import (
     UnknownAdapterError,
     UnsupportedFeature,
 )
-from penstock.runtime.requests.adapter import AdapterWeights
+from penstock.runtime.requests.adapter import AdapterValues, AdapterWeights
 from penstock.runtime.sent_tensors import SentTensor
 
 NOW_S = 1_700_000_000.0
@@ -129,7 +129,9 @@ class FakeAdapters:
         if not known and self._folder is not None and os.path.isdir(self._folder / name):
             self.load(name, self._folder / name)
         info = self.get(name)
-        return AdapterWeights(np.zeros(0), info.digest, info.rank, info.scaling, info.targets)
+        return AdapterWeights(
+            AdapterValues(1, 0, np.dtype(np.float32)), info.digest, info.rank, info.scaling, info.targets
+        )
 
     def _check_on(self) -> None:
         if not self.is_on:

@@ -16,7 +16,7 @@ from penstock.runtime.adapters.interface import AdapterTensors
 from penstock.runtime.adapters.registry import AdapterRegistry
 from penstock.runtime.engine import Engine
 from penstock.runtime.errors import TooManyAdaptersError, UnknownAdapterError
-from penstock.runtime.requests.adapter import AdapterWeights
+from penstock.runtime.requests.adapter import AdapterValues, AdapterWeights
 from penstock.runtime.requests.request import Request
 from penstock.runtime.scheduling.adapter_slots import AdapterSlots
 from penstock.runtime.sent_tensors import SentTensor
@@ -42,7 +42,7 @@ class Reading:
         self.begun.release()
         assert self.go.acquire(timeout=60)
         content = source.name if isinstance(source, Path) else str(source.config["content"])
-        return AdapterWeights(np.zeros(1), content.encode().hex(), 1, 1.0, ())
+        return AdapterWeights(AdapterValues(1, 1, np.dtype(np.float32)), content.encode().hex(), 1, 1.0, ())
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_name_that_no_file_can_have_is_unknown(tmp_path: Path) -> None:
 
 
 def test_weights_that_a_request_brings_are_not_looked_up_again() -> None:
-    weights = AdapterWeights(np.zeros(1), "1a", 1, 1.0, ())
+    weights = AdapterWeights(AdapterValues(1, 1, np.dtype(np.float32)), "1a", 1, 1.0, ())
     request = Request("a", (1, 2), adapter="sql", adapter_weights=weights)
     engine = object.__new__(Engine)  # without adapters: it would find none
     assert engine._with_adapter(request).adapter_weights is weights

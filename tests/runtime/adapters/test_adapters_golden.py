@@ -291,5 +291,5 @@ def test_a_classifier_s_numbers() -> None:
         prompts = [tuple(case["prompt"]) for case in cases]
         for adapter, name in ((folder.name, "logits"), (None, "base_logits")):
             made = read(engine, prompts, [reading] * len(prompts), {"adapter": adapter})
-            found = [output.hidden for output in made]
+            found: list[Any] = [output.hidden for output in made]
             np.testing.assert_allclose(found, [case[name] for case in cases], atol=1e-5)

@@ -166,8 +166,9 @@ def test_adapters_are_cut_as_their_layers_are():
         tensors[part, "B"] = generator.standard_normal((layer.out_size, 8)).astype(np.float32)
     sent = [(f"{names[part]}.lora_{half}.weight", value) for (part, half), value in tensors.items()]
     made = AdapterReader(model, rank).read(AdapterTensors({"r": 8, "lora_alpha": 16}, sent))
-    assert made.values.shape == (devices, model.size * rank)
-    for device, values in enumerate(made.values):
+    whole = made.values.whole()
+    assert whole.shape == (devices, model.size * rank)
+    for device, values in enumerate(whole):
         heads, inner = np.arange(32) + 32 * device, np.arange(28) + 28 * device
         keys = np.arange(32) + 32 * (device // 2)
         own = {"q": (None, heads), "k": (None, keys), "o": (heads, None), "up": (None, inner)}

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.requests.adapter import AdapterWeights
+from penstock.runtime.requests.adapter import AdapterValues, AdapterWeights
 from penstock.runtime.requests.request import Request, StoppingParams
 from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.adapter_slots import AdapterSlots
@@ -22,7 +22,9 @@ from tests.support.scheduler.scheduling import commit, dispatch, make
 
 
 def weights(digest: str) -> AdapterWeights:
-    return AdapterWeights(values=np.zeros(1), digest=digest, rank=1, scaling=1.0, targets=())
+    return AdapterWeights(
+        values=AdapterValues(1, 1, np.dtype(np.float32)), digest=digest, rank=1, scaling=1.0, targets=()
+    )
 
 
 def add(scheduler: Scheduler, name: str, digest: str = "", **about: Any) -> None:

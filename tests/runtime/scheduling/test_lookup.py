@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.requests.adapter import AdapterWeights
+from penstock.runtime.requests.adapter import AdapterValues, AdapterWeights
 from penstock.runtime.requests.request import CacheParams, Request
 from penstock.runtime.scheduling import lookup
 from penstock.runtime.scheduling.lookup import Copy, Earlier, Lookup, Pairs, find
@@ -288,7 +288,10 @@ def test_what_an_adapter_has_said_is_not_found_without_it() -> None:
     """A key may be limited to some adapters, and learns nothing of the others."""
     earlier, plain = Earlier(), sequence([1]).request
     one, other = (
-        dataclasses.replace(plain, adapter_weights=AdapterWeights(np.zeros(1), digest, 1, 1.0, ()))
+        dataclasses.replace(
+            plain,
+            adapter_weights=AdapterWeights(AdapterValues(1, 1, np.dtype(np.float32)), digest, 1, 1.0, ()),
+        )
         for digest in ("1a", "2b")
     )
     earlier.add(one, np.arange(30, dtype=np.int32))

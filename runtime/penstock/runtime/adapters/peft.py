@@ -24,7 +24,12 @@ from penstock.runtime.errors import AdapterFormatError, ConfigError
 from penstock.runtime.loading.dtypes import DTYPES
 from penstock.runtime.loading.safetensors_files import TensorEntry, header_of
 from penstock.runtime.models.adapted import AdaptedModel
-from penstock.runtime.requests.adapter import AdapterWeights, digest_of_values
+from penstock.runtime.requests.adapter import (
+    AdapterBlock,
+    AdapterValues,
+    AdapterWeights,
+    digest_of_values,
+)
 from penstock.runtime.sent_tensors import SentTensor
 
 CONFIG_NAME: Final = "adapter_config.json"
@@ -241,7 +246,7 @@ class AdapterReader:
     ) -> AdapterWeights:
         model, config = self._model, read_config(fields)
         halves: dict[str, dict[bool, str]] = {}
-        values = np.zeros((model.devices, model.size * self._rank), model.dtype)
+        blocks: list[AdapterBlock] = []
         for name, tensor in tensors:
             half = self._check(config, name, tensor.shape, tensor.dtype)
             there = halves.setdefault(half.layer, {})
@@ -250,7 +255,7 @@ class AdapterReader:
             there[half.is_b] = name
             factor = config.scaling_of(half.layer) if half.is_b else 1.0
             with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
-                self._put(values, half, _finite(name, tensor) * np.float32(factor))
+                blocks += self._blocks(half, _finite(name, tensor) * np.float32(factor))
         if not halves:
             raise AdapterFormatError("the adapter has no tensors")
         for layer, there in halves.items():
@@ -258,11 +263,12 @@ class AdapterReader:
                 (name,) = there.values()
                 raise AdapterFormatError(f"the other matrix of {layer} is missing", tensor=name)
         _check_complete(fields, halves)
-        if not np.isfinite(values.astype(np.float32)).all():
+        if not all(np.isfinite(block.matrix.astype(np.float32)).all() for block in blocks):
             raise AdapterFormatError(f"its numbers, times the scaling, are too large for {model.dtype}")
+        values = AdapterValues(model.devices, model.size * self._rank, model.dtype, tuple(blocks))
         return AdapterWeights(
-            values=values if model.devices > 1 else values[0],
-            digest=digest_of_values(values),
+            values=values,
+            digest=digest_of_values(values.whole()),
             rank=max(config.rank_of(layer) for layer in halves),
             scaling=max(config.scaling_of(layer) for layer in halves),
             targets=tuple(sorted({layer.rpartition(".")[2] for layer in halves})),
@@ -298,20 +304,18 @@ class AdapterReader:
         message = "the model has no such layer, or none that an adapter may change"
         raise AdapterFormatError(message, tensor=name)
 
-    def _put(self, values: NDArray[Any], half: _Half, matrix: NDArray[np.float32]) -> None:
-        """Write a matrix, B times its scaling, to its places on each device."""
-        rank = self._rank
+    def _blocks(self, half: _Half, matrix: NDArray[np.float32]) -> Iterator[AdapterBlock]:
+        """What each device has of a matrix, B times its scaling."""
+        rank, dtype = self._rank, self._model.dtype
         for each in self._model.layers[half.layer].parts:
-            place, size = each.place, each.place.parts[each.part]
-            for own, piece in zip(values, each.pieces, strict=True):
+            place, part = each.place, each.part
+            for device, piece in enumerate(each.pieces):
                 if half.is_b:
-                    at = place.b_at(each.part) * rank
-                    block = own[at : at + size * rank].reshape(rank, size)
-                    block[: matrix.shape[1]] = matrix[piece.outputs].T.astype(values.dtype)
+                    own, begin, width = matrix[piece.outputs], place.b_at(part), place.parts[part]
                 else:
-                    at = place.a_at(each.part) * rank
-                    block = own[at : at + place.in_size * rank].reshape(place.in_size, rank)
-                    block[:, : matrix.shape[0]] = matrix[:, piece.inputs].T.astype(values.dtype)
+                    own, begin, width = matrix[:, piece.inputs], place.a_at(part), rank
+                kept = np.ascontiguousarray(own.T).astype(dtype)
+                yield AdapterBlock(device, begin * rank, width, kept)
 
 
 def _finite(name: str, tensor: NDArray[np.generic]) -> NDArray[np.float32]:

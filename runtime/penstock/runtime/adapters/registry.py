@@ -282,7 +282,7 @@ class AdapterRegistry:
             rank=weights.rank,
             scaling=weights.scaling,
             targets=weights.targets,
-            num_bytes=weights.values.nbytes,
+            num_bytes=weights.values.num_bytes,
             state=state,
             is_pinned=entry.is_pinned,
             last_used_s=entry.last_used_s,

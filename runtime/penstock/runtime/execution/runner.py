@@ -614,7 +614,7 @@ class ModelRunner:
             if feature_slot is not None:
                 calls.write_features(feature_slot, request, plan.generated_before.get(slot, ()))
         for adapter_slot, weights in plan.adapter_loads:
-            calls.write_adapter(adapter_slot, weights.values, weights.digest)
+            calls.write_adapter(adapter_slot, weights.values.whole(), weights.digest)
         if plan.page_writes:
             calls.write_tables(slots.table_rows(slots.write_pages(plan)))
         if plan.page_copies:
