@@ -114,6 +114,10 @@ def test_places_for_adapters(run: Run) -> None:
     whole = facts["weight_bytes"] + facts["adapter_bytes"] + facts["requests"] * facts["request_bytes"]
     assert facts["total_bytes"] == whole
     assert "adapters    0.4 MiB" in run(str(GOLDEN / "llama"), "--max-adapters", "3")[1]
+    out = run(str(GOLDEN / "llama"), "--json", "--max-adapters", "3", "--tensor-parallel-size", "2")[1]
+    # On each of two devices: half of the outputs of q, k, v, gate and up, and of the inputs of o and down.
+    attention, mlp = (48 + 24) + (24 + 48) + 2 * (48 + 12), 2 * (48 + 56) + (56 + 48)
+    assert json.loads(out)["adapter_bytes"] == (3 + 1) * 16 * 2 * (attention + mlp) * 4
 
 
 def test_a_draft_model(run: Run) -> None:
