@@ -15,6 +15,7 @@ from penstock.runtime import Engine, EngineConfig, SamplingParams, StoppingParam
 from penstock.runtime.adapters.interface import AdapterTensors
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.ops.native import library
+from tests.support import goldens
 from tests.support.models.compilation_cache import TEST_CACHE
 from tests.support.models.toy import toy_engine
 
@@ -23,6 +24,7 @@ pytestmark = [
     pytest.mark.users_xla,
 ]
 CONFIG = EngineConfig(
+    tensor_parallel_size=goldens.CONFIG.tensor_parallel_size,
     max_num_seqs=4,
     max_model_len=256,
     max_num_batched_tokens=64,

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[3]
         ("tests/runtime/engine/test_golden_changes.py", "-m", ""),
         ("tests/service/servicers/test_goldens.py", "-k", "qwen3 or deepseek_v3", "-m", "not sweep"),
         ("tests/runtime/adapters/test_adapters_golden.py", "-k", "not come_and_go", "-m", ""),
+        ("tests/runtime/adapters/test_adapters_native.py", "-k", "neighbour and none", "-m", ""),
         ("tests/service/servicers/test_goldens.py", "-k", "native-lfm2 or native-olmo2", "-m", ""),
         ("tests/service/servicers/readings/test_rerank.py", "-k", "pytorchs", "-m", ""),
         ("tests/service/servicers/readings/test_encoders.py", "-m", ""),
