@@ -106,3 +106,15 @@ class Turns:
     @property
     def is_complete(self) -> bool:
         return len(self.accepted) >= self.limit
+
+
+class ForeseenTurns(Turns):
+    """The same, which also knows what may follow tokens that it was not given."""
+
+    def fill_ahead(self, masks: Mask, token_ids: Sequence[int]) -> None:
+        ahead = Turns(self.limit, list(self.accepted))
+        for mask, token in zip(masks, token_ids, strict=True):
+            if ahead.is_complete or token not in ahead.allowed():
+                return
+            ahead.accept([token])
+            ahead.fill(mask)

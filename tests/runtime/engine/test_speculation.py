@@ -18,12 +18,14 @@ import numpy as np
 import pytest
 
 from penstock.runtime import StoppingParams, building
+from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.loop.interface import InFlightPolicy
+from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.request import CacheParams, Request, outputs_of
 from penstock.runtime.requests.sampling import ResolvedSampling
 from penstock.runtime.scheduling.sequence import Sequence as Output
 from tests.support.batch import Answer, answers
-from tests.support.mix import Mixer, Turns
+from tests.support.mix import ForeseenTurns, Mixer, Turns
 from tests.support.models.table import EOS, VOCAB, random_tables, table_engine
 from tests.support.scheduler.proposing import Guess, Guesses, lies
 
@@ -151,20 +153,56 @@ def test_an_output_ends_within_what_was_proposed(pair: Pair) -> None:
         free("eos", ignore_eos=False, max_tokens=60),
         free("banned", ignore_eos=False, min_tokens=55, max_tokens=60, stop_token_ids=(EOS - 1,)),
     ]
+    pair.proposer.patience = 1.0
     for together in (False, True):
         got = pair.compare(requests, lambda right: right, together=together)
         assert len(got[0].tokens) == tokens.index(stops[0]) + 1
         assert sum(one.accepted_tokens for one in got) > 20
+    pair.proposer.patience = 0.5
 
 
 def test_rows_under_a_constraint_step_with_those_that_have_proposals(pair: Pair) -> None:
-    """Nothing is proposed for them, and their masks are made while the model runs."""
+    """Nothing is proposed for those that do not know what may follow proposed tokens."""
     requests = [
         dataclasses.replace(free(f"c{i}", (i + 1,), max_tokens=30), constraint=Turns(25) if i % 2 else None)
         for i in range(6)
     ]
+    pair.proposer.patience = 1.0
     got = pair.compare(requests, lambda right: right)
+    pair.proposer.patience = 0.5
     assert [one.proposed_tokens > 0 for one in got] == [True, False] * 3
+
+
+@pytest.mark.parametrize("guess", [lambda right: right, wrong, lying], ids=["right", "wrong", "lies"])
+def test_tokens_are_proposed_for_rows_under_a_constraint(pair: Pair, guess: Callable[[Guess], Guess]) -> None:
+    """Each has its own mask behind every token that is proposed, and ends where the constraint is complete,
+    also within what was proposed. Words of several tokens are forbidden there, too.
+    """
+    words = [(a, b) for a in range(0, VOCAB, 2) for b in range(VOCAB) if (a + b) % 3 == 0]
+
+    def constraint(i: int) -> TokenConstraint | None:
+        inner: list[TokenConstraint | None] = [None, ForeseenTurns(22), Turns(25)]
+        if i in (1, 2, 3):
+            return BadWords(words, inner[i - 1], VOCAB)
+        return None if i == 4 else ForeseenTurns(25)
+
+    requests = [
+        dataclasses.replace(
+            free(f"g{i}", (i + 1,), max_tokens=30, min_tokens=5 * (i % 2), ignore_eos=i % 2 == 0),
+            constraint=constraint(i % 5),
+        )
+        for i in range(15)
+    ]
+    pair.proposer.patience = 1.0
+    got = pair.compare(requests, guess)
+    pair.proposer.patience = 0.5
+    lengths = [len(one.tokens) for one in got]
+    assert lengths[0] == lengths[10] == 25
+    assert lengths[2] == 22
+    if guess is not lying:
+        accepted = [one.accepted_tokens for one in got[:5]]
+        assert accepted[3] == 0  # its inner constraint does not know what may follow
+        assert [count > 10 for count in accepted[:3]] == 3 * [guess is not wrong]
 
 
 def test_hidden_states_and_prompts_that_are_read_beside_proposals(pair: Pair) -> None:

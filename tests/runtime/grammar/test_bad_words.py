@@ -68,6 +68,12 @@ def test_masks_agree_with_the_formula(words, written, inner):
         so_far = written[:i]
         fine = {t for t in candidates if not any([*so_far, t][-len(w) :] == w for w in words)}
         assert allowed(constraint, VOCAB) == (fine or candidates)
+        if inner is None:
+            masks = np.zeros((len(written) - i, 1), np.int32)
+            constraint.fill_ahead(masks, written[i:])
+            for j, mask in enumerate(masks, i + 1):
+                fine = {t for t in range(VOCAB) if not any([*written[:j], t][-len(w) :] == w for w in words)}
+                assert set(allowed_ids(mask, VOCAB)) == (fine or set(range(VOCAB)))
         constraint.accept(written[i : i + 1])
 
 

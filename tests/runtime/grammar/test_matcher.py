@@ -1,5 +1,7 @@
 """One output under a grammar: how it ends, and how errors of the caller and of the grammar are reported."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -166,3 +168,85 @@ def test_messages_are_cut_to_what_matters():
     assert shorten("panic: no\n<backtrace>\n 0: x") == "panic: no"
     assert shorten("x" * 300) == "x" * 77 + " ... " + "x" * 77
     assert len(shorten("y\n" * 1000)) == 600
+
+
+def test_what_may_follow_proposed_tokens_by_hand(compiler, backend):
+    """The constraint itself stays where it is. Rows stay as they are from the first token on that may not
+    follow, or behind which nothing more follows.
+    """
+    a, an, n, x = (backend.token_to_id(text) for text in ("a", "an", "n", "x"))
+    constraint = compiler.constraint(Grammar.regex("an?x?x?"))
+    for proposed, expected in (
+        ([a, n, x], [{"n", "x"} | ENDS, {"x"} | ENDS, {"x"} | ENDS]),
+        ([an, x, x], [{"x"} | ENDS, {"x"} | ENDS, set()]),
+        ([a, a, n], [{"n", "x"} | ENDS, set(), set()]),
+        ([a, 2041, n], [{"n", "x"} | ENDS, set(), set()]),
+        ([2045, 2046, 2047], [set(), set(), set()]),
+    ):
+        masks = np.zeros((3, 64), np.int32)
+        constraint.fill_ahead(masks, proposed)
+        found = [{backend.id_to_token(int(i)) for i in allowed_ids(mask, 2048)} for mask in masks]
+        assert [names - {"xx"} for names in found] == expected
+    constraint.accept([a, n])
+    masks = np.zeros((1, 64), np.int32)
+    constraint.fill_ahead(masks, [x])
+    assert masks.any()
+    constraint.accept([x, x])
+    assert constraint.is_complete
+    masks[:] = 0
+    constraint.fill_ahead(masks, [x])
+    assert not masks.any()
+
+
+def test_masks_ahead_are_those_that_come(compiler, backend):
+    """Of all tokens of a text, and of words that are forbidden in it; wherever the output stands."""
+    properties = {"name": {"type": "string"}, "size": {"type": "integer"}}
+    schema = json.dumps({"type": "object", "properties": properties, "required": ["name"]})
+    text = '{"name": "an old tree", "size": 12}'
+    ids = backend.encode(text, add_special_tokens=False).ids
+    words = [tuple(ids[i : i + 2]) for i in (1, 5)]  # forbidden, but for the words before them
+
+    def constraint():
+        inner = compiler.constraint(Grammar.json_schema(schema))
+        inner._clock = lambda: 0.0  # so that there is time for all of them
+        return BadWords(words, inner, 2048)
+
+    expected = np.zeros((len(ids) + 1, 64), np.int32)
+    whole = constraint()
+    for mask, token in zip(expected, [*ids, None], strict=True):
+        whole.fill(mask)
+        if token is not None:
+            whole.accept([token])
+    for begun in range(0, len(ids), 4):
+        one = constraint()
+        one.accept(ids[:begun])
+        masks = np.zeros((len(ids) - begun, 64), np.int32)
+        one.fill_ahead(masks, ids[begun:])
+        # The last row stays empty, because the output is complete there.
+        np.testing.assert_array_equal(masks[:-1], expected[begun + 1 : -1])
+        again = np.zeros(64, np.int32)
+        one.fill(again)
+        np.testing.assert_array_equal(again, expected[begun])
+
+
+def test_an_error_ahead_does_not_end_the_output(compiler, backend):
+    """What was proposed ran into a limit of llguidance's, which ends a matcher for ever."""
+    constraint = compiler.constraint(Grammar.regex("a*"))
+    matcher = constraint._matcher
+
+    class Failing:
+        def deep_copy(self):
+            copy = matcher.deep_copy()
+            copy.consume_tokens([backend.token_to_id("x")])  # an error
+            assert copy.is_error()
+            return copy
+
+        def __getattr__(self, name):
+            return getattr(matcher, name)
+
+    constraint._matcher = Failing()
+    masks = np.zeros((2, 64), np.int32)
+    constraint.fill_ahead(masks, [backend.token_to_id("a")] * 2)
+    assert not masks.any()
+    constraint.fill(masks[0])
+    assert masks[0].any()

@@ -14,14 +14,11 @@ from hypothesis import strategies as st
 from penstock.runtime.requests.adapter import AdapterValues, AdapterWeights
 from penstock.runtime.requests.request import CacheParams, Request
 from penstock.runtime.scheduling import lookup
-from penstock.runtime.scheduling.lookup import Copy, Earlier, Lookup, Pairs, find
-from penstock.runtime.scheduling.plan import Draft
-from penstock.runtime.scheduling.proposals import Candidate, Proposals
-from penstock.runtime.scheduling.roster import Roster
+from penstock.runtime.scheduling.lookup import Copy, Earlier, Lookup, Pairs, Tokens, find
+from penstock.runtime.scheduling.proposals import Candidate
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
-from penstock.runtime.scheduling.sequence import PageTable, Sequence
-from tests.support.scheduler.proposing import Guesses
+from penstock.runtime.scheduling.sequence import Sequence
 from tests.support.scheduler.scheduling import LIMITS
 
 MS = 1e6
@@ -98,7 +95,7 @@ def sequence(
 
 def taught(plain: dict[int, float], checked: dict[int, float]) -> Lookup:
     """A lookup that has measured steps of so many rows, in ms."""
-    proposer = Lookup()
+    proposer = Lookup(lambda: 0)  # its looks take no time
     for rows, ms in plain.items():
         proposer.measured(rows, 0, ms * MS)
     for rows, ms in checked.items():
@@ -163,36 +160,32 @@ def test_it_is_worth_waiting_only_where_much_is_gained() -> None:
     assert number(taught({1: 10.0}, {2: 13.9}), [seq], 1, most=1) == [1]
 
 
-def test_outputs_that_repeat_nothing_lose_a_hundredth_of_their_time() -> None:
-    """Asking takes 5 ms here, and then nobody is asked for 99 times as long, unless tokens were proposed."""
-    config = SchedulerConfig(**{**LIMITS, "max_proposed_tokens": 4, "max_rows": 8})
-    roster = Roster(config)
-    seq = Scheduler(config).prepare(Request("a", (1, 2, 3)), 1, ())
-    seq.num_computed, seq.prefill_until, seq.tables = 3, 3, (PageTable([0, 1]),)
-    roster.running.append(seq)
-    now_ms, asked = 0, [0, 0]
-    guess: list[int] = []
+def test_outputs_that_repeat_nothing_lose_a_hundredth_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes 5 ms here, and then nobody looks for 99 times as long, unless tokens were proposed."""
+    now_ms, looks = 0, 0
 
-    def waste(seq: Sequence, most: int) -> list[int]:
-        nonlocal now_ms
-        now_ms += 5
-        asked[0] += 1
-        asked[1] += 5
-        return guess
+    def look(tokens: Tokens, newest: list[int]) -> int | None:
+        nonlocal now_ms, looks
+        now_ms, looks = now_ms + 5, looks + 1
+        return None
 
-    proposals = Proposals(config, roster, Guesses(waste, random.Random(1)), lambda: int(now_ms * MS))
+    proposer = Lookup(lambda: int(now_ms * MS))
+    proposer.measured(1, 0, 10 * MS)
+    monkeypatch.setattr(lookup, "find", look)
+    seq = sequence([5, 6, 7] * 10)
     while now_ms < 10_000:
-        proposals.choose(Draft(in_flight=False, admit=True, now_ns=0))
+        seq.token_ids.append([5, 6, 7][now_ms % 3])
+        if now_ms % 2:
+            assert not proposer.is_due([Candidate(seq, 4)], 1, 16)
+        else:
+            assert list(proposer.propose([Candidate(seq, 4)], 1, 16)) == [()]
         now_ms += 1
-    assert asked[1] <= 0.01 * now_ms + 5
-    assert asked[0] == 20
-    guess = [7]
+    assert looks == 20
+    monkeypatch.undo()
     now_ms += 500
     for _ in range(3):
-        draft = Draft(in_flight=False, admit=True, now_ns=0)
-        proposals.choose(draft)
-        assert draft.proposed == {seq: (7,)}
-    assert asked[0] == 23
+        seq.token_ids += [5, 6, 7]
+        assert [len(tokens) for tokens in proposer.propose([Candidate(seq, 4)], 1, 16)] == [4]
 
 
 @settings(max_examples=50)

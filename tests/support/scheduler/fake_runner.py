@@ -93,6 +93,9 @@ class Rota:
         bits[[t for t in range(VOCAB) if (t + len(self.accepted)) % 3 == 0]] = 0
         mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
+    def fill_ahead(self, masks: Mask, token_ids: Sequence[int]) -> None:
+        """Nothing here reads these masks. That there is such a method allows proposals."""
+
     def accept(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
             assert (token + len(self.accepted)) % 3
@@ -245,7 +248,7 @@ class FakeRunner:
                 if row.samples and i not in skipped and not row.proposed
             ]
             for i, row in rows:
-                if row.proposed:
+                if row.proposed and i not in skipped:
                     made[i] = self._check(row)
             for i, row, token in samples:
                 self.last[row.slot] = token
@@ -305,12 +308,18 @@ class FakeRunner:
 
     def _check(self, row: PlanRow) -> list[int]:
         """What a row makes for which tokens were proposed: a sample after each input, up to the first that
-        was not proposed.
+        was not proposed. A row under a constraint ends where it is complete, and now and then where its
+        masks are said not to be ready.
         """
         request, made = self.requests[row.slot], list[int]()
+        masks = 1 + row.start % 4
         for step, guessed in enumerate((*row.proposed, None)):
             made.append(self._sample(row._replace(num_tokens=1), step))
-            if made[-1] != guessed:
+            num_made = row.start + 2 + step - len(request.prompt_token_ids)
+            if num_made == constraint_limit(request):
+                self.ended.add(row.slot)
+                break
+            if made[-1] != guessed or (request.constraint is not None and len(made) == masks):
                 break
         self.last[row.slot] = made[-1]
         if any(token in end_ids(request) for token in made[row.bans :]):
@@ -393,7 +402,7 @@ class LazyRunner(FakeRunner):
             if row.samples and isinstance(request.constraint, Rota) and not request.constraint.is_complete:
                 mask = np.zeros(mask_words(VOCAB), np.int32)
                 request.constraint.fill(mask)
-                index = row.start + row.num_tokens - len(request.prompt_token_ids)
+                index = row.start + row.num_tokens - len(row.proposed) - len(request.prompt_token_ids)
                 allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
                 if set(np.flatnonzero(allowed == 0).tolist()) != forbidden(request, index):
                     self.behind.append(request)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.runtime.grammar.masks.mask_thread import RowsAhead
 from penstock.runtime.grammar.masks.step_masks import Filled, StepMasks
 from penstock.runtime.requests.constraint import Mask
 
@@ -31,7 +32,9 @@ class HalfPutOff:
         """How many were not."""
         rng = random.Random(5)
 
-        def fill(_: StepMasks, constraints: Mapping[int, Any], masks: Mask, *, others: bool) -> Filled:
+        def fill(
+            _: StepMasks, constraints: Mapping[int, Any], masks: Mask, *, others: bool, ahead: RowsAhead
+        ) -> Filled:
             skipped = frozenset(row for row in constraints if rng.random() < 0.5)
             self.num_skipped += len(skipped)
             return Filled(masks, {}, skipped, frozenset())

@@ -633,10 +633,12 @@ class Traffic:
             assert request.max_proposed_tokens is None or len(row.proposed) <= request.max_proposed_tokens
             is_drafted = config.drafted_tokens and row.proposed == drafted_tokens(len(row.proposed))
             assert is_drafted or all(0 <= token < config.vocab_size for token in row.proposed)
-            assert not is_drafted or len(row.proposed) <= config.drafted_tokens
-            assert not request.constraint
-            extra = plan.num_tokens - plan.num_prompt_tokens
-            assert extra + sum(other.token_ids is not None for other in plan.rows) <= config.most_rows
+            if is_drafted:
+                assert len(row.proposed) <= config.drafted_tokens
+                assert not request.constraint
+            assert not request.hidden_states
+            assert all(other.token_ids is None for other in plan.rows)  # nobody enters
+            assert plan.num_tokens <= config.most_rows
 
     def check_writes(self, row: PlanRow) -> None:
         """Checks that no page is written that another sequence holds or that has a key, except that a prefill

@@ -40,7 +40,8 @@ from penstock.runtime.execution.runner_config import RunnerConfig
 from penstock.runtime.execution.slots import Slots
 from penstock.runtime.execution.step_programs import Chosen
 from penstock.runtime.grammar.masks.fill import MaskFiller, mask_threads
-from penstock.runtime.grammar.masks.step_masks import StepMasks
+from penstock.runtime.grammar.masks.mask_thread import Ahead
+from penstock.runtime.grammar.masks.step_masks import Filled, StepMasks
 from penstock.runtime.loop.interface import StepShape
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.device_arrays import put_equal
@@ -179,6 +180,18 @@ class AwaitingTokens:
 PendingStep = AwaitingChoice | AwaitingTokens
 
 
+def _without_mask(filled: Filled, ahead: Mapping[int, Ahead]) -> list[int]:
+    """The rows of proposed tokens that make no token: their masks allow nothing, because they were not made,
+    or they belong to rows that make none themselves.
+    """
+    return [
+        row
+        for i, (places, _) in ahead.items()
+        for row in places
+        if i in filled.skipped or not filled.masks[row].any()
+    ]
+
+
 class ProgramCalls:
     """Calls the programs of one runner. The device runs the calls in order, and no method waits for one,
     except `warm_up`.
@@ -305,12 +318,14 @@ class ProgramCalls:
             else:
                 logits, hidden = self.forward(key, packed)
                 packed = packed[: slots.layout(key).rows_size]
-                self.choose(logits, packed, None)
-                self.choose(logits, packed, self.all_allowed(key.rows))  # constraints' masks are on the host
+                mask = self.all_allowed(key.rows)  # constraints' masks are on the host
+                if key.rows in self.programs.choices:
+                    self.choose(logits, packed, None)
+                    self.choose(logits, packed, mask)
                 if self._config.checks_proposals:
                     checks = pack_checks((), {}, key.rows)
                     self.choose(logits, packed, None, checks)
-                    self.choose(logits, packed, self.all_allowed(key.rows), checks)
+                    self.choose(logits, packed, mask, checks)
                 if key.rows in self.programs.guesses:
                     self.guess(key.rows, packed)
                 most = self._config.buckets.token_buckets[-1]
@@ -486,7 +501,8 @@ class ModelRunner:
             whole.num_tokens, len(whole.rows), window=window, num_steps=plan.num_steps
         )
         checks = pack_checks(plan.rows, further, key.rows) if further else None
-        buffer = slots.pack(whole, key, constraints)
+        masked = [*constraints, *(row for i in constraints if i in further for row in further[i])]
+        buffer = slots.pack(whole, key, masked)
         guesses = None
         if (asking := asking_the_draft(plan)) is not None:
             of_rows = self.config.buckets.select(asking.num_tokens, len(asking.rows))
@@ -580,9 +596,17 @@ class ModelRunner:
         plan, packed, calls = step.plan, step.packed, self.calls
         others = plan.apart or len(plan.rows) > len(step.constraints)
         mask = calls.all_allowed(step.logits.shape[0])
-        filled = self._step_masks.fill(step.constraints, mask, others=others)
-        if filled.skipped:
-            packed = self._slots.silenced(packed, step.key, filled.skipped)
+        ahead = {
+            i: Ahead(places, plan.rows[i].proposed)
+            for i, places in step.further.items()
+            if i in step.constraints
+        }
+        for places, _ in ahead.values():
+            mask[places.start : places.stop] = 0
+        filled = self._step_masks.fill(step.constraints, mask, others=others, ahead=ahead)
+        silent = [*filled.skipped, *_without_mask(filled, ahead)]
+        if silent:
+            packed = self._slots.silenced(packed, step.key, silent)
         return AwaitingTokens(
             plan=plan,
             packed_ns=step.packed_ns,

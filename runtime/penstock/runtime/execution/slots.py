@@ -5,7 +5,7 @@ into buffers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,11 +170,9 @@ class Slots:
         fields[list(rows), FEATURES] = 0
         return packed
 
-    def pack(
-        self, plan: Plan, key: ProgramKey, constraints: Mapping[int, TokenConstraint]
-    ) -> NDArray[np.int32]:
+    def pack(self, plan: Plan, key: ProgramKey, masked: Sequence[int]) -> NDArray[np.int32]:
         """Packs a plan into a new buffer. It is new because, on CPU, the runtime may read a buffer in place
-        after the call that took it has returned.
+        after the call that took it has returned. `masked`: the rows that get masks.
         """
         buffer = self.blank(key)
         layout = self.layout(key)
@@ -219,7 +217,7 @@ class Slots:
             silent = [i for i, row_samples in enumerate(samples) if not row_samples]
             fields[silent, MAX_SAMPLES] = 0
             fields[silent, FEATURES] = 0
-        if constraints:
-            fields[list(constraints), FEATURES] |= MASK
+        if masked:
+            fields[masked, FEATURES] |= MASK
         header[FLAGS] = np.bitwise_or.reduce(fields[:count, FEATURES]) | (BANNED if any(bans) else 0)
         return buffer

@@ -306,8 +306,9 @@ def make_checked_choice(
     layout: Layout, sampler: SamplerOp, num_top: int
 ) -> Callable[[RowState, Array, Array, Array, Array], tuple[RowState, Chosen]]:
     """`make_choice` for a step with rows of proposed tokens. It also takes what `pack_checks` makes, int32[3,
-    R]. A row makes no token unless all proposed tokens up to its own are what was sampled before them. The
-    last row of a slot that makes one has the slot's next input.
+    R]. A row makes no token unless all proposed tokens up to its own are what was sampled before them, nor if
+    its max_samples is 0, as that of a row without its mask. The last row of a slot that makes one has the
+    slot's next input.
 
     All rows are sampled at once, unless some have penalties: then those of one place after the other, because
     each counts the tokens before it.
@@ -327,7 +328,8 @@ def make_checked_choice(
         def counting(tokens: Array) -> Array:
             """Which rows count, by what was sampled at all places before theirs."""
             wrong = jnp.cumsum((is_guess & (tokens[before] != guessed)).astype(jnp.int32))
-            return wrong == wrong[jnp.arange(num_rows) - places]  # a proposal's rows lie one behind the other
+            # A proposal's rows lie one behind the other.
+            return (wrong == wrong[jnp.arange(num_rows) - places]) & (batch.max_samples > 0)
 
         def one_turn(carry: tuple[Array, RowState, Sampled]) -> tuple[Array, RowState, Sampled]:
             place, state, others = carry
@@ -341,7 +343,7 @@ def make_checked_choice(
                     for new, old in zip(made, others, strict=True)
                 )
             )
-            counted = has_turn & counting(sampled.tokens) & (batch.max_samples > 0)
+            counted = has_turn & counting(sampled.tokens)
             return place + 1, _add_history(state, batch, sampled.tokens, counted), sampled
 
         nothing = Sampled(

@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 
 from penstock.runtime.errors import InvalidRequest, Violation
 from penstock.runtime.grammar.matcher import GrammarConstraint
-from penstock.runtime.requests.constraint import Mask, TokenConstraint
+from penstock.runtime.requests.constraint import ForesightedConstraint, Mask, TokenConstraint
 from penstock.runtime.requests.word_table import WordTable
 
 MAX_BAD_WORDS = 1_000
@@ -118,14 +118,27 @@ class BadWords:
         self._inner.finish(mask)
         self._forbid(mask)
 
+    def fill_ahead(self, masks: Mask, token_ids: Sequence[int]) -> None:
+        """See `ForesightedConstraint`. An `inner` without foresight says nothing, and so nothing is said."""
+        if self._inner is None:
+            masks[:] = self._table.everything
+        elif isinstance(self._inner, ForesightedConstraint):
+            self._inner.fill_ahead(masks, token_ids)
+        recent = self._recent.copy()
+        for mask, token in zip(masks, token_ids, strict=True):
+            recent.append(token)
+            if mask.any():
+                self._forbid(mask, recent)
+
     def accept(self, token_ids: Sequence[int]) -> None:
         """Take in the tokens that came next."""
         if self._inner is not None:
             self._inner.accept(token_ids)
         self._recent.extend(token_ids)
 
-    def _forbid(self, mask: Mask) -> None:
-        last = self._forbidden()
+    def _forbid(self, mask: Mask, recent: deque[int] | None = None) -> None:
+        """Forbid what would complete a word behind these tokens, or behind those that were taken in."""
+        last = self._forbidden(self._recent if recent is None else recent)
         if not last:
             return
         before = mask.copy()
@@ -135,11 +148,11 @@ class BadWords:
         if not np.bitwise_and(mask, self._table.everything).any():
             mask[:] = before
 
-    def _forbidden(self) -> set[int]:
-        """The ids that would complete a word."""
-        if not self._recent:
+    def _forbidden(self, recent: deque[int]) -> set[int]:
+        """The ids that would complete a word behind these tokens."""
+        if not recent:
             return set()
-        *earlier, before = self._recent
+        *earlier, before = recent
         return {
             last
             for head, last in self._table.by_before.get(before, ())

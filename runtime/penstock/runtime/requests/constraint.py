@@ -8,7 +8,7 @@ is made. Then the engine's thread tells the constraint which token was sampled, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,4 +37,19 @@ class TokenConstraint(Protocol):
     @property
     def is_complete(self) -> bool:
         """Whether nothing more may follow: the output ends here, even without an end token."""
+        ...
+
+
+@runtime_checkable
+class ForesightedConstraint(TokenConstraint, Protocol):
+    """A constraint that also says what may follow tokens that it has not taken in, so that tokens may be
+    proposed for its output.
+    """
+
+    def fill_ahead(self, masks: Mask, token_ids: Sequence[int]) -> None:
+        """Overwrite row i of `masks`, int32[len(token_ids), mask_words(vocab_size)], with the tokens that may
+        come behind the first i + 1 of these tokens. It may leave rows as they are: it must from the first
+        token on that may not follow, or behind which nothing more follows, and it may from any row on. The
+        constraint itself stays where it is, and no answer of it changes.
+        """
         ...

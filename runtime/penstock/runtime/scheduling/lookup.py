@@ -14,7 +14,9 @@ tokens in the time, and none where steps without proposals bring as many.
 from __future__ import annotations
 
 import heapq
+import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from statistics import median_low
 from typing import NamedTuple
@@ -40,6 +42,10 @@ _GAIN = 1.03
 """Proposals must bring so many times the tokens of steps without, because times are measured, not known."""
 _WAIT_GAIN = 1.15
 """The same where the steps in flight have to be waited for first."""
+
+_REST = 99
+"""After a look that proposes nothing, nobody looks for so many times as long as that took. So outputs that
+repeat nothing lose a hundredth of their time, however many they are."""
 
 
 def find(tokens: Tokens, newest: Items[int]) -> int | None:
@@ -311,7 +317,9 @@ class Lookup:
 
     name = "lookup"
 
-    def __init__(self) -> None:
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._rests_until_ns = 0
         self._copies: dict[Sequence, Copy] = {}
         self._costs = Costs()
         self._earlier = Earlier()
@@ -320,14 +328,31 @@ class Lookup:
 
     def propose(self, candidates: Items[Candidate], num_rows: int, room: int) -> Items[Items[int]]:
         """See `Proposer`."""
-        copies = self._caught_up(candidates)
-        counts = self._counts(candidates, copies, num_rows, room, _GAIN)
-        return [copy.guess(count) if count else () for copy, count in zip(copies, counts, strict=True)]
+        copies, counts = self._look(candidates, num_rows, room, _GAIN)
+        return [copy.guess(count) for copy, count in zip(copies, counts, strict=True)] or [()] * len(
+            candidates
+        )
 
     def is_due(self, candidates: Items[Candidate], num_rows: int, room: int) -> bool:
         """See `Proposer`."""
+        return bool(self._look(candidates, num_rows, room, _WAIT_GAIN)[1])
+
+    def _look(
+        self, candidates: Items[Candidate], num_rows: int, room: int, gain: float
+    ) -> tuple[list[Copy], list[int]]:
+        """What follows each candidate, and how many tokens to propose for it; nothing where none are to be
+        proposed, or while it rests.
+        """
+        began_ns = self._clock_ns()
+        if began_ns < self._rests_until_ns:
+            return [], []
         copies = self._caught_up(candidates)
-        return any(self._counts(candidates, copies, num_rows, room, _WAIT_GAIN))
+        counts = self._counts(candidates, copies, num_rows, room, gain)
+        if any(counts):
+            return copies, counts
+        now_ns = self._clock_ns()
+        self._rests_until_ns = now_ns + _REST * (now_ns - began_ns)
+        return [], []
 
     def measured(self, num_rows: int, num_proposed: int, elapsed_ns: float) -> None:
         """See `Proposer`."""

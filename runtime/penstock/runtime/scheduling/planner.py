@@ -91,7 +91,7 @@ class Windows:
         plain, single = decodes
         if single and not (plain and draft.apart_steps):
             return
-        if self._could_enter(draft):
+        if self.could_enter(draft):
             return
         if not single:
             draft.num_steps = max(self._steps_with_pages(plain, most), 1)
@@ -121,7 +121,7 @@ class Windows:
                 (single if seq.is_single else plain).append(seq)
         return plain, single
 
-    def _could_enter(self, draft: Draft) -> bool:
+    def could_enter(self, draft: Draft) -> bool:
         """Whether a waiting sequence can enter in this plan."""
         waiting = self._roster.waiting
         while (first := waiting.first(admit=draft.admit)) is not None:
@@ -183,7 +183,7 @@ class Planner:
             self._roster.groups.drop_behind(self._roster.running)
         if waiting and self._config.by_priority:
             self._admission.make_room(draft)
-        if self._proposals is not None:
+        if self._proposals is not None and not self._windows.could_enter(draft):
             self._proposals.choose(draft)
         if max_steps > 1 and not draft.proposed:
             self._windows.choose(draft, max_steps)

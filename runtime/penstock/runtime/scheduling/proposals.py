@@ -12,8 +12,6 @@ sequences go on, and a step without them would read all weights for the others a
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple, Protocol
 
@@ -21,10 +19,6 @@ from penstock.runtime.scheduling.plan import Draft, drafted_tokens
 from penstock.runtime.scheduling.roster import Roster
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import Sequence
-
-_REST = 99
-"""After the proposer was asked in vain, it is not asked for so many times as long as that took. So outputs
-that repeat nothing lose a hundredth of their time, however many they are."""
 
 
 class Candidate(NamedTuple):
@@ -69,38 +63,22 @@ class Proposer(Protocol):
 class Proposals:
     """Asks a proposer, and keeps its proposals within bounds."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        roster: Roster,
-        proposer: Proposer,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, roster: Roster, proposer: Proposer) -> None:
         self._config = config
         self._roster = roster
         self._proposer = proposer
-        self._clock_ns = clock_ns
-        self._rests_until_ns = 0
 
     def is_due(self) -> bool:
         """Whether to make no plan until the steps in flight are committed. See `Proposer.is_due`."""
-        began_ns = self._clock_ns()
-        if began_ns < self._rests_until_ns:
-            return False
         candidates, num_rows, room = self._candidates()
-        if not candidates:
-            return False
-        is_due = self._proposer.is_due(candidates, num_rows, room)
-        if not is_due:
-            self._rest(began_ns)
-        return is_due
+        return bool(candidates) and self._proposer.is_due(candidates, num_rows, room)
 
     def choose(self, draft: Draft) -> None:
-        """Set what is proposed for the rows of a plan, while no earlier plan is in flight. Pages never have
-        to be taken from a sequence for it: without them, nothing is proposed.
+        """Set what is proposed for the rows of a plan, while no earlier plan is in flight and no request can
+        enter: steps with prompts have no room for more rows than sequences. Pages never have to be taken from
+        a sequence for it: without them, nothing is proposed.
         """
-        began_ns = self._clock_ns()
-        if draft.in_flight or began_ns < self._rests_until_ns:
+        if draft.in_flight:
             return
         candidates, num_rows, room = self._candidates()
         if not candidates:
@@ -113,24 +91,16 @@ class Proposals:
                 room -= len(tokens)
         if proposed and self._have_pages(proposed):
             draft.proposed, draft.proposer = proposed, self._proposer.name
-        else:
-            self._rest(began_ns)
-
-    def _rest(self, began_ns: int) -> None:
-        """Ask nobody for a while, after the proposer was asked in vain from this time on."""
-        now_ns = self._clock_ns()
-        self._rests_until_ns = now_ns + _REST * (now_ns - began_ns)
 
     def _candidates(self) -> tuple[list[Candidate], int, int]:
         """The sequences for which tokens may be proposed, the number of all rows of decodes, and for how many
-        tokens there is room. None while a prompt is computed or may enter: then a step has enough to do.
+        tokens there is room. None while a prompt is computed: then a step has enough to do.
         """
         config, roster = self._config, self._roster
         running = roster.running
         room = min(config.most_rows, config.max_num_batched_tokens) - len(running)
         candidates: list[Candidate] = []
-        may_enter = len(roster.waiting) > 0 and roster.num_free_slots > 0
-        if room < 1 or may_enter or roster.has_state:
+        if room < 1 or roster.has_state:
             return candidates, 0, 0
         num_rows = 0
         for seq in running:

@@ -126,8 +126,18 @@ _FINISHED, _RUNNING = Status.FINISHED, Status.RUNNING  # because an enum's membe
 _AT_ONCE_NS = 5_000_000
 """A plan that is made so soon after a commit was made as soon as it could be."""
 
-Verdicts = Mapping[int, bool | Exception]
-"""Row to what its constraint answered: whether the output is complete, or what the constraint raised."""
+
+class Verdict(NamedTuple):
+    """What a constraint answered to the tokens of a row."""
+
+    num_tokens: int
+    """How many of them it took in: all, unless the output is complete or cannot go on behind these."""
+    answer: bool | Exception
+    """Whether the output is complete, or what the constraint raised."""
+
+
+Verdicts = Mapping[int, Verdict]
+"""Row to what its constraint answered."""
 NO_VERDICTS: Verdicts = {}
 
 
@@ -186,7 +196,7 @@ class Commits:
 
     def accept(self, plan: Plan, result: StepResult, now_ns: int) -> Verdicts:
         """Give the constraints of a plan's rows their tokens. See `Scheduler.accept`."""
-        verdicts: dict[int, bool | Exception] = {}
+        verdicts: dict[int, Verdict] = {}
         for i, seq in enumerate(self._plans[plan.step_id].sampling):
             if seq is None or not seq.is_constrained or seq.status is _FINISHED:
                 continue
@@ -203,8 +213,10 @@ class Commits:
         for i in rows:
             seq, sampling[i] = sampling[i], None
             if seq is not None and seq.status is not _FINISHED:
-                seq.pending -= 1
-                seq.num_computed = plan.rows[i].start if self._roster.has_state else seq.num_computed - 1
+                row = plan.rows[i]
+                seq.pending -= row.max_samples
+                begins_again = self._roster.has_state or row.proposed
+                seq.num_computed = row.start if begins_again else seq.num_computed - 1
                 seq.sits_out = 1
                 if i in late:
                     seq.sits_out = min(2**seq.put_offs, _MOST_SAT_OUT)
@@ -345,11 +357,11 @@ def _ending(
     if finish is None and error is not None:
         return _Ending(count, None, error)
     if seq.is_constrained:
-        verdict = verdicts[row]
-        if isinstance(verdict, Exception):
-            return _Ending(count, None, verdict)
-        if finish is None and verdict:
-            finish = Finish(FinishReason.EOS)
+        num_tokens, answer = verdicts[row]
+        if isinstance(answer, Exception):
+            return _Ending(num_tokens, None, answer)
+        if answer and (finish is None or num_tokens < count):
+            return _Ending(num_tokens, Finish(FinishReason.EOS), None)
     return None if finish is None else _Ending(count, finish, None)
 
 
@@ -374,15 +386,20 @@ def _with_hidden_states(outputs: Items[StepOutput], plan: Plan, result: StepResu
     ]
 
 
-def _accept(seq: Sequence, token_ids: Items[int]) -> bool | Exception:
-    """Give a sequence's constraint its tokens, and return the verdict."""
+def _accept(seq: Sequence, token_ids: Items[int]) -> Verdict:
+    """Give a sequence's constraint its tokens, one after the other until the output is complete, and return
+    the verdict.
+    """
     constraint = seq.request.constraint
     assert constraint is not None
-    try:
-        constraint.accept(token_ids)
-        return constraint.is_complete
-    except BaseException as error:  # noqa: BLE001  one request's grammar must not end the others'; see `failing`
-        return as_exception(error)
+    for count, token in enumerate(token_ids, 1):
+        try:
+            constraint.accept((token,))
+            if constraint.is_complete:
+                return Verdict(count, True)
+        except BaseException as error:  # noqa: BLE001  one request's grammar must not end the others'; see `failing`
+            return Verdict(count, as_exception(error))
+    return Verdict(len(token_ids), False)
 
 
 class Scheduler:

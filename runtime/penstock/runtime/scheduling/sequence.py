@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.runtime.requests.constraint import ForesightedConstraint
 from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
@@ -349,7 +350,10 @@ class Sequence:
         self.is_constrained = self.request.constraint is not None
         self.is_single = self.is_constrained or self.request.hidden_states
         # A mask or a hidden state would be needed after each of the proposed tokens.
-        self.most_proposed = 0 if self.is_single else self.request.max_proposed_tokens
+        constraint = self.request.constraint
+        is_known_ahead = constraint is None or isinstance(constraint, ForesightedConstraint)
+        may_propose = is_known_ahead and not self.request.hidden_states
+        self.most_proposed = self.request.max_proposed_tokens if may_propose else 0
         self.of_prompt = PromptValues(self.request)
 
     @property

@@ -10,6 +10,7 @@ from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.budget import OUTPUT_S, REQUEST_S, TOKEN_S
 from penstock.runtime.grammar.masks.fill import PARALLEL_ROWS, MaskFiller
+from penstock.runtime.grammar.masks.mask_thread import Ahead
 from penstock.runtime.grammar.matcher import SHARED_PER_TOKEN_S, SHARED_S, GrammarConstraint, TokenBits
 from penstock.runtime.requests.grammar import Grammar
 from tests.support.schemas import allowed_ids
@@ -146,6 +147,34 @@ class Masks:
 def slow(clock, cost):
     matcher, masks = cast("LLMatcher", SlowMatcher(clock, cost)), cast("TokenBits", Masks())
     return GrammarConstraint(matcher, masks, "constraint", clock=clock)
+
+
+def test_masks_behind_proposed_tokens_are_filled_beside_the_others(compiler, backend):
+    """Of rows whose constraint knows them. What goes wrong there gives these rows no masks, and no error."""
+    a = backend.token_to_id("a")
+
+    class Broken(BadWords):
+        def fill_ahead(self, masks, token_ids):
+            masks[:] = 1
+            raise ZeroDivisionError
+
+    rows = {
+        0: compiler.constraint(Grammar.regex("aab")),
+        1: Broken([], None, 2048),
+        2: compiler.constraint(Grammar.regex("ab")),
+    }
+    ahead = {0: Ahead(range(3, 5), (a, a)), 1: Ahead(range(5, 6), (a,))}
+    masks = np.zeros((7, 64), np.int32)
+    assert MaskFiller().fill_all(rows, masks, ahead) == {}
+    expected = compiler.constraint(Grammar.regex("aab"))
+    for row in (0, 3, 4):
+        mask = np.zeros(64, np.int32)
+        expected.fill(mask)
+        np.testing.assert_array_equal(masks[row], mask)
+        expected.accept([a] if row < 4 else [])
+    assert masks[1].any()
+    assert masks[2].any()
+    assert not masks[5:].any()
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -19,7 +19,7 @@ from llguidance import LLMatcher
 
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.masks.fill import PARALLEL_ROWS, MaskFiller
-from penstock.runtime.grammar.masks.mask_thread import MaskThread, Rows
+from penstock.runtime.grammar.masks.mask_thread import MaskThread, Rows, RowsAhead
 from penstock.runtime.grammar.masks.step_masks import MAX_LATE, Filled, StepMasks
 from penstock.runtime.grammar.matcher import GrammarConstraint, Lexer, TokenBits
 from penstock.runtime.requests.constraint import Mask, TokenConstraint
@@ -321,7 +321,7 @@ def test_an_error_ends_its_own_row_and_may_come_late(step: Step, gate: threading
 
 
 def test_a_bug_is_raised_to_the_engine() -> None:
-    def fail(rows: Rows, masks: Mask) -> Mapping[int, Exception]:
+    def fail(rows: Rows, masks: Mask, ahead: RowsAhead) -> Mapping[int, Exception]:
         raise ZeroDivisionError
 
     step_masks = StepMasks(fail, step_s=NEVER_S, wall_s=NEVER_S)
@@ -333,7 +333,7 @@ def test_a_bug_is_raised_to_the_engine() -> None:
 def test_only_masks_of_proven_lexers_are_filled_in_parallel() -> None:
     batches: list[set[int]] = []
 
-    def fill(rows: Rows, masks: Mask) -> Mapping[int, Exception]:
+    def fill(rows: Rows, masks: Mask, ahead: RowsAhead) -> Mapping[int, Exception]:
         batches.append(set(rows))
         return {}
 

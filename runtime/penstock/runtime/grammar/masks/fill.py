@@ -11,9 +11,10 @@ from llguidance.numpy import fill_next_token_bitmask_par
 
 from penstock.runtime.failing import as_exception
 from penstock.runtime.grammar.bad_words import BadWords
+from penstock.runtime.grammar.masks.mask_thread import NOTHING_AHEAD, Ahead, RowsAhead
 from penstock.runtime.grammar.matcher import GrammarConstraint
 from penstock.runtime.machine.processors import available_processors
-from penstock.runtime.requests.constraint import Mask, TokenConstraint
+from penstock.runtime.requests.constraint import ForesightedConstraint, Mask, TokenConstraint
 
 log = logging.getLogger(__name__)
 
@@ -56,28 +57,36 @@ class MaskFiller:
         """Whether many rows are filled in parallel."""
         return self._executor is not None
 
-    def fill_all(self, constraints: Mapping[int, TokenConstraint], masks: Mask) -> dict[int, Exception]:
+    def fill_all(
+        self,
+        constraints: Mapping[int, TokenConstraint],
+        masks: Mask,
+        ahead: RowsAhead = NOTHING_AHEAD,
+    ) -> dict[int, Exception]:
         """Overwrite the rows of `masks`, int32[rows, mask_words(vocab_size)], contiguous, that `constraints`
-        names; others stay.
+        names, and those that `ahead` has for these, see `ForesightedConstraint`; others stay.
 
         Returns row to error for rows whose output cannot go on; their masks allow all tokens.
         """
         if not masks.flags.c_contiguous:
             raise ValueError("the masks must be contiguous")
-        ahead = self._fill_ahead(constraints, masks)
+        begun = self._fill_together(constraints, masks)
         stuck: dict[int, Exception] = {}
         for row, constraint in constraints.items():
             try:
-                if row in ahead:
-                    ahead[row].finish(masks[row])
+                if row in begun:
+                    begun[row].finish(masks[row])
                 else:
                     constraint.fill(masks[row])
             except BaseException as error:  # noqa: BLE001  one request's, and not the engine's; see `failing`
                 masks[row] = -1
                 stuck[row] = as_exception(error)
+            else:
+                if row in ahead and isinstance(constraint, ForesightedConstraint):
+                    _fill_ahead(constraint, masks, ahead[row])
         return stuck
 
-    def _fill_ahead(
+    def _fill_together(
         self, constraints: Mapping[int, TokenConstraint], masks: Mask
     ) -> dict[int, GrammarConstraint | BadWords]:
         """Fill raw masks in parallel, if there are enough rows for it. Returns the rows that are still to be
@@ -87,13 +96,13 @@ class MaskFiller:
         """
         if self._executor is None or len(constraints) < PARALLEL_ROWS:
             return {}
-        ahead: dict[int, GrammarConstraint | BadWords] = {}
+        begun: dict[int, GrammarConstraint | BadWords] = {}
         jobs: list[tuple[LLMatcher, int]] = []
         for row, constraint in constraints.items():
             if isinstance(constraint, GrammarConstraint | BadWords):
                 matcher = constraint.to_share()
                 if matcher is not None:
-                    ahead[row] = constraint
+                    begun[row] = constraint
                     jobs.append((matcher, row))
         if len(jobs) < PARALLEL_ROWS:
             return {}
@@ -105,6 +114,18 @@ class MaskFiller:
             return {}
         finally:
             elapsed = self._clock() - started
-            for constraint in ahead.values():
+            for constraint in begun.values():
                 constraint.shared(elapsed)
-        return ahead
+        return begun
+
+
+def _fill_ahead(constraint: ForesightedConstraint, masks: Mask, ahead: Ahead) -> None:
+    """Fill the masks behind the tokens that are proposed for a row. What goes wrong there concerns the row
+    only once it comes there, so then it has no masks ahead.
+    """
+    behind = masks[ahead.rows.start : ahead.rows.stop]
+    try:
+        constraint.fill_ahead(behind, ahead.token_ids)
+    except BaseException:  # see `fill_all`
+        log.exception("masks behind proposed tokens could not be filled")
+        behind[:] = 0

@@ -9,11 +9,23 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from penstock.runtime.requests.constraint import Mask, TokenConstraint
 
 Rows = Mapping[int, TokenConstraint]
-FillRows = Callable[[Rows, Mask], Mapping[int, Exception]]
+
+
+class Ahead(NamedTuple):
+    """The tokens that are proposed for a row, and the rows of the masks behind each of them."""
+
+    rows: range
+    token_ids: tuple[int, ...]
+
+
+RowsAhead = Mapping[int, Ahead]
+NOTHING_AHEAD: RowsAhead = {}
+FillRows = Callable[[Rows, Mask, RowsAhead], Mapping[int, Exception]]
 _NICE = 10
 """Priority of a thread that was left behind: it gets about a tenth of a processor that others want too."""
 
@@ -21,9 +33,10 @@ _NICE = 10
 class Job:
     """Batches of rows whose masks are to be filled, one batch after the other."""
 
-    def __init__(self, batches: Sequence[Rows], masks: Mask) -> None:
+    def __init__(self, batches: Sequence[Rows], masks: Mask, ahead: RowsAhead = NOTHING_AHEAD) -> None:
         self.batches = batches
         self.masks = masks
+        self.ahead = ahead
         self.done: set[int] = set()
         """Rows that were filled, or that have an error."""
         self.errors: dict[int, Exception] = {}
@@ -60,7 +73,7 @@ class Job:
                     if self._left:
                         return
                     self._current = batch
-                errors = fill(batch, self.masks)
+                errors = fill(batch, self.masks, self.ahead)
                 with self._lock:
                     self.errors.update(errors)
                     self.done.update(batch)

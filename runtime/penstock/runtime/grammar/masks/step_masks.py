@@ -24,7 +24,14 @@ import numpy as np
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.masks.fill import PARALLEL_ROWS
-from penstock.runtime.grammar.masks.mask_thread import FillRows, Job, MaskThread, Rows
+from penstock.runtime.grammar.masks.mask_thread import (
+    NOTHING_AHEAD,
+    FillRows,
+    Job,
+    MaskThread,
+    Rows,
+    RowsAhead,
+)
 from penstock.runtime.grammar.matcher import QUICK_S, GrammarConstraint
 from penstock.runtime.requests.constraint import Mask, TokenConstraint
 
@@ -100,9 +107,12 @@ class StepMasks:
         """Masks that were made and not used yet, by the identity of the constraint, which lives as long as
         its request."""
 
-    def fill(self, constraints: Rows, masks: Mask, *, others: bool) -> Filled:
-        """Fill the rows of `masks` that `constraints` names. `masks` is contiguous and holds -1 throughout,
-        and belongs to the masks' thread from now on.
+    def fill(
+        self, constraints: Rows, masks: Mask, *, others: bool, ahead: RowsAhead = NOTHING_AHEAD
+    ) -> Filled:
+        """Fill the rows of `masks` that `constraints` names, and those of `ahead` that can be had. `masks` is
+        contiguous and holds -1 throughout, but for 0 in the rows of `ahead`, and belongs to the masks' thread
+        from now on.
 
         `others`: whether the step has a token for rows that slow masks should not hold up.
         """
@@ -124,19 +134,23 @@ class StepMasks:
             quick = quick + slow
         made = Job((), masks)
         if quick:
-            made = self._make(quick, masks, patient=not (others or ready))
+            made = self._make(quick, masks, ahead, patient=not (others or ready))
         if made.failure is not None:
             raise made.failure
         return self._filled(constraints, made, ready)
 
-    def _make(self, rows: list[tuple[int, TokenConstraint]], masks: Mask, *, patient: bool) -> Job:
+    def _make(
+        self, rows: list[tuple[int, TokenConstraint]], masks: Mask, ahead: RowsAhead, *, patient: bool
+    ) -> Job:
         """Make the masks of these rows in the time that a step has, or in more if `patient` and none was
         made. Returns what was made.
         """
-        job = Job(list(self._batches(rows)), masks)
+        job = Job(list(self._batches(rows)), masks, ahead)
         began = self._clock()
         extra = self._step_s if began >= self._patient_again else _IMPATIENT * self._step_s
-        ended = self._wait(job, extra + sum(map(expected_s, dict(rows).values())))
+        num_masks = {row: 1 + len(behind.rows) for row, behind in ahead.items()}
+        expected = sum(expected_s(constraint) * num_masks.get(row, 1) for row, constraint in rows)
+        ended = self._wait(job, extra + expected)
         if patient and not (ended or job.done):
             ended = job.wait(self._alone_s)
         if not ended:
