@@ -118,3 +118,6 @@ class ForeseenTurns(Turns):
                 return
             ahead.accept([token])
             ahead.fill(mask)
+
+    def forced(self) -> Sequence[int]:
+        return ()

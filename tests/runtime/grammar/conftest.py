@@ -28,9 +28,12 @@ def vocabulary(backend: Tokenizer) -> Vocabulary:
 
 
 @pytest.fixture(scope="session")
-def compiler(vocabulary: Vocabulary) -> Iterator[GrammarCompiler]:
+def compiler(vocabulary: Vocabulary, backend: Tokenizer) -> Iterator[GrammarCompiler]:
     # No compile here is slow, but a busy machine may be.
-    compiler = GrammarCompiler(vocabulary, CompilerConfig(time_limit_s=60.0))
+    config = CompilerConfig(time_limit_s=60.0)
+    compiler = GrammarCompiler(
+        vocabulary, config, lambda text: backend.encode(text, add_special_tokens=False).ids
+    )
     yield compiler
     compiler.close()
 

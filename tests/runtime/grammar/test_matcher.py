@@ -8,7 +8,7 @@ import pytest
 from penstock.runtime.errors import InvalidRequest
 from penstock.runtime.grammar.bad_words import BadWords
 from penstock.runtime.grammar.compile.compiler import CompilerConfig, GrammarCompiler
-from penstock.runtime.grammar.matcher import shorten
+from penstock.runtime.grammar.matcher import TokenBits, shorten
 from penstock.runtime.requests.constraint import TokenConstraint
 from penstock.runtime.requests.grammar import Grammar
 from tests.support.schemas import allowed_ids
@@ -250,3 +250,31 @@ def test_an_error_ahead_does_not_end_the_output(compiler, backend):
     assert not masks.any()
     constraint.fill(masks[0])
     assert masks[0].any()
+
+
+def test_text_that_must_come_is_expected_in_the_models_tokens(compiler, backend):
+    """But for the last of them, which may be written together with what follows. By hand: behind the
+    beginning of a JSON object with one key, only that key may come.
+    """
+    properties = {"quantity": {"enum": ["alphabet", "beta"]}}
+    schema = json.dumps({"type": "object", "properties": properties, "required": ["quantity"]})
+    constraint = compiler.constraint(Grammar.json_schema(schema))
+    assert not constraint.forced()
+    for written, expected in (
+        ('{"', 'quantity"'),
+        ("qu", 'antity"'),
+        ('antity": "al', 'phabet"'),
+        ("phabet", ""),
+    ):
+        constraint.accept(backend.encode(written, add_special_tokens=False).ids)
+        *known, _ = backend.encode(expected, add_special_tokens=False).ids or [0]
+        assert list(constraint.forced()) == known
+        assert list(BadWords([], constraint, 2048).forced()) == known
+
+
+def test_nothing_is_expected_where_the_tokenizer_adds_to_the_text(vocabulary, backend):
+    space = backend.token_to_id("\u0120")
+    a = backend.token_to_id("a")
+    for encode, expected in ((lambda text: [a, a], [a, a]), (lambda text: [space, a, a], [])):
+        assert list(TokenBits(vocabulary, encode).tokens_of(b"aa")) == expected
+    assert list(TokenBits(vocabulary).tokens_of(b"aa")) == []

@@ -313,3 +313,19 @@ def test_only_so_much_is_kept_of_others(monkeypatch: pytest.MonkeyPatch) -> None
             earlier.add(request, np.arange(30, dtype=np.int32) + i)
     kept = [earlier.of(request) for request in requests]
     assert [said and len(said.tokens) for said in kept] == [None] * 4 + [100] * 16
+
+
+def test_what_a_grammar_expects_is_proposed_before_anything_else() -> None:
+    proposer, seq = taught({1: 10.0}, dict.fromkeys(range(2, 8), 10.0)), sequence([1, 2, 30, 31, 1, 2])
+    assert guesses(proposer, seq)[:2] == [30, 31]
+    seq.forced = [8, 9, 7]
+    assert guesses(proposer, seq) == [8, 9, 7]
+    assert guesses(proposer, seq, most=2) == [8, 9]
+    before = proposer._copies[seq].rate
+    seq.token_ids.append(8)
+    seq.forced = [9, 7]
+    assert guesses(proposer, seq) == [9, 7]
+    assert proposer._copies[seq].rate > before  # it was right
+    seq.token_ids += [9, 7, 1, 2]
+    seq.forced = []
+    assert guesses(proposer, seq)[:2] == [8, 9]  # what came behind 1 and 2 the last time

@@ -83,6 +83,27 @@ async def test_usage_tells_what_was_proposed_and_no_token_changes(
         assert accepted >= least
 
 
+async def test_text_that_a_grammar_leaves_no_choice_about_is_proposed(engine: Any) -> None:
+    """Nothing of it stood anywhere before, so without the grammar next to nothing would be accepted. No token
+    changes.
+    """
+    options = {
+        "constraint": {"regex": "Once upon a time there was a little girl who had a very kind friend"},
+        "sampling": {"temperature": 0},
+        "cache": {"bypass_prefix_cache": True},
+    }
+    async with serving(engine) as rig:
+        expected, _ = await both(rig, max_proposed_tokens=0, **options)
+        accepted = 0
+        for _ in range(10):
+            found, usages = await both(rig, **options)
+            assert found == expected
+            accepted = max(accepted, *(usage.accepted_tokens for usage in usages))
+            if accepted > 4:
+                break
+        assert accepted > 4
+
+
 async def test_the_server_tells_of_its_proposer_and_counts_as_usage_does(engine: Any) -> None:
     async with serving(engine) as rig:
         info = await rig.control.GetServerInfo(control_pb2.GetServerInfoRequest())

@@ -96,6 +96,9 @@ class Rota:
     def fill_ahead(self, masks: Mask, token_ids: Sequence[int]) -> None:
         """Nothing here reads these masks. That there is such a method allows proposals."""
 
+    def forced(self) -> Sequence[int]:
+        return ()
+
     def accept(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
             assert (token + len(self.accepted)) % 3

@@ -130,6 +130,10 @@ class BadWords:
             if mask.any():
                 self._forbid(mask, recent)
 
+    def forced(self) -> Sequence[int]:
+        """See `ForesightedConstraint`: what `inner` forces."""
+        return self._inner.forced() if isinstance(self._inner, ForesightedConstraint) else ()
+
     def accept(self, token_ids: Sequence[int]) -> None:
         """Take in the tokens that came next."""
         if self._inner is not None:

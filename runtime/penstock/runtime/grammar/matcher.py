@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,6 +21,7 @@ SHARED_PER_TOKEN_S = 0.02
 QUICK_S = 0.002
 """A mask that takes less time than this is quick."""
 _PROVEN = 64
+_MOST_TEXTS = 1024
 _TOO_MANY_ITEMS = "Too many items"
 """llguidance's words for a mask that takes more than `build_matcher.STEP_ITEMS`."""
 
@@ -28,11 +30,33 @@ _MAX_MESSAGE_CHARS = 600
 
 
 class TokenBits:
-    """Masks that every matcher of a vocabulary shares; they are read only."""
+    """What every matcher of a vocabulary shares: masks, which are read only, and tokens of texts."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]] = lambda text: ()
+    ) -> None:
+        """`encode`: the tokens in which a model writes a text; none where nobody knows."""
         self.eos_token_ids = frozenset(vocabulary.eos_token_ids)
         self.text, self.eos = vocabulary.masks()
+        self._vocabulary = vocabulary
+        self._encode = encode
+        self._known: OrderedDict[bytes, Sequence[int]] = OrderedDict()
+
+    def tokens_of(self, text: bytes) -> Sequence[int]:
+        """The tokens in which a model writes this text within another, or none. Those of the texts that were
+        asked for last are kept. Used on one thread.
+        """
+        known = self._known.pop(text, None)
+        if known is None:
+            pieces = self._vocabulary.tokens
+            known = self._encode(text.decode("utf-8", "ignore"))
+            # A tokenizer may put a space before every text.
+            if b"".join(pieces[token] for token in known if token < len(pieces)) != text:
+                known = ()
+        self._known[text] = known
+        if len(self._known) > _MOST_TEXTS:
+            self._known.popitem(last=False)
+        return known
 
 
 class Lexer:
@@ -165,6 +189,15 @@ class GrammarConstraint:
             np.bitwise_and(mask, self._bits.text, out=mask)
             if matcher.is_accepting():
                 np.bitwise_or(mask, self._bits.eos, out=mask)
+
+    def forced(self) -> Sequence[int]:
+        """See `ForesightedConstraint`. The last token is left out, because what comes behind the text may
+        become a part of it.
+        """
+        if self._complete or self.expected_s >= QUICK_S:
+            return ()
+        text = self._matcher.deep_copy().compute_ff_bytes()
+        return self._bits.tokens_of(text)[:-1] if len(text) > 1 else ()
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Take in the tokens that came next."""

@@ -53,3 +53,9 @@ class ForesightedConstraint(TokenConstraint, Protocol):
         constraint itself stays where it is, and no answer of it changes.
         """
         ...
+
+    def forced(self) -> Sequence[int]:
+        """Guess the tokens in which a model writes what must come next, none if nothing must. It need not be
+        right, and the constraint itself stays where it is.
+        """
+        ...

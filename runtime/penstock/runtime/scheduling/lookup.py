@@ -3,10 +3,11 @@
 A sequence that copies (it edits a file, quotes its prompt, repeats itself) goes through tokens that are there
 already. `Copy` follows it: it finds where the newest tokens of the sequence occurred before, else in what
 ended sequences with the same cache salt and adapter have said (`Earlier`), and as long as the next token is
-the one that came next there, it goes on from there. So it knows for every token whether it would have been
-proposed rightly, whether tokens are proposed or not, and this is all that is learned of a sequence. `Costs`
-learns what steps of so many rows take. `Lookup` proposes as many tokens as will, by both, bring the most
-tokens in the time, and none where steps without proposals bring as many.
+the one that came next there, it goes on from there. Where a grammar leaves no choice, it follows the grammar.
+So it knows for every token whether it would have been proposed rightly, whether tokens are proposed or not,
+and this is all that is learned of a sequence. `Costs` learns what steps of so many rows take. `Lookup`
+proposes as many tokens as will, by both, bring the most tokens in the time, and none where steps without
+proposals bring as many.
 
 (Prompt lookup is an idea of Saxena, 2023.)
 """
@@ -201,6 +202,10 @@ class Copy:
         self._at, self._other = said.find(newest[-_LONGEST:]), said.tokens
         self._leave_ended()
 
+    def expect(self, token_ids: Items[int]) -> None:
+        """Follow these tokens, which are expected next."""
+        self._at, self._other = 0, np.array([*token_ids, _BETWEEN], np.int32)
+
     @property
     def _followed(self) -> Tokens:
         return self._tokens if self._other is None else self._other
@@ -382,6 +387,8 @@ class Lookup:
                 is_lost = copy.catch_up(seq.token_ids)
             if is_lost and (said := self._earlier.of(seq.request)) is not None:
                 copy.follow(said, seq.token_ids)
+            if seq.forced:
+                copy.expect(seq.forced)
             copies.append(copy)
         return copies
 

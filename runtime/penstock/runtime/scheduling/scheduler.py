@@ -13,6 +13,7 @@ made before it (`proposals`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 from penstock.runtime.errors import ConfigError, DuplicateRequestId, QueueFull
 from penstock.runtime.failing import as_exception
+from penstock.runtime.requests.constraint import ForesightedConstraint
 from penstock.runtime.requests.request import (
     Finish,
     FinishReason,
@@ -38,6 +40,8 @@ from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
 from penstock.runtime.scheduling.sequence import NEVER_NS, PromptValues, Sequence, Sharing, Status, StopRules
 from penstock.runtime.scheduling.status import OutputStatus, status_of
 from penstock.runtime.scheduling.waiting import ADAPTER_SLOT
+
+log = logging.getLogger(__name__)
 
 __all__ = ["Load", "Scheduler", "SchedulerConfig"]
 
@@ -204,6 +208,8 @@ class Commits:
             counted, finish = seq.rules.first_end(sampled, len(seq.token_ids), now_ns)
             if finish is not None or i not in result.errors:
                 verdicts[i] = _accept(seq, sampled[:counted])
+                if self._proposer is not None:
+                    seq.forced = _forced(seq)
         return verdicts
 
     def put_off(self, plan: Plan, rows: Collection[int], late: Collection[int]) -> None:
@@ -400,6 +406,16 @@ def _accept(seq: Sequence, token_ids: Items[int]) -> Verdict:
         except BaseException as error:  # noqa: BLE001  one request's grammar must not end the others'; see `failing`
             return Verdict(count, as_exception(error))
     return Verdict(len(token_ids), False)
+
+
+def _forced(seq: Sequence) -> Items[int]:
+    """What a sequence's constraint expects next; nothing if it fails, which its next mask will tell."""
+    constraint = seq.request.constraint
+    try:
+        return constraint.forced() if isinstance(constraint, ForesightedConstraint) else ()
+    except BaseException:  # see `_accept`
+        log.exception("a constraint could not say what comes next")
+        return ()
 
 
 class Scheduler:

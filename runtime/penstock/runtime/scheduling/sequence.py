@@ -322,6 +322,8 @@ class Sequence:
     """How many times in a row the token was put off because the constraint's mask was not ready."""
     sits_out: int = 0
     """How many plans are made without this sequence, if any other has something to do."""
+    forced: Items[int] = ()
+    """The tokens that its constraint expects next, where tokens are proposed."""
     proposed_tokens: int = 0
     """How many tokens were proposed for it, and checked."""
     accepted_tokens: int = 0

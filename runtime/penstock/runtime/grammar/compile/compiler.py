@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -129,11 +129,17 @@ class CompiledGrammar:
 class GrammarCompiler:
     """Compiles grammars for one model. Safe to use from many threads; `compile` blocks its caller."""
 
-    def __init__(self, vocabulary: Vocabulary, config: CompilerConfig | None = None) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        config: CompilerConfig | None = None,
+        encode: Callable[[str], Sequence[int]] = lambda text: (),
+    ) -> None:
+        """`encode`: see `TokenBits`."""
         config = config or CompilerConfig()
         self.config = config
         self._tokenizer = vocabulary.to_llguidance()
-        self._bits = TokenBits(vocabulary)
+        self._bits = TokenBits(vocabulary, encode)
         limits = TrialLimits(config.time_limit_s, config.memory_bytes, config.max_lexer_states)
         self._sandbox = Sandbox(vocabulary, limits, config.max_compiles)
         self._calls = TimedCalls(time_limit_s=config.time_limit_s, max_threads=config.max_compiles)
@@ -155,7 +161,11 @@ class GrammarCompiler:
         config: CompilerConfig | None = None,
     ) -> GrammarCompiler:
         """A compiler for a Hugging Face tokenizer; see `Vocabulary.from_tokenizer`. Raises ConfigError."""
-        return cls(Vocabulary.from_tokenizer(backend, vocab_size, eos_token_ids), config)
+
+        def encode(text: str) -> Sequence[int]:
+            return backend.encode(text, add_special_tokens=False).ids
+
+        return cls(Vocabulary.from_tokenizer(backend, vocab_size, eos_token_ids), config, encode)
 
     def constraint(self, grammar: Grammar) -> GrammarConstraint:
         """A constraint for one output under `grammar`. Raises what `compile` raises."""
