@@ -27,6 +27,7 @@ OPTIONS = (
     Options(chunk=8),
     Options(softcap=2.0, sinks=True),
     Options(window=7, chunk=12, sinks=True, alibi=True),
+    Options(window=7, ahead=6),
 )
 
 
@@ -37,7 +38,7 @@ def step(shape: Shape, options: Options, decode: bool) -> Callable[..., Any]:
 
 rows = st.lists(st.builds(Case, past=st.integers(0, 30), new=st.integers(1, 20)), min_size=1, max_size=ROWS)
 seeds = st.integers(0, 2**31)
-PLAIN, NEWEST, NEAR, CHUNKS, SINKS, ALL = OPTIONS
+PLAIN, NEWEST, NEAR, CHUNKS, SINKS, ALL, AHEAD = OPTIONS
 KINDS = [*((each, False) for each in OPTIONS), *((each, True) for each in OPTIONS[3:])]
 """Options, and whether the cache is of int8."""
 
@@ -58,6 +59,7 @@ def programs(some: Sequence[tuple[Any, ...]], every: Iterable[tuple[Any, ...]]) 
         ((4, 2), (CHUNKS, True)),
         ((4, 2), (SINKS, True)),
         ((3, 1), (ALL, False)),
+        ((4, 2), (AHEAD, False)),
     ],
     product([(4, 2), (3, 1)], KINDS),
 )

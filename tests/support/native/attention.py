@@ -50,7 +50,8 @@ class Shape:
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The keyword arguments of `paged_attention`; `sinks` and `alibi` say whether there are any
-    sinks and slopes.
+    sinks and slopes. With `ahead` positions are in groups of so many, like those of a picture, and a token
+    sees the others of its group, as far as its row has them.
     """
 
     window: int | None = None
@@ -58,6 +59,10 @@ class Options:
     softcap: float | None = None
     sinks: bool = False
     alibi: bool = False
+    ahead: int | None = None
+
+    def newest(self, position: int, end: int) -> int:
+        return position if self.ahead is None else min(position - position % self.ahead + self.ahead, end) - 1
 
     def oldest(self, position: int) -> int:
         first = 0 if self.window is None else max(0, position - self.window + 1)
@@ -125,7 +130,7 @@ def dense(
     positions, at = range(past, past + len(q)), np.arange(len(k))
     seen = np.zeros((len(q), 1, len(k)), bool)
     for i, position in enumerate(positions):
-        seen[i, 0] = (at >= options.oldest(position)) & (at <= position)
+        seen[i, 0] = (at >= options.oldest(position)) & (at <= options.newest(position, len(k)))
     for head in range(k.shape[1]):
         mine = slice(head * group, (head + 1) * group)  # the heads of queries that read this head of keys
         scores = queries[:, mine] @ keys[:, head].T * q.shape[2] ** -0.5  # [n, group, past + n]
@@ -227,6 +232,10 @@ def runner(
             page_size=shape.page,
             num_pages=kv.shape[0],
         )
+        if options.ahead is not None:
+            ends = meta.kv_lens[meta.token_rows]
+            group = meta.positions - meta.positions % options.ahead
+            meta = meta._replace(reach=jnp.minimum(group + options.ahead, ends) - 1)
         return op(
             q,
             k,

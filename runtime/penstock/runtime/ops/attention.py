@@ -65,6 +65,9 @@ class AttentionMeta(NamedTuple):
     state_to: Array | None = None  # int32[R] entries that they write; past the end: padding
     state_cut: Array | None = None  # int32[R] after how many tokens a row's state is kept too; 0: not
     state_cut_to: Array | None = None  # int32[R] the entries that keep it; past the end: none
+    # None where each token sees nothing behind it; else tokens of a picture see those of the same picture.
+    reach: Array | None = None  # int32[T] the last position that each token sees, in this step; no smaller
+    # than its own, nor than that of the token before it in its row
 
 
 class AttentionOptions(NamedTuple):
@@ -207,7 +210,8 @@ def paged_attention(
     *,
     span: KVSpan = SHORT_SPAN,
 ) -> tuple[Array, Array]:
-    """Causal attention of a ragged batch against its paged cache, in XLA. It also writes the cache.
+    """Attention of a ragged batch against its paged cache, in XLA: causal, or as far ahead as `meta.reach`
+    says. It also writes the cache.
 
     q [T, H, D], k_new and v_new [T, KH, D] in the model's dtype, after RoPE; v_new is None where
     `options.value_dim` is set. kv as in `kv_layer_shape`, in the model's dtype, as `kv_storage_dtype` stores
@@ -233,6 +237,7 @@ def paged_attention(
         q.astype(jnp.float32)[meta.block_tokens].reshape(num_blocks, block_q, kv_heads, group, dim) * scale
     )
     q_pos = meta.block_positions
+    newest = q_pos if meta.reach is None else jnp.where(q_pos >= 0, meta.reach[meta.block_tokens], -1)
     kv_lens = meta.kv_lens[meta.block_rows]
     oldest = oldest_visible(q_pos, sliding_window, chunk)
     lanes = (num_blocks, kv_heads, group, block_q)
@@ -255,7 +260,7 @@ def paged_attention(
         if slopes is not None:
             back = (k_pos[None, None, :] - q_pos[:, :, None]).astype(jnp.float32)[:, None, None]
             scores = scores + slopes.reshape(1, kv_heads, group, 1, 1) * back
-        seen = (k_pos[None, None, :] <= q_pos[:, :, None]) & (k_pos[None, None, :] >= oldest[:, :, None])
+        seen = (k_pos[None, None, :] <= newest[:, :, None]) & (k_pos[None, None, :] >= oldest[:, :, None])
         seen = seen[:, None, None, :, :]
         scores = jnp.where(seen, scores, _MASKED)
         new_peak = jnp.maximum(peak, scores.max(axis=-1))
@@ -275,7 +280,7 @@ def paged_attention(
         jnp.zeros((*lanes, out_dim), jnp.float32),
     )
     first_iteration = jnp.where(q_pos >= 0, oldest, jnp.int32(2**30)).min() // width
-    peak, total, acc = lax.fori_loop(first_iteration, (q_pos.max() + width) // width, body, init)
+    peak, total, acc = lax.fori_loop(first_iteration, (newest.max() + width) // width, body, init)
     if sinks is not None:
         sink = sinks.reshape(1, kv_heads, group, 1)
         top = jnp.maximum(peak, sink)

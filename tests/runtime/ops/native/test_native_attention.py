@@ -101,6 +101,7 @@ options = st.builds(
     softcap=st.sampled_from([None, 2.0, 30.0]),
     sinks=st.booleans(),
     alibi=st.booleans(),
+    ahead=st.sampled_from([None, None, 7, 40, 600]),
 )
 
 
@@ -341,6 +342,28 @@ def plan_of(lens: np.ndarray, q_lens: np.ndarray, table: np.ndarray, heads: int)
         options=AttentionOptions(1.0),
     )
     return np.asarray(made)
+
+
+@pytest.mark.parametrize(
+    "reach",
+    [
+        pytest.param([18, 18, 19], id="beyond the row"),
+        pytest.param([15, 17, 18], id="before itself"),
+        pytest.param([18, 17, 18], id="less than the token before"),
+    ],
+)
+def test_a_token_that_looks_ahead_beyond_its_row_is_refused(reach: list[int]) -> None:
+    with pytest.raises(Exception, match=r"row 0 ends at 18, and its token at 1\d looks ahead to"):
+        kernels.plan(
+            jnp.array([16], jnp.int32),
+            jnp.array([3], jnp.int32),
+            jnp.array([[0, 1]], jnp.int32),
+            jnp.array(reach, jnp.int32),
+            num_tokens=3,
+            num_heads=1,
+            kv_shape=(2, 2, 1, 16, 64),
+            options=AttentionOptions(1.0),
+        )
 
 
 @pytest.mark.parametrize("heads", [1, 3, 16])

@@ -43,7 +43,7 @@ _SPLIT = 256
 """Key positions of a split of a row; see src/attention/attention.h."""
 _COLUMNS = 16
 """Query heads that are computed together; more are divided among threads where there are few rows."""
-_PLAN_HEAD, _PER_TOKEN, _PER_TASK = 6, 4, 8
+_PLAN_HEAD, _PER_TOKEN, _PER_TASK = 6, 5, 8
 """Numbers in a plan: before everything else, for each token, and for each task (which has one more for each
 of its members)."""
 
@@ -70,6 +70,7 @@ def plan(
     starts: Array,
     q_lens: Array,
     page_table: Array,
+    reach: Array | None = None,
     *,
     num_tokens: int,
     num_heads: int,
@@ -79,9 +80,9 @@ def plan(
     """The work of a step's attention, for `attend`: int32, as src/attention/attention_plan.h writes it.
 
     starts, q_lens int32[R] and page_table int32[R, P] describe the rows of a step of up to `num_tokens`
-    tokens, which lie one after the other from token 0. A page id or length outside the cache, [page, 2, KH,
-    page size, D], fails the program. All layers with as many heads and the same window ask for the same plan,
-    and XLA makes it once.
+    tokens, which lie one after the other from token 0. `reach`: see `AttentionMeta`. A page id or a length
+    outside the cache, [page, 2, KH, page size, D], or a token that looks ahead beyond its row, fails the
+    program. All layers with as many heads and the same window ask for the same plan, and XLA makes it once.
     """
     library.load()
     num_pages, _, kv_heads, page_size, _ = kv_shape
@@ -97,6 +98,7 @@ def plan(
         starts,
         q_lens,
         page_table,
+        library.absent(jnp.int32) if reach is None else reach,
         num_tokens=np.int32(num_tokens),
         num_pages=np.int32(num_pages),
         page_size=np.int32(page_size),
@@ -159,6 +161,7 @@ def native_paged_attention(
         meta.starts,
         meta.q_lens,
         meta.page_table,
+        meta.reach,
         num_tokens=q.shape[0],
         num_heads=q.shape[1],
         kv_shape=kv.shape,

@@ -73,11 +73,13 @@ int64_t HeadsAtOnce(int64_t units, int64_t kv_heads, int64_t threads) {
 // Makes the plan of the rows' attention to a cache of num_pages pages, with `kv_heads` heads that have `group` query
 // heads each.
 ffi::Error Plan(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> q_lens,
-                ffi::Buffer<ffi::S32> page_table, ffi::Result<ffi::Buffer<ffi::S32>> plan, int32_t num_tokens,
-                int32_t num_pages, int32_t page_size, int32_t group, int32_t kv_heads, int32_t window, int32_t chunk) {
+                ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> reach, ffi::Result<ffi::Buffer<ffi::S32>> plan,
+                int32_t num_tokens, int32_t num_pages, int32_t page_size, int32_t group, int32_t kv_heads,
+                int32_t window, int32_t chunk) {
   const AttentionRows rows{starts.typed_data(),
                            q_lens.typed_data(),
                            page_table.typed_data(),
+                           reach.element_count() ? reach.typed_data() : nullptr,
                            static_cast<int64_t>(starts.element_count()),
                            page_table.dimensions()[1],
                            num_pages,
@@ -140,12 +142,13 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_new, 
   job.members = plan.members;
   job.positions = plan.positions;
   job.oldest = plan.oldest;
+  job.newest = plan.newest;
   job.first_slot = plan.first_slot;
   job.partials = reinterpret_cast<float*>(Scratch<Partials>(plan.num_slots * job.kv_heads * job.partial_floats() * 4));
   const int64_t pairs = plan.num_tokens * job.kv_heads;
   job.pending = reinterpret_cast<std::atomic<int32_t>*>(Scratch<Pending>(pairs * 4));
   for (int64_t t = 0; t < plan.num_tokens; ++t) {
-    const int32_t splits = plan.positions[t] / kSplit - plan.oldest[t] / kSplit + 1;
+    const int32_t splits = plan.newest[t] / kSplit - plan.oldest[t] / kSplit + 1;
     for (int64_t h = 0; h < job.kv_heads; ++h) {
       new (&job.pending[t * job.kv_heads + h]) std::atomic<int32_t>(splits);
     }
@@ -193,6 +196,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_attent
   using namespace penstock;
   static auto* handler = ffi::Ffi::Bind()
                              .Ctx<ffi::ThreadPool>()
+                             .Arg<ffi::Buffer<ffi::S32>>()
                              .Arg<ffi::Buffer<ffi::S32>>()
                              .Arg<ffi::Buffer<ffi::S32>>()
                              .Arg<ffi::Buffer<ffi::S32>>()

@@ -43,6 +43,7 @@ struct AttentionJob {
   const int32_t* members;         // tokens in the order of tasks
   const int32_t* positions;       // [tokens]
   const int32_t* oldest;          // [tokens] the first position that each token sees
+  const int32_t* newest;          // [tokens] the last one: its own, or one ahead within the step
   const int32_t* first_slot;      // [tokens] index of the token's first split in partials
   float* partials;                // [slot][kv_heads][peak[G], total[G], values[G][value_dim]], peaks in powers of two
   std::atomic<int32_t>* pending;  // [tokens, kv_heads] how many splits are not in partials yet

@@ -126,9 +126,9 @@ void LoadColumns(const AttentionJob& job, const AttentionTask& task, int64_t kv_
     const int32_t token = c.token[i] = job.members[task.first + (first + i) / group];
     const int64_t head = c.head[i] = static_cast<int32_t>(kv_head * group + (first + i) % group);
     c.oldest[i] = job.oldest[token];
-    c.newest[i] = job.positions[token];
+    c.newest[i] = job.newest[token];
     c.slopes[i] = job.slopes ? job.slopes[head] * kLog2E : 0.0f;
-    c.at[i] = static_cast<float>(c.newest[i]);
+    c.at[i] = static_cast<float>(job.positions[token]);
     c.min_oldest = Min(c.min_oldest, c.oldest[i]);
     c.max_oldest = Max(c.max_oldest, c.oldest[i]);
     c.min_newest = Min(c.min_newest, c.newest[i]);
@@ -186,7 +186,7 @@ inline void Range(const AttentionJob& job, const AttentionTask& task, int* low, 
   for (int i = 0; i < task.count; ++i) {
     const int32_t token = job.members[task.first + i];
     *low = Min(*low, job.oldest[token]);
-    *high = Max(*high, job.positions[token] + 1);
+    *high = Max(*high, job.newest[token] + 1);
   }
 }
 

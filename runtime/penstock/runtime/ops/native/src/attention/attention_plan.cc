@@ -7,7 +7,7 @@ namespace penstock {
 
 std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_t kv_heads, int64_t threads) {
   num_tokens = num_slots = 0;
-  positions.clear(), oldest.clear(), token_rows.clear(), first_slot.clear();
+  positions.clear(), oldest.clear(), newest.clear(), token_rows.clear(), first_slot.clear();
   members.clear(), tasks.clear(), order.clear();
   shared.assign(rows.num_rows, 0);
   int64_t wide_rows = 0;
@@ -29,12 +29,18 @@ std::string AttentionPlan::Make(const AttentionRows& rows, int64_t group, int64_
       if (rows.chunk > 0) {
         first = std::max(first, position - position % rows.chunk);
       }
+      const int64_t last = rows.reach ? rows.reach[num_tokens + i] : position;
+      if (last < position || last >= start + count || (i > 0 && last < newest.back())) {
+        return "row " + std::to_string(r) + " ends at " + std::to_string(start + count - 1) + ", and its token at " +
+               std::to_string(position) + " looks ahead to " + std::to_string(last);
+      }
       positions.push_back(static_cast<int32_t>(position));
       oldest.push_back(static_cast<int32_t>(first));
+      newest.push_back(static_cast<int32_t>(last));
       token_rows.push_back(static_cast<int32_t>(r));
       first_slot.push_back(static_cast<int32_t>(num_slots));
       if (small) {
-        num_slots += position / kSplit - first / kSplit + 1;
+        num_slots += last / kSplit - first / kSplit + 1;
       }
     }
     const int64_t seen = oldest[num_tokens];
@@ -98,7 +104,7 @@ void AttentionPlan::AddRow(const AttentionRows& rows, int32_t row, int32_t first
     for (int32_t t = 0; t < tokens; ++t) {
       members.push_back(first + t);
     }
-    const int begin = std::max(oldest[first] / kSplit, from_split), end = positions[first + tokens - 1] / kSplit + 1;
+    const int begin = std::max(oldest[first] / kSplit, from_split), end = newest[first + tokens - 1] / kSplit + 1;
     const bool partial = small && (from_split > 0 || end - begin > 1);
     const int step = partial ? 1 : end - begin;  // all heads of a split lie close together, see attention.cc
     const int columns = static_cast<int>(tokens * group), part = count == 1 && !small ? wide_columns : columns;
@@ -177,7 +183,7 @@ constexpr int64_t kTask = sizeof(AttentionTask) / sizeof(int32_t);
 }  // namespace
 
 int64_t AttentionPlan::Size() const {
-  return kHead + 4 * num_tokens + static_cast<int64_t>(members.size() + kTask * tasks.size());
+  return kHead + 5 * num_tokens + static_cast<int64_t>(members.size() + kTask * tasks.size());
 }
 
 void AttentionPlan::Write(int32_t* to) const {
@@ -189,7 +195,7 @@ void AttentionPlan::Write(int32_t* to) const {
                                static_cast<int64_t>(tasks.size()), num_long, static_cast<int64_t>(most_tokens)}) {
     *to++ = static_cast<int32_t>(number);
   }
-  for (const std::vector<int32_t>* values : {&positions, &oldest, &token_rows, &first_slot, &members}) {
+  for (const std::vector<int32_t>* values : {&positions, &oldest, &newest, &token_rows, &first_slot, &members}) {
     to = std::copy(values->begin(), values->end(), to);
   }
   if (!tasks.empty()) {
@@ -201,7 +207,8 @@ PlanView::PlanView(const int32_t* from)
     : num_tokens(from[0]), num_slots(from[1]), num_tasks(from[3]), num_long(from[4]), most_tokens(from[5]) {
   positions = from + kHead;
   oldest = positions + num_tokens;
-  token_rows = oldest + num_tokens;
+  newest = oldest + num_tokens;
+  token_rows = newest + num_tokens;
   first_slot = token_rows + num_tokens;
   members = first_slot + num_tokens;
   tasks = reinterpret_cast<const AttentionTask*>(members + from[2]);

@@ -15,6 +15,7 @@ struct AttentionRows {
   const int32_t* starts;
   const int32_t* q_lens;
   const int32_t* page_table;  // [num_rows, table_width]
+  const int32_t* reach;       // [num_tokens] the last position that each token sees, or null: its own
   int64_t num_rows, table_width;
   int64_t num_pages, page_size;
   int64_t num_tokens;  // length of the arrays; there may be fewer real tokens
@@ -23,8 +24,8 @@ struct AttentionRows {
 
 // A plan in the making. The calling thread keeps it between calls, so that its vectors keep their memory.
 struct AttentionPlan {
-  int64_t num_tokens;                                              // real tokens
-  std::vector<int32_t> positions, oldest, token_rows, first_slot;  // one for each token
+  int64_t num_tokens;                                                      // real tokens
+  std::vector<int32_t> positions, oldest, newest, token_rows, first_slot;  // one for each token
   int64_t num_slots;
   std::vector<int32_t> members;
   std::vector<AttentionTask> tasks;    // the tasks of long rows first, row by row
@@ -54,7 +55,7 @@ struct PlanView {
 
   int64_t num_tokens, num_slots, num_tasks, num_long;
   int64_t most_tokens;  // the most tokens that a task has
-  const int32_t *positions, *oldest, *token_rows, *first_slot, *members;
+  const int32_t *positions, *oldest, *newest, *token_rows, *first_slot, *members;
   const AttentionTask* tasks;
 };
 

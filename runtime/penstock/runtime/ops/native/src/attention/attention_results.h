@@ -91,7 +91,7 @@ inline void FinishToken(const AttentionJob& job, int32_t token, int64_t kv_head,
     const int cols = Min(kCols, static_cast<int>(group - g));
     Clear(a, job.value_dim);
     Sums part;
-    for (int64_t s = job.oldest[token] / kSplit; s <= job.positions[token] / kSplit; ++s) {
+    for (int64_t s = job.oldest[token] / kSplit; s <= job.newest[token] / kSplit; ++s) {
       const float* from = job.partial(token, s, kv_head);
       memcpy(part.peak, from + g, cols * 4);
       memcpy(part.total, from + group + g, cols * 4);

@@ -144,7 +144,7 @@ void RunUnit(const AttentionJob& job, const AttentionUnit& unit, const Attention
   for (int i = 0; i < task.count; ++i) {
     const int32_t token = job.members[task.first + i];
     const int begin = Max(task.split_begin, job.oldest[token] / kSplit);
-    const int end = Min(task.split_end, job.positions[token] / kSplit + 1);
+    const int end = Min(task.split_end, job.newest[token] / kSplit + 1);
     if (begin < end) {
       FinishToken(job, token, unit.kv_head, end - begin, memory.sums[0]);
     }
