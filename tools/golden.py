@@ -497,19 +497,23 @@ def make_model(name: str) -> Any:
     return model
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Save a byte-level BPE, learnt from some of Python's sources, with a template for conversations."""
+def save_tokenizer(folder: Path, marks: Mapping[str, str] | None = None) -> None:
+    """Save a byte-level BPE, learnt from some of Python's sources, with a template for conversations. marks:
+    further special tokens, by what the tokenizer's attributes are called.
+    """
+    marks = marks or {}
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB - 8,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *marks.values()],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     made.train_from_iterator([inspect.getsource(module) for module in (json, pathlib, inspect)], trainer)
     kind: Any = transformers.PreTrainedTokenizerFast
-    fast = kind(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token=None)
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None}
+    fast = kind(tokenizer_object=made, **special, **({"extra_special_tokens": dict(marks)} if marks else {}))
     fast.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -119,8 +119,11 @@ KINDS = (
 other families differ in products, norms and rotation, which test_golden.py compares; to compile all of them
 takes a quarter of an hour.
 """
-WITH_PICTURES = ("qwen2_5_vl", "qwen3_5_vl", "qwen3_vl")
-"""The further folders in GOLDEN, whose prompts have pictures."""
+QWEN_WITH_PICTURES = ("qwen2_5_vl", "qwen3_5_vl", "qwen3_vl")
+"""Goldens with the encoder of Qwen's models."""
+MARKS = {**dict.fromkeys(QWEN_WITH_PICTURES, "<|image_pad|>"), "gemma3_vl": "<start_of_image>"}
+"""The further folders in GOLDEN, whose prompts have pictures, and what stands for one in a text."""
+WITH_PICTURES = tuple(MARKS)
 CONFIG = EngineConfig(
     dtype="float32",
     tensor_parallel_size=int(os.environ.get("PENSTOCK_TEST_DEVICES", "1")),

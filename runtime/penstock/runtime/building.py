@@ -243,7 +243,20 @@ def _image_reader(model: ServedModel, config: ResolvedConfig) -> ImageReader | N
         max_pixels=config.max_image_pixels,
         max_tokens=config.max_image_tokens,
     )
-    return ImageReader(model.vision, model.image_processor, limits)
+    return ImageReader(model.vision, model.image_processor, limits, _marks(model))
+
+
+def _marks(model: ServedModel) -> tuple[str, str, str] | None:
+    """The texts of the tokens that stand before a picture, for it, and behind it, see `ImageReader`."""
+    vision, text = model.vision, model.text
+    if vision is None or vision.around is None or text is None:
+        return None
+    texts = {token_id: written for written, token_id in text.added_tokens.items()}
+    begin, end = vision.around
+    ids = (begin, vision.image_token_id, end)
+    if not all(token_id in texts for token_id in ids):
+        raise ConfigError(f"the tokenizer has no texts for the tokens of pictures, {ids}")
+    return texts[begin], texts[vision.image_token_id], texts[end]
 
 
 def _log_attention(device: DeviceState, backend: Backend) -> None:
@@ -436,6 +449,7 @@ def _scheduler_config(
         num_snapshots=kv.num_snapshots,
         window_steps=() if buckets.window_steps == (0,) else buckets.window_steps,
         picture_blocks=shapes.pool_rows // BLOCK_TOKENS,
+        whole_picture_tokens=_whole_picture_tokens(shapes),
         max_encode_patches=config.max_encode_patches or max(shapes.encode_buckets, default=0),
         max_proposed_tokens=config.max_proposed_tokens or 0,
         max_rows=config.most_rows,
@@ -443,6 +457,14 @@ def _scheduler_config(
         drafted_tokens=_drafted_tokens(config),
         max_adapters=config.max_adapters,
     )
+
+
+def _whole_picture_tokens(shapes: RunnerConfig) -> int:
+    """See `SchedulerConfig`."""
+    vision = shapes.vision
+    if vision is None or not vision.both_ways:
+        return 0
+    return max(shapes.encode_buckets) // vision.patches_per_token
 
 
 def _target_itl_s(config: ResolvedConfig, *, batch_invariant: bool) -> float:

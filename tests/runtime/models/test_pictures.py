@@ -20,7 +20,7 @@ from penstock.runtime.models import params
 from penstock.runtime.models.configs.vision import QwenVisionConfig
 from penstock.runtime.models.layers.images import MediaInputs
 from penstock.runtime.models.vision.qwen_inputs import rotary_positions, vision_inputs
-from tests.support.goldens import GOLDEN, WITH_PICTURES, check_greedy, check_last_logits
+from tests.support.goldens import GOLDEN, QWEN_WITH_PICTURES, check_greedy, check_last_logits
 from tests.support.models.pictures import cases_of, num_patches, pictures_of
 from tests.support.models.plain_encoder import PlainEncoder
 from tests.support.models.sequence import SLOTS, Sequence
@@ -75,7 +75,7 @@ class Reader:
         return lambda where: MediaInputs(jnp.asarray(turns[:, where]), jnp.asarray(rows[where]), tuple(pool))
 
 
-@pytest.fixture(scope="module", params=few(WITH_PICTURES, ("qwen2_5_vl", "qwen3_vl")))
+@pytest.fixture(scope="module", params=few(QWEN_WITH_PICTURES, ("qwen2_5_vl", "qwen3_vl")))
 def reader(request: pytest.FixtureRequest) -> Reader:
     return Reader(request.param)
 
@@ -117,7 +117,7 @@ def test_a_picture_that_is_not_finite_spoils_no_other(reader: Reader) -> None:
         np.testing.assert_allclose(found[: one.num_tokens], values, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", few(WITH_PICTURES, ("qwen2_5_vl", "qwen3_vl")))
+@pytest.mark.parametrize("name", few(QWEN_WITH_PICTURES, ("qwen2_5_vl", "qwen3_vl")))
 def test_encoders_agree_with_a_plain_one_where_attention_matters(name: str, tmp_path: Path) -> None:
     """The goldens' encoders have such small weights that attention hardly shows in the answers; larger ones
     compare what each patch attends to.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.errors import InvalidRequest
+from penstock.runtime.errors import ConfigError, ExceedsKVCapacity, InvalidRequest
 from penstock.runtime.requests.request import Request, StoppingParams
 from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS, PicturePool
 from penstock.runtime.scheduling.plan import Plan
@@ -105,6 +105,57 @@ def test_a_chunk_that_cuts_a_picture_says_which_part_it_has() -> None:
     assert [(part.at, part.num_tokens, part.first) for part in second.pictures] == [(0, 3, 2)]
     assert second.encodes == ()
     assert second.pictures[0].blocks == first.pictures[0].blocks
+
+
+WHOLE = {**LIMITS, "whole_picture_tokens": 8, "max_num_batched_tokens": 16}
+"""No chunk may end within a picture, of 8 tokens at most."""
+
+
+def test_a_picture_that_must_be_whole_is_not_cut() -> None:
+    """A chunk ends before it, or goes to its end, beyond what a request is to get of a step."""
+    scheduler = make(**{**WHOLE, "max_prefill_chunk": 4})
+    queue(scheduler, "a", 1, 2, (5, 7), 3, 4, (6, 1), 8)
+    found = []
+    for _ in range(3):
+        plan = dispatch(scheduler)
+        found.append(rows(plan)["a"])
+        commit(scheduler, plan)
+    assert found == [(0, 2), (2, 7), (9, 4)]
+
+
+def test_a_whole_picture_waits_for_a_step_with_room() -> None:
+    """Of 16 tokens the first prompt takes 12, and the picture of the second needs 8."""
+    scheduler = make(**WHOLE)
+    queue(scheduler, "a", *range(12))
+    queue(scheduler, "b", (5, 8), 1)
+    queue(scheduler, "c", 1, (6, 8), 2)
+    plan = dispatch(scheduler)
+    assert rows(plan) == {"a": (0, 12)}
+    commit(scheduler, plan)
+    assert rows(dispatch(scheduler)) == {"a": (12, 1), "b": (0, 9), "c": (0, 1)}
+
+
+def test_a_chunk_may_begin_within_a_whole_picture_behind_a_shared_page() -> None:
+    """Pages have 4 tokens, and what they hold has seen the whole picture."""
+    scheduler = make(**WHOLE, prefix_cache_pages=None)
+    queue(scheduler, "a", 1, (5, 5), 2, 3)
+    commit(scheduler, dispatch(scheduler))
+    queue(scheduler, "b", 1, (5, 5), 9, 9)
+    assert rows(dispatch(scheduler))["b"] == (4, 4)
+
+
+def test_a_whole_picture_for_which_the_cache_has_no_pages_is_refused() -> None:
+    """With a sliding window of 4, pages of 4 tokens, and 3 pages, which any text gets through."""
+    scheduler = make(**{**WHOLE, "sliding_window": 4, "num_pages": 3, "max_model_len": 60})
+    queue(scheduler, "a", *range(30))
+    with pytest.raises(ExceedsKVCapacity):
+        queue(scheduler, "b", *range(10), (5, 5))
+    queue(scheduler, "c", *range(10), (5, 4))
+
+
+def test_a_step_must_have_room_for_a_whole_picture_beside_all_decodes() -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens must be at least 12, not 9: a picture"):
+        make(**{**WHOLE, "max_num_batched_tokens": 9})
 
 
 def test_a_picture_that_is_begun_stays_and_others_go() -> None:

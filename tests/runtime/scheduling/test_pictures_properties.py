@@ -2,7 +2,8 @@
 
 Whatever the chunks, the budget and the size of the pool, every request makes the tokens that it makes alone,
 where each place of a picture holds what the encoder makes of that very picture and place. So a block that was
-overwritten too early, or a page that was shared by requests with other pictures, makes a wrong token.
+overwritten too early, or a page that was shared by requests with other pictures, makes a wrong token. Where
+pictures must be whole, no chunk ends within one, and all requests finish nevertheless.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     window = rng.choice([None, None, None, rng.randint(1, 12)])
     has_state = rng.random() < 0.4
     num_snapshots = rng.choice([0, 1, 4]) if has_state else 0
+    whole = rng.choice([0, MOST_TOKENS])
     return SchedulerConfig(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + rng.choice([rng.randint(0, 8), 60]),
+        max_num_batched_tokens=max_num_seqs + whole + rng.choice([rng.randint(0, 8), 60]),
         max_model_len=100,
         page_size=rng.choice([1, 4, 8]),
         num_pages=rng.choice([100, 150, 300]),
@@ -47,6 +49,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         has_state=has_state,
         num_snapshots=num_snapshots,
         picture_blocks=rng.randint(blocks_of(MOST_TOKENS), 6),
+        whole_picture_tokens=whole,
         max_encode_patches=rng.choice([1, 40, 1000]),
     )
 
@@ -72,7 +75,7 @@ def random_request(rng: random.Random, name: str) -> Request:
     )
 
 
-def check_plan(plan: Plan, config: SchedulerConfig) -> None:
+def check_plan(plan: Plan, config: SchedulerConfig, requests: dict[str, Request]) -> None:
     patches = sum(encode.item.num_patches for encode in plan.encodes)
     assert len(plan.encodes) < 2 or patches <= config.max_encode_patches
     digests = [encode.item.digest for encode in plan.encodes]
@@ -80,6 +83,10 @@ def check_plan(plan: Plan, config: SchedulerConfig) -> None:
     written = [block for encode in plan.encodes for block in encode.blocks]
     assert len(set(written)) == len(written)
     assert all(row.num_tokens > 0 for row in plan.rows)
+    assert sum(row.num_tokens for row in plan.rows) <= config.max_num_batched_tokens
+    if config.whole_picture_tokens:
+        ends = [(row.start + row.num_tokens, requests[row.request_id].media) for row in plan.rows]
+        assert not any(item.start < end < item.end for end, media in ends for item in media)
 
 
 @settings(max_examples=60)
@@ -120,7 +127,7 @@ def test_every_request_makes_the_tokens_that_it_makes_alone(seed: int) -> None:
         if plan is None:
             assert in_flight or not scheduler.has_work, "there is work, and no plan"
         else:
-            check_plan(plan, config)
+            check_plan(plan, config, requests)
             put_off = [
                 i
                 for i, row in enumerate(plan.rows)

@@ -1,5 +1,6 @@
 """The program that encodes pictures, how its calls are packed, and what a step's buffer says of pictures: the
-rotary positions of its tokens, and which of them have the embedding of a picture.
+rotary positions of its tokens, which of them have the embedding of a picture, and, for a model whose pictures
+are seen both ways, up to which position each token sees.
 
 One program per bucket of patches takes a picture and writes its embeddings into the pool: arrays of rows, one
 row for each token of a picture, in the blocks that the scheduler has chosen. A call takes one picture only:
@@ -35,6 +36,8 @@ Pool = tuple[Array, ...]
 that gets some besides. Empty for a model that reads no pictures."""
 POSITIONS = 3
 """Time, height and width."""
+REACH = POSITIONS + 1
+"""The row of a section that says up to which position a token sees, if it has one."""
 FIRST_BUCKET = 256
 """Patches that the smallest program encodes, padding included."""
 
@@ -59,13 +62,16 @@ def shift_of(request: Request) -> int:
 def fill_tokens(
     section: Ints, plan: Plan, starts: Ints, nums: Ints, shifts: Ints, request_of: RequestOf
 ) -> None:
-    """Fill the section of a step, int32[4, T]: the rotary positions of its tokens, and their rows of the
-    pool, which is past its end before. Of each row of the plan: the first position and how many there are,
-    and its `shift_of`, int32[rows].
+    """Fill the section of a step, int32[4 or 5, T]: the rotary positions of its tokens, their rows of the
+    pool, which is past its end before, and perhaps the last position that each sees. Of each row of the plan:
+    the first position and how many there are, and its `shift_of`, int32[rows].
     """
     ends = np.cumsum(nums)
     firsts = ends - nums
     section[:POSITIONS, : ends[-1]] = np.arange(ends[-1]) + np.repeat(starts + shifts - firsts, nums)
+    sees_ahead = len(section) > REACH
+    if sees_ahead:
+        section[REACH, : ends[-1]] = np.arange(ends[-1]) + np.repeat(starts - firsts, nums)
     for first, row in zip(firsts, plan.rows, strict=True):
         if row.token_ids is not None and (rotary := request_of(row).rotary) is not None:
             known = rotary.positions[:, row.start : row.start + row.num_tokens]
@@ -75,11 +81,16 @@ def fill_tokens(
         section[POSITIONS, begin : begin + part.num_tokens] = pool_rows(
             part.blocks, part.first, part.num_tokens
         )
+        if sees_ahead:  # a chunk goes to the picture's end
+            section[REACH, begin : begin + part.num_tokens] = section[REACH, begin + part.num_tokens - 1]
 
 
-def media_of_tokens(section: Array, pool: Pool) -> MediaInputs:
-    """What a model is given of a step's section, inside the program."""
-    return MediaInputs(section[:POSITIONS], section[POSITIONS], pool)
+def media_of_tokens(section: Array, pool: Pool, *, decode_only: bool) -> MediaInputs:
+    """What a model is given of a step's section, inside the program. A row of one token sees nothing behind
+    it.
+    """
+    reach = section[REACH] if len(section) > REACH and not decode_only else None
+    return MediaInputs(section[:POSITIONS], section[POSITIONS], pool, reach)
 
 
 def media_of_rows(section: Array, positions: Array, token_rows: Array) -> MediaInputs:
@@ -97,8 +108,10 @@ def media_argument(media: MediaInputs | None) -> dict[str, Any]:
 
 def encode_buckets(vision: Vision, max_tokens: int, growth: int) -> tuple[int, ...]:
     """Numbers of patches for which there are programs: each `growth` times the one before, up to those of a
-    picture of `max_tokens`.
+    picture of `max_tokens`; one number where all pictures have as many.
     """
+    if vision.num_patches is not None:
+        return (vision.num_patches,)
     per_token = vision.patches_per_token
     return geometric(-(-FIRST_BUCKET // per_token) * per_token, growth, max_tokens * per_token)
 
@@ -128,7 +141,7 @@ def pool_shapes(rebuild: Callable[[Any], Any], weights: Any, vision: Vision, num
     made = jax.eval_shape(
         lambda leaves, inputs, num: rebuild(leaves).encode(inputs, num),
         weights,
-        input_shapes(vision, vision.patches_per_token),
+        input_shapes(vision, vision.num_patches or vision.patches_per_token),
         count,
     )
     return tuple(jax.ShapeDtypeStruct((num_rows, *array.shape[1:]), array.dtype) for array in made)

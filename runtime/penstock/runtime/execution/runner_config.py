@@ -87,6 +87,7 @@ class RunnerConfig:
             num_groups,
             has_snapshots=self.num_snapshots > 0,
             has_pictures=self.vision is not None,
+            sees_ahead=self.vision is not None and self.vision.both_ways,
             has_adapters=self.max_adapters > 0,
         )
 

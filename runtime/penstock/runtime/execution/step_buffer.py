@@ -126,7 +126,9 @@ class Layout:
     has_snapshots: bool = False
     """Whether there are snapshots of state, so that rows have the fields of `SnapshotRows`."""
     has_pictures: bool = False
-    """Whether the model reads pictures, so that there is a section of them, see `media.sections`."""
+    """Whether the model reads pictures, so that there is a section of them, see `execution/images.py`."""
+    sees_ahead: bool = False
+    """Whether tokens of a picture see those behind them, so that the section says how far."""
     has_adapters: bool = False
     """Whether there are adapters, so that rows have a field with the slot of theirs."""
 
@@ -154,7 +156,8 @@ class Layout:
         """
         rows, tokens = self.key.rows, self.key.tokens
         fields = (rows, self.adapter_field.stop)
-        pictures = ((rows,) if self.key.window else (4, tokens)) if self.has_pictures else (0,)
+        of_tokens = (5 if self.sees_ahead else 4, tokens)
+        pictures = ((rows,) if self.key.window else of_tokens) if self.has_pictures else (0,)
         return (HEADER,), fields, (rows, MAX_STOP_TOKEN_IDS), (tokens,), pictures
 
     @property
@@ -173,7 +176,7 @@ class Layout:
         return header, fields, stop_ids, tokens
 
     def pictures_view(self, buffer: Buffer) -> Buffer:
-        """The section of pictures: int32[R] of a window, int32[4, T] of another step."""
+        """The section of pictures: int32[R] of a window, int32[4 or 5, T] of another step."""
         return _split(buffer, self._shapes)[4]
 
     def row_views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer]:

@@ -275,7 +275,9 @@ def make_forward(
             adapters=adapters,
             follower=None if rebuild_draft is None else rebuild_draft(draft),
             guesses=None if state.guesses is None else _of_rows(state.guesses, batch),
-            media=media_of_tokens(layout.pictures_view(packed), pool) if layout.has_pictures else None,
+            media=media_of_tokens(layout.pictures_view(packed), pool, decode_only=layout.key.decode_only)
+            if layout.has_pictures
+            else None,
         )
         state = state._replace(held=held)
         padding = shapes.max_tokens - hidden.shape[0]

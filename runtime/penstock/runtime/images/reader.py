@@ -58,8 +58,18 @@ class Placed(NamedTuple):
 class ImageReader:
     """Reads pictures for one model. Any thread may use it; a large picture takes a tenth of a second."""
 
-    def __init__(self, vision: Vision, processor: Processor, limits: ImageLimits) -> None:
+    def __init__(
+        self,
+        vision: Vision,
+        processor: Processor,
+        limits: ImageLimits,
+        marks: tuple[str, str, str] | None = None,
+    ) -> None:
+        """`marks` are the texts of the tokens that stand before a picture, for it, and behind it, where
+        texts may have the first alone (`Vision.around`).
+        """
         self.limits = limits
+        self._marks = marks
         self._vision = vision
         self._processor = processor
 
@@ -67,6 +77,18 @@ class ImageReader:
     def image_token_id(self) -> int:
         """The token that stands for a picture in a prompt."""
         return self._vision.image_token_id
+
+    def written_out(self, text: str) -> str:
+        """A text in which pictures stand as the model's processor writes them: between two tokens and blank
+        lines, for a model whose templates write the first of these tokens in the place of all. It is done in
+        the text because a tokenizer may join blank lines with those around them.
+        """
+        if self._marks is None:
+            return text
+        begin, image, end = self._marks
+        whole = f"{begin}{image}{end}"
+        parts = text.split(whole)
+        return whole.join(part.replace(begin, f"\n\n{whole}\n\n") for part in parts)
 
     def place(
         self,

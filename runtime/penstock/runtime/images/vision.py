@@ -30,6 +30,14 @@ class Vision:
     rotary_positions: Callable[[int, Sequence[MediaItem]], RotaryPositions] | None = None
     """(length of the prompt, its pictures) -> the positions of the prompt's tokens. None: each token's is its
     place in the prompt."""
+    num_patches: int | None = None
+    """How many patches every picture has; None: that depends on its size."""
+    around: tuple[int, int] | None = None
+    """The tokens that texts have before and behind a picture, where a text may have the first alone in the
+    place of all; see `ImageReader.written_out`."""
+    both_ways: bool = False
+    """Whether the decoder's tokens of a picture see those behind them in the same picture, too. Then all of
+    them are computed in one step."""
     grid_problem: Callable[[Grid], str | None] = lambda grid: None
     """Why the encoder cannot take a picture of this grid; None if it can."""
 

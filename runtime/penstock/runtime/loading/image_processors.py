@@ -9,8 +9,9 @@ from typing import Any
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.images.qwen_processor import QwenProcessor
 from penstock.runtime.images.reader import Processor
+from penstock.runtime.images.square_processor import SquareProcessor
 from penstock.runtime.model_files import read_json_object
-from penstock.runtime.models.configs.vision import QwenVisionConfig, VisionConfig
+from penstock.runtime.models.configs.vision import QwenVisionConfig, SiglipVisionConfig, VisionConfig
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,14 @@ def _adapted(processor: Any, vision: VisionConfig, max_tokens: int) -> Processor
                 patch_size=vision.patch_size,
                 merge_size=vision.merge_size,
                 temporal_patch_size=vision.temporal_patch_size,
+                max_tokens=max_tokens,
+            )
+        case SiglipVisionConfig():
+            return SquareProcessor(
+                processor,
+                image_size=vision.image_size,
+                patch_size=vision.patch_size,
+                tokens_per_side=vision.tokens_per_side,
                 max_tokens=max_tokens,
             )
         case _:

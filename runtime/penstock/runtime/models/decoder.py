@@ -255,6 +255,8 @@ class CausalLM(PooledModel):
         pictures; None: no row has. adapters: those of the tokens; None: no token has one. Returns the hidden
         states before the final norm [T, E] in the model's dtype, and the new caches.
         """
+        if media is not None and media.reach is not None:
+            metas = tuple(meta._replace(reach=media.reach) for meta in metas)
         inputs = LayerInputs(
             angles=Angles(positions, None if media is None else media.positions),
             metas=metas,
@@ -264,9 +266,9 @@ class CausalLM(PooledModel):
             shared_kv={},
         )
         x = self.embed_tokens(token_ids, inputs.pools)
-        x = x if media is None else media.replace(x)
         if self.config.embedding_scale != 1.0:
             x = x * np.asarray(self.config.embedding_scale, x.dtype)
+        x = x if media is None else media.replace(x)
         if self.embed_norm is not None:
             natively = self.normalises_natively
             x = normalised(x, self.embed_norm, inputs.num_tokens, inputs.pools, natively=natively)

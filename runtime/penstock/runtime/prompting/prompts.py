@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -195,7 +196,8 @@ def encode(
     if images and cuts:
         described = "a prompt with images is not cut; leave it out"
         raise InvalidRequest([Violation("context.truncation", described)])
-    encoded = _encode(codec, prompt, room=room, cuts=cuts, add_special_tokens=add_special_tokens)
+    written_out = reader.written_out if images and reader is not None else str
+    encoded = _encode(codec, prompt, written_out, room=room, cuts=cuts, add_special_tokens=add_special_tokens)
     if reader is None:
         return encoded
     where = "chat.messages" if isinstance(prompt, ChatPrompt) else "media"
@@ -211,9 +213,15 @@ def images_of(prompt: Prompt) -> list[tuple[str, Image]]:
 
 
 def _encode(
-    codec: Text | None, prompt: Prompt, *, room: int, cuts: bool, add_special_tokens: bool | None
+    codec: Text | None,
+    prompt: Prompt,
+    written_out: Callable[[str], str],
+    *,
+    room: int,
+    cuts: bool,
+    add_special_tokens: bool | None,
 ) -> Encoded:
-    """The prompt with one token for each picture."""
+    """The prompt with one token for each picture. written_out: see `ImageReader.written_out`."""
     if isinstance(prompt, TokenPrompt):
         return Encoded(prompt.token_ids)
     assert codec is not None, "prompts of text are refused where there is no tokenizer"
@@ -221,6 +229,7 @@ def _encode(
         text, special = codec.render_chat(prompt.chat), bool(add_special_tokens)
     else:
         text, special = prompt.text, add_special_tokens is not False
+    text = written_out(text)
     check_length(prompt, text, codec.max_token_chars, room=room, cuts=cuts)
     token_ids = tuple(codec.encode(text, add_special_tokens=special))
     return Encoded(token_ids, text if isinstance(prompt, ChatPrompt) else "")

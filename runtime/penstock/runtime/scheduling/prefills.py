@@ -20,6 +20,12 @@ in the pool.
 There always will be. A picture stays in the pool only while a sequence has computed a part of its tokens, and
 such a sequence needs no further picture to compute the others. A waiting sequence enters only if its first
 token can be computed in the same plan.
+
+Where a picture's tokens see those behind them (`SchedulerConfig.whole_picture_tokens`), no chunk ends within
+a picture. A chunk that would ends before it; one that begins there goes to the picture's end, beyond what it
+was to get, as long as the step has room. A step always has room for the first in order of rank. A chunk may
+begin within a picture behind pages that are shared: their keys depend on the whole picture, so what these
+pages hold has seen all of it.
 """
 
 from __future__ import annotations
@@ -99,21 +105,35 @@ class Cuts:
 class Pictures:
     """Encodes the pictures of one plan after the other."""
 
-    def __init__(self, roster: Roster, max_encode_patches: int) -> None:
-        """`max_encode_patches`: most patches that a plan encodes, unless its first picture has more."""
+    def __init__(self, roster: Roster, max_encode_patches: int, *, can_cut: bool) -> None:
+        """`max_encode_patches`: most patches that a plan encodes, unless its first picture has more.
+        can_cut: whether a chunk may end within a picture.
+        """
         self._roster = roster
         self._pool = roster.pictures
         self._most = max_encode_patches
+        self._can_cut = can_cut
 
-    def can_begin(self, seq: Sequence, start: int, draft: Draft) -> bool:
-        """Whether the token at position `start` of a sequence can be computed in this plan."""
-        return all(self._can_use(item, draft) for item in seq.request.media if item.start <= start < item.end)
-
-    def reach(self, seq: Sequence, start: int, end: int, draft: Draft) -> int:
-        """How far the chunk of a sequence that begins at `start` can go: to `end`, or to the first picture
-        before it that cannot be used in this plan. The pictures up to there are encoded by the plan if they
-        are not in the pool, and the sequence holds the one that it leaves unfinished.
+    def can_begin(self, seq: Sequence, start: int, draft: Draft, room: int) -> bool:
+        """Whether the token at position `start` of a sequence can be computed in this plan, which has room
+        for so many tokens more.
         """
+        return all(
+            self._can_use(item, draft) and (self._can_cut or item.end - start <= room)
+            for item in seq.request.media
+            if item.start <= start < item.end
+        )
+
+    def reach(self, seq: Sequence, start: int, end: int, most: int, draft: Draft) -> int:
+        """How far the chunk of a sequence that begins at `start` can go: to `end`, or to the first picture
+        before it that cannot be used in this plan, or that would be cut; or to the end of the picture at
+        `start`, but not beyond `most`. The pictures up to there are encoded by the plan if they are not in
+        the pool, and the sequence holds the one that it leaves unfinished.
+        """
+        cut = next((item for item in seq.request.media if item.start < end < item.end), None)
+        if cut is not None and not self._can_cut:
+            at_picture = cut.end if cut.end <= most else start
+            end = cut.start if cut.start > start else at_picture
         unfinished = None
         for item in seq.request.media:
             if item.end <= start:
@@ -184,7 +204,8 @@ class Prefills:
         self._config = config
         self._roster = roster
         self._admission = admission
-        self._pictures = Pictures(roster, config.max_encode_patches)
+        can_cut = not config.whole_picture_tokens
+        self._pictures = Pictures(roster, config.max_encode_patches, can_cut=can_cut)
         snapshots = roster.snapshots
         self._cuts = None if snapshots is None else Cuts(roster, snapshots)
         self._blocked: Sequence | None = None
@@ -196,6 +217,7 @@ class Prefills:
         """
         waiting = self._roster.waiting
         whole = budget = self._budget(draft, len(prefills))
+        room = self._room(draft)
         self._blocked = None
         most = draft.max_chunk or budget
         parts: list[tuple[Sequence, int]] = []
@@ -208,8 +230,9 @@ class Prefills:
                 break  # it is the first of the next step
             if candidate is not None and not (underway and underway[0].rank < candidate.rank):
                 prefix = self._admission.may_enter(candidate, draft)
-                if prefix is not None and not self._pictures.can_begin(candidate, prefix.num_computed, draft):
-                    prefix = None
+                if prefix is not None:
+                    start = prefix.num_computed
+                    prefix = prefix if self._pictures.can_begin(candidate, start, draft, room) else None
                 if prefix is None:
                     entering = candidate.awaits is not None  # if it did not step aside, no other may enter
                     self._blocked = None if entering else candidate
@@ -228,14 +251,16 @@ class Prefills:
                     count = budget - budget // _SHARE
                 shared = True
             start = seq.num_computed
-            taken = self._advance(seq, min(count, budget, most), draft)
+            taken = self._advance(seq, min(count, budget, most), room, draft)
             if taken:  # none if a picture that comes next cannot be encoded in this plan
                 parts.append((seq, start))
                 draft.chunked.add(seq)
                 budget -= taken
+                room -= taken
         for seq, start in parts:  # share out what was kept for other prompts and not used
-            if budget > 0:
-                budget -= self._advance(seq, min(budget, start + most - seq.num_computed), draft)
+            left = min(budget, start + most - seq.num_computed)
+            if left > 0:
+                budget -= self._advance(seq, left, left, draft)
         for seq, start in parts:
             if start < seq.recompute_until:
                 again = min(seq.num_computed, seq.recompute_until) - start
@@ -262,10 +287,8 @@ class Prefills:
         are padded, the budget is the largest that needs no padding, but at least LEAST_TOKENS, so that the
         step can be measured.
         """
-        num_decodes = len(draft.rows)  # or more, where tokens are proposed for them
-        if draft.proposed:
-            num_decodes = sum(row.num_tokens for row in draft.rows)
-        budget = self._config.max_num_batched_tokens - num_decodes
+        budget = self._room(draft)
+        num_decodes = self._config.max_num_batched_tokens - budget
         if not num_decodes or draft.prefill_budget is None:
             return budget
         waiting, num_prompts = self._roster.waiting, num_prefills
@@ -281,13 +304,22 @@ class Prefills:
             wanted = max((size for size in sizes if size <= wanted), default=sizes[0])
         return min(budget, wanted - num_decodes)
 
-    def _advance(self, seq: Sequence, most: int, draft: Draft) -> int:
-        """Add up to `most` tokens to the next chunk of a prefill. Returns how many it added."""
+    def _room(self, draft: Draft) -> int:
+        """How many tokens the step has room for beside the decodes that it has."""
+        num_decodes = len(draft.rows)  # or more, where tokens are proposed for them
+        if draft.proposed:
+            num_decodes = sum(row.num_tokens for row in draft.rows)
+        return self._config.max_num_batched_tokens - num_decodes
+
+    def _advance(self, seq: Sequence, most: int, room: int, draft: Draft) -> int:
+        """Add up to `most` tokens to the next chunk of a prefill, or up to `room` to reach the end of a
+        picture. Returns how many it added.
+        """
         start = seq.num_computed
         # With a sliding window, perhaps fewer positions than `prefill_until` have pages.
         end = min(start + most, seq.prefill_until, seq.covered)
         if seq.request.media:
-            end = self._pictures.reach(seq, start, end, draft)
+            end = self._pictures.reach(seq, start, end, min(start + room, seq.covered), draft)
         seq.num_computed = end
         if self._cuts is None:
             self._publish(seq)

@@ -11,6 +11,7 @@ from penstock.runtime.errors import (
     PromptTooLong,
     Violation,
 )
+from penstock.runtime.requests.images import MediaItem
 from penstock.runtime.requests.request import Request
 from penstock.runtime.scheduling.image_pool import blocks_of
 from penstock.runtime.scheduling.pages import window_pages
@@ -75,6 +76,9 @@ class SchedulerConfig:
     """Slots of adapters."""
     picture_blocks: int = 0
     """Blocks of the pool of picture embeddings, see `image_pool`; 0: prompts have no pictures."""
+    whole_picture_tokens: int = 0
+    """The most tokens of a picture, where all of them are computed in one step because they see those behind
+    them in the picture; 0: a picture may be cut."""
     max_encode_patches: int = 0
     """Most patches of pictures that a step encodes; a single picture may have more."""
     max_proposed_tokens: int = 0
@@ -127,6 +131,12 @@ class SchedulerConfig:
             for group in self.further_groups
             if group.num_pages < 1 or group.window is None or group.window < 1
         ]
+        if self.whole_picture_tokens > self.max_num_batched_tokens - self.most_rows:
+            bad.append(
+                f"max_num_batched_tokens must be at least {self.whole_picture_tokens + self.most_rows}, not "
+                f"{self.max_num_batched_tokens}: a picture of {self.whole_picture_tokens} tokens is computed "
+                f"in one step, beside up to {self.most_rows} tokens of requests that decode"
+            )
         if self.max_proposed_tokens < 0:
             bad.append(f"max_proposed_tokens must be at least 0, not {self.max_proposed_tokens}")
         if self.most_rows < self.max_num_seqs:
@@ -155,7 +165,7 @@ class SchedulerConfig:
         """
         if group.window is None:
             return group.num_pages
-        chunk = self.max_prefill_chunk or self.max_num_batched_tokens
+        chunk = max(self.max_prefill_chunk or self.max_num_batched_tokens, self.whole_picture_tokens)
         return min(group.num_pages, -(-(group.window + chunk) // self.page_size) + 1)
 
     @property
@@ -179,6 +189,8 @@ class SchedulerConfig:
             if blocks_of(item.num_tokens) > self.picture_blocks:
                 described = f"{item.num_tokens} tokens of one picture are more than the engine has room for"
                 raise InvalidRequest([Violation(f"media[{i}]", described)])
+            if self.whole_picture_tokens:
+                self._check_pages(item)
         num_prompt = len(request.prompt_token_ids)
         if self.whole_prompts and num_prompt > self.max_num_batched_tokens:
             raise PromptTooLong(num_prompt, self.max_num_batched_tokens)
@@ -189,6 +201,17 @@ class SchedulerConfig:
         if most_tokens - 1 > capacity:
             raise ExceedsKVCapacity(most_tokens - 1, capacity)
         return min(self.max_model_len, capacity + 1)
+
+    def _check_pages(self, item: MediaItem) -> None:
+        """Raise ExceedsKVCapacity for a picture whose tokens cannot have pages all at once, behind those of
+        the sliding window.
+        """
+        for group in self.groups:
+            positions = item.end
+            if group.window is not None:
+                positions = min(positions, group.window + item.num_tokens + self.page_size)
+            if -(-positions // self.page_size) > group.num_pages:
+                raise ExceedsKVCapacity(positions, group.num_pages * self.page_size)
 
     @property
     def by_priority(self) -> bool:

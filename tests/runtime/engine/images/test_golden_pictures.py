@@ -30,7 +30,7 @@ from penstock.runtime.requests.request import CacheParams
 from penstock.runtime.scheduling.sequence import Sequence
 from tests.support.chunks import set_chunk
 from tests.support.collector import GREEDY_PARAMS
-from tests.support.goldens import GOLDEN, WITH_PICTURES, small_config
+from tests.support.goldens import GOLDEN, MARKS, WITH_PICTURES, small_config
 from tests.support.scheduler.proposing import Guesses, lies
 
 Case = dict[str, Any]
@@ -225,15 +225,17 @@ def test_equal_texts_with_other_pictures_share_nothing(name: str, tmp_path: Path
     assert not np.allclose(values, case["logprobs"], rtol=1e-4)
     assert served.ask(case).usage.cached_prompt_tokens <= 8  # before the picture
     assert engine.text is not None
-    by_ids = engine.generate(engine.text.encode(case["text"]), media=served.images(case), **asked)
+    ids = case["prompt"]
+    tokens = [token for i, token in enumerate(ids) if token != IMAGE_TOKEN or ids[i - 1] != IMAGE_TOKEN]
+    by_ids = engine.generate(tokens, media=served.images(case), **asked)
     check(by_ids, case)
-    template = (
-        "{% for c in messages[0].content %}{{ '<|image_pad|>' if c.type == 'image' else c.text }}{% endfor %}"
-    )
-    before, _, after = case["text"].partition("<|image_pad|>")
+    mark = MARKS[name]
+    shown = f"'{mark}' if c.type == 'image' else c.text"
+    template = "{% for c in messages[0].content %}{{ " + shown + " }}{% endfor %}"
+    before, _, after = case["text"].partition(mark)
     content = [before, served.images(case)[0], after]
     by_chat = engine.chat([{"role": "user", "content": content}], chat_template=template, **asked)
     check(by_chat, case)
     with pytest.raises(InvalidRequest, match="1 images, and the prompt has 2 places"):
-        engine.chat([{"role": "user", "content": [*content, "<|image_pad|>"]}], chat_template=template)
+        engine.chat([{"role": "user", "content": [*content, mark]}], chat_template=template)
     served.finish()

@@ -1,9 +1,13 @@
 """What Gemma's config.json says, in its older and newer forms, and what of it is refused."""
 
+import json
+
 import pytest
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.models.config import MLPConfig
+from penstock.runtime.models.configs.vision import SiglipVisionConfig
+from penstock.runtime.models.params import load_rules
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.models.rope import RopeConfig
 from tests.support.models.configs import attentions, one_layer, published, windows
@@ -113,3 +117,51 @@ def test_refused_by_name(base, field, value):
     with pytest.raises(ConfigError) as caught:
         parse_config({**base, field.partition(".")[0]: value})
     assert str(caught.value).count(f"{field}: ") == 1, caught.value
+
+
+GEMMA3_VISION = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240}
+    | {"num_hidden_layers": 34, "sliding_window": 1024},
+    "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "image_size": 896}
+    | {"intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14}
+    | {"vision_use_head": False},
+    "mm_tokens_per_image": 256,
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "image_token_index": 262144,
+}
+"""What Gemma 3 4B has of these."""
+
+
+def test_published_gemma3_with_pictures():
+    config = parse_config(GEMMA3_VISION)
+    vision = config.vision
+    assert isinstance(vision, SiglipVisionConfig)
+    assert (vision.depth, vision.head_dim, vision.out_size, vision.eps) == (27, 72, 2560, 1e-6)
+    assert (vision.num_patches, vision.num_tokens, vision.per_token) == (4096, 256, 16)
+    names = {tensor.name: tensor.shape for tensor in load_rules(config).tensors}
+    tower = "vision_tower.vision_model"
+    assert names[f"{tower}.embeddings.patch_embedding.weight"] == (1152, 3, 14, 14)
+    assert names[f"{tower}.encoder.layers.26.self_attn.out_proj.bias"] == (1152,)
+    assert names["multi_modal_projector.mm_input_projection_weight"] == (1152, 2560)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mm_tokens_per_image", 255),
+        ("vision_config.model_type", "clip"),
+        ("vision_config.patch_size", 15),
+        ("vision_config.num_attention_heads", 7),
+        ("vision_config.hidden_act", "relu"),
+        ("vision_config.new_field", 1),
+    ],
+)
+def test_what_gemma3s_encoder_cannot_be_is_refused(field, value):
+    data = json.loads(json.dumps(GEMMA3_VISION))
+    *outer, name = field.split(".")
+    (data[outer[0]] if outer else data)[name] = value
+    with pytest.raises(ConfigError, match=field):
+        parse_config(data)

@@ -11,7 +11,7 @@ from penstock.runtime.models.configs.vision import QwenVisionConfig
 from penstock.runtime.models.params import load_rules
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.models.rope import RopeConfig
-from tests.support.goldens import GOLDEN, WITH_PICTURES
+from tests.support.goldens import GOLDEN, QWEN_WITH_PICTURES
 from tests.support.models.configs import one_layer, published, rope_of, windows
 
 QWEN2_5 = published("Qwen2.5-VL-3B-Instruct")
@@ -169,7 +169,7 @@ def test_a_window_has_whole_tokens_and_sections_have_all_channels() -> None:
         parse_config(data)
 
 
-@pytest.mark.parametrize("name", WITH_PICTURES)
+@pytest.mark.parametrize("name", QWEN_WITH_PICTURES)
 def test_every_field_of_a_golden_changes_the_model_or_is_known(name: str) -> None:
     """A field of vision_config that is refused nowhere must show in what is parsed."""
     data = json.loads((GOLDEN / name / "config.json").read_text())

@@ -54,7 +54,6 @@ def assert_as_pytorch(make_sequence: Callable[..., Any], folder: Path, case: dic
 @pytest.mark.parametrize(
     ("name", "architecture", "model_type", "text", "head"),
     [
-        ("gemma3", "Gemma3ForConditionalGeneration", "gemma3", "language_model.model.", ""),
         pytest.param(
             *("gemma4", "Gemma4ForConditionalGeneration", "gemma4", "model.language_model.", ""),
             marks=pytest.mark.sweep,

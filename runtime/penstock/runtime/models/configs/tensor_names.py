@@ -13,20 +13,32 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """decoder, head, vision: what names begin with, in the place of the usual `model.`, `lm_head.`,
-    `visual.`."""
+    """decoder, head, vision, projector: what names begin with, in the place of the usual `model.`,
+    `lm_head.`, `visual.`, `projector.`."""
 
     decoder: str = "model."
     head: str = "lm_head."
     vision: str = "visual."
+    projector: str = "projector."
     table: str = "embed_tokens.weight"
     """What the name of the table of embeddings ends in."""
+    vision_tensor: str = "patch_embed.proj.weight"
+    """What the name of the tensor that reads patches ends in."""
+    projector_tensor: str = "mm_input_projection_weight"
+    """What the name of the tensor that projects to the decoder's channels ends in, if it is no part of the
+    encoder."""
     stacked: bool = False
     """Whether the weights of a layer's experts are stacked in one tensor."""
 
     def spelled(self, name: str) -> str:
         """A usual name as the checkpoint has it."""
-        for usual, own in (("model.", self.decoder), ("lm_head.", self.head), ("visual.", self.vision)):
+        beginnings = {
+            "model.": self.decoder,
+            "lm_head.": self.head,
+            "visual.": self.vision,
+            "projector.": self.projector,
+        }
+        for usual, own in beginnings.items():
             if name.startswith(usual):
                 return own + name.removeprefix(usual)
         return name
@@ -43,7 +55,8 @@ class TensorNames:
             self,
             decoder=_beginning(names, self.table, self.decoder),
             head=head,
-            vision=_beginning(names, "patch_embed.proj.weight", self.vision),
+            vision=_beginning(names, self.vision_tensor, self.vision),
+            projector=_beginning(names, self.projector_tensor, self.projector),
             stacked=_is_stacked(names, otherwise=self.stacked),
         )
 

@@ -71,3 +71,55 @@ class QwenVisionConfig(VisionConfig):
     def patch_features(self) -> int:
         """How many values one patch has."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiglipVisionConfig(VisionConfig):
+    """The encoder of Gemma 3: SigLIP, a transformer over the patches of a square picture, all of which are of
+    one size. The outputs of a square of patches are averaged to one token.
+
+    tokens_per_side: squares on each side of a picture. begin_token_id, end_token_id: tokens that texts have
+    before and behind a picture.
+    """
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    image_size: int
+    patch_size: int
+    tokens_per_side: int
+    begin_token_id: int
+    end_token_id: int
+    in_channels: int = 3
+    activation: VisionActivation = "gelu_tanh"
+    eps: float = 1e-6
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def side(self) -> int:
+        """Patches on each side of a picture."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of every picture."""
+        return self.side**2
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of every picture."""
+        return self.tokens_per_side**2
+
+    @property
+    def per_token(self) -> int:
+        """Patches of a token."""
+        return self.num_patches // self.num_tokens
+
+    @property
+    def patch_features(self) -> int:
+        """How many values one patch has."""
+        return self.in_channels * self.patch_size**2

@@ -135,10 +135,10 @@ def stored_encoder(
     if path[1:] == ("patch_embed", "weight"):
         side = config.patch_size
         kernel = (config.in_channels, config.temporal_patch_size, side, side)
-        return Stored((Source(name, (shape[0], *kernel)),), _flat)
+        return Stored((Source(name, (shape[0], *kernel)),), flat)
     return Stored((Source(name, shape),))
 
 
-def _flat(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def flat(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Kernels of a convolution over whole patches as rows of a matrix."""
     return rows[0].reshape(len(rows[0]), -1)

@@ -149,10 +149,10 @@ def _parse(architecture: str, fields: Fields, kind: Kind) -> ModelConfig:
 
 def _stored(config: ModelConfig, kind: Kind) -> StoredAt:
     text, vision = kind.text.stored(config), config.vision
-    assert isinstance(vision, QwenVisionConfig)
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         if path[0] == "visual":
+            assert isinstance(vision, QwenVisionConfig)
             return stored_encoder(vision, kind.encoder, path, shape)
         return text(path, shape)
 

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.tensor_names import TensorNames
-from penstock.runtime.models.families import gemma, gemma4, llama, llama4, variants
+from penstock.runtime.models.families import gemma4, llama, llama4, variants
 from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.families.vision_wrapper import text_fields
 from penstock.runtime.models.hf_fields import Fields
 
 _OF_PICTURES = """
     audio_config audio_token_id boa_token_id boi_token_id boi_token_index eoa_token_id eoa_token_index
-    eoi_token_id eoi_token_index image_token_id image_token_index mm_tokens_per_image
+    eoi_token_id eoi_token_index image_token_id image_token_index
     multimodal_projector_bias projector_hidden_act spatial_merge_size video_token_id vision_config
     vision_feature_layer vision_soft_tokens_per_image
 """
@@ -31,28 +31,16 @@ _NAMES = TensorNames("language_model.model.", "language_model.lm_head.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One architecture. texts: the model_type of text_config to the family of the text model. defaults: of
-    fields of text_config that the family requires, and published files leave out. names: of published
-    tensors.
+    """One architecture. texts: the model_type of text_config to the family of the text model. names: of
+    published tensors.
     """
 
     model_type: str
     texts: Mapping[str, ModelFamily]
-    defaults: Mapping[str, object] = field(default_factory=dict)
     names: TensorNames = _NAMES
 
 
 KINDS: Mapping[str, Kind] = {
-    "Gemma3ForConditionalGeneration": Kind(
-        model_type="gemma3",
-        texts={"gemma3_text": gemma.FAMILIES["Gemma3ForCausalLM"]},
-        defaults={
-            "vocab_size": 262_208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131_072,
-        },
-    ),
     "Gemma4ForConditionalGeneration": Kind(
         model_type="gemma4",
         texts={"gemma4_text": gemma4.FAMILIES["Gemma4ForCausalLM"]},
@@ -74,7 +62,7 @@ KINDS: Mapping[str, Kind] = {
 def _parse(architecture: str, fields: Fields, kind: Kind) -> ModelConfig:
     fields.only("model_type", kind.model_type)
     fields.ignore(_OF_PICTURES.split())
-    text = text_fields(fields, "", kind.defaults)
+    text = text_fields(fields, "")
     model_type = text.raw("model_type")
     family = kind.texts.get(model_type) if isinstance(model_type, str) else None
     if family is None:

@@ -21,6 +21,8 @@ class MediaInputs(NamedTuple):
     embeddings: tuple[jax.Array, ...] | None = None
     """Embeddings of pictures [rows, E]: what replaces those of tokens, then what is added after layer 0, 1,
     and so on."""
+    reach: jax.Array | None = None
+    """See `AttentionMeta.reach`; None: no token sees one behind it."""
 
     def replace(self, x: jax.Array) -> jax.Array:
         """x [T, E], the tokens' embeddings -> the same with those of pictures in their places."""

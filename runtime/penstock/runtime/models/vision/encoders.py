@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from penstock.runtime.images.vision import Vision
-from penstock.runtime.models.configs.vision import QwenVisionConfig, VisionConfig
+from penstock.runtime.models.configs.vision import QwenVisionConfig, SiglipVisionConfig, VisionConfig
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.pools import PoolPlanners, Pools
-from penstock.runtime.models.vision import qwen_inputs
+from penstock.runtime.models.vision import qwen_inputs, siglip_inputs
 from penstock.runtime.models.vision.qwen_tower import QwenTower
+from penstock.runtime.models.vision.siglip_tower import SiglipTower
 
 
 class Tower(Protocol):
@@ -32,6 +33,8 @@ def tower_of(config: VisionConfig, dtype: jnp.dtype, linear: LinearFormat, plann
     match config:
         case QwenVisionConfig():
             return QwenTower(config, dtype, linear, planners)
+        case SiglipVisionConfig():
+            return SiglipTower(config, dtype, linear, planners)
         case _:
             raise TypeError(f"no encoder has a {type(config).__name__}")
 
@@ -48,6 +51,17 @@ def vision_of(config: VisionConfig) -> Vision:
                 inputs=partial(qwen_inputs.vision_inputs, config),
                 rotary_positions=partial(qwen_inputs.rotary_positions, config),
                 grid_problem=partial(qwen_inputs.grid_problem, config),
+            )
+        case SiglipVisionConfig():
+            return Vision(
+                image_token_id=config.image_token_id,
+                patches_per_token=config.per_token,
+                patch_values=config.patch_features,
+                inputs=partial(siglip_inputs.vision_inputs, config),
+                num_patches=config.num_patches,
+                around=(config.begin_token_id, config.end_token_id),
+                both_ways=True,
+                grid_problem=partial(siglip_inputs.grid_problem, config),
             )
         case _:
             raise TypeError(f"no encoder has a {type(config).__name__}")

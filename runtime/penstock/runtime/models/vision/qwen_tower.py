@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from penstock.runtime.models import rope
-from penstock.runtime.models.configs.vision import QwenVisionConfig, VisionActivation
+from penstock.runtime.models.configs.vision import QwenVisionConfig
 from penstock.runtime.models.linear import (
     PLAIN,
     Embedding,
@@ -23,6 +23,7 @@ from penstock.runtime.models.linear import (
 )
 from penstock.runtime.models.norms import LayerNorm, RMSNorm
 from penstock.runtime.models.pools import PoolPlanners, Pools
+from penstock.runtime.models.vision.activation import activated
 from penstock.runtime.models.vision.attention import attend_spans
 from penstock.runtime.models.vision.qwen_inputs import QwenInputs
 
@@ -33,14 +34,6 @@ _WINDOW_BLOCK = 128
 
 def _norm(config: QwenVisionConfig, size: int, planners: PoolPlanners) -> RMSNorm | LayerNorm:
     return RMSNorm(size, _EPS, planners) if config.rms_norms else LayerNorm(size, _EPS, planners)
-
-
-def _activated(x: jax.Array, activation: VisionActivation) -> jax.Array:
-    """The activation of x, computed in float32."""
-    wide = x.astype(jnp.float32)
-    if activation == "silu":
-        return jax.nn.silu(wide).astype(x.dtype)
-    return jax.nn.gelu(wide, approximate=activation == "gelu_tanh").astype(x.dtype)
 
 
 class VisionAttention(nnx.Module):
@@ -91,7 +84,7 @@ class VisionMLP(nnx.Module):
             assert self.activation != "gelu"
             inner = project_gated(self.first, x, num_patches, pools, activation=self.activation)
         else:
-            inner = _activated(project(self.first, x, num_patches, pools), self.activation)
+            inner = activated(project(self.first, x, num_patches, pools), self.activation)
         return add_projected(self.last, inner, residual, num_patches, pools)
 
 
@@ -148,7 +141,7 @@ class Merger(nnx.Module):
             x = self.norm(x.reshape(squares), pools)
         else:
             x = self.norm(x, pools).reshape(squares)
-        inner = _activated(project(self.linear_fc1, x, num_tokens, pools), "gelu")
+        inner = activated(project(self.linear_fc1, x, num_tokens, pools), "gelu")
         return project(self.linear_fc2, inner, num_tokens, pools)
 
 

@@ -1,0 +1,98 @@
+"""SigLIP, the encoder of Gemma 3's pictures: a transformer over the patches of a picture of one size, whose
+outputs are averaged over squares of patches, and projected to the decoder's channels.
+
+Products go through `linear` and are never int8, as in Qwen's encoder.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from penstock.runtime.models.configs.vision import SiglipVisionConfig
+from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, add_projected, project
+from penstock.runtime.models.norms import LayerNorm, RMSNorm
+from penstock.runtime.models.pools import PoolPlanners, Pools
+from penstock.runtime.models.vision.activation import activated
+from penstock.runtime.models.vision.attention import attend_spans
+from penstock.runtime.models.vision.siglip_inputs import SiglipInputs, places
+
+_BLOCK = 512
+
+
+class SiglipAttention(nnx.Module):
+    """Attention of all patches of a picture to each other."""
+
+    def __init__(
+        self, config: SiglipVisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
+    ) -> None:
+        size = config.hidden_size
+        parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), size)
+        self.qkv = Linear(size, parts, dtype, planners, bias=True, linear=linear)
+        self.out = Linear(size, {"out_proj": size}, dtype, planners, bias=True, linear=linear)
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+
+    def __call__(
+        self, x: jax.Array, residual: jax.Array, spans: jax.Array, num_patches: jax.Array, pools: Pools
+    ) -> jax.Array:
+        """residual + attention(x), both [N, size]."""
+        qkv = project(self.qkv, x, num_patches, pools)
+        q, k, v = jnp.moveaxis(qkv.reshape(x.shape[0], 3, self.num_heads, self.head_dim), 1, 0)
+        out = attend_spans(q, k, v, spans, scale=self.head_dim**-0.5, block=_BLOCK)
+        return add_projected(self.out, out.reshape(x.shape), residual, num_patches, pools)
+
+
+class SiglipLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self, config: SiglipVisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
+    ) -> None:
+        size, inner = config.hidden_size, config.intermediate_size
+        self.norm1 = LayerNorm(size, config.eps, planners)
+        self.norm2 = LayerNorm(size, config.eps, planners)
+        self.attn = SiglipAttention(config, dtype, linear, planners)
+        self.first = Linear(size, {"fc1": inner}, dtype, planners, bias=True, linear=linear)
+        self.last = Linear(inner, {"fc2": size}, dtype, planners, bias=True, linear=linear)
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array, spans: jax.Array, num_patches: jax.Array, pools: Pools) -> jax.Array:
+        """x [N, size] -> [N, size]."""
+        x = self.attn(self.norm1(x, pools), x, spans, num_patches, pools)
+        inner = project(self.first, self.norm2(x, pools), num_patches, pools)
+        return add_projected(self.last, activated(inner, self.activation), x, num_patches, pools)
+
+
+class SiglipTower(nnx.Module):
+    """The patches of one picture to embeddings of tokens."""
+
+    def __init__(
+        self, config: SiglipVisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
+    ) -> None:
+        floats = LinearFormat(packed=linear.packed)
+        size = config.hidden_size
+        self.config, self.dtype = config, jnp.dtype(dtype)
+        self.patch_embed = Linear(
+            config.patch_features, {"patch_embed": size}, dtype, planners, bias=True, linear=floats
+        )
+        self.pos_embed = Embedding(config.num_patches, size, dtype, planners, PLAIN, name="pos_embed")
+        self.layers = nnx.List([SiglipLayer(config, dtype, floats, planners) for _ in range(config.depth)])
+        self.post_norm = LayerNorm(size, config.eps, planners)
+        self.soft_norm = RMSNorm(size, config.eps, planners, offset=1.0)
+        self.projection = Linear(size, {"projection": config.out_size}, dtype, planners, linear=floats)
+
+    def __call__(self, inputs: SiglipInputs, num_patches: jax.Array, pools: Pools) -> tuple[jax.Array, ...]:
+        """See `Tower`."""
+        config = self.config
+        count = config.num_patches
+        x = project(self.patch_embed, jnp.asarray(inputs.patches, self.dtype), num_patches, pools)
+        x = x + self.pos_embed(jnp.asarray(places(config)), pools)
+        spans = jnp.asarray(np.repeat(np.array([[0], [count]], np.int32), count, axis=1))
+        for layer in self.layers:
+            x = layer(x, spans, num_patches, pools)
+        squares = self.post_norm(x, pools).reshape(config.num_tokens, config.per_token, config.hidden_size)
+        pooled = jnp.mean(squares.astype(jnp.float32), axis=1).astype(x.dtype)
+        num_tokens = num_patches // config.per_token
+        return (project(self.projection, self.soft_norm(pooled, pools), num_tokens, pools),)

@@ -1,0 +1,208 @@
+"""Makes golden checkpoints of models that read pictures, with what PyTorch computes from them.
+
+    python -m tools.golden_pictures --out tests/golden NAME ...
+
+It needs torch, torchvision and transformers. Texts become token ids by transformers' own processor of the
+model, which puts the pictures' tokens into them; pictures are processed by its processor on Pillow, which is
+the one that servers use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+
+from tools.golden import COMMON, GENERATED, TOP, save_tokenizer
+
+PROMPTS: Sequence[tuple[str, Sequence[tuple[int, int]]]] = (
+    ("def main(self, <I> value", [(40, 56)]),
+    ("<I>import the<I> compare the two of them", [(64, 33), (90, 120)]),
+    ("return the path of no picture", []),
+    ("<I>", [(17, 230)]),
+)
+"""Texts, in which <I> stands for a picture, and the height and width of each picture."""
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "patch_size": 8,
+    "image_size": 64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a golden is made.
+
+    marks: the special tokens for pictures, by what the tokenizer's attribute is called. mark: the one that
+    stands for a picture in a text. ids: the config's fields with the ids of some of them. processor: the
+    processor of texts and pictures, made of a tokenizer.
+    """
+
+    config_class: str
+    model_class: str
+    text: Mapping[str, Any]
+    vision: Mapping[str, Any]
+    other: Mapping[str, Any]
+    marks: Mapping[str, str]
+    mark: str
+    ids: Mapping[str, str]
+    processor: Callable[[Any], Any]
+
+
+def _gemma3_processor(tokenizer: Any) -> Any:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil  # noqa: PLC0415
+
+    images = Gemma3ImageProcessorPil(size={"height": 64, "width": 64})
+    return transformers.Gemma3Processor(images, tokenizer, image_seq_length=16)
+
+
+CASES: Mapping[str, Kind] = {
+    "gemma3_vl": Kind(
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
+        text={
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 10,  # fewer than the tokens of a picture
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        vision={"model_type": "siglip_vision_model", "vision_use_head": False, **VISION},
+        other={"mm_tokens_per_image": 16},
+        marks={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        mark="<start_of_image>",
+        ids={
+            "boi_token_index": "boi_token",
+            "eoi_token_index": "eoi_token",
+            "image_token_index": "image_token",
+        },
+        processor=_gemma3_processor,
+    ),
+}
+
+
+def make_model(name: str, attempt: int, tokenizer: Any) -> Any:
+    """A random model in float32, whose norms and biases are random, too."""
+    case = CASES[name]
+    torch.manual_seed(1000 + sum(map(ord, name)) + 7919 * attempt)
+    ids = {field: tokenizer.convert_tokens_to_ids(case.marks[mark]) for field, mark in case.ids.items()}
+    config = getattr(transformers, case.config_class)(
+        text_config={**COMMON, **case.text}, vision_config=dict(case.vision), **case.other, **ids
+    )
+    config.dtype = "float32"
+    model_class = getattr(transformers, case.model_class)
+    model = model_class._from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            is_norm = "norm" in parameter_name
+            if parameter.ndim == 1:
+                noise = torch.randn_like(parameter) * 0.1
+                parameter.copy_(parameter + noise if is_norm else noise)
+            elif "vision" in parameter_name or "projector" in parameter_name:
+                parameter.copy_(torch.randn_like(parameter) * 0.12)
+        if config.get_text_config().tie_word_embeddings:  # otherwise the logits would only echo the input
+            model.get_input_embeddings().weight.mul_(0.35)
+    return model
+
+
+def draw_picture(height: int, width: int, random: np.random.Generator) -> Image.Image:
+    """A picture with gradients and noise."""
+    y, x = np.mgrid[0:height, 0:width]
+    bands = np.stack([x * 255 // width, y * 255 // height, (x + y) * 7 % 256], -1).astype(np.uint8)
+    return Image.fromarray(bands ^ random.integers(0, 32, (height, width, 3), dtype=np.uint8))
+
+
+def case_of(model: Any, processor: Any, text: str, images: Sequence[Image.Image]) -> dict[str, Any]:
+    """Greedy tokens after a prompt, their log-probabilities, and the largest logits after the prompt. Every
+    token is computed from the whole text, without a cache.
+    """
+    given = {"images": [list(images)]} if images else {}
+    made = processor(text=[text], add_special_tokens=False, return_tensors="pt", **given)
+    prompt = made.pop("input_ids")
+    made.pop("attention_mask", None)
+    types = {name: made.pop(name) for name in ("token_type_ids", "mm_token_type_ids") if name in made}
+    tokens, logprobs = prompt, []
+
+    def logits() -> torch.Tensor:
+        padding = torch.zeros((1, tokens.shape[1] - prompt.shape[1]), dtype=torch.long)
+        of_types = {name: torch.cat([type_ids, padding], 1) for name, type_ids in types.items()}
+        found: torch.Tensor = model(tokens, use_cache=False, **of_types, **made).logits[0, -1]
+        return found
+
+    first = logits()
+    for _ in range(GENERATED):
+        last = torch.log_softmax(logits(), -1)
+        best = int(last.argmax())
+        logprobs.append(float(last[best]))
+        tokens = torch.cat([tokens, torch.tensor([[best]])], 1)
+    top = torch.topk(first, TOP)
+    pixels = made["pixel_values"].flatten()[:8].tolist() if images else []
+    return {
+        "prompt": prompt[0].tolist(),
+        "tokens": tokens[0, prompt.shape[1] :].tolist(),
+        "logprobs": logprobs,
+        "last_logits_top": [[int(i), float(v)] for v, i in zip(top.values, top.indices, strict=True)],
+        "pixel_values_head": [round(value, 6) for value in pixels],
+    }
+
+
+def cases_of(folder: Path, name: str, attempt: int) -> list[dict[str, Any]] | None:
+    """The cases of a model that is written to the folder; None if it writes marks of pictures itself."""
+    kind = CASES[name]
+    save_tokenizer(folder, kind.marks)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    model, processor = make_model(name, attempt, tokenizer), kind.processor(tokenizer)
+    model.save_pretrained(folder)
+    processor.image_processor.save_pretrained(folder)
+    random, cases = np.random.default_rng(11), []
+    marks = set(tokenizer.convert_tokens_to_ids(list(kind.marks.values())))
+    for number, (text, sizes) in enumerate(PROMPTS):
+        images = [draw_picture(height, width, random) for height, width in sizes]
+        files = [f"image-{number}-{i}.png" for i in range(len(images))]
+        for file, image in zip(files, images, strict=True):
+            image.save(folder / file)
+        shown = text.replace("<I>", kind.mark)
+        with torch.no_grad():
+            case = case_of(model, processor, shown, images)
+        if marks & set(case["tokens"]):
+            return None
+        cases.append({"text": shown, "images": files, **case})
+    return cases
+
+
+def make(name: str, out: Path) -> None:
+    """Write out/NAME."""
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    cases = next(made for attempt in range(20) if (made := cases_of(folder, name, attempt)) is not None)
+    expected = {"transformers": transformers.__version__, "torch": torch.__version__, "cases": cases}
+    (folder / "expected.json").write_text(json.dumps(expected))
+    print(f"{folder}: {[len(set(case['tokens'])) for case in cases]} different tokens")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make golden checkpoints that read pictures, with PyTorch.")
+    parser.add_argument("names", nargs="+", choices=CASES, metavar="NAME", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--out", type=Path, required=True, help="the folder that gets a folder of each name")
+    arguments = parser.parse_args()
+    for name in arguments.names:
+        make(name, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
