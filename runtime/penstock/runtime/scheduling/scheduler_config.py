@@ -131,7 +131,8 @@ class SchedulerConfig:
             for group in self.further_groups
             if group.num_pages < 1 or group.window is None or group.window < 1
         ]
-        if self.whole_picture_tokens > self.max_num_batched_tokens - self.most_rows:
+        room = self.max_num_batched_tokens - self.most_rows
+        if self.whole_picture_tokens > max(room, 0):
             bad.append(
                 f"max_num_batched_tokens must be at least {self.whole_picture_tokens + self.most_rows}, not "
                 f"{self.max_num_batched_tokens}: a picture of {self.whole_picture_tokens} tokens is computed "
