@@ -34,6 +34,14 @@ def rename(directory: Path, beginnings: Mapping[str, str]) -> None:
         ("qwen2", {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}),
         ("qwen2_5_vl", {"model.": "model.language_model.", "visual.": "model.visual."}),
         ("qwen3_vl", {"model.visual.": "visual.", "model.language_model.": "model."}),
+        (
+            "gemma3_vl",
+            {
+                "vision_tower.": "model.vision_tower.vision_model.",
+                "multi_modal_projector.": "model.multi_modal_projector.",
+                "language_model.model.": "model.language_model.",
+            },
+        ),
     ],
 )
 def test_names_may_begin_differently(
@@ -122,3 +130,21 @@ def test_experts_may_be_stacked(copy: Callable[[str], Path], golden: str) -> Non
     names = {tensor.name for tensor in load_rules(config).tensors}
     assert names == set(load_file(directory / "model.safetensors"))
     assert sum(name.endswith(".experts.gate_up_proj") for name in names) == len(config.layers)
+
+
+def test_a_checkpoint_without_its_encoder_has_a_text_model(
+    copy: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = copy("gemma3_vl")
+    whole = nnx.to_flat_state(load_weights(directory, load_config(directory), progress=False))
+    file = directory / "model.safetensors"
+    of_text = {name: values for name, values in load_file(file).items() if name.startswith("language_model.")}
+    save_file(of_text, file)
+    config = load_config(directory)
+    assert config.vision is None
+    assert "its text model alone is served" in caplog.text
+    found = dict(nnx.to_flat_state(load_weights(directory, config, progress=False)))
+    layers = {path: leaf for path, leaf in whole if path[0] == "layers"}
+    assert layers
+    for path, leaf in layers.items():
+        np.testing.assert_array_equal(found[path][...], leaf[...])
