@@ -21,7 +21,7 @@ from penstock.runtime.images.reader import ImageReader, Part, Patches, Processor
 from penstock.runtime.images.vision import Vision
 from penstock.runtime.loading.image_processors import find_processor
 from penstock.runtime.models.configs.vision import QwenVisionConfig
-from penstock.runtime.requests.images import RotaryPositions
+from penstock.runtime.requests.images import RotaryPositions, media_problem
 from tests.runtime.images.test_decoding import encoded, huge_png, stripes
 
 PAD, VIDEO = 9, 8
@@ -242,3 +242,27 @@ def test_a_picture_may_become_several_with_texts_between() -> None:
     with pytest.raises(PromptTooLong) as raised:
         place(ImageReader(vision, Tiles(), LIMITS), [5, PAD], encoded(stripes()), room=8)
     assert raised.value.num_prompt_tokens == 8
+
+
+class Rows:
+    """Makes each picture two rows of three tokens, which end with 50 and 51, behind the token 7."""
+
+    def num_tokens(self, width: int, height: int) -> int:
+        return 9
+
+    def process(self, image: Pil.Image) -> list[Part]:
+        return [(7,), Patches(np.zeros((24, 96), np.float32), (1, 4, 6), 6, (50, 51))]
+
+
+def test_rows_of_a_picture_end_with_tokens_of_text() -> None:
+    vision = dataclasses.replace(VISION, rotary_positions=None)
+    placed = place(ImageReader(vision, Rows(), LIMITS), [1, PAD, 2], encoded(stripes()))
+    assert placed.token_ids == (1, 7, PAD, PAD, PAD, 50, PAD, PAD, PAD, 51, 2)
+    (item,) = placed.media
+    assert (item.start, item.num_tokens, item.row_tokens, item.num_embeddings) == (2, 8, 3, 6)
+    assert item.are_embedded(2, 5).tolist() == [True, False, True, True, True]
+    assert vision.problem(item, 8) is None
+    assert vision.problem(item, 7) == "has 8 tokens; at most 7 are encoded"
+    assert media_problem([item], None, 11) is None
+    uneven = dataclasses.replace(item, row_tokens=2)
+    assert media_problem([uneven], None, 11) == "picture 0 has 8 tokens, which are no rows of 2 and one"

@@ -31,6 +31,8 @@ from tests.support.models.toy import OFFSET, VOCAB, plain_rules, toy_model
 
 PAD = 59
 """The token that stands for a picture."""
+BREAK = 58
+"""The token of text behind the rows of a picture."""
 PER_TOKEN = 4
 _TURNS = np.array([1, 2, 3])
 _MOST = 5
@@ -80,12 +82,15 @@ VISION = Vision(
 )
 
 
-def picture(number: int, num_tokens: int) -> MediaItem:
-    """A picture that stands nowhere yet. Pictures with other numbers have other patches."""
+def picture(number: int, num_tokens: int, row_tokens: int | None = None) -> MediaItem:
+    """A picture that stands nowhere yet, of so many embeddings. Pictures with other numbers have other
+    patches. row_tokens: see `MediaItem`.
+    """
     rng = np.random.default_rng(number)
     patches = rng.integers(0, VOCAB, (PER_TOKEN * num_tokens, 2)).astype(np.float32)
     grid = (1, 2, 2 * num_tokens)
-    return MediaItem(patches, grid, digest_of(patches, grid), 0, num_tokens)
+    texts = 0 if row_tokens is None else num_tokens // row_tokens
+    return MediaItem(patches, grid, digest_of(patches, grid), 0, num_tokens + texts, row_tokens)
 
 
 def request_of(name: str, parts: Sequence[int | MediaItem], num_tokens: int, **changes: Any) -> Request:
@@ -97,7 +102,8 @@ def request_of(name: str, parts: Sequence[int | MediaItem], num_tokens: int, **c
             tokens.append(part)
         else:
             media.append(dataclasses.replace(part, start=len(tokens)))
-            tokens += [PAD] * part.num_tokens
+            row = [PAD] * (part.row_tokens or part.num_tokens) + [BREAK] * (part.row_tokens is not None)
+            tokens += row * (part.num_tokens // len(row))
     return Request(
         name,
         tuple(tokens),
@@ -114,7 +120,9 @@ def expected_tokens(request: Request, offset: int = OFFSET) -> list[int]:
     tokens = [float(token) for token in request.prompt_token_ids]
     for item in request.media:
         embeddings = item.patches[::PER_TOKEN, 0] + item.patches[1::PER_TOKEN, 1] + offset - OFFSET
-        tokens[item.start : item.end] = embeddings.tolist()
+        row = item.row_tokens or item.num_tokens
+        for number, embedding in enumerate(embeddings.tolist()):
+            tokens[item.start + number + number // row] = embedding
     made: list[int] = []
     while len(made) < (request.stopping.max_tokens or 0):
         count = len(tokens)

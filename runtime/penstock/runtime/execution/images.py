@@ -78,9 +78,9 @@ def fill_tokens(
             section[:POSITIONS, first : first + known.shape[1]] = known
     for part in plan.pictures:
         begin = firsts[part.row] + part.at
-        section[POSITIONS, begin : begin + part.num_tokens] = pool_rows(
-            part.blocks, part.first, part.num_tokens
-        )
+        rows = section[POSITIONS, begin : begin + part.num_tokens]
+        embedded = part.item.are_embedded(part.first, part.num_tokens)
+        rows[embedded] = pool_rows(part.blocks, part.first, part.num_tokens)[embedded]
         if sees_ahead:  # a chunk goes to the picture's end
             section[REACH, begin : begin + part.num_tokens] = section[REACH, begin + part.num_tokens - 1]
 
@@ -171,12 +171,15 @@ def encode_call(vision: Vision, buckets: Sequence[int], num_rows: int, encode: E
     packed = np.full(1 + bucket // vision.patches_per_token, num_rows, np.int32)
     packed[0] = patches
     if encode is not None:
-        count = encode.item.num_tokens
-        packed[1 : 1 + count] = pool_rows(encode.blocks, 0, count)
+        item = encode.item
+        rows = pool_rows(encode.blocks, 0, item.num_tokens)[item.are_embedded(0, item.num_tokens)]
+        packed[1 : 1 + len(rows)] = rows
     return EncodeCall(bucket, vision.inputs(items, bucket), packed)
 
 
 def pool_rows(blocks: Sequence[int], first: int, count: int) -> NDArray[np.int32]:
-    """The rows of the pool with the embeddings of the tokens [first, first + count) of a picture."""
+    """The rows of the pool that belong to the tokens [first, first + count) of a picture, also to those of
+    text, whose rows nobody reads.
+    """
     index = np.arange(first, first + count, dtype=np.int32)
     return np.asarray(blocks, np.int32)[index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS

@@ -29,6 +29,9 @@ class Patches(NamedTuple):
     grid: Grid
     num_tokens: int
     """How many image tokens it needs."""
+    row_ends: tuple[int, ...] = ()
+    """The tokens of text behind each row of its image tokens, of which each row has as many. Empty: there are
+    none."""
 
 
 Part: TypeAlias = tuple[int, ...] | Patches
@@ -154,9 +157,10 @@ class ImageReader:
             expanded += token_ids[done:place]
             for part in parts:
                 if isinstance(part, Patches):
-                    values, grid, num_tokens = part
-                    media.append(MediaItem(values, grid, digest_of(values, grid), len(expanded), num_tokens))
-                    expanded += [self._vision.image_token_id] * num_tokens
+                    tokens, row = self._tokens_of(part)
+                    digest = digest_of(part.values, part.grid)
+                    media.append(MediaItem(part.values, part.grid, digest, len(expanded), len(tokens), row))
+                    expanded += tokens
                 else:
                     expanded += part
             done = place + 1
@@ -164,6 +168,14 @@ class ImageReader:
         positions = self._vision.rotary_positions
         rotary = None if positions is None else positions(len(expanded), media)
         return Placed(tuple(expanded), tuple(media), rotary)
+
+    def _tokens_of(self, part: Patches) -> tuple[list[int], int | None]:
+        """The tokens of patches, and `MediaItem.row_tokens`."""
+        image = self._vision.image_token_id
+        if not part.row_ends:
+            return [image] * part.num_tokens, None
+        row = part.num_tokens // len(part.row_ends)
+        return [token for end in part.row_ends for token in (*[image] * row, end)], row
 
 
 def _each(items: Sequence[T], fields: Sequence[str], make: Callable[[T], U]) -> list[U]:

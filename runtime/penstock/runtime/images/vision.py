@@ -31,7 +31,7 @@ class Vision:
     """(length of the prompt, its pictures) -> the positions of the prompt's tokens. None: each token's is its
     place in the prompt."""
     num_patches: int | None = None
-    """How many patches every picture has; None: that depends on its size."""
+    """How many patches every picture has, or every tile that is encoded; None: that depends on its size."""
     around: tuple[int, int] | None = None
     """The tokens that texts have before and behind a picture, where a text may have the first alone in the
     place of all; see `ImageReader.written_out`."""
@@ -50,6 +50,6 @@ class Vision:
         if item.patches.shape[1] != self.patch_values:
             return f"has patches of {item.patches.shape[1]} values, not {self.patch_values}"
         problem = self.grid_problem(item.grid)
-        if problem is None and item.num_patches != item.num_tokens * self.patches_per_token:
-            return f"has {item.num_patches} patches, which are not {item.num_tokens} tokens"
+        if problem is None and item.num_patches != item.num_embeddings * self.patches_per_token:
+            return f"has {item.num_patches} patches, which are not {item.num_embeddings} embeddings"
         return problem

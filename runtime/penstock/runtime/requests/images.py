@@ -15,7 +15,9 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaItem:
-    """One picture of a prompt. Its embeddings take the places of `num_tokens` tokens from `start` on."""
+    """One picture of a prompt. Its embeddings take the places of `num_tokens` tokens from `start` on, but for
+    those of text among them.
+    """
 
     patches: NDArray[np.float32] = field(repr=False)
     """float32[N, P]: the picture cut into patches, in the order in which the model's encoder wants them; a
@@ -28,11 +30,25 @@ class MediaItem:
     """Position in the prompt of the picture's first token."""
     num_tokens: int
     """How many tokens of the prompt stand for the picture, at least 1."""
+    row_tokens: int | None = None
+    """If given, these tokens are rows of so many embeddings, behind each of which is one token of text, such
+    as a break of lines. None: each has an embedding."""
 
     @property
     def end(self) -> int:
         """The position behind the picture's last token."""
         return self.start + self.num_tokens
+
+    @property
+    def num_embeddings(self) -> int:
+        """How many of its tokens have an embedding of the picture."""
+        return self.num_tokens - (0 if self.row_tokens is None else self.num_tokens // (self.row_tokens + 1))
+
+    def are_embedded(self, first: int, count: int) -> NDArray[np.bool_]:
+        """Which of its tokens [first, first + count) have an embedding, bool[count]; the others are text."""
+        if self.row_tokens is None:
+            return np.ones(count, np.bool_)
+        return np.arange(first, first + count) % (self.row_tokens + 1) != self.row_tokens
 
     @property
     def num_patches(self) -> int:
@@ -69,6 +85,8 @@ def media_problem(media: Sequence[MediaItem], rotary: RotaryPositions | None, nu
             return f"picture {i} has the tokens from {item.start} to {item.end} of a prompt of {num_prompt}"
         if item.patches.ndim != 2 or item.num_patches != prod(item.grid):
             return f"picture {i} has patches {item.patches.shape}, and its grid is {item.grid}"
+        if item.row_tokens is not None and (item.row_tokens < 1 or item.num_tokens % (item.row_tokens + 1)):
+            return f"picture {i} has {item.num_tokens} tokens, which are no rows of {item.row_tokens} and one"
         end = item.end
     if rotary is not None and rotary.positions.shape != (3, num_prompt):
         return f"the rotary positions are {rotary.positions.shape}, not (3, {num_prompt})"

@@ -105,7 +105,7 @@ class Encode(NamedTuple):
 
 
 class PictureRows(NamedTuple):
-    """Tokens of a row whose embeddings are those of a picture."""
+    """Tokens of a row that are a picture's."""
 
     row: int
     """Number of the row in the plan."""
@@ -114,6 +114,7 @@ class PictureRows(NamedTuple):
     num_tokens: int
     first: int
     """Which token of the picture that one is."""
+    item: MediaItem
     blocks: tuple[int, ...]
     """The blocks of the pool that hold all embeddings of the picture."""
 

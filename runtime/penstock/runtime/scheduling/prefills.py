@@ -168,7 +168,7 @@ class Pictures:
                 picture = self._pool.find(item.digest)
                 assert picture is not None, "a chunk has tokens of a picture that is not encoded"
                 found.append(
-                    PictureRows(row, first - start, last - first, first - item.start, picture.blocks)
+                    PictureRows(row, first - start, last - first, first - item.start, item, picture.blocks)
                 )
         return found
 

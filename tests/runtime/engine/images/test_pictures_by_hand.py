@@ -35,6 +35,8 @@ from tests.support.scheduler.put_off import Anything, HalfPutOff
 from tests.support.suite.drawing import few
 
 CAT, DOG, FISH = picture(1, 5), picture(2, 32), picture(3, 40)
+NEWT = picture(4, 28, row_tokens=7)
+"""Its tokens are four rows of seven and a token of text."""
 PROMPTS: dict[str, tuple[int | MediaItem, ...]] = {
     "one": (1, 2, CAT, 3),
     "two": (DOG, 4, CAT, 5, 6),
@@ -42,6 +44,7 @@ PROMPTS: dict[str, tuple[int | MediaItem, ...]] = {
     "last": (9, 10, FISH),
     "only": (DOG,),
     "none": (1, 2, 3, 4, 5, 6),
+    "rows": (1, NEWT, 2, CAT),
     "long": (3, FISH, 1, 2, DOG, 3, 4, CAT, 5),
 }
 SIZES: dict[str, Any] = {"max_image_tokens": 40, "media_pool_tokens": 128, "decode_window_s": 10.0}
