@@ -121,9 +121,22 @@ takes a quarter of an hour.
 """
 QWEN_WITH_PICTURES = ("qwen2_5_vl", "qwen3_5_vl", "qwen3_vl")
 """Goldens with the encoder of Qwen's models."""
-MARKS = {**dict.fromkeys(QWEN_WITH_PICTURES, "<|image_pad|>"), "gemma3_vl": "<start_of_image>"}
+MARKS = {
+    **dict.fromkeys(QWEN_WITH_PICTURES, "<|image_pad|>"),
+    "gemma3_vl": "<start_of_image>",
+    "internvl": "<IMG_CONTEXT>",
+    "mistral3_vl": "[IMG]",
+    "pixtral": "[IMG]",
+}
 """The further folders in GOLDEN, whose prompts have pictures, and what stands for one in a text."""
 WITH_PICTURES = tuple(MARKS)
+PICTURE_TOKENS = dict.fromkeys(WITH_PICTURES, (5,)) | {
+    "internvl": (3,),
+    "mistral3_vl": (3, 4, 5),
+    "pixtral": (3, 4, 5),
+}
+"""The tokens that pictures become in each of them, the first of which is that of an embedding. Of Mistral's
+the others are text, behind rows and behind the picture."""
 CONFIG = EngineConfig(
     dtype="float32",
     tensor_parallel_size=int(os.environ.get("PENSTOCK_TEST_DEVICES", "1")),

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image as Pil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from penstock.runtime.models.configs.vision import QwenVisionConfig
+from penstock.runtime.images.image import Image, ImageLimits
+from penstock.runtime.images.reader import ImageReader
+from penstock.runtime.loading.image_processors import find_processor
+from penstock.runtime.models.configs.vision import QwenVisionConfig, VisionConfig
+from penstock.runtime.models.vision.encoders import vision_of
 from penstock.runtime.models.vision.qwen_inputs import tokens_of
 from penstock.runtime.requests.images import MediaItem, digest_of
+from penstock.runtime.text.codec import TextCodec
+from tests.support.goldens import PICTURE_TOKENS
+
+LIMITS = ImageLimits(max_images=4, max_bytes=1 << 20, max_pixels=1 << 20, max_tokens=72)
 
 
 def cases_of(directory: Path) -> list[dict[str, Any]]:
@@ -22,12 +30,26 @@ def cases_of(directory: Path) -> list[dict[str, Any]]:
     return found
 
 
-def pictures_of(directory: Path, case: Mapping[str, Any], config: QwenVisionConfig) -> list[MediaItem]:
-    """The pictures of a case, preprocessed by transformers, at their places in the expanded prompt."""
-    processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
+def pictures_of(directory: Path, case: Mapping[str, Any], config: VisionConfig) -> list[MediaItem]:
+    """The pictures of a case at their places in the expanded prompt. Those of Qwen are preprocessed by
+    transformers; others go the way of a request, and the prompt must become that of the case.
+    """
+    if not isinstance(config, QwenVisionConfig):
+        processor = find_processor(directory, config, LIMITS.max_tokens)
+        assert processor is not None
+        codec = TextCodec.find(directory)
+        assert codec is not None
+        images = [Image(directory / file) for file in case["images"]]
+        reader = ImageReader(vision_of(config), processor, LIMITS)
+        placed = reader.place(
+            codec.encode(case["text"]), images, ["image"] * len(images), "images", room=1 << 20
+        )
+        assert list(placed.token_ids) == case["prompt"]
+        return list(placed.media)
+    qwen = Qwen2VLImageProcessorPil.from_pretrained(directory)
     items, at = [], 0
     for file in case["images"]:
-        made = processor(images=[Image.open(directory / file)], return_tensors="np")
+        made = qwen(images=[Pil.open(directory / file)], return_tensors="np")
         patches = np.asarray(made["pixel_values"], np.float32)
         frames, rows, columns = (int(size) for size in made["image_grid_thw"][0])
         grid = frames, rows, columns
@@ -36,6 +58,17 @@ def pictures_of(directory: Path, case: Mapping[str, Any], config: QwenVisionConf
         items.append(item)
         at = item.end
     return items
+
+
+def unexpanded(case: Mapping[str, Any], name: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """The tokens of a case's text with one for each picture, as a caller who sends tokens has them. Gemma's
+    processor writes more into a text than its mark, so there they are the prompt's with each run of a
+    picture's tokens as one.
+    """
+    if name != "gemma3_vl":
+        return encode(case["text"])
+    ids, token = case["prompt"], PICTURE_TOKENS[name][0]
+    return [found for i, found in enumerate(ids) if found != token or ids[i - 1] != token]
 
 
 def moved(item: MediaItem, start: int) -> MediaItem:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.images.intern_processor import InternProcessor
+from penstock.runtime.images.pixtral_processor import PixtralProcessor
 from penstock.runtime.images.qwen_processor import QwenProcessor
 from penstock.runtime.images.reader import Processor
 from penstock.runtime.images.square_processor import SquareProcessor
 from penstock.runtime.model_files import read_json_object
-from penstock.runtime.models.configs.vision import QwenVisionConfig, SiglipVisionConfig, VisionConfig
+from penstock.runtime.models.configs.vision import (
+    InternConfig,
+    PixtralConfig,
+    QwenVisionConfig,
+    SiglipVisionConfig,
+    VisionConfig,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +45,14 @@ def find_processor(folder: Path, vision: VisionConfig, max_tokens: int) -> Proce
         processor = auto.from_pretrained(
             str(folder), backend="pil", local_files_only=True, trust_remote_code=False
         )
-        return _adapted(processor, vision, max_tokens)
+        return _adapted(processor, folder, vision, max_tokens)
     except ConfigError as error:
         raise ConfigError(f"{files[0]}: {error}") from error
     except Exception as error:  # transformers may raise anything for a value that it does not expect
         raise ConfigError(f"{files[0]}: the image processor cannot be loaded: {error!r}") from error
 
 
-def _adapted(processor: Any, vision: VisionConfig, max_tokens: int) -> Processor:
+def _adapted(processor: Any, folder: Path, vision: VisionConfig, max_tokens: int) -> Processor:
     """transformers' processor as the reader of prompts calls it."""
     match vision:
         case QwenVisionConfig():
@@ -62,5 +71,42 @@ def _adapted(processor: Any, vision: VisionConfig, max_tokens: int) -> Processor
                 tokens_per_side=vision.tokens_per_side,
                 max_tokens=max_tokens,
             )
+        case PixtralConfig():
+            names = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+            return PixtralProcessor(
+                processor,
+                patch_size=vision.patch_size,
+                merge_size=vision.merge_size,
+                max_tokens=max_tokens,
+                ends=_two_tokens(folder, "processor_config.json", names),
+            )
+        case InternConfig():
+            names = {"start_image_token": "<img>", "end_image_token": "</img>"}
+            return InternProcessor(
+                processor,
+                image_size=vision.image_size,
+                patch_size=vision.patch_size,
+                merge_size=vision.merge_size,
+                max_tokens=max_tokens,
+                around=_two_tokens(folder, "tokenizer_config.json", names),
+            )
         case _:
             raise TypeError(f"no image processor has a {type(vision).__name__}")
+
+
+def _two_tokens(folder: Path, file_name: str, names: Mapping[str, str]) -> tuple[int, int]:
+    """The ids of two special tokens, which fields of a file may name; otherwise they have the names that are
+    given for these fields. ConfigError if the tokenizer has no such tokens.
+    """
+    listed = read_json_object(file) if (file := folder / file_name).is_file() else {}
+    wanted = [str(listed.get(field) or usual) for field, usual in names.items()]
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ConfigError(f"{tokenizer} is missing, which has the tokens {' and '.join(wanted)} of pictures")
+    added = read_json_object(tokenizer).get("added_tokens") or ()
+    known = {str(token["content"]): int(token["id"]) for token in added}
+    missing = [token for token in wanted if token not in known]
+    if missing:
+        raise ConfigError(f"{tokenizer} has no {' and '.join(missing)}, which prompts with pictures need")
+    first, second = (known[token] for token in wanted)
+    return first, second

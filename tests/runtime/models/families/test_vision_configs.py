@@ -7,7 +7,7 @@ import pytest
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.models.config import AttentionConfig
-from penstock.runtime.models.configs.vision import QwenVisionConfig
+from penstock.runtime.models.configs.vision import InternConfig, PixtralConfig, QwenVisionConfig
 from penstock.runtime.models.params import load_rules
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.models.rope import RopeConfig
@@ -180,3 +180,180 @@ def test_every_field_of_a_golden_changes_the_model_or_is_known(name: str) -> Non
     assert config.vision.merge_size == data["vision_config"]["spatial_merge_size"]
     assert config.vision.temporal_patch_size == data["vision_config"]["temporal_patch_size"]
     assert config.vision.image_token_id == data["image_token_id"]
+
+
+MISTRAL: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": 10,
+    "model_type": "mistral3",
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": {
+        "attention_dropout": 0.0,
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "intermediate_size": 32768,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "use_cache": True,
+        "vocab_size": 131072,
+    },
+    "vision_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "image_size": 1540,
+        "initializer_range": 0.02,
+        "intermediate_size": 4096,
+        "model_type": "pixtral",
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "rope_theta": 10000.0,
+    },
+    "vision_feature_layer": -1,
+}
+"""Of Mistral Small 3.1."""
+PIXTRAL: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "ignore_index": -100,
+    "image_seq_length": 1,
+    "image_token_index": 10,
+    "model_type": "llava",
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 14336,
+        "is_composition": True,
+        "max_position_embeddings": 1024000,
+        "model_type": "mistral",
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "image_size": 1024,
+        "is_composition": True,
+        "model_type": "pixtral",
+        "patch_size": 16,
+        "rope_theta": 10000.0,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+}
+"""Of Pixtral 12B."""
+_INTERN = {
+    "attention_bias": True,
+    "image_size": [448, 448],
+    "model_type": "internvl_vision",
+    "norm_type": "layer_norm",
+    "patch_size": [14, 14],
+}
+INTERN: dict[str, Any] = {
+    "architectures": ["InternVLForConditionalGeneration"],
+    "image_seq_length": 256,
+    "image_token_id": 151667,
+    "model_type": "internvl",
+    "text_config": json.loads((GOLDEN / "internvl" / "config.json").read_text())["text_config"],
+    "vision_config": _INTERN,
+}
+
+
+def test_published_mistral_small() -> None:
+    config = parse_config(MISTRAL)
+    assert config.vision == PixtralConfig(
+        out_size=5120,
+        image_token_id=10,
+        depth=24,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_heads=16,
+        patch_size=14,
+        activation="silu",
+        merger_eps=1e-5,
+    )
+    names = {tensor.name: tensor.shape for tensor in load_rules(config).tensors}
+    assert names["vision_tower.patch_conv.weight"] == (1024, 3, 14, 14)
+    assert names["vision_tower.transformer.layers.23.attention.o_proj.weight"] == (1024, 1024)
+    assert names["multi_modal_projector.patch_merger.merging_layer.weight"] == (1024, 4096)
+    assert names["multi_modal_projector.linear_1.weight"] == (5120, 1024)
+    assert names["language_model.model.layers.39.mlp.up_proj.weight"] == (32768, 5120)
+
+
+def test_published_pixtral() -> None:
+    config = parse_config(PIXTRAL)
+    assert config.layers[0].attention.num_heads == 32
+    assert config.vision == PixtralConfig(
+        out_size=5120,
+        image_token_id=10,
+        depth=24,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_heads=16,
+        patch_size=16,
+        merge_size=1,
+        activation="silu",
+        projector_bias=True,
+    )
+
+
+def test_internvl_has_the_defaults_of_transformers() -> None:
+    config = parse_config(INTERN)
+    assert isinstance(config.vision, InternConfig)
+    assert (config.vision.depth, config.vision.hidden_size, config.vision.qkv_bias) == (24, 1024, True)
+    assert (config.vision.patches_per_tile, config.vision.tokens_per_tile) == (1024, 256)
+
+
+@pytest.mark.parametrize(
+    ("data", "where", "field", "value", "named"),
+    [
+        (MISTRAL, None, "vision_feature_layer", -2, "vision_feature_layer"),
+        (MISTRAL, None, "audio_config", {"layers": 1}, "audio_config"),
+        (MISTRAL, None, "projector_hidden_act", "relu", "projector_hidden_act"),
+        (MISTRAL, VISION, "model_type", "siglip", "vision_config.model_type"),
+        (MISTRAL, VISION, "head_dim", 32, "vision_config.head_dim"),
+        (MISTRAL, VISION, "num_attention_heads", 6, "vision_config.num_attention_heads"),
+        (
+            MISTRAL,
+            VISION,
+            "rope_parameters",
+            {"rope_type": "yarn"},
+            "vision_config.rope_parameters.rope_type",
+        ),
+        (MISTRAL, VISION, "patch_size", [14, 14], "vision_config.patch_size"),
+        (PIXTRAL, None, "vision_feature_select_strategy", "default", "vision_feature_select_strategy"),
+        (PIXTRAL, VISION, "model_type", "clip_vision_model", "vision_config.model_type"),
+        (INTERN, None, "downsample_ratio", 0.25, "downsample_ratio"),
+        (INTERN, None, "image_seq_length", 64, "image_seq_length"),
+        (INTERN, VISION, "use_mask_token", True, "vision_config.use_mask_token"),
+        (INTERN, VISION, "image_size", [448, 224], "vision_config.image_size"),
+        (INTERN, VISION, "norm_type", "batch_norm", "vision_config.norm_type"),
+        (INTERN, TEXT, "model_type", "gpt_oss", "text_config.model_type"),
+    ],
+)
+def test_others_are_refused_by_name(
+    data: dict[str, Any], where: str | None, field: str, value: object, named: str
+) -> None:
+    changed = json.loads(json.dumps(data))
+    (changed if where is None else changed[where])[field] = value
+    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
+        parse_config(changed)

@@ -68,14 +68,6 @@ def assert_as_pytorch(make_sequence: Callable[..., Any], folder: Path, case: dic
             ),
             marks=pytest.mark.sweep,
         ),
-        ("ministral3", "Mistral3ForConditionalGeneration", "mistral3", "model.language_model.", ""),
-        (
-            "mistral_swa",
-            "Mistral3ForConditionalGeneration",
-            "mistral3",
-            "language_model.model.",
-            "language_model.",
-        ),
     ],
 )
 def test_text_models_of_wrappers_whose_pictures_are_not_read(
@@ -104,6 +96,36 @@ def test_text_models_of_wrappers_whose_pictures_are_not_read(
     )
     folder = write(tmp_path, outer, renamed)
     assert load_config(folder).vision is None
+    assert_as_pytorch(make_sequence, folder, cases[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "head", "vision"),
+    [
+        ("ministral3", "model.language_model.", "", "model."),
+        ("mistral_swa", "language_model.model.", "language_model.", ""),
+    ],
+)
+def test_decoders_of_mistral_3(
+    tmp_path: Path,
+    golden_root: Path,
+    make_sequence: Callable[..., Any],
+    name: str,
+    text: str,
+    head: str,
+    vision: str,
+) -> None:
+    """The decoder of one golden and the encoder of another, by the names of two versions of transformers."""
+    config, tensors, cases = golden(golden_root, name)
+    pictures, others, _ = golden(golden_root, "mistral3_vl")
+    renamed = {
+        text + key.removeprefix("model.") if key.startswith("model.") else head + key: values
+        for key, values in tensors.items()
+    }
+    renamed |= {vision + key: values for key, values in others.items() if not key.startswith("language_")}
+    fields = {key: value for key, value in pictures.items() if key not in ("text_config", "dtype")}
+    folder = write(tmp_path, wrapped(config, **fields), renamed)
+    assert load_config(folder).vision is not None
     assert_as_pytorch(make_sequence, folder, cases[1])
 
 

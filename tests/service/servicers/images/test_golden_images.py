@@ -20,13 +20,14 @@ import pytest
 
 from penstock.client import AsyncClient, Generation, Image
 from penstock.runtime.engine import Engine
+from penstock.runtime.text.codec import TextCodec
 from penstock.service.requests.generate import Features
 from penstock.v1 import control_pb2
 from tests.service.rig import Rig, serving
-from tests.support.goldens import CONFIG, GOLDEN, MARKS, WITH_PICTURES
+from tests.support.goldens import CONFIG, GOLDEN, MARKS, PICTURE_TOKENS, WITH_PICTURES
+from tests.support.models.pictures import unexpanded
 from tests.support.suite.drawing import few
 
-IMAGE_TOKEN = 5
 Case = dict[str, Any]
 
 
@@ -41,7 +42,7 @@ def template(name: str) -> str:
 async def served(name: str) -> AsyncIterator[tuple[Rig, AsyncClient, list[Case]]]:
     folder = GOLDEN / name
     cases: list[Case] = json.loads((folder / "expected.json").read_text())["cases"]
-    config = dataclasses.replace(CONFIG, max_image_tokens=64)
+    config = dataclasses.replace(CONFIG, max_image_tokens=72)
     engine = Engine.from_pretrained(str(folder), config)
     async with serving(engine, features=Features(request_templates=True)) as rig:
         async with AsyncClient(rig.server.address) as client:
@@ -74,9 +75,9 @@ def options(case: Case) -> Any:
     }
 
 
-def check(answer: Generation, case: Case) -> None:
+def check(answer: Generation, case: Case, name: str) -> None:
     assert list(answer.prompt.token_ids) == case["prompt"]
-    assert answer.usage.image_tokens == case["prompt"].count(IMAGE_TOKEN)
+    assert answer.usage.image_tokens == sum(token in PICTURE_TOKENS[name] for token in case["prompt"])
     for output in answer.outputs:
         assert list(output.token_ids) == case["tokens"]
         assert output.logprobs is not None
@@ -84,29 +85,30 @@ def check(answer: Generation, case: Case) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", few(WITH_PICTURES, (), ci=("qwen3_vl",)))
+@pytest.mark.parametrize("name", few(WITH_PICTURES, (), ci=("mistral3_vl", "qwen3_vl")))
 async def test_pictures_over_the_wire_give_pytorchs_tokens(name: str) -> None:
     folder = GOLDEN / name
     async with served(name) as (rig, client, cases):
         info = await client.model_info()
         assert info.image_limits is not None
-        assert info.image_limits.image_token_id == IMAGE_TOKEN
+        assert info.image_limits.image_token_id == PICTURE_TOKENS[name][0]
         for case in cases:
-            check(await client.generate(case["text"], media=images(folder, case), **options(case)), case)
-            ids = case["prompt"]
-            tokens = [t for i, t in enumerate(ids) if t != IMAGE_TOKEN or ids[i - 1] != IMAGE_TOKEN]
+            answer = await client.generate(case["text"], media=images(folder, case), **options(case))
+            check(answer, case, name)
+            codec = TextCodec.from_pretrained(folder)
+            tokens = unexpanded(case, name, codec.encode)
             by_ids = await client.generate(token_ids=tokens, media=images(folder, case), n=2, **options(case))
-            check(by_ids, case)
+            check(by_ids, case, name)
             chat: Any = {
                 "messages": [{"role": "user", "content": content(folder, case)}],
                 "chat_template": template(name),
             }
             async with client.stream(**chat, **options(case)) as stream:
-                check(await stream.result(), case)
+                check(await stream.result(), case, name)
             assert list((await client.tokenize(**chat)).token_ids) == case["prompt"]
         await rig.control.FlushCache(control_pb2.FlushCacheRequest())
         together = [
             client.generate(case["text"], media=images(folder, case), **options(case)) for case in cases * 2
         ]
         for answer, case in zip(await asyncio.gather(*together), cases * 2, strict=True):
-            check(answer, case)
+            check(answer, case, name)

@@ -123,3 +123,84 @@ class SiglipVisionConfig(VisionConfig):
     def patch_features(self) -> int:
         """How many values one patch has."""
         return self.in_channels * self.patch_size**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixtralConfig(VisionConfig):
+    """Pixtral's encoder, and the projector that makes tokens of its patches.
+
+    A square of merge_size x merge_size patches becomes one token. merger_eps: that of the norm before the
+    product that merges a square; None: patches are projected as they are. projector_bias: the projector's two
+    products have one.
+    """
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    patch_size: int
+    in_channels: int = 3
+    merge_size: int = 2
+    activation: VisionActivation = "gelu"
+    projector_activation: VisionActivation = "gelu"
+    projector_bias: bool = False
+    merger_eps: float | None = None
+    rope_theta: float = 10_000.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_features(self) -> int:
+        """How many values one patch has."""
+        return self.in_channels * self.patch_size**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InternConfig(VisionConfig):
+    """InternViT, which encodes square tiles of image_size pixels on a side, and the projector that makes
+    tokens of its patches.
+
+    A square of merge_size x merge_size patches becomes one token. qkv_bias: the products that make queries,
+    keys and values have one; qk_norm: queries and keys are normalised, over all heads. rms_norms: norms are
+    by root mean square, else layer norms, with `eps`. has_positions: there is a table of positions.
+    """
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    image_size: int
+    patch_size: int
+    in_channels: int = 3
+    merge_size: int = 2
+    activation: VisionActivation = "gelu"
+    projector_activation: VisionActivation = "gelu"
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rms_norms: bool = False
+    eps: float = 1e-6
+    has_positions: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_features(self) -> int:
+        """How many values one patch has."""
+        return self.in_channels * self.patch_size**2
+
+    @property
+    def side(self) -> int:
+        """How many patches a tile has on a side."""
+        return self.image_size // self.patch_size
+
+    @property
+    def patches_per_tile(self) -> int:
+        return self.side**2
+
+    @property
+    def tokens_per_tile(self) -> int:
+        return (self.side // self.merge_size) ** 2

@@ -11,7 +11,7 @@ from penstock.runtime.models.configs.tensor_names import TensorNames
 from penstock.runtime.models.configs.vision import SiglipVisionConfig, VisionActivation
 from penstock.runtime.models.families import gemma
 from penstock.runtime.models.families.family import ModelFamily
-from penstock.runtime.models.families.qwen_encoder import flat
+from penstock.runtime.models.families.vision_fields import flat_kernels
 from penstock.runtime.models.families.vision_wrapper import text_fields
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
@@ -112,7 +112,7 @@ def _stored(config: ModelConfig) -> StoredAt:
         name = ".".join(_PARTS.get(str(part), str(part)) for part in path)
         if path[1:] == ("patch_embed", "weight"):
             kernel = (vision.in_channels, vision.patch_size, vision.patch_size)
-            return Stored((Source(name, (shape[0], *kernel)),), flat)
+            return Stored((Source(name, (shape[0], *kernel)),), flat_kernels)
         return Stored((Source(name, shape),))
 
     return stored

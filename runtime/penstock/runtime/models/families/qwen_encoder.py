@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from numpy.typing import NDArray
-
-from penstock.runtime.models.configs.vision import QwenVisionConfig, VisionActivation
+from penstock.runtime.models.configs.vision import QwenVisionConfig
+from penstock.runtime.models.families.vision_fields import flat_kernels, read_activation
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
 from penstock.runtime.models.load_rules import ParamPath, Source, Stored
-
-_ACTIVATIONS: Mapping[str, VisionActivation] = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +58,7 @@ def read_encoder(fields: Fields, model_type: str, kind: Encoder) -> QwenVisionCo
         in_channels=fields.integer("in_channels", 3),
         temporal_patch_size=fields.integer("temporal_patch_size", 2),
         merge_size=merge,
-        activation=_read_activation(fields, kind),
+        activation=read_activation(fields, "hidden_act", kind.hidden_act),
         gated=kind.windows,
         rms_norms=kind.windows,
         patch_bias=not kind.windows,
@@ -82,15 +74,6 @@ def read_encoder(fields: Fields, model_type: str, kind: Encoder) -> QwenVisionCo
     )
     fields.refuse_unread(HARMLESS_FIELDS)
     return config
-
-
-def _read_activation(fields: Fields, kind: Encoder) -> VisionActivation:
-    name = fields.raw("hidden_act") or kind.hidden_act
-    known = [name for name in _ACTIVATIONS if not (kind.windows and name == "gelu")]
-    if name not in known:
-        fields.problem("hidden_act", f"{name!r} is not supported; supported: {', '.join(known)}")
-        return "silu"
-    return _ACTIVATIONS[str(name)]
 
 
 def _read_side(fields: Fields) -> int:
@@ -135,10 +118,5 @@ def stored_encoder(
     if path[1:] == ("patch_embed", "weight"):
         side = config.patch_size
         kernel = (config.in_channels, config.temporal_patch_size, side, side)
-        return Stored((Source(name, (shape[0], *kernel)),), flat)
+        return Stored((Source(name, (shape[0], *kernel)),), flat_kernels)
     return Stored((Source(name, shape),))
-
-
-def flat(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Kernels of a convolution over whole patches as rows of a matrix."""
-    return rows[0].reshape(len(rows[0]), -1)

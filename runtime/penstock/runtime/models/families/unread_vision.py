@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.tensor_names import TensorNames
-from penstock.runtime.models.families import gemma4, llama, llama4, variants
+from penstock.runtime.models.families import gemma4, llama4
 from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.families.vision_wrapper import text_fields
 from penstock.runtime.models.hf_fields import Fields
@@ -48,13 +48,6 @@ KINDS: Mapping[str, Kind] = {
     ),
     "Llama4ForConditionalGeneration": Kind(
         model_type="llama4", texts={"llama4_text": llama4.FAMILIES["Llama4ForCausalLM"]}
-    ),
-    "Mistral3ForConditionalGeneration": Kind(
-        model_type="mistral3",
-        texts={
-            "mistral": llama.FAMILIES["MistralForCausalLM"],
-            "ministral3": variants.FAMILIES["Ministral3ForCausalLM"],
-        },
     ),
 }
 

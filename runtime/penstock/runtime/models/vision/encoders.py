@@ -9,10 +9,19 @@ import jax
 import jax.numpy as jnp
 
 from penstock.runtime.images.vision import Vision
-from penstock.runtime.models.configs.vision import QwenVisionConfig, SiglipVisionConfig, VisionConfig
+from penstock.runtime.models.configs.vision import (
+    InternConfig,
+    PixtralConfig,
+    QwenVisionConfig,
+    SiglipVisionConfig,
+    VisionConfig,
+)
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.pools import PoolPlanners, Pools
-from penstock.runtime.models.vision import qwen_inputs, siglip_inputs
+from penstock.runtime.models.vision import intern_inputs, pixtral_inputs, qwen_inputs, siglip_inputs
+from penstock.runtime.models.vision.grids import grid_problem
+from penstock.runtime.models.vision.intern_tower import InternTower
+from penstock.runtime.models.vision.pixtral_tower import PixtralTower
 from penstock.runtime.models.vision.qwen_tower import QwenTower
 from penstock.runtime.models.vision.siglip_tower import SiglipTower
 
@@ -35,6 +44,10 @@ def tower_of(config: VisionConfig, dtype: jnp.dtype, linear: LinearFormat, plann
             return QwenTower(config, dtype, linear, planners)
         case SiglipVisionConfig():
             return SiglipTower(config, dtype, linear, planners)
+        case PixtralConfig():
+            return PixtralTower(config, dtype, linear, planners)
+        case InternConfig():
+            return InternTower(config, dtype, linear, planners)
         case _:
             raise TypeError(f"no encoder has a {type(config).__name__}")
 
@@ -50,7 +63,24 @@ def vision_of(config: VisionConfig) -> Vision:
                 patch_values=config.patch_features,
                 inputs=partial(qwen_inputs.vision_inputs, config),
                 rotary_positions=partial(qwen_inputs.rotary_positions, config),
-                grid_problem=partial(qwen_inputs.grid_problem, config),
+                grid_problem=partial(grid_problem, config.merge_size),
+            )
+        case PixtralConfig():
+            return Vision(
+                image_token_id=config.image_token_id,
+                patches_per_token=config.merge_size**2,
+                patch_values=config.patch_features,
+                inputs=partial(pixtral_inputs.vision_inputs, config),
+                grid_problem=partial(grid_problem, config.merge_size),
+            )
+        case InternConfig():
+            return Vision(
+                image_token_id=config.image_token_id,
+                patches_per_token=config.merge_size**2,
+                patch_values=config.patch_features,
+                num_patches=config.patches_per_tile,
+                inputs=partial(intern_inputs.vision_inputs, config),
+                grid_problem=partial(intern_inputs.grid_problem, config),
             )
         case SiglipVisionConfig():
             return Vision(

@@ -7,16 +7,14 @@ token, merge_size x merge_size of them, lie side by side, and tokens come row by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.runtime.models.configs.vision import QwenVisionConfig
+from penstock.runtime.models.vision.grids import Floats, Ints, grids_of
 from penstock.runtime.requests.images import MediaItem, RotaryPositions
-
-Ints: TypeAlias = NDArray[np.int32]
-Floats: TypeAlias = NDArray[np.float32]
 
 
 class QwenInputs(NamedTuple):
@@ -55,32 +53,14 @@ def vision_inputs(config: QwenVisionConfig, pictures: Sequence[MediaItem], bucke
     Raises ValueError if the pictures have more patches than the bucket, if the bucket is no multiple of
     merge_size^2, or if a picture's patches do not fit its grid.
     """
-    per_token = config.merge_size**2
-    for picture in pictures:
-        _check(config, picture)
-    grids = [picture.grid for picture in pictures]
-    count = sum(frames * rows * columns for frames, rows, columns in grids)
-    if bucket % per_token or count > bucket:
-        raise ValueError(f"{count} patches do not fit a bucket of {bucket}")
-    patches = np.zeros((bucket, config.patch_features), np.float32)
-    if pictures:
-        patches[:count] = np.concatenate([picture.patches for picture in pictures])
-    numbers = np.arange(bucket, dtype=np.int32)
-    sizes, places = np.ones((2, bucket), np.int32), np.zeros((2, bucket), np.int32)
-    spans = np.stack([numbers, numbers + 1])
-    at = 0
-    for frames, rows, columns in grids:
-        for _ in range(frames):
-            end = at + rows * columns
-            places[:, at:end] = _places(rows, columns, config.merge_size)
-            sizes[:, at:end] = [[rows], [columns]]
-            spans[:, at:end] = [[at], [end]]
-            at = end
+    grids = grids_of(pictures, bucket, merge_size=config.merge_size, patch_values=config.patch_features)
+    count, patches, places, sizes, spans = grids
     corners, weights = None, None
     if config.position_side is not None:
         corners, weights = _interpolation(places, sizes, config.position_side)
     if config.window is None:
         return QwenInputs(patches, places, spans, None, corners, weights, None)
+    per_token = config.merge_size**2
     by_window, windows = _by_windows(places, spans, count, config.window, per_token)
     return QwenInputs(
         patches=patches[by_window],
@@ -117,30 +97,6 @@ def rotary_positions(
         at = end
     positions[:, at:] = np.arange(position, position + prompt_len - at)
     return RotaryPositions(positions, int(positions.max(initial=-1)) + 1 - prompt_len)
-
-
-def grid_problem(config: QwenVisionConfig, grid: tuple[int, int, int]) -> str | None:
-    """Why the encoder cannot take a picture of this grid; None if it can."""
-    if min(grid) < 1 or grid[1] % config.merge_size or grid[2] % config.merge_size:
-        return f"has the grid {grid}; height and width must be multiples of {config.merge_size}"
-    return None
-
-
-def _check(config: QwenVisionConfig, picture: MediaItem) -> None:
-    frames, rows, columns = picture.grid
-    if min(picture.grid) < 1 or rows % config.merge_size or columns % config.merge_size:
-        raise ValueError(f"a picture's grid must be whole squares of {config.merge_size}, not {picture.grid}")
-    expected = (frames * rows * columns, config.patch_features)
-    if picture.patches.shape != expected:
-        raise ValueError(
-            f"a picture of grid {picture.grid} must have patches {expected}, not {picture.patches.shape}"
-        )
-
-
-def _places(rows: int, columns: int, merge: int) -> Ints:
-    """Row and column of each patch of one frame, [2, rows * columns]."""
-    squares = np.indices((rows, columns)).reshape(2, rows // merge, merge, columns // merge, merge)
-    return squares.transpose(0, 1, 3, 2, 4).reshape(2, -1).astype(np.int32)
 
 
 def _interpolation(places: Ints, sizes: Ints, side: int) -> tuple[Ints, Floats]:

@@ -19,11 +19,10 @@ from penstock.runtime.models.linear import (
     LinearFormat,
     add_projected,
     project,
-    project_gated,
 )
 from penstock.runtime.models.norms import LayerNorm, RMSNorm
 from penstock.runtime.models.pools import PoolPlanners, Pools
-from penstock.runtime.models.vision.activation import activated
+from penstock.runtime.models.vision.activations import activated, activated_gate
 from penstock.runtime.models.vision.attention import attend_spans
 from penstock.runtime.models.vision.qwen_inputs import QwenInputs
 
@@ -81,8 +80,7 @@ class VisionMLP(nnx.Module):
     def __call__(self, x: jax.Array, residual: jax.Array, num_patches: jax.Array, pools: Pools) -> jax.Array:
         """residual + mlp(x), both [N, size]."""
         if self.gated:
-            assert self.activation != "gelu"
-            inner = project_gated(self.first, x, num_patches, pools, activation=self.activation)
+            inner = activated_gate(self.first, x, num_patches, pools, self.activation)
         else:
             inner = activated(project(self.first, x, num_patches, pools), self.activation)
         return add_projected(self.last, inner, residual, num_patches, pools)

@@ -15,7 +15,7 @@ from penstock.runtime.models.configs.vision import SiglipVisionConfig
 from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, add_projected, project
 from penstock.runtime.models.norms import LayerNorm, RMSNorm
 from penstock.runtime.models.pools import PoolPlanners, Pools
-from penstock.runtime.models.vision.activation import activated
+from penstock.runtime.models.vision.activations import activated
 from penstock.runtime.models.vision.attention import attend_spans
 from penstock.runtime.models.vision.siglip_inputs import SiglipInputs, places
 
