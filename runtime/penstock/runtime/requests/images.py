@@ -48,7 +48,10 @@ class MediaItem:
         """Which of its tokens [first, first + count) have an embedding, bool[count]; the others are text."""
         if self.row_tokens is None:
             return np.ones(count, np.bool_)
-        return np.arange(first, first + count) % (self.row_tokens + 1) != self.row_tokens
+        embedded: NDArray[np.bool_] = (
+            np.arange(first, first + count) % (self.row_tokens + 1) != self.row_tokens
+        )
+        return embedded
 
     @property
     def num_patches(self) -> int:

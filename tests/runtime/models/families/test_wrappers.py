@@ -104,6 +104,7 @@ def test_text_models_of_wrappers_whose_pictures_are_not_read(
     [
         ("ministral3", "model.language_model.", "", "model."),
         ("mistral_swa", "language_model.model.", "language_model.", ""),
+        ("mistral_swa", "language_model.model.", "language_model.", None),
     ],
 )
 def test_decoders_of_mistral_3(
@@ -113,19 +114,22 @@ def test_decoders_of_mistral_3(
     name: str,
     text: str,
     head: str,
-    vision: str,
+    vision: str | None,
 ) -> None:
-    """The decoder of one golden and the encoder of another, by the names of two versions of transformers."""
+    """The decoder of one golden and the encoder of another, by the names of two versions of transformers;
+    and a decoder saved without an encoder.
+    """
     config, tensors, cases = golden(golden_root, name)
     pictures, others, _ = golden(golden_root, "mistral3_vl")
     renamed = {
         text + key.removeprefix("model.") if key.startswith("model.") else head + key: values
         for key, values in tensors.items()
     }
-    renamed |= {vision + key: values for key, values in others.items() if not key.startswith("language_")}
+    if vision is not None:
+        renamed |= {vision + key: values for key, values in others.items() if not key.startswith("language_")}
     fields = {key: value for key, value in pictures.items() if key not in ("text_config", "dtype")}
     folder = write(tmp_path, wrapped(config, **fields), renamed)
-    assert load_config(folder).vision is not None
+    assert (load_config(folder).vision is None) is (vision is None)
     assert_as_pytorch(make_sequence, folder, cases[1])
 
 

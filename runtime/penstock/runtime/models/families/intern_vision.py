@@ -102,6 +102,8 @@ def _read_side(fields: Fields, name: str, default: int) -> int:
 
 def _stored(config: ModelConfig) -> StoredAt:
     text, vision = _TEXT.stored(config), config.vision
+    if vision is None:
+        return text
     assert isinstance(vision, InternConfig)
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:

@@ -129,6 +129,8 @@ def _read_image_token(fields: Fields, default: int) -> int:
 
 def _stored(config: ModelConfig, text: ModelFamily) -> StoredAt:
     text_stored, vision = text.stored(config), config.vision
+    if vision is None:
+        return text_stored
     assert isinstance(vision, PixtralConfig)
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:

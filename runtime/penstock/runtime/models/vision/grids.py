@@ -21,7 +21,7 @@ Floats: TypeAlias = NDArray[np.float32]
 class Grids(NamedTuple):
     """The patches of several pictures. N patches, padding included."""
 
-    count: int
+    num_patches: int
     """How many patches are not padding."""
     patches: Floats
     """[N, values of a patch]."""
