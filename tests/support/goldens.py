@@ -137,6 +137,8 @@ PICTURE_TOKENS = dict.fromkeys(WITH_PICTURES, (5,)) | {
 }
 """The tokens that pictures become in each of them, the first of which is that of an embedding. Of Mistral's
 the others are text, behind rows and behind the picture."""
+RUNS = {"gemma3_vl": 5}
+"""The token of pictures where the processor writes more into a text than its mark."""
 CONFIG = EngineConfig(
     dtype="float32",
     tensor_parallel_size=int(os.environ.get("PENSTOCK_TEST_DEVICES", "1")),

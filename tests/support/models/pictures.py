@@ -19,7 +19,6 @@ from penstock.runtime.models.vision.encoders import vision_of
 from penstock.runtime.models.vision.qwen_inputs import tokens_of
 from penstock.runtime.requests.images import MediaItem, digest_of
 from penstock.runtime.text.codec import TextCodec
-from tests.support.goldens import PICTURE_TOKENS
 
 LIMITS = ImageLimits(max_images=4, max_bytes=1 << 20, max_pixels=1 << 20, max_tokens=72)
 
@@ -60,15 +59,15 @@ def pictures_of(directory: Path, case: Mapping[str, Any], config: VisionConfig) 
     return items
 
 
-def unexpanded(case: Mapping[str, Any], name: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """The tokens of a case's text with one for each picture, as a caller who sends tokens has them. Gemma's
-    processor writes more into a text than its mark, so there they are the prompt's with each run of a
-    picture's tokens as one.
+def unexpanded(case: Mapping[str, Any], encode: Callable[[str], list[int]], run_of: int | None) -> list[int]:
+    """The tokens of a case's text with one for each picture, as a caller who sends tokens has them. run_of:
+    for a model whose processor writes more into a text than its mark, the token of pictures, each run of
+    which in the prompt becomes one.
     """
-    if name != "gemma3_vl":
+    if run_of is None:
         return encode(case["text"])
-    ids, token = case["prompt"], PICTURE_TOKENS[name][0]
-    return [found for i, found in enumerate(ids) if found != token or ids[i - 1] != token]
+    ids: list[int] = case["prompt"]
+    return [token for i, token in enumerate(ids) if token != run_of or ids[i - 1] != run_of]
 
 
 def moved(item: MediaItem, start: int) -> MediaItem:

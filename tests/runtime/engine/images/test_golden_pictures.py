@@ -30,7 +30,7 @@ from penstock.runtime.requests.request import CacheParams
 from penstock.runtime.scheduling.sequence import Sequence
 from tests.support.chunks import set_chunk
 from tests.support.collector import GREEDY_PARAMS
-from tests.support.goldens import GOLDEN, MARKS, PICTURE_TOKENS, WITH_PICTURES, small_config
+from tests.support.goldens import GOLDEN, MARKS, PICTURE_TOKENS, RUNS, WITH_PICTURES, small_config
 from tests.support.models.pictures import unexpanded
 from tests.support.scheduler.proposing import Guesses, lies
 
@@ -234,7 +234,7 @@ def test_equal_texts_with_other_pictures_share_nothing(name: str, tmp_path: Path
     assert not np.allclose(values, case["logprobs"], rtol=1e-4)
     assert served.ask(case).usage.cached_prompt_tokens <= 8  # before the picture
     assert engine.text is not None
-    tokens = unexpanded(case, name, engine.text.encode)
+    tokens = unexpanded(case, engine.text.encode, RUNS.get(name))
     by_ids = engine.generate(tokens, media=served.images(case), **asked)
     check(by_ids, case, name)
     mark = MARKS[name]

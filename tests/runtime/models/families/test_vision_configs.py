@@ -301,7 +301,7 @@ def test_published_mistral_small() -> None:
 
 def test_published_pixtral() -> None:
     config = parse_config(PIXTRAL)
-    assert config.layers[0].attention.num_heads == 32
+    assert one_layer(config).attention.num_heads == 32
     assert config.vision == PixtralConfig(
         out_size=5120,
         image_token_id=10,

@@ -24,7 +24,7 @@ from penstock.runtime.text.codec import TextCodec
 from penstock.service.requests.generate import Features
 from penstock.v1 import control_pb2
 from tests.service.rig import Rig, serving
-from tests.support.goldens import CONFIG, GOLDEN, MARKS, PICTURE_TOKENS, WITH_PICTURES
+from tests.support.goldens import CONFIG, GOLDEN, MARKS, PICTURE_TOKENS, RUNS, WITH_PICTURES
 from tests.support.models.pictures import unexpanded
 from tests.support.suite.drawing import few
 
@@ -96,7 +96,7 @@ async def test_pictures_over_the_wire_give_pytorchs_tokens(name: str) -> None:
             answer = await client.generate(case["text"], media=images(folder, case), **options(case))
             check(answer, case, name)
             codec = TextCodec.from_pretrained(folder)
-            tokens = unexpanded(case, name, codec.encode)
+            tokens = unexpanded(case, codec.encode, RUNS.get(name))
             by_ids = await client.generate(token_ids=tokens, media=images(folder, case), n=2, **options(case))
             check(by_ids, case, name)
             chat: Any = {
