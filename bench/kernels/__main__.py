@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.kernels import turns
-from bench.kernels.lines import CHUNK, SHAPES, Result
+from bench.kernels.lines import CHUNK, CODES, SHAPES, Result
 from bench.kernels.picture import drawing
 from bench.kernels.results import HEAD, from_record, latest, record, results, row, table, with_layers
 from bench.kernels.rival import OneDNN
@@ -142,10 +142,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--formats",
-        choices=("bfloat16", "int8", "int4"),
+        choices=("bfloat16", "int8", *CODES),
         nargs="+",
         default=("bfloat16", "int8"),
-        help="of weights, and of caches, which have no int4; default: bfloat16 and int8",
+        help="of weights, and of caches, which have the default alone; default: bfloat16 and int8",
     )
     parser.add_argument(
         "--rows",

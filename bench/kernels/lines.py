@@ -16,7 +16,7 @@ from typing import Literal
 
 from bench.measures.cost import Machine, Work
 from bench.measures.limits import Format, Multiplied
-from penstock.runtime.ops.codes import CodeForm
+from penstock.runtime.ops.codes import E2M1, E4M3_BY_GROUP, CodeForm
 from penstock.runtime.ops.kv_rows import SCALE_BYTES
 from penstock.runtime.ops.native.library import Isa
 
@@ -25,8 +25,10 @@ CHUNK = 512
 _WEIGHT_SCALE_BYTES = 4
 """Of an output of an int8 weight."""
 
-INT4 = CodeForm(bits=4, zeros=False)
-"""How weights of 4 bits are kept."""
+CODES: Mapping[Format, CodeForm] = MappingProxyType(
+    {"int4": CodeForm(bits=4), "mxfp4": E2M1, "fp8": E4M3_BY_GROUP}
+)
+"""How weights of these formats are kept."""
 
 Kind = Literal["product", "decode", "prefill"]
 
@@ -97,11 +99,11 @@ class Line:
     """Of one call."""
 
     def multiplied(self, isa: Isa) -> Multiplied:
-        """What the kernel for an instruction set multiplies. Codes of 4 bits are widened to int8. Attention
-        widens an int8 cache: AMX's to bfloat16, the others to int16.
+        """What the kernel for an instruction set multiplies. Integers of 4 bits are widened to int8, and
+        small floats to bfloat16. Attention widens an int8 cache: AMX's to bfloat16, the others to int16.
         """
         if self.kind == "product":
-            return "int8" if self.format == "int4" else self.format
+            return "int8" if self.format in ("int8", "int4") else "bfloat16"
         if self.format == "bfloat16":
             return self.format
         return "bfloat16" if isa == Isa.AMX else "int16"
@@ -110,8 +112,8 @@ class Line:
 def product_line(shape: str, product: Product, format: Format, rows: int) -> Line:
     weights = product.outputs * product.inputs
     size = 2.0 * weights if format == "bfloat16" else weights + float(_WEIGHT_SCALE_BYTES * product.outputs)
-    if format == "int4":
-        size = float(math.prod(INT4.shape(product.outputs, product.inputs)))
+    if format in CODES:
+        size = float(math.prod(CODES[format].shape(product.outputs, product.inputs)))
     return Line("product", shape, product.name, format, rows, 0, Work(2.0 * weights * rows, size))
 
 

@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.kernels.lines import INT4, Product
+from bench.kernels.lines import CODES, Product
 from bench.kernels.stacks import calls_per_run, layers_kept, windows
 from bench.measures.limits import Format
-from penstock.runtime.ops.codes import GROUP, pack_codes
+from penstock.runtime.ops.codes import pack_codes, pack_floats
 from penstock.runtime.ops.native import huge_pages
 from penstock.runtime.ops.native.linear import NormOptions, Packed, linear, packed_shape
 
@@ -42,11 +42,16 @@ class Layers:
         if format == "int8":
             drawn = rng.integers(-127, 128, _DRAWN, np.int8)
         tiles: NDArray[np.generic]
-        if format == "int4":
-            tiles = leaf = np.empty(INT4.shape(*sizes), np.uint8)
-            codes = np.resize(rng.integers(0, 16, _DRAWN, np.uint8), sizes)
-            scales = np.full((product.outputs, product.inputs // GROUP), 1e-3, np.float32)
-            pack_codes(leaf, codes, scales, None)
+        if format in CODES:
+            form = CODES[format]
+            tiles = leaf = np.empty(form.shape(*sizes), np.uint8)
+            codes = np.resize(rng.integers(0, 1 << form.bits, _DRAWN, np.uint8), sizes)
+            scales = np.full((product.outputs, product.inputs // (form.group or product.inputs)), 2.0**-10)
+            if form.floats:
+                # The bytes 0x7f and 0xff of E4M3 are no numbers.
+                pack_floats(leaf, codes & np.uint8(~8 & 0xFF), scales.astype(np.float32))
+            else:
+                pack_codes(leaf, codes, scales.astype(np.float32), None)
         else:
             tiles = np.resize(drawn, packed_shape(*sizes, int8=format == "int8"))
         kept = layers_kept(tiles.nbytes, least_bytes)

@@ -76,7 +76,7 @@ def _products(
 
 def _attention(shape: str, format: Format, wanted: Wanted) -> Iterator[Timed | limits.Limits]:
     lines: list[Line] = []
-    if format == "int4":
+    if format not in ("bfloat16", "int8"):
         return
     if "decode" in wanted.kinds:
         lines += [

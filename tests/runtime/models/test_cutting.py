@@ -211,7 +211,7 @@ def test_columns_in_blocks_are_read_in_whole_blocks(devices):
     generator = np.random.default_rng(0)
     blocks, scales = generator.integers(0, 256, (5, 3, 16)), generator.integers(120, 130, (5, 3))
     tensors = {"blocks": blocks.astype(np.uint8), "scales": scales.astype(np.uint8)}
-    whole, size, path = decode(list(tensors.values())), 96 // devices, ("leaf",)
+    whole, size, path = decode(list(tensors.values())).dequantised(), 96 // devices, ("leaf",)
     uint8 = np.dtype(np.uint8)
     rule = LoadRule(
         sources=tuple(Source(name, values.shape, dtype=uint8) for name, values in tensors.items()),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
-from penstock.runtime.models.quantised import Codes
-from penstock.runtime.ops.codes import CodeForm, dequantised
+from penstock.runtime.models.quantised import Codes, FloatCodes, quantised
+from penstock.runtime.ops.codes import E2M1, E4M3, E4M3_BY_GROUP, CodeForm, dequantised
 
 
 def test_a_value_is_scale_times_code_less_zero_in_the_order_of_inputs() -> None:
@@ -86,3 +87,66 @@ def test_codes_that_a_leaf_cannot_hold_are_refused() -> None:
     for unfit in (weight(), weight(bits=8), weight(group=16), weight(order=np.arange(64)[::-1])):
         with pytest.raises(ValueError, match="does not fit"):
             unfit.pack(leaf)
+
+
+def test_codes_of_4_bits_fit_into_bytes() -> None:
+    """Where other tensors of a leaf have 8 bits, with and without zeros."""
+    rng = np.random.default_rng(7)
+    codes, scales = rng.integers(0, 16, (16, 64)).astype(np.uint8), np.ones((16, 2), np.float32)
+    for zeros in (np.full_like(scales, 8), rng.integers(0, 16, scales.shape).astype(np.float32)):
+        weight = Codes(codes, 4, scales, zeros, 32)
+        for form in (CodeForm(8), CodeForm(8, zeros=True)):
+            if not form.zeros and (zeros != 8).any():
+                continue
+            leaf = np.zeros(form.shape(16, 64), np.uint8)
+            weight.pack(leaf)
+            got = np.asarray(dequantised(jnp.asarray(leaf), 64, jnp.float32))
+            np.testing.assert_array_equal(got, weight.dequantised())
+
+
+def test_the_parts_of_small_floats() -> None:
+    """By hand: 0xB is -1.5, 0x7 is 6; a row's one scale is that of any of its columns."""
+    weight = FloatCodes(np.array([[11, 7, 7, 11]], np.uint8), 4, np.array([[2.0, 0.5]], np.float32), 2)
+    assert weight.dequantised().tolist() == [[-3.0, 12.0, 3.0, -0.75]]
+    assert weight.of_columns(slice(2, 4)).dequantised().tolist() == [[3.0, -0.75]]
+    with pytest.raises(ValueError, match="whole groups"):
+        weight.of_columns(slice(1, 3))
+    one_scale = FloatCodes(weight.codes, 4, np.array([[2.0]], np.float32), 4)
+    assert one_scale.of_columns(slice(1, 3)).dequantised().tolist() == [[12.0, 12.0]]
+    assert one_scale.in_groups_of(2).scales.tolist() == [[2.0, 2.0]]
+    leaf = np.zeros(E4M3.shape(16, 256), np.uint8)
+    blocks = FloatCodes(np.zeros((16, 256), np.uint8), 8, np.ones((16, 2), np.float32), 128)
+    with pytest.raises(ValueError, match="does not fit"):
+        blocks.pack(leaf)
+
+
+def test_floats_become_the_nearest_small_floats() -> None:
+    """ml_dtypes rounds to E2M1 and E4M3, ties to even; scales are those of the OCP's specification, and of
+    the largest value.
+    """
+    weight = np.random.default_rng(8).standard_normal((16, 256)).astype(np.float32)
+    weight[0, :9] = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -5, 7.9]
+    weight[1] = 0
+    groups = weight.reshape(16, 8, 32)
+    peaks = np.maximum(np.abs(groups).max(axis=2, keepdims=True), np.finfo(np.float32).tiny)
+    powers = np.exp2(np.floor(np.log2(peaks.astype(np.float64))) - 2).astype(np.float32)
+    nearest = np.clip(groups / powers, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32) * powers
+    np.testing.assert_array_equal(quantised(weight, E2M1).dequantised(), nearest.reshape(16, 256))
+    for form, group in ((E4M3, 256), (E4M3_BY_GROUP, 128)):
+        groups = weight.reshape(16, -1, group)
+        scales = np.abs(groups).max(axis=2, keepdims=True) / np.float32(448)
+        numbers = np.divide(groups, scales, out=np.zeros_like(groups), where=scales > 0)
+        nearest = numbers.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales
+        np.testing.assert_array_equal(quantised(weight, form).dequantised(), nearest.reshape(16, 256))
+
+
+@pytest.mark.parametrize("form", [E2M1, E4M3, E4M3_BY_GROUP], ids=str)
+def test_what_is_no_number_stays_none(form: CodeForm) -> None:
+    """Of its own output; the others stay numbers."""
+    weight = np.ones((16, 128), np.float32)
+    weight[3, 40], weight[5, 2] = np.nan, -np.inf
+    leaf = np.zeros(form.shape(16, 128), np.uint8)
+    with np.errstate(invalid="ignore"):
+        quantised(weight, form).pack(leaf)
+    sums = np.asarray(dequantised(jnp.asarray(leaf), 128, jnp.float32)).sum(axis=1)
+    assert np.isfinite(sums).tolist() == [output not in (3, 5) for output in range(16)]

@@ -7,7 +7,22 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from penstock.runtime.ops.codes import FORMS, GROUP, CodeForm, dequantised, matmul_codes, pack_codes, quantise
+from penstock.runtime.ops.codes import (
+    E2M1,
+    E4M3,
+    E4M3_BY_GROUP,
+    FLOAT_FORMS,
+    FORMS,
+    GROUP,
+    CodeForm,
+    dequantised,
+    matmul_codes,
+    pack_codes,
+    pack_floats,
+    quantise,
+    union,
+)
+from tests.support.native.codes import small_floats
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.bits} bits{' and zeros' * form.zeros}")
@@ -49,6 +64,54 @@ def test_xla_multiplies_what_the_codes_stand_for(form: CodeForm) -> None:
     x = rng.standard_normal((5, 192)).astype(np.float32)
     got = np.asarray(matmul_codes(jnp.asarray(x), jnp.asarray(leaf)))
     assert np.abs(got - x.astype(np.float64) @ exact.T).max() < 1e-5 * np.abs(exact).sum(axis=1).max()
+
+
+@pytest.mark.parametrize("form", FLOAT_FORMS, ids=str)
+def test_xla_multiplies_what_small_floats_stand_for(form: CodeForm) -> None:
+    """ml_dtypes has E2M1, E4M3 and E8M0 of its own."""
+    leaf, values = small_floats(np.random.default_rng(form.bits), form, 48, 384)
+    assert CodeForm.of(leaf.shape[1], 384) == form
+    np.testing.assert_array_equal(np.asarray(dequantised(jnp.asarray(leaf), 384, jnp.float32)), values)
+    x = np.random.default_rng(1).standard_normal((5, 384)).astype(np.float32)
+    got = np.asarray(matmul_codes(jnp.asarray(x), jnp.asarray(leaf)))
+    exact = values.astype(np.float64)
+    assert np.abs(got - x.astype(np.float64) @ exact.T).max() < 1e-5 * np.abs(exact).sum(axis=1).max()
+
+
+def test_small_floats_lie_as_the_module_says() -> None:
+    """Output 21 (block 1, q 1, place 1 of 4) and input 75 (tile 1, line 1, its input 3: h 1, odd)."""
+    rng = np.random.default_rng(9)
+    fours, bytes_ = rng.integers(0, 16, (32, 128), np.uint8), rng.integers(0, 127, (32, 128), np.uint8)
+    powers = np.ldexp(np.float32(1), rng.integers(-9, 9, (32, 4))).astype(np.float32)
+    leaf = np.zeros(E2M1.shape(32, 128), np.uint8)
+    assert 8 * leaf.size / fours.size == 4.25
+    pack_floats(leaf, fours, powers)
+    tile = leaf[1, 544:1088]
+    assert tile[16 * 0 + 5] == 127 + np.log2(powers[21, 2])
+    assert tile[32 + 64 * 1 + 16 * 1 + 8 * 1 + 2 * 1 + 1] == fours[21, 75] | fours[21, 79] << 4
+    scales = rng.standard_normal((32, 1)).astype(np.float32)
+    leaf = np.zeros(E4M3.shape(32, 128), np.uint8)
+    pack_floats(leaf, bytes_, scales)
+    assert leaf[1, 32 * 37 + 2 * 5 + 1] == bytes_[21, 75]
+    assert leaf[1, 128 * 16 :].view(np.float32)[5] == scales[21, 0]
+
+
+def test_powers_at_the_ends_of_the_range() -> None:
+    """2^-125 is the smallest that counts, and infinity makes its group infinite."""
+    leaf, codes = np.zeros(E2M1.shape(16, 128), np.uint8), np.full((16, 128), 1, np.uint8)
+    pack_floats(leaf, codes, np.tile(np.array([2.0**-126, 2.0**-125, 2.0**125, np.inf], np.float32), (16, 1)))
+    got = np.asarray(dequantised(jnp.asarray(leaf), 128, jnp.float32))[3, ::GROUP]
+    assert got.tolist() == [0, 2.0**-126, 2.0**124, np.inf]
+
+
+def test_the_smallest_form_that_takes_all_is_chosen() -> None:
+    eight, with_zeros = CodeForm(8), CodeForm(4, zeros=True)
+    assert union([CodeForm(4), CodeForm(4)]) == CodeForm(4)
+    assert union([CodeForm(4), with_zeros, eight]) == CodeForm(8, zeros=True)
+    assert union([E4M3, E4M3]) == E4M3
+    assert union([E4M3, E4M3_BY_GROUP]) == E4M3_BY_GROUP
+    assert union([E2M1, E4M3]) is None
+    assert union([E2M1, CodeForm(4)]) is None
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])

@@ -183,6 +183,21 @@ def test_a_quantised_checkpoint(run: Run) -> None:
     assert 0 <= kept["weight_bytes"] - (tiles * 640 + outputs * 4 + table + norms) < 4096
 
 
+def test_small_floats_are_kept_where_the_kernels_compute(run: Run) -> None:
+    """MXFP4 has 4.25 bits a weight in the files, and in memory; the other numbers have 16."""
+    folder = str(GOLDEN / "quantised" / "ct_mxfp4a16")
+    floats, kept = (
+        json.loads(run(folder, "--json", "--dtype", dtype)[1]) for dtype in ("float32", "bfloat16")
+    )
+    (form,) = kept["quantised"]
+    assert floats["quantised"] == [form | {"kept": False}]
+    if not kept["packed"]:
+        pytest.skip("no native library on this machine")
+    assert (form["kept"], form["bits_per_parameter"]) == (True, 4.25)
+    others = kept["parameters"] - form["parameters"]
+    assert 0 <= kept["weight_bytes"] - (form["parameters"] * 4.25 / 8 + others * 2) < 4096
+
+
 def test_windowed_layers_hold_their_window(run: Run) -> None:
     code, out, _ = run(str(GOLDEN / "mistral_swa"), "--json")
     facts = json.loads(out)

@@ -29,9 +29,21 @@ async def test_answers_equal_those_of_pytorch_on_the_dequantised_weights(name: s
         await asyncio.gather(*(ask(rig, case) for case in cases_of(golden)))
 
 
-@pytest.mark.parametrize("name", ["awq_g64", "ct_w4a16_asym_g64", "gptq_8bit_channel", "ct_w8a8_int8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "awq_g64",
+        "ct_w4a16_asym_g64",
+        "gptq_8bit_channel",
+        "ct_w8a8_int8",
+        "ct_mxfp4a16",
+        "ct_fp8_block",
+    ],
+)
 async def test_answers_from_kept_codes_are_near_those_of_pytorch(name: str) -> None:
-    """In bfloat16, with activations in 8 bits: log-probabilities of PyTorch's tokens, as a continuation."""
+    """In bfloat16, and for integers with activations in 8 bits: log-probabilities of PyTorch's tokens, as a
+    continuation.
+    """
     if not library.available():
         pytest.skip("no native library on this machine")
     golden = f"{QUANTISED.name}/{name}"

@@ -1,11 +1,12 @@
-"""Weights as codes of 4 bits, for tests of the kernels."""
+"""Weights as codes, for tests of the kernels."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
-from penstock.runtime.ops.codes import CodeForm, dequantised, pack_codes, quantise
+from penstock.runtime.ops.codes import CodeForm, dequantised, pack_codes, pack_floats, quantise
 
 
 def code_leaf(weight: np.ndarray) -> np.ndarray:
@@ -19,3 +20,25 @@ def stands_for(weight: np.ndarray) -> np.ndarray:
     """What is left of a weight [N, K] in its bytes, float64."""
     kept = dequantised(jnp.asarray(code_leaf(weight)), weight.shape[1], jnp.float32)
     return np.asarray(kept).astype(np.float64)
+
+
+def small_floats(
+    rng: np.random.Generator, form: CodeForm, num_out: int, num_in: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of random small floats, and what ml_dtypes makes of them, float32 [num_out, num_in]."""
+    group = form.group or num_in
+    if form.bits == 4:
+        codes = rng.integers(0, 16, (num_out, num_in)).astype(np.uint8)
+        powers = rng.integers(110, 135, (num_out, num_in // group)).astype(np.uint8)
+        floats, scales = codes.view(ml_dtypes.float4_e2m1fn), powers.view(ml_dtypes.float8_e8m0fnu)
+    else:
+        codes = rng.integers(0, 0x7F, (num_out, num_in)).astype(np.uint8)
+        codes |= rng.integers(0, 2, codes.shape).astype(np.uint8) << 7
+        floats, scales = (
+            codes.view(ml_dtypes.float8_e4m3fn),
+            rng.uniform(1e-4, 0.1, (num_out, num_in // group)),
+        )
+    of_groups = scales.astype(np.float32)
+    leaf = np.empty(form.shape(num_out, num_in), np.uint8)
+    pack_floats(leaf, codes, of_groups)
+    return leaf, floats.astype(np.float32) * np.repeat(of_groups, group, axis=1)

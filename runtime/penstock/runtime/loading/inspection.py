@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, check_required, lacking_kernels
 from penstock.runtime.execution.kv_sizing import plan_kv
 from penstock.runtime.loading.hub import DEMO_DIRECTORY, DEMO_TOKENS_PER_ROW
-from penstock.runtime.loading.quantised.checkpoint import has_codes
+from penstock.runtime.loading.quantised.checkpoint import format_for
 from penstock.runtime.loading.quantised.config import without_quantisation
 from penstock.runtime.loading.quantised.layers import QuantisedWeight
 from penstock.runtime.loading.served_model import (
@@ -31,7 +32,13 @@ from penstock.runtime.model_files import read_json_object
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import pack_code_rows
-from penstock.runtime.models.params import abstract_model, adapted_model, leaf_shapes, model_dtype
+from penstock.runtime.models.params import (
+    abstract_model,
+    adapted_model,
+    leaf_shapes,
+    load_rules,
+    model_dtype,
+)
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.ops.cache_spec import CacheSpec, cache_dtype
 from penstock.runtime.requests.reader import Reader
@@ -192,7 +199,8 @@ def inspect_config(file: Path, options: EngineConfig, backend: Backend) -> Inspe
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
     config.cache.check_dtype(options.kv_cache_dtype)
-    return _inspection(config, dtype, backend.linear_format(dtype, options.quantization), options)
+    usual = backend.linear_format(dtype, options.quantization)
+    return _inspection(config, dtype, format_for(usual, {}, partial(load_rules, config, dtype)), options)
 
 
 def _inspection(
@@ -272,16 +280,23 @@ def _served_cache_bytes(
 
 def _forms(facts: CheckpointFacts) -> tuple[QuantisedForm, ...]:
     """The forms of quantised weights, those with most numbers first."""
-    form = facts.linear.codes
-    packed = {
-        source.name for rule in facts.rules.rules if rule.put is pack_code_rows for source in rule.sources
+    forms = dict(facts.linear.kept)
+    in_codes = [
+        (rule, forms.get(rule.targets[0].path, facts.linear.codes))
+        for rule in facts.rules.rules
+        if rule.put is pack_code_rows
+    ]
+    kept = {
+        source.name
+        for rule, form in in_codes
+        if form is not None and (own := rule.kept_form(facts.tensors)) is not None and form.takes(own)
+        for source in rule.sources
     }
     by_form: dict[tuple[str, bool], list[QuantisedWeight]] = {}
     for name, tensor in facts.tensors.items():
         if isinstance(tensor, QuantisedWeight):
-            is_kept = name in packed and form is not None and has_codes(tensor, form.bits)
-            by_form.setdefault((tensor.form, is_kept), []).append(tensor)
-    forms = [
+            by_form.setdefault((tensor.form, name in kept), []).append(tensor)
+    found = [
         QuantisedForm(
             form,
             is_kept,
@@ -291,7 +306,7 @@ def _forms(facts: CheckpointFacts) -> tuple[QuantisedForm, ...]:
         )
         for (form, is_kept), weights in by_form.items()
     ]
-    return tuple(sorted(forms, key=lambda found: -found.num_parameters))
+    return tuple(sorted(found, key=lambda one: -one.num_parameters))
 
 
 def _num_bytes(leaf: jax.ShapeDtypeStruct) -> int:

@@ -1,7 +1,7 @@
 """Linear layers, and what decoders build from them, over any format of weights.
 
 Weights keep the checkpoint's own [out, in] layout, or are packed for the CPU kernels (`native.linear`), or
-are int8 with one scale for each output, or codes with a scale for each 32 inputs (`ops.codes`). Layers that
+are int8 with one scale for each output, or codes with scales by group (`ops.codes`). Layers that
 have the same input, such as q, k and v, are one product whose outputs lie side by side. Norms, biases and
 scales of outputs have places in the model's pools (`pools`).
 
@@ -41,7 +41,7 @@ from penstock.runtime.models.load_rules import (
 from penstock.runtime.models.norms import LayerNorm, Norm, RMSNorm, vector_rule
 from penstock.runtime.models.pools import SCALES, Place, PoolPlanners, Pools
 from penstock.runtime.ops.adapters import AdapterPlace, added, delta
-from penstock.runtime.ops.codes import CodeForm, matmul_codes
+from penstock.runtime.ops.codes import OUTPUTS, CodeForm, matmul_codes
 from penstock.runtime.ops.native import adapters as native_adapters
 from penstock.runtime.ops.native import linear as native
 from penstock.runtime.ops.native.activations import Activation as GateActivation
@@ -61,8 +61,8 @@ class LinearFormat:
     """As these bytes, whether or not they are `packed` for the kernels. Layers that cannot be cut into tiles
     are int8, and so are tables of embeddings and heads: in 4 bits they alone would cost a third of the
     accuracy that all layers cost."""
-    plain_tables: bool = False
-    """With codes, which are a checkpoint's: what is int8 beside them otherwise is in the model's dtype."""
+    kept: tuple[tuple[ParamPath, CodeForm], ...] = ()
+    """Leaves that hold a checkpoint's codes as they are, each as these bytes, whatever the others hold."""
 
     def of(self, out_sizes: Iterable[int], in_size: int) -> LinearFormat:
         """The format of a layer whose parts have these numbers of outputs."""
@@ -72,7 +72,7 @@ class LinearFormat:
 
     def of_table(self) -> LinearFormat:
         """The format of a table of embeddings and of a head, which are never in codes."""
-        return self if self.codes is None else LinearFormat(packed=self.packed, int8=not self.plain_tables)
+        return self if self.codes is None else LinearFormat(packed=self.packed, int8=True)
 
     def weight(self, out_size: int, in_size: int, dtype: jnp.dtype, *stacked: int) -> nnx.Param[jax.Array]:
         """A weight [*stacked, out_size, in_size] of zeros in this format."""
@@ -120,11 +120,12 @@ def part_rules(
     bias_at: int | None,
     spans: tuple[Span, ...] = (),
     sums: int = 1,
+    may_keep: bool = True,
 ) -> Iterator[tuple[ParamPath, LoadRule]]:
     """The rules of one layer of a checkpoint, whose weight [out, in] is the rows from `row` on of a leaf, or
     of the matrix `at` that the leaf stacks. scale_at, bias_at: where its scales and its bias begin in their
     pools; None: it has none. `shape` is that of one device. spans: how the outputs are cut; none: they are
-    not. sums: into how many the inputs are cut.
+    not. sums: into how many the inputs are cut. may_keep: see `LoadRule`.
     """
     block = linear.outputs_per_entry
     tensor: ParamPath = (*layer, "weight")
@@ -139,6 +140,8 @@ def part_rules(
         num_rows=shape[0],
         dtype=dtype,
         decode=there.decode,
+        kept=there.kept if there.kept is not None and there.kept.fits(OUTPUTS, shape[1]) else None,
+        may_keep=may_keep,
         put=linear.put,
         cut=by_rows if sums == 1 else Cut(along="columns", spans=(Span(sums, shape[1]),)),
     )
@@ -155,6 +158,9 @@ class Linear(nnx.Module):
     `parts` maps the names of these layers in the checkpoint to their numbers of outputs. The weight is in one
     of the formats; `scale_at` and `bias_at` are places in the pools.
     """
+
+    may_keep = True
+    """See `LoadRule`."""
 
     def __init__(
         self,
@@ -188,6 +194,11 @@ class Linear(nnx.Module):
         """Whether the native kernels multiply it."""
         return self.form.packed
 
+    def keep(self, form: CodeForm) -> None:
+        """Have a checkpoint's codes as the weight, in a model whose weights are packed for native kernels."""
+        self.form = LinearFormat(packed=True, codes=form)
+        self.weight = self.form.weight(sum(dict(self.parts).values()), self.in_size, jnp.dtype(jnp.uint8))
+
     def load_rules(
         self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
@@ -206,6 +217,7 @@ class Linear(nnx.Module):
                 bias_at=None if self.bias_at is None else self.bias_at.begin + row,
                 spans=spans,
                 sums=self.sums,
+                may_keep=self.may_keep,
             )
             row += size
 
@@ -248,6 +260,8 @@ class Linear(nnx.Module):
 
 class Embedding(Linear):
     """A table [V, E]; where the model ties them, it is also the output head."""
+
+    may_keep = False
 
     def __init__(
         self,

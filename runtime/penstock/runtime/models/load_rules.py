@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from penstock.runtime.models.quantised import Codes, quantised
-from penstock.runtime.ops.codes import CodeForm
+from penstock.runtime.models.quantised import Coded, FloatCodes, quantised
+from penstock.runtime.ops.codes import OUTPUTS, CodeForm
 from penstock.runtime.ops.native import linear as native
 
 AXIS = "model"
@@ -56,8 +56,13 @@ class Tensor(Protocol):
 class CodedTensor(Tensor, Protocol):
     """A tensor whose values stand in the checkpoint as codes."""
 
-    def codes(self, rows: slice, bits: int, /) -> Codes | None:
-        """Consecutive rows as codes of so many bits that can be packed as they are; None if it has none."""
+    @property
+    def kept(self) -> CodeForm | None:
+        """The bytes that can hold its codes as they are; None: none can."""
+        ...
+
+    def codes(self, rows: slice, form: CodeForm, /) -> Coded | None:
+        """Consecutive rows as codes that bytes of this form hold as they are; None if it has none."""
         ...
 
 
@@ -120,16 +125,16 @@ class Source:
         ordered: npt.NDArray[Any] = found[entries - first]
         return ordered
 
-    def codes(self, tensor: CodedTensor, begin: int, end: int, bits: int) -> Codes | None:
-        """Rows `begin` to `end` of the rule as codes, if the tensor has them in rows."""
+    def codes(self, tensor: CodedTensor, begin: int, end: int, form: CodeForm) -> Coded | None:
+        """Rows `begin` to `end` of the rule as codes for this form, if the tensor has them in rows."""
         if self.at or self.axis:
             return None
         if self.order is None:
-            found = tensor.codes(slice(self.begin + begin, self.begin + end), bits)
+            found = tensor.codes(slice(self.begin + begin, self.begin + end), form)
         else:
             entries = np.asarray(self.order[begin:end])
             first = int(entries.min())
-            found = tensor.codes(slice(self.begin + first, self.begin + int(entries.max()) + 1), bits)
+            found = tensor.codes(slice(self.begin + first, self.begin + int(entries.max()) + 1), form)
             found = None if found is None else found.of_rows(entries - first)
         return found if found is None or self.columns is None else found.of_columns(self.columns)
 
@@ -154,9 +159,9 @@ class Source:
         return tuple(index[axis] for axis in sorted(index))
 
 
-Decode: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any] | Codes]
-"""Makes rows of a parameter, in float32 or the rule's dtype or as `Codes`, of the same rows of the tensors
-that it is made of."""
+Decode: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], npt.NDArray[Any] | Coded]
+"""Makes rows of a parameter, in float32 or the rule's dtype or as codes, of the same rows of the tensors that
+it is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +170,8 @@ class Stored:
 
     sources: tuple[Source, ...]
     decode: Decode | None = None
+    kept: CodeForm | None = None
+    """The bytes that can hold the codes that `decode` makes as they are; None: none can, or it makes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +236,7 @@ def quantize_and_pack_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt
 
 def pack_code_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
     """Write the rows as codes (`ops.codes`). `LoadRule.fill` packs those that are codes already."""
-    quantised(rows[0], CodeForm.of(parts[0].shape[-1], rows[0].shape[1]).bits).pack(parts[0])
+    quantised(rows[0], CodeForm.of(parts[0].shape[-1], rows[0].shape[1])).pack(parts[0])
 
 
 def put_zeros(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
@@ -284,6 +291,10 @@ class LoadRule:
     put: Put = copy_rows
     decode: Decode | None = None
     """Makes what `put` gets of the sources' rows; None: it gets them as they are."""
+    kept: CodeForm | None = None
+    """See `Stored.kept`."""
+    may_keep: bool = False
+    """Whether the module of the leaf can have codes instead, whatever other leaves have."""
     cut: Cut | None = None
     """How it is cut over devices; None: each device has all of it. `num_rows` are those of one device, and
     the sources are those of the first piece."""
@@ -341,19 +352,30 @@ class LoadRule:
             rows.append(values)
         parts = [leaves[target.path][target.part(begin, end)] for target in self.targets]
         decoded = None if self.decode is None else self.decode(rows)
-        if isinstance(decoded, Codes):
-            decoded = decoded if self.columns is None else decoded.of_columns(self.columns)
+        if isinstance(decoded, Coded):
+            if isinstance(decoded, FloatCodes) and not decoded.is_in_range:
+                return [source.name for source in self.sources]
             if self.put is pack_code_rows:
-                decoded.pack(parts[0])
+                (decoded if self.columns is None else decoded.of_columns(self.columns)).pack(parts[0])
                 return too_large
-            rows = [decoded.dequantised().astype(self.dtype, copy=False)]
-        else:
-            rows = rows if decoded is None else [decoded.astype(self.dtype, copy=False)]
-            rows = rows if self.columns is None else [values[:, self.columns] for values in rows]
+            decoded = decoded.dequantised()
+        rows = rows if decoded is None else [decoded.astype(self.dtype, copy=False)]
+        rows = rows if self.columns is None else [values[:, self.columns] for values in rows]
         self.put(parts, rows)
         return too_large
 
-    def _codes(self, tensors: Mapping[str, Tensor], begin: int, end: int, num_bytes: int) -> Codes | None:
+    def kept_form(self, tensors: Mapping[str, Tensor]) -> CodeForm | None:
+        """The bytes that can hold the codes that it reads as they are; None: none can, or it reads floats."""
+        if self.decode is not None:
+            return self.kept
+        source, *others = self.sources
+        tensor = tensors.get(source.name)
+        if others or source.at or source.axis or not isinstance(tensor, CodedTensor):
+            return None
+        inputs = range(source.row_size)[slice(None) if self.columns is None else self.columns]
+        return tensor.kept if tensor.kept is not None and tensor.kept.fits(OUTPUTS, len(inputs)) else None
+
+    def _codes(self, tensors: Mapping[str, Tensor], begin: int, end: int, num_bytes: int) -> Coded | None:
         """Rows of the one source as the codes that its tensor has, if they fit into a leaf with so many bytes
         for 16 outputs; else None.
         """
@@ -362,7 +384,7 @@ class LoadRule:
         if others or not isinstance(tensor, CodedTensor):
             return None
         inputs = range(source.row_size)[slice(None) if self.columns is None else self.columns]
-        codes = source.codes(tensor, begin, end, CodeForm.of(num_bytes, len(inputs)).bits)
+        codes = source.codes(tensor, begin, end, CodeForm.of(num_bytes, len(inputs)))
         return codes if codes is None or self.columns is None else codes.of_columns(self.columns)
 
     def on_device(self, device: int, devices: int) -> list[LoadRule]:

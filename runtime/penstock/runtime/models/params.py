@@ -20,7 +20,8 @@ from penstock.runtime.models.adapted import AdaptedModel, adapted_layers, adds_n
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.tensor_names import USUAL, TensorNames
 from penstock.runtime.models.decoder import CausalLM
-from penstock.runtime.models.linear import PLAIN, LinearFormat
+from penstock.runtime.models.layers.experts import StackedLinear
+from penstock.runtime.models.linear import PLAIN, Linear, LinearFormat
 from penstock.runtime.models.load_rules import (
     HasLoadRules,
     LoadRules,
@@ -58,8 +59,16 @@ def abstract_model(
 def _abstract_model(
     config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat
 ) -> tuple[nnx.GraphDef[CausalLM], ModelState]:
-    build = family_of(config.architecture).build
-    return nnx.split(cast(CausalLM, nnx.eval_shape(lambda: build(config, dtype, linear))))  # or an Encoder
+    def build() -> CausalLM:  # or an Encoder
+        model = family_of(config.architecture).build(config, dtype, linear)
+        forms = dict(linear.kept)
+        for path, module in nnx.iter_modules(model) if forms else ():
+            if (form := forms.get((*cast(ParamPath, path), "weight"))) is not None:
+                assert isinstance(module, Linear | StackedLinear), "no other module keeps codes"
+                module.keep(form)
+        return cast(CausalLM, model)
+
+    return nnx.split(nnx.eval_shape(build))
 
 
 def load_rules(

@@ -7,11 +7,24 @@ means is `Codes.dequantised`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.runtime.ops.codes import GROUP, CodeForm, pack_codes, quantise
+from penstock.runtime.ops.codes import (
+    E2M1_VALUES,
+    E4M3_VALUES,
+    GROUP,
+    MOST_POWER,
+    CodeForm,
+    pack_codes,
+    pack_floats,
+    quantise,
+)
+
+_E4M3_MOST = np.float32(448)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +121,13 @@ class Codes:
         Raises ValueError if the leaf's form cannot hold them.
         """
         needed, given = self.form(), CodeForm.of(leaf.shape[1], self.codes.shape[1])
-        if needed is None or needed.bits != given.bits or needed.zeros > given.zeros:
+        if needed is None or not given.takes(needed):
             raise ValueError(f"a weight that needs {needed} does not fit into {given}")
         codes = self.codes
         if codes.dtype == np.int8:
-            codes = (codes.astype(np.int16) + given.middle).astype(np.uint8)
+            codes = (codes.astype(np.int16) + needed.middle).astype(np.uint8)
+        if not given.zeros:  # codes of 4 bits may lie in bytes of 8, around the middle of those
+            codes = codes + np.uint8(given.middle - needed.middle)
         repeats = self.group // GROUP
         zeros = np.repeat(self._unsigned_zeros(), repeats, axis=1) if given.zeros else None
         pack_codes(leaf, codes.astype(np.uint8, copy=False), np.repeat(self.scales, repeats, axis=1), zeros)
@@ -123,9 +138,93 @@ class Codes:
         return zeros if self.codes.dtype == np.uint8 else zeros + np.float32(1 << (self.bits - 1))
 
 
-def quantised(weight: NDArray[np.generic], bits: int = 4) -> Codes:
-    """Make codes of 4 or 8 bits with a scale for each 32 inputs of a weight [N, K] in floats."""
+@dataclass(frozen=True, slots=True)
+class FloatCodes:
+    """A quantised weight of a linear layer whose codes are small floats: value = scale * float."""
+
+    codes: NDArray[np.uint8]
+    """[out, in], one code per element: of E2M1, or bytes of E4M3 without those that are no numbers."""
+    bits: int
+    """4 for E2M1, or 8 for E4M3."""
+    scales: NDArray[np.float32]
+    """[out, in / group], rounded up: the last group may be shorter."""
+    group: int
+    """How many inputs share a scale; all of them for one scale a row."""
+
+    @property
+    def is_in_range(self) -> bool:
+        """Whether each scale can be multiplied by all values of its kind of float."""
+        return bool((self.scales <= MOST_POWER).all() if self.bits == 4 else np.isfinite(self.scales).all())
+
+    def dequantised(self) -> NDArray[np.float32]:
+        """Compute the weight that the codes stand for, float32 [out, in]."""
+        values: NDArray[np.float32] = (E2M1_VALUES if self.bits == 4 else E4M3_VALUES)[self.codes]
+        if self.scales.shape[1] == 1:
+            values *= self.scales
+        else:
+            values *= np.repeat(self.scales, self.group, axis=1)[:, : values.shape[1]]
+        return values
+
+    def of_columns(self, columns: slice) -> FloatCodes:
+        """The part of consecutive inputs, which begins and ends with a group, unless a row has one scale.
+
+        Raises ValueError if it does not.
+        """
+        num_in = self.codes.shape[1]
+        begin, end, _ = columns.indices(num_in)
+        codes = self.codes[:, columns]
+        if self.scales.shape[1] == 1:
+            return replace(self, codes=codes, group=end - begin)
+        if begin % self.group or (end % self.group and end != num_in):
+            raise ValueError(f"inputs {begin} to {end} are not whole groups of {self.group}")
+        return replace(self, codes=codes, scales=self.scales[:, begin // self.group : -(-end // self.group)])
+
+    def of_rows(self, rows: NDArray[np.intp]) -> FloatCodes:
+        """These outputs."""
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows])
+
+    def in_groups_of(self, group: int) -> FloatCodes:
+        """The same weight with smaller groups, whose size divides that of its own."""
+        num_groups = self.codes.shape[1] // group
+        repeats = num_groups if self.scales.shape[1] == 1 else self.group // group
+        return replace(self, scales=np.repeat(self.scales, repeats, axis=1)[:, :num_groups], group=group)
+
+    def form(self) -> CodeForm | None:
+        """The form of the bytes that hold this weight without a change of its codes; None: there is none."""
+        return float_form(self.bits, None if self.scales.shape[1] == 1 else self.group)
+
+    def pack(self, leaf: NDArray[np.uint8]) -> None:
+        """Write the codes to the leaf of a weight (`ops.codes`).
+
+        Raises ValueError if the leaf's form cannot hold them.
+        """
+        needed, given = self.form(), CodeForm.of(leaf.shape[1], self.codes.shape[1])
+        if needed is None or not given.takes(needed):
+            raise ValueError(f"a weight that needs {needed} does not fit into {given}")
+        there = self if given.group is None else self.in_groups_of(given.group)
+        pack_floats(leaf, there.codes, there.scales)
+
+
+Coded: TypeAlias = Codes | FloatCodes
+"""A weight that can be packed as it is, if a form fits it."""
+
+
+def float_form(bits: int, group: int | None) -> CodeForm | None:
+    """The form of the bytes that hold floats of 4 bits with scales that are powers of two, or of 8 bits, of
+    which so many inputs share a scale; None for all. None: there is none.
+    """
     if bits == 4:
+        return CodeForm(4, floats=True) if group is None or group % GROUP == 0 else None
+    if group is None:
+        return CodeForm(8, floats=True, group=None)
+    return CodeForm(8, floats=True, group=128) if group % 128 == 0 else None
+
+
+def quantised(weight: NDArray[np.generic], form: CodeForm) -> Coded:
+    """Make codes of this form of a weight [N, K] in floats."""
+    if form.floats:
+        return _small_floats(weight.astype(np.float32), form)
+    if form.bits == 4:
         codes, scales = quantise(weight)
         return Codes(codes=codes, bits=4, scales=scales, zeros=np.full_like(scales, 8), group=GROUP)
     groups = weight.astype(np.float32).reshape(len(weight), -1, GROUP)
@@ -134,3 +233,36 @@ def quantised(weight: NDArray[np.generic], bits: int = 4) -> Codes:
         numbers = np.rint(np.nan_to_num(groups / scales[:, :, None], posinf=0.0, neginf=0.0))
     signed = np.clip(numbers, -127, 127).astype(np.int8).reshape(weight.shape)
     return Codes(codes=signed, bits=8, scales=scales, zeros=None, group=GROUP)
+
+
+def _small_floats(weight: NDArray[np.float32], form: CodeForm) -> FloatCodes:
+    """The nearest small floats of a weight [N, K]. A scale of E4M3 makes the largest value of its group the
+    largest float. One of E2M1 is a power of two as the OCP's specification chooses it: it gives the largest
+    value the exponent of the largest float, so that a value may be cut off.
+    """
+    group = form.group or weight.shape[1]
+    groups = weight.reshape(len(weight), -1, group)
+    peaks = np.abs(groups).max(axis=2)
+    if form.bits == 8:
+        scales = (peaks / _E4M3_MOST).astype(np.float32)
+        numbers = np.clip(_divided(groups, scales), -_E4M3_MOST, _E4M3_MOST)
+        codes = numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        return FloatCodes(codes.reshape(weight.shape), 8, scales, group)
+    _, exponents = np.frexp(peaks)  # a peak is below 2 ** exponent, and E2M1 has numbers below 2 ** 3
+    scales = np.ldexp(np.float32(1), np.clip(exponents - 3, -125, 125)).astype(np.float32)
+    scales[~np.isfinite(peaks)] = np.nan
+    numbers = _divided(groups, scales)
+    middles = (E2M1_VALUES[:7] + E2M1_VALUES[1:8]) / np.float32(2)
+    sizes = np.searchsorted(middles, np.abs(numbers))
+    # A number in the middle goes to the float whose last bit is 0.
+    is_middle = (sizes < 7) & (np.append(middles, np.inf)[sizes] == np.abs(numbers))
+    sizes += is_middle & (sizes % 2 == 1)
+    codes = (sizes + 8 * np.signbit(numbers)).astype(np.uint8)
+    return FloatCodes(codes.reshape(weight.shape), 4, scales, group)
+
+
+def _divided(groups: NDArray[np.float32], scales: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Groups [N, n, size] divided by their scales; 0 where that is no number."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        quotients = groups / scales[:, :, None]
+    return np.where(np.isfinite(quotients), quotients, np.float32(0)).astype(np.float32, copy=False)

@@ -1,7 +1,10 @@
-"""Weights of 4 or 8 bits with a scale for each 32 inputs: how they lie in memory, and XLA's product.
+"""Weights of 4 or 8 bits with scales: how they lie in memory, and XLA's product.
 
-A weight [out, in] is a leaf uint8 [out / 16, bytes]. The bytes of 16 outputs are a tile for each 64 inputs,
-and behind them 16 factors in float32. A tile is, in lines of 64 bytes:
+A weight [out, in] is a leaf uint8 [out / 16, bytes], an entry of which has 16 outputs. Codes are integers or
+small floats.
+
+**Integers**, with a scale for each 32 inputs. There is a tile for each 64 inputs, and behind them 16 factors
+in float32. A tile is, in lines of 64 bytes:
 
 - the scales of its two groups of 32 inputs, float16 [2, 16 outputs];
 - their zeros in the same form, if the weight has any;
@@ -11,24 +14,37 @@ and behind them 16 factors in float32. A tile is, in lines of 64 bytes:
 value = factor * scale * (code - zero), where a weight without zeros has half of the codes' range. Factors are
 powers of two, so that the scales of an output use the range of float16: a scale in float16, or in bfloat16 of
 at least 2^-14 of the output's largest, is kept exactly. A coarser group of a checkpoint repeats its scale.
-
 The native kernels (`native.linear`) read these bytes line by line, and quantise each row's groups of 32
-activations to int8. XLA's product makes floats of the whole weight, and keeps activations as they are.
+activations to int8.
+
+**Small floats**, value = scale * float. The kernels make bfloat16 of some at a time, in a cache, and multiply
+that; so results are those of the weight in bfloat16, bit for bit.
+
+- E2M1, of 4 bits, with a scale for each 32 inputs (MXFP4): a tile for each 64 inputs has the scales, uint8
+  [2, 16 outputs], of which b means 2^(b - 127), and then 8 lines of codes. A line has 8 inputs: byte
+  16 q + 8 h + t has in its low half input 2 h + t % 2 of output 4 q + t / 2, and in its high half input
+  4 + 2 h + t % 2.
+- E4M3, of 8 bits, with a scale for each 128 inputs or one for all: for each pair of inputs 32 bytes, of which
+  byte 2 o + i is input i of output o, and behind all inputs that share a scale 16 scales in float32.
+
+XLA's product makes floats of the whole weight, and keeps activations as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.runtime.ops.products import matmul_transposed
 
 GROUP = 32
-"""Inputs that share a scale."""
+"""Inputs that share a scale of integers and of E2M1."""
 OUTPUTS, INPUTS = 16, 64
 """What a tile has."""
 _LINE = 64
@@ -45,22 +61,47 @@ class CodeForm:
 
     bits: int
     """Of a code: 4 or 8."""
-    zeros: bool
+    zeros: bool = False
     """Whether each group has a zero of its own."""
+    floats: bool = False
+    """Whether codes are small floats, E2M1 or E4M3, and not integers."""
+    group: int | None = GROUP
+    """How many inputs share a scale; None: all of them."""
 
     @property
     def middle(self) -> int:
-        """The zero of a weight without zeros."""
+        """The zero of integers without zeros."""
         return 1 << (self.bits - 1)
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of a tile."""
-        return _LINE * (1 + self.zeros + 2 * self.bits)
+        """Bytes of 64 inputs of 16 outputs, with their part of what stands behind each 128 inputs."""
+        codes = 2 * self.bits * _LINE
+        if not self.floats:
+            return codes + _LINE * (1 + self.zeros)
+        if self.bits == 4:
+            return codes + _LINE // 2
+        return codes if self.group is None else codes + _LINE * INPUTS // self.group
+
+    @property
+    def end_bytes(self) -> int:
+        """Bytes behind all inputs."""
+        return _LINE if not self.floats or self.group is None else 0
 
     def shape(self, out_size: int, in_size: int) -> tuple[int, int]:
         """The shape of the leaf of a weight [out_size, in_size] that `fits`."""
-        return out_size // OUTPUTS, in_size // INPUTS * self.tile_bytes + _LINE
+        return out_size // OUTPUTS, in_size // INPUTS * self.tile_bytes + self.end_bytes
+
+    def fits(self, out_size: int, in_size: int) -> bool:
+        """Whether the bytes can hold a weight [out_size, in_size]."""
+        return out_size % OUTPUTS == 0 and in_size % max(INPUTS, self.group or 0) == 0
+
+    def takes(self, other: CodeForm) -> bool:
+        """Whether these bytes can hold all that bytes of the other form can."""
+        if self.floats or other.floats:
+            is_coarser = other.group in (self.group, None)
+            return self.floats == other.floats and self.bits == other.bits and is_coarser
+        return self.bits >= other.bits and self.zeros >= other.zeros
 
     @classmethod
     def of(cls, num_bytes: int, in_size: int) -> CodeForm:
@@ -68,18 +109,31 @@ class CodeForm:
 
         Raises ValueError if there is none.
         """
-        for form in FORMS:
-            if form.shape(OUTPUTS, in_size)[1] == num_bytes:
+        for form in (*FORMS, *FLOAT_FORMS):
+            if form.fits(OUTPUTS, in_size) and form.shape(OUTPUTS, in_size)[1] == num_bytes:
                 return form
         raise ValueError(f"no form has {num_bytes} bytes for {in_size} inputs of {OUTPUTS} outputs")
 
 
 FORMS = tuple(CodeForm(bits, zeros) for bits in (4, 8) for zeros in (False, True))
+"""Those of integers."""
+E2M1 = CodeForm(4, floats=True)
+E4M3 = CodeForm(8, floats=True, group=None)
+E4M3_BY_GROUP = CodeForm(8, floats=True, group=128)
+FLOAT_FORMS = (E2M1, E4M3_BY_GROUP, E4M3)
+MOST_POWER, _LEAST_POWER = np.float32(2.0**125), np.float32(2.0**-125)
+"""The scales with which all values of E2M1 are normal numbers."""
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""The value of each code of E2M1."""
+E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+"""The value of each byte of E4M3; two are no numbers, and none is infinite."""
 
 
-def fits(out_size: int, in_size: int) -> bool:
-    """Whether a weight [out_size, in_size] can be cut into tiles."""
-    return out_size % OUTPUTS == 0 and in_size % INPUTS == 0
+def union(forms: Iterable[CodeForm]) -> CodeForm | None:
+    """The smallest form that takes all of these; None: there is none."""
+    found = tuple(forms)
+    takers = (form for form in (*FORMS, E2M1, E4M3, E4M3_BY_GROUP) if all(form.takes(one) for one in found))
+    return next(takers, None)
 
 
 def pack_codes(
@@ -88,7 +142,7 @@ def pack_codes(
     scales: NDArray[np.float32],
     zeros: NDArray[np.float32] | None,
 ) -> None:
-    """Write unsigned codes [N, K], and scales and zeros [N, K / 32], to the leaf of a weight [N, K], whose
+    """Write unsigned integers [N, K], and scales and zeros [N, K / 32], to the leaf of a weight [N, K], whose
     shape says the form. A form without zeros takes None.
     """
     num_out, num_in = codes.shape
@@ -107,6 +161,37 @@ def pack_codes(
     of_tiles = np.ascontiguousarray(words.reshape(blocks, OUTPUTS, tiles, -1).transpose(0, 2, 3, 1))
     lines[:, :, 1 + form.zeros :] = of_tiles.view(np.uint8).reshape(blocks, tiles, -1, _LINE)
     leaf[:, -_LINE:] = factors.reshape(blocks, OUTPUTS).view(np.uint8)
+
+
+def pack_floats(leaf: NDArray[np.uint8], codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> None:
+    """Write small floats [N, K], and scales [N, groups], to the leaf of a weight [N, K], whose shape says the
+    form. Those of E2M1 are powers of two up to 2^125; what has one below 2^-125 counts as 0, and what has
+    one that is no such number as infinite.
+    """
+    num_out, num_in = codes.shape
+    form = CodeForm.of(leaf.shape[1], num_in)
+    blocks = num_out // OUTPUTS
+    if form.bits == 4:
+        codes = np.where(np.repeat(scales < _LEAST_POWER, GROUP, axis=1), np.uint8(0), codes)
+        is_usual = scales <= MOST_POWER
+        codes = np.where(np.repeat(is_usual, GROUP, axis=1), codes, np.uint8(2))
+        scales = np.where(is_usual, scales, np.float32(np.inf))
+    # [blocks, pairs of inputs, outputs * 2]
+    pairs = codes.reshape(blocks, OUTPUTS, -1, 2).transpose(0, 2, 1, 3).reshape(blocks, -1, 2 * OUTPUTS)
+    if form.bits == 8:
+        inputs = form.group or num_in
+        groups = leaf.reshape(blocks, num_in // inputs, -1)
+        groups[:, :, :-_LINE] = pairs.reshape(blocks, num_in // inputs, -1)
+        of_outputs = np.ascontiguousarray(scales.reshape(blocks, OUTPUTS, -1).transpose(0, 2, 1))
+        groups[:, :, -_LINE:] = of_outputs.view(np.uint8).reshape(blocks, -1, _LINE)
+        return
+    tiles = leaf.reshape(blocks, num_in // INPUTS, -1)
+    exponents = (scales.view(np.uint32) >> 23).astype(np.uint8).reshape(blocks, OUTPUTS, -1, 2)
+    tiles[:, :, : 2 * OUTPUTS] = exponents.transpose(0, 2, 3, 1).reshape(blocks, -1, 2 * OUTPUTS)
+    # Of the four pairs of a line, the first two are the low halves, and of each 16 bytes a pair has 8.
+    of_lines = pairs.reshape(blocks, -1, 2, 2, 4, 8)
+    both = np.bitwise_or(of_lines[:, :, 0], np.left_shift(of_lines[:, :, 1], 4, dtype=np.uint8))
+    tiles[:, :, 2 * OUTPUTS :] = both.transpose(0, 1, 3, 2, 4).reshape(blocks, num_in // INPUTS, -1)
 
 
 def _put_halves(lines: NDArray[np.uint8], values: NDArray[np.float32]) -> None:
@@ -184,6 +269,33 @@ def _best_scales(groups: NDArray[np.float32]) -> NDArray[np.float32]:
 def dequantised(leaf: jax.Array, in_size: int, dtype: jnp.dtype) -> jax.Array:
     """The weight [N, K] that a leaf stands for; it is computed in float32."""
     form = CodeForm.of(leaf.shape[1], in_size)
+    values = _of_floats(leaf, in_size, form) if form.floats else _of_integers(leaf, in_size, form)
+    return values.reshape(-1, in_size).astype(dtype)
+
+
+def _of_floats(leaf: jax.Array, in_size: int, form: CodeForm) -> jax.Array:
+    """The values [blocks, 16, K] of small floats."""
+    blocks = leaf.shape[0]
+    if form.bits == 8:
+        groups = leaf.reshape(blocks, in_size // (form.group or in_size), -1)
+        scales = jax.lax.bitcast_convert_type(
+            groups[:, :, -_LINE:].reshape(*groups.shape[:2], -1, 4), jnp.float32
+        )
+        values = jnp.asarray(E4M3_VALUES)[groups[:, :, :-_LINE].reshape(*groups.shape[:2], -1, OUTPUTS, 2)]
+        of_groups = values * scales[:, :, None, :, None]  # [blocks, groups, pairs, outputs, 2]
+        return of_groups.transpose(0, 3, 1, 2, 4)
+    tiles = leaf.reshape(blocks, in_size // INPUTS, -1)
+    exponents = tiles[:, :, : 2 * OUTPUTS].astype(jnp.uint32).reshape(blocks, -1, OUTPUTS)  # of groups
+    scales = jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)
+    codes = tiles[:, :, 2 * OUTPUTS :].reshape(blocks, -1, 4, 2, 4, 2)  # of lines: [q, h, o, i]
+    both = jnp.stack([codes & np.uint8(15), codes >> 4], axis=2)  # [blocks, lines, 2, q, h, o, i]
+    values = jnp.asarray(E2M1_VALUES)[both].transpose(0, 3, 5, 1, 2, 4, 6)  # [blocks, q, o, lines, 2, h, i]
+    of_groups = values.reshape(blocks, OUTPUTS, -1, GROUP)
+    return of_groups * scales.transpose(0, 2, 1)[:, :, :, None]
+
+
+def _of_integers(leaf: jax.Array, in_size: int, form: CodeForm) -> jax.Array:
+    """The values [blocks, 16, ...] of integers."""
     blocks, tiles = leaf.shape[0], in_size // INPUTS
     lines = leaf[:, :-_LINE].reshape(blocks, tiles, -1, _LINE)
     factors = jax.lax.bitcast_convert_type(leaf[:, -_LINE:].reshape(blocks, OUTPUTS, 4), jnp.float32)
@@ -202,7 +314,7 @@ def dequantised(leaf: jax.Array, in_size: int, dtype: jnp.dtype) -> jax.Array:
     zeros = halves(1)[:, :, :, None, :, None] if form.zeros else np.float32(form.middle)
     scales = halves(0) * factors[:, None, None, :]
     values = (numbers - zeros) * scales[:, :, :, None, :, None]
-    return values.transpose(0, 4, 1, 2, 3, 5).reshape(blocks * OUTPUTS, in_size).astype(dtype)
+    return values.transpose(0, 4, 1, 2, 3, 5)
 
 
 def matmul_codes(x: jax.Array, leaf: jax.Array) -> jax.Array:

@@ -15,10 +15,11 @@ from penstock.runtime.models.cutting import cut
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.params import leaf_shapes, load_rules
 from penstock.runtime.models.quantised import quantised
-from penstock.runtime.ops.codes import CodeForm, dequantised
+from penstock.runtime.ops.codes import E2M1, E4M3, E4M3_BY_GROUP, CodeForm, dequantised
 from tests.support.goldens import QUANTISED
 
 LEAF = ("layers", 0, "mlp", "gate_up_proj", "weight")
+DOWN = ("layers", 0, "mlp", "down_proj", "weight")
 TABLE = ("embed_tokens", "weight")
 PARTS = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
 INT4 = LinearFormat(packed=True, codes=CodeForm(bits=4, zeros=False))
@@ -48,23 +49,38 @@ def told(name: str) -> np.ndarray:
         ("gptq_8bit_channel", CodeForm(bits=8, zeros=False)),
         ("ct_w4a16_asym_g64", CodeForm(bits=4, zeros=True)),
         ("ct_w8a8_int8", CodeForm(bits=8, zeros=False)),
+        ("ct_mxfp4a16", E2M1),
+        ("ct_fp8_dynamic", E4M3),
+        ("ct_fp8_static", E4M3),
     ],
 )
 def test_the_kernels_codes_stand_for_the_values_of_the_files(name: str, form: CodeForm) -> None:
     linear, leaves = loaded(name, NATIVE)
-    assert linear.codes == form
+    assert linear.codes is None
+    assert dict(linear.kept)[LEAF] == form
+    assert leaves[LEAF].shape == form.shape(512, 128)
     values = dequantised(leaves[LEAF], 128, jnp.dtype(jnp.float32))
     np.testing.assert_array_equal(np.asarray(values), told(name))
     assert leaves[TABLE].dtype == jnp.bfloat16  # what was not quantised stays so
 
 
-@pytest.mark.parametrize("name", ["awq_g64", "gptq_mislabelled_v2_g128", "gptq_8bit_channel", "ct_w8a8_int8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "awq_g64",
+        "gptq_mislabelled_v2_g128",
+        "gptq_8bit_channel",
+        "ct_w8a8_int8",
+        "ct_mxfp4a16",
+        "ct_fp8_dynamic",
+    ],
+)
 def test_each_device_keeps_the_codes_of_its_inputs(name: str) -> None:
     """Two devices have 64 inputs each of o_proj, also where 128 share a scale."""
     devices, tensors = 2, find_weights(QUANTISED / name)
     config = cut(load_config(QUANTISED / name), devices)
     linear = format_for(NATIVE, tensors, partial(load_rules, config, "bfloat16"))
-    assert linear.codes is not None
+    assert ("layers", 0, "self_attn", "o_proj", "weight") in dict(linear.kept)
     shapes = leaf_shapes(config, "bfloat16", linear)
     leaves = {path: np.zeros(shape.shape, shape.dtype) for path, shape in shapes.items()}
     for rule in load_rules(config, "bfloat16", linear).rules:
@@ -75,11 +91,49 @@ def test_each_device_keeps_the_codes_of_its_inputs(name: str) -> None:
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
 
 
-@pytest.mark.parametrize("name", ["gptq_desc_act_g32", "ct_mxfp4a16", "bnb_int8", "mlx_4bit_g64"])
+@pytest.mark.parametrize(
+    "name", ["gptq_desc_act_g32", "ct_nvfp4a16", "fp8_block", "bnb_int8", "mlx_4bit_g64"]
+)
 def test_what_no_codes_in_memory_can_hold_is_made_floats(name: str) -> None:
     linear, leaves = loaded(name, NATIVE)
-    assert linear == NATIVE
+    assert LEAF not in dict(linear.kept)
     assert leaves[LEAF].dtype == jnp.bfloat16
+
+
+def test_scales_of_blocks_stay_with_their_inputs() -> None:
+    """down_proj has two blocks of 128 inputs, whole or one on each of two devices; four devices would have
+    halves of blocks, and have floats.
+    """
+    linear, leaves = loaded("ct_fp8_block", NATIVE)
+    there = find_weights(QUANTISED / "ct_fp8_block")["model.layers.0.mlp.down_proj.weight"][0:128]
+    assert (dict(linear.kept)[DOWN], leaves[DOWN].shape) == (E4M3_BY_GROUP, (8, 256 * 16 + 2 * 64))
+    np.testing.assert_array_equal(np.asarray(dequantised(leaves[DOWN], 256, jnp.dtype(jnp.float32))), there)
+    for devices, is_kept in ((2, True), (4, False)):
+        config, tensors = (
+            cut(load_config(QUANTISED / "ct_fp8_block"), devices),
+            find_weights(QUANTISED / "ct_fp8_block"),
+        )
+        kept = format_for(NATIVE, tensors, partial(load_rules, config, "bfloat16"))
+        assert (DOWN in dict(kept.kept)) == is_kept
+        if is_kept:
+            shape = leaf_shapes(config, "bfloat16", kept)[DOWN].shape
+            found = np.zeros(shape, np.uint8)
+            for rule in load_rules(config, "bfloat16", kept).rules:
+                if rule.targets[0].path == DOWN:
+                    rule.fill({DOWN: found}, tensors, 0, rule.num_rows)
+            pieces = [np.asarray(dequantised(jnp.asarray(own), 128, jnp.dtype(jnp.float32))) for own in found]
+            np.testing.assert_array_equal(np.concatenate(pieces, axis=1), there)
+
+
+def test_leaves_of_one_model_may_differ() -> None:
+    """A layer that is not quantised stays in floats beside others that are."""
+    tensors = dict(find_weights(QUANTISED / "awq_g64"))
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name] = tensors[name][0 : tensors[name].shape[0]]
+    config = load_config(QUANTISED / "awq_g64")
+    kept = dict(format_for(NATIVE, tensors, partial(load_rules, config, "bfloat16")).kept)
+    assert DOWN not in kept
+    assert kept[LEAF] == CodeForm(bits=4, zeros=True)
 
 
 @pytest.mark.parametrize("linear", [LinearFormat(), LinearFormat(packed=True, int8=True)])
@@ -109,6 +163,6 @@ def test_floats_become_codes_of_8_bits_within_half_a_step() -> None:
     """An update sends floats to a model whose codes have 8 bits."""
     weight = np.random.default_rng(3).standard_normal((16, 64)).astype(np.float32)
     weight[0, :32] = 0
-    codes = quantised(weight, bits=8)
+    codes = quantised(weight, CodeForm(bits=8))
     steps = np.repeat(np.abs(weight).reshape(16, 2, 32).max(axis=2) / 127, 32, axis=1)
     assert (np.abs(codes.dequantised() - weight) <= steps * 0.501).all()

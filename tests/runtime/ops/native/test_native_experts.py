@@ -14,12 +14,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from penstock.runtime.ops.codes import GROUP
+from penstock.runtime.ops.codes import E2M1, E4M3, GROUP, CodeForm
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.activations import Activation
 from penstock.runtime.ops.native.experts import NO_EXPERT, PackedExperts, batched, experts
 from penstock.runtime.ops.native.linear import Packed, linear, pack, quantize
-from tests.support.native.codes import code_leaf
+from tests.support.native.codes import code_leaf, small_floats
 from tests.support.native.kernels import (
     EMULATED_AMX,
     EMULATED_AVX512,
@@ -60,6 +60,28 @@ def packed(weight: np.ndarray, kind: str, bias: np.ndarray | None = None) -> Pac
     scale = np.concatenate([np.full(3, 77, np.float32), *scales])
     tiles = jnp.asarray(np.stack([pack(w) for w in values]))
     return PackedExperts(tiles, jnp.asarray(scale), added, 3, 5)
+
+
+@pytest.mark.parametrize("form", [E2M1, E4M3], ids=str)
+def test_experts_in_small_floats_have_the_bits_of_those_in_bfloat16(form: CodeForm) -> None:
+    """What experts in bfloat16 give is compared with numpy by the other tests."""
+    rng = np.random.default_rng(form.bits)
+
+    def drawn(out: int, inner: int) -> list[PackedExperts]:
+        leaves, values = zip(*(small_floats(rng, form, out, inner) for _ in range(EXPERTS)), strict=True)
+        whole = np.stack([pack(value.astype(BF16)) for value in values])
+        return [PackedExperts(jnp.asarray(np.stack(leaves))), PackedExperts(jnp.asarray(whole))]
+
+    gate_up, down = drawn(2 * INNER, HIDDEN), drawn(HIDDEN, INNER)
+    for rows in (1, 40):
+        x, (ids, weights) = draw(rng, rows, HIDDEN, scale=0.01), chosen(rng, rows)
+        got, expected = (
+            np.asarray(
+                experts(x, ids, weights, *pair, num_rows=jnp.int32(rows), activation="gpt_oss", limit=7.0)
+            )
+            for pair in zip(gate_up, down, strict=True)
+        )
+        np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
 
 
 def settled(weight: np.ndarray) -> np.ndarray:

@@ -14,10 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from penstock.runtime.ops.codes import FORMS, GROUP, CodeForm, pack_codes
+from penstock.runtime.ops.codes import FLOAT_FORMS, FORMS, GROUP, CodeForm, pack_codes
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.linear import Packed, linear, pack, packed_shape, quantize, unpack
-from tests.support.native.codes import code_leaf, stands_for
+from tests.support.native.codes import code_leaf, small_floats, stands_for
 from tests.support.native.kernels import EMULATED_AMX, kernel_params, running, threads_with_tiles
 from tests.support.suite.drawing import few
 
@@ -184,6 +184,25 @@ def test_products_of_codes_are_a_chain_of_whole_numbers_times_two_scales(
         )
         bound = (groups + 4) * 2.0**-24 * np.abs(links).sum(axis=2)
         assert (np.abs(wide(got[:rows]) - links.sum(axis=2)) <= bound).all()
+
+
+@pytest.mark.parametrize("form", FLOAT_FORMS, ids=str)
+def test_small_floats_have_the_bits_of_the_weight_in_bfloat16(form: CodeForm) -> None:
+    """With any number of rows, whose inputs are cut in unequal parts, and an odd number of blocks. What a
+    weight in bfloat16 gives is compared with numpy by the other tests.
+    """
+    rng = np.random.default_rng(form.bits)
+    inner, out = 896, 48
+    leaves, values = zip(*(small_floats(rng, form, out, inner) for _ in range(2)), strict=True)
+    small = [Packed(jnp.asarray(leaf)) for leaf in leaves]
+    whole = [Packed(jnp.asarray(pack(value.astype(BF16)))) for value in values]
+    for rows in (1, 2, 16, 17, 70, 300):
+        x, count = jnp.asarray(draw(rng, rows, inner)), jnp.int32(rows)
+        for options in {"out_dtype": np.float32}, {"gate": "silu"}:
+            got, expected = (
+                np.asarray(linear(x, tuple(weights), num_rows=count, **options)) for weights in (small, whole)
+            )
+            np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
 
 
 def test_exact_small_integers() -> None:

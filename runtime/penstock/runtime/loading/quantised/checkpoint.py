@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from penstock.runtime.loading.quantised.layers import Layer, QuantisedWeight
 from penstock.runtime.loading.safetensors_files import TensorEntry, find_tensors, read_metadata
 from penstock.runtime.model_files import read_json_object
 from penstock.runtime.models.linear import LinearFormat
-from penstock.runtime.models.load_rules import LoadRules, Tensor, pack_code_rows
-from penstock.runtime.ops.codes import CodeForm
+from penstock.runtime.models.load_rules import CodedTensor, LoadRules, ParamPath, Tensor, pack_rows
+from penstock.runtime.ops.codes import CodeForm, union
 
 _log = logging.getLogger(__name__)
 _MOST_TOLD = 10
@@ -48,24 +48,27 @@ def format_for(
     """Give the format in which weights lie in memory, where `linear` would be that of floats or of codes that
     are made of them. `rules`: those of the model by the format.
 
-    Codes of the files are kept if the kernels multiply them and all layers can have one form, with zeros if
-    one of them needs some. Else weights are made floats.
+    Codes of the files are kept if the native kernels multiply the model's floats, each leaf in the smallest
+    form that holds the codes of all its tensors. Leaves for which there is none are made floats.
     """
-    weights = [tensor for tensor in tensors.values() if isinstance(tensor, QuantisedWeight)]
-    forms = [weight.kept for weight in weights if weight.kept is not None]
-    bits = forms[0].bits if linear.codes is None and forms else 4
-    of_bits = CodeForm(bits, any(form.zeros for form in forms if form.bits == bits))
     if linear.codes is not None:
-        return replace(linear, codes=of_bits)
-    if not weights or not linear.packed or linear.int8:
+        kept = [tensor.kept for tensor in tensors.values() if isinstance(tensor, CodedTensor)]
+        of_4_bits = [form for form in kept if form is not None and CodeForm(4, zeros=True).takes(form)]
+        return replace(linear, codes=union([linear.codes, *of_4_bits]))
+    if not linear.packed or linear.int8:
         return linear
-    kept = replace(linear, codes=of_bits, plain_tables=True)
-    in_codes = (rule for rule in rules(kept).rules if rule.put is pack_code_rows)
-    unfit = [s.name for rule in in_codes for s in rule.sources if not has_codes(tensors.get(s.name), bits)]
-    if unfit:
-        _log.info("weights are made floats, because the codes of %s cannot be kept as others are", unfit[0])
-        return linear
-    return kept
+    of_leaves: dict[ParamPath, list[CodeForm | None]] = {}
+    for rule in rules(linear).rules:
+        if rule.may_keep and rule.put is pack_rows:
+            of_leaves.setdefault(rule.targets[0].path, []).append(rule.kept_form(tensors))
+    found = ((path, _joined(forms)) for path, forms in of_leaves.items())
+    return replace(linear, kept=tuple((path, form) for path, form in found if form is not None))
+
+
+def _joined(forms: Sequence[CodeForm | None]) -> CodeForm | None:
+    """The form of a leaf whose tensors have these."""
+    known = [form for form in forms if form is not None]
+    return union(known) if len(known) == len(forms) else None
 
 
 def without_empty_biases(tensors: Mapping[str, Tensor], rules: LoadRules) -> dict[str, Tensor]:
@@ -85,11 +88,6 @@ def without_empty_biases(tensors: Mapping[str, Tensor], rules: LoadRules) -> dic
         )
 
     return {name: tensor for name, tensor in tensors.items() if not is_empty(name, tensor)}
-
-
-def has_codes(tensor: Tensor | None, bits: int) -> bool:
-    """Whether a tensor has codes of so many bits that can be kept."""
-    return isinstance(tensor, QuantisedWeight) and tensor.kept is not None and tensor.kept.bits == bits
 
 
 def as_floats(tensors: Mapping[str, TensorEntry], quantisation: Quantisation) -> dict[str, Tensor]:

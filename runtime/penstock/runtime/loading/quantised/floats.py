@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.runtime.loading.dtypes import DTYPES
 from penstock.runtime.loading.quantised.forms import TableCodes
 from penstock.runtime.loading.quantised.layers import (
     FLOATS,
@@ -24,11 +23,9 @@ from penstock.runtime.loading.quantised.layers import (
     nibbles,
     share,
 )
+from penstock.runtime.models.quantised import FloatCodes, float_form
+from penstock.runtime.ops.codes import MOST_POWER
 
-_E4M3 = np.arange(256, dtype=np.uint8).view(DTYPES["F8_E4M3"]).astype(np.float32)
-"""The value of each byte."""
-_E2M1_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1 = np.array([*_E2M1_SIZES, *(-size for size in _E2M1_SIZES)], np.float32)
 _STATE_BYTES = 4096
 """bitsandbytes' description of a layer has some 200 bytes."""
 _TABLES = ("nf4", "fp4")
@@ -64,13 +61,13 @@ def fp8(layer: Layer, blocks: Blocks, *, scale: str) -> QuantisedWeight:
         shape = found.shape
     scales = layer.entry(scale, *FLOATS, shape=shape)
 
-    def read(begin: int, end: int) -> TableCodes:
+    def read(begin: int, end: int) -> FloatCodes:
         codes = np.ascontiguousarray(weight[begin:end]).view(np.uint8)
         if ((codes & 0x7F) == 0x7F).any():
             raise layer.problem("weight", "has values that are no numbers")
         of_blocks = layer.finite(scale, share(scales, slice(begin // rows, -(-end // rows))))
         of_rows = of_blocks[np.arange(begin, end) // rows - begin // rows]
-        return _not_lost(layer, scale, TableCodes(codes, _E4M3, of_rows, group))
+        return _not_lost(layer, scale, FloatCodes(codes, 8, of_rows, group))
 
     if blocks.rows is None:
         sharing = "one scale"
@@ -78,7 +75,8 @@ def fp8(layer: Layer, blocks: Blocks, *, scale: str) -> QuantisedWeight:
         sharing = "a scale for each output"
     else:
         sharing = f"blocks of {rows} x {group}"
-    return QuantisedWeight(layer, (outputs, inputs), f"FP8, 8 bits, {sharing}", read)
+    kept = float_form(8, blocks.columns if group < inputs else None)
+    return QuantisedWeight(layer, (outputs, inputs), f"FP8, 8 bits, {sharing}", read, kept)
 
 
 def fp4(layer: Layer, kind: Literal["mxfp4", "nvfp4"]) -> QuantisedWeight:
@@ -98,19 +96,22 @@ def fp4(layer: Layer, kind: Literal["mxfp4", "nvfp4"]) -> QuantisedWeight:
         if divisor == 0:
             raise layer.problem("weight_global_scale", "is 0, by which scales would be divided")
 
-    def read(begin: int, end: int) -> TableCodes:
+    def read(begin: int, end: int) -> FloatCodes:
         stored = np.ascontiguousarray(scales[begin:end])
         if kind == "mxfp4":
             if (stored == 255).any():
                 raise layer.problem("weight_scale", "has scales that are no numbers")
             of_groups = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
+            if (of_groups > MOST_POWER).any():
+                raise layer.problem("weight_scale", "and its codes make values that are infinite")
         else:
             of_groups = layer.finite("weight_scale", stored) / divisor
-        codes = TableCodes(nibbles(np.ascontiguousarray(halves[begin:end])), _E2M1, of_groups, group)
+        codes = FloatCodes(nibbles(np.ascontiguousarray(halves[begin:end])), 4, of_groups, group)
         return _not_lost(layer, "weight_scale", codes)
 
     form = f"{'MXFP4' if kind == 'mxfp4' else 'NVFP4'}, 4 bits, groups of {group}"
-    return QuantisedWeight(layer, (outputs, inputs), form, read)
+    kept = float_form(4, group) if kind == "mxfp4" else None
+    return QuantisedWeight(layer, (outputs, inputs), form, read, kept)
 
 
 def bitsandbytes_4bit(layer: Layer) -> QuantisedWeight:
@@ -189,12 +190,15 @@ def _peaks(layer: Layer, state: _State, count: int) -> npt.NDArray[np.float32]:
         return layer.finite("weight.nested_absmax", peaks + np.float32(state.nested_offset))
 
 
-def _not_lost(layer: Layer, ending: str, rows: TableCodes) -> TableCodes:
+_F = TypeVar("_F", FloatCodes, TableCodes)
+
+
+def _not_lost(layer: Layer, ending: str, rows: _F) -> _F:
     """Give the rows. Raises ConfigError if a scale of 0 makes nothing of values that are not 0."""
     lost = rows.scales == 0
     if lost.any():
         inputs = rows.codes.shape[1]
         of_inputs = np.repeat(lost, rows.group, axis=1)[:, :inputs]
-        if rows.table[rows.codes[of_inputs]].any():
+        if replace(rows, scales=np.ones_like(rows.scales)).dequantised()[of_inputs].any():
             raise layer.problem(ending, "has a scale of 0 where weights are not 0")
     return rows

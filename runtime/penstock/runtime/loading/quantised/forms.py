@@ -1,4 +1,4 @@
-"""What quantised weights are on the host beside `Codes`: forms whose values no scale and zero describe."""
+"""What quantised weights are on the host beside `models.quantised`: forms that no kernel multiplies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from penstock.runtime.models.quantised import Codes
+from penstock.runtime.models.quantised import Codes, FloatCodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class TableCodes:
     codes: npt.NDArray[np.uint8]
     """[out, in]."""
     table: npt.NDArray[np.float32]
-    """16 values for codes of 4 bits, or 256."""
+    """The 16 values of codes of 4 bits."""
     scales: npt.NDArray[np.float32]
     """[out, in / group], rounded up: the last group may be shorter."""
     group: int
@@ -53,7 +53,7 @@ class OffsetCodes:
         return values
 
 
-Rows: TypeAlias = Codes | TableCodes | OffsetCodes
+Rows: TypeAlias = Codes | FloatCodes | TableCodes | OffsetCodes
 """Rows of a quantised weight."""
 
 

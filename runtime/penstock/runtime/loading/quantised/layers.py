@@ -18,7 +18,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.dtypes import name_of
 from penstock.runtime.loading.quantised.forms import Rows
 from penstock.runtime.loading.safetensors_files import TensorEntry
-from penstock.runtime.models.quantised import Codes
+from penstock.runtime.models.quantised import Coded, Codes, FloatCodes
 from penstock.runtime.ops.codes import GROUP, CodeForm
 
 FLOATS = ("F32", "BF16", "F16")
@@ -103,13 +103,15 @@ class QuantisedWeight:
         """Bytes that it takes in the files, with scales and all else."""
         return sum(entry.num_bytes for entry in self.layer.tensors.values())
 
-    def codes(self, rows: slice, bits: int) -> Codes | None:
-        """Consecutive rows as codes of so many bits, if they can be packed as they are (`CodedTensor`)."""
-        if self.kept is None or self.kept.bits != bits:
+    def codes(self, rows: slice, form: CodeForm) -> Coded | None:
+        """Consecutive rows as codes that bytes of this form hold as they are (`CodedTensor`)."""
+        if self.kept is None or not form.takes(self.kept):
             return None
         begin, end, _ = rows.indices(self.shape[0])
         found = self.read(begin, end)
-        return found.in_groups_of(GROUP) if isinstance(found, Codes) else None
+        if isinstance(found, Codes):
+            return found.in_groups_of(GROUP)
+        return found if isinstance(found, FloatCodes) else None
 
     def __getitem__(self, part: slice | tuple[slice, ...]) -> npt.NDArray[Any]:
         """The values of consecutive rows."""

@@ -24,6 +24,7 @@ from penstock.runtime.models.families.mxfp4 import BLOCK, decode
 from penstock.runtime.models.families.reading import every, read_model, read_rope, read_sizes, read_windows
 from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
+from penstock.runtime.models.quantised import float_form
 from penstock.runtime.models.rope import RopeConfig, yarn_attention_factor
 
 _ROPE = RopeConfig(
@@ -148,6 +149,7 @@ def _expert(
             Source(f"{name}_scales", (count, rows, blocks), (expert,), order=order, dtype=uint8),
         ),
         decode,
+        float_form(4, BLOCK),
     )
 
 

@@ -23,6 +23,7 @@ from penstock.runtime.models.load_rules import AXIS, Cut, LoadRule, ParamPath, S
 from penstock.runtime.models.norms import Norm
 from penstock.runtime.models.pools import Place, PoolPlanners, Pools
 from penstock.runtime.ops import experts as xla
+from penstock.runtime.ops.codes import CodeForm
 from penstock.runtime.ops.native import experts as native
 from penstock.runtime.ops.native.norm import normalize
 
@@ -61,6 +62,11 @@ class StackedLinear(nnx.Module):
         size = num_experts * out_size
         self.scale_at: Place | None = planners.scales.take(size) if linear.int8 else None
         self.bias_at: Place | None = planners.vectors.take(size) if bias else None
+
+    def keep(self, form: CodeForm) -> None:
+        """Have a checkpoint's codes as the weights (`Linear.keep`)."""
+        self.form = LinearFormat(packed=True, codes=form)
+        self.weight = self.form.weight(self.out_size, self.in_size, jnp.dtype(jnp.uint8), self.num_experts)
 
     def load_rules(
         self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt

@@ -81,6 +81,15 @@ inline Lanes LoadBf16(const uint16_t* from) {
   return {WidenBf16(_mm_loadu_si128(halves)), WidenBf16(_mm_loadu_si128(halves + 1))};
 }
 
+// A code of E4M3, moved by 7 bits, is a float16 with the same sign and mantissa, whose exponent counts from 15 and not
+// from 7. Conversion from float16 also takes numbers that are smaller than the normal ones.
+inline Lanes LoadE4m3(const uint8_t* from) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const __m256i without_14 = _mm256_set1_epi16(static_cast<int16_t>(0xbfff));
+  const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), without_14);
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+}
+
 // Rounds to nearest, ties to even; the bf16 is in the lower half of each word. NaN stays NaN.
 inline __m256i RoundBf16(__m256 a) {
   const __m256i bits = _mm256_castps_si256(a);

@@ -56,6 +56,13 @@ inline Lanes LoadBf16(const uint16_t* from) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 
+// See lanes_avx2.h.
+inline Lanes LoadE4m3(const uint8_t* from) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return {
+      _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbfff))))};
+}
+
 inline void StoreBf16(uint16_t* to, Lanes a) {
 #if defined(__AVX512BF16__)
   const __m256bh narrow = _mm512_cvtneps_pbh(a.v);

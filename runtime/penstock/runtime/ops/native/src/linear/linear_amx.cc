@@ -4,6 +4,7 @@
 #include "common/scratch.h"
 #include "common/tiles.h"
 #include "linear/linear_common.h"
+#include "linear/linear_expand.h"
 
 namespace penstock {
 namespace {
@@ -18,6 +19,8 @@ constexpr int64_t kFewRowsUnitBytes = 128 * 1024;
 constexpr int64_t kRowsBytes = 1280 * 1024;
 // The steps of 64 bytes in a chunk: the tiles of two blocks in 8 steps take 16 KiB.
 constexpr int64_t kChunkSteps = 8;
+// The inputs of a step of bf16.
+constexpr int64_t kStepInputs = 32;
 // With at most this many pairs of row blocks, inputs are not cut into chunks, because then weights are reused too
 // little for that to pay.
 constexpr int64_t kUnchunkedPairs = 4;
@@ -124,6 +127,20 @@ void Products(const LinearJob& job, const char* weight, float* sums) {
   TileStore<kSum00>(sums, 64);
 }
 
+// The same for a block of small floats, which become bf16 chunk by chunk.
+void ExpandedProducts(const LinearJob& job, const char* weight, float* sums) {
+  alignas(64) char in_cache[kChunkSteps * kTileBytes];
+  const int64_t steps = job.k / kStepInputs;
+  TileZero<kSum00>();
+  for (int64_t begin = 0; begin < steps; begin += kChunkSteps) {
+    const int64_t end = Min(begin + kChunkSteps, steps);
+    Expand(job.format, weight, job.k, begin * kStepInputs, end * kStepInputs, in_cache);
+    const Tiles x{static_cast<const char*>(job.x) + begin * job.m * 64, job.m * 64}, tiles{in_cache, kTileBytes};
+    AddProducts<false, 1>(&x, &tiles, 0, end - begin, [] {});
+  }
+  TileStore<kSum00>(sums, 64);
+}
+
 template <bool kInt8>
 void FewRows(const LinearJob& job, const UnitBlocks& unit_blocks) {
   alignas(64) float sums[2][kRows * kBlockOut];
@@ -134,7 +151,12 @@ void FewRows(const LinearJob& job, const UnitBlocks& unit_blocks) {
     const bool two = job.gated() || b + 1 < last;
     for (int64_t part = 0; part < (two ? 2 : 1); ++part) {
       const int64_t weight = job.gated() ? part : unit_blocks.weight, block = job.gated() ? b : b + part;
-      Products<kInt8>(job, job.weights[weight].tiles + block * job.BlockBytes(), sums[part]);
+      const char* tiles = job.weights[weight].tiles + block * job.BlockBytes();
+      if (IsSmallFloats(job.format)) {
+        ExpandedProducts(job, tiles, sums[part]);
+      } else {
+        Products<kInt8>(job, tiles, sums[part]);
+      }
       if constexpr (kInt8) {
         Dequantize(job, weight, block, 0, job.m, sums[part]);
       }
@@ -229,7 +251,15 @@ void ManyRows(const LinearJob& job, const UnitBlocks& unit, int64_t first_row, i
   const OutPair pair = FindPair(job, unit);
   const char* tiles0 = pair.TilesOf(job, 0);
   const char* tiles1 = pair.TilesOf(job, 1);
-  const Tiles out_blocks[2] = {{tiles0, kTileBytes}, {tiles1, kTileBytes}};
+  Tiles out_blocks[2] = {{tiles0, kTileBytes}, {tiles1, kTileBytes}};
+  if (IsSmallFloats(job.format)) {  // both blocks become bf16 in the second-level cache
+    const int64_t bytes = BytesOfBlock(Format::kBf16, job.k);
+    char* in_cache = Scratch<struct LinearExpanded>(2 * bytes);
+    Expand(job.format, tiles0, job.k, 0, job.k, in_cache);
+    Expand(job.format, tiles1, job.k, 0, job.k, in_cache + bytes);
+    out_blocks[0].begin = in_cache;
+    out_blocks[1].begin = in_cache + bytes;
+  }
   const int64_t row_pairs = CeilDiv(last_row - first_row, 2 * kRows);
   const int64_t next_unit = (job.gated() ? 1 : 2) * job.BlockBytes();
   const int64_t lines_per_step = CeilDiv(job.BlockBytes() / 64, row_pairs * steps);

@@ -21,9 +21,9 @@
 //
 // The inputs are cut in stretches, and the rows of x in panels of at most kRows rows. A block's weights of one stretch
 // are multiplied by all panels in turn, so that they come from the first-level cache from the second panel on; the sums
-// of a panel wait in memory for its next stretch. Meanwhile the next stretch is fetched, a part of it during each
-// panel, so that reading memory and multiplying go on at the same time. Where panels have kPairedRows rows, two blocks
-// are multiplied together.
+// of a panel wait in memory for its next stretch. Small floats become bf16 stretch by stretch. Meanwhile the next
+// stretch is fetched, a part of it during each panel, so that reading memory and multiplying go on at the same time.
+// Where panels have kPairedRows rows, two blocks are multiplied together.
 //
 // x holds stretch by stretch, in each panel by panel, and in a panel words [step][row of the panel]: the words that a
 // step multiplies by the same weights lie side by side, and a stretch is read in one ascending sweep. (Rows that lie
@@ -40,6 +40,7 @@
 #include <type_traits>
 
 #include "linear/linear_common.h"
+#include "linear/linear_expand.h"
 #include "linear/linear_panels.h"
 
 namespace penstock {
@@ -49,6 +50,7 @@ constexpr int64_t kUnitBytes = 128 * 1024;  // of weight in a unit: enough to be
 constexpr int64_t kPrefetchBytes = 4096;    // how far ahead a weight is prefetched if there is one panel
 constexpr int64_t kStretch = 128;           // lines: 8 KiB of weights, a quarter of a small first-level cache
 constexpr int64_t kRowsAtOnce = 256;        // of x: a stretch of them stays in the second-level cache
+constexpr int64_t kInputsOfLine = 2;        // of bf16
 constexpr int64_t kFewRows = 2;  // so few have too few sums to fill the latency of an addition with one block
 
 // The lines and the words of each row of x in a unit of weights, which is a tile by group and else a line; and how many
@@ -230,6 +232,9 @@ struct VectorLinear {
   static auto Choose(Format format, Run&& run) {
     switch (format) {
       case Format::kBf16:
+      case Format::kE2m1:
+      case Format::kE4m3Groups:
+      case Format::kE4m3:
         return run(Multiplier<typename V::Bf16>());
       case Format::kInt8:
         return run(Multiplier<typename V::Int8>());
@@ -275,26 +280,35 @@ struct VectorLinear {
     const uint32_t* x = static_cast<const uint32_t*>(job.x);
     const uint32_t* scales = x + Words(P::kForm, job.k) * job.m;
     const int64_t units = Words(P::kForm, job.k) / kUnitWords<P>, most = PanelMost<P>(job.m);
-    if (job.m <= most) {
+    const bool expanded = !P::kByGroup && IsSmallFloats(job.format);
+    if (job.m <= most && !expanded) {
       AnyPanel<P, B>(job.m, tiles, x, scales, units, {kPrefetchBytes, 0}, sums);
       return;
     }
     const int64_t part = CeilDiv(kLine, CeilDiv(last - first, most));  // of each line's bytes a panel fetches
+    alignas(64) char in_cache[B][kStretch * kLine];
     for (int64_t begin = 0; begin < units; begin += kStretchUnits<P>) {
       const int64_t count = Min(units - begin, kStretchUnits<P>), lines = count * kUnitLines<P>;
       const uint32_t* panel = x + (begin * job.m + first * count) * kUnitWords<P>;
       Ahead ahead{lines * kLine, part - kLine};
+      const char* stretches[B];
+      for (int b = 0; b < B; ++b) {
+        stretches[b] = tiles[b] + begin * kUnitLines<P> * kLine;
+        if (expanded) {
+          Expand(job.format, tiles[b], job.k, begin * kInputsOfLine, (begin + count) * kInputsOfLine, in_cache[b]);
+          stretches[b] = in_cache[b];
+          ahead = {0, 0};  // Expand fetches
+        }
+      }
       for (int64_t row = first; row < last;) {
         const int64_t rows = PanelRows(most, job.m, row);
-        const char* stretches[B];
         float* to[B];
         for (int b = 0; b < B; ++b) {
-          stretches[b] = tiles[b] + begin * kUnitLines<P> * kLine;
           to[b] = sums[b] + (row - first) * kBlockOut;
         }
         const uint32_t* of_panel = scales + row * ScaleWords<P>(job.k) + begin * rows * ScaleWords<P>(2 * kGroup);
         AnyPanel<P, B>(rows, stretches, panel, of_panel, count, ahead, to);
-        ahead.bytes += part * lines;
+        ahead.bytes += expanded ? 0 : part * lines;
         panel += rows * count * kUnitWords<P>;
         row += rows;
       }
