@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from penstock.runtime.loading.gguf.block_types import BLOCK_TYPES, NOT_READ
+from penstock.runtime.ops.codes import dequantised
 from tests.support import gguf_package  # noqa: F401 -- skips this file where the package is missing
 
 import gguf  # isort: skip
@@ -29,6 +31,28 @@ def test_values_are_those_of_the_package_to_the_last_bit(number: int) -> None:
     assert is_number.mean() > 0.9
     np.testing.assert_array_equal(np.isnan(found), ~is_number)
     np.testing.assert_array_equal(found.view(np.uint32)[is_number], expected.view(np.uint32)[is_number])
+
+
+@pytest.mark.parametrize("number", [number for number, kind in BLOCK_TYPES.items() if kind.form is not None])
+def test_codes_stand_for_the_values_of_the_package(number: int) -> None:
+    """To the last bit, also as they lie in memory; scales that are no numbers have no codes."""
+    kind = BLOCK_TYPES[number]
+    rng = np.random.default_rng(number)
+    rows = rng.integers(0, 256, (48, 6 * kind.num_bytes), dtype=np.uint8)
+    blocks = rows.reshape(-1, kind.num_bytes)
+    scales = np.exp2(rng.uniform(-9, 0, len(blocks))).astype(np.float16)
+    blocks[:, :2] = scales.view(np.uint8).reshape(-1, 2)
+    expected = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(number))
+    codes = kind.codes(rows)
+    assert codes is not None
+    assert codes.form() == kind.form
+    np.testing.assert_array_equal(codes.dequantised(), expected)
+    leaf = np.zeros(kind.form.shape(*expected.shape), np.uint8)
+    codes.pack(leaf)
+    found = dequantised(jnp.asarray(leaf), expected.shape[1], jnp.dtype(jnp.float32))
+    np.testing.assert_array_equal(np.asarray(found), expected)
+    blocks[7, :2] = np.array([np.inf], np.float16).view(np.uint8)
+    assert kind.codes(rows) is None
 
 
 def test_sizes_and_names_are_those_of_the_package() -> None:

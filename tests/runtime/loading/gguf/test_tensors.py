@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from penstock.runtime.loading.gguf import tensors
 from penstock.runtime.loading.gguf.file import TensorInfo, read_gguf
 from penstock.runtime.loading.gguf.model import read_model
+from penstock.runtime.loading.quantised.checkpoint import format_for
 from penstock.runtime.models.families.mxfp4 import decode
+from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.models.params import leaf_shapes, load_rules
+from penstock.runtime.models.registry import parse_config
+from penstock.runtime.ops.codes import CodeForm, dequantised
 from tests.support.gguf_models import write_gguf
 from tests.support.goldens import GOLDEN
 
 import gguf  # isort: skip
 
 _RNG = np.random.default_rng(39)
+_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+}
 
 
 def _stored(path: Path, kind: str, *matrices: np.ndarray) -> tuple[list[TensorInfo], list[np.ndarray]]:
@@ -54,6 +72,23 @@ def test_experts_are_the_matrices_of_a_stack(tmp_path: Path) -> None:
     for expert, tensor in enumerate(apart):
         np.testing.assert_array_equal(tensor[1:5], values[expert, 1:5])
     np.testing.assert_array_equal(tensors.whole(info)[1:3], values[1:3])
+
+
+def test_codes_are_those_of_the_same_rows(tmp_path: Path) -> None:
+    """Of rows in another order and of one matrix of a stack; what was computed of values has none."""
+    (info,), (values,) = _stored(tmp_path / "m.gguf", "Q4_0", _RNG.normal(size=(24, 64)))
+    tensor = tensors.turned_back(info, 3)
+    codes = tensor.codes(slice(3, 9), CodeForm(8, zeros=True))
+    assert codes is not None
+    np.testing.assert_array_equal(codes.dequantised(), tensor[3:9])
+    (stack,), (values,) = _stored(tmp_path / "s.gguf", "Q8_0", _RNG.normal(size=(3, 6, 32)))
+    of_one = tensors.experts_apart(stack)[1].codes(slice(2, 5), CodeForm(8))
+    assert of_one is not None
+    np.testing.assert_array_equal(of_one.dequantised(), values[1, 2:5])
+    assert tensor.kept == CodeForm(4)
+    assert tensors.whole(stack).kept is None
+    assert tensors.less_one(info).codes(slice(0, 2), CodeForm(8)) is None
+    assert tensors.experts_apart(stack)[1].codes(slice(2, 5), CodeForm(4)) is None
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -104,3 +139,34 @@ def test_heads_of_a_group_are_side_by_side(tmp_path: Path) -> None:
     assert turned[0:29][:, 0].tolist() == [-1.0] * 5 + list(range(24))
     assert turned[7:9][:, 0].tolist() == [2.0, 3.0]
     assert tensors.grouped_columns(tensors.whole(columns), 3, 2, 4)[0:1][0].tolist() == list(range(24))
+
+
+def test_a_model_keeps_its_codes_where_the_kernels_compute(tmp_path: Path) -> None:
+    """A checkpoint of Llama with 128 channels, in Q8_0: each product is one leaf of codes, of which the
+    values are those that the file's tensors read as. The embeddings stay floats.
+    """
+    folder = tmp_path / "floats"
+    folder.mkdir()
+    fields = json.loads((GOLDEN / "llama" / "config.json").read_text()) | _SIZES
+    (folder / "config.json").write_text(json.dumps(fields))
+    specs = load_rules(parse_config(fields), "float32").tensors
+    values = {spec.name: _RNG.standard_normal(spec.shape).astype(np.float32) for spec in specs}
+    save_file(values, folder / "model.safetensors")
+    write_gguf(folder, tmp_path / "m.gguf", kind="Q8_0")
+    model = read_model(tmp_path / "m.gguf")
+    rules = partial(load_rules, model.config, "bfloat16")
+    linear = format_for(LinearFormat(packed=True), model.tensors, rules)
+    path = ("layers", 0, "mlp", "gate_up_proj", "weight")
+    kept = dict(linear.kept)
+    assert kept[path] == CodeForm(8)
+    assert len([found for found in kept if found[0] == "layers"]) == 4 * len(model.config.layers)
+    assert ("embed_tokens", "weight") not in kept
+    shape = leaf_shapes(model.config, "bfloat16", linear)[path]
+    leaf = np.zeros(shape.shape, shape.dtype)
+    for rule in rules(linear).rules:
+        if rule.targets[0].path == path:
+            rule.fill({path: leaf}, model.tensors, 0, rule.num_rows)
+    names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
+    expected = np.concatenate([model.tensors[name][0:128] for name in names])
+    found = dequantised(jnp.asarray(leaf), 128, jnp.dtype(jnp.float32))
+    np.testing.assert_array_equal(np.asarray(found), expected)

@@ -15,6 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from penstock.runtime.models.quantised import Codes
+from penstock.runtime.ops.codes import CodeForm
+
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -31,7 +34,8 @@ class BlockType:
     """One type: how many values a block has, in how many bytes, and how they are read.
 
     dtype: that of the values as they are read. decode: blocks [n, num_bytes] to values [n, values]; None:
-    the bytes are the values.
+    the bytes are the values. integers: blocks [n, num_bytes] to codes int8 [n, values] of `bits`, of which
+    the float16 at the begin of a block is the scale; None: the type has other scales, or minima.
     """
 
     name: str
@@ -39,6 +43,24 @@ class BlockType:
     num_bytes: int
     dtype: np.dtype[Any]
     decode: Callable[[Bytes], Floats] | None = None
+    integers: Callable[[Bytes], npt.NDArray[np.int8]] | None = None
+    bits: int = 8
+
+    @property
+    def form(self) -> CodeForm | None:
+        """The bytes that hold codes as they are stored; None: none can."""
+        return None if self.integers is None else CodeForm(self.bits)
+
+    def codes(self, rows: Bytes) -> Codes | None:
+        """The codes of rows of whole blocks; None if there are none, or scales that are no numbers."""
+        if self.integers is None:
+            return None
+        blocks = rows.reshape(rows.size // self.num_bytes, self.num_bytes)
+        scales = _half(blocks, 0).reshape(len(rows), -1)
+        if not np.isfinite(scales).all():
+            return None
+        codes = self.integers(blocks).reshape(len(rows), -1)
+        return Codes(codes=codes, bits=self.bits, scales=scales, zeros=None, group=self.values)
 
     def read(self, rows: Bytes) -> npt.NDArray[Any]:
         """The values of rows of whole blocks, uint8 [rows, n * num_bytes] -> [rows, n * values]."""
@@ -81,6 +103,16 @@ def _by_group(values: npt.NDArray[Any], scales: Floats) -> Floats:
 
 def _q4_0(blocks: Bytes) -> Floats:
     return _half(blocks, 0) * (_nibbles(blocks[:, 2:], 16).astype(np.float32) - 8)
+
+
+def _integers_of_4_bits(blocks: Bytes) -> npt.NDArray[np.int8]:
+    """Those of Q4_0."""
+    return _nibbles(blocks[:, 2:], 16).astype(np.int8) - np.int8(8)
+
+
+def _integers_of_5_bits(blocks: Bytes) -> npt.NDArray[np.int8]:
+    """Those of Q5_0."""
+    return (_nibbles(blocks[:, 6:], 16) | _fifth(blocks, 2)).astype(np.int8) - np.int8(16)
 
 
 def _q4_1(blocks: Bytes) -> Floats:
@@ -159,17 +191,19 @@ _FLOAT32 = np.dtype(np.float32)
 BLOCK_TYPES: Mapping[int, BlockType] = {
     0: BlockType("F32", 1, 4, _FLOAT32),
     1: BlockType("F16", 1, 2, np.dtype(np.float16)),
-    2: BlockType("Q4_0", 32, 18, _FLOAT32, _q4_0),
+    2: BlockType("Q4_0", 32, 18, _FLOAT32, _q4_0, _integers_of_4_bits, bits=4),
     3: BlockType("Q4_1", 32, 20, _FLOAT32, _q4_1),
-    6: BlockType("Q5_0", 32, 22, _FLOAT32, _q5_0),
+    6: BlockType("Q5_0", 32, 22, _FLOAT32, _q5_0, _integers_of_5_bits),
     7: BlockType("Q5_1", 32, 24, _FLOAT32, _q5_1),
-    8: BlockType("Q8_0", 32, 34, _FLOAT32, _q8_0),
+    8: BlockType("Q8_0", 32, 34, _FLOAT32, _q8_0, lambda blocks: blocks[:, 2:].view(np.int8)),
     10: BlockType("Q2_K", _SUPER, 84, _FLOAT32, _q2_k),
     11: BlockType("Q3_K", _SUPER, 110, _FLOAT32, _q3_k),
     12: BlockType("Q4_K", _SUPER, 144, _FLOAT32, _q4_k),
     13: BlockType("Q5_K", _SUPER, 176, _FLOAT32, _q5_k),
     14: BlockType("Q6_K", _SUPER, 210, _FLOAT32, _q6_k),
-    20: BlockType("IQ4_NL", 32, 18, _FLOAT32, _iq4_nl),
+    20: BlockType(
+        "IQ4_NL", 32, 18, _FLOAT32, _iq4_nl, lambda blocks: _NL.astype(np.int8)[_nibbles(blocks[:, 2:], 16)]
+    ),
     23: BlockType("IQ4_XS", _SUPER, 136, _FLOAT32, _iq4_xs),
     30: BlockType("BF16", 1, 2, np.dtype(jnp.bfloat16)),
     39: BlockType("MXFP4", 32, 17, _FLOAT32, _mxfp4),

@@ -4,8 +4,8 @@ llama.cpp stores some weights otherwise than transformers: other names, rows in 
 added to them, experts of a layer in one tensor. Here each becomes a `Tensor` of the load rules, whose values
 are read, and turned back, a few rows at a time.
 
-A weight that stays packed on its way to the device would be read beside `Stored.__getitem__`: the rows that
-it needs are those of `Stored.blocks`, in which its type tells codes, scales and minima apart.
+A weight whose type has integers with one scale a block can stay so on its way to the device: `Stored.codes`
+reads the same rows as codes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import numpy.typing as npt
 
 from penstock.runtime.loading.gguf.block_types import Bytes
 from penstock.runtime.loading.gguf.file import TensorInfo
+from penstock.runtime.models.quantised import Codes
+from penstock.runtime.ops.codes import CodeForm
 
 Made: TypeAlias = npt.NDArray[Any]
 
@@ -64,6 +66,19 @@ class Stored:
             read = read if self.columns is None else read[:, self.columns]
             values = read.reshape(max(0, end - begin), *self.shape[1:])
         return self.undo(values.astype(np.float32)) if self.undo else values
+
+    @property
+    def kept(self) -> CodeForm | None:
+        """The bytes that can hold its codes as they are (`CodedTensor`)."""
+        is_plain = len(self.shape) == 2 and self.columns is None and self.undo is None
+        return self.info.type.form if is_plain else None
+
+    def codes(self, rows: slice, form: CodeForm) -> Codes | None:
+        """Consecutive rows as codes that bytes of this form hold as they are (`CodedTensor`)."""
+        if self.kept is None or not form.takes(self.kept):
+            return None
+        begin, end, _ = rows.indices(self.shape[0])
+        return self.info.type.codes(self.blocks(begin, end))
 
     def blocks(self, begin: int, end: int) -> Bytes:
         """Rows as they are stored, uint8 [rows, bytes of a row], but in order."""
