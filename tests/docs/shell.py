@@ -57,6 +57,13 @@ def _tests_exist(words: Sequence[str]) -> None:
         assert any(name in file.read_text() for file in files), f"nothing is called {name}"
 
 
+def _quantize_has(words: Sequence[str]) -> None:
+    """Check that the command has each flag."""
+    source = (ROOT / "service/penstock/server_cli/commands/quantize.py").read_text()
+    for flag in _flags(words):
+        assert f'"{flag}"' in source, f"penstock quantize has no {flag}"
+
+
 def _nothing(words: Sequence[str]) -> None:
     """Check nothing but the shell's grammar, which `bash -n` has checked."""
 
@@ -98,6 +105,11 @@ NOT_RUN = (
         r"python -m examples\.",
         "it trains for minutes, and tests/examples does a few steps; module and flags must exist",
         _module_exists,
+    ),
+    NotRun(
+        r"penstock quantize ",
+        "it computes texts for half a minute, and tests/runtime/quantising does so with a smaller model",
+        _quantize_has,
     ),
     NotRun(r"python -m penstock\.\S*native\.build", "it compiles C++ for a minute", _module_exists),
     NotRun(r"(\w+=\S+ )*python -m pytest ", "the suite runs them; files and names must exist", _tests_exist),

@@ -38,6 +38,7 @@ ARGUMENTS = {
     "serve": ["demo"],
     "check": ["demo"],
     "plan": ["demo"],
+    "quantize": ["demo", "x"],
     "keys": ["list", "--file", "x"],
     "usage": ["x"],
     "push-weights": ["x", "--label", "l"],

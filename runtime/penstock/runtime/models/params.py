@@ -24,6 +24,7 @@ from penstock.runtime.models.layers.experts import StackedLinear
 from penstock.runtime.models.linear import PLAIN, Linear, LinearFormat
 from penstock.runtime.models.load_rules import (
     HasLoadRules,
+    LoadRule,
     LoadRules,
     ParamPath,
     Source,
@@ -107,6 +108,35 @@ def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: Linear
     rules = of_one if config.devices == 1 else of_one.on_devices(config.devices)
     check(rules, leaf_shapes(config, dtype, linear))
     return rules
+
+
+def one_layer(config: ModelConfig, layer: int) -> ModelConfig:
+    """A model of this layer alone, with next to no embeddings: for computing a model layer by layer. Layers
+    with equal configs have one program then.
+    """
+    alone = replace(config.layers[layer], shares_kv_of=None)
+    return replace(config, layers=(alone,), vocab_size=1, tie_word_embeddings=True, vision=None)
+
+
+def rules_of_layer(
+    config: ModelConfig, layer: int, dtype: npt.DTypeLike | None = None, linear: LinearFormat = PLAIN
+) -> dict[ParamPath, LoadRule]:
+    """What `one_layer` makes of the tensors that the checkpoint of the whole model has for this layer, by the
+    path in `one_layer` that each would have if nothing were fused.
+    """
+    dtype = model_dtype(config, dtype)
+    model = nnx.merge(*_abstract_model(one_layer(config, layer), dtype, linear))
+    whole = _spelled(family_of(config.architecture).stored(config), config.names)
+
+    def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
+        return whole(("layers", layer, *path[2:]), shape)
+
+    return {
+        of_tensor: rule
+        for path, module in nnx.iter_modules(model)
+        if path[:1] == ("layers",) and isinstance(module, HasLoadRules)
+        for of_tensor, rule in module.load_rules(cast(ParamPath, path), dtype, stored)
+    }
 
 
 def adapted_model(

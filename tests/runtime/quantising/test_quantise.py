@@ -1,0 +1,208 @@
+"""`quantise`: what it refuses before it costs anything, and the folder that it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.runtime.errors import ConfigError
+from penstock.runtime.loading.checkpoint import load_config
+from penstock.runtime.loading.quantised.checkpoint import find_weights
+from penstock.runtime.loading.quantised.layers import QuantisedWeight
+from penstock.runtime.loading.safetensors_files import find_tensors
+from penstock.runtime.quantising import quantise as module
+from penstock.runtime.quantising.options import Method, QuantiseOptions
+from penstock.runtime.quantising.quantise import quantise
+from tests.support.goldens import GOLDEN, QUANTISED
+from tests.support.models.random_model import write_random_model
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A small checkpoint in floats."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_random_model(folder, seed=3)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"format": "int3"}, "format: must be one of int4, int8"),
+        ({"group": 16}, "group: must be one of 32, 64, 128"),
+        ({"method": "best"}, "method: must be one of rtn, gptq, awq"),
+        ({"calibration_tokens": 0}, "calibration_tokens: must be at least 1"),
+        ({"method": "rtn", "calibration": Path("x")}, "calibration: method rtn uses no text"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_by_name(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        QuantiseOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "says"),
+    [
+        (QUANTISED / "awq_g64", {}, "is quantised already"),
+        (GOLDEN / "mixtral", {}, "layer 0 has experts"),
+        (GOLDEN / "deepseek_v2", {}, "layer 0 has latent attention"),
+        (GOLDEN / "olmo2", {"method": "awq"}, "layer 0 has norms of the kind 'post'; choose gptq"),
+        (GOLDEN / "llama", {}, "no weight can be quantised"),
+        (GOLDEN / "gguf" / "qwen3_mixed" / "model.gguf", {}, "a GGUF file"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Path) else None,
+)
+def test_models_that_cannot_be_quantised_are_refused_by_name(
+    folder: Path, options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        quantise(folder, tmp_path / "out", QuantiseOptions(**options))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_there_or_has_no_room_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="is there already"):
+        quantise(model, model, QuantiseOptions())
+    with pytest.raises(ConfigError, match="is no folder; make it first"):
+        quantise(model, tmp_path / "none" / "out", QuantiseOptions())
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(ConfigError, match=r"has room for 0\.00 GB, and the quantised checkpoint takes"):
+        quantise(model, tmp_path / "out", QuantiseOptions())
+
+
+def test_an_interruption_leaves_nothing_behind(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        assert len(list(tmp_path.iterdir())) == 2  # the model, and the folder in the making
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_make", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantise(model, tmp_path / "out", QuantiseOptions(method="rtn"))
+    assert list(tmp_path.iterdir()) == [model]
+
+
+def exactly(folder: Path, name: str) -> np.ndarray:
+    """A weight of a folder in float32."""
+    tensor = find_weights(folder)[name]
+    return np.asarray(tensor[0 : tensor.shape[0]]).astype(np.float32)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("kinds", "factor"),
+    [
+        ((("rtn", 4), ("gptq", 4)), 1),
+        pytest.param((("rtn", 4), ("awq", 4)), 1, marks=pytest.mark.sweep),
+        pytest.param((("rtn", 4), ("rtn", 8)), 20, marks=pytest.mark.sweep),
+        pytest.param((("rtn", 8), ("gptq", 8)), 1, marks=pytest.mark.sweep),
+    ],
+    ids=["gptq", "awq", "int8", "gptq8"],
+)
+def test_the_folder_loads_and_loses_less_than_with_a_plainer_method(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: tuple[tuple[Method, int], ...],
+    factor: int,
+) -> None:
+    """Each folder has every tensor, those in codes near the floats. The KL divergence of the second kind is
+    less than that of the first, divided by the factor.
+    """
+    monkeypatch.setattr(module, "_WATCHED_TOKENS", 64)
+    monkeypatch.setattr(module, "JUDGED_TOKENS", 64)
+    seen: list[tuple[int, int]] = []
+    kl = []
+    for method, bits in kinds:
+        out = tmp_path / f"{method}{bits}"
+        options = QuantiseOptions(
+            format="int4" if bits == 4 else "int8", method=method, calibration_tokens=640
+        )
+        report = quantise(model, out, options, progress=lambda done, total: seen.append((done, total)))
+        kl.append(report.score.kl)
+        assert seen[-1][0] == seen[-1][1]
+        assert report.num_quantised == 14
+        assert report.kept == ()
+        assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+        assert load_config(out) == load_config(model)
+        weights = find_weights(out)
+        assert set(weights) == set(find_tensors(model))
+        assert report.new_bytes == sum(entry.num_bytes for entry in find_tensors(out).values())
+        assert sum(isinstance(weight, QuantisedWeight) for weight in weights.values()) == 14
+        if method != "awq":  # which scales columns
+            off = np.abs(exactly(out, Q_PROJ) - exactly(model, Q_PROJ))
+            assert 0 < off.mean() < np.abs(exactly(model, Q_PROJ)).mean() / (8 if bits == 4 else 100)
+    assert kl[1] < kl[0] / factor
+
+
+_READ = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+found = []
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.arange(5, 45)[None]
+    with torch.no_grad():
+        found.append(torch.log_softmax(model(tokens).logits[0], dim=1)[:, :50].tolist())
+print(json.dumps(found))
+"""
+TORCH_PYTHON = os.environ.get("PENSTOCK_TEST_TORCH_PYTHON")
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(
+    TORCH_PYTHON is None,
+    reason="PENSTOCK_TEST_TORCH_PYTHON names no Python with torch, transformers and compressed-tensors",
+)
+@pytest.mark.parametrize("method", ["gptq", "awq", "rtn"])
+def test_transformers_with_compressed_tensors_computes_the_same(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The quantised folder as those packages read it, and a folder with our dequantised weights as floats."""
+    monkeypatch.setattr(module, "JUDGED_TOKENS", 64)
+    out, plain = tmp_path / "out", tmp_path / "plain"
+    bits = 8 if method == "rtn" else 4
+    quantise(
+        model,
+        out,
+        QuantiseOptions(format=f"int{bits}", method=method, calibration_tokens=1024),
+        progress=False,
+    )
+    shutil.copytree(out, plain)
+    config = json.loads((plain / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    _write_floats(plain, {name: exactly(out, name) for name in find_weights(out)})
+    assert TORCH_PYTHON is not None
+    told = subprocess.run(
+        [TORCH_PYTHON, "-c", _READ, str(out), str(plain)], capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    theirs, ours = json.loads(told.stdout.splitlines()[-1])
+    # Their library rounds weights to the dtype of the scales; ours are exact in float32.
+    np.testing.assert_allclose(theirs, ours, atol=0.05)
+
+
+def _write_floats(folder: Path, tensors: dict[str, np.ndarray]) -> None:
+    header, data = {}, b""
+    for name, values in tensors.items():
+        begin = len(data)
+        data += values.tobytes()
+        header[name] = {"dtype": "F32", "shape": values.shape, "data_offsets": [begin, len(data)]}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
