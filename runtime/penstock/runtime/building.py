@@ -98,7 +98,7 @@ def build(
         backend = choose_backend(options, *sorted(first.devices(), key=lambda device: device.id))
     check_required(options, backend, np.dtype(model.dtype))
     threads = options.threads or available_processors()
-    model = _with_whole_texts(model, options, backend)
+    model = with_whole_texts(model, options, backend)
     cache = model.cache
     config, shapes = longest_shapes(model, options, backend, threads=threads)
     _log_penalties(model, config)
@@ -112,7 +112,7 @@ def build(
             np.dtype(model.dtype),
             better,
         )
-    _check_adapters(model, config)
+    check_adapters(model, config)
     _check_draft(model, config, log_of_calls)
     use_compilation_cache(config.compilation_cache)
     groups = model.whole_cache.groups(config.page_size, shapes.kv_dtype)
@@ -316,7 +316,7 @@ def _reads_whole(model: ServedModel) -> bool:
     return model.reader is not None and model.reader.reads_whole
 
 
-def _with_whole_texts(model: ServedModel, options: EngineConfig, backend: Backend) -> ServedModel:
+def with_whole_texts(model: ServedModel, options: EngineConfig, backend: Backend) -> ServedModel:
     """The model with a context that a step has room for, if it reads texts in one step. ConfigError for
     options that such a model has no use for.
     """
@@ -377,6 +377,7 @@ def _runner_config(
         max_decode_steps=config.max_decode_steps,
         show_progress=config.show_progress,
         program_folder=config.compilation_cache,
+        compiled=config.compiled,
         checks_proposals=config.speculation != "off",
         drafted_tokens=_drafted_tokens(config),
         **_picture_shapes(model, config, backend),
@@ -384,7 +385,8 @@ def _runner_config(
     )
 
 
-def _check_adapters(model: ServedModel, config: ResolvedConfig) -> None:
+def check_adapters(model: ServedModel, config: ResolvedConfig) -> None:
+    """Raise ConfigError if adapters are asked for and the model cannot have any."""
     if config.max_adapters and model.adapted is None:
         raise ConfigError("max_adapters: this model takes no adapters")
 

@@ -220,6 +220,9 @@ class EngineConfig:
     the largest image has."""
     compilation_cache: Path | None = field(default_factory=default_compilation_cache)
     """Folder in which compiled programs are kept between starts; None: they are not kept."""
+    compiled: Path | None = None
+    """Folder of programs that `penstock compile` made for this machine, perhaps on another. They are used if
+    all that they are made of agrees; else a warning says what differs, and programs are compiled here."""
     metrics: bool = True
     """Whether the engine measures what it does, for `Engine.metrics` and the server's metrics."""
     show_progress: bool = True

@@ -28,6 +28,7 @@ from penstock.runtime.building import build, grammar_compiler, measure
 from penstock.runtime.chat.parser import ChatForms, choose_forms
 from penstock.runtime.config import EngineConfig, ResolvedConfig
 from penstock.runtime.errors import ConfigError, InvalidRequest, PenstockError, UnsupportedFeature, Violation
+from penstock.runtime.execution import compiled_set
 from penstock.runtime.execution.backend import Backend, choose_backend
 from penstock.runtime.execution.cpu_threads import start_backends
 from penstock.runtime.following.interface import DispatchLog, Lead
@@ -283,6 +284,8 @@ class Engine(EngineCore):
         """
         config = config or EngineConfig()
         threads = config.threads or available_processors()
+        if config.compiled is not None:
+            compiled_set.check(config.compiled)
         if lead is None:
             devices = start_backends(threads, config.tensor_parallel_size or 1)
             config = with_mesh_size(config, model, devices)

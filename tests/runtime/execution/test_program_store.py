@@ -136,10 +136,10 @@ def test_what_programs_are_made_of_is_told_in_full() -> None:
         "jax.numpy.zeros",
         None,
     ]
-    assert len({program_store._described(value) for value in values}) == len(values)
+    assert len({program_store.described(value) for value in values}) == len(values)
     for value in (lambda: 0, Part(1, lambda: 0), object(), np.arange(3)):
-        with pytest.raises(program_store._Untold):
-            program_store._described(value)
+        with pytest.raises(program_store.Untold):
+            program_store.described(value)
 
 
 STARTS = """

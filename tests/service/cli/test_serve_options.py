@@ -394,6 +394,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         "--tool-call-parser": "pythonic",
         "--reasoning-parser": "none",
         "--compilation-cache": str(tmp_path),
+        "--compiled": str(tmp_path / "compiled"),
     }
     config = serve_flags.engine_config(parse("demo", *(x for pair in given.items() for x in pair)))
     assert config == EngineConfig(
@@ -435,6 +436,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         tool_call_parser="pythonic",
         reasoning_parser="none",
         compilation_cache=tmp_path,
+        compiled=tmp_path / "compiled",
     )
     assert serve_flags.engine_config(parse("demo", "--compilation-cache", "off")).compilation_cache is None
     assert not serve_flags.engine_config(parse("demo", "--no-overlap")).overlap

@@ -23,6 +23,7 @@ COMMANDS = {
     "check": "say whether a checkpoint would serve, and how much memory it takes",
     "plan": "say on which chips a model fits, and how fast it can be there",
     "quantize": "write a checkpoint with weights of 4 or 8 bits",
+    "compile": "compile a model's programs for a chip that is not here",
     "generate": "continue a prompt, streaming to the terminal",
     "chat": "talk to a model in the terminal",
     "embed": "make vectors of texts",
@@ -49,7 +50,7 @@ COMMANDS = {
 """From the name of a command to its line in `penstock --help`. Its module has the same name, with
 underscores.
 """
-_SERVER = {"demo", "serve", "check", "plan", "quantize", "openai", "batch", "keys", "usage"}
+_SERVER = {"demo", "serve", "check", "plan", "compile", "quantize", "openai", "batch", "keys", "usage"}
 """Commands whose modules come with the engine, in `penstock.server_cli.commands`."""
 
 

@@ -9,13 +9,14 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from penstock.runtime.execution import program_store
+from penstock.runtime.execution import compiled_set, program_store
 from penstock.runtime.execution.backend import Backend
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.compilation import compile_all, compile_program
@@ -154,12 +155,25 @@ class ProgramBuilder:
             **({"write_adapter": self.write_adapter} if self.adapters else {}),
         }
 
+    def write(self, folder: Path) -> int:
+        """Compile all programs, and write them into the folder for another machine (`compiled_set`). Returns
+        their bytes. ConfigError if they cannot be written.
+        """
+        config = self.config
+        made = compile_all(self.jobs(), threads=config.threads, show_progress=config.show_progress)
+        return compiled_set.write(folder, self.facts(), made)
+
     def _made(
         self, jobs: Mapping[Job, Callable[[], jax.stages.Compiled]]
     ) -> Mapping[Job, jax.stages.Compiled]:
         compile_them = partial(
             compile_all, threads=self.config.threads, show_progress=self.config.show_progress
         )
+        if self.config.compiled is not None:
+            devices = list(self.backend.mesh.devices.flat)
+            taken = compiled_set.read(self.config.compiled, self.facts(), devices)
+            if taken.keys() >= jobs.keys():
+                return taken
         folder, key = self.config.program_folder, self._key()
         if folder is None or key is None:
             return compile_them(jobs)
@@ -180,15 +194,28 @@ class ProgramBuilder:
         config = self.config
         if config.program_folder is None or config.vision is not None or not self.backend.keeps_programs:
             return None
-        config = dataclasses.replace(config, show_progress=False, program_folder=None)
+        config = dataclasses.replace(config, show_progress=False, program_folder=None, compiled=None)
         devices = tuple((device.id, device.process_index) for device in self.backend.mesh.devices.flat)
         # JAX's cache is written by the first process of a group alone, so each has its own programs here.
         place = (self.sharding, devices, jax.process_index())
-        drafted = None if self.draft is None else (self.draft.graphdef, self.draft.cache)
-        values = (config, self.graphdef, self.backend, self.cache, self.num_pages, place, drafted)
+        values = (config, self.graphdef, self.backend, self.cache, self.num_pages, place, self._drafted)
+        return program_store.key_of(values, self._arguments)
+
+    def facts(self) -> compiled_set.Facts:
+        """All that the programs are made of, by which another machine tells whether they are its own."""
+        parts = (self.config, (self.graphdef, self._drafted), self.cache, self.num_pages)
+        return compiled_set.facts_of(*parts, self._arguments, self.backend)
+
+    @property
+    def _drafted(self) -> tuple[nnx.GraphDef[Any], CacheSpec] | None:
+        """What a draft model is made of."""
+        return None if self.draft is None else (self.draft.graphdef, self.draft.cache)
+
+    @property
+    def _arguments(self) -> list[Any]:
+        """All that stays on the device between the calls of programs."""
         given = (self.weights, self.state, self.kv, self.pool, self.adapters, self.draft_weights)
-        arrays = jax.tree.leaves(given)
-        return program_store.key_of(values, arrays)
+        return jax.tree.leaves(given)
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
         packed = self._ints(self._layout(key).size)

@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 MOST_FILES = 16
 """So many sets of programs are kept, for each process of a group, all of which may share a folder; those that
 were used longest ago go first."""
-_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
-_Stored = tuple[bytes, Any, Any]
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
+Stored = tuple[bytes, Any, Any]
 _HIT = "/jax/compilation_cache/cache_hits"
 _VARIABLES = ("XLA_", "JAX_", "PENSTOCK_")
 _RUNTIME = Path(__file__).parents[1]
@@ -49,7 +49,7 @@ _ADDRESSES = (" at 0x", "array(", "<lambda>", "<locals>")
 """What a description has of a value that it does not tell in full."""
 
 
-class _Untold(Exception):
+class Untold(Exception):
     """A value cannot be told in full by a text."""
 
 
@@ -57,11 +57,11 @@ def key_of(values: Sequence[Any], arrays: Iterable[Any]) -> str | None:
     """The name of programs that are made of these values and of arrays of these shapes, dtypes and places, by
     this code on this machine; None where a value cannot be told in full.
     """
-    digest = hashlib.sha256(_code())
+    digest = hashlib.sha256(code_digest())
     try:
-        for text in itertools.chain(map(_described, values), map(_shape, arrays), _surroundings()):
+        for text in itertools.chain(map(described, values), map(_shape, arrays), _surroundings()):
             digest.update(hashlib.sha256(text.encode()).digest())
-    except (_Untold, OSError):
+    except (Untold, OSError):
         return None
     return digest.hexdigest()
 
@@ -71,7 +71,7 @@ class Kept:
     """The programs of a set that were kept, by their names in it; some may be lacking."""
 
     programs: Mapping[Any, jax.stages.Compiled]
-    stored: Mapping[Any, _Stored]
+    stored: Mapping[Any, Stored]
     """The same as they are in the file."""
 
 
@@ -111,7 +111,7 @@ def load(folder: Path, key: str, devices: Sequence[jax.Device]) -> Kept:
     file, began = _file(folder, key), time.monotonic()
     try:
         stored = pickle.loads(file.read_bytes())
-        programs = {name: _loaded(each, devices) for name, each in stored.items()}
+        programs = {name: from_stored(each, devices) for name, each in stored.items()}
     except FileNotFoundError:
         return Kept({}, {})
     except Exception as error:  # noqa: BLE001 # it may be cut, or XLA may refuse it
@@ -128,7 +128,7 @@ def save(folder: Path, key: str, kept: Kept, new: Mapping[Any, jax.stages.Compil
     if not new:
         return
     try:
-        data = pickle.dumps({**kept.stored, **{name: _stored(program) for name, program in new.items()}})
+        data = pickle.dumps({**kept.stored, **{name: to_stored(program) for name, program in new.items()}})
         _write(_file(folder, key), data)
         files = sorted(folder.glob("programs-*"), key=lambda each: each.stat().st_mtime, reverse=True)
         for old in files[MOST_FILES * jax.process_count() :]:
@@ -153,7 +153,7 @@ def _file(folder: Path, key: str) -> Path:
     return folder / f"programs-{key}"
 
 
-def _stored(program: jax.stages.Compiled) -> _Stored:
+def to_stored(program: jax.stages.Compiled) -> Stored:
     """A program as bytes, with trees of numbers in the form of its arguments and of its results: `pickle`
     knows our classes, but not JAX's descriptions of such trees.
     """
@@ -162,7 +162,7 @@ def _stored(program: jax.stages.Compiled) -> _Stored:
     return (data, *numbered)
 
 
-def _loaded(stored: _Stored, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
+def from_stored(stored: Stored, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
     data, arguments, results = stored
     program: jax.stages.Compiled = serialize_executable.deserialize_and_load(
         data,
@@ -179,12 +179,12 @@ def _shape(array: Any) -> str:
 
 def _surroundings() -> Iterator[str]:
     """Versions, the machine and settings."""
-    yield _described(jax.ffi.ffi_call)  # tests put another in its place to call emulated kernels
+    yield described(jax.ffi.ffi_call)  # tests put another in its place to call emulated kernels
     yield platform.python_version()
-    for package in _PACKAGES:
+    for package in PACKAGES:
         yield f"{package} {metadata.version(package)}"
     yield platform.machine()
-    yield _processor()
+    yield processor()
     for name, value in sorted(os.environ.items()):
         if name.startswith(_VARIABLES):
             yield f"{name}={value}"
@@ -193,25 +193,25 @@ def _surroundings() -> Iterator[str]:
             yield f"{name}={value}"
 
 
-def _described(value: Any) -> str:
-    """A text that differs for every other value. Raises _Untold."""
+def described(value: Any) -> str:
+    """A text that differs for every other value. Raises Untold."""
     if isinstance(value, functools.partial):
-        return f"partial{_described((value.func, value.args, tuple(value.keywords.items())))}"
+        return f"partial{described((value.func, value.args, tuple(value.keywords.items())))}"
     if isinstance(value, tuple):
-        return f"{type(value).__qualname__}({', '.join(map(_described, value))})"
+        return f"{type(value).__qualname__}({', '.join(map(described, value))})"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = ((field.name, _described(getattr(value, field.name))) for field in dataclasses.fields(value))
+        fields = ((field.name, described(getattr(value, field.name))) for field in dataclasses.fields(value))
         return f"{type(value).__qualname__}{tuple(fields)}"
     if callable(value) and hasattr(value, "__qualname__"):
         text = f"{value.__module__}.{value.__qualname__}"
     else:
         text = repr(value)
     if any(part in text for part in _ADDRESSES):
-        raise _Untold(text)
+        raise Untold(text)
     return text
 
 
-def _processor() -> str:
+def processor() -> str:
     """What the processor is and can: XLA's code is for one kind."""
     found = []
     with contextlib.suppress(FileNotFoundError):
@@ -224,7 +224,7 @@ def _processor() -> str:
 
 
 @functools.cache
-def _code() -> bytes:
+def code_digest() -> bytes:
     """A digest of this package's code, and of the form of these files."""
     digest = hashlib.sha256(b"1")
     for file in sorted(_RUNTIME.rglob("*.py")):

@@ -506,7 +506,7 @@ class ModelRunner:
         guesses = None
         if (asking := asking_the_draft(plan)) is not None:
             of_rows = self.config.buckets.select(asking.num_tokens, len(asking.rows))
-            packed = slots.pack(asking, of_rows, {})[: slots.layout(of_rows).rows_size]
+            packed = slots.pack(asking, of_rows, ())[: slots.layout(of_rows).rows_size]
             guesses = of_rows.rows, packed
         classified = hidden_rows.classified(whole, slots) if self.config.num_classes else frozenset[int]()
         now_ns = time.monotonic_ns()

@@ -60,6 +60,8 @@ class RunnerConfig:
     show_progress: bool = True
     program_folder: Path | None = None
     """Where compiled programs are kept as a whole (`program_store`); None: nowhere."""
+    compiled: Path | None = None
+    """The folder of programs that another machine compiled (`compiled_set`); None: there is none."""
     max_adapters: int = 0
     """Slots of adapters; 0: no step has any."""
     adapter_rank: int = 0

@@ -47,6 +47,8 @@ def joined(
 
 def check_options(config: EngineConfig, options: GroupOptions) -> None:
     """Raise ConfigError if the engine's options do not fit those of a group."""
+    if config.compiled is not None:
+        raise ConfigError("compiled: is for one process; the processes of a group compile their programs")
     size = config.tensor_parallel_size
     if size is None or size % options.processes:
         raise ConfigError(

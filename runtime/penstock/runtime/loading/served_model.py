@@ -252,6 +252,34 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
         threads=config.threads or available_processors(),
     )
     host_memory.give_back()
+    return _served(model, directory, config, facts, leaves, draft)
+
+
+def shapes_of_model(model: str, config: EngineConfig, backend: Backend) -> ServedModel:
+    """The model that `load_model` would load, with shapes in place of its weights, of which only the headers
+    are read. The backend's devices need not be there. Raises as `load_model` does, and ConfigError for a
+    draft.
+    """
+    if config.draft_model is not None:
+        raise ConfigError("draft_model: programs cannot be compiled ahead for a model with a draft")
+    directory = resolve_model(model)
+    facts = read_checkpoint(directory, config, backend)
+    sharding = cut_sharding(backend.mesh)
+    leaves = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        for path, leaf in leaf_shapes(facts.config, facts.dtype, facts.linear).items()
+    }
+    return _served(model, directory, config, facts, leaves)
+
+
+def _served(
+    model: str,
+    directory: Path,
+    config: EngineConfig,
+    facts: CheckpointFacts,
+    leaves: Mapping[Any, Any],
+    draft: DraftModel | None = None,
+) -> ServedModel:
     graphdef, shapes = abstract_model(facts.config, facts.dtype, facts.linear)
     takes_adapters = bool(config.max_adapters) and facts.config.encoder is None
     return ServedModel(

@@ -18,16 +18,16 @@ import numpy as np
 from flax import nnx
 from jax.experimental import topologies
 
-from penstock.runtime.building import kv_plan, longest_shapes
+from penstock.runtime.building import check_adapters, kv_plan, longest_shapes, with_whole_texts
 from penstock.runtime.config import EngineConfig
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.execution.backend import Backend, choose_backend
+from penstock.runtime.execution.backend import Backend, choose_backend, has_own_memory
 from penstock.runtime.execution.buckets import ProgramKey
 from penstock.runtime.execution.device_state import builder_of_shapes, peak_temp_bytes
 from penstock.runtime.execution.kv_sizing import DeviceMemory, check_max_model_len
 from penstock.runtime.execution.on_mesh import cut_sharding
 from penstock.runtime.execution.program_set import ProgramBuilder
-from penstock.runtime.loading.served_model import ServedModel, reader_of
+from penstock.runtime.loading.served_model import ServedModel, reader_of, shapes_of_model
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.cutting import cut
@@ -128,7 +128,30 @@ def absent_programs(
     """What makes the programs of an engine with a cache of so many bytes on each device."""
     model = model_of_shapes(config, options, backend)
     options = dataclasses.replace(options, kv_cache_bytes=kv_bytes, show_progress=False)
-    resolved, shapes = longest_shapes(model, options, backend, threads=available_processors())
+    return _builder(model, options, backend)
+
+
+def checkpoint_programs(model: str, options: EngineConfig, backend: Backend) -> ProgramBuilder:
+    """What makes the programs with which an engine would serve "demo", a checkpoint directory, a GGUF file or
+    a hub id with these options. Of weights only the headers are read. ConfigError if the options do not suit
+    the model, and for what programs cannot be made of without the device.
+    """
+    if options.kv_cache_bytes is None and has_own_memory(backend.mesh.devices.flat[0]):
+        raise ConfigError(
+            "kv_cache_bytes: must be given, because only the device knows how much of its memory is free"
+        )
+    found = shapes_of_model(model, options, backend)
+    if found.vision is not None:
+        raise ConfigError(
+            f"{found.architecture} reads pictures, and programs of such models are compiled where they run"
+        )
+    return _builder(with_whole_texts(found, options, backend), options, backend)
+
+
+def _builder(model: ServedModel, options: EngineConfig, backend: Backend) -> ProgramBuilder:
+    threads = options.threads or available_processors()
+    resolved, shapes = longest_shapes(model, options, backend, threads=threads)
+    check_adapters(model, resolved)
     kv = kv_plan(model, resolved, shapes, device_bytes=None)
     shapes = dataclasses.replace(shapes, max_model_len=kv.max_model_len, num_snapshots=kv.num_snapshots)
     return builder_of_shapes(model.graphdef, model.weights, model.cache, shapes, backend, kv.num_pages)

@@ -114,7 +114,7 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_callers(flags.group("callers"))
     _add_weights(flags.group("weight updates"))
     _add_adapters(flags.group("LoRA adapters"))
-    _add_engine(flags.group("engine"))
+    add_engine(flags.group("engine"))
     add_group(flags.group("several processes", "all of them have the same flags, but for --process-id"))
     _add_requests(flags.group("requests"))
     _add_replies(flags.group("replies"))
@@ -345,7 +345,8 @@ def _add_adapters(flag: AddFlag) -> None:
     )
 
 
-def _add_engine(flag: AddFlag) -> None:
+def add_engine(flag: AddFlag) -> None:
+    """Add the flags of the engine's own options."""
     flag(
         "served_model_name",
         "name in requests and replies; default: the whole hub id, or the last part of a folder's path",
@@ -545,6 +546,12 @@ def _add_engine(flag: AddFlag) -> None:
         "N",
     )
     flag("compilation_cache", "where compiled programs are kept between starts", "DIR|off", type=path_or_off)
+    flag(
+        "compiled",
+        "use the programs that `penstock compile` wrote into this folder, if all that they are made of "
+        "agrees; else say what differs, and compile; default: none",
+        "DIR",
+    )
 
 
 def _add_requests(flag: AddFlag) -> None:
