@@ -90,11 +90,12 @@ test-newest: install ## run the goldens, the kernels and a server on the newest 
 				-m 'not sweep$(if $(MARK), and ($(MARK)))'; \
 	fi
 
-# XLA compiles for TPUs and GPUs that are not there. The plugin for CUDA must have jaxlib's version.
+# XLA compiles for TPUs and GPUs that are not there. The plugin for CUDA must have jaxlib's version, and libtpu the one
+# that this JAX names: JAX cannot read what a newer one makes of some programs.
 test-accelerators: ## compile every program for TPUs and GPUs that are not there (some hundred MB; hours on two cores)
 	$(MAKE) --no-print-directory install VENV=.venv-accelerators
 	@jax=$$(.venv-accelerators/bin/python -c 'import jaxlib; print(jaxlib.__version__)') && \
-		.venv-accelerators/bin/python -m pip install --disable-pip-version-check --quiet libtpu nvidia-cuda-nvcc \
+		.venv-accelerators/bin/python -m pip install --disable-pip-version-check --quiet "jax[tpu]==$$jax" nvidia-cuda-nvcc \
 			"jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax"
 	.venv-accelerators/bin/python -m pytest tests/accelerators
 

@@ -107,4 +107,4 @@ def test_a_compiler_that_is_missing_is_named(run: Run, qwen: str, monkeypatch: p
     code, _, told = run(qwen, "--for", "tpu-v5e", "--compile")
     assert code == 1
     assert "compile: libtpu is not installed, which compiles for tpu-v5e" in told
-    assert "pip install libtpu" in told
+    assert "pip install 'jax[tpu]'" in told

@@ -1,7 +1,8 @@
 """Builds the programs of an engine from shapes alone, and compiles them for chips that are not there.
 
-XLA compiles for TPUs by the package `libtpu`, and for GPUs by `jax-cuda13-plugin`, `jax-cuda13-pjrt` (both in
-jaxlib's version) and `nvidia-cuda-nvcc`. Neither looks for a device.
+XLA compiles for TPUs by the package `libtpu`, in the version that JAX's extra "tpu" names, and for GPUs by
+`jax-cuda13-plugin`, `jax-cuda13-pjrt` (both in jaxlib's version) and `nvidia-cuda-nvcc`. Neither looks for a
+device.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ NEEDED = {True: ("libtpu",), False: ("jax_cuda13_plugin", "jax_plugins.xla_cuda1
 
 
 INSTALL = (
-    "for TPUs: pip install libtpu; for GPUs: pip install jax-cuda13-plugin jax-cuda13-pjrt, both in jaxlib's "
-    "version, and nvidia-cuda-nvcc"
+    "for TPUs: pip install 'jax[tpu]', in JAX's version; for GPUs: pip install jax-cuda13-plugin "
+    "jax-cuda13-pjrt, both in jaxlib's version, and nvidia-cuda-nvcc"
 )
 
 
