@@ -1,4 +1,4 @@
-"""The kernel for decode steps on TPUs, interpreted on a CPU and compared with a dense softmax in float64; the
+"""The kernels for TPUs, interpreted on a CPU and compared with a dense softmax in float64; the
 interpreter copies as a TPU does, and finds races between copies.
 
 What a row must not read is NaN, also within its pages.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,27 +21,43 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from penstock.runtime.ops.kv_rows import kv_layer_shape
+from penstock.runtime.ops.tpu import chunk_attention as chunk_kernel
 from penstock.runtime.ops.tpu.attention import supports, tpu_paged_attention
 from tests.support.native.attention import Case, Options, Shape, check, draw, runner
 
 BF16, F32, INT8 = np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.int8)
 ROWS, WIDTH, PAGES, PAGE = 3, 6, 20, 16
+TOKENS = 40
+"""Of a step with chunks: some blocks of 16 tokens, and a part of one."""
 TOLERANCE = 2e-2
 """Weights and results are rounded to bfloat16, by 2^-9 of about 4 at most."""
 
 
+@pytest.fixture(scope="module")
+def short_blocks() -> Iterator[None]:
+    """Steps of a few tokens have several blocks, as large ones do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_kernel, "MOST_BLOCK", 16)
+        yield
+
+
 @functools.cache
-def step(shape: Shape, options: Options) -> Callable[..., Any]:
+def step(shape: Shape, options: Options, *, decode: bool) -> Callable[..., Any]:
     """A row's pages come round to each place on the chip more than once, so races would be found."""
     interpret = pltpu.InterpretParams(detect_races=True)
-    return runner(functools.partial(tpu_paged_attention, interpret=interpret), shape, options, decode=True)
+    return runner(functools.partial(tpu_paged_attention, interpret=interpret), shape, options, decode=decode)
 
 
-def attends(shape: Shape, options: Options, pasts: list[int], seed: int) -> None:
-    batch = draw([Case(past, 1) for past in pasts], shape, options, seed)
-    check(batch, step(shape, options)(dataclasses.replace(batch, cache=batch.cache.view(BF16))), TOLERANCE)
+def attends(cases: list[Case], shape: Shape, options: Options, seed: int, *, decode: bool) -> None:
+    batch = draw(cases, shape, options, seed)
+    run = step(shape, options, decode=decode)
+    check(batch, run(dataclasses.replace(batch, cache=batch.cache.view(BF16))), TOLERANCE)
     found = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call").races
     assert not found.races_found
+
+
+def chunked(heads: int, kv_heads: int, dim: int = 128) -> Shape:
+    return Shape(heads, kv_heads, dim, PAGE, TOKENS, ROWS, WIDTH, PAGES, dtype="bfloat16")
 
 
 def sized(heads: int, kv_heads: int, dim: int = 128) -> Shape:
@@ -63,7 +79,76 @@ def test_rows_of_any_length(shape: Shape, options: Options, data: st.DataObject,
     most = WIDTH * PAGE - 1
     edges = st.sampled_from([0, PAGE - 1, PAGE, 2 * PAGE, most])
     pasts = data.draw(st.lists(edges | st.integers(0, most), min_size=1, max_size=ROWS))
-    attends(shape, options, pasts, seed)
+    attends([Case(past, 1) for past in pasts], shape, options, seed, decode=True)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Case]:
+    """Rows of one token and of more, of which the step has room for TOKENS together."""
+    left, cases = TOKENS, []
+    for _ in range(draw(st.integers(1, ROWS))):
+        if left:
+            new = draw(st.sampled_from([1, left]) | st.integers(1, left))
+            edges = st.sampled_from([0, PAGE - 1, PAGE, WIDTH * PAGE - new])
+            cases.append(Case(draw(edges | st.integers(0, WIDTH * PAGE - new)), new))
+            left -= new
+    return cases
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        pytest.param(chunked(4, 2), Options(), id="plain", marks=pytest.mark.sweep),
+        pytest.param(chunked(4, 4, dim=256), Options(window=20), id="window", marks=pytest.mark.sweep),
+        pytest.param(chunked(3, 1), Options(window=10, chunk=24, softcap=2.0, sinks=True), id="everything"),
+    ],
+)
+@settings(max_examples=3, deadline=None)
+@given(cases=steps(), seed=st.integers(0, 2**31))
+def test_chunks_of_any_length(
+    short_blocks: None, shape: Shape, options: Options, cases: list[Case], seed: int
+) -> None:
+    """Beside rows of one token."""
+    attends(cases, shape, options, seed, decode=False)
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each copy that the interpreter makes between the device's memories."""
+    dma = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call").DMA
+    write, found = dma.execute_write, []
+
+    def counting(copy: Any) -> None:
+        if copy.data is not None:
+            found.append(copy.data_size)
+        write(copy)
+
+    monkeypatch.setattr(dma, "execute_write", counting)
+    return found
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_decode_step_copies_what_is_in_use(copied: list[int], window: int | None) -> None:
+    """16 rows of 1,024 tokens, in a cache of twice as many, and nothing else. With a window of 300, a row
+    sees 300 tokens, which lie in the last 5 of its 16 pages.
+    """
+    shape = Shape(2, 1, 128, 64, 16, 16, 20, 512, dtype="bfloat16")
+    attends([Case(1023, 1)] * 16, shape, Options(window=window), 1, decode=True)
+    of_token = 2 * 128 * 2
+    assert sum(copied) == 16 * (1024 if window is None else 5 * 64) * of_token
+
+
+@pytest.mark.sweep
+def test_a_step_with_chunks_copies_what_its_blocks_attend_to(copied: list[int]) -> None:
+    """256 tokens: a chunk of 252 after 100 tokens, and 4 rows of one token after 1,023. Blocks have 128
+    tokens; a block reads the pages up to its last token: 4 up to position 228, and 6 up to 352. Queries and
+    results are float32.
+    """
+    shape = Shape(2, 1, 128, 64, 256, 5, 20, 128, dtype="bfloat16")
+    attends([Case(100, 252), *([Case(1023, 1)] * 4)], shape, Options(), 2, decode=False)
+    of_pages = (4 + 6 + 4 * 16) * 64 * (2 * 128 * 2)
+    assert sum(copied) == of_pages + 256 * 2 * (2 * 128 * 4)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Paged attention on TPUs: decode programs call the kernel of `decode_attention`, and what it cannot do, XLA
-computes. Which of the two is decided when a program is traced.
+"""Paged attention on TPUs: programs for rows of one token call the kernel of `decode_attention`, others that
+of `chunk_attention`, and what these cannot do, XLA computes. Which of them it is is decided when a program is
+traced.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from penstock.runtime.ops.attention import (
     paged_attention,
 )
 from penstock.runtime.ops.kv_rows import write_kv
+from penstock.runtime.ops.tpu.chunk_attention import LEAST_BLOCK, block_for, chunk_attention
 from penstock.runtime.ops.tpu.decode_attention import decode_attention, takes
 
 
@@ -47,14 +49,30 @@ def tpu_paged_attention(
     *,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """`paged_attention` by the kernel in programs for rows of one token and shapes that it supports, else in
-    XLA. `interpret`: as `pallas_call` takes it, for tests.
+    """`paged_attention` by the kernels for shapes that they support, else in XLA. `interpret`: as
+    `pallas_call` takes it, for tests.
     """
     check_cache(q, v_new, kv, options.value_dim)
-    is_decode = meta.block_tokens.shape[1] == 1 and options.slopes is None
-    if not is_decode or not supports(q, kv, options.value_dim):
+    is_decode = meta.block_tokens.shape[1] == 1
+    fits = is_decode or block_for(q.shape[1], q.shape[2]) >= LEAST_BLOCK
+    if options.slopes is not None or not fits or not supports(q, kv, options.value_dim):
         return paged_attention(q, k_new, v_new, kv, meta, options, span=LONG_SPAN)
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
+    if not is_decode:
+        chunks = chunk_attention(
+            q,
+            kv,
+            meta.starts,
+            meta.q_lens,
+            meta.page_table,
+            options.sinks,
+            scale=options.scale,
+            window=options.sliding_window,
+            chunk=options.chunk,
+            softcap=options.softcap,
+            interpret=interpret,
+        )
+        return chunks, kv
     ends = jnp.where(meta.q_lens > 0, meta.kv_lens, 0)
     oldest = jnp.maximum(oldest_visible(ends - 1, options.sliding_window, options.chunk), 0)
     out = decode_attention(

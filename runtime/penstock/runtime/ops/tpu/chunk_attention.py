@@ -1,0 +1,257 @@
+"""Attention of steps with chunks of prompts on TPUs: a kernel in Pallas that reads only the pages in use.
+
+A program of the grid takes a block of consecutive tokens of one row. It brings their queries and the row's
+pages to the chip's memory, a few pages ahead, and keeps an online softmax for each query head, as
+`decode_attention` does for rows of one token. A block reads each page once that any of its tokens attends to,
+so the larger the blocks, the less is read: a prompt of n tokens is read about n / (2 * block) times.
+
+Queries come and results go in pieces of 1, 2, 4, ... tokens that are together what the block has, so a row of
+one token copies no more than its own, and no block touches what belongs to another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.tpu as pltpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from penstock.runtime.ops.tpu.decode_attention import LANES, stages_for
+
+MOST_BLOCK = 128
+"""Most tokens of a block, a power of two."""
+LEAST_BLOCK = 16
+_BLOCK_BYTES = 10 * 2**20
+"""What a block may take of the chip's memory beside the pages."""
+_CHIP_BYTES = 24 * 2**20
+"""What the kernel may have of it: XLA gives a kernel 16 MiB unless it asks, and the chips have 64 or more."""
+_LOW = -1e30
+
+
+def block_for(num_heads: int, dim: int) -> int:
+    """Tokens of a block; less than LEAST_BLOCK do not do."""
+    per_token = num_heads * (dim * (4 + 2 + 4) + 2 * LANES * 4)
+    block = MOST_BLOCK
+    while block * per_token > _BLOCK_BYTES:
+        block //= 2
+    return block
+
+
+def blocks_of(q_lens: Array, num_tokens: int, block: int) -> tuple[Array, Array, Array]:
+    """How a step of `num_tokens` tokens, with q_lens int32[R] of each row, is cut into blocks: of each block
+    int32[B] its row, how many tokens of the row are before it, and how many it has; 0 for padding.
+    """
+    num_rows = q_lens.shape[0]
+    of_row = (q_lens + (block - 1)) // block
+    ends = jnp.cumsum(of_row)
+    number = jnp.arange(min(num_tokens, num_tokens // block + num_rows), dtype=jnp.int32)
+    rows = jnp.minimum((number[:, None] >= ends[None, :]).sum(axis=1, dtype=jnp.int32), num_rows - 1)
+    before = (number - (ends - of_row)[rows]) * block
+    counts = jnp.clip(q_lens[rows] - before, 0, block)
+    return rows, before, counts
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "window", "chunk", "softcap", "interpret"))
+def chunk_attention(
+    q: Array,
+    kv: Array,
+    starts: Array,
+    q_lens: Array,
+    page_table: Array,
+    sinks: Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    interpret: Any = False,
+) -> Array:
+    """Causal attention of a ragged step: q bfloat16 [T, H, D], kv bfloat16 [page, 2, KH, page size, D] ->
+    bfloat16 [T, H, D], whose padding is 0.
+
+    Row r has the next q_lens[r] tokens of q, from its position starts[r] on, and their keys and values are in
+    the cache; page_table int32[R, P] has the page of each position. What no token attends to may be NaN.
+    `window`, `chunk` and the others are as in `AttentionOptions`. `interpret`: as `pallas_call` takes it.
+    """
+    num_tokens, num_heads, dim = q.shape
+    _, _, kv_heads, page_size, _ = kv.shape
+    group = num_heads // kv_heads
+    stages = stages_for(page_size, kv_heads, dim)
+    block = block_for(num_heads, dim)
+    rows, before, counts = blocks_of(q_lens, num_tokens, block)
+    firsts = (jnp.cumsum(q_lens) - q_lens)[rows] + before
+    positions = starts[rows] + before
+
+    def oldest_of(position: Any) -> Any:
+        """The oldest position that the first token of a block attends to."""
+        oldest = jnp.int32(0)
+        if window is not None:
+            oldest = jnp.maximum(oldest, position - (window - 1))
+        if chunk is not None:
+            oldest = jnp.maximum(oldest, position - lax.rem(position, jnp.int32(chunk)))
+        return oldest
+
+    def seen_by(asking: Any, at: Any, position: Any) -> Any:
+        """Which positions `at` the tokens at `asking` attend to, in a block that begins at `position`."""
+        seen = at <= asking
+        if window is not None:
+            seen &= at > asking - window
+        if chunk is not None:
+            began = position - lax.rem(position, jnp.int32(chunk))
+            own = began
+            for n in range(1, block // chunk + 2):
+                own = own + jnp.where(asking >= began + n * chunk, chunk, 0)
+            seen &= at >= own
+        return seen
+
+    def kernel(
+        rows_ref: Any,
+        firsts_ref: Any,
+        positions_ref: Any,
+        counts_ref: Any,
+        table_ref: Any,
+        q_ref: Any,
+        *others: Any,
+    ) -> None:
+        *sink_ref, kv_ref, out_ref, moved, queries, pages, peaks, totals, acc, moving, arrived = others
+        del rows_ref  # the table's block is the row's
+        number = pl.program_id(0)
+        first, position, count = firsts_ref[number], positions_ref[number], counts_ref[number]
+
+        def pieces(copy: Callable[[Any, Any], Any]) -> None:
+            """Copy the block's tokens between the memories: wait for what all pieces have started."""
+            for finish in (False, True):
+                size = block
+                while size:
+                    place = count - lax.rem(count, jnp.int32(2 * size))
+
+                    @pl.when(lax.rem(lax.div(count, jnp.int32(size)), jnp.int32(2)) == 1)
+                    def _(size: int = size, place: Any = place, finish: bool = finish) -> None:
+                        piece = copy(pl.ds(first + place, size), pl.ds(place, size))
+                        piece.wait() if finish else piece.start()
+
+                    size //= 2
+
+        @pl.when(count > 0)
+        def _() -> None:
+            begin = lax.div(oldest_of(position), jnp.int32(page_size))
+            num_pages = lax.div(position + count + (page_size - 1), jnp.int32(page_size)) - begin
+
+            def fetching(i: Any) -> Any:
+                stage = lax.rem(i, jnp.int32(stages))
+                page = kv_ref.at[table_ref[0, 0, begin + i]]
+                return pltpu.make_async_copy(page, pages.at[stage], arrived.at[stage])
+
+            for i in range(stages - 1):
+
+                @pl.when(i < num_pages)
+                def _(i: int = i) -> None:
+                    fetching(jnp.int32(i)).start()
+
+            pieces(lambda far, near: pltpu.make_async_copy(q_ref.at[far], moved.at[near], moving))
+            for h in range(num_heads):
+                queries[h] = moved[:, h, :].astype(jnp.bfloat16)
+            peaks[...] = jnp.full(peaks.shape, _LOW, jnp.float32)
+            totals[...] = jnp.zeros(totals.shape, jnp.float32)
+            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+
+            def step(i: Any, carry: None) -> None:
+                @pl.when(i + (stages - 1) < num_pages)
+                def _() -> None:
+                    fetching(i + (stages - 1)).start()
+
+                fetching(i).wait()
+                stage = lax.rem(i, jnp.int32(stages))
+                here = (begin + i) * page_size
+                at = here + lax.broadcasted_iota(jnp.int32, (block, page_size), 1)
+                token = lax.broadcasted_iota(jnp.int32, (block, page_size), 0)
+                seen = seen_by(position + token, at, position) & (token < count)
+                held = here + lax.broadcasted_iota(jnp.int32, (page_size, dim), 0)
+                held = (held >= oldest_of(position)) & (held < position + count)
+                for head in range(kv_heads):
+                    keys = pages[stage, 0, head]
+                    # What nobody attends to may be NaN, so it must not even be multiplied by zero.
+                    values = jnp.where(held, pages[stage, 1, head].astype(jnp.float32), 0.0)
+                    values = values.astype(jnp.bfloat16)
+                    for h in range(head * group, (head + 1) * group):
+                        scores = scale * lax.dot_general(
+                            queries[h], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+                        )
+                        if softcap is not None:
+                            scores = softcap * jnp.tanh(scores / softcap)
+                        scores = jnp.where(seen, scores, _LOW)
+                        peak = peaks[h, :, :1]
+                        top = jnp.maximum(peak, scores.max(axis=1, keepdims=True))
+                        fade = jnp.exp(peak - top)
+                        weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
+                        total = totals[h, :, :1] * fade + weights.sum(axis=1, keepdims=True)
+                        acc[h] = acc[h] * fade + jnp.dot(
+                            weights.astype(jnp.bfloat16), values, preferred_element_type=jnp.float32
+                        )
+                        peaks[h] = jnp.broadcast_to(top, peaks.shape[1:])
+                        totals[h] = jnp.broadcast_to(total, totals.shape[1:])
+
+            lax.fori_loop(0, num_pages, step, None)
+            for h in range(num_heads):
+                peak, total = peaks[h, :, :1], totals[h, :, :1]
+                fade = jnp.ones_like(peak)
+                for ref in sink_ref:
+                    sink = ref[h, :1, :1]
+                    top = jnp.maximum(peak, sink)
+                    fade = jnp.exp(peak - top)
+                    total = total * fade + jnp.exp(sink - top)
+                moved[:, h, :] = acc[h] * fade / jnp.maximum(total, 1e-30)
+            pieces(lambda far, near: pltpu.make_async_copy(moved.at[near], out_ref.at[far], moving))
+
+    width = page_table.shape[1]
+    given, specs = [], []
+    if sinks is not None:
+        shape = (num_heads, 8, LANES)  # a tile for each head
+        given.append(jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], shape))
+        specs.append(pl.BlockSpec(shape, lambda number, *_: (0, 0, 0)))
+    out: Array = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((num_tokens, num_heads, dim), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(rows.shape[0],),
+            in_specs=[
+                pl.BlockSpec(
+                    (1, 1, width), lambda number, of, *_: (of[number], 0, 0), memory_space=pltpu.SMEM
+                ),
+                pl.BlockSpec(memory_space=pl.ANY),
+                *specs,
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=[
+                pltpu.VMEM((block, num_heads, dim), jnp.float32),
+                pltpu.VMEM((num_heads, block, dim), jnp.bfloat16),
+                pltpu.VMEM((stages, 2, kv_heads, page_size, dim), jnp.bfloat16),
+                pltpu.VMEM((num_heads, block, LANES), jnp.float32),
+                pltpu.VMEM((num_heads, block, LANES), jnp.float32),
+                pltpu.VMEM((num_heads, block, dim), jnp.float32),
+                pltpu.SemaphoreType.DMA,
+                pltpu.SemaphoreType.DMA((stages,)),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_CHIP_BYTES),
+        name="chunk_attention",
+        interpret=interpret,
+    )(
+        rows,
+        firsts,
+        positions,
+        counts,
+        page_table.reshape(-1, 1, width),
+        q.astype(jnp.float32),
+        *given,
+        kv,
+    )
+    real = jnp.arange(num_tokens, dtype=jnp.int32) < q_lens.sum()
+    return jnp.where(real[:, None, None], out, 0.0).astype(jnp.bfloat16)
