@@ -94,7 +94,10 @@ def test_experts_stay_in_four_bits_and_a_quarter_where_the_kernels_compute_them(
             names = [f"model.layers.0.mlp.experts.{part}_{kind}" for kind in ("blocks", "scales")]
             values = decode([tensors[name][1] for name in names]).dequantised()
             on_devices = leaf.reshape(devices, 2, -1, leaf.shape[-1])[:, 1]
-            found = [np.asarray(dequantised(jnp.asarray(one), inputs, np.float32)) for one in on_devices]
+            found = [
+                np.asarray(dequantised(jnp.asarray(one), inputs, jnp.dtype(jnp.float32)))
+                for one in on_devices
+            ]
             if part == "down_proj":
                 np.testing.assert_array_equal(np.concatenate(found, axis=1), values)
             else:  # a device has its half of the gate's rows, and then of up's

@@ -75,10 +75,9 @@ def test_experts_in_small_floats_have_the_bits_of_those_in_bfloat16(form: CodeFo
     gate_up, down = drawn(2 * INNER, HIDDEN), drawn(HIDDEN, INNER)
     for rows in (1, 40):
         x, (ids, weights) = draw(rng, rows, HIDDEN, scale=0.01), chosen(rng, rows)
+        given = (jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weights))
         got, expected = (
-            np.asarray(
-                experts(x, ids, weights, *pair, num_rows=jnp.int32(rows), activation="gpt_oss", limit=7.0)
-            )
+            np.asarray(experts(*given, *pair, num_rows=jnp.int32(rows), activation="gpt_oss", limit=7.0))
             for pair in zip(gate_up, down, strict=True)
         )
         np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
