@@ -31,8 +31,8 @@ methods:
   awq   moves the weights that matter most on these texts into a finer part of the range, and changes norms.
 
 It computes the model layer by layer, with the weights of one layer in memory at a time. Embeddings, the head,
-and layers that do not fit stay as they are. OUT is in the form of compressed-tensors, which vLLM and
-transformers read too. In the end it says what was lost: perplexity, and KL divergence from the floats, on the
+and layers that do not fit stay as they are. OUT is in the form of compressed-tensors (pack-quantized).
+In the end it says what was lost: perplexity, and KL divergence from the floats, on the
 reference of the Python language (pydoc_data.topics), which calibration has not seen.
 Exit codes: 0 OUT is whole; 1 it is not there, and what was wrong is named.
 """
