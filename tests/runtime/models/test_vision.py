@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.models import params
-from penstock.runtime.models.configs.vision import QwenVisionConfig
+from penstock.runtime.models.configs.vision import (
+    InternConfig,
+    PixtralConfig,
+    QwenVisionConfig,
+    VisionConfig,
+)
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.rope import RopeConfig, cos_sin
 from penstock.runtime.models.vision.attention import attend_spans
+from penstock.runtime.models.vision.encoders import vision_of
 from penstock.runtime.models.vision.qwen_inputs import rotary_positions, vision_inputs
 from penstock.runtime.requests.images import MediaItem
 from tests.support.goldens import GOLDEN
@@ -44,6 +50,28 @@ QWEN2_5 = dataclasses.replace(
     deepstack=(),
     window=4,
     full_blocks=(1,),
+)
+PIXTRAL = PixtralConfig(
+    depth=2,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=4,
+    out_size=64,
+    patch_size=8,
+    image_token_id=5,
+    merger_eps=1e-5,
+)
+INTERN = InternConfig(
+    depth=2,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=4,
+    out_size=64,
+    image_size=64,
+    patch_size=8,
+    image_token_id=5,
+    qkv_bias=True,
+    qk_norm=True,
 )
 SIZES = st.integers(1, 7).map(lambda tokens: 2 * tokens)
 
@@ -167,12 +195,21 @@ def test_pairs_of_channels_turn_by_time_row_and_column() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("vision", [QWEN3, pytest.param(QWEN2_5, marks=pytest.mark.sweep)])
-def test_packed_weights_agree_with_float32(vision: QwenVisionConfig) -> None:
+@pytest.mark.parametrize(
+    "vision",
+    [QWEN3, *(pytest.param(each, marks=pytest.mark.sweep) for each in (QWEN2_5, PIXTRAL, INTERN))],
+)
+def test_packed_weights_agree_with_float32(vision: VisionConfig) -> None:
     """The kernels leave padding undefined; pictures do not notice. Encoders are not stored in int8."""
     config = dataclasses.replace(load_config(GOLDEN / "qwen3"), vision=vision)
-    items = [picture(4, 6, seed=1), picture(10, 4, seed=2)]
-    inputs, count = vision_inputs(vision, items, 128), np.int32(64)
+    tall = 8 if isinstance(vision, InternConfig) else 4
+    wide = 8 if isinstance(vision, InternConfig) else 6
+    once = slice(None) if isinstance(vision, QwenVisionConfig) else slice(0, QWEN3.patch_features // 2)
+    items = [
+        dataclasses.replace(item, patches=item.patches[:, once])
+        for item in (picture(tall, wide, seed=1), picture(tall, wide, seed=2))
+    ]
+    inputs, count = vision_of(vision).inputs(items, 128), np.int32(2 * tall * wide)
 
     def encode(dtype: str, linear: LinearFormat) -> list[np.ndarray]:
         state = params.random_state(config, dtype, std=0.1, linear=linear)
@@ -184,11 +221,11 @@ def test_packed_weights_agree_with_float32(vision: QwenVisionConfig) -> None:
         return [np.asarray(one, np.float32)[: count // 4] for one in jax.jit(run)(leaves)]
 
     exact = encode("float32", PLAIN)
-    assert len(exact) == 1 + len(vision.deepstack)
+    assert len(exact) == vision.num_outputs
     for linear in (LinearFormat(packed=True), LinearFormat(packed=True, int8=True)):
         for found, expected in zip(encode("bfloat16", linear), exact, strict=True):
             assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
     leaves = params.leaf_shapes(config, "bfloat16", LinearFormat(packed=True))
     packed = {path[1]: len(leaf.shape) == 5 for path, leaf in leaves.items() if path[0] == "visual"}
     plain = {part for part, is_packed in packed.items() if not is_packed}
-    assert plain <= {"pos_embed"}
+    assert plain <= {"pos_embed", "position_embeddings"}
