@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend
