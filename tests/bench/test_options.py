@@ -61,6 +61,7 @@ OTHERS = {
     "speculation": "draft",
     "draft_model": "/draft",
     "max_proposed_tokens": 6,
+    "compiled": Path("/programs"),
     "switch_interval_s": 0.001,
     "max_queued_requests": 9,
     "page_size": 8,

@@ -38,6 +38,7 @@ ARGUMENTS = {
     "serve": ["demo"],
     "check": ["demo"],
     "plan": ["demo"],
+    "compile": ["demo", "--for", "cpu", "--out", "x"],
     "quantize": ["demo", "x"],
     "keys": ["list", "--file", "x"],
     "usage": ["x"],

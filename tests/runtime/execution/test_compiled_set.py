@@ -14,6 +14,7 @@ import types
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ import pytest
 
 from penstock.runtime import Engine, EngineConfig
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.execution import compiled_set
+from penstock.runtime.execution import backend, compiled_set
 from penstock.runtime.execution.backend import Backend, choose_backend
 from penstock.runtime.following.interface import GroupOptions
 from penstock.runtime.following.joining import check_options
@@ -97,7 +98,7 @@ def test_every_version_the_code_and_the_machine_are_named(
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda package: "0.0.1")
     monkeypatch.setattr(compiled_set, "code_digest", lambda: b"other")
-    monkeypatch.setattr(compiled_set, "processor", lambda: "an abacus")
+    monkeypatch.setattr(backend, "processor", lambda: "an abacus")
     monkeypatch.setenv("XLA_FLAGS", "--xla_abacus")
     before = jax.config.values["jax_random_seed_offset"]
     jax.config.update("jax_random_seed_offset", 7)
@@ -129,7 +130,7 @@ def on(*chips: Chip) -> Backend:
 
 
 def of_devices(*chips: Chip) -> dict[str, str]:
-    return compiled_set._devices(on(*chips))
+    return on(*chips).device_facts()
 
 
 def test_the_device_is_named() -> None:
@@ -145,7 +146,11 @@ def test_the_device_is_named() -> None:
 
 
 def doubled() -> jax.stages.Compiled:
-    return jax.jit(lambda x: x * 2).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+    """Its like is not in JAX's cache, of which XLA cannot write a program again."""
+    number = float(uuid4().int % 10**6)
+    return (
+        jax.jit(lambda x: x * 2 + (x - x) * number).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+    )
 
 
 def read(folder: Path, facts: dict[str, str]) -> Any:

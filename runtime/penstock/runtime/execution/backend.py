@@ -25,6 +25,7 @@ from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.buckets import CPU_ROW_GROWTH, ROW_GROWTH
 from penstock.runtime.execution.cpu_threads import check_pool
 from penstock.runtime.execution.kv_sizing import DeviceMemory
+from penstock.runtime.execution.program_store import processor
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import AXIS
@@ -142,6 +143,23 @@ class Backend:
     def platform_name(self) -> str:
         """JAX's name of the platform, such as "cpu", for those who report it. Decisions are made here."""
         return str(self.mesh.devices.flat[0].platform)
+
+    def device_facts(self) -> dict[str, str]:
+        """What is known of the devices that programs depend on, whether they are here or not. The name of a
+        GPU is not among it: XLA gives one that is not here the name that it was told.
+        """
+        devices, name = list(self.mesh.devices.flat), self.platform_name
+        first = devices[0]
+        places = [getattr(device, "coords", None) if name == "tpu" else None for device in devices]
+        return {
+            "the platform": name,
+            "the kind of device": f"capability {first.compute_capability}"
+            if name == "gpu"
+            else first.device_kind,
+            "the processor": processor() if name == "cpu" else "",
+            "the devices": ", ".join(str(device.id) for device in devices),
+            "the places of the devices": ", ".join(map(str, places)),
+        }
 
     def linear_format(self, dtype: np.dtype[np.generic], quantization: str) -> LinearFormat:
         """How the linear weights of a model in `dtype` are stored."""

@@ -34,7 +34,6 @@ from penstock.runtime.execution.program_store import (
     code_digest,
     described,
     from_stored,
-    processor,
     to_stored,
 )
 from penstock.runtime.execution.runner_config import RunnerConfig
@@ -104,7 +103,7 @@ def facts_of(
     shapes = "; ".join(f"{array.shape} {array.dtype}" for array in arguments)
     return {
         **_versions(backend.platform_name),
-        **_devices(backend),
+        **backend.device_facts(),
         **{name: os.environ.get(name, "") for name in _VARIABLES},
         **_settings(),
         **told,
@@ -182,27 +181,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _devices(backend: Backend) -> dict[str, str]:
-    """What is known of devices, whether they are here or not. The name of a GPU is not among it: XLA gives
-    one that is not here the name that it was told.
-    """
-    devices = list(backend.mesh.devices.flat)
-    first = devices[0]
-    is_gpu = first.platform == "gpu"
-    return {
-        "the platform": first.platform,
-        "the kind of device": f"capability {first.compute_capability}" if is_gpu else first.device_kind,
-        "the processor": processor() if first.platform == "cpu" else "",
-        "the devices": ", ".join(str(device.id) for device in devices),
-        "the places of the devices": ", ".join(str(_place(device)) for device in devices),
-    }
-
-
-def _place(device: jax.Device) -> Any:
-    """Where a TPU stands in its slice; others stand nowhere."""
-    return getattr(device, "coords", None) if device.platform == "tpu" else None
 
 
 def _settings() -> dict[str, str]:

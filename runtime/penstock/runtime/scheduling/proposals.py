@@ -86,7 +86,7 @@ class Proposals:
         proposed: dict[Sequence, tuple[int, ...]] = {}
         guesses = self._proposer.propose(candidates, num_rows, room)
         for (seq, most), guessed in zip(candidates, guesses, strict=True):
-            if guessed and room and (tokens := self._known(guessed[: min(most, room)])):
+            if guessed and room and (tokens := self._known(seq, guessed[: min(most, room)])):
                 proposed[seq] = tokens
                 room -= len(tokens)
         if proposed and self._have_pages(proposed):
@@ -119,11 +119,13 @@ class Proposals:
                 candidates.append(Candidate(seq, most))
         return candidates, num_rows, room
 
-    def _known(self, tokens: Items[int]) -> tuple[int, ...]:
-        """The tokens before the first that the model does not know, or what stands for a draft's guesses."""
+    def _known(self, seq: Sequence, tokens: Items[int]) -> tuple[int, ...]:
+        """The tokens before the first that the model does not know, or what stands for guesses of a draft.
+        These do not go with a constraint, whose masks need tokens on the host.
+        """
         vocab_size, drafted = self._config.vocab_size, drafted_tokens(len(tokens))
         if drafted and tuple(tokens) == drafted:
-            return drafted[: self._config.drafted_tokens]
+            return () if seq.is_constrained else drafted[: self._config.drafted_tokens]
         for i, token in enumerate(tokens):
             if not 0 <= token < vocab_size:
                 return tuple(tokens[:i])

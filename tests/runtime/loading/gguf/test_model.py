@@ -71,7 +71,10 @@ _LIES: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "a key's type": ({"llama.embedding_length": "many"}, r"llama\.embedding_length: must be an integer"),
     "no context": ({"llama.context_length": None}, r"llama\.context_length: is required"),
     "an unknown key": ({"llama.warp_factor": 9}, r"llama\.warp_factor: 9 is not supported"),
-    "no number": ({"llama.rope.freq_base": float("nan")}, r"llama\.rope\.freq_base: must be a finite number"),
+    "no number": (
+        {"llama.rope.freq_base": float("nan")},
+        r"llama\.rope\.freq_base: must be a number",
+    ),
     "RoPE": (
         {"llama.rope.scaling.type": "mystery"},
         r"llama\.rope\.scaling\.type: 'mystery' is not supported",

@@ -44,14 +44,14 @@ def told(name: str) -> np.ndarray:
     ("name", "form"),
     [
         ("awq_g64", CodeForm(bits=4, zeros=True)),
-        ("gptq_v1_asym_g32", CodeForm(bits=4, zeros=True)),
+        pytest.param("gptq_v1_asym_g32", CodeForm(bits=4, zeros=True), marks=pytest.mark.ci),
         ("gptq_mislabelled_v2_g128", CodeForm(bits=4, zeros=False)),
-        ("gptq_8bit_channel", CodeForm(bits=8, zeros=False)),
-        ("ct_w4a16_asym_g64", CodeForm(bits=4, zeros=True)),
+        pytest.param("gptq_8bit_channel", CodeForm(bits=8, zeros=False), marks=pytest.mark.ci),
+        pytest.param("ct_w4a16_asym_g64", CodeForm(bits=4, zeros=True), marks=pytest.mark.ci),
         ("ct_w8a8_int8", CodeForm(bits=8, zeros=False)),
         ("ct_mxfp4a16", E2M1),
-        ("ct_fp8_dynamic", E4M3),
-        ("ct_fp8_static", E4M3),
+        pytest.param("ct_fp8_dynamic", E4M3, marks=pytest.mark.ci),
+        pytest.param("ct_fp8_static", E4M3, marks=pytest.mark.ci),
     ],
 )
 def test_the_kernels_codes_stand_for_the_values_of_the_files(name: str, form: CodeForm) -> None:
@@ -68,11 +68,11 @@ def test_the_kernels_codes_stand_for_the_values_of_the_files(name: str, form: Co
     "name",
     [
         "awq_g64",
-        "gptq_mislabelled_v2_g128",
-        "gptq_8bit_channel",
-        "ct_w8a8_int8",
+        pytest.param("gptq_mislabelled_v2_g128", marks=pytest.mark.ci),
+        pytest.param("gptq_8bit_channel", marks=pytest.mark.ci),
+        pytest.param("ct_w8a8_int8", marks=pytest.mark.ci),
         "ct_mxfp4a16",
-        "ct_fp8_dynamic",
+        pytest.param("ct_fp8_dynamic", marks=pytest.mark.ci),
     ],
 )
 def test_each_device_keeps_the_codes_of_its_inputs(name: str) -> None:
@@ -91,6 +91,7 @@ def test_each_device_keeps_the_codes_of_its_inputs(name: str) -> None:
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", ["gptq_desc_act_g32", "ct_nvfp4a16", "fp8_block", "bnb_int8", "mlx_4bit_g64"]
 )
@@ -100,6 +101,7 @@ def test_what_no_codes_in_memory_can_hold_is_made_floats(name: str) -> None:
     assert leaves[LEAF].dtype == jnp.bfloat16
 
 
+@pytest.mark.ci
 def test_scales_of_blocks_stay_with_their_inputs() -> None:
     """down_proj has two blocks of 128 inputs, whole or one on each of two devices; four devices would have
     halves of blocks, and have floats.

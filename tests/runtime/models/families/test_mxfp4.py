@@ -71,6 +71,7 @@ def test_a_checkpoint_in_mxfp4_loads_as_the_floats_that_it_means():
     np.testing.assert_array_equal(gate_up[2, 5], meant["model.layers.0.mlp.experts.gate_up_proj"][2, :, 10])
 
 
+@pytest.mark.ci
 def test_experts_stay_in_four_bits_and_a_quarter_where_the_kernels_compute_them():
     """Their bytes mean what the tensors do, in a model and on each of two devices."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_local_experts": 2, "num_experts_per_tok": 2}

@@ -62,6 +62,7 @@ def packed(weight: np.ndarray, kind: str, bias: np.ndarray | None = None) -> Pac
     return PackedExperts(tiles, jnp.asarray(scale), added, 3, 5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("form", [E2M1, E4M3], ids=str)
 def test_experts_in_small_floats_have_the_bits_of_those_in_bfloat16(form: CodeForm) -> None:
     """What experts in bfloat16 give is compared with numpy by the other tests."""

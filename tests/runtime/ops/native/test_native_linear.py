@@ -186,7 +186,9 @@ def test_products_of_codes_are_a_chain_of_whole_numbers_times_two_scales(
         assert (np.abs(wide(got[:rows]) - links.sum(axis=2)) <= bound).all()
 
 
-@pytest.mark.parametrize("form", FLOAT_FORMS, ids=str)
+@pytest.mark.parametrize(
+    "form", [FLOAT_FORMS[0], *(pytest.param(form, marks=pytest.mark.ci) for form in FLOAT_FORMS[1:])], ids=str
+)
 def test_small_floats_have_the_bits_of_the_weight_in_bfloat16(form: CodeForm) -> None:
     """With any number of rows, whose inputs are cut in unequal parts, and an odd number of blocks. What a
     weight in bfloat16 gives is compared with numpy by the other tests.
