@@ -112,6 +112,15 @@ def test_chunks_of_any_length(
     attends(cases, shape, options, seed, decode=False)
 
 
+@pytest.mark.ci
+def test_tokens_of_a_picture_see_those_behind_them() -> None:
+    """The kernel's attention is causal, so XLA computes such a step."""
+    shape, options = chunked(4, 2), Options(ahead=7)
+    batch = draw([Case(21, 30), Case(5, 1)], shape, options, 3)
+    run = runner(tpu_paged_attention, shape, options)
+    check(batch, run(dataclasses.replace(batch, cache=batch.cache.view(BF16))), TOLERANCE)
+
+
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each copy that the interpreter makes between the device's memories."""

@@ -49,13 +49,14 @@ def tpu_paged_attention(
     *,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """`paged_attention` by the kernels for shapes that they support, else in XLA. `interpret`: as
-    `pallas_call` takes it, for tests.
+    """`paged_attention` by the kernels for causal attention and shapes that they support, else in XLA.
+    `interpret`: as `pallas_call` takes it, for tests.
     """
     check_cache(q, v_new, kv, options.value_dim)
     is_decode = meta.block_tokens.shape[1] == 1
     fits = is_decode or block_for(q.shape[1], q.shape[2]) >= LEAST_BLOCK
-    if options.slopes is not None or not fits or not supports(q, kv, options.value_dim):
+    cannot = options.slopes is not None or meta.reach is not None
+    if cannot or not fits or not supports(q, kv, options.value_dim):
         return paged_attention(q, k_new, v_new, kv, meta, options, span=LONG_SPAN)
     kv = write_kv(kv, k_new, v_new, meta.write_slots)
     if not is_decode:
