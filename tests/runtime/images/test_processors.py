@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -82,3 +83,22 @@ def test_tiles_of_another_size_than_the_models_are_refused(tmp_path: Path) -> No
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(data))
     with pytest.raises(ConfigError, match=r"size is .*64.*, and the model's 32"):
         processor(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": {"longest_edge": 0}}, "longest_edge is 0, not 1 pixel or more"),
+        ({"do_center_crop": True, "crop_size": {"height": 32, "width": 32}}, "tokens of a picture that has"),
+    ],
+)
+def test_a_processor_that_makes_something_else_than_it_counts_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """When the model is loaded, and not by what callers send."""
+    shutil.copytree(GOLDEN / "mistral3_vl", tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ConfigError) as raised:
+        processor(tmp_path)
+    assert message in str(raised.value)

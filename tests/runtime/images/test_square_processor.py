@@ -60,6 +60,9 @@ def test_pixels_are_those_that_pytorch_was_given(tmp_path: Path, file: str) -> N
         ({"size": {"height": 64, "width": 32}}, 16, "the model's {'height': 64, 'width': 64}"),
         ({"do_pan_and_scan": True}, 16, "do_pan_and_scan: further crops of a picture are not made"),
         ({}, 15, "max_image_tokens must be at least as many, not 15"),
+        ({"do_resize": False}, 16, "cannot be loaded: ValueError"),
+        ({"image_mean": [0.5]}, 16, "cannot be loaded: BadImage"),
+        ({"image_std": [0, 0, 0]}, 16, "pixels that are no finite numbers"),
     ],
 )
 def test_what_the_model_does_not_take_is_refused(

@@ -35,6 +35,8 @@ class PixtralProcessor:
         self._longest = processor.size.get("longest_edge")
         if self._longest is None:
             raise ConfigError(f"the image processor's size {dict(processor.size)} has no longest_edge")
+        if self._longest < 1:
+            raise ConfigError(f"the image processor's longest_edge is {self._longest}, not 1 pixel or more")
         most = _most_on_a_side(max_tokens) * self._token_side
         if most < self._longest:
             log.info(

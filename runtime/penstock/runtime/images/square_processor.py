@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.images.cutting import cut_into_patches
 from penstock.runtime.images.decoding import BadImage
 from penstock.runtime.images.reader import Part, Patches
 
@@ -37,7 +38,8 @@ class SquareProcessor:
                 f"must be at least as many, not {max_tokens}"
             )
         self._processor = processor
-        self._side, self._patch, self._tokens = image_size // patch_size, patch_size, tokens_per_side
+        self._side, self._patch = image_size // patch_size, patch_size
+        self._kernel = self._side // tokens_per_side
 
     def num_tokens(self, width: int, height: int) -> int:
         """How many tokens a picture has, whatever its size."""
@@ -52,7 +54,5 @@ class SquareProcessor:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise BadImage(f"of mode {image.mode} cannot be processed: {error}") from error
         pixels = np.asarray(made["pixel_values"], np.float32)[0]  # [channels, height, width]
-        tokens, kernel, patch = self._tokens, self._side // self._tokens, self._patch
-        cut = pixels.reshape(-1, tokens, kernel, patch, tokens, kernel, patch)
-        patches = cut.transpose(1, 4, 2, 5, 0, 3, 6).reshape(self._side**2, -1)
-        return [Patches(np.ascontiguousarray(patches), (1, self._side, self._side), self._num_tokens)]
+        patches = cut_into_patches(pixels, self._patch, self._kernel)
+        return [Patches(patches, (1, self._side, self._side), self._num_tokens)]

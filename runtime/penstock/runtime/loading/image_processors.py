@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image as PilImage
+
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.images.intern_processor import InternProcessor
 from penstock.runtime.images.pixtral_processor import PixtralProcessor
 from penstock.runtime.images.qwen_processor import QwenProcessor
-from penstock.runtime.images.reader import Processor
+from penstock.runtime.images.reader import Patches, Processor
 from penstock.runtime.images.square_processor import SquareProcessor
 from penstock.runtime.model_files import read_json_object
 from penstock.runtime.models.configs.vision import (
@@ -25,6 +28,9 @@ from penstock.runtime.models.configs.vision import (
 log = logging.getLogger(__name__)
 
 FILES = ("preprocessor_config.json", "processor_config.json")
+_TRIED_SIDE = 509
+"""Pixels on a side of the picture that a processor is tried with: a prime, which no size of patches divides.
+"""
 
 
 def find_processor(folder: Path, vision: VisionConfig, max_tokens: int) -> Processor | None:
@@ -45,11 +51,27 @@ def find_processor(folder: Path, vision: VisionConfig, max_tokens: int) -> Proce
         processor = auto.from_pretrained(
             str(folder), backend="pil", local_files_only=True, trust_remote_code=False
         )
-        return _adapted(processor, folder, vision, max_tokens)
+        adapted = _adapted(processor, folder, vision, max_tokens)
+        _try(adapted)
     except ConfigError as error:
         raise ConfigError(f"{files[0]}: {error}") from error
     except Exception as error:  # transformers may raise anything for a value that it does not expect
         raise ConfigError(f"{files[0]}: the image processor cannot be loaded: {error!r}") from error
+    return adapted
+
+
+def _try(processor: Processor) -> None:
+    """Raise an error if no picture can be processed, so that callers are not told that theirs are wrong."""
+    image = PilImage.new("RGB", (_TRIED_SIDE, _TRIED_SIDE))
+    with np.errstate(divide="ignore", invalid="ignore"):  # told below
+        counted, parts = processor.num_tokens(*image.size), processor.process(image)
+    of_patches = [part for part in parts if isinstance(part, Patches)]
+    made = sum(part.num_tokens + len(part.row_ends) for part in of_patches)
+    made += sum(len(part) for part in parts if not isinstance(part, Patches))
+    if made != counted:
+        raise ConfigError(f"the image processor makes {made} tokens of a picture that has {counted}")
+    if not all(np.isfinite(part.values).all() for part in of_patches):
+        raise ConfigError("the image processor makes pixels that are no finite numbers")
 
 
 def _adapted(processor: Any, folder: Path, vision: VisionConfig, max_tokens: int) -> Processor:
