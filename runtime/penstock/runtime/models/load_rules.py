@@ -355,7 +355,7 @@ class LoadRule:
         if isinstance(decoded, Coded):
             if isinstance(decoded, FloatCodes) and not decoded.is_in_range:
                 return [source.name for source in self.sources]
-            if self.put is pack_code_rows:
+            if self.put is pack_code_rows and self._holds(parts[0], decoded):
                 (decoded if self.columns is None else decoded.of_columns(self.columns)).pack(parts[0])
                 return too_large
             decoded = decoded.dequantised()
@@ -363,6 +363,12 @@ class LoadRule:
         rows = rows if self.columns is None else [values[:, self.columns] for values in rows]
         self.put(parts, rows)
         return too_large
+
+    def _holds(self, leaf: npt.NDArray[Any], decoded: Coded) -> bool:
+        """Whether a leaf of codes can hold these as they are. One of integers cannot hold small floats."""
+        inputs = range(decoded.codes.shape[1])[slice(None) if self.columns is None else self.columns]
+        needed = decoded.form()
+        return needed is not None and CodeForm.of(leaf.shape[-1], len(inputs)).takes(needed)
 
     def kept_form(self, tensors: Mapping[str, Tensor]) -> CodeForm | None:
         """The bytes that can hold the codes that it reads as they are; None: none can, or it reads floats."""

@@ -14,7 +14,7 @@ from penstock.runtime.models.cutting import cut
 from penstock.runtime.models.families.mxfp4 import decode
 from penstock.runtime.models.linear import PLAIN, LinearFormat
 from penstock.runtime.models.registry import parse_config
-from penstock.runtime.ops.codes import dequantised
+from penstock.runtime.ops.codes import CodeForm, dequantised
 from penstock.runtime.ops.native import library
 from tests.support.models.configs import published, with_mlp
 
@@ -106,6 +106,33 @@ def test_experts_stay_in_four_bits_and_a_quarter_where_the_kernels_compute_them(
                 halves = [np.split(one, 2) for one in found]
                 np.testing.assert_array_equal(np.concatenate([half[0] for half in halves]), gate)
                 np.testing.assert_array_equal(np.concatenate([half[1] for half in halves]), up)
+
+
+def test_int4_makes_integers_of_what_the_small_floats_mean():
+    """Bytes of integers cannot hold MXFP4's codes. The values are 0 to 3, and the largest one becomes -8, so
+    that a step between integers is 3 / 8.
+    """
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 2, "num_experts_per_tok": 2}
+    small = {"num_hidden_layers": 1, "layer_types": None, "vocab_size": 64, "num_attention_heads": 8}
+    config = parse_config({**published("gpt-oss-20b"), **sizes, **small, "experts_per_token": None})
+    rng = np.random.default_rng(4)
+    tensors = {
+        spec.name: (rng.integers(0, 6, spec.shape) | rng.integers(0, 6, spec.shape) << 4).astype(np.uint8)
+        if spec.name.endswith("_blocks")
+        else np.full(spec.shape, 127, np.uint8)
+        if spec.dtype == np.uint8
+        else np.zeros(spec.shape, np.float32)
+        for spec in params.load_rules(config, "float32").tensors
+    }
+    int4 = LinearFormat(packed=True, codes=CodeForm(bits=4))
+    linear = format_for(int4, tensors, partial(params.load_rules, config, "bfloat16"))
+    leaf = filled(config, tensors, linear, "bfloat16")["layers", 0, "mlp", "experts", "down_proj", "weight"][
+        1
+    ]
+    names = [f"model.layers.0.mlp.experts.down_proj_{kind}" for kind in ("blocks", "scales")]
+    meant = decode([tensors[name][1] for name in names]).dequantised()
+    found = np.asarray(dequantised(jnp.asarray(leaf), 64, jnp.dtype(jnp.float32)))
+    assert np.abs(found - meant).max() < 3 / 8
 
 
 @pytest.mark.ci
