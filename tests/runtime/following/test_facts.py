@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shutil
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from penstock.runtime.following.facts import model_digest
 from tests.support.goldens import GOLDEN
 
@@ -35,3 +38,20 @@ def test_what_says_how_tensors_are_read_counts(tmp_path):
     before = model_digest(tmp_path)
     (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 32, "sym": false}')
     assert model_digest(tmp_path) != before
+
+
+def test_layers_behind_the_pooling_count(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(GOLDEN / "qwen3" / name, tmp_path / name)
+    without = model_digest(tmp_path)
+    folder, weight = tmp_path / "2_Dense", np.zeros((8, 4), np.float32)
+    folder.mkdir()
+    (tmp_path / "modules.json").write_text('[{"type": "models.Dense", "path": "2_Dense"}]')
+    (folder / "config.json").write_text('{"out_features": 8}')
+    save_file({"linear.weight": weight}, folder / "model.safetensors")
+    found = [without, model_digest(tmp_path)]
+    save_file({"linear.weight": weight + 1}, folder / "model.safetensors")
+    found.append(model_digest(tmp_path))
+    (folder / "config.json").write_text('{"out_features": 8, "bias": false}')
+    found.append(model_digest(tmp_path))
+    assert len(set(found)) == 4

@@ -14,7 +14,9 @@ from penstock.runtime.execution.runner import ModelRunner
 from penstock.runtime.following.interface import Facts
 from penstock.runtime.loading.gguf.file import is_gguf, read_gguf
 from penstock.runtime.loading.hub import resolve_model
+from penstock.runtime.loading.pooling import projection_files
 from penstock.runtime.loading.safetensors_files import find_tensors
+from penstock.runtime.model_files import read_json_object
 
 PROTOCOL = 3
 """The version of what leader and followers tell each other."""
@@ -67,9 +69,9 @@ def program_facts(runner: ModelRunner, programs: Programs) -> Facts:
 
 
 def model_digest(model: Path) -> str:
-    """A digest of the configuration, and of names, shapes and first bytes of all tensors, in hexadecimal. It
-    does not read all of the weights, which takes minutes for a large model. model: a directory or a GGUF
-    file. Raises ConfigError.
+    """A digest of the configuration, and of names, shapes and first bytes of all tensors, in hexadecimal.
+    Layers behind an encoder's pooling count. It does not read all of the weights, which takes minutes for a
+    large model. model: a directory or a GGUF file. Raises ConfigError.
     """
     digest = hashlib.sha256()
     if is_gguf(model):
@@ -83,11 +85,15 @@ def model_digest(model: Path) -> str:
     for name in _CONFIGS:
         file = model / name
         digest.update(file.read_bytes() if file.is_file() else b"")
-    for name, tensor in sorted(find_tensors(model).items()):
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        if tensor.shape and tensor.num_bytes:
-            rows = max(1, _SAMPLE_BYTES * tensor.shape[0] // tensor.num_bytes)
-            digest.update(tensor[0:rows].tobytes()[:_SAMPLE_BYTES])
+    projections = projection_files(model)
+    for file in projections:
+        digest.update(repr(read_json_object(file)).encode())
+    for folder in (model, *(file.parent for file in projections)):
+        for name, tensor in sorted(find_tensors(folder).items()):
+            digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+            if tensor.shape and tensor.num_bytes:
+                rows = max(1, _SAMPLE_BYTES * tensor.shape[0] // tensor.num_bytes)
+                digest.update(tensor[0:rows].tobytes()[:_SAMPLE_BYTES])
     return digest.hexdigest()[:32]
 
 

@@ -75,7 +75,7 @@ def with_projections(config: ModelConfig, directory: Path) -> tuple[ModelConfig,
     if "Normalize" in kinds and "Dense" in kinds[kinds.index("Normalize") :]:
         raise ConfigError(f"{file}: Dense must come before Normalize")
     size, projections, tensors = config.hidden_size, list[ProjectionConfig](), dict[str, TensorEntry]()
-    for path in (path for kind, path in modules if kind == "Dense"):
+    for path in projection_files(directory):
         projection = _projection(path, size)
         size = projection.out_size
         projections.append(projection)
@@ -83,6 +83,13 @@ def with_projections(config: ModelConfig, directory: Path) -> tuple[ModelConfig,
         tensors |= {f"{projection.folder}.{name}": tensor for name, tensor in found.items()}
     encoder = dataclasses.replace(config.encoder, projections=tuple(projections))
     return dataclasses.replace(config, encoder=encoder), tensors
+
+
+def projection_files(directory: Path) -> list[Path]:
+    """The files with the options of a checkpoint's layers behind the pooling, in whose folders their tensors
+    are.
+    """
+    return [path for kind, path in _modules(directory) if kind == "Dense"]
 
 
 def _projection(path: Path, in_size: int) -> ProjectionConfig:
