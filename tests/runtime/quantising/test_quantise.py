@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -91,6 +92,21 @@ def test_an_interruption_leaves_nothing_behind(
 
     monkeypatch.setattr(module, "_make", interrupted)
     with pytest.raises(KeyboardInterrupt):
+        quantise(model, tmp_path / "out", QuantiseOptions(method="rtn"))
+    assert list(tmp_path.iterdir()) == [model]
+
+
+def test_a_name_that_is_too_long_and_a_disk_that_fills_up_are_told(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="cannot be made: .*File name too long"):
+        quantise(model, tmp_path / ("x" * 300), QuantiseOptions())
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, "_make", full)
+    with pytest.raises(ConfigError, match="out cannot be made: .*No space left on device"):
         quantise(model, tmp_path / "out", QuantiseOptions(method="rtn"))
     assert list(tmp_path.iterdir()) == [model]
 

@@ -116,9 +116,13 @@ def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]
 
 def check_target(target: Path, num_bytes: int) -> None:
     """Raise ConfigError if the folder is there already, or cannot be made, or has no room for so much."""
-    if target.exists() or target.is_symlink():
-        raise ConfigError(f"{target} is there already; give a folder that is not, or remove it")
     parent = target.absolute().parent
+    try:
+        is_there = target.exists() or target.is_symlink()
+    except OSError as error:  # such as a name that is too long
+        raise ConfigError(f"{target} cannot be made: {error}") from error
+    if is_there:
+        raise ConfigError(f"{target} is there already; give a folder that is not, or remove it")
     if not parent.is_dir():
         raise ConfigError(f"{parent} is no folder; make it first")
     free = shutil.disk_usage(parent).free
@@ -131,7 +135,9 @@ def check_target(target: Path, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Give a folder that becomes `target` in the end, or is removed if anything is raised."""
+    """Give a folder that becomes `target` in the end, or is removed if anything is raised. ConfigError if the
+    system does not let it be made or filled.
+    """
     try:
         made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.absolute().parent))
     except OSError as error:
@@ -142,6 +148,8 @@ def new_folder(target: Path) -> Iterator[Path]:
         if target.exists():
             raise ConfigError(f"{target} was made meanwhile by somebody else")
         made.rename(target)
+    except OSError as error:  # such as a disk that is full by now
+        raise ConfigError(f"{target} cannot be made: {error}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
             calibration=args.calibration,
             calibration_tokens=args.calibration_tokens,
         )
-        report = quantise(resolve_model(args.model), args.out, options)
+        with _ending_on_signals():
+            report = quantise(resolve_model(args.model), args.out, options)
     except ConfigError as error:
         complain("quantize", str(error))
         return 1
@@ -110,6 +114,26 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(args.out, report)))
     return 0
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end the work by an exception, as Ctrl-C does, so that what was written is
+    removed. A signal that is ignored, as by nohup, stays so.
+    """
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _facts(report: Report) -> dict[str, Any]:
