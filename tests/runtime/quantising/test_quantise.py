@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,17 +98,41 @@ def test_an_interruption_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == [model]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_process_leaves_nothing_behind(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+
+    def told(*args: object) -> None:
+        assert len(list(tmp_path.iterdir())) == 2  # the model, and the folder in the making
+        assert signal.getsignal(number) is not before  # else the signal would end pytest
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(module, "_make", told)
+
+    def ended(code: int) -> None:
+        assert list(tmp_path.iterdir()) == [model]  # nothing is computed after this
+        sys.exit(code)
+
+    monkeypatch.setattr(os, "_exit", ended)
+    with pytest.raises(SystemExit) as ending:
+        quantise(model, tmp_path / "out", QuantiseOptions(method="rtn"))
+    assert ending.value.code == 128 + number
+    assert signal.getsignal(number) is before
+
+
 def test_a_name_that_is_too_long_and_a_disk_that_fills_up_are_told(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="cannot be made: .*File name too long"):
+    with pytest.raises(ConfigError, match=r"cannot be made: .*File name too long"):
         quantise(model, tmp_path / ("x" * 300), QuantiseOptions())
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(module, "_make", full)
-    with pytest.raises(ConfigError, match="out cannot be made: .*No space left on device"):
+    with pytest.raises(ConfigError, match=r"out cannot be made: .*No space left on device"):
         quantise(model, tmp_path / "out", QuantiseOptions(method="rtn"))
     assert list(tmp_path.iterdir()) == [model]
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.cli.__main__ import main
-from penstock.runtime.quantising import quantise as quantising
 from penstock.runtime.quantising.layerwise import Score
 from penstock.runtime.quantising.options import QuantiseOptions
 from penstock.runtime.quantising.quantise import Report
@@ -79,28 +76,3 @@ def test_what_cannot_be_made_is_told_with_exit_code_1(
 ) -> None:
     assert main(["quantize", "demo", str(tmp_path)]) == 1
     assert f"penstock quantize: {tmp_path} is there already" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_it_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
-    """The handler that was there before is there again."""
-
-    def ended(*_: object) -> None:
-        assert len(list(tmp_path.iterdir())) == 1  # the folder in the making
-        signal.raise_signal(number)
-
-    def other(*_: object) -> None:
-        pytest.fail("the command has no handler")  # the system's handler would end pytest
-
-    monkeypatch.setattr(quantising, "_make", ended)
-    before = signal.signal(number, other)
-    try:
-        with pytest.raises(SystemExit) as ending:
-            main(["quantize", "demo", os.fspath(tmp_path / "out"), "--method", "rtn"])
-        assert signal.getsignal(number) is other
-    finally:
-        signal.signal(number, before)
-    assert ending.value.code == 128 + number
-    assert list(tmp_path.iterdir()) == []

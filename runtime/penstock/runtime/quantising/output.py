@@ -12,8 +12,10 @@ import json
 import math
 import os
 import shutil
+import signal
 import struct
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +145,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"{target} cannot be made: {error}") from error
     try:
-        yield made
+        with _removed_by_signals(made):
+            yield made
         made.chmod(0o755)  # mkdtemp makes it for this user alone
         if target.exists():
             raise ConfigError(f"{target} was made meanwhile by somebody else")
@@ -152,6 +155,30 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise ConfigError(f"{target} cannot be made: {error}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _removed_by_signals(folder: Path) -> Iterator[None]:
+    """Have the signals that would end this process remove the folder before it ends. They raise nothing:
+    JAX drops an exception that comes while it calls Python, or the process crashes by it. Only the main
+    thread can say what signals do.
+    """
+
+    def end(number: int, _: object) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if threading.current_thread() is not threading.main_thread():
+        before = {}
+    ours = [of for of, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
 
 
 class CheckpointWriter:

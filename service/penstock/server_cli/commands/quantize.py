@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +34,8 @@ It computes the model layer by layer, with the weights of one layer in memory at
 and layers that do not fit stay as they are. OUT is in the form of compressed-tensors (pack-quantized).
 In the end it says what was lost: perplexity, and KL divergence from the floats, on the
 reference of the Python language (pydoc_data.topics), which calibration has not seen.
-Exit codes: 0 OUT is whole; 1 it is not there, and what was wrong is named.
+Exit codes: 0 OUT is whole; 1 it is not there, and what was wrong is named;
+129, 130 and 143 a signal ended it, and nothing is left.
 """
 
 
@@ -102,8 +100,7 @@ def run(args: argparse.Namespace) -> int:
             calibration=args.calibration,
             calibration_tokens=args.calibration_tokens,
         )
-        with _ending_on_signals():
-            report = quantise(resolve_model(args.model), args.out, options)
+        report = quantise(resolve_model(args.model), args.out, options)
     except ConfigError as error:
         complain("quantize", str(error))
         return 1
@@ -114,26 +111,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(args.out, report)))
     return 0
-
-
-@contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end the work by an exception, as Ctrl-C does, so that what was written is
-    removed. A signal that is ignored, as by nohup, stays so.
-    """
-
-    def end(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _facts(report: Report) -> dict[str, Any]:
