@@ -23,7 +23,7 @@ import pytest
 
 from penstock.runtime import Engine, EngineConfig
 from penstock.runtime.errors import ConfigError
-from penstock.runtime.execution import backend, compiled_set
+from penstock.runtime.execution import backend, compiled_set, program_set
 from penstock.runtime.execution.backend import Backend, choose_backend
 from penstock.runtime.following.interface import GroupOptions
 from penstock.runtime.following.joining import check_options
@@ -160,6 +160,7 @@ def read(folder: Path, facts: dict[str, str]) -> Any:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("compiled") / "made"
+    compiled_set.begin(out)
     compiled_set.write(out, {"size": "3", "kind": "one"}, {"double": doubled()})
     return out
 
@@ -196,10 +197,23 @@ def test_a_folder_of_something_else_is_refused_before_anything_is_loaded(tmp_pat
         Engine.from_pretrained(os.fspath(tmp_path / "no model"), EngineConfig(compiled=tmp_path))
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_set, "compile_all", lambda *_, **__: pytest.fail("programs are compiled"))
+    builder = checkpoint_programs(str(GOLDEN / "qwen3"), OPTIONS, choose_backend(OPTIONS, *DEVICES))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^out: .* cannot be written"):
-        compiled_set.write(tmp_path / "file", {}, {})
+        builder.write(tmp_path / "file")
+
+
+def test_a_set_that_is_being_made_again_is_not_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled_set.write(tmp_path, {"size": "3"}, {"double": doubled()})
+    compiled_set.begin(tmp_path)
+    assert read(tmp_path, {"size": "3"}) == {}
+    assert "cannot be read" in caplog.text
 
 
 def test_what_has_no_text_is_refused() -> None:

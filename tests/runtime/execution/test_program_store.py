@@ -62,6 +62,19 @@ def test_kept_programs_compute_the_same(tmp_path: Path) -> None:
     assert load(tmp_path, "other", DEVICES) == Kept({}, {})
 
 
+@pytest.mark.parametrize("name", ["models/one.py", "ops/native/src/one.cc", "ops/native/src/one.h"])
+def test_the_digest_of_the_code_knows_every_file_that_programs_are_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(program_store, "_RUNTIME", tmp_path)
+    (tmp_path / name).parent.mkdir(parents=True)
+    digests = set()
+    for text in ("one", "two"):
+        (tmp_path / name).write_text(text)
+        digests.add(program_store.code_digest.__wrapped__())
+    assert len(digests) == 2
+
+
 @pytest.mark.parametrize("content", [b"", b"no pickle", "cut"])
 def test_a_file_that_cannot_be_read_is_told_and_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | str

@@ -12,6 +12,7 @@ of CPU programs, no addresses and no folders. Whatever else programs come to be 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,7 +20,7 @@ import logging
 import os
 import pickle
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,7 @@ def facts_of(
     backend: Backend,
 ) -> Facts:
     """All that programs with arguments of these shapes are made of. structure: of the model, and of its draft
-    if it has one. ConfigError if a part of it cannot be
-    told by a text.
+    if it has one. ConfigError if a part of it cannot be told by a text.
     """
     options = {
         field.name: getattr(config, field.name)
@@ -118,20 +118,35 @@ def check(folder: Path) -> None:
             raise ConfigError(f"compiled: {folder} has no {name}, which penstock compile writes")
 
 
+def begin(folder: Path) -> None:
+    """Make the folder if it is not there; until it is whole, no start takes it. ConfigError if it cannot be
+    written, which is found before anything is compiled.
+    """
+    with _told(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _FACTS).unlink(missing_ok=True)
+        (folder / _PROGRAMS).write_bytes(b"")
+
+
 def write(folder: Path, facts: Facts, programs: Mapping[Any, jax.stages.Compiled]) -> int:
-    """Write the folder, which is made if it is not there. Returns how many bytes the programs take.
-    ConfigError if it cannot be written.
+    """Fill the folder that `begin` made. Returns how many bytes the programs take. ConfigError if it cannot
+    be written.
     """
     data = pickle.dumps({name: to_stored(program) for name, program in programs.items()})
     told = {**facts, _DIGEST: hashlib.sha256(data).hexdigest()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _FACTS).unlink(missing_ok=True)  # until both are whole, no start takes them
+    with _told(folder):
         (folder / _PROGRAMS).write_bytes(data)
         (folder / _FACTS).write_text(json.dumps(told, indent=1) + "\n", "utf-8")
+    return len(data)
+
+
+@contextlib.contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Tell what the system refuses as ConfigError."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"out: {folder} cannot be written: {error}") from error
-    return len(data)
 
 
 def read(folder: Path, facts: Facts, devices: Sequence[jax.Device]) -> Mapping[Any, jax.stages.Compiled]:

@@ -159,9 +159,10 @@ class ProgramBuilder:
         """Compile all programs, and write them into the folder for another machine (`compiled_set`). Returns
         their bytes. ConfigError if they cannot be written.
         """
-        config = self.config
+        config, facts = self.config, self.facts()
+        compiled_set.begin(folder)
         made = compile_all(self.jobs(), threads=config.threads, show_progress=config.show_progress)
-        return compiled_set.write(folder, self.facts(), made)
+        return compiled_set.write(folder, facts, made)
 
     def _made(
         self, jobs: Mapping[Job, Callable[[], jax.stages.Compiled]]

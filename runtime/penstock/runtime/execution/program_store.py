@@ -45,6 +45,7 @@ Stored = tuple[bytes, Any, Any]
 _HIT = "/jax/compilation_cache/cache_hits"
 _VARIABLES = ("XLA_", "JAX_", "PENSTOCK_")
 _RUNTIME = Path(__file__).parents[1]
+_CODE = (".py", ".cc", ".h")
 _ADDRESSES = (" at 0x", "array(", "<lambda>", "<locals>")
 """What a description has of a value that it does not tell in full."""
 
@@ -225,8 +226,9 @@ def processor() -> str:
 
 @functools.cache
 def code_digest() -> bytes:
-    """A digest of this package's code, and of the form of these files."""
+    """A digest of this package's code, with the kernels that programs call, and of the form of these files."""
     digest = hashlib.sha256(b"1")
-    for file in sorted(_RUNTIME.rglob("*.py")):
+    files = (file for ending in _CODE for file in _RUNTIME.rglob(f"*{ending}"))
+    for file in sorted(files):
         digest.update(hashlib.sha256(str(file.relative_to(_RUNTIME)).encode() + file.read_bytes()).digest())
     return digest.digest()

@@ -114,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
     # XLA cannot write a program that came from JAX's cache.
     jax.config.update("jax_enable_compilation_cache", False)
     try:
+        if args.speculation == "draft":
+            raise ConfigError("speculation: programs of a model with a draft are compiled where they run")
         options = options_of(
             EngineConfig, args, compilation_cache=None, max_cached_adapters=max(args.max_adapters, 1)
         )
