@@ -226,7 +226,7 @@ def processor() -> str:
 
 @functools.cache
 def code_digest() -> bytes:
-    """A digest of this package's code, with the kernels that programs call, and of the form of these files."""
+    """A digest of this package's code, with that of the kernels, and of the form of these files."""
     digest = hashlib.sha256(b"1")
     files = (file for ending in _CODE for file in _RUNTIME.rglob(f"*{ending}"))
     for file in sorted(files):

@@ -549,8 +549,8 @@ def add_engine(flag: AddFlag) -> None:
     flag(
         "compiled",
         "use the programs that `penstock compile` wrote into this folder, if all that they are made of "
-        "agrees; else say what differs, and compile; they are machine code, so take only a folder of your own; "
-        "default: none",
+        "agrees; else say what differs, and compile; they are machine code, so take only a folder of your "
+        "own; default: none",
         "DIR",
     )
 
