@@ -234,7 +234,8 @@ type GetModelInfoResponse struct {
 	TemplateVariables []string `protobuf:"bytes,13,rep,name=template_variables,json=templateVariables,proto3" json:"template_variables,omitempty"`
 	// What the model takes of images; unset where it takes none.
 	ImageLimits *ImageLimits `protobuf:"bytes,14,opt,name=image_limits,json=imageLimits,proto3" json:"image_limits,omitempty"`
-	// How many numbers a hidden state has, and so an embedding that is not cut. 0 on a server that sends neither.
+	// How many numbers a hidden state has, and so an embedding that is not cut; of an encoder with layers behind its
+	// pooling, what the last of them makes. 0 on a server that sends neither.
 	// Unit: numbers.
 	HiddenSize uint32 `protobuf:"varint,15,opt,name=hidden_size,json=hiddenSize,proto3" json:"hidden_size,omitempty"`
 	// What EmbedRequest.pooling means that a request leaves out; POOLING_UNSPECIFIED on a server without FEATURE_EMBED.

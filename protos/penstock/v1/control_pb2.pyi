@@ -191,7 +191,8 @@ class GetModelInfoResponse(_message.Message):
     staged_update_id: _builtins.str
     """The update that waits for CommitWeights or DiscardWeights; empty if none does."""
     hidden_size: _builtins.int
-    """How many numbers a hidden state has, and so an embedding that is not cut. 0 on a server that sends neither.
+    """How many numbers a hidden state has, and so an embedding that is not cut; of an encoder with layers behind its
+    pooling, what the last of them makes. 0 on a server that sends neither.
     Unit: numbers.
     """
     default_pooling: _types_pb2.Pooling.ValueType
