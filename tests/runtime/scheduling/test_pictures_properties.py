@@ -20,8 +20,10 @@ from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS, blocks_of
 from penstock.runtime.scheduling.plan import Plan, StepResult
 from penstock.runtime.scheduling.scheduler import Scheduler
 from penstock.runtime.scheduling.scheduler_config import GroupLimits, SchedulerConfig
+from penstock.runtime.scheduling.sequence import Sequence
 from tests.support.scheduler.fake_runner import EOS, VOCAB, FakeRunner, Rota, run_alone
 from tests.support.scheduler.pictures import prompt_with
+from tests.support.scheduler.proposing import Guesses, lies
 
 MOST_TOKENS = 40
 """Of one picture: two blocks."""
@@ -33,9 +35,10 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     has_state = rng.random() < 0.4
     num_snapshots = rng.choice([0, 1, 4]) if has_state else 0
     whole = rng.choice([0, MOST_TOKENS])
+    most_rows = max_num_seqs + rng.choice([0, 0, 3, 8])
     return SchedulerConfig(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + whole + rng.choice([rng.randint(0, 8), 60]),
+        max_num_batched_tokens=most_rows + whole + rng.choice([rng.randint(0, 8), 60]),
         max_model_len=100,
         page_size=rng.choice([1, 4, 8]),
         num_pages=rng.choice([100, 150, 300]),
@@ -51,6 +54,9 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         picture_blocks=rng.randint(blocks_of(MOST_TOKENS), 6),
         whole_picture_tokens=whole,
         max_encode_patches=rng.choice([1, 40, 1000]),
+        max_proposed_tokens=rng.randint(1, 4),
+        max_rows=most_rows,
+        vocab_size=VOCAB,
     )
 
 
@@ -95,11 +101,17 @@ def test_every_request_makes_the_tokens_that_it_makes_alone(seed: int) -> None:
     rng = random.Random(seed)
     config = random_config(rng)
     note(str(config))
-    scheduler, runner = Scheduler(config), FakeRunner(config)
+    runner = FakeRunner(config)
     limit = min(config.max_model_len, config.capacity_tokens + 1)
     requests, expected, made = {}, {}, {}
     in_flight: deque[tuple[Plan, StepResult]] = deque()
     waiting = []
+
+    def right(seq: Sequence, most: int) -> list[int]:
+        return expected[seq.request_id][seq.num_generated :][:most]
+
+    proposes = rng.random() < 0.5
+    scheduler = Scheduler(config, Guesses(lies(rng, VOCAB, right), rng) if proposes else None)
     for i in range(rng.randint(1, 8)):
         request = random_request(rng, f"r{i}")
         n = rng.choice([1, 1, 2])
