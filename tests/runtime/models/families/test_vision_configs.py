@@ -357,3 +357,20 @@ def test_others_are_refused_by_name(
     (changed if where is None else changed[where])[field] = value
     with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
         parse_config(changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("gemma3_vl", "num_hidden_layers"),
+        ("mistral3_vl", "num_hidden_layers"),
+        ("internvl", "num_hidden_layers"),
+        ("qwen3_vl", "depth"),
+    ],
+)
+def test_so_many_layers_of_an_encoder_that_none_has_are_refused(name: str, field: str) -> None:
+    """To describe each of them would take all memory."""
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    config["vision_config"][field] = 1 << 12
+    with pytest.raises(ConfigError, match=f"vision_config.{field}: must be an integer .*below 4,?096"):
+        parse_config(config)

@@ -13,7 +13,7 @@ from penstock.runtime.models.families import gemma
 from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.families.vision_fields import flat_kernels
 from penstock.runtime.models.families.vision_wrapper import text_fields
-from penstock.runtime.models.hf_fields import Fields
+from penstock.runtime.models.hf_fields import MOST_LAYERS, Fields
 from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
 from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
 
@@ -77,7 +77,7 @@ def _read_encoder(fields: Fields, inner: Fields) -> SiglipVisionConfig:
     if activation not in _ACTIVATIONS:
         inner.problem("hidden_act", f"{activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
     config = SiglipVisionConfig(
-        depth=inner.integer("num_hidden_layers", 12),
+        depth=inner.integer("num_hidden_layers", 12, most=MOST_LAYERS),
         hidden_size=hidden,
         intermediate_size=inner.integer("intermediate_size", 3072),
         num_heads=heads,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from penstock.runtime.models.configs.vision import QwenVisionConfig
 from penstock.runtime.models.families.vision_fields import flat_kernels, read_activation
-from penstock.runtime.models.hf_fields import Fields
+from penstock.runtime.models.hf_fields import MOST_LAYERS, Fields
 from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
 from penstock.runtime.models.load_rules import ParamPath, Source, Stored
 
@@ -37,7 +37,7 @@ def read_encoder(fields: Fields, model_type: str, kind: Encoder) -> QwenVisionCo
     """
     fields.only("model_type", f"{model_type}_vision", model_type)
     fields.ignore(("in_chans", "spatial_patch_size", "tokens_per_second", "dtype", "torch_dtype"))
-    depth = fields.integer("depth", kind.depth)
+    depth = fields.integer("depth", kind.depth, most=MOST_LAYERS)
     hidden, heads = fields.integer("hidden_size", kind.hidden_size), fields.integer("num_heads", 16)
     if hidden % (4 * heads):
         fields.problem("num_heads", f"{heads} heads of {hidden} channels have no whole quarters")
