@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
-from hypothesis import given, note, settings
+from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.requests.request import CacheParams, Request, StoppingParams, outputs_of
@@ -258,6 +258,7 @@ def apply_all(events: Iterable[Event], traffic: Traffic) -> None:
 # scheduler, and events would cluster at the smallest limits. Their number still shrinks.
 @settings(max_examples=300, deadline=None)  # no deadline: the machine that runs this may be busy
 @given(seed=st.integers(0, 2**32 - 1), num_events=st.integers(10, 80), speculates=st.booleans())
+@example(seed=892, num_events=10, speculates=True)  # a draft was asked for a row under a constraint
 def test_random_traffic(seed, num_events, speculates):
     """With a proposer or without: what it proposes may be right, wrong, too much, or no token at all; or a
     draft model guesses in the step, rightly or wrongly.
