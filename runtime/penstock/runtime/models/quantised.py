@@ -17,6 +17,7 @@ from penstock.runtime.ops.codes import (
     E2M1_VALUES,
     E4M3_VALUES,
     GROUP,
+    MOST_E4M3_SCALE,
     MOST_POWER,
     CodeForm,
     pack_codes,
@@ -154,7 +155,8 @@ class FloatCodes:
     @property
     def is_in_range(self) -> bool:
         """Whether each scale can be multiplied by all values of its kind of float."""
-        return bool((self.scales <= MOST_POWER).all() if self.bits == 4 else np.isfinite(self.scales).all())
+        most = MOST_POWER if self.bits == 4 else MOST_E4M3_SCALE
+        return bool((np.abs(self.scales) <= most).all())
 
     def dequantised(self) -> NDArray[np.float32]:
         """Compute the weight that the codes stand for, float32 [out, in]."""
@@ -185,7 +187,7 @@ class FloatCodes:
 
     def in_groups_of(self, group: int) -> FloatCodes:
         """The same weight with smaller groups, whose size divides that of its own."""
-        num_groups = self.codes.shape[1] // group
+        num_groups = -(-self.codes.shape[1] // group)
         repeats = num_groups if self.scales.shape[1] == 1 else self.group // group
         return replace(self, scales=np.repeat(self.scales, repeats, axis=1)[:, :num_groups], group=group)
 

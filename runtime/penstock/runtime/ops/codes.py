@@ -123,6 +123,8 @@ E4M3_BY_GROUP = CodeForm(8, floats=True, group=128)
 FLOAT_FORMS = (E2M1, E4M3_BY_GROUP, E4M3)
 MOST_POWER, _LEAST_POWER = np.float32(2.0**125), np.float32(2.0**-125)
 """The scales with which all values of E2M1 are normal numbers."""
+MOST_E4M3_SCALE = np.float32(2.0**119)
+"""Times the largest float of E4M3 it is a finite bfloat16."""
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The value of each code of E2M1."""
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)

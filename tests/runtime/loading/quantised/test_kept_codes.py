@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config, load_weights
 from penstock.runtime.loading.quantised.checkpoint import find_weights, format_for
+from penstock.runtime.loading.quantised.floats import Blocks, fp8
+from penstock.runtime.loading.quantised.layers import Layer, QuantisedWeight
+from penstock.runtime.loading.safetensors_files import find_tensors
 from penstock.runtime.models.cutting import cut
 from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.models.load_rules import Source
 from penstock.runtime.models.params import leaf_shapes, load_rules
 from penstock.runtime.models.quantised import quantised
 from penstock.runtime.ops.codes import E2M1, E4M3, E4M3_BY_GROUP, CodeForm, dequantised
@@ -125,6 +133,39 @@ def test_scales_of_blocks_stay_with_their_inputs() -> None:
                     rule.fill({DOWN: found}, tensors, 0, rule.num_rows)
             pieces = [np.asarray(dequantised(jnp.asarray(own), 128, jnp.dtype(jnp.float32))) for own in found]
             np.testing.assert_array_equal(np.concatenate(pieces, axis=1), there)
+
+
+def of_fp8(folder: Path, codes: np.ndarray, scales: np.ndarray, blocks: Blocks) -> QuantisedWeight:
+    """A layer in FP8 as a file has it."""
+    arrays = {"q.weight": codes.view(ml_dtypes.float8_e4m3fn), "q.weight_scale": scales}
+    save_file(arrays, folder / "model.safetensors")
+    found = find_tensors(folder)
+    layer = Layer("q", {name.removeprefix("q."): entry for name, entry in found.items()})
+    return fp8(layer, blocks, scale="weight_scale")
+
+
+def test_halves_of_coarse_groups_keep_their_scale(tmp_path: Path) -> None:
+    """256 inputs share a scale, and each of four devices has 128 of 512 inputs, as its part in memory."""
+    rng = np.random.default_rng(5)
+    codes, scales = rng.integers(0, 0x7F, (16, 512)).astype(np.uint8), rng.random((16, 2)).astype(np.float32)
+    weight = of_fp8(tmp_path, codes, scales, Blocks(1, 256))
+    assert weight.kept == E4M3_BY_GROUP
+    source = Source("q.weight", (16, 512), columns=slice(384, 512))
+    found = source.codes(weight, 0, 16, E4M3_BY_GROUP)
+    assert found is not None
+    meant = codes[:, 384:].view(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales[:, 1:]
+    np.testing.assert_array_equal(found.dequantised(), meant)
+
+
+@pytest.mark.parametrize("scale", [2.0**120, -(2.0**127)])
+def test_scales_that_make_infinite_values_are_refused_where_codes_are_kept(
+    tmp_path: Path, scale: float
+) -> None:
+    """The kernels would make no numbers of codes that are 0."""
+    codes, scales = np.zeros((16, 64), np.uint8), np.full((16, 1), scale, np.float32)
+    weight = of_fp8(tmp_path, codes, scales, Blocks(1, None))
+    with pytest.raises(ConfigError, match=r"q\.weight_scale and its codes make values that are infinite"):
+        weight.codes(slice(0, 16), E4M3)
 
 
 def test_leaves_of_one_model_may_differ() -> None:

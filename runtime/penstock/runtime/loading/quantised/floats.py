@@ -24,7 +24,6 @@ from penstock.runtime.loading.quantised.layers import (
     share,
 )
 from penstock.runtime.models.quantised import FloatCodes, float_form
-from penstock.runtime.ops.codes import MOST_POWER
 
 _STATE_BYTES = 4096
 """bitsandbytes' description of a layer has some 200 bytes."""
@@ -67,7 +66,7 @@ def fp8(layer: Layer, blocks: Blocks, *, scale: str) -> QuantisedWeight:
             raise layer.problem("weight", "has values that are no numbers")
         of_blocks = layer.finite(scale, share(scales, slice(begin // rows, -(-end // rows))))
         of_rows = of_blocks[np.arange(begin, end) // rows - begin // rows]
-        return _not_lost(layer, scale, FloatCodes(codes, 8, of_rows, group))
+        return _in_range(layer, scale, FloatCodes(codes, 8, of_rows, group))
 
     if blocks.rows is None:
         sharing = "one scale"
@@ -102,12 +101,10 @@ def fp4(layer: Layer, kind: Literal["mxfp4", "nvfp4"]) -> QuantisedWeight:
             if (stored == 255).any():
                 raise layer.problem("weight_scale", "has scales that are no numbers")
             of_groups = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
-            if (of_groups > MOST_POWER).any():
-                raise layer.problem("weight_scale", "and its codes make values that are infinite")
         else:
             of_groups = layer.finite("weight_scale", stored) / divisor
         codes = FloatCodes(nibbles(np.ascontiguousarray(halves[begin:end])), 4, of_groups, group)
-        return _not_lost(layer, "weight_scale", codes)
+        return _in_range(layer, "weight_scale", codes)
 
     form = f"{'MXFP4' if kind == 'mxfp4' else 'NVFP4'}, 4 bits, groups of {group}"
     kept = float_form(4, group) if kind == "mxfp4" else None
@@ -188,6 +185,13 @@ def _peaks(layer: Layer, state: _State, count: int) -> npt.NDArray[np.float32]:
     with np.errstate(over="ignore", invalid="ignore"):
         peaks = values * of_outer[np.arange(count) // state.nested_block]
         return layer.finite("weight.nested_absmax", peaks + np.float32(state.nested_offset))
+
+
+def _in_range(layer: Layer, ending: str, rows: FloatCodes) -> FloatCodes:
+    """Give the rows. Raises ConfigError if a scale makes nothing, or infinite values, of codes."""
+    if not rows.is_in_range:
+        raise layer.problem(ending, "and its codes make values that are infinite")
+    return _not_lost(layer, ending, rows)
 
 
 _F = TypeVar("_F", FloatCodes, TableCodes)

@@ -111,7 +111,9 @@ class QuantisedWeight:
         found = self.read(begin, end)
         if isinstance(found, Codes):
             return found.in_groups_of(GROUP)
-        return found if isinstance(found, FloatCodes) else None
+        if isinstance(found, FloatCodes):
+            return found if form.group is None else found.in_groups_of(form.group)
+        return None
 
     def __getitem__(self, part: slice | tuple[slice, ...]) -> npt.NDArray[Any]:
         """The values of consecutive rows."""
