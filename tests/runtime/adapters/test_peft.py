@@ -137,7 +137,7 @@ def test_a_bad_tensor_is_named(case: str) -> None:
     with pytest.raises(AdapterFormatError, match=message) as caught:
         READER.read(sent({**CONFIG, **fields}, {**TENSORS, **tensors}))
     assert named in (caught.value.tensor or "")
-    if "infinity" in message or "already" in message or "NaN" in message:
+    if "inf" in message:  # which the values alone tell
         return
     with pytest.raises(AdapterFormatError, match=message) as caught:  # also before its values are there
         READER.check({**CONFIG, **fields}, described({**TENSORS, **tensors}))
@@ -146,8 +146,11 @@ def test_a_bad_tensor_is_named(case: str) -> None:
 
 @pytest.mark.parametrize("half", ["A", "B"])
 def test_a_missing_half_is_named(half: str) -> None:
+    tensors = {f"{Q}.lora_{half}.weight": TENSORS[f"{Q}.lora_{half}.weight"]}
     with pytest.raises(AdapterFormatError, match="q_proj is missing"):
-        READER.read(sent(CONFIG, {f"{Q}.lora_{half}.weight": TENSORS[f"{Q}.lora_{half}.weight"]}))
+        READER.read(sent(CONFIG, tensors))
+    with pytest.raises(AdapterFormatError, match="q_proj is missing"):  # also before its values are there
+        READER.check(CONFIG, described(tensors))
 
 
 def test_a_scaling_that_leaves_the_range_of_the_dtype() -> None:

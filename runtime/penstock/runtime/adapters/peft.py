@@ -210,14 +210,17 @@ class AdapterReader:
         not where the folder lies: whoever names an adapter in a request may see it.
         """
         if isinstance(source, AdapterTensors):
-            return self._made(source.config, source.tensors)
+            tensors = list(source.tensors)
+            described = ((name, each.shape, each.dtype) for name, each in tensors)
+            return self._made(*self._check_all(source.config, described), tensors)
         try:
             with (source / TENSORS_NAME).open("rb") as file:
                 before = os.fstat(file.fileno())
                 config = _read_json(source / CONFIG_NAME)
                 entries = header_of(source / TENSORS_NAME, file.fileno())
-                self._check_all(config, ((name, each.shape, each.dtype) for name, each in entries.items()))
-                weights = self._made(config, _tensors_of(file.fileno(), entries))
+                described = ((name, each.shape, each.dtype) for name, each in entries.items())
+                checked = self._check_all(config, described)
+                weights = self._made(*checked, _tensors_of(file.fileno(), entries))
                 after = os.stat(source / TENSORS_NAME)
                 told = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in (before, after)]
                 if told[0] != told[1] or _read_json(source / CONFIG_NAME) != config:
@@ -235,43 +238,46 @@ class AdapterReader:
 
     def _check_all(
         self, fields: Mapping[str, Any], tensors: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]
-    ) -> None:
-        """Check tensors by their names, shapes and dtypes."""
-        config = read_config(fields)
-        for tensor in tensors:
-            self._check(config, *tensor)
+    ) -> tuple[LoraConfig, dict[str, _Half]]:
+        """Check all that can be told from the names, shapes and dtypes of tensors. Returns the options, and
+        which matrix each tensor is.
+        """
+        config, names = read_config(fields), dict[_Half, str]()
+        for name, shape, dtype in tensors:
+            half = self._check(config, name, shape, dtype)
+            if half in names:
+                raise AdapterFormatError("the layer has this matrix already", tensor=name)
+            names[half] = name
+        if not names:
+            raise AdapterFormatError("the adapter has no tensors")
+        for half, name in names.items():
+            if _Half(half.layer, not half.is_b) not in names:
+                raise AdapterFormatError(f"the other matrix of {half.layer} is missing", tensor=name)
+        _check_complete(fields, [half.layer for half in names])
+        return config, {name: half for half, name in names.items()}
 
     def _made(
-        self, fields: Mapping[str, Any], tensors: Iterable[tuple[str, NDArray[np.generic]]]
+        self,
+        config: LoraConfig,
+        halves: Mapping[str, _Half],
+        tensors: Iterable[tuple[str, NDArray[np.generic]]],
     ) -> AdapterWeights:
-        model, config = self._model, read_config(fields)
-        halves: dict[str, dict[bool, str]] = {}
+        model, layers = self._model, {half.layer for half in halves.values()}
         blocks: list[AdapterBlock] = []
         for name, tensor in tensors:
-            half = self._check(config, name, tensor.shape, tensor.dtype)
-            there = halves.setdefault(half.layer, {})
-            if half.is_b in there:
-                raise AdapterFormatError("the layer has this matrix already", tensor=name)
-            there[half.is_b] = name
+            half = halves[name]
             factor = config.scaling_of(half.layer) if half.is_b else 1.0
             with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
                 blocks += self._blocks(half, _finite(name, tensor) * np.float32(factor))
-        if not halves:
-            raise AdapterFormatError("the adapter has no tensors")
-        for layer, there in halves.items():
-            if len(there) == 1:
-                (name,) = there.values()
-                raise AdapterFormatError(f"the other matrix of {layer} is missing", tensor=name)
-        _check_complete(fields, halves)
         if not all(np.isfinite(block.matrix.astype(np.float32)).all() for block in blocks):
             raise AdapterFormatError(f"its numbers, times the scaling, are too large for {model.dtype}")
         values = AdapterValues(model.devices, model.size * self._rank, model.dtype, tuple(blocks))
         return AdapterWeights(
             values=values,
             digest=digest_of_values(values.whole()),
-            rank=max(config.rank_of(layer) for layer in halves),
-            scaling=max(config.scaling_of(layer) for layer in halves),
-            targets=tuple(sorted({layer.rpartition(".")[2] for layer in halves})),
+            rank=max(config.rank_of(layer) for layer in layers),
+            scaling=max(config.scaling_of(layer) for layer in layers),
+            targets=tuple(sorted({layer.rpartition(".")[2] for layer in layers})),
         )
 
     def _check(self, config: LoraConfig, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Half:
