@@ -76,9 +76,9 @@ class Fields:
             self.problem(name, "is required")
         return minimum
 
-    def num_layers(self) -> int:
+    def num_layers(self, default: object = REQUIRED) -> int:
         """How many layers the model has: so few that each of them can be described."""
-        return self.integer("num_hidden_layers", most=MOST_LAYERS)
+        return self.integer("num_hidden_layers", default, most=MOST_LAYERS)
 
     def optional_integer(self, name: str, minimum: int = 1, most: int = _MOST) -> int | None:
         """An int of at least `minimum` and below `most`, or None when absent or null."""

@@ -156,6 +156,8 @@ def test_published_gemma3_with_pictures():
         ("vision_config.patch_size", 15),
         ("vision_config.num_attention_heads", 7),
         ("vision_config.hidden_act", "relu"),
+        ("vision_config.hidden_act", ["gelu"]),
+        ("vision_config.num_hidden_layers", 1 << 32),
         ("vision_config.new_field", 1),
     ],
 )

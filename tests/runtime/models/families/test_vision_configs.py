@@ -145,6 +145,8 @@ TEXT = "text_config"
         (TEXT, "hidden_size", 64, "vision_config.out_hidden_size"),
         (VISION, "model_type", "siglip", "vision_config.model_type"),
         (VISION, "hidden_act", "relu", "vision_config.hidden_act"),
+        (VISION, "hidden_act", ["silu"], "vision_config.hidden_act"),
+        (VISION, "depth", 1 << 32, "vision_config.depth"),
         (VISION, "num_heads", 7, "vision_config.num_heads"),
         (VISION, "num_position_embeddings", 2300, "vision_config.num_position_embeddings"),
         (VISION, "deepstack_visual_indexes", [5, 24], "vision_config.deepstack_visual_indexes"),
@@ -329,7 +331,9 @@ def test_internvl_has_the_defaults_of_transformers() -> None:
         (MISTRAL, None, "vision_feature_layer", -2, "vision_feature_layer"),
         (MISTRAL, None, "audio_config", {"layers": 1}, "audio_config"),
         (MISTRAL, None, "projector_hidden_act", "relu", "projector_hidden_act"),
+        (MISTRAL, None, "projector_hidden_act", ["gelu"], "projector_hidden_act"),
         (MISTRAL, VISION, "model_type", "siglip", "vision_config.model_type"),
+        (MISTRAL, VISION, "num_hidden_layers", 1 << 32, "vision_config.num_hidden_layers"),
         (MISTRAL, VISION, "head_dim", 32, "vision_config.head_dim"),
         (MISTRAL, VISION, "num_attention_heads", 6, "vision_config.num_attention_heads"),
         (

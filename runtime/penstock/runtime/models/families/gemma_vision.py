@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.tensor_names import TensorNames
-from penstock.runtime.models.configs.vision import SiglipVisionConfig, VisionActivation
+from penstock.runtime.models.configs.vision import SiglipVisionConfig
 from penstock.runtime.models.families import gemma
 from penstock.runtime.models.families.family import ModelFamily
-from penstock.runtime.models.families.vision_fields import flat_kernels
+from penstock.runtime.models.families.vision_fields import flat_kernels, read_activation
 from penstock.runtime.models.families.vision_wrapper import text_fields
-from penstock.runtime.models.hf_fields import MOST_LAYERS, Fields
+from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
 from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
 
@@ -32,7 +32,6 @@ _NAMES = TensorNames(
     projector="multi_modal_projector.",
     vision_tensor="embeddings.patch_embedding.weight",
 )
-_ACTIVATIONS: Mapping[str, VisionActivation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _PARTS: Mapping[str, str] = {
     "patch_embed": "embeddings.patch_embedding",
     "pos_embed": "embeddings.position_embedding",
@@ -73,11 +72,8 @@ def _read_encoder(fields: Fields, inner: Fields) -> SiglipVisionConfig:
     elif tokens**2 != count or side % tokens:
         fields.problem("mm_tokens_per_image", f"{count} is no square whose side divides {side} patches")
         tokens = 1
-    activation = inner.raw("hidden_act") or "gelu_pytorch_tanh"
-    if activation not in _ACTIVATIONS:
-        inner.problem("hidden_act", f"{activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
     config = SiglipVisionConfig(
-        depth=inner.integer("num_hidden_layers", 12, most=MOST_LAYERS),
+        depth=inner.num_layers(12),
         hidden_size=hidden,
         intermediate_size=inner.integer("intermediate_size", 3072),
         num_heads=heads,
@@ -89,7 +85,7 @@ def _read_encoder(fields: Fields, inner: Fields) -> SiglipVisionConfig:
         begin_token_id=fields.integer("boi_token_index", 255_999, minimum=0),
         end_token_id=fields.integer("eoi_token_index", 256_000, minimum=0),
         in_channels=inner.integer("num_channels", 3),
-        activation=_ACTIVATIONS.get(str(activation), "gelu_tanh"),
+        activation=read_activation(inner, "hidden_act", "gelu_pytorch_tanh"),
         eps=inner.number("layer_norm_eps", 1e-6),
     )
     inner.refuse_unread(HARMLESS_FIELDS)

@@ -16,7 +16,7 @@ from penstock.runtime.models.families import llama, variants
 from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.families.vision_fields import decoder_of, flat_kernels, read_activation
 from penstock.runtime.models.families.vision_wrapper import text_fields
-from penstock.runtime.models.hf_fields import MOST_LAYERS, Fields
+from penstock.runtime.models.hf_fields import Fields
 from penstock.runtime.models.hf_harmless_fields import HARMLESS_FIELDS
 from penstock.runtime.models.load_rules import ParamPath, Source, Stored, StoredAt
 
@@ -100,7 +100,7 @@ def _read_encoder(fields: Fields, kind: Kind) -> PixtralConfig:
     config = PixtralConfig(
         out_size=1,
         image_token_id=_read_image_token(fields, kind.image_token_id),
-        depth=inner.integer("num_hidden_layers", 24, most=MOST_LAYERS),
+        depth=inner.num_layers(24),
         hidden_size=hidden,
         intermediate_size=inner.integer("intermediate_size", 4096),
         num_heads=heads,

@@ -21,10 +21,10 @@ _ACTIVATIONS: Mapping[str, VisionActivation] = {
 def read_activation(fields: Fields, name: str, default: str) -> VisionActivation:
     """An activation by its name in transformers."""
     value = fields.raw(name) or default
-    if value not in _ACTIVATIONS:
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
         fields.problem(name, f"{value!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
         return "silu"
-    return _ACTIVATIONS[str(value)]
+    return _ACTIVATIONS[value]
 
 
 def decoder_of(text: Fields, families: Mapping[str, ModelFamily]) -> ModelFamily:
