@@ -313,7 +313,7 @@ def _adapter_problems(config: EngineConfig) -> list[str]:
 def _draft_problems(config: EngineConfig) -> list[str]:
     if config.speculation != "draft":
         return [] if config.draft_model is None else ['draft_model: goes with speculation="draft"']
-    return ['speculation: "draft" needs a draft_model'] if config.draft_model is None else []
+    return [] if config.draft_model else ['speculation: "draft" needs a draft_model']
 
 
 def _image_problems(config: EngineConfig) -> list[str]:

@@ -103,7 +103,8 @@ def test_every_request_makes_the_tokens_that_it_makes_alone(seed: int) -> None:
     note(str(config))
     runner = FakeRunner(config)
     limit = min(config.max_model_len, config.capacity_tokens + 1)
-    requests, expected, made = {}, {}, {}
+    requests, made = {}, {}
+    expected: dict[str, list[int]] = {}
     in_flight: deque[tuple[Plan, StepResult]] = deque()
     waiting = []
 

@@ -189,6 +189,8 @@ class GrammarConstraint:
             np.bitwise_and(mask, self._bits.text, out=mask)
             if matcher.is_accepting():
                 np.bitwise_or(mask, self._bits.eos, out=mask)
+            if not mask.any():
+                return
 
     def forced(self) -> Sequence[int]:
         """See `ForesightedConstraint`. The last token is left out, because what comes behind the text may

@@ -49,8 +49,9 @@ class ForesightedConstraint(TokenConstraint, Protocol):
     def fill_ahead(self, masks: Mask, token_ids: Sequence[int]) -> None:
         """Overwrite row i of `masks`, int32[len(token_ids), mask_words(vocab_size)], with the tokens that may
         come behind the first i + 1 of these tokens. It may leave rows as they are: it must from the first
-        token on that may not follow, or behind which nothing more follows, and it may from any row on. The
-        constraint itself stays where it is, and no answer of it changes.
+        token on that may not follow, or behind which nothing more follows, and it may from any row on. Behind
+        a row that allows nothing, none is filled. The constraint itself stays where it is, and no answer of
+        it changes.
         """
         ...
 

@@ -208,7 +208,7 @@ class Commits:
             counted, finish = seq.rules.first_end(sampled, len(seq.token_ids), now_ns)
             if finish is not None or i not in result.errors:
                 verdicts[i] = _accept(seq, sampled[:counted])
-                if self._proposer is not None:
+                if self._proposer is not None and seq.most_proposed != 0:
                     seq.forced = _forced(seq)
         return verdicts
 
