@@ -100,8 +100,14 @@ def test_an_interruption_leaves_nothing_behind(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_ends_the_process_leaves_nothing_behind(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    number: signal.Signals,
 ) -> None:
+    outer = signal.signal(number, signal.default_int_handler)  # nohup has pytest ignore SIGHUP
+    request.addfinalizer(lambda: signal.signal(number, outer))
     before = signal.getsignal(number)
 
     def told(*args: object) -> None:
