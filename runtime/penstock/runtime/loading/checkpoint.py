@@ -6,9 +6,10 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -166,6 +167,31 @@ def load_weights(
     return state_of(config, leaves, dtype, linear)
 
 
+@contextlib.contextmanager
+def bytes_done(total: int, what: str, progress: Progress) -> Iterator[Callable[[int], None]]:
+    """Show the progress of work on `total` bytes, as `load_weights` says. Yields what is to be called with
+    the number of bytes that were done since the call before.
+    """
+    with tqdm(
+        total=total,
+        desc=what,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1000,
+        disable=None if progress is True else True,  # None: only where stderr is a terminal
+    ) as bar:
+        so_far = 0
+
+        def done(num_bytes: int) -> None:
+            nonlocal so_far
+            so_far += num_bytes
+            bar.update(num_bytes)
+            if callable(progress):
+                progress(so_far, total)
+
+        yield done
+
+
 def load_leaves(
     where: Path,
     rules: LoadRules,
@@ -195,30 +221,14 @@ def load_leaves(
         values, take = on_devices.leaves, on_devices.take
         followed, shapes = rules_of_each(rules.rules), shapes_of_each(shapes)
 
-    with tqdm(
-        total=total,
-        desc="weights",
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1000,
-        disable=None if progress is True else True,  # None: only where stderr is a terminal
-    ) as bar:
-        so_far = 0
-
-        def done(rule: LoadRule) -> None:
-            nonlocal so_far
-            so_far += rule.num_bytes
-            bar.update(rule.num_bytes)
-            if callable(progress):
-                progress(so_far, total)
-
+    with bytes_done(total, "weights", progress) as done:
         maker = LeafMaker(
             followed,
             found,
             shapes,
             take,
             threads=threads or available_processors(),
-            done=done,
+            done=lambda rule: done(rule.num_bytes),
         )
         try:
             maker.add_all(found)

@@ -191,7 +191,7 @@ class CheckpointWriter:
         try:
             for file, tensors in files.items():
                 self._begin(folder / file, tensors)
-        except BaseException:
+        except BaseException:  # whatever it is, no file stays open
             self.close()
             raise
         if len(files) > 1:

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import (
     Progress,
+    bytes_done,
     check_tensors,
     config_for_tensors,
     read_config,
@@ -271,24 +271,8 @@ def _make(
     quantised = exact.copy()
     hidden = None if watched is None else model.embed(watched, tensors)
     total = sum(entry.num_bytes for entry in tensors.values())
-    with tqdm(
-        total=total,
-        desc="quantised",
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1000,
-        disable=None if progress is True else True,  # None: only where stderr is a terminal
-    ) as bar:
-        so_far = 0
+    with bytes_done(total, "quantised", progress) as done:
         written = set(checkpoint.quantised)
-
-        def done(name: str) -> None:
-            nonlocal so_far
-            so_far += tensors[name].num_bytes
-            bar.update(tensors[name].num_bytes)
-            if callable(progress):
-                progress(so_far, total)
-
         for index, weights in enumerate(checkpoint.weights):
             layer = model.layer(index, tensors)
             layer.advance(exact)
@@ -298,11 +282,11 @@ def _make(
             for name, of_tensor in codes.items():
                 for ending, values in packed(of_tensor, scheme).items():
                     writer.put(_renamed(name, ending), values)
-                done(name)
+                done(tensors[name].num_bytes)
             for name, values in changed.items():
                 writer.put(name, values)
                 written.add(name)
-                done(name)
+                done(tensors[name].num_bytes)
             new = {name: of_tensor.dequantised() for name, of_tensor in codes.items()}
             new_layer: dict[str, Tensor] = {**tensors, **changed, **new}
             layer = model.layer(index, new_layer)
@@ -312,7 +296,7 @@ def _make(
         for name, entry in tensors.items():
             if name not in written:
                 writer.copy(name, entry)
-                done(name)
+                done(tensors[name].num_bytes)
     return model.score(judged, exact, quantised, tensors)
 
 
