@@ -15,16 +15,32 @@ class VisionConfig:
     `models/vision/encoders.py` says what belongs to each.
 
     out_size: channels of a token, those of the decoder. image_token_id: the token whose embeddings are
-    replaced by those of pictures.
+    replaced by those of pictures. depth: blocks; hidden_size, intermediate_size, num_heads: theirs.
+    patch_size: pixels on a side of a patch.
     """
 
     out_size: int
     image_token_id: int
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    patch_size: int
+    in_channels: int = 3
 
     @property
     def num_outputs(self) -> int:
         """How many embeddings a token of a picture has: one, and those that are added in layers."""
         return 1
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_features(self) -> int:
+        """How many values one patch has."""
+        return self.in_channels * self.patch_size**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +56,7 @@ class QwenVisionConfig(VisionConfig):
     picture. video_token_id: stands for a video, which is not taken.
     """
 
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    patch_size: int
     video_token_id: int
-    in_channels: int = 3
     temporal_patch_size: int = 2
     merge_size: int = 2
     activation: VisionActivation = "gelu_tanh"
@@ -64,10 +74,6 @@ class QwenVisionConfig(VisionConfig):
         return 1 + len(self.deepstack)
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
     def patch_features(self) -> int:
         """How many values one patch has."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
@@ -82,22 +88,12 @@ class SiglipVisionConfig(VisionConfig):
     before and behind a picture.
     """
 
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
     image_size: int
-    patch_size: int
     tokens_per_side: int
     begin_token_id: int
     end_token_id: int
-    in_channels: int = 3
     activation: VisionActivation = "gelu_tanh"
     eps: float = 1e-6
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
 
     @property
     def side(self) -> int:
@@ -119,11 +115,6 @@ class SiglipVisionConfig(VisionConfig):
         """Patches of a token."""
         return self.num_patches // self.num_tokens
 
-    @property
-    def patch_features(self) -> int:
-        """How many values one patch has."""
-        return self.in_channels * self.patch_size**2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralConfig(VisionConfig):
@@ -134,27 +125,12 @@ class PixtralConfig(VisionConfig):
     products have one.
     """
 
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    patch_size: int
-    in_channels: int = 3
     merge_size: int = 2
     activation: VisionActivation = "gelu"
     projector_activation: VisionActivation = "gelu"
     projector_bias: bool = False
     merger_eps: float | None = None
     rope_theta: float = 10_000.0
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
-    def patch_features(self) -> int:
-        """How many values one patch has."""
-        return self.in_channels * self.patch_size**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,13 +143,7 @@ class InternConfig(VisionConfig):
     by root mean square, else layer norms, with `eps`. has_positions: there is a table of positions.
     """
 
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
     image_size: int
-    patch_size: int
-    in_channels: int = 3
     merge_size: int = 2
     activation: VisionActivation = "gelu"
     projector_activation: VisionActivation = "gelu"
@@ -182,15 +152,6 @@ class InternConfig(VisionConfig):
     rms_norms: bool = False
     eps: float = 1e-6
     has_positions: bool = True
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
-    def patch_features(self) -> int:
-        """How many values one patch has."""
-        return self.in_channels * self.patch_size**2
 
     @property
     def side(self) -> int:

@@ -11,8 +11,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from penstock.runtime.models import rope
+
 _FAR_BELOW = np.float32(-1e30)
 """A score of what is not attended to; finite, so that differences of such scores are numbers."""
+
+
+def attend(
+    qkv: jax.Array,
+    spans: jax.Array,
+    *,
+    num_heads: int,
+    block: int,
+    turns: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """`attend_spans` of queries, keys and values that lie side by side, [N, 3 * size] -> [N, size]. turns:
+    those that `rope.rotate` gives queries and keys; None: they have none.
+    """
+    q, k, v = jnp.moveaxis(qkv.reshape(qkv.shape[0], 3, num_heads, -1), 1, 0)
+    if turns is not None:
+        q, k = rope.rotate(q, *turns), rope.rotate(k, *turns)
+    out = attend_spans(q, k, v, spans, scale=q.shape[-1] ** -0.5, block=block)
+    return out.reshape(qkv.shape[0], -1)
 
 
 def attend_spans(

@@ -17,7 +17,7 @@ from penstock.runtime.models.linear import Linear, LinearFormat, add_projected, 
 from penstock.runtime.models.norms import RMSNorm
 from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.models.vision.activations import activated, activated_gate
-from penstock.runtime.models.vision.attention import attend_spans
+from penstock.runtime.models.vision.attention import attend
 from penstock.runtime.models.vision.pixtral_inputs import PixtralInputs
 
 _EPS = 1e-5
@@ -35,7 +35,7 @@ class PixtralAttention(nnx.Module):
         parts = {"q_proj": size, "k_proj": size, "v_proj": size}
         self.qkv = Linear(size, parts, dtype, planners, linear=linear)
         self.o_proj = Linear(size, {"o_proj": size}, dtype, planners, linear=linear)
-        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.num_heads = config.num_heads
 
     def __call__(
         self,
@@ -48,10 +48,8 @@ class PixtralAttention(nnx.Module):
     ) -> jax.Array:
         """residual + attention(x), both [N, size]."""
         qkv = project(self.qkv, x, num_patches, pools)
-        q, k, v = jnp.moveaxis(qkv.reshape(x.shape[0], 3, self.num_heads, self.head_dim), 1, 0)
-        q, k = rope.rotate(q, *turns), rope.rotate(k, *turns)
-        out = attend_spans(q, k, v, spans, scale=self.head_dim**-0.5, block=_BLOCK)
-        return add_projected(self.o_proj, out.reshape(x.shape), residual, num_patches, pools)
+        out = attend(qkv, spans, num_heads=self.num_heads, block=_BLOCK, turns=turns)
+        return add_projected(self.o_proj, out, residual, num_patches, pools)
 
 
 class PixtralMLP(nnx.Module):

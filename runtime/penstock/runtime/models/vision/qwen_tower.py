@@ -23,7 +23,7 @@ from penstock.runtime.models.linear import (
 from penstock.runtime.models.norms import LayerNorm, RMSNorm
 from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.models.vision.activations import activated, activated_gate
-from penstock.runtime.models.vision.attention import attend_spans
+from penstock.runtime.models.vision.attention import attend
 from penstock.runtime.models.vision.qwen_inputs import QwenInputs
 
 _EPS = 1e-6
@@ -44,7 +44,7 @@ class VisionAttention(nnx.Module):
         size = config.hidden_size
         self.qkv = Linear(size, {"qkv": 3 * size}, dtype, planners, bias=True, linear=linear)
         self.proj = Linear(size, {"proj": size}, dtype, planners, bias=True, linear=linear)
-        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.num_heads = config.num_heads
 
     def __call__(
         self,
@@ -58,10 +58,8 @@ class VisionAttention(nnx.Module):
     ) -> jax.Array:
         """residual + attention(x), both [N, size]."""
         qkv = project(self.qkv, x, num_patches, pools)
-        q, k, v = jnp.moveaxis(qkv.reshape(x.shape[0], 3, self.num_heads, self.head_dim), 1, 0)
-        q, k = rope.rotate(q, *turns), rope.rotate(k, *turns)
-        out = attend_spans(q, k, v, spans, scale=self.head_dim**-0.5, block=block)
-        return add_projected(self.proj, out.reshape(x.shape), residual, num_patches, pools)
+        out = attend(qkv, spans, num_heads=self.num_heads, block=block, turns=turns)
+        return add_projected(self.proj, out, residual, num_patches, pools)
 
 
 class VisionMLP(nnx.Module):

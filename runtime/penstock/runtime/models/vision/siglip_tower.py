@@ -16,7 +16,7 @@ from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearForma
 from penstock.runtime.models.norms import LayerNorm, RMSNorm
 from penstock.runtime.models.pools import PoolPlanners, Pools
 from penstock.runtime.models.vision.activations import activated
-from penstock.runtime.models.vision.attention import attend_spans
+from penstock.runtime.models.vision.attention import attend
 from penstock.runtime.models.vision.siglip_inputs import SiglipInputs, places
 
 _BLOCK = 512
@@ -32,16 +32,15 @@ class SiglipAttention(nnx.Module):
         parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), size)
         self.qkv = Linear(size, parts, dtype, planners, bias=True, linear=linear)
         self.out = Linear(size, {"out_proj": size}, dtype, planners, bias=True, linear=linear)
-        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.num_heads = config.num_heads
 
     def __call__(
         self, x: jax.Array, residual: jax.Array, spans: jax.Array, num_patches: jax.Array, pools: Pools
     ) -> jax.Array:
         """residual + attention(x), both [N, size]."""
         qkv = project(self.qkv, x, num_patches, pools)
-        q, k, v = jnp.moveaxis(qkv.reshape(x.shape[0], 3, self.num_heads, self.head_dim), 1, 0)
-        out = attend_spans(q, k, v, spans, scale=self.head_dim**-0.5, block=_BLOCK)
-        return add_projected(self.out, out.reshape(x.shape), residual, num_patches, pools)
+        out = attend(qkv, spans, num_heads=self.num_heads, block=_BLOCK)
+        return add_projected(self.out, out, residual, num_patches, pools)
 
 
 class SiglipLayer(nnx.Module):
