@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,14 +31,6 @@ TOKENS = 40
 """Of a step with chunks: some blocks of 16 tokens, and a part of one."""
 TOLERANCE = 2e-2
 """Weights and results are rounded to bfloat16, by 2^-9 of about 4 at most."""
-
-
-@pytest.fixture(scope="module")
-def short_blocks() -> Iterator[None]:
-    """Steps of a few tokens have several blocks, as large ones do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_kernel, "MOST_BLOCK", 16)
-        yield
 
 
 @functools.cache
@@ -105,11 +97,11 @@ def steps(draw: st.DrawFn) -> list[Case]:
 )
 @settings(max_examples=3, deadline=None)
 @given(cases=steps(), seed=st.integers(0, 2**31))
-def test_chunks_of_any_length(
-    short_blocks: None, shape: Shape, options: Options, cases: list[Case], seed: int
-) -> None:
-    """Beside rows of one token."""
-    attends(cases, shape, options, seed, decode=False)
+def test_chunks_of_any_length(shape: Shape, options: Options, cases: list[Case], seed: int) -> None:
+    """Beside rows of one token. Blocks are short, so that a few tokens have several, as large steps do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_kernel, "MOST_BLOCK", 16)
+        attends(cases, shape, options, seed, decode=False)
 
 
 @pytest.mark.ci

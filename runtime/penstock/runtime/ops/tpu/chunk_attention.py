@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from penstock.runtime.ops.tpu.decode_attention import LANES, stages_for
+from penstock.runtime.ops.tpu.online_softmax import OnlineSoftmax
 
 MOST_BLOCK = 128
 """Most tokens of a block, a power of two."""
@@ -30,7 +31,6 @@ _BLOCK_BYTES = 10 * 2**20
 """What a block may take of the chip's memory beside the pages."""
 _CHIP_BYTES = 24 * 2**20
 """What the kernel may have of it: XLA gives a kernel 16 MiB unless it asks, and the chips have 64 or more."""
-_LOW = -1e30
 
 
 def block_for(num_heads: int, dim: int) -> int:
@@ -118,7 +118,7 @@ def chunk_attention(
         q_ref: Any,
         *others: Any,
     ) -> None:
-        *sink_ref, kv_ref, out_ref, moved, queries, pages, peaks, totals, acc, moving, arrived = others
+        *sink_ref, kv_ref, out_ref, moved, queries, pages, peaks, totals, sums, moving, arrived = others
         del rows_ref  # the table's block is the row's
         number = pl.program_id(0)
         first, position, count = firsts_ref[number], positions_ref[number], counts_ref[number]
@@ -156,9 +156,8 @@ def chunk_attention(
             pieces(lambda far, near: pltpu.make_async_copy(q_ref.at[far], moved.at[near], moving))
             for h in range(num_heads):
                 queries[h] = moved[:, h, :].astype(jnp.bfloat16)
-            peaks[...] = jnp.full(peaks.shape, _LOW, jnp.float32)
-            totals[...] = jnp.zeros(totals.shape, jnp.float32)
-            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+            softmax = OnlineSoftmax(peaks, totals, sums)
+            softmax.begin()
 
             def step(i: Any, carry: None) -> None:
                 @pl.when(i + (stages - 1) < num_pages)
@@ -179,33 +178,12 @@ def chunk_attention(
                     values = jnp.where(held, pages[stage, 1, head].astype(jnp.float32), 0.0)
                     values = values.astype(jnp.bfloat16)
                     for h in range(head * group, (head + 1) * group):
-                        scores = scale * lax.dot_general(
-                            queries[h], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-                        )
-                        if softcap is not None:
-                            scores = softcap * jnp.tanh(scores / softcap)
-                        scores = jnp.where(seen, scores, _LOW)
-                        peak = peaks[h, :, :1]
-                        top = jnp.maximum(peak, scores.max(axis=1, keepdims=True))
-                        fade = jnp.exp(peak - top)
-                        weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
-                        total = totals[h, :, :1] * fade + weights.sum(axis=1, keepdims=True)
-                        acc[h] = acc[h] * fade + jnp.dot(
-                            weights.astype(jnp.bfloat16), values, preferred_element_type=jnp.float32
-                        )
-                        peaks[h] = jnp.broadcast_to(top, peaks.shape[1:])
-                        totals[h] = jnp.broadcast_to(total, totals.shape[1:])
+                        softmax.take(h, queries[h], keys, values, seen, scale=scale, softcap=softcap)
 
             lax.fori_loop(0, num_pages, step, None)
             for h in range(num_heads):
-                peak, total = peaks[h, :, :1], totals[h, :, :1]
-                fade = jnp.ones_like(peak)
-                for ref in sink_ref:
-                    sink = ref[h, :1, :1]
-                    top = jnp.maximum(peak, sink)
-                    fade = jnp.exp(peak - top)
-                    total = total * fade + jnp.exp(sink - top)
-                moved[:, h, :] = acc[h] * fade / jnp.maximum(total, 1e-30)
+                sink = sink_ref[0][h, :1, :1] if sink_ref else None
+                moved[:, h, :] = softmax.result(h, sink)
             pieces(lambda far, near: pltpu.make_async_copy(moved.at[near], out_ref.at[far], moving))
 
     width = page_table.shape[1]

@@ -21,6 +21,8 @@ import jax.experimental.pallas.tpu as pltpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from penstock.runtime.ops.tpu.online_softmax import OnlineSoftmax
+
 LANES = 128
 """Channels of a head come in whole multiples of so many."""
 SUBLANES = 16
@@ -28,7 +30,6 @@ SUBLANES = 16
 _MOST_STAGES = 4
 _PAGES_BYTES = 8 * 2**20
 """What the pages that are on their way may take of the chip's memory, which has 16 MiB for a kernel."""
-_LOW = -1e30
 
 
 def stages_for(page_size: int, kv_heads: int, dim: int) -> int:
@@ -69,14 +70,13 @@ def decode_attention(
     by_head = (kv_heads, group + spare)
 
     def kernel(oldest_ref: Any, ends_ref: Any, table_ref: Any, q_ref: Any, *others: Any) -> None:
-        *sink_ref, kv_ref, out_ref, pages, peaks, totals, acc, arrived = others
+        *sink_ref, kv_ref, out_ref, pages, peaks, totals, sums, arrived = others
         row = pl.program_id(0)
         seen_from, seen_to = oldest_ref[row], ends_ref[row]
         first = seen_from // page_size
         count = (seen_to + page_size - 1) // page_size - first
-        peaks[...] = jnp.full(peaks.shape, _LOW, jnp.float32)
-        totals[...] = jnp.zeros(totals.shape, jnp.float32)
-        acc[...] = jnp.zeros(acc.shape, jnp.float32)
+        softmax = OnlineSoftmax(peaks, totals, sums)
+        softmax.begin()
 
         def fetching(i: Any) -> Any:
             stage = lax.rem(i, jnp.int32(stages))
@@ -102,36 +102,22 @@ def decode_attention(
             held = begin + lax.broadcasted_iota(jnp.int32, (page_size, dim), 0)
             held = (held >= seen_from) & (held < seen_to)
             for head in range(kv_heads):
-                keys, values = pages[stage, 0, head], pages[stage, 1, head]
-                scores = scale * lax.dot_general(
-                    q_ref[0, head], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-                )
-                if softcap is not None:
-                    scores = softcap * jnp.tanh(scores / softcap)
-                scores = jnp.where(seen, scores, _LOW)
-                peak = peaks[head, :, :1]
-                top = jnp.maximum(peak, scores.max(axis=1, keepdims=True))
-                fade = jnp.exp(peak - top)
-                weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
-                total = totals[head, :, :1] * fade + weights.sum(axis=1, keepdims=True)
                 # What the row does not attend to may be NaN, so it must not even be multiplied by zero.
-                values = jnp.where(held, values.astype(jnp.float32), 0.0).astype(jnp.bfloat16)
-                acc[head] = acc[head] * fade + jnp.dot(
-                    weights.astype(jnp.bfloat16), values, preferred_element_type=jnp.float32
+                values = jnp.where(held, pages[stage, 1, head].astype(jnp.float32), 0.0)
+                softmax.take(
+                    head,
+                    q_ref[0, head],
+                    pages[stage, 0, head],
+                    values.astype(jnp.bfloat16),
+                    seen,
+                    scale=scale,
+                    softcap=softcap,
                 )
-                peaks[head] = jnp.broadcast_to(top, peaks.shape[1:])
-                totals[head] = jnp.broadcast_to(total, totals.shape[1:])
 
         lax.fori_loop(0, count, step, None)
         for head in range(kv_heads):
-            peak, total = peaks[head, :, :1], totals[head, :, :1]
-            fade = jnp.ones_like(peak)
-            for ref in sink_ref:
-                sink = ref[head, :, :1]
-                top = jnp.maximum(peak, sink)
-                fade = jnp.exp(peak - top)
-                total = total * fade + jnp.exp(sink - top)
-            out_ref[0, head] = (acc[head] * fade / jnp.maximum(total, 1e-30)).astype(jnp.bfloat16)
+            sink = sink_ref[0][head, :, :1] if sink_ref else None
+            out_ref[0, head] = softmax.result(head, sink).astype(jnp.bfloat16)
 
     def of_row(*size: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, *size), lambda row, *_: (row, *(0 for _ in size)))
