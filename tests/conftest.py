@@ -4,8 +4,8 @@ JAX reads its settings from the environment when it is first imported, so tests 
 
 - PENSTOCK_TEST_PLATFORM=cuda runs the suite, and the tests marked `gpu`, on a GPU; the default is the CPU.
 - PENSTOCK_TEST_DEVICES=2 makes so many devices of the CPU, over which goldens are cut.
-- PENSTOCK_TEST_XLA=users compiles all programs as users compile them. The default, `quick`, leaves out most
-  of XLA's optimizations, except in files that are marked `users_xla` or drawn.
+- PENSTOCK_TEST_XLA=users compiles all programs as users compile them. The default, `quick`, compiles them as
+  tests/support/suite/quick_xla.py says, except in files that are marked `users_xla` or drawn.
 - `--draw NUMBER` and `--touched REVISION` choose tests of the sweep: see tests/support/suite/drawing.py.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.support.suite import drawing
+from tests.support.suite import drawing, quick_xla
 from tests.support.suite.costs import Costs
 
 PLATFORM = os.environ.get("PENSTOCK_TEST_PLATFORM", "cpu")
@@ -34,7 +34,7 @@ os.environ["JAX_PLATFORMS"] = PLATFORM
 os.environ["JAX_NUM_CPU_DEVICES"] = os.environ.get("PENSTOCK_TEST_DEVICES", "1")
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if USERS_XLA else "1"
+os.environ.update(quick_xla.environment(users=USERS_XLA))
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded: a test that tried would fail at once
 
 # An example may take any time, because the machine may be busy; hypothesis allows 200 ms otherwise.

@@ -15,10 +15,13 @@ from typing import Any
 from unittest import mock
 
 import jax
+from jax._src import compiler
+from jax._src.lib import xla_client
 from jax._src.lru_cache import LRUCache
 
 from penstock.runtime import building
 from penstock.runtime.execution.buckets import NATIVE_TOKEN_GROWTH
+from tests.support.suite import quick_xla
 
 LOCKS = Path(tempfile.gettempdir()) / "penstock-tests-locks"
 MOST_WAIT_S = 120.0
@@ -27,6 +30,7 @@ MOST_WAIT_S = 120.0
 
 def compile_less() -> None:
     """From now on the engines of this process have few programs, and wait for those that others compile."""
+    _ask_xla()
     mock.patch.object(building, "TOKEN_GROWTH", NATIVE_TOKEN_GROWTH).start()
     LOCKS.mkdir(exist_ok=True)
     held: dict[str, int] = {}
@@ -67,12 +71,35 @@ def _wait(path: Path) -> int:
         return lock
 
 
-def optimize(wanted: bool) -> None:
-    """Whether XLA optimizes as it does for users, in this process and in those that it starts.
-
-    Without, XLA compiles in two thirds of the time. What was compiled otherwise is forgotten.
+def _ask_xla() -> None:
+    """From now on each program is compiled as `optimize` has said last. XLA itself reads XLA_FLAGS only once
+    in a process, which is here.
     """
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if wanted else "1"
-    if jax.config.read("jax_disable_most_optimizations") == wanted:
+    os.environ.update(quick_xla.environment(users=False))
+    _ = xla_client.CompileOptions().executable_build_options.debug_options
+    make = compiler.get_compile_options
+
+    def made(*arguments: Any, **named: Any) -> xla_client.CompileOptions:
+        options = make(*arguments, **named)
+        if not is_quick() and getattr(named.get("backend"), "platform", "") == "cpu":
+            options.env_option_overrides = [*options.env_option_overrides, (quick_xla.OPTION, True)]
+        return options
+
+    mock.patch.object(compiler, "get_compile_options", made).start()
+
+
+def is_quick() -> bool:
+    """Whether programs are compiled quickly now."""
+    quick: bool = jax.config.read("jax_disable_most_optimizations")
+    return quick
+
+
+def optimize(wanted: bool) -> None:
+    """Whether XLA compiles as it does for users, in this process and in those that it starts.
+
+    Without, XLA compiles in a third of the time. What was compiled otherwise is forgotten.
+    """
+    os.environ.update(quick_xla.environment(users=wanted))
+    if is_quick() == wanted:
         jax.config.update("jax_disable_most_optimizations", not wanted)
         jax.clear_caches()
