@@ -52,6 +52,13 @@ def test_text_loads_no_jax() -> None:
 
 
 @pytest.mark.ci
+def test_a_server_that_starts_loads_no_transformers() -> None:
+    """Its import takes as long as JAX's, and 40 MiB. Only some models need it (`text.by_transformers`)."""
+    needed = loaded_by("penstock.server_cli.commands.serve", "penstock.runtime.building")
+    assert needed.isdisjoint({"transformers", "huggingface_hub", "torch"})
+
+
+@pytest.mark.ci
 def test_the_engine_loads_no_transport() -> None:
     assert loaded_by("penstock.runtime").isdisjoint({"grpc", "google", "opentelemetry"})
 

@@ -15,11 +15,11 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from penstock.runtime.chat.template_reading import check_template
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.gguf.file import GgufFile
+from penstock.runtime.text.tokenizer import NAMED_TOKENS, LoadedTokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Types of tokens."""
@@ -139,7 +139,7 @@ class _Metadata:
         return default if value is None else value
 
 
-def find_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase | None:
+def find_tokenizer(file: GgufFile) -> LoadedTokenizer | None:
     """The tokenizer of a model; None if the file has none. Raises ConfigError, which names the key."""
     data = _Metadata(file)
     kind = data.value("tokenizer.ggml.model", str)
@@ -158,7 +158,7 @@ def find_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase | None:
     try:
         tokenizer = _byte_level(data, ids) if kind == "gpt2" else _sentence_piece(data, ids, tokens, types)
         _add_tokens(tokenizer, file, kind, tokens, types)
-        return _wrapped(data, tokenizer, tokens, ids, kind)
+        return _loaded(data, tokenizer, tokens, ids, kind)
     except ConfigError:
         raise
     except Exception as error:  # `tokenizers` may raise anything for a vocabulary that it does not expect
@@ -271,9 +271,9 @@ _PARTS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 """The tokens that have a part: what keys call it, and what transformers does."""
 
 
-def _wrapped(
+def _loaded(
     data: _Metadata, tokenizer: Tokenizer, tokens: Sequence[str], ids: Mapping[str, int], kind: str
-) -> PreTrainedTokenizerBase:
+) -> LoadedTokenizer:
     """With what stands around a text, and the chat templates."""
     parts: dict[str, str] = {}
     for key, name in _PARTS.items():
@@ -296,13 +296,24 @@ def _wrapped(
             pair=[*before, "$A", *after, *before, "$B:1", *after],
             special_tokens=[(token, ids[token]) for token in {*before, *after}],
         )
-    wrap: Any = PreTrainedTokenizerFast
-    wrapped: PreTrainedTokenizerBase = wrap(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **parts
+    # As transformers does: a token that has a part is special, unless the model's makers defined it.
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in parts.values() if token not in known]
     )
+    end = parts.get("eos_token")
     templates = _templates(data)
-    wrapped.chat_template = templates if len(templates) > 1 else templates.get("default")
-    return wrapped
+    return LoadedTokenizer(
+        backend=tokenizer,
+        encode=None,
+        decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
+        added_tokens=tokenizer.get_added_tokens_decoder(),
+        special_tokens=parts,
+        token_names=NAMED_TOKENS,
+        eos_token_id=None if end is None else ids[end],
+        chat_template=templates if len(templates) > 1 else templates.get("default"),
+        class_name="TokenizersBackend",
+    )
 
 
 def _templates(data: _Metadata) -> dict[str, str]:
