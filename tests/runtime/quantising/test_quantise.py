@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.loading.checkpoint import load_config
@@ -70,6 +71,27 @@ def test_models_that_cannot_be_quantised_are_refused_by_name(
     with pytest.raises(ConfigError, match=says):
         quantise(folder, tmp_path / "out", QuantiseOptions(**options))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("model.layers.0.input_layernorm.weight", r"tensor model\.layers\.0\.input_layernorm\.weight has values"),
+        pytest.param("model.embed_tokens.weight", "layer 0 makes values of a text", marks=pytest.mark.ci),
+        pytest.param(Q_PROJ, f"tensor {Q_PROJ} has values", marks=pytest.mark.ci),
+    ],
+)
+def test_a_tensor_with_values_that_are_no_numbers_is_told(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    monkeypatch.setattr(module, "JUDGED_TOKENS", 64)
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name] = np.full_like(tensors[name], np.nan)
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=says):
+        quantise(model, tmp_path / "out", QuantiseOptions(method="rtn"), progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_is_there_or_has_no_room_is_refused(

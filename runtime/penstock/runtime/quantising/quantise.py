@@ -155,6 +155,9 @@ def _read(source: Path, options: QuantiseOptions) -> _Checkpoint:
             f"{source}: no weight can be quantised: outputs must be a multiple of 16, and inputs of 64 and "
             f"of the group, {options.group}"
         )
+    for name, entry in tensors.items():
+        if len(entry.shape) == 1:  # norms and biases, which take no time; weights are read when their layer is
+            _floats(name, entry)
     return _Checkpoint(source, config, tensors, weights)
 
 
@@ -274,8 +277,15 @@ def _make(
     with bytes_done(total, "quantised", progress) as done:
         written = set(checkpoint.quantised)
         for index, weights in enumerate(checkpoint.weights):
+            for name in weights:
+                _floats(name, tensors[name])  # a damaged one is named before anything is computed with it
             layer = model.layer(index, tensors)
             layer.advance(exact)
+            if not np.isfinite(exact).all():
+                raise ConfigError(
+                    f"{checkpoint.folder}: layer {index} makes values of a text that are infinite or no numbers, "
+                    "in floats: the checkpoint is damaged, or computes no text in float32"
+                )
             grams: Grams = {} if hidden is None or not weights else layer.grams(hidden)
             del layer  # before it is loaded again
             codes, changed = _layer_codes(checkpoint, index, grams, scheme, options)
@@ -305,7 +315,7 @@ def _layer_codes(
 ) -> tuple[dict[str, Codes], dict[str, NDArray[Any]]]:
     """Choose the codes of all quantised tensors of a layer: (these, other tensors that changed)."""
     weights, found = checkpoint.weights[layer], {}
-    floats = {name: _floats(checkpoint.tensors[name]) for name in weights}
+    floats = {name: _floats(name, checkpoint.tensors[name]) for name in weights}
     changed: dict[str, NDArray[Any]] = {}
     if options.method == "awq" and weights:
         of_layer = rules_of_layer(checkpoint.config, layer).values()
@@ -324,9 +334,9 @@ def _layer_codes(
     return found, changed
 
 
-def _floats(entry: TensorEntry) -> Floats:
-    """The values of a weight. Raises ConfigError if one is infinite or no number."""
+def _floats(name: str, entry: TensorEntry) -> Floats:
+    """The values of a tensor. Raises ConfigError if one is infinite or no number."""
     weight: Floats = np.asarray(entry.map()).astype(np.float32)
     if not np.isfinite(weight).all():
-        raise ConfigError(f"{entry.file}: a weight that is to be quantised has values that are no numbers")
+        raise ConfigError(f"{entry.file}: tensor {name} has values that are infinite or no numbers")
     return weight
