@@ -49,7 +49,7 @@ from penstock.runtime.measuring.engine_meters import EngineMeters
 from penstock.runtime.measuring.engine_state import BuildInfo, Sources
 from penstock.runtime.measuring.registry import Registry
 from penstock.runtime.model_info import ModelInfo
-from penstock.runtime.ops.cache_spec import cache_dtype
+from penstock.runtime.ops.cache_spec import CacheSpec, cache_dtype
 from penstock.runtime.scheduling.drafting import Drafting
 from penstock.runtime.scheduling.image_pool import BLOCK_TOKENS, blocks_of
 from penstock.runtime.scheduling.load import Load
@@ -103,7 +103,7 @@ def build(
     config, shapes = longest_shapes(model, options, backend, threads=threads)
     _log_penalties(model, config)
     if config.speculation != options.speculation:
-        log.warning("speculation: nothing is proposed, because %s", _why_none_proposed(model))
+        log.warning("speculation: nothing is proposed, because the model generates nothing")
     better = lacking_kernels(options.dtype, np.dtype(model.dtype), backend)
     if better is not None:
         log.warning(
@@ -156,7 +156,7 @@ def build(
     )
     return EngineParts(
         runner=runner,
-        scheduler=Scheduler(_scheduler_config(model, config, shapes, kv), _proposer(config)),
+        scheduler=Scheduler(_scheduler_config(model, config, shapes, kv), _proposer(config, model.cache)),
         pacer=Pacer(config.decode_window_s, config.max_decode_steps, config.target_itl_s or 0.0),
         config=config,
         info=ModelInfo(
@@ -192,7 +192,7 @@ def longest_shapes(
     """
     model.cache.check_dtype(options.kv_cache_dtype)
     config = resolve(options, backend.sizes, defaults=model.defaults)
-    if _why_none_proposed(model):
+    if model.reader is not None:
         config = dataclasses.replace(config, speculation="off", max_proposed_tokens=None)
     return config, _runner_config(model, config, _buckets(model, config, backend), backend, threads=threads)
 
@@ -275,17 +275,10 @@ def _log_penalties(model: ServedModel, config: ResolvedConfig) -> None:
         )
 
 
-def _proposer(config: ResolvedConfig) -> Proposer | None:
+def _proposer(config: ResolvedConfig, cache: CacheSpec) -> Proposer | None:
     if config.speculation == "draft":
         return Drafting()
-    return None if config.speculation == "off" else Lookup()
-
-
-def _why_none_proposed(model: ServedModel) -> str:
-    """Why no tokens can be proposed for a model; empty if they can."""
-    if model.reader is not None:
-        return "the model generates nothing"
-    return "the state of recurrent layers cannot go back" if model.cache.has_state else ""
+    return None if config.speculation == "off" else Lookup(computes_again=cache.has_state)
 
 
 def _drafted_tokens(config: ResolvedConfig) -> int:

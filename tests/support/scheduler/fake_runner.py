@@ -339,7 +339,7 @@ class FakeRunner:
             first = 0 if window is None else max(length - window, 0)
             digests += [self._read(row.slot, group, position)[1] for position in range(first, length)]
         if self.state is not None:
-            digests.append(self.state.after(row.slot, length))
+            digests.append(self.state.passed(row.slot, length))
         request = self.requests[row.slot]
         banned = end_ids(request) if step < row.bans else frozenset[int]()
         banned |= forbidden(request, length - len(request.prompt_token_ids))

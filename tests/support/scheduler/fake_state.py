@@ -22,6 +22,8 @@ class FakeState:
         self._digest = digest
         self._slots: dict[int, list[State | None]] = {}
         """Slot to its two copies."""
+        self._passed: dict[int, list[State]] = {}
+        """Slot to the states that its last row went through. A token is sampled after each of them."""
         self.snapshots: list[State | None] = [None] * num_snapshots
         self.begun_behind: dict[str, int] = {}
         """Request to the position of the snapshot that its row has read last."""
@@ -36,6 +38,11 @@ class FakeState:
             if state is not None and state[0] == num_tokens:
                 return state[1]
         raise AssertionError(f"slot {slot} has no state after {num_tokens} tokens")
+
+    def passed(self, slot: int, num_tokens: int) -> int:
+        """The digest of the state after so many tokens, which the slot's last row went through."""
+        (found,) = (state for state in self._passed[slot] if state[0] == num_tokens)
+        return found[1]
 
     def step(
         self,
@@ -68,7 +75,7 @@ class FakeState:
             states = [before]
             for token in tokens:
                 states.append((states[-1][0] + 1, self._digest(states[-1][1], token)))
-            copies[place] = states[-1]
+            copies[place], self._passed[slot] = states[-1], states
             if use.cut:
                 assert use.cut_to not in kept, "two rows write one snapshot"
                 kept[use.cut_to] = states[use.cut]

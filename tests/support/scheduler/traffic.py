@@ -215,6 +215,8 @@ class Traffic:
             owner.pending -= row.max_samples
             if row.proposed and owner.slot is not None:
                 owner.computed -= row.max_samples - len(tokens)
+                if self.config.has_state and len(tokens) < row.max_samples:
+                    owner.computed, owner.decoding = row.start, False
             counted = tuple(tokens)
             if owner.predictable:  # otherwise its end is not known
                 counted = counted[: len(owner.expected) - len(owner.made)]

@@ -71,6 +71,9 @@ class Programs:
     """Number of rows to choice."""
     checked_choices: Mapping[int, jax.stages.Compiled]
     """Number of rows to choice of a step with proposed tokens; none where no tokens are proposed."""
+    joined: Mapping[int, jax.stages.Compiled]
+    """Number of rows to forward of a step with proposed tokens, for a model with state by slot; none for
+    others, and where no tokens are proposed."""
     guesses: Mapping[int, jax.stages.Compiled]
     """Number of rows to what guesses tokens for them; none without a draft model."""
     prompt_logprobs: jax.stages.Compiled
@@ -127,6 +130,7 @@ class ProgramBuilder:
             steps={key: made[key] for key in keys},
             choices={rows: made[rows] for rows in row_buckets},
             checked_choices={rows: made[f"check {rows}"] for rows in self._checked_rows},
+            joined={rows: made[f"join {rows}"] for rows in self._joined_rows},
             guesses={rows: made[f"guess {rows}"] for rows in self._guessed_rows},
             prompt_logprobs=made["prompt_logprobs"],
             hidden_sums=made["hidden_sums"],
@@ -145,6 +149,7 @@ class ProgramBuilder:
             **{key: partial(self.window if key.window else self.forward, key) for key in keys},
             **{rows: partial(self.choice, rows) for rows in row_buckets},
             **{f"check {rows}": partial(self.checked_choice, rows) for rows in self._checked_rows},
+            **{f"join {rows}": partial(self.joined, rows) for rows in self._joined_rows},
             **{f"guess {rows}": partial(self.guesses, rows) for rows in self._guessed_rows},
             **{f"encode {size}": partial(self.encode, size) for size in self.config.encode_buckets},
             "prompt_logprobs": partial(self.prompt_logprobs, hidden),
@@ -219,9 +224,19 @@ class ProgramBuilder:
         return jax.tree.leaves(given)
 
     def forward(self, key: ProgramKey) -> jax.stages.Compiled:
+        return self._compiled_forward(key, self._forward(key), key.name)
+
+    def joined(self, rows: int) -> jax.stages.Compiled:
+        """The forward for so many rows of one token, of which several may have the same slot."""
+        key = ProgramKey(rows, rows, decode_only=True)
+        return self._compiled_forward(key, self._forward(key, joins=True), f"joined_rows{rows}")
+
+    def _compiled_forward(
+        self, key: ProgramKey, program: Callable[..., Forward], name: str
+    ) -> jax.stages.Compiled:
         packed = self._ints(self._layout(key).size)
         return self._compiled(
-            self._forward(key),
+            program,
             self.weights,
             self.kv,
             self.state,
@@ -230,7 +245,7 @@ class ProgramBuilder:
             self.adapters,
             self.draft_weights,
             donate=(1, 2),
-            name=key.name,
+            name=name,
             results=_FORWARD,
         )
 
@@ -314,6 +329,10 @@ class ProgramBuilder:
         return self.config.buckets.decode_rows if self.config.checks_proposals else ()
 
     @property
+    def _joined_rows(self) -> tuple[int, ...]:
+        return self._checked_rows if self.cache.has_state else ()
+
+    @property
     def _guessed_rows(self) -> tuple[int, ...]:
         return () if self.rebuild_draft is None else self.config.buckets.row_buckets
 
@@ -389,7 +408,7 @@ class ProgramBuilder:
     def _layout(self, key: ProgramKey) -> Layout:
         return self.config.layout(key, len(self.num_pages))
 
-    def _forward(self, key: ProgramKey) -> Callable[..., Forward]:
+    def _forward(self, key: ProgramKey, *, joins: bool = False) -> Callable[..., Forward]:
         backend = self.backend
         return make_forward(
             self.rebuild,
@@ -398,6 +417,7 @@ class ProgramBuilder:
             backend.attention,
             backend.recurrent,
             self.rebuild_draft,
+            joins=joins,
         )
 
     def _hidden(self) -> jax.ShapeDtypeStruct:

@@ -207,11 +207,17 @@ class ProgramCalls:
             for rows in config.buckets.decode_rows
         }
 
-    def forward(self, key: ProgramKey, packed: Ints) -> tuple[jax.Array, jax.Array]:
-        """Run the model. Returns logits float32[R, V] and hidden states, see `Forward`."""
+    def forward(
+        self, key: ProgramKey, packed: Ints, *, has_proposed: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run the model. Returns logits float32[R, V] and hidden states, see `Forward`. has_proposed: whether
+        there are rows of proposed tokens.
+        """
         device = self._device
         others = (device.pool, device.adapters, device.draft_leaves)
-        forward = self.programs.steps[key](device.leaves, device.kv, device.rows, packed, *others)
+        joined = self.programs.joined
+        program = joined[key.rows] if joined and has_proposed else self.programs.steps[key]
+        forward = program(device.leaves, device.kv, device.rows, packed, *others)
         device.kv, device.rows, logits, hidden = forward
         return logits, hidden
 
@@ -316,6 +322,8 @@ class ProgramCalls:
             if key.window:
                 self.window(key, packed)
             else:
+                if key.decode_only and key.rows in self.programs.joined:
+                    self.forward(key, packed, has_proposed=True)
                 logits, hidden = self.forward(key, packed)
                 packed = packed[: slots.layout(key).rows_size]
                 mask = self.all_allowed(key.rows)  # constraints' masks are on the host
@@ -539,7 +547,7 @@ class ModelRunner:
             ).sent()
         if step.guesses is not None:
             calls.guess(*step.guesses)
-        logits, hidden = calls.forward(key, step.buffer)
+        logits, hidden = calls.forward(key, step.buffer, has_proposed=bool(step.further))
         packed = step.buffer[: slots.layout(key).rows_size]
         most = self.config.buckets.token_buckets[-1]
         prompt = prompt_logprobs.compute(

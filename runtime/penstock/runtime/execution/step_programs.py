@@ -1,7 +1,8 @@
 """What the compiled programs of a step compute.
 
 - `make_forward`: input tokens through the model to logits. One program per bucket of tokens, and one per
-  bucket of rows for steps of one token a row.
+  bucket of rows for steps of one token a row; for a model with state by slot one more per bucket of rows, for
+  steps where tokens are proposed.
 - `make_choice`: samples tokens from logits. One program per bucket of rows. It is separate from the forward
   so that the host can compute the masks of constraints while the device runs the model.
 - `make_checked_choice`: the same where tokens are proposed, which are checked too.
@@ -136,6 +137,37 @@ class Follower(NamedTuple):
 RebuildDraft = Callable[[Weights], Follower]
 
 
+class Joined(NamedTuple):
+    """The rows of a step, all of one token, where those of each slot have become one row with their tokens in
+    order of position. That of the lowest position has all of them.
+    """
+
+    slots: Array  # int32[R], past the last slot for rows that have no token left
+    q_lens: Array  # int32[R]
+    order: Array  # int32[R] the row whose token has come to each place
+    places: Array  # int32[R] the place to which the token of each row has come
+
+
+def join_rows(slots: Array, starts: Array, q_lens: Array, num_slots: int) -> Joined:
+    """slots, starts, q_lens int32[R]; q_lens are 1, then 0 for padding. State by slot goes through the tokens
+    of a row one after the other, so it does not matter to it how they came to be in one row.
+    """
+    row, is_real = jnp.arange(slots.shape[0], dtype=jnp.int32), q_lens > 0
+    is_same = (slots[:, None] == slots[None, :]) & is_real[:, None] & is_real[None, :]
+    num_before = (is_same & (starts[None, :] < starts[:, None])).sum(axis=1)
+    is_first = is_real & (num_before == 0)
+    joined = jnp.where(is_first, is_same.sum(axis=1), 0).astype(jnp.int32)
+    begins = (jnp.cumsum(joined) - joined).astype(jnp.int32)
+    first = jnp.argmax(is_same & is_first[None, :], axis=1)
+    places = jnp.where(is_real, begins[first] + num_before, row).astype(jnp.int32)
+    return Joined(
+        slots=jnp.where(is_first, slots, num_slots),
+        q_lens=joined,
+        order=jnp.zeros_like(row).at[places].set(row, unique_indices=True),
+        places=places,
+    )
+
+
 class StepShapes(NamedTuple):
     """The sizes that all programs of a runner have in common."""
 
@@ -170,22 +202,24 @@ def _run_model(
     guesses: Array | None = None,
     media: MediaInputs | None = None,
     shifts: Array | None = None,
+    joined: Joined | None = None,
 ) -> tuple[Array, Array, KVCache, Array | None]:
     """(logits float32[R, V], hidden [T, E], cache, `RowState.held`); `last` int32[R] replaces FEEDBACK, and
     `guesses` int32[R, K] the numbers below it. A model that reads pictures has `media` or, in a window,
-    `shifts`.
+    `shifts`. With `joined` the model runs over these rows, and the results are those of the rows before.
     """
-    copies = None
+    copies, q_lens, slots = None, batch.q_lens, batch.sampling.slots
+    if joined is not None:
+        q_lens, slots, tokens = joined.q_lens, joined.slots, tokens[joined.order]
     if held is not None:
         snapshots = batch.snapshots and batch.snapshots.only_at(starts == batch.starts)
-        slots = batch.sampling.slots
-        copies = choose_copies(held, slots, starts, batch.q_lens, snapshots, shapes.num_snapshots)
+        copies = choose_copies(held, slots, starts, q_lens, snapshots, shapes.num_snapshots)
     meta = make_meta(
         starts=starts,
-        q_lens=batch.q_lens,
+        q_lens=q_lens,
         page_table=page_tables[0],
         num_tokens=layout.key.tokens,
-        decode_only=layout.key.decode_only,
+        decode_only=layout.key.decode_only and joined is None,
         page_size=shapes.page_size,
         num_pages=shapes.num_pages[0],
         state_from=None if copies is None else copies.read,
@@ -203,12 +237,14 @@ def _run_model(
     with jax.named_scope("model"):
         given = {"attention": attention, "recurrent": recurrent, **media_argument(media)}
         if adapters and batch.adapter_slots is not None:
-            slots = batch.adapter_slots[meta.token_rows]
-            given["adapters"] = AdapterRows(adapters[0], slots, shapes.adapter_rank)
+            adapter_slots = batch.adapter_slots[meta.token_rows]
+            given["adapters"] = AdapterRows(adapters[0], adapter_slots, shapes.adapter_rank)
         own = len(kv) - (0 if follower is None else follower.num_layers)
         hidden, written = model(tokens, meta.positions, kv[:own], metas, **given)
         kv = (*written, *kv[own:])
         at = jnp.maximum(jnp.cumsum(batch.q_lens) - 1, 0)
+        if joined is not None:
+            hidden = hidden[joined.places]
         num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
         logits = model.logits(hidden[at], num_rows)
     if follower is not None:
@@ -243,9 +279,14 @@ def make_forward(
     attention: AttentionOp,
     recurrent: RecurrentOps,
     rebuild_draft: RebuildDraft | None = None,
+    *,
+    joins: bool = False,
 ) -> Callable[[Weights, KVCache, RowState, Array, Pool, AdapterPool, Weights], Forward]:
     """A program that runs the model over one step of any mix of chunks and decodes. The last argument is the
     draft's weights; () without one.
+
+    `joins`: rows of one token may have the same slot, and the model keeps state by slot, so it is given one
+    row for each slot (`join_rows`). Where the model keeps none, rows of the same slot need no such program.
     """
 
     def forward(
@@ -259,6 +300,10 @@ def make_forward(
     ) -> Forward:
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
+        joined, pictures = None, layout.pictures_view(packed) if layout.has_pictures else None
+        if joins:
+            joined = join_rows(batch.sampling.slots, batch.starts, batch.q_lens, state.tokens.shape[0])
+            pictures = None if pictures is None else pictures[:, joined.order]
         logits, hidden, kv, held = _run_model(
             rebuild(weights),
             layout,
@@ -275,9 +320,10 @@ def make_forward(
             adapters=adapters,
             follower=None if rebuild_draft is None else rebuild_draft(draft),
             guesses=None if state.guesses is None else _of_rows(state.guesses, batch),
-            media=media_of_tokens(layout.pictures_view(packed), pool, decode_only=layout.key.decode_only)
-            if layout.has_pictures
-            else None,
+            media=None
+            if pictures is None
+            else media_of_tokens(pictures, pool, decode_only=layout.key.decode_only),
+            joined=joined,
         )
         state = state._replace(held=held)
         padding = shapes.max_tokens - hidden.shape[0]

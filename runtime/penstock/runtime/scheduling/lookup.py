@@ -322,8 +322,14 @@ class Lookup:
 
     name = "lookup"
 
-    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self, clock_ns: Callable[[], int] = time.monotonic_ns, *, computes_again: bool = False
+    ) -> None:
+        """computes_again: whether the step behind a wrong proposal computes accepted tokens again, and so has
+        no proposals.
+        """
         self._clock_ns = clock_ns
+        self._computes_again = computes_again
         self._rests_until_ns = 0
         self._copies: dict[Sequence, Copy] = {}
         self._costs = Costs()
@@ -406,16 +412,22 @@ class Lookup:
             return counts
         heapq.heapify(likeliest)
         order: list[int] = []
-        tokens = [float(num_rows)]
+        tokens, all_right = [float(num_rows)], [1.0]
         tried = [0] * len(candidates)
         while likeliest and len(order) < room:
             chance, i = heapq.heappop(likeliest)
             order.append(i)
             tokens.append(tokens[-1] - chance)
+            all_right.append(all_right[-1] * copies[i].rate)
             tried[i] += 1
             if tried[i] < candidates[i].most:
                 heapq.heappush(likeliest, (chance * copies[i].rate, i))
         took_ns = self._costs.checked_ns(num_rows, plain_ns, len(order))
+        if self._computes_again:
+            # The step behind has at most as many tokens, and brings one of each row.
+            again = [1 - right for right in all_right]
+            tokens = [made + num_rows * chance for made, chance in zip(tokens, again, strict=True)]
+            took_ns = [took * (1 + chance) for took, chance in zip(took_ns, again, strict=True)]
         speeds = [made / took for made, took in zip(tokens, took_ns, strict=True)]
         best = max(range(len(speeds)), key=speeds.__getitem__)
         if speeds[best] < gain * speeds[0]:

@@ -76,7 +76,8 @@ class Cuts:
             if entry is not None:
                 snapshots.hold_for_forks(seq, entry)
             return for_forks, entry
-        if not keys:
+        last = min(last, len(keys))  # a chunk behind proposed tokens may end with a page that has no key yet
+        if last <= before:
             return 0, None
         awaited = self._awaited(keys, before, last)
         branch = seq.recurrence.branch

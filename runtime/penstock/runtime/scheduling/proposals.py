@@ -100,7 +100,7 @@ class Proposals:
         running = roster.running
         room = min(config.most_rows, config.max_num_batched_tokens) - len(running)
         candidates: list[Candidate] = []
-        if room < 1 or roster.has_state:
+        if room < 1:
             return candidates, 0, 0
         num_rows = 0
         for seq in running:

@@ -232,7 +232,7 @@ class Commits:
         """Take in the tokens of a plan. See `Scheduler.commit`."""
         weights_generation, sampling, prompts, _, planned_ns = self._plans.pop(plan.step_id)
         if self._proposer is not None:
-            self._measure(self._proposer, plan, result, planned_ns, now_ns)
+            self._measure(self._proposer, plan, result, sampling, planned_ns, now_ns)
         if prompts:
             _take_prompts(prompts, plan, result)
         any_late = now_ns >= self._endings.next_deadline_ns
@@ -257,6 +257,10 @@ class Commits:
                 seq.accepted_tokens += max(len(sampled) - 1, 0)
                 if seq.status is _RUNNING:  # else it has no positions any more
                     seq.num_computed -= row.max_samples - len(sampled)
+                    if self._roster.has_state and len(sampled) < row.max_samples:
+                        # The slot's other copy of state stands before this step, so what was accepted is
+                        # computed again from there, as a chunk of known tokens.
+                        seq.num_computed, seq.prefill_until = row.start, total
             wanted = () if seq.request.logprobs is None else tuple(logprobs)
             prompt = seq.of_prompt.take_logprobs() if i in prompts else ()
             if (
@@ -292,7 +296,7 @@ class Commits:
                 raise RuntimeError(
                     f"{seq.request_id} goes on with {len(sampled)} of {row.max_samples} samples"
                 )
-            if total > seq.sharing.publish_at:
+            if total > seq.sharing.publish_at and total <= seq.num_computed + 1:  # else it is written again
                 publish(seq, total - 1)
             outputs.append(
                 _output((seq.request_id, new, wanted, None, None, weights_generation, None, prompt, None))
@@ -302,13 +306,22 @@ class Commits:
         return _with_hidden_states(outputs, plan, result) if result.hidden else outputs
 
     def _measure(
-        self, proposer: Proposer, plan: Plan, result: StepResult, planned_ns: int, now_ns: int
+        self,
+        proposer: Proposer,
+        plan: Plan,
+        result: StepResult,
+        sampling: Items[Sequence | None],
+        planned_ns: int,
+        now_ns: int,
     ) -> None:
         """Tell the proposer how long a step of decodes took: from the commit of the step before, unless the
-        engine had nothing to do meanwhile.
+        engine had nothing to do meanwhile. A step that computes accepted tokens again is one, too.
         """
         last_ns, self._last_ns = self._last_ns, now_ns
-        if plan.apart or plan.num_prompt_tokens:
+        if plan.apart or any(
+            row.token_ids is not None and (seq is None or row.start < seq.num_prompt)
+            for seq, row in zip(sampling, plan.rows, strict=True)
+        ):
             return
         began_ns = last_ns if planned_ns - last_ns < _AT_ONCE_NS else planned_ns
         num_steps = max(map(len, result.token_ids)) if plan.num_steps > 1 else 1

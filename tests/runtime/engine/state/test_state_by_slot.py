@@ -5,14 +5,16 @@ happens to their rows.
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
-from penstock.runtime import Engine
+from penstock.runtime import Engine, building
 from penstock.runtime.config import CPU_SIZES, EngineConfig, resolve
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import Backend, mesh_of
@@ -29,9 +31,11 @@ from penstock.runtime.ops.cache_spec import CacheGroup, CacheSpec, PagedKV
 from penstock.runtime.requests.request import Request, StoppingParams, outputs_of
 from penstock.runtime.scheduling.plan import PageWrite, Plan, PlanRow, StepResult
 from penstock.runtime.scheduling.scheduler_config import SchedulerConfig
+from penstock.runtime.scheduling.sequence import Sequence as Output
 from tests.support.collector import GREEDY, Collector, at_gate, long
 from tests.support.models.hybrid import NEWEST, PAGED, STATE, hybrid_model, hybrid_tokens
 from tests.support.models.toy import VOCAB, toy_engine, toy_runner
+from tests.support.scheduler.proposing import Guesses, lies
 from tests.support.scheduler.put_off import Anything, HalfPutOff
 from tests.support.scheduler.scheduling import dispatch, make
 
@@ -50,6 +54,18 @@ def accelerator() -> Backend:
     return Backend(mesh=mesh_of(jax.devices("cpu")[:1]), sizes=CPU_SIZES)
 
 
+def proposing() -> Engine:
+    """An engine for which tokens are proposed that may be right, wrong, or none."""
+    rng = random.Random(9)
+
+    def right(seq: Output, most: int) -> list[int]:
+        made = seq.num_generated
+        return hybrid_tokens(seq.request.prompt_token_ids, made + most)[made:]
+
+    with mock.patch.object(building, "Lookup", return_value=Guesses(lies(rng, VOCAB, right), rng)):
+        return toy_engine(hybrid_model(), decode_window_s=10.0, speculation="lookup", max_proposed_tokens=3)
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -58,6 +74,7 @@ def accelerator() -> Backend:
         "single steps",
         pytest.param("as on an accelerator", marks=pytest.mark.sweep),  # it has most programs
         "no layer has pages",
+        "tokens are proposed",
     ],
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
@@ -69,6 +86,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
             hybrid_model(), backend=accelerator(), decode_window_s=10.0, kv_cache_bytes=1 << 16
         ),
         "no layer has pages": lambda: toy_engine(hybrid_model(paged=False), decode_window_s=10.0),
+        "tokens are proposed": proposing,
     }
     engine = made[request.param]()
     yield engine
@@ -363,12 +381,3 @@ def test_there_is_no_prefix_cache_if_there_is_state_without_snapshots() -> None:
             max_queued_requests=1,
             has_state=True,
         )
-
-
-def test_nothing_is_proposed_where_state_cannot_go_back(caplog: pytest.LogCaptureFixture) -> None:
-    """The engine says so, and its config is what callers are told."""
-    assert toy_engine(hybrid_model(), start=False, speculation="lookup").config.speculation == "off"
-    assert "speculation: nothing is proposed, because the state of recurrent layers" in caplog.text
-    caplog.clear()
-    assert toy_engine(start=False, speculation="lookup").config.speculation == "lookup"
-    assert "speculation" not in caplog.text
