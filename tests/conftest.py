@@ -3,7 +3,8 @@
 JAX reads its settings from the environment when it is first imported, so tests that need no JAX load none.
 
 - PENSTOCK_TEST_PLATFORM=cuda runs the suite, and the tests marked `gpu`, on a GPU; the default is the CPU.
-- PENSTOCK_TEST_DEVICES=2 makes so many devices of the CPU, over which goldens are cut.
+- PENSTOCK_TEST_DEVICES=2 makes so many devices of the CPU, over which goldens are cut. With
+  PENSTOCK_TEST_DEALT_PAGES=1 the pages of caches are dealt over them, which only latent attention allows.
 - PENSTOCK_TEST_XLA=users compiles all programs as users compile them. The default, `quick`, compiles them as
   tests/support/suite/quick_xla.py says, except in files that are marked `users_xla` or drawn.
 - `--draw NUMBER` and `--touched REVISION` choose tests of the sweep: see tests/support/suite/drawing.py.

@@ -41,6 +41,7 @@ OTHERS = {
     "kv_cache_dtype": "int8",
     "tensor_parallel_size": 2,
     "expert_parallel": True,
+    "context_parallel": True,
     "native": "require",
     "native_folder": "/kernels",
     "threads": 3,

@@ -142,6 +142,7 @@ RUNS = {"gemma3_vl": 5}
 CONFIG = EngineConfig(
     dtype="float32",
     tensor_parallel_size=int(os.environ.get("PENSTOCK_TEST_DEVICES", "1")),
+    context_parallel=os.environ.get("PENSTOCK_TEST_DEALT_PAGES") == "1",
     max_num_seqs=4,
     max_num_batched_tokens=128,
     page_size=8,
@@ -160,7 +161,11 @@ def small_config(
     """CONFIG with a KV cache of so many tokens. XLA compiles for the size of the cache, and to compile all
     goldens takes minutes, so tests that ask for the same pages of a golden share its compiled programs.
     """
-    config = cut(load_config(GOLDEN / name), CONFIG.tensor_parallel_size or 1)
+    config = cut(
+        load_config(GOLDEN / name),
+        CONFIG.tensor_parallel_size or 1,
+        context_parallel=CONFIG.context_parallel,
+    )
     cache, num_slots = config.cache, CONFIG.max_num_seqs or 0
     pages = -(-cached_tokens // page_size) * cache.page_bytes(page_size, np.dtype(np.float32))
     snapshots = num_slots if cache.has_state else 0

@@ -1,8 +1,8 @@
 """Runs goldens that are cut over devices of the CPU.
 
-    python -m tests.support.mesh_goldens DEVICES NAME[:experts]...
+    python -m tests.support.mesh_goldens DEVICES NAME[:experts|:pages]...
 
-With ":experts" the experts stay whole.
+With ":experts" the experts stay whole; with ":pages" the pages of the cache are dealt, too.
 
 JAX makes the devices of a process only once, so this is a process of its own. It prints one JSON object for
 each golden: its name, what differs from PyTorch's (empty: nothing), and the collectives of its program.
@@ -40,7 +40,12 @@ def main() -> None:
     for name in names:
         golden, _, dealt = name.partition(":")
         directory = GOLDEN / golden
-        config = cut(load_config(directory), mesh.size, expert_parallel=bool(dealt))
+        config = cut(
+            load_config(directory),
+            mesh.size,
+            expert_parallel=bool(dealt),
+            context_parallel=dealt == "pages",
+        )
         state = load_weights(directory, config, "float32", placement=cut_sharding(mesh), progress=False)
         if golden.startswith("encoders/"):
             say(name, *reading(directory, config, state, mesh))

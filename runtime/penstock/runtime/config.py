@@ -104,6 +104,9 @@ class EngineConfig:
     expert_parallel: bool = False
     """Whether the experts of a mixture stay whole, so that each device has some of them. Else each device has
     a part of every expert."""
+    context_parallel: bool = False
+    """Whether the pages of the cache of latent attention are dealt over the devices. Else each device has all
+    of them. XLA computes such attention, and its bits depend on which pages a request has."""
     native: str = "auto"
     """The kernels for CPUs, and for decode steps on TPUs and on GPUs of the Hopper generation: "auto" uses
     them where the machine and the model can, "require" refuses to start unless they compute all of the model

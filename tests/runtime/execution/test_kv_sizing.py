@@ -62,6 +62,19 @@ def test_the_cache_takes_all_the_bytes_that_were_asked_for() -> None:
     assert plan(device=5050) == KVPlan((50,), 64)
 
 
+def test_each_device_has_equally_many_of_dealt_pages() -> None:
+    """A page takes 100 bytes, and rows of 64 tokens fill 4 pages each. Over 3 devices 8 pages become 9, and
+    50 that fit become 48.
+    """
+    groups = (CacheGroup(None, 100, pieces=3),)
+    for asked_for, pages in ((None, 9), (5050, 48)):
+        config = dataclasses.replace(CONFIG, kv_cache_bytes=asked_for)
+        assert plan_kv(config, model_max_len=64, groups=groups, device_bytes=None) == KVPlan((pages,), 64)
+    config = dataclasses.replace(CONFIG, kv_cache_bytes=599, max_model_len=64)
+    with pytest.raises(ConfigError, match="kv_cache_bytes to at least 600"):
+        plan_kv(config, model_max_len=64, groups=groups, device_bytes=None)
+
+
 def test_explicit_bytes_win_over_the_device_and_lower_the_context() -> None:
     config = dataclasses.replace(CONFIG, kv_cache_bytes=350)
     assert plan(config, device=10**9) == KVPlan(

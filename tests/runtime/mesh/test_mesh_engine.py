@@ -34,8 +34,31 @@ ROOT = Path(__file__).parents[3]
     ids=lambda tests: Path(tests[0]).stem,
 )
 def test_what_holds_on_one_device_holds_on_two(tests):
+    passes(tests, {})
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ("tests/service/servicers/test_goldens.py", "-k", "xla and deepseek_v3", "-m", ""),
+        ("tests/runtime/engine/answers/test_int8_kv.py", "-k", "deepseek_v3", "-m", ""),
+        (
+            "tests/runtime/engine/answers/test_speculation_models.py",
+            "-k",
+            "deepseek_v3 and not draft",
+            "-m",
+            "",
+        ),
+    ],
+    ids=lambda tests: Path(tests[0]).stem,
+)
+def test_what_holds_on_one_device_holds_on_two_with_dealt_pages(tests):
+    passes(tests, {"PENSTOCK_TEST_DEALT_PAGES": "1"})
+
+
+def passes(tests, more):
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"PENSTOCK_TEST_DEVICES": "2"}
+    environment = os.environ | {"PENSTOCK_TEST_DEVICES": "2"} | more
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False
     )

@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -32,6 +33,11 @@ CASES = [
 """Four devices cut a family that is data as two do."""
 MIXTURES = ("deepseek_v3", "gpt_oss", "llama4", "gemma4_moe", "mixtral", "qwen3_5_moe", "minimax_m2")
 DEALT = "2, with whole experts"
+MODES = {
+    DEALT: (2, "experts"),
+    "2, with dealt pages": (2, "pages"),
+    "4, with dealt pages": (4, "pages"),
+}
 CI = (
     *((2, name) for name in (*KINDS, "bloom", "falcon_h1", "encoders/mpnet")),
     *((4, name) for name in AT_FOUR),
@@ -41,13 +47,14 @@ CI = (
 @functools.cache
 def results(devices, names):
     """What the process says of each golden."""
-    if devices == DEALT:
-        devices, names = 2, [f"{name}:experts" for name in names]
+    if devices in MODES:
+        devices, mode = MODES[devices]
+        names = [f"{name}:{mode}" for name in names]
     command = [sys.executable, "-m", "tests.support.mesh_goldens", str(devices), *names]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = map(json.loads, done.stdout.splitlines())
-    return {line["name"].removesuffix(":experts"): line for line in lines}
+    return {line["name"].partition(":")[0]: line for line in lines}
 
 
 def expected_collectives(config, devices):
@@ -75,7 +82,7 @@ def asked(request):
     cases = [item.callspec.params for item in ours if hasattr(item, "callspec")]
     return {
         devices: tuple(sorted({case["name"] for case in cases if case.get("devices") == devices}))
-        for devices in (2, 4, DEALT)
+        for devices in (2, 4, *MODES)
     }
 
 
@@ -93,6 +100,21 @@ def test_experts_that_stay_whole_give_pytorch_s_tokens(asked, devices, name):
     result = results(devices, asked[devices])[name]
     assert result["problem"] == ""
     assert result["collectives"] == expected_collectives(load_config(GOLDEN / name), 2)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("devices", [name for name, (_, mode) in MODES.items() if mode == "pages"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_pages_that_are_dealt_give_pytorch_s_tokens(asked, devices, name):
+    """Each layer has two collectives more: a gather of its queries, and an all-to-all of what was added up.
+    The cache of each device has its share of the pages (`Sequence`).
+    """
+    config = load_config(GOLDEN / name)
+    result = results(devices, asked[devices])[name]
+    assert result["problem"] == ""
+    expected = Counter(expected_collectives(config, MODES[devices][0]))
+    layers = len(config.layers)
+    assert result["collectives"] == expected + Counter({"all-gather": layers, "all-to-all": layers})
 
 
 @pytest.mark.ci

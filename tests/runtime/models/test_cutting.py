@@ -151,6 +151,19 @@ def test_experts_that_cannot_be_dealt_are_refused(name, devices, told):
         cut(load_config(GOLDEN / name), devices, expert_parallel=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "devices", "told"),
+    [
+        ("qwen3", 2, "context_parallel: must be left out: Qwen3ForCausalLM has attention that is not latent"),
+        ("lfm2", 2, "context_parallel: must be left out: Lfm2ForCausalLM has attention that is not latent"),
+        ("deepseek_v3", 1, "context_parallel: must be left out on one device"),
+    ],
+)
+def test_caches_whose_pages_cannot_be_dealt_are_refused(name, devices, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        cut(load_config(GOLDEN / name), devices, context_parallel=True)
+
+
 def test_adapters_are_cut_as_their_layers_are():
     """Of qwen3 on four devices: one head of queries and 28 inner channels each, and two devices have the same
     head of keys. Where a layer's outputs are cut, B is; where its inputs are, A is.

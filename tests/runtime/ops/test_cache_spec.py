@@ -36,6 +36,15 @@ def test_the_arrays_hold_exactly_what_is_counted() -> None:
     assert sum(sizes) == 5 * cache.page_bytes(4, BF16)
 
 
+def test_a_device_has_its_share_of_dealt_pages() -> None:
+    """Of 6 pages over 3 devices each has 2; of 7 some have 3, and all have room for so many."""
+    whole, dealt = CacheSpec((LatentKV(32, 16),)), CacheSpec((LatentKV(32, 16, pieces=3),))
+    shapes = [dealt.arrays((pages,), 4, 3, BF16)[0].shape for pages in (6, 7)]
+    assert shapes == [(2, 1, 1, 4, 48), (3, 1, 1, 4, 48)]
+    assert dealt.page_bytes(4, BF16) * 3 == whole.page_bytes(4, BF16) == 4 * 48 * 2
+    assert dealt.groups(4, BF16) == (CacheGroup(None, 4 * 48 * 2 // 3, pieces=3),)
+
+
 def test_int8_takes_a_byte_for_each_number_and_four_for_each_scale() -> None:
     """So heads of 128 have 256 / 132 = 1.94 times the tokens of 16 bits in the same memory. State stays as it
     is.

@@ -326,6 +326,33 @@ def test_a_config_alone_says_what_each_device_holds(
 
 
 @pytest.mark.ci
+def test_dealt_pages_take_their_share_on_each_device(run: Run, tmp_path: Path) -> None:
+    """Of 61 layers with 576 numbers of 2 bytes for each of 64 tokens, an eighth."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(DEEPSEEK_V3))
+    options = [str(file), "--json", "--native", "off", "--context-parallel", "--tensor-parallel-size"]
+    facts = json.loads(run(*options, "8")[1])
+    assert facts["kv_bytes_per_page"] == 61 * 64 * 576 * 2 // 8
+    assert facts["weight_bytes"] == 2 * deepseek_v3_on_each_of(8)
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (("--native", "require"), "native: require does not go with context_parallel"),
+        (("--draft-model", str(GOLDEN / "deepseek_v3")), "does not go with context_parallel"),
+        ((), "must be left out on one device"),
+    ],
+)
+def test_what_dealt_pages_do_not_go_with_is_named(run: Run, option: tuple[str, ...], told: str) -> None:
+    devices = "2" if option else "1"
+    folder = str(GOLDEN / "deepseek_v3")
+    code, out, err = run(folder, "--context-parallel", "--tensor-parallel-size", devices, *option)
+    assert (code, out) == (1, "")
+    assert told in err.replace("--native", "native").replace("--context-parallel", "context_parallel")
+
+
+@pytest.mark.ci
 def test_experts_that_are_dealt_take_as_much_as_parts_of_all(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(DEEPSEEK_V3))

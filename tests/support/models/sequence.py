@@ -5,6 +5,9 @@ if the products do.
 The double keeps one sequence in one contiguous cache for each layer, float32 [slots, 2, kv heads, head_dim],
 or [slots, 1, 1, head_dim] where values are channels of the keys; a slot is one position here. Its `meta`
 holds the positions, int32 [T]. Padding tokens are written to the last slot, which no real token uses.
+
+Where pages are dealt over devices (`dealt_pages`), it is no double that attends, but what the engine has. The
+sequence has pages of PAGE positions then, in no order.
 """
 
 import functools
@@ -19,14 +22,19 @@ from penstock.runtime.execution.on_mesh import CUT, WHOLE, all_shape, on_mesh
 from penstock.runtime.models import params
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.linear import PLAIN, LinearFormat
-from penstock.runtime.ops.attention import make_meta
-from penstock.runtime.ops.cache_spec import PagedKV, SlotState
+from penstock.runtime.models.load_rules import AXIS
+from penstock.runtime.ops.attention import SHORT_SPAN, make_meta
+from penstock.runtime.ops.cache_spec import LatentKV, PagedKV, SlotState
+from penstock.runtime.ops.dealt_pages import dealt_attention
 from penstock.runtime.ops.recurrent.native import NATIVE_RECURRENT
 from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT
 from tests.support.models.compilation_cache import TEST_CACHE
 
 SLOTS = 128
 CHUNK = 8
+PAGE = 4
+PAGES = tuple(int(page) for page in np.random.default_rng(37).permutation(SLOTS // PAGE))
+"""The pages of a sequence where they are dealt."""
 
 
 def contiguous_attention(
@@ -86,6 +94,11 @@ class Sequence:
         )
         self._decodes = config.cache.has_state
         recurrent = NATIVE_RECURRENT if linear.packed else XLA_RECURRENT
+        pieces = max(layer.pieces if isinstance(layer, LatentKV) else 1 for layer in config.cache.layers)
+        is_dealt = pieces > 1
+        attention = contiguous_attention
+        if is_dealt:
+            attention = functools.partial(dealt_attention, axis=AXIS, pieces=pieces, span=SHORT_SPAN)
 
         def step(decode_only, leaves, token_ids, positions, num_tokens, kv, media):
             model = params.bind(config, leaves, dtype, linear)
@@ -93,22 +106,23 @@ class Sequence:
             meta = make_meta(
                 starts=starts,
                 q_lens=num_tokens[None],
-                page_table=jnp.zeros((1, 1), jnp.int32),
+                page_table=jnp.array([PAGES if is_dealt else (0,)], jnp.int32),
                 num_tokens=len(token_ids),
                 decode_only=decode_only,
-                page_size=SLOTS,
-                num_pages=1,
+                page_size=PAGE if is_dealt else SLOTS,
+                num_pages=len(PAGES) if is_dealt else 1,
                 state_from=(starts == 0).astype(jnp.int32),  # entry 1 is past the end
                 state_to=jnp.zeros((1,), jnp.int32),
             )
-            meta = meta._replace(positions=positions, num_tokens=jnp.int32(len(token_ids)))
+            if not is_dealt:
+                meta = meta._replace(positions=positions, num_tokens=jnp.int32(len(token_ids)))
             metas = (meta,) * (max(config.cache.group_of) + 1)
             hidden, kv = model(
                 token_ids,
                 positions,
                 kv,
                 metas,
-                attention=contiguous_attention,
+                attention=attention,
                 recurrent=recurrent,
                 media=media,
             )
@@ -164,5 +178,8 @@ def _empty(layer):
     """A layer's cache before the first token."""
     if isinstance(layer, SlotState):
         return tuple(jnp.zeros((1, *value.shape), value.dtype) for value in layer.values)
+    if isinstance(layer, LatentKV) and layer.pieces > 1:
+        shape = layer.arrays(len(PAGES), PAGE, 1, np.dtype(np.float32))
+        return jnp.zeros(shape.shape, shape.dtype)
     heads = (2, layer.num_kv_heads) if isinstance(layer, PagedKV) else (1, 1)
     return jnp.zeros((SLOTS, *heads, layer.head_dim), jnp.float32)

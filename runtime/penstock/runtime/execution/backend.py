@@ -29,8 +29,9 @@ from penstock.runtime.execution.program_store import processor
 from penstock.runtime.machine.processors import available_processors
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.load_rules import AXIS
-from penstock.runtime.ops.attention import LONG_SPAN, AttentionOp, paged_attention
+from penstock.runtime.ops.attention import LONG_SPAN, SHORT_SPAN, AttentionOp, paged_attention
 from penstock.runtime.ops.codes import CodeForm
+from penstock.runtime.ops.dealt_pages import dealt_attention
 from penstock.runtime.ops.device_arrays import ZerosOf
 from penstock.runtime.ops.kv_rows import kv_storage_dtype
 from penstock.runtime.ops.native import attention as attention_kernels
@@ -184,10 +185,18 @@ def choose_backend(config: EngineConfig, *devices: jax.Device, memory: DeviceMem
             f"tensor_parallel_size: {size} devices are needed, and {len(devices)} are here; lower it, or "
             "start the engine before other code uses JAX, because JAX makes a CPU's devices only once"
         )
-    device, mesh = devices[0], mesh_of(devices[:size])
+    if config.context_parallel and config.native == "require":
+        raise ConfigError("native: require does not go with context_parallel, whose attention XLA computes")
+    found = _of_platform(config, devices[:size], memory)
+    return _with_dealt_pages(found) if config.context_parallel else found
+
+
+def _of_platform(config: EngineConfig, devices: Sequence[jax.Device], memory: DeviceMemory | None) -> Backend:
+    """The backend on all of these devices, see `choose_backend`."""
+    device, mesh, size = devices[0], mesh_of(devices), len(devices)
     uses_kernels = _uses_kernels(config, device)
     if device.platform != "cpu":
-        tells_memory = _memory_of(devices[:size]) if memory is None else lambda: memory
+        tells_memory = _memory_of(devices) if memory is None else lambda: memory
         now = tells_memory()
         on_accelerator = Backend(
             mesh=mesh,
@@ -229,6 +238,19 @@ def choose_backend(config: EngineConfig, *devices: jax.Device, memory: DeviceMem
         # On several devices the kernel would make what all of them have together, on each of them.
         zeros=huge_pages.zeros if size == 1 else jnp.zeros,
         packed_dtype=np.dtype(jnp.bfloat16),
+    )
+
+
+def _with_dealt_pages(backend: Backend) -> Backend:
+    """With the attention of a cache whose pages are dealt over the devices. XLA computes it, and bits depend
+    on which pages a request has.
+    """
+    span = SHORT_SPAN if backend.platform_name == "cpu" else LONG_SPAN
+    return replace(
+        backend,
+        attention=partial(dealt_attention, axis=AXIS, pieces=backend.mesh.size, span=span),
+        attends_batch_invariantly=_never,
+        decodes_natively=_never,
     )
 
 

@@ -123,7 +123,7 @@ def plan_kv(
     most_pages = max(pages_per_row, usual_pages * config.max_num_seqs)
     first, *others = groups
     least = [min(pages_per_row, _pages_for_one(group, config)) for group in others]
-    one_request = _bytes(groups, (pages_per_row, *least))
+    one_request = _bytes(groups, (_dealt_up(pages_per_row, first), *least))
     spare = None
     if asked_for is not None:
         spare = asked_for - state_bytes - (one_request if config.max_model_len is not None else 0)
@@ -146,7 +146,7 @@ def plan_kv(
         further = [min(pair) for pair in zip(least, further, strict=True)]
         num_pages = _rest(budget - state_bytes, first, others, further) if page_bytes else equal
     if asked_for is None:
-        num_pages = min(num_pages, most_pages)
+        num_pages = min(num_pages, _dealt_up(most_pages, first))
     plan = (num_pages, *further)
     fits_len = 1 + min(
         capacity_tokens(pages, page_size, group.window, wanted_len)
@@ -198,7 +198,13 @@ def _bytes(groups: Sequence[CacheGroup], num_pages: Sequence[int]) -> int:
 
 def _rest(budget: int, first: CacheGroup, others: Sequence[CacheGroup], num_pages: Sequence[int]) -> int:
     """How many pages the first group can have beside so many of the others."""
-    return (budget - _bytes(others, num_pages)) // first.page_bytes
+    most = (budget - _bytes(others, num_pages)) // first.page_bytes
+    return most - most % first.pieces
+
+
+def _dealt_up(num_pages: int, group: CacheGroup) -> int:
+    """So many pages, or the few more that each device has as many of as any other."""
+    return -(-num_pages // group.pieces) * group.pieces
 
 
 def _chunk_pages(config: ResolvedConfig) -> int:

@@ -15,6 +15,7 @@ from jax import Array, lax
 from numpy.typing import NDArray
 
 from penstock.runtime.execution.step_programs import AdapterPool, KVCache, Rebuild, StepShapes, Weights
+from penstock.runtime.models.load_rules import AXIS
 from penstock.runtime.ops.cache_spec import CacheSpec, LatentKV, PagedKV
 from penstock.runtime.ops.sampler import LogprobsOp, RowState, Sampled, report
 from penstock.runtime.ops.sampling_codes import IN_PROMPT, LOGPROBS
@@ -179,28 +180,44 @@ def make_page_copies(spec: CacheSpec) -> Callable[[KVCache, Array], KVCache]:
 
     is_paged = [isinstance(layer, PagedKV | LatentKV) for layer in spec.layers]
     groups = list(compress(spec.group_of, is_paged))
+    pieces = [layer.pieces if isinstance(layer, LatentKV) else 1 for layer in spec.paged]
 
     def copy_pages(kv: KVCache, pairs: Array) -> KVCache:
         pages = tuple(compress(kv, is_paged))
         if not pages:
             return kv
-        count = jnp.sum((pairs[:, groups[0], 1] < pages[0].shape[0]).astype(jnp.int32))
+        num_pages = pages[0].shape[0] * pieces[0]
+        count = jnp.sum((pairs[:, groups[0], 1] < num_pages).astype(jnp.int32))
 
         def body(i: Array, pages: tuple[Array, ...]) -> tuple[Array, ...]:
             # Once for each group, because an index in each layer would double the time of tracing.
             sources = [pairs[i, group, 0] for group in range(pairs.shape[1])]
             destinations = [pairs[i, group, 1] for group in range(pairs.shape[1])]
             return tuple(
-                lax.dynamic_update_slice_in_dim(
-                    layer, lax.dynamic_slice_in_dim(layer, sources[group], 1, 0), destinations[group], 0
-                )
-                for layer, group in zip(pages, groups, strict=True)
+                _copied(layer, sources[group], destinations[group], dealt)
+                for layer, group, dealt in zip(pages, groups, pieces, strict=True)
             )
 
         copied = iter(lax.fori_loop(0, count, body, pages))
         return tuple(next(copied) if paged else entry for entry, paged in zip(kv, is_paged, strict=True))
 
     return copy_pages
+
+
+def _copied(layer: Array, source: Array, destination: Array, pieces: int) -> Array:
+    """A layer's cache with one page copied. Of pages that are dealt over devices (`dealt_pages`) the one that
+    has the source sends it to all by a sum.
+    """
+    if pieces == 1:
+        page = lax.dynamic_slice_in_dim(layer, source, 1, 0)
+        return lax.dynamic_update_slice_in_dim(layer, page, destination, 0)
+    device = lax.axis_index(AXIS)
+    page = lax.dynamic_slice_in_dim(layer, source // pieces, 1, 0)
+    bits = lax.bitcast_convert_type(page, f"uint{8 * page.dtype.itemsize}")
+    bits = lax.psum(jnp.where(source % pieces == device, bits, 0), AXIS)
+    before = lax.dynamic_slice_in_dim(layer, destination // pieces, 1, 0)
+    page = jnp.where(destination % pieces == device, lax.bitcast_convert_type(bits, page.dtype), before)
+    return lax.dynamic_update_slice_in_dim(layer, page, destination // pieces, 0)
 
 
 def pack_page_copies(copies: Sequence[PageCopy], most: int, num_pages: Sequence[int]) -> NDArray[np.int32]:

@@ -225,8 +225,12 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
 def served_config(config: ModelConfig, options: EngineConfig) -> ModelConfig:
     """The model as each device computes it, for the context that is served. ConfigError: see `cut`."""
     check_max_model_len(options, config.max_position_embeddings)
-    size, dealt = options.tensor_parallel_size or 1, options.expert_parallel
-    config = cut(config, size, expert_parallel=dealt)
+    config = cut(
+        config,
+        options.tensor_parallel_size or 1,
+        expert_parallel=options.expert_parallel,
+        context_parallel=options.context_parallel,
+    )
     return config.for_context(options.max_model_len or config.max_position_embeddings)
 
 
@@ -324,6 +328,10 @@ def read_draft(name: str, target: CheckpointFacts, options: EngineConfig, backen
     """Read all files of a draft model as `read_checkpoint` does, for a model with these facts. ConfigError,
     which begins with the name of the option, if it cannot be that model's draft.
     """
+    if options.context_parallel:
+        raise ConfigError(
+            f"draft_model: {name}: does not go with context_parallel, which deals the pages of one model"
+        )
     own = dataclasses.replace(
         options,
         dtype=np.dtype(target.dtype).name,

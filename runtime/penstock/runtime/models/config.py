@@ -122,6 +122,8 @@ class LatentConfig:
     norm_eps: float = 1e-6
     pieces: int = 1
     """Into how many pieces the heads are cut (`cutting`). The number of heads is that of one piece."""
+    cache_pieces: int = 1
+    """Over how many devices the pages of the cache are dealt (`cutting`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,7 +351,7 @@ def _kept(
     if isinstance(attention, RecurrentConfig):
         return attention.kept
     if isinstance(attention, LatentConfig):
-        return LatentKV(attention.latent_dim, attention.rope_dim)
+        return LatentKV(attention.latent_dim, attention.rope_dim, attention.cache_pieces)
     bounds: Sequence[int | None] = (attention.window, attention.chunk)
     window = min((bound for bound in bounds if bound is not None), default=None)
     return PagedKV(attention.num_kv_heads, attention.head_dim, window)

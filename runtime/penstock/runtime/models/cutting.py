@@ -13,6 +13,7 @@ whatever is not in this table, is the same on all devices.
 | latent attention: queries, what makes keys and values of a latent | by heads | |
 | latent attention: output product | by its inputs | a sum |
 | latents and their cache | not | |
+| the same, with `context_parallel` | cache dealt by pages | a gather of queries, an all-to-all of sums |
 | gated delta net: all but its norm, and its state | by heads, of which those of keys may repeat | |
 | Mamba-2 mixer, and its state | by heads, whose groups may repeat | |
 | Mamba-2 mixer: the norm of a group that several devices have heads of | by heads | a sum of the squares |
@@ -53,19 +54,23 @@ from penstock.runtime.models.configs.recurrent import (
 )
 
 
-def cut(config: ModelConfig, devices: int, *, expert_parallel: bool = False) -> ModelConfig:
+def cut(
+    config: ModelConfig, devices: int, *, expert_parallel: bool = False, context_parallel: bool = False
+) -> ModelConfig:
     """The model as each of the devices computes it. expert_parallel: experts stay whole, and each device has
-    some. ConfigError, which names the sizes that would work, if something does not divide; and if there are
-    no experts, or no devices, to deal.
+    some. context_parallel: each device has some of the cache's pages. ConfigError, which names the sizes that
+    would work, if something does not divide; and if there are no experts, no latents, or no devices, to deal.
     """
     if expert_parallel:
         _check_experts(config, devices)
+    if context_parallel:
+        _check_latents(config, devices)
     if devices == 1:
         return config
     _check(config, devices, expert_parallel=expert_parallel)
     return replace(
         config,
-        layers=tuple(_layer(layer, devices, expert_parallel) for layer in config.layers),
+        layers=tuple(_layer(layer, devices, expert_parallel, context_parallel) for layer in config.layers),
         devices=devices,
         whole=config,
         per_layer=_per_layer(config.per_layer, devices),
@@ -95,6 +100,18 @@ def _check_experts(config: ModelConfig, devices: int) -> None:
         raise ConfigError(f"expert_parallel: must be left out: {config.architecture} has no experts here")
     if devices == 1:
         raise ConfigError("expert_parallel: must be left out on one device; see tensor_parallel_size")
+
+
+def _check_latents(config: ModelConfig, devices: int) -> None:
+    attentions = [layer.attention for layer in config.layers]
+    has_latents = any(isinstance(attention, LatentConfig) for attention in attentions)
+    if not has_latents or any(isinstance(attention, AttentionConfig) for attention in attentions):
+        raise ConfigError(
+            f"context_parallel: must be left out: {config.architecture} has attention that is not latent, "
+            "whose cache is cut by heads"
+        )
+    if devices == 1:
+        raise ConfigError("context_parallel: must be left out on one device; see tensor_parallel_size")
 
 
 def _problems(config: ModelConfig, devices: int, expert_parallel: bool) -> list[str]:
@@ -143,10 +160,10 @@ def _mlps(layer: LayerConfig) -> tuple[MLPConfig | ExpertsConfig, ...]:
     return (mlp.mlp, mlp.experts) if isinstance(mlp, MLPAndExpertsConfig) else (mlp,)
 
 
-def _layer(layer: LayerConfig, devices: int, expert_parallel: bool) -> LayerConfig:
+def _layer(layer: LayerConfig, devices: int, expert_parallel: bool, context_parallel: bool) -> LayerConfig:
     layer = replace(
         layer,
-        attention=_attention(layer.attention, devices),
+        attention=_attention(layer.attention, devices, devices if context_parallel else 1),
         beside=None if layer.beside is None else _mamba(layer.beside, devices),
     )
     mlp = layer.mlp
@@ -162,7 +179,7 @@ def _layer(layer: LayerConfig, devices: int, expert_parallel: bool) -> LayerConf
 
 
 def _attention(
-    attention: AttentionConfig | LatentConfig | RecurrentConfig, devices: int
+    attention: AttentionConfig | LatentConfig | RecurrentConfig, devices: int, cache_pieces: int
 ) -> AttentionConfig | LatentConfig | RecurrentConfig:
     if isinstance(attention, AttentionConfig) and attention.qk_norm == "layer":
         return attention
@@ -176,7 +193,12 @@ def _attention(
             kv_pieces=kv_pieces,
         )
     if isinstance(attention, LatentConfig):
-        return replace(attention, num_heads=attention.num_heads // devices, pieces=devices)
+        return replace(
+            attention,
+            num_heads=attention.num_heads // devices,
+            pieces=devices,
+            cache_pieces=cache_pieces,
+        )
     if isinstance(attention, DeltaNetConfig):
         key_pieces = min(devices, attention.num_key_heads)
         return replace(

@@ -39,6 +39,8 @@ LONG_SPAN = KVSpan(256, 128)
 PREFILL_BLOCK_Q = 16
 """Query tokens per block in programs for prefill chunks."""
 _MASKED = float(np.finfo(np.float32).min)
+LEAST_TOTAL = 1e-30
+"""What the sum of a softmax is at least, so that queries without a key become zeros."""
 
 
 class AttentionMeta(NamedTuple):
@@ -220,19 +222,63 @@ def paged_attention(
     written. H is a multiple of KH. Returns out [T, H, D], or [T, H, value_dim], in q's dtype (padding tokens
     hold finite values) and the updated cache.
     """
-    scale, sliding_window, softcap, sinks, chunk, slopes, value_dim = options
-    check_cache(q, v_new, kv, value_dim)
+    check_cache(q, v_new, kv, options.value_dim)
+    kv = write_kv(kv, k_new, v_new, meta.write_slots)
+    peak, total, acc = sums_over_keys(q, kv, meta, options, span=span)
+    if options.sinks is not None:
+        sink = options.sinks.reshape(1, kv.shape[2], -1, 1)
+        top = jnp.maximum(peak, sink)
+        fade = jnp.exp(peak - top)
+        total = total * fade + jnp.exp(sink - top)
+        acc = acc * fade[..., None]
+    return by_token(acc / jnp.maximum(total, LEAST_TOTAL)[..., None], meta).astype(q.dtype), kv
+
+
+class Sums(NamedTuple):
+    """What a softmax has added up over some keys: of B blocks of Q queries, and of KH heads of keys with G
+    heads of queries each. Those over other keys can be joined with it.
+    """
+
+    peak: Array  # float32[B, KH, G, Q] the largest score; the least float32 where no key was seen
+    total: Array  # float32[B, KH, G, Q] the sum of exp(score - peak)
+    acc: Array  # float32[B, KH, G, Q, V] the sum of the values, each times its exp(score - peak)
+
+
+class SomePages(NamedTuple):
+    """Those of each row's pages that attention looks at, where it does not look at all."""
+
+    table: Array  # int32[R, P] the pages; behind `num_pages` of them any valid ones
+    places: Array  # int32[R, P] which of the row's pages each is, in rising order; P behind them
+    num_pages: Array  # int32[R] how many there are
+
+
+def sums_over_keys(
+    q: Array,
+    kv: Array,
+    meta: AttentionMeta,
+    options: AttentionOptions,
+    *,
+    span: KVSpan,
+    some: SomePages | None = None,
+) -> Sums:
+    """Add up scores and values over the keys of a cache that has this step's already, without the sinks. The
+    arguments are those of `paged_attention`. some: the pages to look at; None: all.
+    """
+    scale, sliding_window, softcap, _, chunk, slopes, value_dim = options
     _, num_heads, dim = q.shape
     _, _, kv_heads, page_size, _ = kv.shape
     out_dim = dim if value_dim is None else value_dim
     group = num_heads // kv_heads
-    kv = write_kv(kv, k_new, v_new, meta.write_slots)
 
     num_blocks, block_q = meta.block_tokens.shape
     pages_per_iteration = max(1, (span.decode if block_q == 1 else span.prefill) // page_size)
     width = pages_per_iteration * page_size
-    tables = meta.page_table[meta.block_rows]
-    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages_per_iteration)))
+    tables = (meta.page_table if some is None else some.table)[meta.block_rows]
+    padding = ((0, 0), (0, -tables.shape[1] % pages_per_iteration))
+    places = None
+    if some is not None:
+        places = jnp.pad(some.places[meta.block_rows], padding, constant_values=tables.shape[1])
+    tables = jnp.pad(tables, padding)
     queries = (
         q.astype(jnp.float32)[meta.block_tokens].reshape(num_blocks, block_q, kv_heads, group, dim) * scale
     )
@@ -246,10 +292,15 @@ def paged_attention(
         peak, total, acc = carry
         pages = lax.dynamic_slice_in_dim(tables, i * pages_per_iteration, pages_per_iteration, axis=1)
         block = read_kv(kv[pages], q.dtype)  # [B, pages, 1 or 2, KH, page_size, D]
-        k_pos = i * width + jnp.arange(width, dtype=jnp.int32)
+        if places is None:
+            k_pos = (i * width + jnp.arange(width, dtype=jnp.int32))[None]
+        else:
+            which = lax.dynamic_slice_in_dim(places, i * pages_per_iteration, pages_per_iteration, axis=1)
+            k_pos = which[:, :, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None]
+            k_pos = k_pos.reshape(num_blocks, width)
         # Values past a row's end, or before everything that a block attends to, may belong to another
         # request, or be NaN, so they must not even be multiplied by zero.
-        held = (k_pos[None, :] < kv_lens[:, None]) & (k_pos[None, :] >= oldest[:, :1])
+        held = (k_pos < kv_lens[:, None]) & (k_pos >= oldest[:, :1])
         held = held.reshape(num_blocks, pages_per_iteration, 1, 1, page_size, 1)
         block = jnp.where(held, block, 0.0)
         keys, values = block[:, :, 0], block[:, :, -1, ..., :out_dim]
@@ -258,9 +309,9 @@ def paged_attention(
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         if slopes is not None:
-            back = (k_pos[None, None, :] - q_pos[:, :, None]).astype(jnp.float32)[:, None, None]
+            back = (k_pos[:, None, :] - q_pos[:, :, None]).astype(jnp.float32)[:, None, None]
             scores = scores + slopes.reshape(1, kv_heads, group, 1, 1) * back
-        seen = (k_pos[None, None, :] <= newest[:, :, None]) & (k_pos[None, None, :] >= oldest[:, :, None])
+        seen = (k_pos[:, None, :] <= newest[:, :, None]) & (k_pos[:, None, :] >= oldest[:, :, None])
         seen = seen[:, None, None, :, :]
         scores = jnp.where(seen, scores, _MASKED)
         new_peak = jnp.maximum(peak, scores.max(axis=-1))
@@ -279,17 +330,20 @@ def paged_attention(
         jnp.zeros(lanes, jnp.float32),
         jnp.zeros((*lanes, out_dim), jnp.float32),
     )
-    first_iteration = jnp.where(q_pos >= 0, oldest, jnp.int32(2**30)).min() // width
-    peak, total, acc = lax.fori_loop(first_iteration, (newest.max() + width) // width, body, init)
-    if sinks is not None:
-        sink = sinks.reshape(1, kv_heads, group, 1)
-        top = jnp.maximum(peak, sink)
-        fade = jnp.exp(peak - top)
-        total = total * fade + jnp.exp(sink - top)
-        acc = acc * fade[..., None]
-    out = (acc / jnp.maximum(total, 1e-30)[..., None]).transpose(0, 3, 1, 2, 4)
-    out = out.reshape(num_blocks * block_q, num_heads, out_dim)
-    return out[meta.token_places].astype(q.dtype), kv
+    if some is None:
+        first = jnp.where(q_pos >= 0, oldest, jnp.int32(2**30)).min() // width
+        end = (newest.max() + width) // width
+    else:
+        first = jnp.int32(0)
+        end = (some.num_pages.max() + pages_per_iteration - 1) // pages_per_iteration
+    return Sums(*lax.fori_loop(first, end, body, init))
+
+
+def by_token(of_blocks: Array, meta: AttentionMeta) -> Array:
+    """Values of queries in their blocks [B, KH, G, Q, ...] by token and head [T, H, ...]."""
+    num_blocks, kv_heads, group, block_q, *rest = of_blocks.shape
+    flat = jnp.moveaxis(of_blocks, 3, 1).reshape(num_blocks * block_q, kv_heads * group, *rest)
+    return flat[meta.token_places]
 
 
 def check_cache(q: Array, v_new: Array | None, kv: Array, value_dim: int | None) -> None:

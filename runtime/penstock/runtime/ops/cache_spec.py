@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any
 
 import jax
@@ -84,6 +85,8 @@ class LatentKV:
 
     latent_dim: int
     rope_dim: int
+    pieces: int = 1
+    """Over how many devices the pages are dealt (`dealt_pages`)."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -106,8 +109,11 @@ class LatentKV:
         return None
 
     def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
-        """Bytes of one page of keys in `dtype`."""
-        return math.prod(_shape(self, 1, page_size, dtype)) * int(dtype.itemsize)
+        """Bytes of one page of keys in `dtype`; of dealt pages what each device has of as many as there are
+        devices, divided by these.
+        """
+        whole = math.prod(_shape(self, 1, page_size, dtype)) * int(dtype.itemsize)
+        return -(-whole // self.pieces)
 
     @property
     def slot_bytes(self) -> int:
@@ -117,8 +123,8 @@ class LatentKV:
     def arrays(
         self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any], num_snapshots: int = 0
     ) -> Any:
-        """This layer's entry of the cache, as shapes and dtypes."""
-        return jax.ShapeDtypeStruct(_shape(self, num_pages, page_size, dtype), dtype)
+        """This layer's entry of the cache on a device, as shapes and dtypes."""
+        return jax.ShapeDtypeStruct(_shape(self, -(-num_pages // self.pieces), page_size, dtype), dtype)
 
 
 def _shape(
@@ -179,6 +185,8 @@ class CacheGroup:
     """How many latest positions, its own included, a token attends to in these layers; None: all."""
     page_bytes: int
     """Bytes of one page in all layers of the group."""
+    pieces: int = 1
+    """Over how many devices the pages are dealt. There is a multiple of it of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +214,12 @@ class CacheSpec:
 
     def groups(self, page_size: int, dtype: np.dtype[Any]) -> tuple[CacheGroup, ...]:
         """The groups of layers, with the bytes of their pages of keys and values in `dtype`."""
-        sizes = [0] * len(self.windows)
+        sizes, pieces = [0] * len(self.windows), [1] * len(self.windows)
         for layer, group in zip(self.layers, self.group_of, strict=True):
             sizes[group] += layer.page_bytes(page_size, dtype)
-        return tuple(CacheGroup(window, size) for window, size in zip(self.windows, sizes, strict=True))
+            if isinstance(layer, LatentKV):
+                pieces[group] = layer.pieces
+        return tuple(starmap(CacheGroup, zip(self.windows, sizes, pieces, strict=True)))
 
     @property
     def paged(self) -> tuple[PagedKV | LatentKV, ...]:

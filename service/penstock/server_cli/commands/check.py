@@ -88,6 +88,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="deal the experts of a mixture to these devices instead of cutting each",
     )
     parser.add_argument(
+        "--context-parallel",
+        action="store_true",
+        help="deal the cache of latent attention to these devices by pages; otherwise each has all of it",
+    )
+    parser.add_argument(
         "--max-model-len",
         type=int,
         metavar="TOKENS",
@@ -177,6 +182,7 @@ def _inspect(args: argparse.Namespace) -> Inspection:
         max_model_len=args.max_model_len,
         tensor_parallel_size=args.tensor_parallel_size,
         expert_parallel=args.expert_parallel,
+        context_parallel=args.context_parallel,
         max_adapters=args.max_adapters,
         max_cached_adapters=max(args.max_adapters, EngineConfig().max_cached_adapters),
         max_adapter_rank=args.max_adapter_rank,

@@ -41,6 +41,7 @@ _OPTIONS = frozenset(
         "quantization",
         "kv_cache_dtype",
         "expert_parallel",
+        "context_parallel",
         "native",
         "native_folder",
         "threads",

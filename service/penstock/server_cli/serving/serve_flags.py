@@ -380,6 +380,12 @@ def add_engine(flag: AddFlag) -> None:
         action="store_true",
     )
     flag(
+        "context_parallel",
+        "deal the cache of latent attention (DeepSeek) over the devices by pages, so that it holds so many "
+        "times more tokens; XLA computes the attention then",
+        action="store_true",
+    )
+    flag(
         "native",
         "the kernels for CPUs, TPUs and Hopper GPUs; auto: where machine and model can use them; require: do "
         "not start without; off: XLA alone",
