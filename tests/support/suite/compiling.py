@@ -16,7 +16,6 @@ from unittest import mock
 
 import jax
 from jax._src import compiler
-from jax._src.lib import xla_client
 from jax._src.lru_cache import LRUCache
 
 from penstock.runtime import building
@@ -76,10 +75,10 @@ def _ask_xla() -> None:
     in a process, which is here.
     """
     os.environ.update(quick_xla.environment(users=False))
-    _ = xla_client.CompileOptions().executable_build_options.debug_options
     make = compiler.get_compile_options
+    make(num_replicas=1, num_partitions=1)
 
-    def made(*arguments: Any, **named: Any) -> xla_client.CompileOptions:
+    def made(*arguments: Any, **named: Any) -> Any:
         options = make(*arguments, **named)
         if not is_quick() and getattr(named.get("backend"), "platform", "") == "cpu":
             options.env_option_overrides = [*options.env_option_overrides, (quick_xla.OPTION, True)]
