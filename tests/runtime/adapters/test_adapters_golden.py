@@ -114,6 +114,7 @@ def test_all_mixed_with_rows_of_the_model_alone(engine: Engine) -> None:
     assert engine.compiles_after_warmup == 0
 
 
+@pytest.mark.sweep
 def test_the_model_alone_has_the_bits_of_an_engine_without_adapters(engine: Engine) -> None:
     """XLA's bits depend on a step's size, so each answer is made alone. On several devices (see
     `test_mesh_engine`) adapters need no collective more.

@@ -96,8 +96,10 @@ ENGINES = [f"{library}-{name}" for library in ("avx2", EMULATED_AMX) for name in
 """One engine for all instruction sets of this machine, which are chosen when a program runs, and one for each
 library of emulated kernels.
 """
-CI = ("avx2-bf16", "avx2-int8", "avx2-int4", f"{EMULATED_AMX}-bf16")
-"""Emulated AMX takes rows of every format in the same way; test_native_linear.py has its bits for each."""
+CI = ("avx2-bf16", "avx2-int8", f"{EMULATED_AMX}-bf16")
+"""int8 stands for packed weights, of which int4 is the other. Emulated AMX takes rows of every format in the
+same way; test_native_linear.py has its bits for each.
+"""
 
 
 @pytest.fixture(scope="module", params=few(ENGINES, (), CI))

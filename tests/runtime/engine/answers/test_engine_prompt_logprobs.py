@@ -40,7 +40,7 @@ def cases(name: str) -> list[Case]:
     return loaded
 
 
-@pytest.fixture(scope="module", params=few(KINDS, ("qwen3", "mistral_swa")))
+@pytest.fixture(scope="module", params=few(KINDS, ("qwen3",)))
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, list[Case]]]:
     engine = Engine.from_pretrained(str(GOLDEN / request.param), small_config(request.param))
     engine.start()

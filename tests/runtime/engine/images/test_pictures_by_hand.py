@@ -149,7 +149,7 @@ def test_tokens_that_are_put_off(engine: Engine, monkeypatch: pytest.MonkeyPatch
     assert put_off.num_skipped > 10
 
 
-@pytest.mark.ci
+@pytest.mark.sweep
 def test_preempted_requests_have_their_pictures_again() -> None:
     """The cache holds them when they enter, and not when they have grown; the pool holds two pictures."""
     page_bytes = 2 * 4 * 4 * 4

@@ -167,7 +167,7 @@ def test_a_mix_of_requests(engine: Engine, seed: int) -> None:
     assert sum(run(engine, mixed(random.Random(seed), 14))) > 0
 
 
-@pytest.mark.ci
+@pytest.mark.sweep
 def test_few_snapshots_and_few_pages() -> None:
     """Snapshots are given away while others need them, and requests are preempted, which then begin behind
     what is left of theirs.
