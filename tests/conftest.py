@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.front_processes import FRONT_PROCESSES
 from tests.support.suite import drawing, quick_xla
 from tests.support.suite.costs import Costs
 
@@ -143,7 +144,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             key = sweep_key(item)
             drawn = key.part(GOLDENS) == number % drawing.SWEEP_PARTS
-            runs = drawn or key in changes or not item.get_closest_marker("sweep")
+            is_sweep = item.get_closest_marker("sweep") is not None
+            always = not drawing.needs_draw(is_sweep, FRONT_PROCESSES > 0, changes)
+            runs = drawn or key in changes or always
             (kept if runs else left_out).append(item)
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept

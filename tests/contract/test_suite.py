@@ -17,6 +17,7 @@ from tests.support.suite.drawing import (
     SWEEP_PARTS,
     SweepKey,
     is_optimized,
+    needs_draw,
     touched,
 )
 
@@ -86,6 +87,14 @@ def test_a_family_is_drawn_in_all_files_at_once_and_a_file_that_is_marked_as_a_w
 )
 def test_a_change_runs_the_sweep_of_what_mirrors_it(changed: str, test: str, runs: bool) -> None:
     assert (key(test) in touched([changed], ROOT)) is runs
+
+
+def test_through_front_processes_every_test_is_drawn_unless_the_relay_has_changed() -> None:
+    relay = touched(["service/penstock/service/relay/link.py"], ROOT)
+    limits = touched(["service/penstock/service/limits/bounds.py"], ROOT)
+    assert [needs_draw(False, fronts, limits) for fronts in (False, True)] == [False, True]
+    assert not needs_draw(False, True, relay)
+    assert needs_draw(True, False, relay)
 
 
 @pytest.mark.parametrize(

@@ -17,22 +17,26 @@ INSIDE = (
     "test_refusals_that_nobody_takes_are_bounded",
 )
 """These look into the gRPC server, which is in the front process then."""
+FOLDERS = ("access", "lifecycle", "limits", "listening", "replies", "requests", "rpcs", "watching", "weights")
+"""The folders whose tests run, beside servicers."""
+WITH_AN_ENGINE = ("servicers/test_real.py", "servicers/weights/test_update_weights_real.py")
+"""Of the files of servicers that start an engine, those that ask and push in all ways."""
 OF_THE_ENGINE = (
     "servicers/chats/test_demo_tools.py",
     "servicers/images/test_golden_images.py",
+    "servicers/test_adapters_real.py",
     "servicers/test_cache_and_priority.py",
     "servicers/test_embedded_alike.py",
     "servicers/test_gguf.py",
     "servicers/test_goldens.py",
     "servicers/test_quantised.py",
+    "servicers/test_speculation.py",
     "weights/test_across_an_update.py",
     "weights/test_fresh.py",
     "weights/test_keep.py",
     "weights/test_policies.py",
 )
-"""These take minutes to find out what the engine computes, and ask for it as the other files do, of which
-servicers/test_real.py has an engine, too.
-"""
+"""These take minutes to find out what the engine computes, and ask for it as the other files do."""
 
 
 def ends_well(*arguments: str) -> None:
@@ -48,36 +52,34 @@ def ends_well(*arguments: str) -> None:
     assert ended.returncode == 0, ended.stdout[-5000:]
 
 
+def drawn_as(config: pytest.Config) -> list[str]:
+    """The options by which a run draws the same third as this one; none for all tests."""
+    options = {name: config.getoption(name) for name in ("draw", "touched")}
+    return [f"--{name}={value}" for name, value in options.items() if value is not None]
+
+
+@pytest.mark.ci
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize(
-    ("folder", "which"),
-    [
-        pytest.param("rpcs", "not sweep", id="rpcs", marks=pytest.mark.ci),
-        pytest.param("servicers", "not (ci or sweep)", id="servicers", marks=pytest.mark.ci),
-        pytest.param("servicers", "ci and not sweep", id="servicers of engines", marks=pytest.mark.sweep),
-        *(
-            pytest.param(folder, "not sweep", id=folder, marks=pytest.mark.sweep)
-            for folder in (
-                "access",
-                "lifecycle",
-                "limits",
-                "listening",
-                "replies",
-                "requests",
-                "watching",
-                "weights",
-            )
-        ),
-    ],
-)
-def test_the_service_through_a_front_process(folder: str, which: str) -> None:
+@pytest.mark.parametrize("folders", [("servicers",), FOLDERS], ids=["servicers", "other folders"])
+def test_the_service_through_a_front_process(folders: tuple[str, ...], pytestconfig: pytest.Config) -> None:
+    """CI draws a third of the tests of each file, and has all of a folder whose sources a commit touches; of
+    all folders if it touches the relay.
+    """
     others = " and ".join(f"not {name}" for name in INSIDE)
-    left_out = [f"--ignore={TESTS / 'service' / file}" for file in OF_THE_ENGINE]
-    ends_well(str(TESTS / "service" / folder), "-m", which, "-k", others, *left_out)
+    left_out = [f"--ignore={TESTS / 'service' / file}" for file in (*OF_THE_ENGINE, *WITH_AN_ENGINE)]
+    places = [str(TESTS / "service" / folder) for folder in folders]
+    ends_well(*places, "-m", "not sweep", "-k", others, *left_out, *drawn_as(pytestconfig))
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("file", WITH_AN_ENGINE)
+def test_an_engine_through_a_front_process(file: str) -> None:
+    ends_well(str(TESTS / "service" / file), "-m", "not sweep")
 
 
 def test_what_is_left_out_exists() -> None:
-    assert all((TESTS / "service" / file).is_file() for file in OF_THE_ENGINE)
+    assert all((TESTS / "service" / file).is_file() for file in (*OF_THE_ENGINE, *WITH_AN_ENGINE))
 
 
 @pytest.mark.sweep

@@ -52,6 +52,7 @@ WHOLE_PARTS = ("tests", "tests/runtime", "tests/service", "tests/clients")
 FAMILIES = "runtime/penstock/runtime/models/families"
 GOLDENS = "tests/golden"
 PAGES = "tests/docs"
+RELAY = "tests/service/relay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,13 @@ class SweepKey:
         if self.family:
             return sorted(families).index(self.family) % SWEEP_PARTS
         return crc32((self.test if self.is_alone else self.file).encode()) % SWEEP_PARTS
+
+
+def needs_draw(is_sweep: bool, through_fronts: bool, changes: Touched) -> bool:
+    """Whether a test runs only if it is drawn or touched. Those through front processes run without them,
+    too, so each of them is drawn, unless the relay has changed.
+    """
+    return is_sweep or (through_fronts and RELAY not in changes.places)
 
 
 def is_optimized(file: str, number: int) -> bool:
