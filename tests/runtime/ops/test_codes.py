@@ -136,6 +136,18 @@ def squared_errors(weight: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return errors
 
 
+def test_small_scales_beside_large_ones_are_rounded_where_the_module_says() -> None:
+    """The factor of an output whose largest scale is 5 is 4. Below 4 * 2^-14 its scales are multiples of
+    4 * 2^-24.
+    """
+    kept = np.float32(2.0**-12 * (1 + 2.0**-10))
+    scales = np.full((16, 4), [5, kept, 5 * 2.0**-24, 6 * 2.0**-24], np.float32)
+    leaf = np.empty(CodeForm(4).shape(16, 128), np.uint8)
+    pack_codes(leaf, np.full((16, 128), 9, np.uint8), scales, None)
+    values = np.asarray(dequantised(jnp.asarray(leaf), 128, jnp.dtype(np.float32)))
+    np.testing.assert_array_equal(values[:, ::GROUP], np.full((16, 4), [5, kept, 2.0**-22, 2.0**-21]))
+
+
 def test_scales_leave_less_squared_error_than_those_of_the_largest_value() -> None:
     """No group has more than with its largest value at -8, and all have a quarter less than with it at 7."""
     rng = np.random.default_rng(4)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -27,6 +28,7 @@ from tests.support.goldens import GOLDEN, QUANTISED
 from tests.support.models.random_model import write_random_model
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+NORM = "model.layers.0.input_layernorm.weight"
 
 
 @pytest.fixture
@@ -76,8 +78,8 @@ def test_models_that_cannot_be_quantised_are_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("model.layers.0.input_layernorm.weight", r"tensor model\.layers\.0\.input_layernorm\.weight has values"),
-        pytest.param("model.embed_tokens.weight", "layer 0 makes values of a text", marks=pytest.mark.ci),
+        (NORM, f"tensor {NORM} has values"),
+        pytest.param("model.embed_tokens.weight", "in floats layer 0 makes values", marks=pytest.mark.ci),
         pytest.param(Q_PROJ, f"tensor {Q_PROJ} has values", marks=pytest.mark.ci),
     ],
 )
@@ -236,26 +238,44 @@ for name in [name for name in tensors if name.endswith(".weight_packed")]:
     found[layer] = (values * tensors[layer + "_scale"].float()[:, :, None]).reshape(shape).contiguous()
 save_file(found, sys.argv[3])
 """
+_LOAD = """
+import sys
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+model = AutoModelForCausalLM.from_pretrained(
+    sys.argv[1], dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
+)
+found = model.state_dict()
+save_file({name: found[name].contiguous() for name in found if name.endswith("_proj.weight")}, sys.argv[3])
+"""
 TORCH_PYTHON = os.environ.get("PENSTOCK_TEST_TORCH_PYTHON")
 
 
 @pytest.mark.sweep
 @pytest.mark.skipif(
     TORCH_PYTHON is None,
-    reason="PENSTOCK_TEST_TORCH_PYTHON names no Python with torch and compressed-tensors",
+    reason="PENSTOCK_TEST_TORCH_PYTHON names no Python with torch, transformers and compressed-tensors",
+)
+@pytest.mark.parametrize(
+    ("program", "dtype"),
+    [(_READ, np.float32), (_LOAD, ml_dtypes.bfloat16)],
+    ids=["compressed-tensors", "transformers"],
 )
 @pytest.mark.parametrize("bits", [4, 8])
-def test_the_package_compressed_tensors_reads_the_same_values(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int
+def test_other_packages_read_the_same_values(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int, program: str, dtype: type
 ) -> None:
-    """The package unpacks codes and zeros of the folder; every value is ours, to the last bit."""
+    """compressed-tensors unpacks codes and zeros of the folder, and transformers loads a model of it, whose
+    weights it multiplies by their scales in the scales' bfloat16. Every value is ours, to the last bit.
+    """
     monkeypatch.setattr(module, "JUDGED_TOKENS", 64)
     out, values = tmp_path / "out", tmp_path / "values.safetensors"
     options = QuantiseOptions(format="int4" if bits == 4 else "int8", method="rtn")
     quantise(model, out, options, progress=False)
     assert TORCH_PYTHON is not None
     told = subprocess.run(
-        [TORCH_PYTHON, "-c", _READ, str(out), str(bits), str(values)],
+        [TORCH_PYTHON, "-c", program, str(out), str(bits), str(values)],
         capture_output=True,
         text=True,
         check=False,
@@ -264,4 +284,4 @@ def test_the_package_compressed_tensors_reads_the_same_values(
     theirs = read_header(values)
     assert len(theirs) == 14
     for name, entry in theirs.items():
-        np.testing.assert_array_equal(np.asarray(entry.map()), exactly(out, name))
+        np.testing.assert_array_equal(np.asarray(entry.map()).astype(dtype), exactly(out, name).astype(dtype))

@@ -12,8 +12,10 @@ in float32. A tile is, in lines of 64 bytes:
   and input 4 + i in its high half. With 8 bits it has 4 inputs: byte 4 o + i is input i of output o.
 
 value = factor * scale * (code - zero), where a weight without zeros has half of the codes' range. Factors are
-powers of two, so that the scales of an output use the range of float16: a scale in float16, or in bfloat16 of
-at least 2^-14 of the output's largest, is kept exactly. A coarser group of a checkpoint repeats its scale.
+powers of two, so that the scales of an output use the range of float16. A scale in float16 or bfloat16 of at
+least 2^-14 of the output's largest is kept exactly, and a smaller one to a multiple of 2^-24 of the factor,
+which is no larger than that largest scale. Scales in float16 that are all below 2 are exact. A coarser group
+of a checkpoint repeats its scale.
 The native kernels (`native.linear`) read these bytes line by line, and quantise each row's groups of 32
 activations to int8.
 

@@ -156,7 +156,7 @@ def _read(source: Path, options: QuantiseOptions) -> _Checkpoint:
             f"of the group, {options.group}"
         )
     for name, entry in tensors.items():
-        if len(entry.shape) == 1:  # norms and biases, which take no time; weights are read when their layer is
+        if len(entry.shape) == 1:  # norms and biases, which take no time; weights are read layer by layer
             _floats(name, entry)
     return _Checkpoint(source, config, tensors, weights)
 
@@ -283,8 +283,8 @@ def _make(
             layer.advance(exact)
             if not np.isfinite(exact).all():
                 raise ConfigError(
-                    f"{checkpoint.folder}: layer {index} makes values of a text that are infinite or no numbers, "
-                    "in floats: the checkpoint is damaged, or computes no text in float32"
+                    f"{checkpoint.folder}: in floats layer {index} makes values of a text that are infinite "
+                    "or no numbers: the checkpoint is damaged, or computes no text in float32"
                 )
             grams: Grams = {} if hidden is None or not weights else layer.grams(hidden)
             del layer  # before it is loaded again
