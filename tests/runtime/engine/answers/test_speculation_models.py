@@ -11,9 +11,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from penstock.runtime import Engine, EngineConfig, StoppingParams, building
+from penstock.runtime.execution.backend import choose_backend
+from penstock.runtime.loading.checkpoint import load_config
+from penstock.runtime.loading.hub import DEMO_DIRECTORY
+from penstock.runtime.loading.served_model import ServedModel, load_model
+from penstock.runtime.models.configs.recurrent import DeltaNetConfig, MambaConfig, ShortConvConfig
+from penstock.runtime.models.linear import LinearFormat
+from penstock.runtime.models.params import abstract_model
 from penstock.runtime.ops.native import library
 from penstock.runtime.requests.request import Request, outputs_of
 from penstock.runtime.requests.sampling import ResolvedSampling
@@ -48,14 +58,17 @@ FORMATS: dict[str, dict[str, Any]] = {
 class Served:
     """An engine that checks proposals which are right, wrong, or no tokens at all."""
 
-    def __init__(self, folder: Path | str, config: EngineConfig) -> None:
+    def __init__(self, model: Path | str | ServedModel, config: EngineConfig) -> None:
         self.known: dict[str, list[int]] = {}
         """What is right, by request."""
         rng = random.Random(8)
         proposer = Guesses(lambda seq, most: (), rng)
         config = dataclasses.replace(config, speculation="lookup", max_proposed_tokens=6)
         with mock.patch.object(building, "Lookup", return_value=proposer):
-            self.engine = Engine.from_pretrained(str(folder), config)
+            if isinstance(model, ServedModel):
+                self.engine = Engine(model, config)
+            else:
+                self.engine = Engine.from_pretrained(str(model), config)
         self.engine.start()
         proposer.guess = lies(
             rng,
@@ -162,16 +175,51 @@ def test_native_kernels_give_the_same_bits_beside_a_draft(folder: Path, kind: st
     assert 0 < sum(one.accepted_tokens for one in found[1]) < sum(one.proposed_tokens for one in found[1])
 
 
+LAYERS = {
+    "gated delta net": DeltaNetConfig(
+        num_key_heads=8, num_value_heads=16, key_dim=32, value_dim=32, num_taps=4
+    ),
+    "Mamba-2": MambaConfig(num_heads=16, head_dim=32, state_dim=32, num_groups=1, num_taps=4),
+    "short convolution": ShortConvConfig(channels=64, num_taps=3),
+}
+
+
+def recurrent_model(kind: str) -> ServedModel:
+    """The demo model with random weights, and a recurrent layer before the others."""
+    model = load_model(
+        "demo", EngineConfig(dtype="bfloat16"), choose_backend(EngineConfig(), jax.devices()[0])
+    )
+    config = load_config(DEMO_DIRECTORY)
+    first = dataclasses.replace(config.layers[0], attention=LAYERS[kind])
+    config = dataclasses.replace(config, layers=(first, *config.layers[1:]))
+    graphdef, shapes = abstract_model(config, jnp.bfloat16, LinearFormat(packed=True, int8=False))
+    rng = np.random.default_rng(4)
+    weights = jax.tree.map(
+        lambda leaf: jax.device_put(rng.normal(0.1, 0.2, leaf.shape).astype(leaf.dtype)), shapes
+    )
+    return dataclasses.replace(model, graphdef=graphdef, weights=weights, cache=config.cache)
+
+
 @pytest.mark.sweep
 @pytest.mark.skipif(not library.available(), reason="no native library on this machine")
-@pytest.mark.parametrize("name", RECURRENT)
-def test_a_recurrent_state_has_the_same_bits(name: str) -> None:
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_recurrent_state_has_the_same_bits(kind: str) -> None:
     """With prompts in chunks, several outputs of a prompt, prefixes that are cached with their snapshots, and
     so few pages that outputs are preempted.
     """
-    config = small_config(name, cached_tokens=4 * 96)
-    config = dataclasses.replace(config, dtype="bfloat16", max_model_len=96, max_prefill_chunk=24)
-    native = Served(GOLDEN / name, config)
+    model = recurrent_model(kind)
+    page_bytes = model.cache.page_bytes(16, np.dtype(jnp.bfloat16))
+    config = EngineConfig(
+        dtype="bfloat16",
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        max_model_len=96,
+        page_size=16,
+        state_snapshots=4,
+        kv_cache_bytes=9 * page_bytes + model.cache.state_bytes(4, 4),
+        show_progress=False,
+    )
+    native = Served(model, config)
     assert native.engine.info.batch_invariant
     rng = random.Random(6)
     shared = tuple(rng.choices(range(10, 250), k=40))
@@ -194,6 +242,8 @@ def test_a_recurrent_state_has_the_same_bits(name: str) -> None:
         for one, other in zip(found, plain, strict=True):
             assert (one.tokens, one.logprobs, one.error) == (other.tokens, other.logprobs, None)
         assert 0 < sum(each.accepted_tokens for each in found) < sum(each.proposed_tokens for each in found)
+        assert max(each.cached_prompt_tokens for each in found) >= 16
+        assert sum(each.preemptions for each in found) > 0
     native.close()
 
 
