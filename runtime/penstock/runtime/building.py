@@ -102,7 +102,7 @@ def build(
     cache = model.cache
     config, shapes = longest_shapes(model, options, backend, threads=threads)
     _log_penalties(model, config)
-    if config.speculation != options.speculation:
+    if config.speculation != options.speculation and model.reader is not None:
         log.warning("speculation: nothing is proposed, because the model generates nothing")
     better = lacking_kernels(options.dtype, np.dtype(model.dtype), backend)
     if better is not None:
@@ -192,6 +192,8 @@ def longest_shapes(
     """
     model.cache.check_dtype(options.kv_cache_dtype)
     config = resolve(options, backend.sizes, defaults=model.defaults)
+    if config.speculation == "auto":
+        config = dataclasses.replace(config, speculation="lookup" if config.draft_model is None else "draft")
     if model.reader is not None:
         config = dataclasses.replace(config, speculation="off", max_proposed_tokens=None)
     return config, _runner_config(model, config, _buckets(model, config, backend), backend, threads=threads)

@@ -37,7 +37,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "int8")
 NATIVE = ("auto", "require", "off")
-SPECULATIONS = ("off", "lookup", "draft")
+SPECULATIONS = ("off", "auto", "lookup", "draft")
 _CHOICES: Mapping[str, Collection[str]] = {
     "dtype": DTYPES,
     "quantization": QUANTIZATIONS,
@@ -175,11 +175,12 @@ class EngineConfig:
     speculation: str = "off"
     """Who proposes the next tokens of an output, which the model then checks in one step: "lookup" copies
     what followed the same words earlier in the prompt, in the output, or in requests with the same cache
-    salt; "draft" is a second, smaller model, `draft_model`. Outputs are the same as with "off"."""
+    salt; "draft" is a second, smaller model, `draft_model`; "auto" is the draft where there is one, else
+    lookup. Outputs are the same as with "off"."""
     draft_model: str | None = None
-    """The model that guesses under speculation="draft": a checkpoint directory, a GGUF file or a hub id. It
-    has the tokenizer of the model that is served, and is computed in its dtype. Each KV page has room for its
-    keys and values, too."""
+    """The model that guesses under speculation="draft" or "auto": a checkpoint directory, a GGUF file or a
+    hub id. It has the tokenizer of the model that is served, and is computed in its dtype. Each KV page has
+    room for its keys and values, too."""
     max_proposed_tokens: int | None = None
     """Most tokens that are proposed for an output in a step; a request may lower that. None:
     DEFAULT_PROPOSED_TOKENS; without speculation it must be None."""
@@ -314,9 +315,13 @@ def _adapter_problems(config: EngineConfig) -> list[str]:
 
 
 def _draft_problems(config: EngineConfig) -> list[str]:
-    if config.speculation != "draft":
-        return [] if config.draft_model is None else ['draft_model: goes with speculation="draft"']
-    return [] if config.draft_model else ['speculation: "draft" needs a draft_model']
+    if config.draft_model is not None and config.speculation not in ("auto", "draft"):
+        return ['draft_model: goes with speculation="draft" or "auto"']
+    return (
+        []
+        if config.draft_model or config.speculation != "draft"
+        else ['speculation: "draft" needs a draft_model']
+    )
 
 
 def _image_problems(config: EngineConfig) -> list[str]:

@@ -260,6 +260,14 @@ def test_a_model_has_a_draft_where_one_is_to_guess() -> None:
             Engine(model, config)
 
 
+def test_auto_is_the_draft_where_there_is_one() -> None:
+    model = table_model(TABLES)
+    assert Engine(model, toy_config(speculation="auto")).config.speculation == "lookup"
+    both = dataclasses.replace(model, draft=draft_of(TABLES, VOCAB))
+    config = toy_config(speculation="auto", draft_model="tables")
+    assert Engine(both, config).config.speculation == "draft"
+
+
 def test_a_group_of_processes_takes_no_draft() -> None:
     model = dataclasses.replace(table_model(TABLES), draft=draft_of(TABLES, VOCAB))
     with pytest.raises(ConfigError, match="draft_model: a group of processes"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from penstock.runtime.requests.request import Request, StoppingParams
@@ -95,6 +97,29 @@ def test_a_sequence_is_tried_again_after_a_while() -> None:
     for _ in range(70):
         asked.step(0, 0)
     assert asked.num > 0
+
+
+def test_a_sequence_whose_guesses_are_never_right_is_tried_ever_more_rarely() -> None:
+    """After 64 tokens, then 128 and so on, until the last steps with guesses cost less than a hundredth of
+    the time. After a right guess it is 64 again.
+    """
+    asked, tried = Asked(0.2), list[int]()
+    for i in range(1500):
+        num = asked.num
+        if num:
+            tried.append(i)
+        asked.step(num, 0)
+    gaps = [later - earlier for earlier, later in pairwise(tried) if later - earlier > 1]
+    assert [gap // 64 for gap in gaps[:3]] == [1, 2, 4]
+    assert 0 < sum(i >= 500 for i in tried) < 1000 / 100 / 0.2
+    while not asked.num:
+        asked.step(0, 0)
+    asked.step(1, 1)
+    while asked.num:
+        asked.step(asked.num, 0)
+    for _ in range(70):
+        asked.step(0, 0)
+    assert asked.num
 
 
 def test_bounds_are_kept() -> None:

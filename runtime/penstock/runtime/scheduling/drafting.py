@@ -20,7 +20,8 @@ _LEAST_RATE = 0.3
 """What a sequence begins with, at least, so that others' failures are not held against it for ever."""
 _LEARN = 0.1
 _TRY_AGAIN = 64
-"""After so many tokens without guesses, what was learned of a sequence is forgotten."""
+"""After so many tokens without guesses, what was learned of a sequence is forgotten; after twice as many each
+time, as long as no guess is right."""
 _GAIN = 1.03
 """Guesses must bring so many times the tokens of steps without, because times are measured, not known."""
 _WAIT_GAIN = 1.15
@@ -30,7 +31,7 @@ _WAIT_GAIN = 1.15
 class _Record:
     """What is known of one sequence."""
 
-    __slots__ = ("accepted", "at", "proposed", "rate")
+    __slots__ = ("accepted", "at", "proposed", "rate", "rest")
 
     def __init__(self, seq: Sequence, rate: float) -> None:
         self.rate = rate
@@ -38,6 +39,8 @@ class _Record:
         self.at = len(seq.token_ids)
         """How many tokens the sequence had after its last guesses."""
         self.proposed, self.accepted = seq.proposed_tokens, seq.accepted_tokens
+        self.rest = _TRY_AGAIN
+        """After how many tokens without guesses some are tried again."""
 
     def catch_up(self, seq: Sequence) -> None:
         """Learn from the guesses that were checked since the last call, which are those of one step."""
@@ -48,12 +51,15 @@ class _Record:
                 seq.accepted_tokens,
                 len(seq.token_ids),
             )
+            if accepted:
+                self.rest = _TRY_AGAIN
             for _ in range(accepted):
                 self.rate += _LEARN * (1 - self.rate)
             if accepted < proposed:
                 self.rate -= _LEARN * self.rate
-        elif len(seq.token_ids) - self.at >= _TRY_AGAIN:
+        elif len(seq.token_ids) - self.at >= self.rest:
             self.rate, self.at = max(self.rate, _FIRST_RATE), len(seq.token_ids)
+            self.rest *= 2
 
 
 class Drafting:

@@ -482,13 +482,14 @@ def add_engine(flag: AddFlag) -> None:
         "speculation",
         "who proposes the next tokens of an output, which the model then checks in one step; the tokens stay "
         "the same; lookup: what followed the same words earlier in the prompt, in the output, or in requests "
-        "with the same cache salt; draft: a second, smaller model, see --draft-model",
+        "with the same cache salt; draft: a second, smaller model, see --draft-model; auto: draft with "
+        "--draft-model, else lookup",
         choices=SPECULATIONS,
     )
     flag(
         "draft_model",
-        "the model that guesses with --speculation draft: a folder, a .gguf file or a hub id; its tokenizer "
-        "is that of the model that is served",
+        "the model that guesses with --speculation draft or auto: a folder, a .gguf file or a hub id; its "
+        "tokenizer is that of the model that is served",
         "MODEL",
     )
     flag(
