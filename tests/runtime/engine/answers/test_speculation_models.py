@@ -175,7 +175,7 @@ def test_native_kernels_give_the_same_bits_beside_a_draft(folder: Path, kind: st
     assert 0 < sum(one.accepted_tokens for one in found[1]) < sum(one.proposed_tokens for one in found[1])
 
 
-LAYERS = {
+LAYERS: dict[str, DeltaNetConfig | MambaConfig | ShortConvConfig] = {
     "gated delta net": DeltaNetConfig(
         num_key_heads=8, num_value_heads=16, key_dim=32, value_dim=32, num_taps=4
     ),
