@@ -6,6 +6,7 @@ the same engine at the same time. Both would find nothing, and each would compil
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import tempfile
@@ -19,18 +20,21 @@ from jax._src import compiler
 from jax._src.lru_cache import LRUCache
 
 from penstock.runtime import building
-from penstock.runtime.execution.buckets import NATIVE_TOKEN_GROWTH
+from penstock.runtime.execution.buckets import NATIVE_TOKEN_GROWTH, Buckets
 from tests.support.suite import quick_xla
 
 LOCKS = Path(tempfile.gettempdir()) / "penstock-tests-locks"
 MOST_WAIT_S = 120.0
 """A worker that has waited so long compiles the program itself."""
+FEWEST_TOKENS = 128
+"""Of engines that are compiled quickly, steps with fewer tokens of prompts run in the program of so many."""
 
 
 def compile_less() -> None:
     """From now on the engines of this process have few programs, and wait for those that others compile."""
     _ask_xla()
     mock.patch.object(building, "TOKEN_GROWTH", NATIVE_TOKEN_GROWTH).start()
+    _make_fewer_buckets()
     LOCKS.mkdir(exist_ok=True)
     held: dict[str, int] = {}
     get = LRUCache.get
@@ -85,6 +89,21 @@ def _ask_xla() -> None:
         return options
 
     mock.patch.object(compiler, "get_compile_options", made).start()
+
+
+def _make_fewer_buckets() -> None:
+    """While programs are compiled quickly, small engines have one program of steps with prompts."""
+    make = building._buckets
+
+    def made(*arguments: Any) -> Buckets:
+        buckets = make(*arguments)
+        if not is_quick():
+            return buckets
+        *smaller, largest = buckets.token_buckets
+        kept = [size for size in smaller if size >= FEWEST_TOKENS]
+        return dataclasses.replace(buckets, token_buckets=(*kept, largest))
+
+    mock.patch.object(building, "_buckets", made).start()
 
 
 def is_quick() -> bool:
