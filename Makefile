@@ -19,7 +19,6 @@ TOUCHED ?= $(AGAINST)
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-DOCS_STAMP := $(VENV)/.installed-docs
 OWN_PATH := $(PATH)
 export PATH := $(abspath $(BIN)):$(PATH)
 # Some environments set it. The tests start hundreds of processes, and without bytecode on disk each of them would
@@ -33,7 +32,7 @@ BENCH_OUT ?= bench/out
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install wheel run test test-ci test-all test-newest test-accelerators test-clients bench bench-compare docs check format-check lint types imports protos-check proto proto-go breaking format lock clean
+.PHONY: help install install-newest wheel run test test-ci test-all test-newest test-accelerators test-clients bench bench-compare docs check format-check lint types imports protos-check proto proto-go breaking format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -44,15 +43,17 @@ install: $(STAMP) ## create .venv and install the project with its tools
 # newest that pyproject.toml allows.
 CONSTRAINTS = $$($(BIN)/python -c 'import sys; print("--constraint constraints.txt" * (sys.version_info < (3, 14)))')
 
-# Without hatchling's hooks, because an editable install needs no native library inside, nor JAX to compile it.
-INSTALL = HATCH_BUILD_NO_HOOKS=true $(BIN)/python -m pip install --disable-pip-version-check --editable clients/python --editable
+# Without hatchling's hooks, because an editable install needs no native library inside, nor JAX to compile it. Without
+# the bytecode of all packages, which takes most of an installation's time: each module's is written when it is imported.
+INSTALL = HATCH_BUILD_NO_HOOKS=true $(BIN)/python -m pip install --disable-pip-version-check --no-compile \
+	--editable clients/python --editable
 
 $(STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; say make PYTHON=..." >&2; exit 1; }
 	@test -x $(BIN)/python || (set -x; $(PYTHON) -m venv $(VENV))
 	@# A file that has moved from one of the two distributions to the other would be removed with the old one.
 	$(BIN)/python -m pip uninstall --disable-pip-version-check --quiet --quiet --yes penstock penstock-client
-	$(INSTALL) '.[dev]' $(CONSTRAINTS)
+	$(INSTALL) '.[dev,docs]' $(CONSTRAINTS)
 	@# For the CPU kernels; where they cannot be built it says why, and everything runs on XLA.
 	$(BIN)/python -m penstock.runtime.ops.native.build
 	@touch $(STAMP)
@@ -76,19 +77,18 @@ test-all: install ## run every test, with programs compiled as users compile the
 
 # Of the Pythons that constraints.txt was tried on. pyenv's programs start only if PYENV_VERSION names a version that
 # pyenv has, and other programs do not read it.
-test-newest: install ## run the goldens, the kernels and a server on the newest Python that the machine has
-	@own=$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
-	for newest in 3.13 3.12 "$$own"; do \
-		found=$$(PYENV_VERSION=$$newest "python$$newest" -c 'import ensurepip, sys, venv; print(sys.executable)' \
-			2>/dev/null) && break; \
-	done; \
-	if [ "$$newest" = "$$own" ]; then \
-		echo "the newest Python here is $$own, as in $(VENV), so there is nothing more to test"; \
-	else \
-		$(MAKE) --no-print-directory install VENV=".venv-$$newest" PYTHON="$$found" && \
-			".venv-$$newest/bin/python" -m pytest $(PYTEST_ARGS) $(NEWEST_TESTS) \
-				-m 'not sweep$(if $(MARK), and ($(MARK)))'; \
-	fi
+SAYS_VERSION = import ensurepip, sys, venv; print("%d.%d" % sys.version_info[:2])
+OWN = $(shell $(or $(wildcard $(BIN)/python),$(PYTHON)) -c '$(SAYS_VERSION)')
+NEWEST = $(firstword $(foreach v,3.13 3.12,$(shell PYENV_VERSION=$v python$v -c '$(SAYS_VERSION)' 2>/dev/null)) $(OWN))
+NEWEST_VENV = $(if $(filter-out $(OWN),$(NEWEST)),.venv-$(NEWEST))
+
+install-newest: ## create the environment of test-newest
+	$(if $(NEWEST_VENV),$(MAKE) --no-print-directory install VENV=$(NEWEST_VENV) \
+		PYTHON="$$(PYENV_VERSION=$(NEWEST) python$(NEWEST) -c 'import sys; print(sys.executable)')")
+
+test-newest: install install-newest ## run the goldens, the kernels and a server on the newest Python that the machine has
+	$(if $(NEWEST_VENV),$(NEWEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(NEWEST_TESTS) \
+		-m 'not sweep$(if $(MARK), and ($(MARK)))',@echo "the newest Python here is $(OWN), as in $(VENV), so there is nothing more to test")
 
 # XLA compiles for TPUs and GPUs that are not there. The plugin for CUDA must have jaxlib's version, and libtpu the one
 # that this JAX names: JAX cannot read what a newer one makes of some programs.
@@ -114,13 +114,9 @@ bench-compare: install ## compare this tree's speed with another commit's, in tu
 	$(BIN)/python -m bench.compare --against '$(AGAINST)' --checkpoint $(BENCH_OUT)/model \
 		--out $(BENCH_OUT)/compare.jsonl $(BENCH_ARGS)
 
-docs: install $(DOCS_STAMP) ## build the site into site/, with links checked
+docs: install ## build the site into site/, with links checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean
 	@echo "the site is in site/; open site/index.html"
-
-$(DOCS_STAMP): $(STAMP)
-	$(INSTALL) '.[dev,docs]' $(CONSTRAINTS)
-	@touch $(DOCS_STAMP)
 
 check: format-check lint types imports protos-check docs $(if $(SKIP_TESTS),,test) ## style, types, import law, protos, the site, and the tests (SKIP_TESTS=1 leaves them out)
 
