@@ -357,9 +357,7 @@ def why_no_draft(model: ModelConfig, target: ModelConfig) -> str:
     if not target.generates:
         return "the model that is served generates nothing"
     if target.cache.has_state:
-        return (
-            "the model that is served has a recurrent state, which cannot go back to where a guess was wrong"
-        )
+        return "the model that is served has a recurrent state, for which only lookup proposes tokens"
     if target.cache.windows[0] is not None:
         return (
             "all layers of the model that is served have a sliding window, so pages behind it are given back"
