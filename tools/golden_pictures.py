@@ -87,7 +87,60 @@ def _internvl_processor(tokenizer: Any) -> Any:
     return transformers.InternVLProcessor(images, tokenizer, videos, image_seq_length=4)
 
 
+def _gemma4_processor(tokenizer: Any) -> Any:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil  # noqa: PLC0415
+
+    images = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
+    sounds = transformers.Gemma4AudioFeatureExtractor()
+    return transformers.Gemma4Processor(sounds, images, tokenizer, transformers.Gemma4VideoProcessor())
+
+
 CASES: Mapping[str, Kind] = {
+    "gemma4_vl": Kind(
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        text={
+            "model_type": "gemma4_text",
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 1,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 10,  # fewer than the tokens of a picture
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": COMMON["vocab_size"],
+            "use_bidirectional_attention": "vision",
+        },
+        vision={
+            **{name: value for name, value in VISION.items() if name != "image_size"},
+            "model_type": "gemma4_vision",
+            "patch_size": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "position_embedding_size": 256,
+            "use_clipped_linears": True,
+            "standardize": True,
+        },
+        other={"audio_config": None},
+        marks={
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "image_token": "<|image|>",
+            "video_token": "<|video|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        mark="<|image|>",
+        ids={
+            "boi_token_id": "boi_token",
+            "eoi_token_id": "eoi_token",
+            "image_token_id": "image_token",
+            "video_token_id": "video_token",
+            "audio_token_id": "audio_token",
+        },
+        processor=_gemma4_processor,
+    ),
     "mistral3_vl": Kind(
         "Mistral3Config",
         "Mistral3ForConditionalGeneration",
@@ -179,6 +232,11 @@ def make_model(name: str, attempt: int, tokenizer: Any) -> Any:
                 parameter.copy_(parameter + noise if is_scale else noise)
             elif "vision" in parameter_name or "projector" in parameter_name:
                 parameter.copy_(torch.randn_like(parameter) * 0.12)
+        for buffer_name, buffer in model.model.vision_tower.named_buffers() if name == "gemma4_vl" else ():
+            if buffer_name.endswith(("_min", "_max")):  # bounds that cut some of the values
+                buffer.fill_((0.5 + torch.rand(()).item()) * (1 if buffer_name.endswith("_max") else -1))
+            elif buffer_name.startswith("std_"):
+                buffer.copy_(torch.randn_like(buffer) * 0.1 + (buffer_name == "std_scale"))
         if config.get_text_config().tie_word_embeddings:  # otherwise the logits would only echo the input
             model.get_input_embeddings().weight.mul_(0.35)
     return model

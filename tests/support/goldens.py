@@ -124,6 +124,7 @@ QWEN_WITH_PICTURES = ("qwen2_5_vl", "qwen3_5_vl", "qwen3_vl")
 MARKS = {
     **dict.fromkeys(QWEN_WITH_PICTURES, "<|image_pad|>"),
     "gemma3_vl": "<start_of_image>",
+    "gemma4_vl": "<|image|>",
     "internvl": "<IMG_CONTEXT>",
     "mistral3_vl": "[IMG]",
     "pixtral": "[IMG]",

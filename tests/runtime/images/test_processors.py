@@ -1,5 +1,6 @@
-"""The image processors of Mistral's and InternVL's checkpoints: what they count is what they make, and their
-limits. What they make of pixels, and which tokens, is compared with transformers in `test_pictures`.
+"""The image processors of Mistral's, InternVL's and Gemma 4's checkpoints: what they count is what they make,
+and their limits. What they make of pixels, and which tokens, is compared with transformers in `test_pictures`
+and, of Gemma 4, in `test_golden_pictures`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +35,9 @@ def processor(folder: Path, max_tokens: int = LIMITS.max_tokens) -> Processor:
     return found
 
 
-@pytest.mark.parametrize(("name", "max_tokens"), [("mistral3_vl", 72), ("mistral3_vl", 31), ("internvl", 26)])
+@pytest.mark.parametrize(
+    ("name", "max_tokens"), [("mistral3_vl", 72), ("mistral3_vl", 31), ("internvl", 26), ("gemma4_vl", 72)]
+)
 def test_as_many_tokens_are_made_as_are_counted(name: str, max_tokens: int) -> None:
     """And not more than are allowed."""
     made = processor(GOLDEN / name, max_tokens)
@@ -102,3 +106,61 @@ def test_a_processor_that_makes_something_else_than_it_counts_is_refused(
     with pytest.raises(ConfigError) as raised:
         processor(tmp_path)
     assert message in str(raised.value)
+
+
+GEMMA4 = GOLDEN / "gemma4_vl"
+
+
+def gemma4(folder: Path, max_tokens: int, **changes: Any) -> Processor:
+    """The processor of the golden's encoder, with changes of its file."""
+    vision = load_config(GEMMA4).vision
+    assert vision is not None
+    file = "preprocessor_config.json"
+    (folder / file).write_text(json.dumps(json.loads((GEMMA4 / file).read_text()) | changes))
+    found = find_processor(folder, vision, max_tokens)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "most", "message"),
+    [
+        ({}, 71, "max_image_tokens must be at least 72, not 71"),
+        ({"patch_size": 8}, 72, "patch_size is 8, and the model's 4"),
+        ({"pooling_kernel_size": 2}, 72, "pooling_kernel_size is 2, and the model's 3"),
+        ({"do_resize": False}, 72, "do_resize is false"),
+        ({"max_soft_tokens": 71}, 280, "cannot be loaded"),
+    ],
+)
+def test_what_gemma_4_does_not_take_is_refused(
+    tmp_path: Path, changes: dict[str, Any], most: int, message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        gemma4(tmp_path, most, **changes)
+    assert message in str(raised.value)
+
+
+def test_gemma_4_has_the_largest_budget_of_tokens_that_fits(tmp_path: Path) -> None:
+    """Of its own 280, between two tokens around them. A square of 4 x 4 pixels becomes so large that it has
+    as many as a square can have.
+    """
+    for most, side in ((281, 11), (282, 16), (1024, 16)):
+        assert gemma4(tmp_path, most, max_soft_tokens=280).num_tokens(4, 4) == side**2 + 2
+
+
+def test_patches_of_gemma_4_lie_square_by_square(tmp_path: Path) -> None:
+    """Of a picture that keeps its size: 84 x 120 pixels are 7 x 10 tokens of 3 x 3 patches of 4 x 4 pixels,
+    whose colours come pixel by pixel, from 0 to 1.
+    """
+    pixels = np.random.default_rng(0).integers(0, 256, (84, 120, 3), np.uint8)
+    made = gemma4(tmp_path, 72)
+    before, part, behind = made.process(Pil.fromarray(pixels))
+    assert (before, behind) == ((3,), (4,))
+    assert isinstance(part, Patches)
+    assert (part.values.shape, part.grid, part.num_tokens) == ((630, 48), (1, 21, 30), 70)
+    squares = [
+        (3 * y + dy, 3 * x + dx) for y in range(7) for x in range(10) for dy in range(3) for dx in range(3)
+    ]
+    for values, (row, column) in zip(part.values, squares, strict=True):
+        square = pixels[4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+        np.testing.assert_allclose(values, square.reshape(-1) / 255.0, atol=1e-6)

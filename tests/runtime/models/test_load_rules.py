@@ -225,6 +225,18 @@ def test_pieces_are_read_from_a_file_and_cut_into_tasks(tmp_path, monkeypatch):
     np.testing.assert_array_equal(loaded(rules, find_tensors(tmp_path), shape_of(leaf))[LEAF], leaf)
 
 
+def test_a_tensor_without_axes_fills_one_row(tmp_path):
+    tensors = {"least": np.asarray(-1.5, np.float32), "most": np.asarray(np.inf, np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    rules = [
+        rule(name, (1,), sources=(Source(name, ()),), targets=(Target(LEAF, begin=i),))
+        for i, name in enumerate(tensors)
+    ]
+    leaf = np.asarray([-1.5, np.inf], np.float32)
+    check(LoadRules(rules=tuple(rules)), shape_of(leaf))
+    np.testing.assert_array_equal(loaded(rules, find_tensors(tmp_path), shape_of(leaf))[LEAF], leaf)
+
+
 def test_a_tensor_is_held_until_all_that_read_it_have():
     """The first tensor is half of two rules; the second and third complete one each."""
     leaf = np.zeros((2, 3), np.float32)

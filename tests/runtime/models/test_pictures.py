@@ -85,7 +85,7 @@ class Reader:
         return lambda where: MediaInputs(jnp.asarray(turns[:, where]), jnp.asarray(rows[where]), tuple(pool))
 
 
-NAMES = tuple(name for name in WITH_PICTURES if name != "gemma3_vl")
+NAMES = tuple(name for name in WITH_PICTURES if not name.startswith("gemma"))
 """Those whose tokens of a picture see no token behind them."""
 
 

@@ -113,6 +113,8 @@ def encode_buckets(vision: Vision, max_tokens: int, growth: int) -> tuple[int, .
     if vision.num_patches is not None:
         return (vision.num_patches,)
     per_token = vision.patches_per_token
+    if vision.most_tokens is not None:
+        max_tokens = min(max_tokens, vision.most_tokens)
     return geometric(-(-FIRST_BUCKET // per_token) * per_token, growth, max_tokens * per_token)
 
 

@@ -32,6 +32,8 @@ class Vision:
     place in the prompt."""
     num_patches: int | None = None
     """How many patches every picture has, or every tile that is encoded; None: that depends on its size."""
+    most_tokens: int | None = None
+    """How many embeddings a picture has at most; None: `max_image_tokens` alone says it."""
     around: tuple[int, int] | None = None
     """The tokens that texts have before and behind a picture, where a text may have the first alone in the
     place of all; see `ImageReader.written_out`."""
@@ -45,8 +47,9 @@ class Vision:
         """Why the encoder cannot take a picture, of which `max_tokens` are the most that it may have; None if
         it can.
         """
-        if item.num_tokens > max_tokens:
-            return f"has {item.num_tokens} tokens; at most {max_tokens} are encoded"
+        most = max_tokens if self.most_tokens is None else min(max_tokens, self.most_tokens)
+        if item.num_tokens > most:
+            return f"has {item.num_tokens} tokens; at most {most} are encoded"
         if item.patches.shape[1] != self.patch_values:
             return f"has patches of {item.patches.shape[1]} values, not {self.patch_values}"
         problem = self.grid_problem(item.grid)

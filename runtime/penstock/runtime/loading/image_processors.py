@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image as PilImage
 
 from penstock.runtime.errors import ConfigError
+from penstock.runtime.images.gemma4_processor import Gemma4Processor
 from penstock.runtime.images.intern_processor import InternProcessor
 from penstock.runtime.images.pixtral_processor import PixtralProcessor
 from penstock.runtime.images.qwen_processor import QwenProcessor
@@ -18,6 +19,7 @@ from penstock.runtime.images.reader import Patches, Processor
 from penstock.runtime.images.square_processor import SquareProcessor
 from penstock.runtime.model_files import read_json_object
 from penstock.runtime.models.configs.vision import (
+    Gemma4VisionConfig,
     InternConfig,
     PixtralConfig,
     QwenVisionConfig,
@@ -92,6 +94,15 @@ def _adapted(processor: Any, folder: Path, vision: VisionConfig, max_tokens: int
                 patch_size=vision.patch_size,
                 tokens_per_side=vision.tokens_per_side,
                 max_tokens=max_tokens,
+            )
+        case Gemma4VisionConfig():
+            return Gemma4Processor(
+                processor,
+                patch_size=vision.patch_size,
+                merge_size=vision.merge_size,
+                most_tokens=vision.most_tokens,
+                max_tokens=max_tokens,
+                around=(vision.begin_token_id, vision.end_token_id),
             )
         case PixtralConfig():
             names = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}

@@ -244,6 +244,9 @@ class PerLayerConfig:
     size: int
     vocab_size: int
     activation: Activation
+    pad_token_id: int = 0
+    padded_tokens: tuple[int, ...] = ()
+    """Tokens that stand for pictures and sounds, which have the embeddings of `pad_token_id`."""
     pieces: int = 1
     """Into how many pieces the tokens of the table are cut (`cutting`). The size is that of all."""
 

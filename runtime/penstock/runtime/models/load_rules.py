@@ -72,7 +72,7 @@ class Source:
 
     name: str
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the whole tensor. A tensor without axes has one row."""
     at: tuple[int, ...] = ()
     """Leading indices of the tensor, to pick one of the matrices that it stacks."""
     begin: int = 0
@@ -140,12 +140,16 @@ class Source:
 
     def _entries(self, tensor: Tensor, begin: int, end: int) -> npt.NDArray[Any]:
         """Entries `begin` to `end` of the tensor along the axis, which comes first."""
+        if not self.shape:
+            return np.reshape(tensor[()], 1)[begin:end]
         stacked = tuple(slice(index, index + 1) for index in self.at)
         values = tensor[(*stacked, *self._index(slice(begin, end)))][(0,) * len(stacked)]
         return values if self.axis == 0 else np.moveaxis(values, self.axis, 0)
 
     def part(self, num_rows: int) -> ReadPart:
         """Where the first `num_rows` rows of the rule lie in the tensor."""
+        if not self.shape:
+            return ()
         rows: slice | npt.NDArray[np.intp] = slice(self.begin, self.begin + num_rows)
         if self.order is not None:
             rows = np.asarray(self.order[:num_rows], np.intp) + self.begin

@@ -167,6 +167,13 @@ class HeadNorms(nnx.Module):
 Norm: TypeAlias = RMSNorm | LayerNorm
 
 
+def unit_mean_square(x: jax.Array, eps: float) -> jax.Array:
+    """x [..., size] divided by the root mean square of the last dimension, in float32."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + np.float32(eps))).astype(x.dtype)
+
+
 def hidden_norm(config: ModelConfig, planners: PoolPlanners) -> Norm:
     """A norm of the model's hidden states."""
     size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset

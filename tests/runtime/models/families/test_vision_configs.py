@@ -7,7 +7,12 @@ import pytest
 
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.models.config import AttentionConfig
-from penstock.runtime.models.configs.vision import InternConfig, PixtralConfig, QwenVisionConfig
+from penstock.runtime.models.configs.vision import (
+    Gemma4VisionConfig,
+    InternConfig,
+    PixtralConfig,
+    QwenVisionConfig,
+)
 from penstock.runtime.models.params import load_rules
 from penstock.runtime.models.registry import parse_config
 from penstock.runtime.models.rope import RopeConfig
@@ -279,6 +284,8 @@ INTERN: dict[str, Any] = {
     "vision_config": _INTERN,
 }
 
+GEMMA4: dict[str, Any] = json.loads((GOLDEN / "gemma4_vl" / "config.json").read_text())
+
 
 def test_published_mistral_small() -> None:
     config = parse_config(MISTRAL)
@@ -325,6 +332,38 @@ def test_internvl_has_the_defaults_of_transformers() -> None:
     assert (config.vision.patches_per_tile, config.vision.tokens_per_tile) == (1024, 256)
 
 
+def test_gemma_4_has_the_defaults_of_transformers() -> None:
+    """And the fields that only published files have. Pictures are seen both ways only where the decoder says
+    so.
+    """
+    inner = {"model_type": "gemma4_vision", "default_output_length": 280, "global_head_dim": 64}
+    names = ("architectures", "model_type", "text_config")
+    data = {name: GEMMA4[name] for name in names} | {"vision_config": inner}
+    assert parse_config(data).vision == Gemma4VisionConfig(
+        out_size=48,
+        image_token_id=258_880,
+        begin_token_id=255_999,
+        end_token_id=258_882,
+        video_token_id=258_884,
+        audio_token_id=258_881,
+        most_tokens=280,
+        depth=16,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_heads=12,
+        patch_size=16,
+        merge_size=3,
+        num_positions=10_240,
+        sees_windows_ahead=True,
+        eps=1e-6,
+        rope_theta=100.0,
+    )
+    causal = {**GEMMA4["text_config"], "use_bidirectional_attention": None}
+    vision = parse_config({**data, "text_config": causal}).vision
+    assert vision is not None
+    assert vision.both_ways == "none"
+
+
 @pytest.mark.parametrize(
     ("data", "where", "field", "value", "named"),
     [
@@ -352,6 +391,21 @@ def test_internvl_has_the_defaults_of_transformers() -> None:
         (INTERN, VISION, "image_size", [448, 224], "vision_config.image_size"),
         (INTERN, VISION, "norm_type", "batch_norm", "vision_config.norm_type"),
         (INTERN, TEXT, "model_type", "gpt_oss", "text_config.model_type"),
+        (GEMMA4, None, "audio_sampling", 3, "audio_sampling"),
+        (GEMMA4, TEXT, "model_type", "gemma3_text", "text_config.model_type"),
+        (GEMMA4, TEXT, "use_bidirectional_attention", "all", "text_config.use_bidirectional_attention"),
+        (GEMMA4, VISION, "model_type", "siglip_vision_model", "vision_config.model_type"),
+        (GEMMA4, VISION, "head_dim", 32, "vision_config.head_dim"),
+        (GEMMA4, VISION, "num_key_value_heads", 1, "vision_config.num_key_value_heads"),
+        (GEMMA4, VISION, "num_attention_heads", 3, "vision_config.num_attention_heads"),
+        (GEMMA4, VISION, "hidden_activation", "silu", "vision_config.hidden_activation"),
+        (
+            GEMMA4,
+            VISION,
+            "rope_parameters",
+            {"rope_type": "yarn"},
+            "vision_config.rope_parameters.rope_type",
+        ),
     ],
 )
 def test_others_are_refused_by_name(
@@ -369,6 +423,7 @@ def test_others_are_refused_by_name(
         ("gemma3_vl", "num_hidden_layers"),
         ("mistral3_vl", "num_hidden_layers"),
         ("internvl", "num_hidden_layers"),
+        ("gemma4_vl", "num_hidden_layers"),
         ("qwen3_vl", "depth"),
     ],
 )

@@ -55,10 +55,6 @@ def assert_as_pytorch(make_sequence: Callable[..., Any], folder: Path, case: dic
     ("name", "architecture", "model_type", "text", "head"),
     [
         pytest.param(
-            *("gemma4", "Gemma4ForConditionalGeneration", "gemma4", "model.language_model.", ""),
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param(
             *(
                 "llama4",
                 "Llama4ForConditionalGeneration",

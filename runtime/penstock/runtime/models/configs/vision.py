@@ -7,6 +7,9 @@ from typing import Literal
 
 VisionActivation = Literal["silu", "gelu_tanh", "gelu"]
 """The activation of an MLP over patches."""
+BothWays = Literal["none", "windows", "all"]
+"""In which layers of the decoder the tokens of a picture see those behind them in the same picture: in none,
+in those with a window, or in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,10 @@ class VisionConfig:
     def num_outputs(self) -> int:
         """How many embeddings a token of a picture has: one, and those that are added in layers."""
         return 1
+
+    @property
+    def both_ways(self) -> BothWays:
+        return "none"
 
     @property
     def head_dim(self) -> int:
@@ -94,6 +101,10 @@ class SiglipVisionConfig(VisionConfig):
     end_token_id: int
     activation: VisionActivation = "gelu_tanh"
     eps: float = 1e-6
+
+    @property
+    def both_ways(self) -> BothWays:
+        return "all"
 
     @property
     def side(self) -> int:
@@ -165,3 +176,33 @@ class InternConfig(VisionConfig):
     @property
     def tokens_per_tile(self) -> int:
         return (self.side // self.merge_size) ** 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4VisionConfig(VisionConfig):
+    """The encoder of Gemma 4, whose outputs of a square of merge_size x merge_size patches are averaged to
+    one token.
+
+    most_tokens: of a picture. begin_token_id, end_token_id: tokens that stand before and behind a picture.
+    video_token_id, audio_token_id: stand for a video and for a sound, which are not taken. num_positions: of
+    each of the two tables of positions, for columns and for rows. has_bounds: what the products are given and
+    what they give is clipped to bounds of the checkpoint. standardizes: the averages have a bias and a scale.
+    sees_windows_ahead: see `both_ways`.
+    """
+
+    most_tokens: int
+    begin_token_id: int
+    end_token_id: int
+    video_token_id: int
+    audio_token_id: int
+    num_positions: int
+    merge_size: int = 3
+    has_bounds: bool = False
+    standardizes: bool = False
+    sees_windows_ahead: bool = False
+    eps: float = 1e-6
+    rope_theta: float = 100.0
+
+    @property
+    def both_ways(self) -> BothWays:
+        return "windows" if self.sees_windows_ahead else "none"

@@ -10,21 +10,17 @@ from dataclasses import dataclass, replace
 
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.tensor_names import TensorNames
-from penstock.runtime.models.families import gemma4, llama4
+from penstock.runtime.models.families import llama4
 from penstock.runtime.models.families.family import ModelFamily
 from penstock.runtime.models.families.vision_wrapper import text_fields
 from penstock.runtime.models.hf_fields import Fields
 
 _OF_PICTURES = """
-    audio_config audio_token_id boa_token_id boi_token_id boi_token_index eoa_token_id eoa_token_index
-    eoi_token_id eoi_token_index image_token_id image_token_index
-    multimodal_projector_bias projector_hidden_act spatial_merge_size video_token_id vision_config
-    vision_feature_layer vision_soft_tokens_per_image
+    boi_token_id boi_token_index eoi_token_id eoi_token_index image_token_id image_token_index
+    multimodal_projector_bias projector_hidden_act spatial_merge_size vision_config vision_feature_layer
 """
-"""Fields about pictures and sounds."""
-_HARMLESS = (
-    r"(^|\.)(vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.",
-)
+"""Fields about pictures."""
+_HARMLESS = (r"(^|\.)(vision_tower|vision_model|multi_modal_projector)\.",)
 
 _NAMES = TensorNames("language_model.model.", "language_model.lm_head.")
 
@@ -41,11 +37,6 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "Gemma4ForConditionalGeneration": Kind(
-        model_type="gemma4",
-        texts={"gemma4_text": gemma4.FAMILIES["Gemma4ForCausalLM"]},
-        names=TensorNames("model.language_model."),
-    ),
     "Llama4ForConditionalGeneration": Kind(
         model_type="llama4", texts={"llama4_text": llama4.FAMILIES["Llama4ForCausalLM"]}
     ),

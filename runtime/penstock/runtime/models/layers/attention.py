@@ -19,7 +19,7 @@ from penstock.runtime.models.config import AttentionConfig, ModelConfig, QKNorm
 from penstock.runtime.models.layers.inputs import LayerInputs, Residual
 from penstock.runtime.models.linear import Linear, LinearFormat, project, project_gate, summed
 from penstock.runtime.models.load_rules import AXIS, Span
-from penstock.runtime.models.norms import HeadNorms, Norm, RMSNorm, Vector
+from penstock.runtime.models.norms import HeadNorms, Norm, RMSNorm, Vector, unit_mean_square
 from penstock.runtime.models.pools import PoolPlanners
 from penstock.runtime.ops.attention import AttentionOp, AttentionOptions
 from penstock.runtime.ops.native.linear import HeadNorms as NativeNorms
@@ -93,6 +93,9 @@ class Attention(nnx.Module):
         self.k_norm = norm(kv_heads, config.kv_pieces) if owns else None
         self.sinks = Vector("sinks", heads, planners, pieces=config.pieces) if config.sinks else None
         self.config, self.layer, self.group, self.eps = config, layer, group, eps
+        vision = model.vision
+        self.sees_ahead = vision is None or vision.both_ways != "windows" or config.window is not None
+        """Whether tokens of a picture may see those behind them: `AttentionMeta.reach` counts."""
         self.norms_are_cut = config.qk_norm == "all" and config.pieces > 1
         can = can_rotate(dim, config.rotary_dim) and config.qk_norm != "layer" and not self.norms_are_cut
         self.rotates_natively = linear.packed and can
@@ -125,6 +128,8 @@ class Attention(nnx.Module):
             first = jax.lax.axis_index(AXIS) * config.num_heads if config.pieces > 1 else 0
             every = jnp.asarray(alibi_slopes(config.num_heads * config.pieces, config.alibi))
             slopes = jax.lax.dynamic_slice_in_dim(every, first, config.num_heads)
+        meta = inputs.metas[self.group]
+        meta = meta if self.sees_ahead else meta._replace(reach=None)
         attend: AttentionOp = inputs.attention
         if inputs.distances is not None:
             attend = inputs.distances.attention(q, k, self.qkv_proj, pools, config.scale)
@@ -133,7 +138,7 @@ class Attention(nnx.Module):
             k,
             v,
             kv,
-            inputs.metas[self.group],
+            meta,
             AttentionOptions(
                 scale=config.scale,
                 sliding_window=config.window,
@@ -187,7 +192,7 @@ class Attention(nnx.Module):
             return q, *inputs.shared_kv[self.shares_kv_of]
         v = (k if config.values_are_keys else v).reshape(-1, kv_heads, config.head_dim)
         k = self._turned(k, self.k_norm, inputs, squares[1])
-        return q, k, _normalised(v, self.eps) if config.v_norm else v
+        return q, k, unit_mean_square(v, self.eps) if config.v_norm else v
 
     def _mean_squares(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The mean squares of the queries' channels on all devices, and of the keys', each float32 [T, 1].
@@ -216,7 +221,7 @@ class Attention(nnx.Module):
             x = rope.rotate(x, cos, sin)
         if norm is not None and config.qk_norm == "head_after":
             return norm(x, pools)
-        return _normalised(x, self.eps) if config.qk_norm == "l2_after" else x
+        return unit_mean_square(x, self.eps) if config.qk_norm == "l2_after" else x
 
 
 def alibi_slopes(num_heads: int, strength: float) -> npt.NDArray[np.float32]:
@@ -229,10 +234,3 @@ def alibi_slopes(num_heads: int, strength: float) -> npt.NDArray[np.float32]:
     if count > num_heads:
         slopes = np.concatenate([slopes[1::2], slopes[::2]])[:num_heads]
     return slopes.astype(np.float32)
-
-
-def _normalised(x: jax.Array, eps: float) -> jax.Array:
-    """x [T, heads, D] divided by the root mean square of each head."""
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + np.float32(eps))).astype(x.dtype)

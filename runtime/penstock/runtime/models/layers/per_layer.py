@@ -32,6 +32,7 @@ class PerLayerInputs(nnx.Module):
         planners: PoolPlanners,
     ) -> None:
         self.size, self.hidden = config.size, model.hidden_size
+        self.pad_token_id, self.padded_tokens = config.pad_token_id, config.padded_tokens
         width = model.num_layers * config.size
         self.table = Embedding(
             config.vocab_size // config.pieces,
@@ -51,6 +52,8 @@ class PerLayerInputs(nnx.Module):
     def __call__(self, token_ids: jax.Array, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """token_ids int32 [T], x [T, E]: their embeddings -> [T, layers, size]."""
         pools = inputs.pools
+        for token in self.padded_tokens:
+            token_ids = jnp.where(token_ids == token, self.pad_token_id, token_ids)
         of_token = self.table(token_ids, pools) * _constant(self.size**0.5, x)
         if self.is_native:
             return self._summed(x, of_token, inputs).reshape(x.shape[0], -1, self.size)

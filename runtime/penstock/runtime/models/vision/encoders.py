@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from penstock.runtime.images.vision import Vision
 from penstock.runtime.models.configs.vision import (
+    Gemma4VisionConfig,
     InternConfig,
     PixtralConfig,
     QwenVisionConfig,
@@ -18,7 +19,14 @@ from penstock.runtime.models.configs.vision import (
 )
 from penstock.runtime.models.linear import LinearFormat
 from penstock.runtime.models.pools import PoolPlanners, Pools
-from penstock.runtime.models.vision import intern_inputs, pixtral_inputs, qwen_inputs, siglip_inputs
+from penstock.runtime.models.vision import (
+    gemma4_inputs,
+    intern_inputs,
+    pixtral_inputs,
+    qwen_inputs,
+    siglip_inputs,
+)
+from penstock.runtime.models.vision.gemma4_tower import Gemma4Tower
 from penstock.runtime.models.vision.grids import grid_problem
 from penstock.runtime.models.vision.intern_tower import InternTower
 from penstock.runtime.models.vision.pixtral_tower import PixtralTower
@@ -44,6 +52,8 @@ def tower_of(config: VisionConfig, dtype: jnp.dtype, linear: LinearFormat, plann
             return QwenTower(config, dtype, linear, planners)
         case SiglipVisionConfig():
             return SiglipTower(config, dtype, linear, planners)
+        case Gemma4VisionConfig():
+            return Gemma4Tower(config, dtype, linear, planners)
         case PixtralConfig():
             return PixtralTower(config, dtype, linear, planners)
         case InternConfig():
@@ -92,6 +102,17 @@ def vision_of(config: VisionConfig) -> Vision:
                 around=(config.begin_token_id, config.end_token_id),
                 both_ways=True,
                 grid_problem=partial(siglip_inputs.grid_problem, config),
+            )
+        case Gemma4VisionConfig():
+            return Vision(
+                image_token_id=config.image_token_id,
+                refused_tokens=((config.video_token_id, "a video"), (config.audio_token_id, "a sound")),
+                patches_per_token=config.merge_size**2,
+                patch_values=config.patch_features,
+                most_tokens=config.most_tokens,
+                inputs=partial(gemma4_inputs.vision_inputs, config),
+                both_ways=config.both_ways != "none",
+                grid_problem=partial(gemma4_inputs.grid_problem, config),
             )
         case _:
             raise TypeError(f"no encoder has a {type(config).__name__}")
