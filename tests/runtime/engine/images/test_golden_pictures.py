@@ -20,6 +20,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from PIL import Image as Pil
+from safetensors.numpy import load_file
 
 from penstock.runtime import Engine, Image, StoppingParams, building
 from penstock.runtime.errors import InvalidRequest
@@ -246,4 +247,22 @@ def test_equal_texts_with_other_pictures_share_nothing(name: str, tmp_path: Path
     check(by_chat, case, name)
     with pytest.raises(InvalidRequest, match="1 images, and the prompt has 2 places"):
         engine.chat([{"role": "user", "content": [*content, mark]}], chat_template=template)
+    served.finish()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.sweep
+def test_bounds_of_an_encoders_products_are_updated() -> None:
+    """Those of Gemma 4 are tensors without axes. Narrow ones change the answer, and all tensors of the
+    checkpoint bring it back.
+    """
+    served = Served("gemma4_vl", 8)
+    tensors = load_file(served.folder / "model.safetensors")
+    narrow = {name: np.asarray(0.01, np.float32) for name in tensors if name.endswith(".input_max")}
+    assert {tensors[name].shape for name in narrow} == {()}
+    served.engine.update_weights(narrow, label="narrow", partial=True).result(60)
+    with pytest.raises(AssertionError):
+        served.ask(served.cases[0])
+    served.engine.update_weights(tensors, label="whole").result(60)
+    served.ask(served.cases[0])
     served.finish()
