@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from penstock.runtime.adapters.peft import AdapterReader
-from penstock.runtime.config import DEFAULT_TARGET_ITL_S, EngineConfig, ResolvedConfig, resolve
+from penstock.runtime.config import DEFAULT_TARGET_ITL_S, ON_DEVICE, EngineConfig, ResolvedConfig, resolve
 from penstock.runtime.errors import ConfigError
 from penstock.runtime.execution.backend import (
     Backend,
@@ -129,7 +129,9 @@ def build(
     if config.native == "require" and not is_native:
         raise ConfigError(backend.kernels_cannot)
     _log_attention(runner.device, backend)
-    if model.draft is not None:
+    if model.draft is not None and model.draft.graphdef is None:
+        log.info("%s guess tokens", model.draft.name)
+    elif model.draft is not None:
         draft_bytes = sum(int(leaf.nbytes) for leaf in runner.device.draft_leaves)
         log.info("%s guesses tokens: it takes %.2f GiB of weights", model.draft.name, draft_bytes / 2**30)
     images = _image_reader(model, config)
@@ -278,21 +280,28 @@ def _log_penalties(model: ServedModel, config: ResolvedConfig) -> None:
 
 
 def _proposer(config: ResolvedConfig, cache: CacheSpec) -> Proposer | None:
-    if config.speculation == "draft":
-        return Drafting()
+    if config.speculation in ON_DEVICE:
+        return Drafting(config.speculation)
     return None if config.speculation == "off" else Lookup(computes_again=cache.has_state)
 
 
 def _drafted_tokens(config: ResolvedConfig) -> int:
-    """Most tokens that a draft model guesses for a row in a step; 0 without one."""
-    return config.max_proposed_tokens or 0 if config.speculation == "draft" else 0
+    """Most tokens that are guessed on the device for a row in a step; 0 where none are."""
+    return config.max_proposed_tokens or 0 if config.speculation in ON_DEVICE else 0
 
 
 def _check_draft(model: ServedModel, config: ResolvedConfig, log_of_calls: DispatchLog | None) -> None:
-    if (model.draft is not None) != (config.speculation == "draft"):
+    draft = model.draft
+    if (draft is not None and draft.graphdef is not None) != (config.speculation == "draft"):
         raise ConfigError('draft_model: a model has a draft with speculation="draft", and only then')
-    if model.draft is not None and log_of_calls is not None:
-        raise ConfigError("draft_model: a group of processes takes no draft")
+    if (draft is not None and draft.graphdef is None) != (config.speculation == "heads"):
+        raise ConfigError('speculation: a model has heads that guess with "heads", and only then')
+    if draft is not None and log_of_calls is not None:
+        raise ConfigError(
+            "draft_model: a group of processes takes no draft"
+            if draft.graphdef is not None
+            else "speculation: a group of processes takes no heads"
+        )
 
 
 def _buckets(model: ServedModel, config: ResolvedConfig, backend: Backend) -> Buckets:

@@ -37,7 +37,9 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "int8")
 NATIVE = ("auto", "require", "off")
-SPECULATIONS = ("off", "auto", "lookup", "draft")
+SPECULATIONS = ("off", "auto", "lookup", "draft", "heads")
+ON_DEVICE = ("draft", "heads")
+"""Those of SPECULATIONS whose guesses are made on the device."""
 _CHOICES: Mapping[str, Collection[str]] = {
     "dtype": DTYPES,
     "quantization": QUANTIZATIONS,
@@ -175,8 +177,9 @@ class EngineConfig:
     speculation: str = "off"
     """Who proposes the next tokens of an output, which the model then checks in one step: "lookup" copies
     what followed the same words earlier in the prompt, in the output, or in requests with the same cache
-    salt; "draft" is a second, smaller model, `draft_model`; "auto" is the draft where there is one, else
-    lookup. Outputs are the same as with "off"."""
+    salt; "draft" is a second, smaller model, `draft_model`; "heads" is a layer of the checkpoint that
+    predicts the token after the next one; "auto" is the draft where there is one, else lookup. Outputs are
+    the same as with "off"."""
     draft_model: str | None = None
     """The model that guesses under speculation="draft" or "auto": a checkpoint directory, a GGUF file or a
     hub id. It has the tokenizer of the model that is served, and is computed in its dtype. Each KV page has

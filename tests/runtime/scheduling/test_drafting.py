@@ -43,7 +43,7 @@ class Asked:
     """A draft for one sequence. A step takes STEP_NS, and `each` of it more for each guess."""
 
     def __init__(self, each: float) -> None:
-        self.drafting, self.seq, self._each = Drafting(), sequence(), each
+        self.drafting, self.seq, self._each = Drafting("draft"), sequence(), each
         self.drafting.measured(1, 0, STEP_NS)
 
     @property
@@ -63,7 +63,7 @@ class Asked:
 
 
 def test_nothing_is_asked_before_a_step_without_guesses_was_measured() -> None:
-    drafting, seq = Drafting(), sequence()
+    drafting, seq = Drafting("draft"), sequence()
     assert drafting.propose([Candidate(seq, 4)], 1, 8) == [()]
     assert not drafting.is_due([Candidate(seq, 4)], 1, 8)
     drafting.measured(1, 0, STEP_NS)
@@ -124,7 +124,7 @@ def test_a_sequence_whose_guesses_are_never_right_is_tried_ever_more_rarely() ->
 
 def test_bounds_are_kept() -> None:
     """Room is for all rows or for none, and a row under a constraint gets nothing."""
-    drafting = Drafting()
+    drafting = Drafting("draft")
     drafting.measured(3, 0, STEP_NS)
     seqs = [sequence(str(i), constrained=i == 1) for i in range(3)]
     candidates = [Candidate(seq, most) for seq, most in zip(seqs, (4, 4, 1), strict=True)]

@@ -137,6 +137,26 @@ def test_a_draft_model(run: Run) -> None:
     assert (code, "draft_model: needs the whole checkpoint" in error) == (1, True)
 
 
+def test_heads(run: Run) -> None:
+    """A token has 48 numbers of latent attention in the head, as in each of three layers, and 48 of a hidden
+    state.
+    """
+    config = str(GOLDEN / "deepseek_v3" / "config.json")
+    alone = json.loads(run(config, "--json")[1])
+    code, out, _ = run(config, "--json", "--speculation", "heads")
+    assert (code, json.loads(out)["kv_bytes_per_token"]) == (0, 4 * 5 * 48)
+    assert (alone["kv_bytes_per_token"], alone["parameters"] < json.loads(out)["parameters"]) == (
+        4 * 3 * 48,
+        True,
+    )
+    code, _, error = run(str(GOLDEN / "llama"), "--speculation", "heads", "--max-model-len", "64")
+    assert (code, "has no heads here" in error) == (1, True)
+    code, _, error = run(
+        str(GOLDEN / "llama"), "--speculation", "heads", "--draft-model", str(GOLDEN / "llama")
+    )
+    assert (code, "draft_model: goes with" in error) == (1, True)
+
+
 def test_a_model_that_takes_no_adapters_is_named(run: Run) -> None:
     code, out, error = run(str(GOLDEN / "encoders" / "bert"), "--max-adapters", "3")
     assert (code, out) == (1, "")

@@ -41,6 +41,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
         (["--for", "cpu", "--max-num-seqs", "0"], "--max-num-seqs: must be from 1 to 4096, not 0"),
         (["--for", "cpu", "--max-model-len", "99999"], "--max-model-len: 99999 is more than the model's own"),
         (["--for", "cpu", "--speculation", "draft"], "--speculation: programs of a model with a draft are"),
+        (["--for", "cpu", "--speculation", "heads"], "--speculation: programs cannot be compiled ahead for"),
         (["--for", "cpu", "--max-adapter-rank", "5"], "--max-adapter-rank: must be one of 16,"),
     ],
 )

@@ -143,6 +143,7 @@ async def test_server_info():
     [
         ({}, ("", 0)),
         ({"speculation": "lookup", "max_proposed_tokens": 6}, ("lookup", 6)),
+        ({"speculation": "heads"}, ("heads", 4)),
         ({"speculation": "draft", "max_proposed_tokens": 6, "draft_model": "small"}, ("draft", 6)),
     ],
 )

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from flax import nnx
@@ -21,7 +22,7 @@ from penstock.runtime.execution.images import Pool, pool_shapes
 from penstock.runtime.execution.on_mesh import WHOLE, all_shape, cut_sharding, own_shape
 from penstock.runtime.execution.program_set import ProgramBuilder
 from penstock.runtime.execution.runner_config import RunnerConfig
-from penstock.runtime.execution.step_programs import AdapterPool, Follower, KVCache, Weights
+from penstock.runtime.execution.step_programs import AdapterPool, Draft, Follower, Heads, KVCache, Weights
 from penstock.runtime.models.load_rules import ParamPath
 from penstock.runtime.ops.cache_spec import CacheSpec
 from penstock.runtime.ops.device_arrays import put_own, zeros, zeros_maker
@@ -43,7 +44,7 @@ class DeviceState:
         draft: DraftModel | None = None,
     ) -> None:
         """`weights`: the model's state on the backend's devices; `graphdef`: its static half (nnx.split).
-        `draft`: the model that guesses what this one makes; None: there is none.
+        `draft`: what guesses what this model makes; None: there is nothing.
         """
         leaves, self._weights_tree = jax.tree.flatten(weights)
         self.leaves: Weights = tuple(leaves)
@@ -51,7 +52,8 @@ class DeviceState:
         self._homes = [leaf.sharding for leaf in leaves]
         drafted, self._draft_tree = jax.tree.flatten(None if draft is None else draft.weights)
         self.draft_leaves: Weights = tuple(drafted)
-        """The draft's weights; () without one. No update changes them."""
+        """The draft's weights, which no update changes; () without a draft, and with heads, whose weights are
+        among the model's."""
         self._draft_homes = [leaf.sharding for leaf in drafted]
         self._paths: list[ParamPath] = [cast("ParamPath", path) for path, _ in nnx.to_flat_state(weights)]
         self.sharding = NamedSharding(backend.mesh, WHOLE)
@@ -235,11 +237,13 @@ class DeviceState:
             adapters=self.adapters,
             draft=self._draft,
             draft_weights=self.draft_leaves,
-            rebuild_draft=None if self._draft is None else partial(self._follower, self._draft),
+            rebuild_follower=None if self._draft is None else partial(self._follower, self._draft),
         )
 
     def _follower(self, draft: DraftModel, leaves: Weights) -> Follower:
-        return Follower(
+        if draft.graphdef is None:
+            return Heads(self._rebuild(leaves), len(draft.cache.layers), jnp.dtype(self._config.dtype))
+        return Draft(
             nnx.merge(draft.graphdef, jax.tree.unflatten(self._draft_tree, leaves)),
             num_layers=len(draft.cache.layers),
             num_groups=len(draft.cache.windows),

@@ -1,4 +1,6 @@
-"""A draft model: a small model that guesses what the served one, its target, makes next."""
+"""What guesses tokens on the device: a draft model, which is a small model beside the served one, its target;
+or the heads of the served checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,16 @@ from penstock.runtime.ops.cache_spec import CacheSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModel:
-    """A draft on its target's device. `graphdef` and `weights` are the halves of nnx.split. It uses its
-    target's pages: each of them has room for the keys and values of the draft's layers, too.
+    """A draft on its target's device, or the heads that the target has itself (`CausalLM.predict`). It uses
+    its target's pages: each of them has room for the keys and values of the draft's layers, too.
     """
 
     name: str
-    graphdef: nnx.GraphDef[Any]
+    graphdef: nnx.GraphDef[Any] | None
+    """With `weights` the halves of nnx.split; None: the target has heads, and their weights are among its
+    own."""
     weights: Any
+    """None for heads."""
     cache: CacheSpec
     """What its layers keep. None of them keeps state by slot."""
     vocab_size: int

@@ -41,7 +41,7 @@ from penstock.runtime.execution.step_programs import (
     Forward,
     KVCache,
     Rebuild,
-    RebuildDraft,
+    RebuildFollower,
     StepShapes,
     Weights,
     make_checked_choice,
@@ -75,7 +75,7 @@ class Programs:
     """Number of rows to forward of a step with proposed tokens, for a model with state by slot; none for
     others, and where no tokens are proposed."""
     guesses: Mapping[int, jax.stages.Compiled]
-    """Number of rows to what guesses tokens for them; none without a draft model."""
+    """Number of rows to what guesses tokens for them; none where nothing guesses on the device."""
     prompt_logprobs: jax.stages.Compiled
     hidden_sums: jax.stages.Compiled
     admission: jax.stages.Compiled
@@ -107,9 +107,10 @@ class ProgramBuilder:
     pool: Pool = ()
     adapters: AdapterPool = ()
     draft: DraftModel | None = None
-    """The model that guesses tokens; None: nobody guesses on the device."""
+    """What guesses tokens; None: nobody guesses on the device."""
     draft_weights: Weights = ()
-    rebuild_draft: RebuildDraft | None = None
+    """() also where the model's own heads guess."""
+    rebuild_follower: RebuildFollower | None = None
 
     @property
     def largest(self) -> ProgramKey:
@@ -213,7 +214,7 @@ class ProgramBuilder:
         return compiled_set.facts_of(*parts, self._arguments, self.backend)
 
     @property
-    def _drafted(self) -> tuple[nnx.GraphDef[Any], CacheSpec] | None:
+    def _drafted(self) -> tuple[nnx.GraphDef[Any] | None, CacheSpec] | None:
         """What a draft model is made of."""
         return None if self.draft is None else (self.draft.graphdef, self.draft.cache)
 
@@ -272,7 +273,7 @@ class ProgramBuilder:
             self.backend.recurrent,
             self.backend.sampler,
             key.num_steps or self.config.max_decode_steps,
-            self.rebuild_draft,
+            self.rebuild_follower,
         )
         packed = self._ints(self._layout(key).size)
         return self._compiled(
@@ -300,10 +301,10 @@ class ProgramBuilder:
 
     def guesses(self, rows: int) -> jax.stages.Compiled:
         """The program in which the draft guesses tokens for so many rows."""
-        assert self.rebuild_draft is not None, "programs that guess are compiled where there is a draft"
+        assert self.rebuild_follower is not None, "programs that guess are compiled where something does"
         layout, backend = self._choice_layout(rows), self.backend
         program = make_guesses(
-            self.rebuild_draft,
+            self.rebuild_follower,
             layout,
             self._shapes,
             backend.attention,
@@ -312,7 +313,7 @@ class ProgramBuilder:
             all_steps=backend.fixed_windows,
         )
         packed = self._ints(layout.rows_size)
-        arguments = (self.draft_weights, self.kv, self.state, packed)
+        arguments = (self.draft_weights or self.weights, self.kv, self.state, packed)
         name = f"guesses_rows{rows}"
         return self._compiled(program, *arguments, donate=(1, 2), name=name, results=(CUT, WHOLE))
 
@@ -334,7 +335,7 @@ class ProgramBuilder:
 
     @property
     def _guessed_rows(self) -> tuple[int, ...]:
-        return () if self.rebuild_draft is None else self.config.buckets.row_buckets
+        return () if self.rebuild_follower is None else self.config.buckets.row_buckets
 
     def prompt_logprobs(self, hidden: Callable[[], jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
         program = make_prompt_logprobs(self.rebuild, self._shapes, self.backend.logprobs)
@@ -416,7 +417,7 @@ class ProgramBuilder:
             self._shapes,
             backend.attention,
             backend.recurrent,
-            self.rebuild_draft,
+            self.rebuild_follower,
             joins=joins,
         )
 

@@ -230,10 +230,11 @@ class ProgramCalls:
         return cast("Chosen", chosen)
 
     def guess(self, rows: int, packed: Ints) -> None:
-        """Have the draft guess tokens, see `make_guesses`."""
+        """Have the draft or the heads guess tokens, see `make_guesses`."""
         device = self._device
         program = self.programs.guesses[rows]
-        device.kv, device.rows = program(device.draft_leaves, device.kv, device.rows, packed)
+        weights = device.draft_leaves or device.leaves
+        device.kv, device.rows = program(weights, device.kv, device.rows, packed)
 
     def choose(
         self, logits: jax.Array, packed: Ints, mask: Ints | None, checks: Ints | None = None

@@ -8,10 +8,11 @@
 - `make_checked_choice`: the same where tokens are proposed, which are checked too.
 - `make_window`: both of these in a loop of decode steps. One program per bucket of rows, or per bucket and
   length.
-- `make_guesses`: what a draft model guesses to follow. One program per bucket of rows.
+- `make_guesses`: what a draft model, or heads of the checkpoint, guess to follow. One program per bucket of
+  rows.
 
-A draft model computes whatever its target computes, in the same programs, so that it has the keys and values
-of every position that its target has (`Follower`).
+Either computes whatever the served model computes, in the same programs, so that it has the keys and values
+of every position that the served model has (`Follower`).
 
 `request_programs` has the programs that only some requests need.
 
@@ -35,6 +36,7 @@ from penstock.runtime.execution.step_buffer import FEEDBACK, Layout, Unpacked
 from penstock.runtime.models.layers.images import MediaInputs
 from penstock.runtime.ops.adapters import AdapterRows
 from penstock.runtime.ops.attention import AttentionMeta, AttentionOp, make_meta, with_pages
+from penstock.runtime.ops.kv_rows import read_kv, write_kv
 from penstock.runtime.ops.recurrent.operations import RecurrentOps
 from penstock.runtime.ops.sampler import RowState, Sampled, SamplerOp, report
 from penstock.runtime.ops.sampling_codes import PENALTIES
@@ -80,8 +82,31 @@ class StepModel(Protocol):
         ...
 
 
+class PredictingModel(StepModel, Protocol):
+    """A model with a layer that predicts the token after the next one."""
+
+    def predict(
+        self,
+        token_ids: Array,
+        before: Array,
+        kv: KVCache,
+        meta: AttentionMeta,
+        *,
+        attention: AttentionOp,
+        recurrent: RecurrentOps,
+    ) -> tuple[Array, KVCache]:
+        """See `CausalLM.predict`."""
+        ...
+
+    def predicted_logits(self, hidden: Array, num_rows: Array) -> Array:
+        """See `CausalLM.predicted_logits`."""
+        ...
+
+
 AdapterPool = tuple[Array, ...]
 """The pool of adapters, see `AdapterRows`; () where there are none."""
+Carried = Any
+"""What a follower hands from one guess to the next: arrays with an entry for each row, or ()."""
 Rebuild = Callable[[Weights], StepModel]
 NO_TOKEN = -1
 
@@ -102,10 +127,52 @@ class Chosen(NamedTuple):
     logprobs: Array  # int32[N, R, 1 + 2 * num_top], see `report`; zeros where no row has LOGPROBS
 
 
-class Follower(NamedTuple):
-    """A draft model, as programs see it. Its layers stand behind those of its target in the cache, and have
-    the pages of the first group of layers.
+class Follower(Protocol):
+    """What guesses tokens, as programs see it. Its entries stand behind those of its target in the cache, and
+    have the pages of the first group of layers.
     """
+
+    @property
+    def num_layers(self) -> int:
+        """Its entries in the cache."""
+        ...
+
+    def follow(
+        self,
+        tokens: Array,
+        hidden: Array,
+        kv: KVCache,
+        meta: AttentionMeta,
+        attention: AttentionOp,
+        recurrent: RecurrentOps,
+    ) -> KVCache:
+        """Tokens int32[T] that its target computes, and the hidden states that this gave, [T, E] -> the whole
+        cache with what it keeps of them.
+        """
+        ...
+
+    def before(self, kv: KVCache, meta: AttentionMeta) -> Carried:
+        """What its first guess reads beside the tokens of a step."""
+        ...
+
+    def guess(
+        self,
+        tokens: Array,
+        before: Carried,
+        kv: KVCache,
+        meta: AttentionMeta,
+        attention: AttentionOp,
+        recurrent: RecurrentOps,
+        num_rows: Array,
+    ) -> tuple[Array, Carried, KVCache]:
+        """Tokens int32[R] and what it reads beside them -> logits float32[R, V] of what follows, what its
+        next guess reads, and the whole cache. Rows from num_rows on are padding.
+        """
+        ...
+
+
+class Draft(NamedTuple):
+    """A draft model. It reads tokens alone."""
 
     model: StepModel
     num_layers: int
@@ -114,7 +181,37 @@ class Follower(NamedTuple):
     """Groups of layers that it would have alone."""
     vocab_size: int
 
-    def __call__(
+    def follow(
+        self,
+        tokens: Array,
+        hidden: Array,
+        kv: KVCache,
+        meta: AttentionMeta,
+        attention: AttentionOp,
+        recurrent: RecurrentOps,
+    ) -> KVCache:
+        """See `Follower`."""
+        return self._run(tokens, kv, meta, attention, recurrent)[1]
+
+    def before(self, kv: KVCache, meta: AttentionMeta) -> Carried:
+        """See `Follower`."""
+        return ()
+
+    def guess(
+        self,
+        tokens: Array,
+        before: Carried,
+        kv: KVCache,
+        meta: AttentionMeta,
+        attention: AttentionOp,
+        recurrent: RecurrentOps,
+        num_rows: Array,
+    ) -> tuple[Array, Carried, KVCache]:
+        """See `Follower`."""
+        hidden, kv = self._run(tokens, kv, meta, attention, recurrent)
+        return self.model.logits(hidden, num_rows), (), kv
+
+    def _run(
         self,
         tokens: Array,
         kv: KVCache,
@@ -122,7 +219,6 @@ class Follower(NamedTuple):
         attention: AttentionOp,
         recurrent: RecurrentOps,
     ) -> tuple[Array, KVCache]:
-        """Tokens int32[T] -> hidden states [T, E], and the whole cache with what the draft has written."""
         own = len(kv) - self.num_layers
         with jax.named_scope("draft"):
             # Its target may know tokens that it does not know.
@@ -134,7 +230,79 @@ class Follower(NamedTuple):
         return hidden, (*kv[:own], *written)
 
 
-RebuildDraft = Callable[[Weights], Follower]
+class Heads(NamedTuple):
+    """The layer of the served checkpoint that predicts the token after the next one. It reads each token with
+    the hidden state of the position before, so the first of its entries in the cache keeps the hidden states
+    of all positions: whoever shares a page, or copies it, finds there what the next token needs. Position 0
+    has none before it, and reads zeros. For each further guess the layer reads what it gave itself.
+    """
+
+    model: PredictingModel
+    num_layers: int
+    """See `Follower`."""
+    dtype: jnp.dtype
+    """That of hidden states."""
+
+    def follow(
+        self,
+        tokens: Array,
+        hidden: Array,
+        kv: KVCache,
+        meta: AttentionMeta,
+        attention: AttentionOp,
+        recurrent: RecurrentOps,
+    ) -> KVCache:
+        """See `Follower`."""
+        own = len(kv) - self.num_layers
+        with jax.named_scope("heads"):
+            normalized = self.model.normalized(hidden).astype(self.dtype)
+            kept = write_kv(kv[own], normalized[:, None], None, meta.write_slots)
+            kv = (*kv[:own], kept, *kv[own + 1 :])
+            return self._run(tokens, self.before(kv, meta), kv, meta, attention, recurrent)[1]
+
+    def before(self, kv: KVCache, meta: AttentionMeta) -> Array:
+        """See `Follower`: hidden states [T, E]."""
+        kept = kv[len(kv) - self.num_layers]
+        page_size, at = kept.shape[3], jnp.maximum(meta.positions - 1, 0)
+        pages = meta.page_table[meta.token_rows, at // page_size]
+        hidden = read_kv(kept[pages, 0, 0, at % page_size], self.dtype).astype(self.dtype)
+        # What is not read may be another request's, or no number.
+        is_read = (meta.positions > 0) & (jnp.arange(at.shape[0]) < meta.num_tokens)
+        return jnp.where(is_read[:, None], hidden, jnp.zeros((), self.dtype))
+
+    def guess(
+        self,
+        tokens: Array,
+        before: Carried,
+        kv: KVCache,
+        meta: AttentionMeta,
+        attention: AttentionOp,
+        recurrent: RecurrentOps,
+        num_rows: Array,
+    ) -> tuple[Array, Carried, KVCache]:
+        """See `Follower`."""
+        hidden, kv = self._run(tokens, before, kv, meta, attention, recurrent)
+        return self.model.predicted_logits(hidden, num_rows), hidden, kv
+
+    def _run(
+        self,
+        tokens: Array,
+        before: Carried,
+        kv: KVCache,
+        meta: AttentionMeta,
+        attention: AttentionOp,
+        recurrent: RecurrentOps,
+    ) -> tuple[Array, KVCache]:
+        own = len(kv) - self.num_layers + 1
+        with jax.named_scope("heads"):
+            hidden, written = self.model.predict(
+                tokens, before, kv[own:], meta, attention=attention, recurrent=recurrent
+            )
+        return hidden, (*kv[:own], *written)
+
+
+RebuildFollower = Callable[[Weights], Follower]
+"""Takes the draft's weights or, where the served model has heads, its own."""
 
 
 class Joined(NamedTuple):
@@ -248,7 +416,7 @@ def _run_model(
         num_rows = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
         logits = model.logits(hidden[at], num_rows)
     if follower is not None:
-        _, kv = follower(tokens, kv, meta, attention, recurrent)
+        kv = follower.follow(tokens, hidden, kv, meta, attention, recurrent)
     return logits, hidden, kv, None if copies is None else copies.held
 
 
@@ -278,7 +446,7 @@ def make_forward(
     shapes: StepShapes,
     attention: AttentionOp,
     recurrent: RecurrentOps,
-    rebuild_draft: RebuildDraft | None = None,
+    rebuild_follower: RebuildFollower | None = None,
     *,
     joins: bool = False,
 ) -> Callable[[Weights, KVCache, RowState, Array, Pool, AdapterPool, Weights], Forward]:
@@ -318,7 +486,7 @@ def make_forward(
             starts=batch.starts,
             held=state.held,
             adapters=adapters,
-            follower=None if rebuild_draft is None else rebuild_draft(draft),
+            follower=None if rebuild_follower is None else rebuild_follower(draft or weights),
             guesses=None if state.guesses is None else _of_rows(state.guesses, batch),
             media=None
             if pictures is None
@@ -422,7 +590,7 @@ def make_window(
     recurrent: RecurrentOps,
     sampler: SamplerOp,
     max_steps: int,
-    rebuild_draft: RebuildDraft | None = None,
+    rebuild_follower: RebuildFollower | None = None,
 ) -> Callable[[Weights, KVCache, RowState, Array, AdapterPool, Weights], tuple[KVCache, RowState, Chosen]]:
     """A program that loops over decode steps. A call runs as many steps as its buffer's header says, or fewer
     when every row has ended. No row has a mask.
@@ -436,7 +604,7 @@ def make_window(
         weights: Weights, kv: KVCache, state: RowState, packed: Array, adapters: AdapterPool, draft: Weights
     ) -> tuple[KVCache, RowState, Chosen]:
         model = rebuild(weights)
-        follower = None if rebuild_draft is None else rebuild_draft(draft)
+        follower = None if rebuild_follower is None else rebuild_follower(draft or weights)
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
         page_tables = tuple(_of_rows(table, batch) for table in state.tables)
@@ -518,7 +686,7 @@ def make_window(
 
 
 def make_guesses(
-    rebuild_draft: RebuildDraft,
+    rebuild_follower: RebuildFollower,
     layout: Layout,
     shapes: StepShapes,
     attention: AttentionOp,
@@ -527,15 +695,15 @@ def make_guesses(
     *,
     all_steps: bool,
 ) -> Callable[[Weights, KVCache, RowState, Array], tuple[KVCache, RowState]]:
-    """A program in which a draft model guesses what follows the last samples of slots: (its weights, cache,
-    state, packed buffer without tokens) -> (cache, state). Each row's MAX_SAMPLES says how many tokens, at
-    most `most`. A guess is the likeliest token.
+    """A program in which a draft model, or heads, guess what follows the last samples of slots: (the weights
+    that `RebuildFollower` takes, cache, state, packed buffer without tokens) -> (cache, state). Each row's
+    MAX_SAMPLES says how many tokens, at most `most`. A guess is the likeliest token.
 
     `all_steps`: whether `most` steps are computed however few are needed, see `make_window`.
     """
 
     def guess(weights: Weights, kv: KVCache, state: RowState, packed: Array) -> tuple[KVCache, RowState]:
-        follower = rebuild_draft(weights)
+        follower = rebuild_follower(weights)
         batch = layout.unpack_rows(packed)
         state = _add_pages(state, batch)
         assert state.guesses is not None, "slots have places for the guesses of a draft"
@@ -543,12 +711,9 @@ def make_guesses(
         vocab_size = state.history.shape[1]
         num_real = jnp.sum((batch.q_lens > 0).astype(jnp.int32))
 
-        def one_step(
-            step: Array, carry: tuple[Array, Array, KVCache, Array]
-        ) -> tuple[Array, Array, KVCache, Array]:
-            tokens, advanced, kv, guesses = carry
-            meta = make_meta(
-                starts=batch.starts + advanced,
+        def meta_from(starts: Array) -> AttentionMeta:
+            return make_meta(
+                starts=starts,
                 q_lens=batch.q_lens,
                 page_table=page_table,
                 num_tokens=num_rows,
@@ -556,22 +721,30 @@ def make_guesses(
                 page_size=shapes.page_size,
                 num_pages=shapes.num_pages[0],
             )
-            hidden, kv = follower(tokens, kv, meta, attention, recurrent)
-            logits = follower.model.logits(hidden, num_real)[:, :vocab_size]
-            made = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+        def one_step(
+            step: Array, carry: tuple[Array, Array, Carried, KVCache, Array]
+        ) -> tuple[Array, Array, Carried, KVCache, Array]:
+            tokens, advanced, before, kv, guesses = carry
+            meta = meta_from(batch.starts + advanced)
+            logits, after, kv = follower.guess(tokens, before, kv, meta, attention, recurrent, num_real)
+            made = jnp.argmax(logits[:, :vocab_size], axis=-1).astype(jnp.int32)
             guesses = guesses.at[:, step].set(made)
             # A row that has all its guesses repeats its last step, as in a window: it has no further pages.
             goes_on = step + 1 < batch.max_samples
-            return jnp.where(goes_on, made, tokens), advanced + goes_on.astype(jnp.int32), kv, guesses
+            before = jax.tree.map(lambda new, old: jnp.where(goes_on[:, None], new, old), after, before)
+            advanced = advanced + goes_on.astype(jnp.int32)
+            return jnp.where(goes_on, made, tokens), advanced, before, kv, guesses
 
         num_steps = most if all_steps else batch.num_steps
         begin = (
             _of_rows(state.tokens, batch),
             jnp.zeros((num_rows,), jnp.int32),
+            follower.before(kv, meta_from(batch.starts)),
             kv,
             jnp.zeros((num_rows, most), jnp.int32),
         )
-        _, _, kv, guesses = lax.fori_loop(0, num_steps, one_step, begin)
+        *_, kv, guesses = lax.fori_loop(0, num_steps, one_step, begin)
         kept = state.guesses.at[batch.sampling.slots].set(guesses, mode="drop")
         return kv, state._replace(guesses=kept)
 

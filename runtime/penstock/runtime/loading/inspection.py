@@ -165,7 +165,7 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
     draft = None
     if options.draft_model is not None:
         draft = read_draft(options.draft_model, facts, options, backend).facts
-    cache = config.cache if draft is None else config.cache.followed_by(draft.config.cache)
+    cache = _whole_cache(config) if draft is None else config.cache.followed_by(draft.config.cache)
     kv_dtype = cache_dtype(options.kv_cache_dtype, facts.dtype)
     resolved = resolve(options, backend.sizes, defaults=facts.defaults)
     return replace(
@@ -188,6 +188,11 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
         kernels_dtype=lacking_kernels(options.dtype, facts.dtype, backend),
         has_image_processor=facts.image_processor is not None,
     )
+
+
+def _whole_cache(config: ModelConfig) -> CacheSpec:
+    """What the model keeps, and its heads, where these are to guess."""
+    return config.cache.followed_by(config.predictor_cache) if config.predicts else config.cache
 
 
 def inspect_config(file: Path, options: EngineConfig, backend: Backend) -> Inspection:
@@ -226,7 +231,7 @@ def _inspection(
         is_packed=linear.packed,
         is_native=nnx.merge(graphdef, shapes).is_native,
         max_model_len=options.max_model_len or config.max_position_embeddings,
-        cache=config.cache,
+        cache=_whole_cache(config),
         reader=reader_of(config),
         page_size=options.page_size,
         eos_token_ids=config.eos_token_ids,

@@ -111,7 +111,7 @@ class ServedModel:
     adapted: AdaptedModel | None = None
     """What adapters may change of it; None: the engine is made without them."""
     draft: DraftModel | None = None
-    """The model that guesses what it makes; None: there is none."""
+    """What guesses on the device what it makes; None: there is nothing."""
 
     @property
     def whole_cache(self) -> CacheSpec:
@@ -186,6 +186,8 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
     config, projecting = with_projections(config_for_tensors(config, tensors, directory), directory)
     tensors = {**tensors, **projecting}
     config = served_config(config, options)
+    if config.predicts and gguf:
+        raise ConfigError("speculation: heads of a GGUF file are not read")
     dtype = model_dtype(config, options.dtype)
     check_required(options, backend, dtype)
     config.cache.check_dtype(options.kv_cache_dtype)
@@ -223,8 +225,12 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
 
 
 def served_config(config: ModelConfig, options: EngineConfig) -> ModelConfig:
-    """The model as each device computes it, for the context that is served. ConfigError: see `cut`."""
+    """The model as each device computes it, for the context that is served, with the layer that predicts
+    further tokens where that is to guess. ConfigError: see `cut`, and where there is no such layer.
+    """
     check_max_model_len(options, config.max_position_embeddings)
+    if options.speculation == "heads":
+        config = _with_heads(config, options)
     config = cut(
         config,
         options.tensor_parallel_size or 1,
@@ -232,6 +238,31 @@ def served_config(config: ModelConfig, options: EngineConfig) -> ModelConfig:
         context_parallel=options.context_parallel,
     )
     return config.for_context(options.max_model_len or config.max_position_embeddings)
+
+
+def _with_heads(config: ModelConfig, options: EngineConfig) -> ModelConfig:
+    """The model with its heads. ConfigError if it has none, or cannot have them here."""
+    if config.predictor is None:
+        raise ConfigError(
+            f"speculation: {config.architecture} has no heads here: config.json must say "
+            "num_nextn_predict_layers 1, and the family must be one whose heads are read, see docs/models.md"
+        )
+    if (options.tensor_parallel_size or 1) > 1:
+        raise ConfigError("speculation: heads need one device: set tensor_parallel_size to 1")
+    return dataclasses.replace(config, predicts=True)
+
+
+def _heads(config: ModelConfig) -> DraftModel | None:
+    """The heads of a model that has them."""
+    if not config.predicts:
+        return None
+    return DraftModel(
+        name=f"the heads of {config.architecture}",
+        graphdef=None,
+        weights=None,
+        cache=config.predictor_cache,
+        vocab_size=config.vocab_size,
+    )
 
 
 def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedModel:
@@ -266,6 +297,8 @@ def shapes_of_model(model: str, config: EngineConfig, backend: Backend) -> Serve
     """
     if config.draft_model is not None:
         raise ConfigError("draft_model: programs cannot be compiled ahead for a model with a draft")
+    if config.speculation == "heads":
+        raise ConfigError("speculation: programs cannot be compiled ahead for a model with heads")
     directory = resolve_model(model)
     facts = read_checkpoint(directory, config, backend)
     sharding = cut_sharding(backend.mesh)
@@ -311,7 +344,7 @@ def _served(
         answer_token_ids=facts.answer_token_ids,
         reader=reader_of(facts.config),
         adapted=adapted_model(facts.config, facts.dtype, facts.linear) if takes_adapters else None,
-        draft=draft,
+        draft=draft or _heads(facts.config),
     )
 
 

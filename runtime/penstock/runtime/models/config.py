@@ -262,8 +262,10 @@ class ModelConfig:
     table of learned positions; None: there is no such table. head_bias: of the head. embedding_scale:
     embeddings are multiplied by it. logits_scale, logits_softcap: logits are multiplied by the first, and
     then l becomes softcap * tanh(l / softcap). vision: what reads pictures; None: the model reads none.
-    names: of the checkpoint's tensors. dtype: that of the checkpoint, as config.json names it; None if it
-    does not. devices: over how many devices the model is cut (`cutting`); sizes of layers are those of one
+    predictor: the layer that a checkpoint has behind those of the decoder, which predicts the token after the
+    next one (multi-token prediction); None: it has none. predicts: whether the model has that layer. names:
+    of the checkpoint's tensors. dtype: that of the checkpoint, as config.json names it; None if it does not.
+    devices: over how many devices the model is cut (`cutting`); sizes of layers are those of one
     device then. whole: the model before it was cut; None: it is not. vocab_pieces: into how many pieces the
     tokens of embeddings and head are cut.
     """
@@ -286,6 +288,8 @@ class ModelConfig:
     encoder: EncoderConfig | None = None
     classifier: ClassifierConfig | None = None
     vision: VisionConfig | None = None
+    predictor: LayerConfig | None = None
+    predicts: bool = False
     names: TensorNames = USUAL
     tie_word_embeddings: bool = False
     dtype: str | None = None
@@ -308,7 +312,9 @@ class ModelConfig:
         """The model as a server computes it whose sequences have at most `max_len` tokens: LongRoPE has other
         frequencies in contexts beyond the one that the model was first trained on.
         """
-        return replace(self, layers=tuple(_for_context(layer, max_len) for layer in self.layers))
+        predictor = None if self.predictor is None else _for_context(self.predictor, max_len)
+        layers = tuple(_for_context(layer, max_len) for layer in self.layers)
+        return replace(self, layers=layers, predictor=predictor)
 
     @property
     def embedding_size(self) -> int:
@@ -324,6 +330,16 @@ class ModelConfig:
         owners = [layer for layer in self.layers if layer.shares_kv_of is None]
         parts = (part for layer in owners for part in (layer.attention, layer.beside) if part is not None)
         return CacheSpec(tuple(map(_kept, parts)))
+
+    @property
+    def predictor_cache(self) -> CacheSpec:
+        """What the cache holds for `predictor`, behind the entries of the layers: the hidden state of each
+        position, which the layer reads with the token behind it, and what its attention keeps. A hidden state
+        is kept as a key without values.
+        """
+        if self.predictor is None:
+            return CacheSpec(())
+        return CacheSpec((LatentKV(self.hidden_size, 0), _kept(self.predictor.attention)))
 
     @property
     def cache_entries(self) -> tuple[int, ...]:

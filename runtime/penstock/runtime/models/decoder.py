@@ -7,6 +7,7 @@ fused name their parts (`linear.Linear`); a family says what a checkpoint calls 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,7 +37,15 @@ from penstock.runtime.models.layers.mlp import MLP
 from penstock.runtime.models.layers.mlp_and_experts import MLPAndExperts
 from penstock.runtime.models.layers.per_layer import PerLayerAddition, PerLayerInputs
 from penstock.runtime.models.layers.short_conv import ShortConv
-from penstock.runtime.models.linear import PLAIN, Embedding, Linear, LinearFormat, logits, normalised
+from penstock.runtime.models.linear import (
+    PLAIN,
+    Embedding,
+    Linear,
+    LinearFormat,
+    logits,
+    normalised,
+    project,
+)
 from penstock.runtime.models.load_rules import Span
 from penstock.runtime.models.norms import Norm, Vector, hidden_norm
 from penstock.runtime.models.pools import PooledModel, PoolPlanners
@@ -166,6 +175,34 @@ def _mlp(
     return MLP(config, mlp, dtype, linear, planners)
 
 
+class Predictor(nnx.Module):
+    """Predicts the token after the next one (multi-token prediction, DeepSeek-V3, arXiv 2412.19437, 2.2): a
+    layer of the decoder's kind, which reads a token together with the hidden state that came before it.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
+    ) -> None:
+        assert config.predictor is not None, "the checkpoint has no such layer"
+        hidden = config.hidden_size
+        self.enorm, self.hnorm = hidden_norm(config, planners), hidden_norm(config, planners)
+        self.eh_proj = Linear(2 * hidden, {"eh_proj": hidden}, dtype, planners, linear=linear)
+        alone = replace(config, layers=(config.predictor,))
+        self.block = DecoderLayer(alone, 0, dtype, linear, planners)
+        self.norm = hidden_norm(config, planners)
+
+    def __call__(
+        self, embedded: jax.Array, before: jax.Array, kv: list[Any], inputs: LayerInputs
+    ) -> tuple[jax.Array, list[Any]]:
+        """Embeddings of tokens and the hidden states before them, both [T, E], the latter behind the model's
+        last norm -> hidden states behind the norm of this layer [T, E], and the cache of its attention.
+        """
+        pools = inputs.pools
+        both = jnp.concatenate([self.enorm(embedded, pools), self.hnorm(before, pools)], axis=-1)
+        x, kv = self.block(project(self.eh_proj, both, inputs.num_tokens, pools), kv, inputs)
+        return self.norm(x, pools), kv
+
+
 class CausalLM(PooledModel):
     """Embedding, layers, final norm and head, with parameters and activations in `dtype`.
 
@@ -217,6 +254,7 @@ class CausalLM(PooledModel):
         )
         classes = config.classifier
         self.classifier = None if classes is None else Classifier(config, classes, dtype, planners)
+        self.predictor = Predictor(config, dtype, linear, planners) if config.predicts else None
         vision = config.vision
         self.visual = None if vision is None else tower_of(vision, dtype, linear, planners)
         self.take_pools(planners, dtype)
@@ -320,6 +358,38 @@ class CausalLM(PooledModel):
                 scale=config.logits_scale,
                 softcap=config.logits_softcap,
             )
+
+    def predict(
+        self,
+        token_ids: jax.Array,
+        before: jax.Array,
+        kv: tuple[Any, ...],
+        meta: AttentionMeta,
+        *,
+        attention: AttentionOp,
+        recurrent: RecurrentOps,
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Tokens int32 [T] and the hidden states before them [T, E], behind the last norm -> what predicts
+        the tokens behind theirs, [T, E], and the new cache of the predictor's attention.
+        """
+        assert self.predictor is not None, "the model predicts no further tokens"
+        inputs = LayerInputs(
+            angles=Angles(meta.positions),
+            metas=(meta,),
+            attention=attention,
+            recurrent=recurrent,
+            pools=self.pools,
+            shared_kv={},
+        )
+        x = self.embed_tokens(token_ids, inputs.pools)
+        hidden, entries = self.predictor(x, before, list(kv), inputs)
+        return hidden, tuple(entries)
+
+    def predicted_logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
+        """What `predict` gives, [R, E], of which the first num_rows count -> logits float32 [R, V]."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        with jax.named_scope("head"):
+            return logits(head, hidden, num_rows, self.pools, norm=None, scale=self.config.logits_scale)
 
     def classes(self, pooled: jax.Array) -> jax.Array:
         """Pooled hidden states [R, E] -> a number for each class, float32 [R, classes]; for a model with a

@@ -442,7 +442,7 @@ def logits(
     num_rows: jax.Array,
     pools: Pools,
     *,
-    norm: Norm,
+    norm: Norm | None,
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> jax.Array:

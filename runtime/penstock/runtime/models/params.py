@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, cast
 
@@ -85,7 +85,7 @@ def load_rules(
 def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat) -> LoadRules:
     family = family_of(config.architecture)
     model = nnx.merge(*_abstract_model(config, dtype, linear))
-    stored = _with_projections(_spelled(family.stored(config.whole or config), config.names), config)
+    stored = _with_projections(_spelled(_with_predictor(family.stored, config), config.names), config)
     listed = [
         rule
         for path, module in nnx.iter_modules(model)
@@ -160,6 +160,28 @@ def _spelled(stored: StoredAt, names: TensorNames) -> StoredAt:
         return replace(usual, sources=sources)
 
     return stored if names == USUAL else there
+
+
+def _with_predictor(stored: Callable[[ModelConfig], StoredAt], config: ModelConfig) -> StoredAt:
+    """Where `stored` has the parameters, and where those of the predictor are: a checkpoint has all of it in
+    the layer behind the last one.
+    """
+    whole = config.whole or config
+    if whole.predictor is None or not config.predicts:
+        return stored(whole)
+    usual, layer = stored(replace(whole, layers=(*whole.layers, whole.predictor))), len(whole.layers)
+
+    def there(path: ParamPath, shape: tuple[int, ...]) -> Stored:
+        match path:
+            case ("predictor", "block", *rest):
+                path = ("layers", layer, *rest)
+            case ("predictor", "norm", *rest):
+                path = ("layers", layer, "shared_head", "norm", *rest)
+            case ("predictor", *rest):
+                path = ("layers", layer, *rest)
+        return usual(path, shape)
+
+    return there
 
 
 def _with_projections(stored: StoredAt, config: ModelConfig) -> StoredAt:

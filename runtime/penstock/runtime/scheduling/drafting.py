@@ -1,9 +1,9 @@
-"""How many tokens a draft model guesses. No jax.
+"""How many tokens a draft model, or the heads of a checkpoint, guess. No jax.
 
-The draft computes on the device whatever its target computes, so it knows all tokens at any time, and its
+Either computes on the device whatever the served model computes, so it knows all tokens at any time, and its
 guesses go into a step without passing through the host. What is decided here is for how many tokens of each
 sequence it is asked: `Drafting` learns how often the guesses for a sequence are right, and `Costs` what steps
-take, the draft's part included.
+take, its own part included.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class _Record:
 
 
 class Drafting:
-    """The proposer "draft"."""
+    """The proposers "draft" and "heads"."""
 
-    name = "draft"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        """`name`: that of the proposer."""
+        self.name = name
         self._records: dict[Sequence, _Record] = {}
         self._costs = Costs()
         self._rate = _FIRST_RATE

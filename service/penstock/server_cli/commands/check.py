@@ -125,6 +125,12 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="MODEL",
         help="the model that would guess, as with `penstock serve`; default: none",
     )
+    parser.add_argument(
+        "--speculation",
+        choices=("off", "heads"),
+        default="off",
+        help="heads: with the layer of the checkpoint that guesses, as with `penstock serve`; default: off",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -186,7 +192,9 @@ def _inspect(args: argparse.Namespace) -> Inspection:
         max_adapters=args.max_adapters,
         max_cached_adapters=max(args.max_adapters, EngineConfig().max_cached_adapters),
         max_adapter_rank=args.max_adapter_rank,
-        speculation="off" if args.draft_model is None else "draft",
+        speculation="draft"
+        if args.draft_model is not None and args.speculation == "off"
+        else args.speculation,
         draft_model=args.draft_model,
     )
     on_one = dataclasses.replace(options, tensor_parallel_size=1)  # there need not be so many devices here

@@ -109,6 +109,14 @@ def read_model(
     return config
 
 
+def read_predictor(fields: Fields, layers: Sequence[LayerConfig]) -> LayerConfig | None:
+    """The layer that predicts the token after the next one, which is like the last one of these; None unless
+    a checkpoint has exactly one.
+    """
+    count = fields.optional_integer("num_nextn_predict_layers", minimum=0)
+    return layers[-1] if count == 1 else None
+
+
 def read_dtype(fields: Fields) -> str | None:
     """The checkpoint's dtype."""
     new, old = fields.raw("dtype"), fields.raw("torch_dtype")

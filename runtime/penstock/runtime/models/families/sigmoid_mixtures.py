@@ -14,7 +14,13 @@ from penstock.runtime.models.config import (
 )
 from penstock.runtime.models.families.family import PRE_NORMS, ModelFamily, stored_plainly, tensor_name
 from penstock.runtime.models.families.mixture_fields import read_experts_and_choices, read_grouped_experts
-from penstock.runtime.models.families.reading import read_model, read_rope, read_sizes, read_windows
+from penstock.runtime.models.families.reading import (
+    read_model,
+    read_predictor,
+    read_rope,
+    read_sizes,
+    read_windows,
+)
 from penstock.runtime.models.families.softmax_mixtures import MIXTRAL_NAMES
 from penstock.runtime.models.families.stacked_experts import where_stacked
 from penstock.runtime.models.hf_fields import Fields
@@ -60,14 +66,13 @@ def _parse_glm(architecture: str, fields: Fields) -> ModelConfig:
     experts = read_grouped_experts(fields, count=128, inner=1408)
     dense = MLPConfig(intermediate_size=fields.integer("intermediate_size"))
     num_dense = fields.integer("first_k_dense_replace", 1, minimum=0)
-    # Layers that predict further tokens come after those of the model, and nothing here computes them.
-    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
-        fields.optional_integer(name, minimum=0)
+    fields.optional_integer("num_mtp_layers", minimum=0)
     layers = [
         LayerConfig(attention=attention, mlp=dense if layer < num_dense else experts)
         for layer in range(sizes.num_layers)
     ]
-    return read_model(architecture, fields, sizes, layers, eps=1e-5)
+    predictor = read_predictor(fields, layers)
+    return read_model(architecture, fields, sizes, layers, eps=1e-5, predictor=predictor)
 
 
 def _parse_dots(architecture: str, fields: Fields) -> ModelConfig:

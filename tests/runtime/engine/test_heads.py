@@ -1,0 +1,315 @@
+"""A layer of the checkpoint that predicts the token after the next one guesses tokens, and changes none. What
+it guesses is compared with what PyTorch computed with it (`tools.golden_heads`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from penstock.runtime import Engine, EngineConfig, StoppingParams, building
+from penstock.runtime.errors import CheckpointError, ConfigError
+from penstock.runtime.execution.draft_model import DraftModel
+from penstock.runtime.execution.runner import ProgramCalls
+from penstock.runtime.execution.step_programs import Heads
+from penstock.runtime.loading import served_model
+from penstock.runtime.loading.checkpoint import load_config, load_weights
+from penstock.runtime.loading.inspection import inspect_checkpoint
+from penstock.runtime.loading.served_model import load_model, read_checkpoint, shapes_of_model
+from penstock.runtime.models.params import bind, load_rules, state_to_leaves
+from penstock.runtime.models.registry import parse_config
+from penstock.runtime.ops.attention import make_meta, paged_attention
+from penstock.runtime.ops.native import library
+from penstock.runtime.ops.recurrent.operations import XLA_RECURRENT
+from penstock.runtime.requests.request import Request
+from penstock.runtime.requests.sampling import ResolvedSampling
+from penstock.runtime.scheduling.plan import drafted_tokens
+from tests.runtime.engine.answers.test_layer_groups import CONFIG as GROUPED
+from tests.support.batch import answers
+from tests.support.goldens import GOLDEN, small_config
+from tests.support.models.table import random_tables, table_model
+from tests.support.models.toy import toy_backend, toy_config
+from tests.support.scheduler.proposing import Guesses
+from tests.support.suite.drawing import few
+
+MOST = 3
+"""`EngineConfig.max_proposed_tokens`, and how many guesses PyTorch made behind each token."""
+FLOAT32 = EngineConfig(dtype="float32", speculation="heads", max_model_len=64)
+
+
+def with_heads(name: str, folder: Path) -> Path:
+    """A golden together with the layer that predicts further tokens."""
+    shutil.copytree(GOLDEN / name, folder, dirs_exist_ok=True)
+    layer = load_file(GOLDEN / "heads" / name / "layer.safetensors")
+    save_file({**load_file(folder / "model.safetensors"), **layer}, folder / "model.safetensors")
+    return folder
+
+
+def expected(folder: str) -> list[dict[str, Any]]:
+    cases: list[dict[str, Any]] = json.loads((GOLDEN / folder / "expected.json").read_text())["cases"]
+    return cases
+
+
+def greedy(name: str, prompt: list[int], num: int) -> Request:
+    rules = StoppingParams(max_tokens=num, ignore_eos=True)
+    return Request(name, tuple(prompt), ResolvedSampling(temperature=0.0), rules)
+
+
+class Seen:
+    """Keeps what every slot has for guesses after each program that guesses."""
+
+    def __init__(self) -> None:
+        self.steps: list[NDArray[np.int32]] = []
+        self._guess = ProgramCalls.guess
+
+    def guess(self, calls: ProgramCalls, rows: int, packed: NDArray[np.int32]) -> None:
+        """Stands in for `ProgramCalls.guess`."""
+        self._guess(calls, rows, packed)
+        self.steps.append(np.asarray(calls._device.rows.guesses).copy())
+
+
+def counts(tokens: list[int], guesses: list[list[int]]) -> list[tuple[int, int, int]]:
+    """Of each step with proposals how many tokens the output had, and how many were proposed and accepted."""
+    made, steps = 1, []
+    while made < len(tokens):
+        count, right = min(MOST, len(tokens) - made - 1), 0
+        while right < count and guesses[made - 1][right] == tokens[made + right]:
+            right += 1
+        steps.append((made, count, right))
+        made += right + 1
+    return [step for step in steps if step[1]]
+
+
+@pytest.mark.parametrize("name", few(("deepseek_v3", "glm4_moe"), [], ci=["deepseek_v3"]))
+def test_logits_are_those_of_pytorch(name: str, tmp_path: Path) -> None:
+    """Behind the first generated token, of a prompt that is computed in one step."""
+    folder = with_heads(name, tmp_path)
+    config = dataclasses.replace(load_config(folder), predicts=True)
+    leaves = state_to_leaves(load_weights(folder, config, progress=False))
+    cache = config.cache.followed_by(config.predictor_cache)
+    pages = 4
+    empty = cache.arrays((pages,), 64, 1, np.dtype(np.float32))
+
+    @jax.jit
+    def last_logits(leaves: Any, tokens: jax.Array, count: jax.Array) -> jax.Array:
+        model = bind(config, leaves)
+        heads = Heads(model, len(config.predictor_cache.layers), jnp.dtype(jnp.float32))
+        meta = make_meta(
+            starts=jnp.zeros((1,), jnp.int32),
+            q_lens=count[None],
+            page_table=jnp.arange(pages, dtype=jnp.int32)[::-1][None],
+            num_tokens=len(tokens),
+            decode_only=False,
+            page_size=64,
+            num_pages=pages,
+        )
+        operations = (paged_attention, XLA_RECURRENT)
+        kv = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), empty)
+        own = len(config.cache.layers)
+        hidden, written = model(tokens, meta.positions, kv[:own], (meta,))
+        kv = heads.follow(tokens, hidden, (*written, *kv[own:]), meta, *operations)
+        logits, _, _ = heads.guess(tokens, heads.before(kv, meta), kv, meta, *operations, count)
+        return logits[count - 1]
+
+    for case, head in zip(expected(name), expected(f"heads/{name}"), strict=True):
+        tokens = [*case["prompt"], case["tokens"][0]]
+        padded = np.pad(np.array(tokens, np.int32), (0, 96 - len(tokens)))
+        logits = np.asarray(last_logits(leaves, padded, np.int32(len(tokens))))
+        ids, values = zip(*head["first_logits_top"], strict=True)
+        np.testing.assert_allclose(logits[list(ids)], values, rtol=1e-3, atol=1e-4)
+        assert logits.argmax() == head["guesses"][0][0]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_guesses_are_those_of_pytorch(name: str, tmp_path: Path) -> None:
+    """Also where a prompt has several chunks, and where its pages are another request's."""
+    proposer = Guesses(lambda seq, most: drafted_tokens(most), random.Random(1), patience=1.0)
+    config = small_config(name, cached_tokens=4 * 288)
+    config = dataclasses.replace(
+        config,
+        speculation="heads",
+        max_proposed_tokens=MOST,
+        max_num_batched_tokens=64,
+        max_num_seqs=1,
+        max_decode_steps=1,
+        tensor_parallel_size=1,
+    )
+    with mock.patch.object(building, "Drafting", return_value=proposer):
+        engine = Engine.from_pretrained(str(with_heads(name, tmp_path)), config)
+    engine.start()
+    seen = Seen()
+    told = list(zip(expected(name), expected(f"heads/{name}"), strict=True))
+    accepted = []
+    with mock.patch.object(ProgramCalls, "guess", lambda *arguments: seen.guess(*arguments)):
+        for i, (case, head) in enumerate([*told, told[-1]]):
+            seen.steps.clear()
+            (got,) = answers(engine, [greedy(f"g{i}", case["prompt"], len(case["tokens"]))])
+            assert got.tokens == case["tokens"]
+            steps = counts(case["tokens"], head["guesses"])
+            assert got.proposed_tokens == sum(count for _, count, _ in steps)
+            assert got.accepted_tokens == sum(right for *_, right in steps)
+            for (made, count, _), found in zip(steps, seen.steps, strict=True):
+                assert head["guesses"][made - 1][:count] in found[:, :count].tolist(), made
+            accepted.append((got.accepted_tokens, got.proposed_tokens))
+        assert got.cached_prompt_tokens >= 80
+        assert all(0 < right < count for right, count in accepted)
+        # A norm of zeros makes all logits zero, so every guess is token 0.
+        layer = f"model.layers.{_num_layers(name)}."
+        norm = {f"{layer}shared_head.norm.weight": np.zeros(48, np.float32)}
+        engine.update_weights(norm, label="norm", partial=True).result(60)
+        seen.steps.clear()
+        (got,) = answers(engine, [greedy("zeros", told[0][0]["prompt"], 8)])
+        assert got.tokens == told[0][0]["tokens"][:8]
+        assert not any(step[0, :1].any() for step in seen.steps)
+    assert engine.compiles_after_warmup == 0
+    engine.shutdown()
+
+
+def _num_layers(name: str) -> int:
+    layers: int = json.loads((GOLDEN / name / "config.json").read_text())["num_hidden_layers"]
+    return layers
+
+
+def test_what_is_read_of_the_layer_and_what_it_takes(tmp_path: Path) -> None:
+    """A token takes 48 numbers of latent attention in each of three layers and in the one behind them, and 48
+    of the hidden state. Every tensor of the layer is read, so an update may send each of them.
+    """
+    folder = with_heads("deepseek_v3", tmp_path)
+    facts = read_checkpoint(folder, FLOAT32, toy_backend())
+    layer = load_file(GOLDEN / "heads" / "deepseek_v3" / "layer.safetensors")
+    assert layer.keys() <= {each.name for each in facts.rules.tensors}
+    without = dataclasses.replace(FLOAT32, speculation="off")
+    plain = read_checkpoint(folder, without, toy_backend())
+    assert not layer.keys() & {each.name for each in plain.rules.tensors}
+    found, fewer = (inspect_checkpoint(folder, each, toy_backend()) for each in (FLOAT32, without))
+    assert (found.token_bytes, fewer.token_bytes) == (4 * 5 * 48, 4 * 3 * 48)
+    numbers = sum(each.size for each in layer.values())
+    assert found.num_parameters == fewer.num_parameters + numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "problem"),
+    [
+        ("qwen3", {}, ConfigError, "speculation: Qwen3ForCausalLM has no heads here"),
+        ("encoders/bert", {}, ConfigError, "speculation: BertModel has no heads here"),
+        ("lfm2", {}, ConfigError, "speculation: Lfm2ForCausalLM has no heads here"),
+        ("deepseek_v3", {}, CheckpointError, "model.layers.3.eh_proj.weight"),
+        ("deepseek_v3", {"tensor_parallel_size": 2}, ConfigError, "speculation: heads need one device"),
+        ("deepseek_v3", {"draft_model": "demo"}, ConfigError, "draft_model: goes with"),
+    ],
+)
+def test_what_is_refused(name: str, options: dict[str, Any], error: type[Exception], problem: str) -> None:
+    """Before any weights are read."""
+    with pytest.raises(error, match=problem):
+        load_model(str(GOLDEN / name), dataclasses.replace(FLOAT32, **options), toy_backend())
+
+
+def test_heads_of_a_gguf_file_are_refused() -> None:
+    config = load_config(GOLDEN / "deepseek_v3")
+    made = mock.Mock(config=config, tensors={"model.embed_tokens.weight": mock.Mock()})
+    with (
+        mock.patch.object(served_model, "is_gguf", return_value=True),
+        mock.patch.object(served_model, "read_model", return_value=made),
+        mock.patch.object(served_model, "config_for_tensors", return_value=config),
+        pytest.raises(ConfigError, match="speculation: heads of a GGUF file are not read"),
+    ):
+        read_checkpoint(Path("model.gguf"), FLOAT32, toy_backend())
+
+
+def test_programs_of_heads_are_not_compiled_ahead() -> None:
+    with pytest.raises(ConfigError, match="speculation: programs cannot be compiled ahead"):
+        shapes_of_model(str(GOLDEN / "deepseek_v3"), FLOAT32, toy_backend())
+
+
+def test_heads_and_options_go_together() -> None:
+    """A group of processes takes none."""
+    alone = table_model(random_tables())
+    heads = DraftModel(
+        name="heads", graphdef=None, weights=None, cache=alone.cache, vocab_size=alone.vocab_size
+    )
+    both, config = dataclasses.replace(alone, draft=heads), toy_config(speculation="heads")
+    for model, options in ((alone, config), (both, toy_config(speculation="lookup")), (both, toy_config())):
+        with pytest.raises(ConfigError, match="speculation: a model has heads"):
+            Engine(model, options)
+    with pytest.raises(ConfigError, match="speculation: a group of processes takes no heads"):
+        Engine(both, config, log_of_calls=mock.Mock())
+
+
+NATIVE: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "dtype": "bfloat16",
+}
+"""Sizes that the native kernels compute."""
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(not library.available(), reason="no native library on this machine")
+def test_native_kernels_give_the_same_bits(tmp_path: Path) -> None:
+    """Tokens and log-probabilities, greedy and sampled, in steps with proposals and without."""
+    config = dataclasses.replace(parse_config(NATIVE), predicts=True)
+    rng = np.random.default_rng(3)
+    tensors = {
+        each.name: (rng.standard_normal(each.shape) * (0.3 if len(each.shape) > 1 else 0.1)).astype(
+            np.float32
+        )
+        + (each.name.endswith("norm.weight") and np.float32(1))
+        for each in load_rules(config).tensors
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(NATIVE))
+    options = dataclasses.replace(GROUPED, dtype="bfloat16")
+    requests = [
+        Request(
+            f"r{i}",
+            tuple(random.Random(i).choices(range(10, 300), k=11 * i + 1)),
+            ResolvedSampling(temperature=0.7 * (i % 3), seed=i, presence_penalty=0.3 * (i % 2)),
+            StoppingParams(max_tokens=30, ignore_eos=True),
+            logprobs=3,
+        )
+        for i in range(6)
+    ]
+    found = []
+    for speculation in ("off", "heads"):
+        proposer = Guesses(lambda seq, most: drafted_tokens(most), random.Random(1), patience=1.0)
+        with mock.patch.object(building, "Drafting", return_value=proposer):
+            engine = Engine.from_pretrained(
+                str(tmp_path), dataclasses.replace(options, speculation=speculation)
+            )
+        engine.start()
+        assert engine.info.batch_invariant
+        found.append(answers(engine, requests))
+        engine.shutdown()
+    for one, other in zip(*found, strict=True):
+        assert (one.tokens, one.logprobs, one.error) == (other.tokens, other.logprobs, None)
+    assert sum(each.proposed_tokens for each in found[1]) > 50
