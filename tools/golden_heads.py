@@ -15,6 +15,7 @@ import argparse
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -26,7 +27,7 @@ GUESSES = 3
 TRAINING_STEPS = 18
 
 
-class Head(nn.Module):
+class Head(nn.Module):  # type: ignore[misc]  # torch is not there where types are checked
     """The layer, with the model's own embeddings, rotation and head."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,7 +58,7 @@ class Head(nn.Module):
     def tensors(self, layer: int) -> dict[str, torch.Tensor]:
         """The tensors under the names of a checkpoint."""
         names = {"norm": "shared_head.norm"}
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for name, value in [*self.named_parameters(), *self.named_buffers()]:
             part, rest = name.split(".", 1)
             there = rest if part == "block" else f"{names.get(part, part)}.{rest}"
@@ -100,7 +101,7 @@ def make(name: str, goldens: Path) -> None:
     folder, out = goldens / name, goldens / "heads" / name
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    )
     head = Head(model)
     for value in head.parameters():
         value.data += 0.05 * torch.randn_like(value)
@@ -118,7 +119,7 @@ def make(name: str, goldens: Path) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    found = []
+    found: list[dict[str, list[Any]]] = []
     with torch.no_grad():
         for case, text, state in zip(cases, texts, states, strict=True):
             begin = len(case["prompt"]) + 1

@@ -258,7 +258,7 @@ NATIVE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
+    "head_dim": 64,
     "max_position_embeddings": 512,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
