@@ -201,6 +201,9 @@ class EngineConfig:
     max_adapter_rank: int = 16
     """The largest rank that an adapter may have, a power of two from 16 to 512. Each place on the device has
     room for it."""
+    adapter_experts: bool = False
+    """Whether adapters may change the experts of a mixture. Each place on the device then has room for the
+    matrices of all experts, which are many times those of the other layers."""
     adapter_dir: Path | None = None
     """Folder of folders of adapters: one is loaded when a request first names its folder. None: adapters are
     only those that were loaded by name."""
@@ -314,6 +317,8 @@ def _adapter_problems(config: EngineConfig) -> list[str]:
         bad.append(f"max_adapter_rank: must be one of {ranks}, not {config.max_adapter_rank}")
     if config.adapter_dir is not None and not config.max_adapters:
         bad.append("adapter_dir: goes with max_adapters above 0")
+    if config.adapter_experts and not config.max_adapters:
+        bad.append("adapter_experts: goes with max_adapters above 0")
     return bad
 
 

@@ -44,6 +44,10 @@ pytestmark = pytest.mark.ci
 def engine_of(name: str, **options: Any) -> Engine:
     """An engine with a small cache, whose chunks are shorter than the longest prompts."""
     config = small_config(name, cached_tokens=160)  # two of the longest prompts, but not all of both outputs
+    experts = (
+        any("expert" in folder.name for folder in folders(name)) if options.get("max_adapters") else False
+    )
+    options = {"adapter_experts": experts, **options}
     config = dataclasses.replace(config, max_model_len=100, max_num_batched_tokens=32, **options)
     return Engine.from_pretrained(str(GOLDEN / name), config)
 
@@ -266,9 +270,17 @@ def test_adapters_come_and_go_while_others_answer(engine: Engine) -> None:
     assert engine.compiles_after_warmup == 0
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", ["phi3", "deepseek_v3", "qwen3_next"])
-def test_layers_that_are_fused_latent_or_recurrent(name: str) -> None:
+OTHERS = [
+    pytest.param("qwen3_moe"),
+    *(
+        pytest.param(name, marks=pytest.mark.sweep)
+        for name in ("phi3", "deepseek_v3", "qwen3_next", "qwen2_moe", "mixtral", "gpt_oss")
+    ),
+]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_layers_that_are_fused_latent_recurrent_or_experts(name: str) -> None:
     with engine_of(name, max_adapters=1) as engine:
         for folder in folders(name):
             engine.adapters.load(folder.name, folder)

@@ -4,6 +4,7 @@ field.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import struct
@@ -18,7 +19,13 @@ from penstock.runtime.adapters.interface import AdapterTensors, check_name
 from penstock.runtime.adapters.peft import AdapterReader, read_config
 from penstock.runtime.errors import AdapterFormatError, InvalidRequest
 from penstock.runtime.loading.dtypes import name_of
-from penstock.runtime.models.adapted import AdaptedLayer, AdaptedModel, AdaptedPart, AdaptedPiece
+from penstock.runtime.models.adapted import (
+    AdaptedLayer,
+    AdaptedModel,
+    AdaptedPart,
+    AdaptedPiece,
+    AdapterSizes,
+)
 from penstock.runtime.ops.adapters import AdapterPlace
 from penstock.runtime.sent_tensors import SentTensor
 
@@ -30,7 +37,7 @@ DOWN = AdapterPlace(FUSED.size, 2, (3,))
 
 def part(place: AdapterPlace, number: int, outputs: list[int]) -> AdaptedPart:
     """A part on one device, which has all inputs."""
-    return AdaptedPart(place, number, (AdaptedPiece(np.array(outputs), slice(0, place.in_size)),))
+    return AdaptedPart(place, number, (AdaptedPiece(0, np.array(outputs), slice(0, place.in_size)),))
 
 
 MODEL = AdaptedModel(
@@ -39,8 +46,10 @@ MODEL = AdaptedModel(
         "model.layers.0.self_attn.k_proj": AdaptedLayer(3, 1, (part(FUSED, 1, [0]),)),
         "model.layers.0.mlp.down_proj": AdaptedLayer(2, 3, (part(DOWN, 0, [0, 1, 2]),)),
     },
-    FUSED.size + DOWN.size,
-    np.dtype(np.float32),
+    {},
+    AdapterSizes(FUSED.size + DOWN.size, FUSED.size + DOWN.size),
+    takes_experts=False,
+    dtype=np.dtype(np.float32),
     is_native=False,
 )
 READER = AdapterReader(MODEL, RANK)
@@ -234,6 +243,81 @@ def test_a_folder_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(READER, "_made", made)
     with pytest.raises(AdapterFormatError, match="changed while it was read"):
         READER.read(folder)
+
+
+def expert(
+    place: AdapterPlace, number: int, part_number: int, name: str, out_size: int
+) -> tuple[str, AdaptedLayer]:
+    """A layer of one expert that has a tensor of its own in the checkpoint."""
+    at = part(place.of_expert(number), part_number, list(range(out_size)))
+    return f"model.layers.0.mlp.experts.{number}.{name}", AdaptedLayer(place.in_size, out_size, (at,))
+
+
+GATE_UP = AdapterPlace(0, 3, (1, 1), num_experts=2)
+OF_DOWN = AdapterPlace(GATE_UP.size, 1, (3,), num_experts=2)
+STACK = "model.layers.0.mlp.experts"
+MIXTURE = AdaptedModel(
+    dict(
+        layer
+        for number in range(2)
+        for layer in (
+            expert(GATE_UP, number, 0, "gate_proj", 1),
+            expert(GATE_UP, number, 1, "up_proj", 1),
+            expert(OF_DOWN, number, 0, "down_proj", 3),
+        )
+    ),
+    {
+        (0, "gate_up_proj"): tuple((f"{STACK}.{i}.gate_proj", f"{STACK}.{i}.up_proj") for i in range(2)),
+        (0, "down_proj"): tuple((f"{STACK}.{i}.down_proj",) for i in range(2)),
+    },
+    AdapterSizes(0, GATE_UP.size + OF_DOWN.size),
+    takes_experts=True,
+    dtype=np.dtype(np.float32),
+    is_native=False,
+)
+
+
+def test_parameters_that_stack_experts() -> None:
+    """PEFT sorts the rows of A by expert and then by rank, the columns of B by rank and then by expert; and
+    of two parameters of a module the first is wrapped by the second.
+    """
+    config = {"r": 2, "lora_alpha": 2, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    config["rank_pattern"] = {"experts.down_proj": 1}
+    a = np.arange(12, dtype=np.float32).reshape(4, 3)  # rows: ranks 0 and 1 of expert 0, then of expert 1
+    b = np.arange(8, dtype=np.float32).reshape(2, 4)  # columns: experts 0 and 1 of rank 0, then of rank 1
+    down_a, down_b = np.array([[5.0], [7.0]], np.float32), np.arange(6, dtype=np.float32).reshape(3, 2)
+    tensors = {
+        f"{STACK}.base_layer.lora_A.weight": a,
+        f"{STACK}.base_layer.lora_B.weight": b,
+        f"{STACK}.lora_A.weight": down_a,
+        f"{STACK}.lora_B.weight": down_b,
+    }
+    reader = AdapterReader(MIXTURE, RANK)
+    values = reader.read(sent(config, tensors)).values.whole().reshape(-1, RANK)
+    of_second = values[GATE_UP.size // 2 : GATE_UP.size]  # 3 units of A for each part, then 1 of each B
+    for part_number in range(2):
+        np.testing.assert_array_equal(of_second[3 * part_number : 3 * part_number + 3, :2], a[2:].T)
+        np.testing.assert_array_equal(of_second[6 + part_number, :2], b[part_number, [1, 3]])
+    np.testing.assert_array_equal(values[GATE_UP.size + 4, :1], [7])
+    np.testing.assert_array_equal(
+        values[GATE_UP.size + 5 : GATE_UP.size + 8].reshape(RANK, 3)[0], 2 * down_b[:, 1]
+    )
+    with pytest.raises(AdapterFormatError, match=r"down_proj") as caught:
+        reader.read(sent(config, {name: tensors[name] for name in tensors if "base_layer" in name}))
+    assert caught.value.field == "target_parameters"
+    with pytest.raises(AdapterFormatError, match="no such layer"):
+        reader.read(sent({**config, "target_parameters": ["experts.down_proj"]}, tensors))
+
+
+def test_an_expert_that_has_matrices_of_its_own() -> None:
+    names = {f"{STACK}.1.up_proj.lora_A.weight": A[:1], f"{STACK}.1.up_proj.lora_B.weight": B[:1, :1]}
+    config = {"r": 1, "lora_alpha": 2}
+    values = AdapterReader(MIXTURE, RANK).read(sent(config, names)).values.whole().reshape(-1, RANK)
+    assert values[GATE_UP.size // 2 + 3 : GATE_UP.size // 2 + 6, 0].tolist() == A[0].tolist()
+    assert values[GATE_UP.size // 2 + 7, 0] == 2
+    without = dataclasses.replace(MIXTURE, layers={}, stacks={}, takes_experts=False)
+    with pytest.raises(AdapterFormatError, match="started without adapter_experts"):
+        AdapterReader(without, RANK).read(sent(config, names))
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a\\b", "a:b", "a\nb", "x" * 129])

@@ -447,7 +447,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
 def test_every_option_of_the_engine_can_be_given() -> None:
     """An option that is added to EngineConfig fails here until the command has a flag for it."""
     offered = set(vars(parse("demo")))
-    later = {"max_adapters", "max_cached_adapters", "max_adapter_rank", "adapter_dir"}
+    later = {"max_adapters", "max_cached_adapters", "max_adapter_rank", "adapter_dir", "adapter_experts"}
     assert {f.name for f in dataclasses.fields(EngineConfig)} - {"show_progress"} - later <= offered
     assert names_of(ServerOptions) <= offered
 

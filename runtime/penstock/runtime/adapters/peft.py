@@ -11,8 +11,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from penstock.runtime.adapters.interface import AdapterTensors
 from penstock.runtime.errors import AdapterFormatError, ConfigError
 from penstock.runtime.loading.dtypes import DTYPES
 from penstock.runtime.loading.safetensors_files import TensorEntry, header_of
-from penstock.runtime.models.adapted import AdaptedModel
+from penstock.runtime.models.adapted import AdaptedModel, ExpertLayers
 from penstock.runtime.requests.adapter import (
     AdapterBlock,
     AdapterValues,
@@ -45,6 +45,7 @@ _HONOURED = frozenset(
     (
         *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
         *("layers_to_transform", "exclude_modules", "bias", "init_lora_weights", "fan_in_fan_out"),
+        "target_parameters",
     )
 )
 _HARMLESS = frozenset(
@@ -72,6 +73,9 @@ class LoraConfig:
     """Pattern to rank."""
     alphas: Mapping[str, float]
     """Pattern to alpha."""
+    parameters: tuple[str, ...]
+    """The ends of the names of parameters that are changed and belong to no linear layer: those that stack
+    experts."""
 
     def rank_of(self, name: str) -> int:
         """The rank of a layer."""
@@ -105,6 +109,7 @@ def read_config(fields: Mapping[str, Any]) -> LoraConfig:
         use_rslora=rslora,
         ranks=_patterns(fields, "rank_pattern", _rank),
         alphas=_patterns(fields, "alpha_pattern", _number),
+        parameters=tuple(fields.get("target_parameters") or ()),
     )
 
 
@@ -116,6 +121,9 @@ def _check_targets(fields: Mapping[str, Any]) -> None:
             continue
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise _of_field(name, "must be a text or a list of texts")
+    value = fields.get("target_parameters") or []
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise _of_field("target_parameters", "must be a list of texts")
     value = fields.get("layers_to_transform")
     listed = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(each, int) for each in listed):
@@ -190,8 +198,10 @@ class _Half:
     """Which matrix of which layer a tensor is."""
 
     layer: str
-    """The layer's name in the model's checkpoint."""
+    """The layer's name in the model's checkpoint; or that of a parameter which stacks experts."""
     is_b: bool
+    experts: ExpertLayers = ()
+    """The layers of such a parameter, see `AdaptedModel.stacks`."""
 
 
 class AdapterReader:
@@ -251,9 +261,9 @@ class AdapterReader:
         if not names:
             raise AdapterFormatError("the adapter has no tensors")
         for half, name in names.items():
-            if _Half(half.layer, not half.is_b) not in names:
+            if replace(half, is_b=not half.is_b) not in names:
                 raise AdapterFormatError(f"the other matrix of {half.layer} is missing", tensor=name)
-        _check_complete(fields, [half.layer for half in names])
+        _check_complete(fields, config, {half.layer for half in names})
         return config, {name: half for half, name in names.items()}
 
     def _made(
@@ -282,12 +292,14 @@ class AdapterReader:
 
     def _check(self, config: LoraConfig, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Half:
         """Which matrix a tensor is. AdapterFormatError if its name, shape or dtype cannot be right."""
-        half = self._half(name)
-        layer, rank = self._model.layers[half.layer], config.rank_of(half.layer)
+        half = self._half(config, name)
+        rank, columns = config.rank_of(half.layer), max(1, len(half.experts))
+        side_by_side = [self._model.layers[each] for each in (half.experts or ((half.layer,),))[0]]
         if rank > self._rank:
             message = f"its rank is {rank}, and the server takes at most {self._rank}"
             raise AdapterFormatError(message, tensor=name)
-        wanted = (layer.out_size, rank) if half.is_b else (rank, layer.in_size)
+        out_size, in_size = sum(layer.out_size for layer in side_by_side), side_by_side[0].in_size
+        wanted = (out_size, rank * columns) if half.is_b else (rank * columns, in_size)
         if tuple(shape) != wanted:
             message = f"its shape is {tuple(shape)}; with rank {rank} this model has {wanted}"
             raise AdapterFormatError(message, tensor=name)
@@ -297,7 +309,7 @@ class AdapterReader:
             )
         return half
 
-    def _half(self, name: str) -> _Half:
+    def _half(self, config: LoraConfig, name: str) -> _Half:
         match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", name)
         if match is None or len(name) > 500:
             message = "only matrices lora_A and lora_B of linear layers are supported"
@@ -307,21 +319,61 @@ class AdapterReader:
             rest = inner.removeprefix(root) if inner.startswith(root) else None
             if rest is not None and (layer := self._by_rest.get(rest)) is not None:
                 return _Half(layer, match[2] == "B")
+            if rest is not None and (stack := self._stack(config, inner, rest)) is not None:
+                return _Half(stack[0], match[2] == "B", stack[1])
         message = "the model has no such layer, or none that an adapter may change"
+        if self._model.has_experts and not self._model.takes_experts and ".experts" in inner:
+            message = "the server was started without adapter_experts, so adapters change no experts"
         raise AdapterFormatError(message, tensor=name)
 
+    def _stack(self, config: LoraConfig, inner: str, rest: str) -> tuple[str, ExpertLayers] | None:
+        """The name and the layers of the parameter that PEFT wraps with these matrices, if it stacks experts.
+        PEFT wraps the parameters of one module one around the other, in the order in which the module has
+        them; so how often a name has ".base_layer" tells the parameter.
+        """
+        match = re.fullmatch(r"layers\.(\d{1,6})\.(?:\w+\.)?experts((?:\.base_layer){0,1})", rest)
+        if match is None:
+            return None
+        module = inner.removesuffix(match[2])
+        names = [f"{module}.{parameter}" for parameter in ("gate_up_proj", "down_proj")]
+        wrapped = [name for name in names if _ends_in(name, config.parameters)]
+        depth = 1 if match[2] else 0
+        if depth >= len(wrapped):
+            return None
+        name = wrapped[-1 - depth]
+        stack = self._model.stacks.get((int(match[1]), name.rpartition(".")[2]))
+        return None if stack is None else (name, stack)
+
     def _blocks(self, half: _Half, matrix: NDArray[np.float32]) -> Iterator[AdapterBlock]:
-        """What each device has of a matrix, B times its scaling."""
+        """What each device has of a matrix, B times its scaling. In a stack of experts the rows of A are
+        sorted by expert, and the columns of B by rank and then by expert.
+        """
+        if not half.experts:
+            yield from self._blocks_of_layer(half.layer, half.is_b, matrix)
+        count = len(half.experts)
+        for expert, names in enumerate(half.experts):
+            if half.is_b:
+                own, begin = matrix.reshape(len(matrix), -1, count)[:, :, expert], 0
+                for name in names:
+                    end = begin + self._model.layers[name].out_size
+                    yield from self._blocks_of_layer(name, half.is_b, own[begin:end])
+                    begin = end
+            else:
+                own = matrix.reshape(count, -1, matrix.shape[1])[expert]
+                for name in names:
+                    yield from self._blocks_of_layer(name, half.is_b, own)
+
+    def _blocks_of_layer(self, layer: str, is_b: bool, matrix: NDArray[np.float32]) -> Iterator[AdapterBlock]:
         rank, dtype = self._rank, self._model.dtype
-        for each in self._model.layers[half.layer].parts:
+        for each in self._model.layers[layer].parts:
             place, part = each.place, each.part
-            for device, piece in enumerate(each.pieces):
-                if half.is_b:
+            for piece in each.pieces:
+                if is_b:
                     own, begin, width = matrix[piece.outputs], place.b_at(part), place.parts[part]
                 else:
                     own, begin, width = matrix[:, piece.inputs], place.a_at(part), rank
                 kept = np.ascontiguousarray(own.T).astype(dtype)
-                yield AdapterBlock(device, begin * rank, width, kept)
+                yield AdapterBlock(piece.device, begin * rank, width, kept)
 
 
 def _finite(name: str, tensor: NDArray[np.generic]) -> NDArray[np.float32]:
@@ -331,8 +383,16 @@ def _finite(name: str, tensor: NDArray[np.generic]) -> NDArray[np.float32]:
     return values
 
 
-def _check_complete(fields: Mapping[str, Any], layers: Iterable[str]) -> None:
-    """Raise AdapterFormatError if a name in `target_modules` has no tensors at all."""
+def _ends_in(name: str, ends: Iterable[str]) -> bool:
+    """Whether a name is one of these, or ends in one after a dot."""
+    return any(f".{name}".endswith(f".{end}") for end in ends)
+
+
+def _check_complete(fields: Mapping[str, Any], config: LoraConfig, layers: Collection[str]) -> None:
+    """Raise AdapterFormatError if a name in `target_modules` or `target_parameters` has no tensors at all."""
+    lacking = [end for end in config.parameters if not any(_ends_in(name, (end,)) for name in layers)]
+    if lacking:
+        raise _of_field("target_parameters", f"there are no tensors for {', '.join(lacking)[:200]}")
     targets = fields.get("target_modules")
     if isinstance(targets, list):
         found = tuple(f".{layer}" for layer in layers)

@@ -343,9 +343,13 @@ def _served(
         pooling=facts.pooling,
         answer_token_ids=facts.answer_token_ids,
         reader=reader_of(facts.config),
-        adapted=adapted_model(facts.config, facts.dtype, facts.linear) if takes_adapters else None,
+        adapted=_adapted(facts, config) if takes_adapters else None,
         draft=draft or _heads(facts.config),
     )
+
+
+def _adapted(facts: CheckpointFacts, config: EngineConfig) -> AdaptedModel:
+    return adapted_model(facts.config, facts.dtype, facts.linear, experts=config.adapter_experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -258,8 +258,8 @@ class CausalLM(PooledModel):
         vision = config.vision
         self.visual = None if vision is None else tower_of(vision, dtype, linear, planners)
         self.take_pools(planners, dtype)
-        self.adapter_size = place_adapters(self.layers)
-        """How many units an adapter takes, see `AdapterPlace`."""
+        self.adapter_sizes = place_adapters(self.layers)
+        """How much room an adapter takes."""
 
     @property
     def is_native(self) -> bool:

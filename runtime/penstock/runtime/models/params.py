@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
-from penstock.runtime.models.adapted import AdaptedModel, adapted_layers, adds_natively
+from penstock.runtime.models.adapted import AdaptedModel, adapted_layers, adds_natively, expert_layers
 from penstock.runtime.models.config import ModelConfig
 from penstock.runtime.models.configs.tensor_names import USUAL, TensorNames
 from penstock.runtime.models.decoder import CausalLM
@@ -140,15 +140,22 @@ def rules_of_layer(
 
 
 def adapted_model(
-    config: ModelConfig, dtype: npt.DTypeLike | None = None, linear: LinearFormat = PLAIN
+    config: ModelConfig,
+    dtype: npt.DTypeLike | None = None,
+    linear: LinearFormat = PLAIN,
+    *,
+    experts: bool = False,
 ) -> AdaptedModel:
-    """What adapters may change of the model."""
+    """What adapters may change of the model; experts: of its experts, too."""
     dtype = model_dtype(config, dtype)
     model = nnx.merge(*_abstract_model(config, dtype, linear))
     stored = _spelled(family_of(config.architecture).stored(config.whole or config), config.names)
     is_native = model.is_native and adds_natively(model)
-    layers = adapted_layers(model, dtype, stored, config.devices)
-    return AdaptedModel(layers, model.adapter_size, dtype, is_native, config.devices)
+    layers = adapted_layers(model, dtype, stored, config.devices, experts=experts)
+    stacks = expert_layers(model, dtype, stored, layers) if experts else {}
+    return AdaptedModel(
+        layers, stacks, model.adapter_sizes, experts, dtype, is_native=is_native, devices=config.devices
+    )
 
 
 def _spelled(stored: StoredAt, names: TensorNames) -> StoredAt:

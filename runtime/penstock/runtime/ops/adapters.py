@@ -1,9 +1,10 @@
 """What LoRA adapters (Hu et al. 2021, arXiv 2106.09685) add to the products of linear layers, by XLA.
 
 All adapters that can be used lie in one array, the pool: a row for each slot, and slot 0 stands for no
-adapter. A layer has the same place in every row. There it has, for each of its parts, the matrix A as
-[in, rank] and the matrix B, times the adapter's scaling, as [rank, out]; the parts' As come first. Smaller
-ranks are filled up with zeros. Each token has a slot, so any mix of adapters is one program.
+adapter. A layer has the same place in every row, and one of which each expert has one has as many places.
+There it has, for each of its parts, the matrix A as [in, rank] and the matrix B, times the adapter's scaling,
+as [rank, out]; the parts' As come first. Smaller ranks are filled up with zeros. Each token has a slot, so
+any mix of adapters is one program.
 
 The products are written as sums over gathered matrices, so a token's result depends on its own slot alone.
 
@@ -14,7 +15,7 @@ added up with those of the layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -32,18 +33,25 @@ class AdapterPlace:
     in_size: int
     parts: tuple[int, ...]
     """Numbers of outputs of the parts, which lie side by side."""
+    num_experts: int = 1
+    """How many experts have such a layer. Their matrices lie one behind the other."""
 
     @property
     def size(self) -> int:
         """How many units it takes."""
-        return len(self.parts) * self.in_size + sum(self.parts)
+        return self.num_experts * (len(self.parts) * self.in_size + sum(self.parts))
+
+    def of_expert(self, number: int) -> AdapterPlace:
+        """Where the matrices of one expert lie."""
+        own = replace(self, num_experts=1)
+        return replace(own, begin=self.begin + number * own.size)
 
     def a_at(self, part: int) -> int:
-        """Where the A of a part begins, in units."""
+        """Where the A of a part begins, in units; of the first expert."""
         return self.begin + part * self.in_size
 
     def b_at(self, part: int) -> int:
-        """Where the B of a part begins, in units."""
+        """Where the B of a part begins, in units; of the first expert."""
         return self.begin + len(self.parts) * self.in_size + sum(self.parts[:part])
 
 
@@ -55,6 +63,21 @@ class AdapterRows(NamedTuple):
     slots: Array
     """The slot of each token, int32 [T]; 0: none."""
     rank: int
+    experts: Array | None = None
+    """The expert of each token, int32 [T], for a layer that each expert has one of. One that is not among
+    them counts as the nearest number."""
+
+    def has_room(self, place: AdapterPlace) -> bool:
+        """Whether adapters have the matrices of this layer: those of experts lie behind all others, and the
+        pool may end before them.
+        """
+        return bool((place.begin + place.size) * self.rank <= self.pool.shape[1])
+
+    def of_choices(self, ids: Array) -> AdapterRows:
+        """The adapters of the choices of all tokens, of which each is a row now: ids int32 [T, k] are the
+        experts that a token chose.
+        """
+        return self._replace(slots=jnp.repeat(self.slots, ids.shape[1]), experts=ids.reshape(-1))
 
     @property
     def are_any(self) -> Array:
@@ -63,16 +86,31 @@ class AdapterRows(NamedTuple):
 
     def a(self, place: AdapterPlace, part: int) -> Array:
         """The A of each token, float32 [T, in, rank]."""
-        return self._gathered(place.a_at(part), place.in_size).reshape(-1, place.in_size, self.rank)
+        found = self._gathered(place, place.a_at(part), place.in_size)
+        return found.reshape(-1, place.in_size, self.rank)
 
     def b(self, place: AdapterPlace, part: int) -> Array:
         """The B of each token, float32 [T, rank, out]."""
         size = place.parts[part]
-        return self._gathered(place.b_at(part), size).reshape(-1, self.rank, size)
+        return self._gathered(place, place.b_at(part), size).reshape(-1, self.rank, size)
 
-    def _gathered(self, begin: int, size: int) -> Array:
-        found = self.pool[:, begin * self.rank : (begin + size) * self.rank]
-        return found.at[self.slots].get(mode="clip").astype(jnp.float32)
+    def _gathered(self, place: AdapterPlace, begin: int, size: int) -> Array:
+        if self.experts is None:
+            found = self.pool[:, begin * self.rank : (begin + size) * self.rank]
+            return found.at[self.slots].get(mode="clip").astype(jnp.float32)
+        first = (begin - place.begin) * self.rank
+        of_all = self.pool[:, place.begin * self.rank : (place.begin + place.size) * self.rank]
+        of_each = of_all.reshape(len(of_all), place.num_experts, -1)[:, :, first : first + size * self.rank]
+        return of_each.at[self.slots, self.experts].get(mode="clip").astype(jnp.float32)
+
+
+class ExpertAdapters(NamedTuple):
+    """The adapters of a mixture of experts."""
+
+    rows: AdapterRows
+    """Those of the tokens, which have no expert yet."""
+    gate_up: AdapterPlace
+    down: AdapterPlace
 
 
 def delta(x: Array, rows: AdapterRows, place: AdapterPlace) -> Array:

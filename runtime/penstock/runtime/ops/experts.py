@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from penstock.runtime.ops.adapters import ExpertAdapters, added, delta
 from penstock.runtime.ops.codes import OUTPUTS, matmul_codes
 from penstock.runtime.ops.native.activations import Activation
 from penstock.runtime.ops.native.experts import Score
@@ -101,6 +102,7 @@ def experts(
     activation: Activation,
     limit: float = 0.0,
     weigh_input: bool = False,
+    adapters: ExpertAdapters | None = None,
 ) -> jax.Array:
     """x [T, K] -> [T, N] in x's dtype: for each row the sum of weight * down(act(gate_up(x))) over the
     experts that it chose, with ids int32 [T, k] and weights float32 [T, k]; see `native.experts.experts`.
@@ -108,26 +110,47 @@ def experts(
     The experts are computed one after the other, each for all rows. `jax.lax.ragged_dot` would compute as
     much: except on a TPU it is a product of all rows with all experts, and its operand has the rows once for
     each expert, which no memory could hold in a long prompt.
+
+    What adapters add is computed for the choices alone: to gate_up before the experts, and to down after
+    them, of what stood between the two.
     """
+    chosen_rows = more_up = None
+    if adapters is not None:
+        chosen_rows = adapters.rows.of_choices(ids)
+        inputs = jnp.repeat(x, ids.shape[1], axis=0)
+        if weigh_input:
+            inputs = (inputs.astype(jnp.float32) * weights.reshape(-1, 1)).astype(x.dtype)
+        more_up = delta(inputs, chosen_rows, adapters.gate_up).reshape(*ids.shape, -1)
 
     def add(
-        chosen: jax.Array, one: tuple[jax.Array, StackedExperts, StackedExperts]
-    ) -> tuple[jax.Array, None]:
-        number, gate_up_one, down_one = one
+        found: tuple[jax.Array, jax.Array | None], one: tuple[jax.Array, StackedExperts, StackedExperts]
+    ) -> tuple[tuple[jax.Array, jax.Array | None], None]:
+        (chosen, between), (number, gate_up_one, down_one) = found, one
         is_mine = ids == number
         rows = x
         if weigh_input:
             share = jnp.where(is_mine, weights, np.float32(0)).sum(axis=1, keepdims=True)
             rows = (x.astype(jnp.float32) * share).astype(x.dtype)
-        inner = gated(activation, _product(rows, gate_up_one), limit).astype(x.dtype)
+        both = _product(rows, gate_up_one)
+        if adapters is not None and more_up is not None:
+            mine = jnp.where(is_mine[:, :, None], more_up, np.float32(0)).sum(axis=1)
+            both = added(both, mine, adapters.rows)
+        inner = gated(activation, both, limit).astype(x.dtype)
+        if between is not None:
+            between = jnp.where(is_mine[:, :, None], inner[:, None, :], between)
         out = _product(inner, down_one)
-        return jnp.where(is_mine[:, :, None], out[:, None, :], chosen), None
+        return (jnp.where(is_mine[:, :, None], out[:, None, :], chosen), between), None
 
     count, width = len(down.weight), down.weight.shape[1]
     if down.weight.dtype == jnp.uint8:
         width *= OUTPUTS
     none = jnp.zeros((*ids.shape, width), jnp.float32)
-    chosen, _ = jax.lax.scan(add, none, (jnp.arange(count, dtype=jnp.int32), gate_up, down))
+    between = None if adapters is None else jnp.zeros((*ids.shape, adapters.down.in_size), x.dtype)
+    each = (jnp.arange(count, dtype=jnp.int32), gate_up, down)
+    (chosen, between), _ = jax.lax.scan(add, (none, between), each)
+    if adapters is not None and chosen_rows is not None and between is not None:
+        more = delta(between.reshape(-1, between.shape[2]), chosen_rows, adapters.down)
+        chosen = added(chosen, more.reshape(chosen.shape), adapters.rows)
     total = jnp.zeros((x.shape[0], width), jnp.float32)
     for choice in range(ids.shape[1]):  # in the order of the choices, as the kernels add them
         part = chosen[:, choice]

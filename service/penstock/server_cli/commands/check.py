@@ -121,6 +121,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="largest rank of an adapter, for which each place has room; default: %(default)s",
     )
     parser.add_argument(
+        "--adapter-experts",
+        action="store_true",
+        help="let adapters change experts; each place then has room for the matrices of all experts",
+    )
+    parser.add_argument(
         "--draft-model",
         metavar="MODEL",
         help="the model that would guess, as with `penstock serve`; default: none",
@@ -192,6 +197,7 @@ def _inspect(args: argparse.Namespace) -> Inspection:
         max_adapters=args.max_adapters,
         max_cached_adapters=max(args.max_adapters, EngineConfig().max_cached_adapters),
         max_adapter_rank=args.max_adapter_rank,
+        adapter_experts=args.adapter_experts,
         speculation="draft"
         if args.draft_model is not None and args.speculation == "off"
         else args.speculation,

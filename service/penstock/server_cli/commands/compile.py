@@ -99,6 +99,11 @@ def add_parser(subparsers: Subparsers) -> None:
     flag("max_adapters", "LoRA adapters whose weights are on the device at a time", "N")
     flag("max_adapter_rank", "largest rank of an adapter, for which each place has room", "N")
     flag(
+        "adapter_experts",
+        "let adapters change the experts of a mixture; each place has room for the matrices of all experts",
+        action="store_true",
+    )
+    flag(
         "generation_config",
         "sampling defaults in place of the model's; programs depend on whether they have penalties; "
         "default: none",

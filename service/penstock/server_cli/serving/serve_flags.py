@@ -321,6 +321,12 @@ def _add_adapters(flag: AddFlag) -> None:
     )
     flag("max_adapter_rank", "largest rank of an adapter, for which each place has room", "N")
     flag(
+        "adapter_experts",
+        "let adapters change the experts of a mixture, too; each place then has room for the matrices of all "
+        "experts",
+        action="store_true",
+    )
+    flag(
         "max_cached_adapters",
         "adapters in host memory, those on the device included; of those that requests had loaded from "
         "--adapter-dir the least recently used leave",

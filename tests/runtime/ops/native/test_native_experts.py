@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from penstock.runtime.ops.adapters import AdapterPlace, AdapterRows, ExpertAdapters
 from penstock.runtime.ops.codes import E2M1, E4M3, GROUP, CodeForm
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.activations import Activation
@@ -118,6 +119,7 @@ class Layer:
         activation: Activation = "silu",
         limit: float = 0.0,
         weigh_input: bool = False,
+        adapters: ExpertAdapters | None = None,
     ) -> np.ndarray:
         """What the rows come to in float64, as transformers' modules for experts have it."""
         out = np.zeros((len(x), HIDDEN))
@@ -125,10 +127,60 @@ class Layer:
             for expert, share in zip(chosen, shares, strict=True):
                 given = wide(x[row]) * (share if weigh_input else 1)
                 products = wide(self.gate_up[expert]) @ given + wide(self.gate_up_bias[expert])
+                if adapters is not None:
+                    products += low_rank(adapters.rows, adapters.gate_up, row, expert, given)
                 inner = activated(activation, limit, products[:INNER], products[INNER:])
                 result = wide(self.down[expert]) @ inner + wide(self.down_bias[expert])
+                if adapters is not None:
+                    result += low_rank(adapters.rows, adapters.down, row, expert, inner)
                 out[row] += result * (1 if weigh_input else share)
         return out
+
+
+def low_rank(rows: AdapterRows, place: AdapterPlace, row: int, expert: int, given: np.ndarray) -> np.ndarray:
+    """What a row's adapter adds for one expert, from the layout that `ops.adapters` describes."""
+    slot, inputs = int(rows.slots[row]), place.in_size
+    of_expert = len(place.parts) * inputs + sum(place.parts)
+    begin = (place.begin + expert * of_expert) * rows.rank
+    values = wide(rows.pool)[slot, begin : begin + of_expert * rows.rank]
+    a, b = np.split(values, [len(place.parts) * inputs * rows.rank])
+    smalls = [given @ each for each in a.reshape(len(place.parts), inputs, rows.rank)]
+    each_b = np.split(b, np.cumsum(place.parts)[:-1] * rows.rank)
+    return np.concatenate(
+        [small @ each.reshape(rows.rank, -1) for small, each in zip(smalls, each_b, strict=True)]
+    )
+
+
+def adapters_of(slots: np.ndarray) -> ExpertAdapters:
+    """Random adapters of all experts in slots 1 and 2, and zeros in slot 0."""
+    gate_up = AdapterPlace(5, HIDDEN, (INNER, INNER), EXPERTS)
+    down = AdapterPlace(5 + gate_up.size, INNER, (HIDDEN,), EXPERTS)
+    pool = draw(np.random.default_rng(30), 3, 16 * (down.begin + down.size + 2), scale=0.1)
+    pool[0] = 0
+    return ExpertAdapters(AdapterRows(jnp.asarray(pool), jnp.asarray(slots), 16), gate_up, down)
+
+
+@all_formats
+@pytest.mark.parametrize("weigh_input", [False, True])
+def test_adapters_of_experts(kind: str, weigh_input: bool) -> None:
+    """More rows of one adapter than are computed together, beside rows without one, which keep their bits."""
+    rng = np.random.default_rng(31)
+    layer, slots = Layer(32, kind), rng.integers(0, 3, 40, np.int32)
+    x, (ids, weights) = draw(rng, 40, HIDDEN), chosen(rng, 40)
+    adapters, options = adapters_of(slots), {"weigh_input": weigh_input}
+    expected = layer.expected(x[:37], ids[:37], weights[:37], adapters=adapters, **options)
+    got = run(layer, x, ids, weights, 37, adapters=adapters, **options)
+    close(got, expected, kind)
+    plain, has_none = run(layer, x, ids, weights, 37, **options), slots[:37] == 0
+    np.testing.assert_array_equal(got[has_none].view(np.uint16), plain[has_none].view(np.uint16))
+    assert np.abs(wide(got) - wide(plain))[~has_none].max() > expected.std()
+    row = int(np.flatnonzero(slots[:37])[-1])
+    alone = adapters._replace(rows=adapters.rows._replace(slots=jnp.asarray(slots[row : row + 1])))
+    one = slice(row, row + 1)
+    np.testing.assert_array_equal(
+        run(layer, x[one], ids[one], weights[one], 1, adapters=alone, **options).view(np.uint16),
+        got[one].view(np.uint16),
+    )
 
 
 def activated(activation: Activation, limit: float, gate: np.ndarray, up: np.ndarray) -> Any:

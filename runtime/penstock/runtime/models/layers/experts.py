@@ -23,6 +23,7 @@ from penstock.runtime.models.load_rules import AXIS, Cut, LoadRule, ParamPath, S
 from penstock.runtime.models.norms import Norm
 from penstock.runtime.models.pools import Place, PoolPlanners, Pools
 from penstock.runtime.ops import experts as xla
+from penstock.runtime.ops.adapters import AdapterPlace, ExpertAdapters
 from penstock.runtime.ops.codes import CodeForm
 from penstock.runtime.ops.native import experts as native
 from penstock.runtime.ops.native.norm import normalize
@@ -62,6 +63,8 @@ class StackedLinear(nnx.Module):
         size = num_experts * out_size
         self.scale_at: Place | None = planners.scales.take(size) if linear.int8 else None
         self.bias_at: Place | None = planners.vectors.take(size) if bias else None
+        self.adapter_at: AdapterPlace | None = None
+        """Where adapters have their matrices for it; see `models.adapted`."""
 
     def keep(self, form: CodeForm) -> None:
         """Have a checkpoint's codes as the weights (`Linear.keep`)."""
@@ -150,7 +153,7 @@ class ExpertStack(nnx.Module):
             assert config.shared_size is not None
             num_experts, inner, pieces, dealt = 1, config.shared_size, config.shared_pieces, 1
         form = linear.of((inner,), hidden).of((hidden,), inner)
-        self.packed, self.config = form.packed, config
+        self.packed, self.config, self.is_shared = form.packed, config, is_shared
         self.expert_pieces, self.num_own = dealt, num_experts // dealt
 
         def stacked(in_size: int, parts: dict[str, int], *, pieces: int = 1, sums: int = 1) -> StackedLinear:
@@ -175,7 +178,7 @@ class ExpertStack(nnx.Module):
         """The sum of what its experts give each token: x [T, E], ids and weights [T, k] -> [T, E]. Experts of
         other devices give nothing here.
         """
-        config, pools = self.config, inputs.pools
+        config, pools, adapters = self.config, inputs.pools, self._adapters(inputs.pools)
         if self.expert_pieces > 1:
             ids = ids - jax.lax.axis_index(AXIS) * self.num_own
             ids = jnp.where((ids >= 0) & (ids < self.num_own), ids, native.NO_EXPERT)
@@ -190,6 +193,7 @@ class ExpertStack(nnx.Module):
                 activation=config.activation,
                 limit=config.limit,
                 weigh_input=config.weigh_input,
+                adapters=adapters,
             )
         return xla.experts(
             x,
@@ -200,7 +204,16 @@ class ExpertStack(nnx.Module):
             activation=config.activation,
             limit=config.limit,
             weigh_input=config.weigh_input,
+            adapters=adapters,
         )
+
+    def _adapters(self, pools: Pools) -> ExpertAdapters | None:
+        """The adapters of the step's tokens; None where none can change these experts."""
+        rows, gate_up, down = pools.adapters, self.gate_up_proj.adapter_at, self.down_proj.adapter_at
+        if rows is None or gate_up is None or down is None:
+            return None
+        has_room = rows.has_room(gate_up) and rows.has_room(down)
+        return ExpertAdapters(rows, gate_up, down) if has_room else None
 
 
 class Experts(nnx.Module):

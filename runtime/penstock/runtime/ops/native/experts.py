@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from penstock.runtime.ops.adapters import ExpertAdapters
 from penstock.runtime.ops.native import library
 from penstock.runtime.ops.native.activations import ACTIVATIONS, Activation
 from penstock.runtime.ops.native.linear import BLOCK_OUT
@@ -137,6 +138,7 @@ def experts(
     activation: Activation,
     limit: float = 0.0,
     weigh_input: bool = False,
+    adapters: ExpertAdapters | None = None,
 ) -> Array:
     """x bfloat16 [T, K] -> bfloat16 [T, N]: for each row the sum of weight * down(act(gate_up(x))) over the
     experts that it chose, with ids int32 [T, k] and weights float32 [T, k].
@@ -144,13 +146,21 @@ def experts(
     The sum is in the order of the choices and in float32, and is rounded once. gate_up has 2 I outputs, those
     of the gate first, and down has I inputs. limit: that of the activation "gpt_oss". weigh_input: x * weight
     goes into the expert, whose result is then added as it is (Llama 4). num_rows int32 []: rows from this one
-    on are padding, which costs nothing, and whose results are undefined. Only the weights of experts that a
-    row chose are read. The program fails if a row chose an expert that does not exist and is not NO_EXPERT.
+    on are padding, which costs nothing, and whose results are undefined. adapters: what is added to the
+    products of rows that have one; the others have the very same bits as without it. Only the weights of
+    experts that a row chose are read. The program fails if a row chose an expert that does not exist and is
+    not NO_EXPERT.
     """
     library.load()
     width = down.tiles.shape[1] * BLOCK_OUT
     call = jax.ffi.ffi_call("penstock_experts", jax.ShapeDtypeStruct((x.shape[0], width), jnp.bfloat16))
     places = [gate_up.scale_at, gate_up.bias_at, down.scale_at, down.bias_at]
+    slots, pool = library.absent(jnp.int32), library.absent(jnp.bfloat16, (0, 0))
+    of_adapters = [0, 0, 0]
+    if adapters is not None:
+        rows = adapters.rows
+        slots, pool = rows.slots, rows.pool
+        of_adapters = [rows.rank, adapters.gate_up.begin * rows.rank, adapters.down.begin * rows.rank]
     out: Array = call(
         x,
         num_rows,
@@ -158,10 +168,13 @@ def experts(
         weights,
         *gate_up.operands,
         *down.operands,
+        slots,
+        pool,
         activation=ACTIVATIONS[activation],
         limit=np.float32(limit),
         weigh_input=weigh_input,
         at=np.array(places, np.int64),
+        adapters=np.array(of_adapters, np.int64),
     )
     return out
 

@@ -1,35 +1,38 @@
-// What LoRA adapters add to the products of a linear layer: y = (x A) B for each row, with matrices of the row's slot.
+// What LoRA adapters add to the products of a linear layer: y = (x A) B for each row, with matrices of the row's
+// adapter.
 #pragma once
 
 #include <cstdint>
 
 namespace penstock {
 
-constexpr int64_t kRowsTogether = 4;  // rows of one slot that share what is read of its matrices
+// Rows with the same matrices that share what is read of them. Their sums fill the registers.
+constexpr int64_t kRowsTogether = 8;
 
-// Some rows of one slot.
+// A row that has an adapter.
+struct AdaptedRow {
+  const uint16_t* x;         // bf16 [k]
+  float* y;                  // float32 [outputs of all parts]
+  const uint16_t* matrices;  // of the layer
+  float factor;              // by which x is multiplied, and rounded to bf16, before the products
+};
+
+// Some rows with the same matrices.
 struct AdaptedRows {
-  const uint16_t* x[kRowsTogether];  // bf16 [k]
-  float* small[kRowsTogether];       // float32 [parts, rank]: x A
-  float* y[kRowsTogether];           // float32 [outputs]
-  const uint16_t* matrices;          // of the slot, see AdapterJob
-  int64_t count;                     // 1 to kRowsTogether
+  const AdaptedRow* rows;
+  int64_t count;  // 1 to kRowsTogether
+  float* small;   // float32 [count, num_parts * rank]: x A
+  int64_t of_row;
 };
 
-// One call of the operation. A slot's matrices are bf16: for each part A as [k, rank]; then for each part B as
-// [rank, outputs of the part].
-struct AdapterJob {
-  int64_t k, rank;  // multiples of 16
-};
-
-// All sums have one order, whatever `count` is: small has four sums, each of every fourth input, which are added last;
-// y is a sum over the rank.
+// All sums have one order, whatever `count` is: small has two sums, of the inputs with even and with odd numbers, which
+// are added last; y is a sum over the rank.
 struct AdapterKernel {
-  // small of one part.
-  void (*down)(const AdapterJob&, const AdaptedRows&, int64_t part);
+  // small of one part. `wide` has room for count * k floats.
+  void (*down)(const AdaptedRows&, int64_t k, int64_t rank, int64_t part, float* wide);
   // The outputs [first, last) of a part with `outputs` outputs, which lie in y from `column` on. first and last are
-  // multiples of 16.
-  void (*up)(const AdapterJob&, const AdaptedRows&, int64_t part, const uint16_t* b, int64_t outputs, int64_t column,
+  // multiples of 16. `b` is the part's matrix B.
+  void (*up)(const AdaptedRows&, int64_t rank, int64_t part, const uint16_t* b, int64_t outputs, int64_t column,
              int64_t first, int64_t last);
 };
 

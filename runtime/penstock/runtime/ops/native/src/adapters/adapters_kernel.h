@@ -1,6 +1,8 @@
 // The kernel of adapters.h, compiled once per instruction set.
 #pragma once
 
+#include <type_traits>
+
 #include "adapters/adapters.h"
 #include "common/lanes.h"
 
@@ -8,41 +10,52 @@ namespace penstock {
 namespace {
 
 constexpr int64_t kLanes = 16;
-constexpr int64_t kSums = 4;  // of every fourth input, so that additions need not wait for each other
+constexpr int64_t kSums = 2;  // so that additions need not wait for each other
 
-inline float Widened(uint16_t value) {
-  const uint32_t bits = static_cast<uint32_t>(value) << 16;
-  float wide;
-  __builtin_memcpy(&wide, &bits, 4);
-  return wide;
+// The rows of x as float32, side by side for each input: [k][N]. So one input of all rows is one line.
+template <int N>
+void Widen(const AdaptedRows& group, int64_t k, float* wide) {
+  for (int n = 0; n < N; ++n) {
+    const AdaptedRow& row = group.rows[n];
+    const Lanes factor = Fill(row.factor);
+    for (int64_t i = 0; i < k; i += kLanes) {
+      const Lanes values = LoadBf16(row.x + i);
+      float scaled[kLanes];
+      Store(scaled, row.factor == 1.0f ? values : RoundToBf16(Mul(values, factor)));
+      for (int64_t j = 0; j < kLanes; ++j) {
+        wide[(i + j) * N + n] = scaled[j];
+      }
+    }
+  }
 }
 
 template <int N>
-inline void DownRows(const AdapterJob& job, const AdaptedRows& rows, int64_t part) {
-  const uint16_t* a = rows.matrices + part * job.k * job.rank;
-  for (int64_t r = 0; r < job.rank; r += kLanes) {
+inline void DownRows(const AdaptedRows& group, int64_t k, int64_t rank, int64_t part, float* wide) {
+  Widen<N>(group, k, wide);
+  const uint16_t* a = group.rows[0].matrices + part * k * rank;
+  for (int64_t r = 0; r < rank; r += kLanes) {
     Lanes sums[N][kSums];
     for (int n = 0; n < N; ++n) {
       for (int64_t s = 0; s < kSums; ++s) {
         sums[n][s] = Fill(0.0f);
       }
     }
-    for (int64_t i = 0; i < job.k; i += kSums) {
+    for (int64_t i = 0; i < k; i += kSums) {
       for (int64_t s = 0; s < kSums; ++s) {
-        const Lanes values = LoadBf16(a + (i + s) * job.rank + r);
+        const Lanes values = LoadBf16(a + (i + s) * rank + r);
         for (int n = 0; n < N; ++n) {
-          sums[n][s] = Add(sums[n][s], Mul(Fill(Widened(rows.x[n][i + s])), values));
+          sums[n][s] = MulAdd(Fill(wide[(i + s) * N + n]), values, sums[n][s]);
         }
       }
     }
     for (int n = 0; n < N; ++n) {
-      Store(rows.small[n] + part * job.rank + r, Add(Add(sums[n][0], sums[n][1]), Add(sums[n][2], sums[n][3])));
+      Store(group.small + n * group.of_row + part * rank + r, Add(sums[n][0], sums[n][1]));
     }
   }
 }
 
 template <int N, int64_t kBlocks>
-inline void UpBlocks(const AdapterJob& job, const AdaptedRows& rows, int64_t part, const uint16_t* b, int64_t outputs,
+inline void UpBlocks(const AdaptedRows& group, int64_t rank, int64_t part, const uint16_t* b, int64_t outputs,
                      int64_t column, int64_t at) {
   Lanes sums[N][kBlocks];
   for (int n = 0; n < N; ++n) {
@@ -50,63 +63,57 @@ inline void UpBlocks(const AdapterJob& job, const AdaptedRows& rows, int64_t par
       sums[n][j] = Fill(0.0f);
     }
   }
-  for (int64_t r = 0; r < job.rank; ++r) {
+  for (int64_t r = 0; r < rank; ++r) {
     Lanes values[kBlocks];
     for (int64_t j = 0; j < kBlocks; ++j) {
       values[j] = LoadBf16(b + r * outputs + at + j * kLanes);
     }
     for (int n = 0; n < N; ++n) {
-      const Lanes small = Fill(rows.small[n][part * job.rank + r]);
+      const Lanes small = Fill(group.small[n * group.of_row + part * rank + r]);
       for (int64_t j = 0; j < kBlocks; ++j) {
-        sums[n][j] = Add(sums[n][j], Mul(small, values[j]));
+        sums[n][j] = MulAdd(small, values[j], sums[n][j]);
       }
     }
   }
   for (int n = 0; n < N; ++n) {
     for (int64_t j = 0; j < kBlocks; ++j) {
-      Store(rows.y[n] + column + at + j * kLanes, sums[n][j]);
+      Store(group.rows[n].y + column + at + j * kLanes, sums[n][j]);
     }
   }
 }
 
 template <int N>
-inline void UpRows(const AdapterJob& job, const AdaptedRows& rows, int64_t part, const uint16_t* b, int64_t outputs,
+inline void UpRows(const AdaptedRows& group, int64_t rank, int64_t part, const uint16_t* b, int64_t outputs,
                    int64_t column, int64_t first, int64_t last) {
   constexpr int64_t kBlocks = 2;  // a line of B
   int64_t at = first;
   for (; at + kBlocks * kLanes <= last; at += kBlocks * kLanes) {
-    UpBlocks<N, kBlocks>(job, rows, part, b, outputs, column, at);
+    UpBlocks<N, kBlocks>(group, rank, part, b, outputs, column, at);
   }
   for (; at < last; at += kLanes) {
-    UpBlocks<N, 1>(job, rows, part, b, outputs, column, at);
+    UpBlocks<N, 1>(group, rank, part, b, outputs, column, at);
   }
 }
 
-inline void Down(const AdapterJob& job, const AdaptedRows& rows, int64_t part) {
-  switch (rows.count) {
-    case 1:
-      return DownRows<1>(job, rows, part);
-    case 2:
-      return DownRows<2>(job, rows, part);
-    case 3:
-      return DownRows<3>(job, rows, part);
-    default:
-      return DownRows<4>(job, rows, part);
+// Calls `function` with the number of rows as a constant.
+template <int N = 1, typename Function>
+inline void WithCount(int64_t count, Function&& function) {
+  if constexpr (N < kRowsTogether) {
+    if (count != N) {
+      return WithCount<N + 1>(count, function);
+    }
   }
+  function(std::integral_constant<int, N>());
 }
 
-inline void Up(const AdapterJob& job, const AdaptedRows& rows, int64_t part, const uint16_t* b, int64_t outputs,
-               int64_t column, int64_t first, int64_t last) {
-  switch (rows.count) {
-    case 1:
-      return UpRows<1>(job, rows, part, b, outputs, column, first, last);
-    case 2:
-      return UpRows<2>(job, rows, part, b, outputs, column, first, last);
-    case 3:
-      return UpRows<3>(job, rows, part, b, outputs, column, first, last);
-    default:
-      return UpRows<4>(job, rows, part, b, outputs, column, first, last);
-  }
+inline void Down(const AdaptedRows& group, int64_t k, int64_t rank, int64_t part, float* wide) {
+  WithCount(group.count, [&](auto n) { DownRows<decltype(n)::value>(group, k, rank, part, wide); });
+}
+
+inline void Up(const AdaptedRows& group, int64_t rank, int64_t part, const uint16_t* b, int64_t outputs, int64_t column,
+               int64_t first, int64_t last) {
+  WithCount(group.count,
+            [&](auto n) { UpRows<decltype(n)::value>(group, rank, part, b, outputs, column, first, last); });
 }
 
 }  // namespace

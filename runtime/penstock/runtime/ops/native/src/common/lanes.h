@@ -5,6 +5,7 @@
 //   Load, Store          from and to float32 [16]
 //   Fill(float)          the same value in all lanes
 //   Add, Sub, Mul, Div   lane by lane
+//   MulAdd(a, b, c)      a * b + c, rounded once
 //   Total                the sum of all lanes
 //   Clip(a, low, high)   a within [low, high]; NaN stays NaN
 //   LargerSize(size, b)  the larger of `size`, which is not negative, and the size of b. As integers, the bits of sizes

@@ -6,6 +6,7 @@
 // products do not depend on the rows beside it (see linear.h), and its sum is in the order of its choices.
 #include <algorithm>
 
+#include "adapters/adapt.h"
 #include "common/buffers.h"
 #include "common/carver.h"
 #include "common/common.h"
@@ -36,9 +37,33 @@ struct ExpertsJob {
   PackedGroup gate_up, down;
   Activation activation;
   float limit;
-  bool weigh_input;  // a row is multiplied by the weight before the products, not after them
-  uint16_t* y;       // bf16 [any, outputs of down]
+  bool weigh_input;                        // a row is multiplied by the weight before the products, not after them
+  uint16_t* y;                             // bf16 [any, outputs of down]
+  AdapterSizes gate_up_sizes, down_sizes;  // of adapters; rank 0: there are none
+  const int32_t* slots;                    // [any]: the slot of each row's adapter; 0: none
+  int64_t num_slots, of_slot;
+  const uint16_t* gate_up_matrices;  // of slot 0: those of all experts, one behind the other
+  const uint16_t* down_matrices;     // likewise
 };
+
+// Computes what adapters add to one of the two layers, for all choices: y is [choices, outputs]. Choice c reads the row
+// rows[c] of x, or without rows the row c, times its factor. slots are those of the choices. There is a kernel, because
+// there is one for the layers.
+void AdaptChoices(ffi::ThreadPool& pool, const ExpertsJob& job, const Choices& choices, const AdapterSizes& sizes,
+                  const uint16_t* matrices, const uint16_t* x, const int32_t* rows, const float* factors,
+                  const int32_t* slots, float* y) {
+  const int64_t of_expert = sizes.NumValues(), outputs = sizes.Outputs();
+  std::vector<AdaptedRow> adapted;
+  for (const Choices::Expert& expert : choices.experts) {
+    for (int64_t c = expert.begin; c < expert.begin + expert.count; ++c) {
+      if (slots[c] > 0 && slots[c] < job.num_slots) {
+        adapted.push_back({x + (rows ? rows[c] : c) * sizes.k, y + c * outputs,
+                           matrices + slots[c] * job.of_slot + expert.number * of_expert, factors ? factors[c] : 1.0f});
+      }
+    }
+  }
+  Adapt(pool, sizes, adapted);
+}
 
 // y of `row` = the sum of its choices' results, each times its weight. A row's first choice is places[0].
 void SumRow(const ExpertsJob& job, const Choices& choices, const int64_t* places, const float* results, uint16_t* y) {
@@ -59,14 +84,21 @@ void SumRow(const ExpertsJob& job, const Choices& choices, const int64_t* places
 void Pass(const ExpertsJob& job, ffi::ThreadPool& pool, int64_t first, int64_t last) {
   const Choices choices = SortChoices(job.ids, job.weights, first, last, job.per_row, job.gate_up.number);
   const int64_t count = (last - first) * job.per_row, inner = job.down.k, outputs = job.down.Outputs();
+  const bool adapts = job.gate_up_sizes.rank > 0;
   uint16_t* gated = nullptr;
-  float* results = nullptr;
+  float *results = nullptr, *more_up = nullptr, *more_down = nullptr;
   const auto carve = [&](Carver carver) {
     gated = carver.Take<uint16_t>(count * inner);
     results = carver.Take<float>(count * outputs);
+    more_up = adapts ? carver.Take<float>(count * 2 * inner) : nullptr;
+    more_down = adapts ? carver.Take<float>(count * outputs) : nullptr;
     return carver.used();
   };
   carve(Carver(Scratch<struct ExpertResults>(carve(Carver(nullptr)))));
+  std::vector<int32_t> slots(adapts ? choices.rows.size() : 0);
+  for (size_t c = 0; c < slots.size(); ++c) {
+    slots[c] = job.slots[choices.rows[c]];
+  }
 
   Products first_products(*CurrentLinearKernel(job.gate_up.format));
   Products second_products(*CurrentLinearKernel(job.down.format));
@@ -88,6 +120,11 @@ void Pass(const ExpertsJob& job, ffi::ThreadPool& pool, int64_t first, int64_t l
     chosen.stride = up.k;
     chosen.rows = choices.rows.data() + expert.begin;
     chosen.factors = job.weigh_input ? choices.weights.data() + expert.begin : nullptr;
+    if (adapts) {
+      up.more = more_up + expert.begin * 2 * inner;
+      up.more_stride = 2 * inner;
+      up.slots = slots.data() + expert.begin;
+    }
     first_products.Add(up, chosen);
 
     LinearJob down{};
@@ -101,9 +138,22 @@ void Pass(const ExpertsJob& job, ffi::ThreadPool& pool, int64_t first, int64_t l
     LinearInput from_up{};
     from_up.x = up.y_bf16;
     from_up.stride = inner;
+    if (adapts) {
+      down.more = more_down + expert.begin * outputs;
+      down.more_stride = outputs;
+      down.slots = slots.data() + expert.begin;
+    }
     second_products.Add(down, from_up);
   }
+  if (adapts) {
+    AdaptChoices(pool, job, choices, job.gate_up_sizes, job.gate_up_matrices, job.x, choices.rows.data(),
+                 job.weigh_input ? choices.weights.data() : nullptr, slots.data(), more_up);
+  }
   first_products.Run(pool);
+  if (adapts) {
+    AdaptChoices(pool, job, choices, job.down_sizes, job.down_matrices, gated, nullptr, nullptr, slots.data(),
+                 more_down);
+  }
   second_products.Run(pool);
 
   const int64_t rows_at_once = std::max<int64_t>(1, kFewResults / (job.per_row * outputs));
@@ -117,15 +167,17 @@ void Pass(const ExpertsJob& job, ffi::ThreadPool& pool, int64_t first, int64_t l
 
 // x bf16 [T, K]; num_rows int32 []: rows from this one on are padding, and are not written in y; ids int32 and weights
 // float32 [T, k]; then tiles, scale and bias of gate_up, whose first half of outputs is the gate, and of down. `at`
-// says where the scales and the biases of both begin in arrays that may hold more.
+// says where the scales and the biases of both begin in arrays that may hold more. slots int32 [T] and pool bf16
+// [slots, any] are those of adapters (adapters.h), and `adapters` says their rank, and where in a slot the matrices of
+// gate_up and of down begin, each of all experts; rank 0: there are none.
 ffi::Error Experts(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::S32> num_rows,
                    ffi::Buffer<ffi::S32> ids, ffi::Buffer<ffi::F32> weights, ffi::AnyBuffer gate_up,
                    ffi::Buffer<ffi::F32> gate_up_scale, ffi::Buffer<ffi::BF16> gate_up_bias, ffi::AnyBuffer down,
-                   ffi::Buffer<ffi::F32> down_scale, ffi::Buffer<ffi::BF16> down_bias,
-                   ffi::Result<ffi::Buffer<ffi::BF16>> y, int64_t activation, float limit, bool weigh_input,
-                   ffi::Span<const int64_t> at) {
-  if (at.size() != 4 || !IsGated(activation)) {
-    return ffi::Error::InvalidArgument("`at` has four places, and the activation is a gated one");
+                   ffi::Buffer<ffi::F32> down_scale, ffi::Buffer<ffi::BF16> down_bias, ffi::Buffer<ffi::S32> slots,
+                   ffi::Buffer<ffi::BF16> adapter_pool, ffi::Result<ffi::Buffer<ffi::BF16>> y, int64_t activation,
+                   float limit, bool weigh_input, ffi::Span<const int64_t> at, ffi::Span<const int64_t> adapters) {
+  if (at.size() != 4 || adapters.size() != 3 || !IsGated(activation)) {
+    return ffi::Error::InvalidArgument("`at` has four places, `adapters` has three, and the activation is a gated one");
   }
   ExpertsJob job{};
   job.x = reinterpret_cast<const uint16_t*>(x.untyped_data());
@@ -142,6 +194,23 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<f
       job.gate_up.number != job.down.number || job.down.Outputs() != y->dimensions()[1]) {
     return ffi::Error::InvalidArgument("x, gate_up, down and the result do not fit together");
   }
+  const int64_t rank = adapters[0], inner = job.down.k;
+  if (rank > 0) {
+    job.gate_up_sizes = {job.gate_up.k, rank, {inner, inner}};
+    job.down_sizes = {inner, rank, {job.down.Outputs()}};
+    job.slots = slots.typed_data();
+    job.num_slots = adapter_pool.dimensions()[0];
+    job.of_slot = adapter_pool.dimensions()[1];
+    const uint16_t* values = reinterpret_cast<const uint16_t*>(adapter_pool.untyped_data());
+    job.gate_up_matrices = values + adapters[1];
+    job.down_matrices = values + adapters[2];
+    if (!job.gate_up_sizes.AreMultiples() || !job.down_sizes.AreMultiples() ||
+        slots.dimensions()[0] != x.dimensions()[0] ||
+        adapters[1] + job.gate_up.number * job.gate_up_sizes.NumValues() > job.of_slot ||
+        adapters[2] + job.down.number * job.down_sizes.NumValues() > job.of_slot) {
+      return ffi::Error::InvalidArgument("adapters that do not fit, or whose sizes are no multiples of 16");
+    }
+  }
   const LinearKernel* up_kernel = CurrentLinearKernel(job.gate_up.format);
   const LinearKernel* down_kernel = CurrentLinearKernel(job.down.format);
   if (!up_kernel || !down_kernel) {
@@ -150,7 +219,8 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<f
   const int64_t most = x.dimensions()[0], rows = std::min<int64_t>(num_rows.typed_data()[0], most);
   const int64_t choice_bytes = std::max(up_kernel->x_bytes(1, job.gate_up.k, job.gate_up.format),
                                         down_kernel->x_bytes(1, job.down.k, job.down.format)) +
-                               job.down.k * 2 + job.down.Outputs() * 4;
+                               job.down.k * 2 + job.down.Outputs() * 4 +
+                               (rank > 0 ? inner * 8 + job.down.Outputs() * 4 : 0);
   const int64_t rows_in_pass = std::max<int64_t>(1, kPassBytes / (choice_bytes * job.per_row));
   const int64_t passes = rows > 0 ? CeilDiv(rows, rows_in_pass) : 0;
   for (int64_t pass = 0; pass < passes; ++pass) {  // of equal sizes
@@ -176,11 +246,14 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* penstock_expert
                              .Arg<ffi::AnyBuffer>()
                              .Arg<ffi::Buffer<ffi::F32>>()
                              .Arg<ffi::Buffer<ffi::BF16>>()
+                             .Arg<ffi::Buffer<ffi::S32>>()
+                             .Arg<ffi::Buffer<ffi::BF16>>()
                              .Ret<ffi::Buffer<ffi::BF16>>()
                              .Attr<int64_t>("activation")
                              .Attr<float>("limit")
                              .Attr<bool>("weigh_input")
                              .Attr<ffi::Span<const int64_t>>("at")
+                             .Attr<ffi::Span<const int64_t>>("adapters")
                              .To(Guarded<&Experts>::Call)
                              .release();
   return handler->Call(frame);
