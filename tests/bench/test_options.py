@@ -58,6 +58,7 @@ OTHERS = {
     "max_adapters": 2,
     "max_cached_adapters": 5,
     "max_adapter_rank": 32,
+    "adapter_experts": True,
     "adapter_dir": "/",
     "speculation": "draft",
     "draft_model": "/draft",
