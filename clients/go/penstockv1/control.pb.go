@@ -631,8 +631,8 @@ type GetServerInfoResponse struct {
 	// Unit: bytes.
 	MaxRequestBytes uint64 `protobuf:"varint,11,opt,name=max_request_bytes,json=maxRequestBytes,proto3" json:"max_request_bytes,omitempty"`
 	// Who proposes tokens that the model then checks, several in a step: "lookup", which finds them in the prompt, in the
-	// output, and in earlier requests with an equal cache salt; "draft", a smaller model. Clients must take other names,
-	// too. Empty: nobody does.
+	// output, and in earlier requests with an equal cache salt; "draft", a smaller model; "heads", a layer of the
+	// checkpoint. Clients must take other names, too. Empty: nobody does.
 	Proposer string `protobuf:"bytes,12,opt,name=proposer,proto3" json:"proposer,omitempty"`
 	// The most tokens that are proposed for an output in a step; 0 without a proposer.
 	// Unit: tokens.

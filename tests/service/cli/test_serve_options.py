@@ -184,7 +184,7 @@ def test_the_message_of_an_embedded_engine_names_fields() -> None:
         ([OVERRIDE, "{"], "not JSON"),
         ([OVERRIDE, "[1]"], "must be a JSON object"),
         (["--native", "on"], "invalid choice: 'on'"),
-        (["--speculation", "heads"], "invalid choice: 'heads' (choose from "),
+        (["--speculation", "medusa"], "invalid choice: 'medusa' (choose from "),
         (["--truncation", "top"], "invalid choice: 'top'"),
         (["--tool-call-parser", "gpt"], "invalid choice: 'gpt'"),
         (["--reasoning-parser", "gpt"], "invalid choice: 'gpt'"),

@@ -489,7 +489,8 @@ def add_engine(flag: AddFlag) -> None:
         "who proposes the next tokens of an output, which the model then checks in one step; the tokens stay "
         "the same; lookup: what followed the same words earlier in the prompt, in the output, or in requests "
         "with the same cache salt; draft: a second, smaller model, see --draft-model; heads: a layer of the "
-        "checkpoint that predicts the token after the next one (MTP); auto: draft with --draft-model, else lookup",
+        "checkpoint that predicts the token after the next one (MTP); auto: draft with --draft-model, else "
+        "lookup",
         choices=SPECULATIONS,
     )
     flag(
