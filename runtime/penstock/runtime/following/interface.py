@@ -87,6 +87,7 @@ class Kind(enum.Enum):
     """What a call does. The first ones call a program, and the others change what lies on the devices."""
 
     FORWARD = "forward"
+    FORWARD_PROPOSED = "forward_proposed"
     WINDOW = "window"
     CHOOSE = "choose"
     PROMPT_LOGPROBS = "prompt_logprobs"

@@ -33,10 +33,13 @@ class LeadingCalls(ProgramCalls):
         super().__init__(programs, device, config)
         self._log = log
 
-    def forward(self, key: ProgramKey, packed: Ints) -> tuple[jax.Array, jax.Array]:
+    def forward(
+        self, key: ProgramKey, packed: Ints, *, has_proposed: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
         """See `ProgramCalls`."""
-        self._log.append(Call(Kind.FORWARD, key.name, (packed,)))
-        return super().forward(key, packed)
+        kind = Kind.FORWARD_PROPOSED if has_proposed else Kind.FORWARD
+        self._log.append(Call(kind, key.name, (packed,)))
+        return super().forward(key, packed, has_proposed=has_proposed)
 
     def window(self, key: ProgramKey, packed: Ints) -> Chosen:
         """See `ProgramCalls`."""

@@ -36,8 +36,10 @@ class Repeater:
         """
         calls, runner, arrays = self._calls, self._runner, call.arrays
         match call.kind:
-            case Kind.FORWARD:
-                self._logits, self._hidden = calls.forward(self._key(call.program), *arrays)
+            case Kind.FORWARD | Kind.FORWARD_PROPOSED:
+                has_proposed = call.kind is Kind.FORWARD_PROPOSED
+                forward = calls.forward(self._key(call.program), *arrays, has_proposed=has_proposed)
+                self._logits, self._hidden = forward
             case Kind.WINDOW:
                 calls.window(self._key(call.program), *arrays)
             case Kind.CHOOSE:

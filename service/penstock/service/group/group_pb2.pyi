@@ -62,6 +62,8 @@ class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Kind.ValueType],
     """Takes what one device has of an adapter, and writes the adapter to its slot when all devices' has come. The program
     is its digest.
     """
+    KIND_FORWARD_PROPOSED: _Kind.ValueType  # 16
+    """The model of a step that has proposed tokens."""
 
 class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
     """What a call does."""
@@ -100,6 +102,8 @@ KIND_WRITE_ADAPTER: Kind.ValueType  # 15
 """Takes what one device has of an adapter, and writes the adapter to its slot when all devices' has come. The program
 is its digest.
 """
+KIND_FORWARD_PROPOSED: Kind.ValueType  # 16
+"""The model of a step that has proposed tokens."""
 Global___Kind: _TypeAlias = Kind  # noqa: Y015
 
 @_typing.final

@@ -168,7 +168,7 @@ def test_adapters_of_experts(kind: str, weigh_input: bool) -> None:
     layer, slots = Layer(32, kind), rng.integers(0, 3, 40, np.int32)
     x, (ids, weights) = draw(rng, 40, HIDDEN), chosen(rng, 40)
     adapters, options = adapters_of(slots), {"weigh_input": weigh_input}
-    expected = layer.expected(x[:37], ids[:37], weights[:37], adapters=adapters, **options)
+    expected = layer.expected(x[:37], ids[:37], weights[:37], adapters=adapters, weigh_input=weigh_input)
     got = run(layer, x, ids, weights, 37, adapters=adapters, **options)
     close(got, expected, kind)
     plain, has_none = run(layer, x, ids, weights, 37, **options), slots[:37] == 0
