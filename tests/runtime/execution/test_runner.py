@@ -176,9 +176,9 @@ def test_decodes_under_a_constraint_compute_no_more_rows_than_others(
     keys: list[ProgramKey] = []
     run = runner.calls.forward
 
-    def recorded(key: ProgramKey, packed: NDArray[np.int32]) -> tuple[jax.Array, jax.Array]:
+    def recorded(key: ProgramKey, packed: NDArray[np.int32], **named: bool) -> tuple[jax.Array, jax.Array]:
         keys.append(key)
-        return run(key, packed)
+        return run(key, packed, **named)
 
     monkeypatch.setattr(runner.calls, "forward", recorded)
     plan = prefill([1, 2, 3], 2, [7, 9])

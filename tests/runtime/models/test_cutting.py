@@ -186,7 +186,7 @@ def test_adapters_are_cut_as_their_layers_are():
         keys = np.arange(32) + 32 * (device // 2)
         own = {"q": (None, heads), "k": (None, keys), "o": (heads, None), "up": (None, inner)}
         for part, (inputs, outputs) in (own | {"down": (inner, None)}).items():
-            (found,) = model.layers[names[part]].parts
+            found = next(each for each in model.layers[names[part]].parts if each.pieces[0].device == device)
             place, number = found.place, found.part
             begin, size = place.a_at(number) * rank, place.in_size * rank
             a = values[begin : begin + size].reshape(place.in_size, rank)

@@ -50,6 +50,7 @@ def test_bytes_lie_as_the_module_says(form: CodeForm) -> None:
         assert lines[1, 4 * 1 + 3] == codes[17, 75] | codes[17, 79] << 4
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.bits} bits{' and zeros' * form.zeros}")
 def test_xla_multiplies_what_the_codes_stand_for(form: CodeForm) -> None:
     rng = np.random.default_rng(form.bits + 8)
@@ -66,6 +67,7 @@ def test_xla_multiplies_what_the_codes_stand_for(form: CodeForm) -> None:
     assert np.abs(got - x.astype(np.float64) @ exact.T).max() < 1e-5 * np.abs(exact).sum(axis=1).max()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("form", FLOAT_FORMS, ids=str)
 def test_xla_multiplies_what_small_floats_stand_for(form: CodeForm) -> None:
     """ml_dtypes has E2M1, E4M3 and E8M0 of its own."""

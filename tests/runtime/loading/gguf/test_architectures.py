@@ -81,7 +81,8 @@ def test_config_and_tensors_are_those_of_the_safetensors_checkpoint(tmp_path: Pa
     write_gguf(GOLDEN / name, path)
     file = read_gguf(path)
     fields = read_config(file)
-    config, expected = parse_config(fields), read_directory(GOLDEN / name)
+    config = parse_config(fields)
+    expected = dataclasses.replace(read_directory(GOLDEN / name), predictor=None)  # GGUF files have no heads
     assert _without_frequencies(config) == _without_frequencies(expected)
     for layer in range(config.num_layers):
         (found, factor), (wanted, wanted_factor) = (_frequencies(c, layer) for c in (config, expected))

@@ -48,6 +48,7 @@ def told(name: str) -> np.ndarray:
     return np.concatenate([tensors[part][0:256] for part in PARTS])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -72,6 +73,7 @@ def test_the_kernels_codes_stand_for_the_values_of_the_files(name: str, form: Co
     assert leaves[TABLE].dtype == jnp.bfloat16  # what was not quantised stays so
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     [

@@ -160,6 +160,7 @@ def adapters_of(slots: np.ndarray) -> ExpertAdapters:
     return ExpertAdapters(AdapterRows(jnp.asarray(pool), jnp.asarray(slots), 16), gate_up, down)
 
 
+@pytest.mark.ci
 @all_formats
 @pytest.mark.parametrize("weigh_input", [False, True])
 def test_adapters_of_experts(kind: str, weigh_input: bool) -> None:
@@ -346,6 +347,7 @@ def test_an_expert_that_does_not_exist_fails_the_program(bad: int) -> None:
         run(Layer(15, "bf16"), x, ids, weights, 3)
 
 
+@pytest.mark.ci
 @all_formats
 @pytest.mark.parametrize(("rows", "padded"), [(0, 4), (1, 1), (5, 16), (70, 80)])
 def test_each_head_has_a_product_of_its_own(kind: str, rows: int, padded: int) -> None:
