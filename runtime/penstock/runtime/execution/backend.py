@@ -146,8 +146,8 @@ class Backend:
         return str(self.mesh.devices.flat[0].platform)
 
     def device_facts(self) -> dict[str, str]:
-        """What is known of the devices that programs depend on, whether they are here or not. The name of a
-        GPU is not among it: XLA gives one that is not here the name that it was told.
+        """Tell what is known of the devices that programs depend on, whether they are here or not. The name
+        of a GPU is not among it: XLA gives one that is not here the name that it was told.
         """
         devices, name = list(self.mesh.devices.flat), self.platform_name
         first = devices[0]
@@ -172,9 +172,9 @@ class Backend:
 
 
 def choose_backend(config: EngineConfig, *devices: jax.Device, memory: DeviceMemory | None = None) -> Backend:
-    """The backend of an engine on the first of these devices: as many as `tensor_parallel_size` says, or one.
-    It also limits the native kernels to the engine's threads. `memory` is that of accelerators that are not
-    there, for which programs are compiled all the same; others tell it themselves.
+    """Choose the backend of an engine on the first of these devices: as many as `tensor_parallel_size` says,
+    or one. This also limits the native kernels to the engine's threads. `memory` is that of accelerators that
+    are not there, for which programs are compiled all the same; others tell it themselves.
 
     Raises ConfigError if there are too few devices, and if the native kernels are required and cannot be
     used.
@@ -192,7 +192,7 @@ def choose_backend(config: EngineConfig, *devices: jax.Device, memory: DeviceMem
 
 
 def _of_platform(config: EngineConfig, devices: Sequence[jax.Device], memory: DeviceMemory | None) -> Backend:
-    """The backend on all of these devices, see `choose_backend`."""
+    """Make the backend on all of these devices, see `choose_backend`."""
     device, mesh, size = devices[0], mesh_of(devices), len(devices)
     uses_kernels = _uses_kernels(config, device)
     if device.platform != "cpu":
@@ -267,13 +267,13 @@ def has_own_memory(device: jax.Device) -> bool:
 
 
 def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of these devices, over which a model is cut."""
+    """Make a mesh of these devices, over which a model is cut."""
     return Mesh(np.array(devices), (AXIS,))
 
 
 def lacking_kernels(asked: str, dtype: np.dtype[np.generic], backend: Backend) -> np.dtype[np.generic] | None:
-    """The dtype that the kernels compute, where a checkpoint's own is another and nobody asked for that; else
-    None.
+    """Return the dtype that the kernels compute, where a checkpoint's own is another and nobody asked for
+    that; else None.
     """
     return backend.packed_dtype if asked == "auto" and backend.packed_dtype != dtype else None
 

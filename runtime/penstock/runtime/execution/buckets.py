@@ -151,8 +151,8 @@ class Buckets:
     def select(
         self, num_tokens: int, num_rows: int, *, window: bool = False, num_steps: int = 1
     ) -> ProgramKey:
-        """The smallest program that fits; ValueError if none does. A `window` has one token in every row, and
-        may have several steps.
+        """Select the smallest program that fits; ValueError if none does. A `window` has one token in every
+        row, and may have several steps.
         """
         tokens = self.token_buckets
         is_decode = num_tokens == num_rows and self.decodes

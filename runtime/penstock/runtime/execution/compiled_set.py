@@ -150,8 +150,8 @@ def _told(folder: Path) -> Iterator[None]:
 
 
 def read(folder: Path, facts: Facts, devices: Sequence[jax.Device]) -> Mapping[Any, jax.stages.Compiled]:
-    """The programs of the folder, for these devices; none, and a warning that says why, if a fact differs or
-    if they cannot be read.
+    """Read the programs of the folder, for these devices; none, and a warning that says why, if a fact
+    differs or if they cannot be read.
     """
     try:
         told = json.loads((folder / _FACTS).read_text("utf-8"))
@@ -171,7 +171,7 @@ def read(folder: Path, facts: Facts, devices: Sequence[jax.Device]) -> Mapping[A
 
 
 def differences(here: Facts, there: Facts) -> list[str]:
-    """What a message says of each fact that differs, or that only one of the two has."""
+    """Return what a message says of each fact that differs, or that only one of the two has."""
     found = []
     for name in dict.fromkeys((*here, *there)):
         own, other = here.get(name, "not known"), there.get(name, "not known")

@@ -205,7 +205,7 @@ class DeviceState:
         return bool(self._own_cache.paged) and self._holds_for_attention(self._backend.decodes_natively)
 
     def _holds_for_attention(self, asked: AttentionTest) -> bool:
-        """What the backend says of every layer that attends."""
+        """Return what the backend says of every layer that attends."""
         config = self._config
         return all(
             asked(
@@ -312,7 +312,7 @@ def builder_of_shapes(
 
 
 def _cut_adapter_shapes(config: RunnerConfig, mesh: jax.sharding.Mesh) -> Any:
-    """The shapes of the pools of adapters of all devices together, with their places."""
+    """Return the shapes of the pools of adapters of all devices together, with their places."""
     sharding = cut_sharding(mesh)
     return tuple(
         jax.ShapeDtypeStruct(all_shape(each.shape, mesh), each.dtype, sharding=sharding)
@@ -347,7 +347,7 @@ def cache_shapes(cache: CacheSpec, config: RunnerConfig, num_pages: Sequence[int
 def cut_cache_shapes(
     cache: CacheSpec, config: RunnerConfig, mesh: jax.sharding.Mesh, num_pages: Sequence[int]
 ) -> KVCache:
-    """The same of all devices together, with their places."""
+    """Return the same of all devices together, with their places."""
     sharding = cut_sharding(mesh)
     cut: KVCache = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(all_shape(array.shape, mesh), array.dtype, sharding=sharding),
@@ -369,8 +369,8 @@ def _pool_shapes(
 
 
 def peak_temp_bytes(builder: ProgramBuilder) -> int:
-    """The memory that the most demanding program needs besides its arguments, in bytes, as XLA reports it.
-    This compiles the largest program of each kind.
+    """Return the memory that the most demanding program needs besides its arguments, in bytes, as XLA reports
+    it. This compiles the largest program of each kind.
     """
     config = builder.config
     window = next((key for key in config.buckets.keys() if key.window), None)  # noqa: SIM118 # no mapping
@@ -392,7 +392,7 @@ def peak_temp_bytes(builder: ProgramBuilder) -> int:
 
 
 def _placed(leaves: Weights, shardings: Sequence[jax.sharding.Sharding]) -> Weights:
-    """The leaves where they are to lie; those that lie there already are themselves."""
+    """Place the leaves where they are to lie; those that lie there already stay as they are."""
     pairs = zip(leaves, shardings, strict=True)
     placed = tuple(leaf if leaf.sharding == to else jax.device_put(leaf, to) for leaf, to in pairs)
     jax.block_until_ready(placed)

@@ -44,7 +44,7 @@ class HiddenRows:
 
 
 def wanted(plan: Plan, slots: Slots) -> Parts:
-    """The parts of this plan whose hidden states are asked for; none in most steps."""
+    """Find the parts of this plan whose hidden states are asked for; none in most steps."""
     chosen = slots.want_hidden
     if not (chosen or plan.pooled):
         return {}
@@ -63,7 +63,7 @@ def wanted(plan: Plan, slots: Slots) -> Parts:
 
 
 def classified(plan: Plan, slots: Slots) -> frozenset[int]:
-    """The rows of this plan whose classes are asked for."""
+    """Find the rows of this plan whose classes are asked for."""
     readings = ((i, slots.request(plan.rows[i]).reading) for i in plan.pooled)
     return frozenset(i for i, reading in readings if reading is not None and reading.classes)
 
@@ -87,8 +87,8 @@ def compute(
 
 
 def sums_buffer(parts: Parts, most_tokens: int) -> NDArray[np.int32]:
-    """The argument of `make_hidden_sums`: the indices in the step of all tokens of the parts, and for each
-    the part's index.
+    """Make the argument of `make_hidden_sums`: the indices in the step of all tokens of the parts, and for
+    each the part's index.
     """
     buffer = np.zeros(1 + 2 * most_tokens, np.int32)
     tokens, places = buffer[1 : 1 + most_tokens], buffer[1 + most_tokens :]

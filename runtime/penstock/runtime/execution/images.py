@@ -55,7 +55,7 @@ def needs_sections(plan: Plan, request_of: RequestOf) -> bool:
 
 
 def shift_of(request: Request) -> int:
-    """What is added to a position of a request, behind its prompt, for the rotary position."""
+    """Return what is added to a position of a request, behind its prompt, for the rotary position."""
     return 0 if request.rotary is None else request.rotary.delta
 
 
@@ -86,23 +86,23 @@ def fill_tokens(
 
 
 def media_of_tokens(section: Array, pool: Pool, *, decode_only: bool) -> MediaInputs:
-    """What a model is given of a step's section, inside the program. A row of one token sees nothing behind
-    it.
+    """Make what a model is given of a step's section, inside the program. A row of one token sees nothing
+    behind it.
     """
     reach = section[REACH] if len(section) > REACH and not decode_only else None
     return MediaInputs(section[:POSITIONS], section[POSITIONS], pool, reach)
 
 
 def media_of_rows(section: Array, positions: Array, token_rows: Array) -> MediaInputs:
-    """What a model is given in a window: `positions` int32[T] count all tokens, `token_rows` int32[T] says
-    which row a token belongs to.
+    """Make what a model is given in a window: `positions` int32[T] count all tokens, `token_rows` int32[T]
+    says which row a token belongs to.
     """
     shifted = positions + section[token_rows]
     return MediaInputs(jnp.tile(shifted[None], (POSITIONS, 1)), None, None)
 
 
 def media_argument(media: MediaInputs | None) -> dict[str, Any]:
-    """The argument of a model's call; a model that reads no pictures does not take it."""
+    """Return the argument of a model's call; a model that reads no pictures does not take it."""
     return {} if media is None else {"media": media}
 
 
@@ -121,8 +121,8 @@ def encode_buckets(vision: Vision, max_tokens: int, growth: int) -> tuple[int, .
 def make_encode(
     rebuild: Callable[[tuple[Array, ...]], Any],
 ) -> Callable[[tuple[Array, ...], Pool, Any, Array], Pool]:
-    """A program (weights, pool, inputs, int32[1 + tokens]) -> pool. The numbers are how many patches count,
-    and the row of the pool for each token; past its end: nowhere.
+    """Make a program (weights, pool, inputs, int32[1 + tokens]) -> pool. The numbers are how many patches
+    count, and the row of the pool for each token; past its end: nowhere.
 
     The model's `encode` is given what `Vision.inputs` made, and how many of its patches count, int32[]. It
     returns embeddings [tokens, E] for each array of the pool, those of the picture first, and then padding.
@@ -138,7 +138,7 @@ def make_encode(
 
 
 def pool_shapes(rebuild: Callable[[Any], Any], weights: Any, vision: Vision, num_rows: int) -> Any:
-    """The shapes and dtypes of the pool's arrays with so many rows."""
+    """Return the shapes and dtypes of the pool's arrays with so many rows."""
     count = jax.ShapeDtypeStruct((), np.dtype(np.int32))
     made = jax.eval_shape(
         lambda leaves, inputs, num: rebuild(leaves).encode(inputs, num),
@@ -166,7 +166,7 @@ class EncodeCall(NamedTuple):
 
 
 def encode_call(vision: Vision, buckets: Sequence[int], num_rows: int, encode: Encode | None) -> EncodeCall:
-    """The call that encodes a picture into a pool of so many rows; None: it encodes nothing."""
+    """Return the call that encodes a picture into a pool of so many rows; None: it encodes nothing."""
     items = [] if encode is None else [encode.item]
     patches = sum(item.num_patches for item in items)
     bucket = buckets[bisect_left(buckets, patches)]
@@ -180,8 +180,8 @@ def encode_call(vision: Vision, buckets: Sequence[int], num_rows: int, encode: E
 
 
 def pool_rows(blocks: Sequence[int], first: int, count: int) -> NDArray[np.int32]:
-    """The rows of the pool that belong to the tokens [first, first + count) of a picture, also to those of
-    text, whose rows nobody reads.
+    """Return the rows of the pool that belong to the tokens [first, first + count) of a picture, also to
+    those of text, whose rows nobody reads.
     """
     index = np.arange(first, first + count, dtype=np.int32)
     return np.asarray(blocks, np.int32)[index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS

@@ -63,7 +63,7 @@ class DeviceMemory:
 
 
 def device_kv_bytes(memory: DeviceMemory, utilization: float, peak_temp_bytes: int) -> int:
-    """The bytes that are left for KV on an accelerator: limit * utilization, less what is in use (the
+    """Compute the bytes that are left for KV on an accelerator: limit * utilization, less what is in use (the
     weights), less the scratch memory of the largest program. ConfigError if nothing is left.
     """
     limit, in_use = memory.limit_bytes, memory.used_bytes

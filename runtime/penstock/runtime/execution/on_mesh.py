@@ -28,12 +28,12 @@ def cut_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def own_shape(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
-    """The shape that a program sees of a cut array."""
+    """Return the shape that a program sees of a cut array."""
     return shape[1:] if mesh.size > 1 else shape
 
 
 def all_shape(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
-    """The shape of a cut array of which a program sees this one."""
+    """Return the shape of a cut array of which a program sees this one."""
     return (mesh.size, *shape) if mesh.size > 1 else shape
 
 
@@ -46,7 +46,7 @@ def specs_of(arguments: Any) -> Any:
 
 
 def on_mesh(program: Callable[..., Any], mesh: Mesh, arguments: Any, results: Any) -> Callable[..., Any]:
-    """The program for all devices. arguments, results: which of them are `CUT` and which are `WHOLE`, as
+    """Make the program for all devices. arguments, results: which of them are `CUT` and which are `WHOLE`, as
     prefixes of their trees.
     """
     if mesh.size == 1:
@@ -61,5 +61,5 @@ def on_mesh(program: Callable[..., Any], mesh: Mesh, arguments: Any, results: An
 
 
 def _where_cut(change: Callable[[jax.Array], jax.Array], specs: Any, arrays: Any) -> Any:
-    """The arrays with a change made to those that are cut."""
+    """Return the arrays with a change made to those that are cut."""
     return jax.tree.map(lambda spec, part: jax.tree.map(change, part) if spec == CUT else part, specs, arrays)

@@ -121,7 +121,7 @@ class ProgramBuilder:
         )
 
     def compile_all(self) -> Programs:
-        """Loads the programs that an earlier start has kept, and compiles the others in parallel, with a
+        """Load the programs that an earlier start has kept, and compile the others in parallel, with a
         progress bar; those that take longest come first.
         """
         keys, row_buckets = self.config.buckets.keys(), self.config.buckets.row_buckets
@@ -143,7 +143,9 @@ class ProgramBuilder:
         )
 
     def jobs(self) -> dict[Job, Callable[[], jax.stages.Compiled]]:
-        """What compiles each program: by its key, by its number of rows for a choice, or by its name."""
+        """Return what compiles each program: by its key, by its number of rows for a choice, or by its
+        name.
+        """
         keys, row_buckets = self.config.buckets.keys(), self.config.buckets.row_buckets
         hidden = _once(self._hidden)  # asked for only where a program is not kept
         return {
@@ -195,8 +197,8 @@ class ProgramBuilder:
         return {**kept.programs, **made}
 
     def _key(self) -> str | None:
-        """The key under which the programs are kept; None: they are not. It was never tried for models that
-        read pictures.
+        """Return the key under which the programs are kept; None: they are not. It was never tried for models
+        that read pictures.
         """
         config = self.config
         if config.program_folder is None or config.vision is not None or not self.backend.keeps_programs:
@@ -228,7 +230,7 @@ class ProgramBuilder:
         return self._compiled_forward(key, self._forward(key), key.name)
 
     def joined(self, rows: int) -> jax.stages.Compiled:
-        """The forward for so many rows of one token, of which several may have the same slot."""
+        """Compile the forward for so many rows of one token, of which several may have the same slot."""
         key = ProgramKey(rows, rows, decode_only=True)
         return self._compiled_forward(key, self._forward(key, joins=True), f"joined_rows{rows}")
 
@@ -251,7 +253,7 @@ class ProgramBuilder:
         )
 
     def encode(self, patches: int) -> jax.stages.Compiled:
-        """The program that encodes pictures of so many patches, for a model that reads them."""
+        """Compile the program that encodes pictures of so many patches, for a model that reads them."""
         vision = self.config.vision
         assert vision is not None, "programs that encode pictures are compiled for models that read them"
         return self._compiled(
@@ -300,7 +302,7 @@ class ProgramBuilder:
         return self._compiled(program, *arguments, donate=(0,), name=f"checked_choice_rows{rows}")
 
     def guesses(self, rows: int) -> jax.stages.Compiled:
-        """The program in which the draft guesses tokens for so many rows."""
+        """Compile the program in which the draft guesses tokens for so many rows."""
         assert self.rebuild_follower is not None, "programs that guess are compiled where something does"
         layout, backend = self._choice_layout(rows), self.backend
         program = make_guesses(
@@ -373,7 +375,7 @@ class ProgramBuilder:
         return self._compiled(make_table_rows(), self.state, packed, donate=(0,))
 
     def write_adapter(self) -> jax.stages.Compiled:
-        """The program that writes an adapter to its slot."""
+        """Compile the program that writes an adapter to its slot."""
         (pool,) = self.adapters
         values = jax.ShapeDtypeStruct(adapter_shape(pool), pool.dtype, sharding=pool.sharding)
         arguments = (self.adapters, self._ints(), values)
@@ -422,7 +424,7 @@ class ProgramBuilder:
         )
 
     def _hidden(self) -> jax.ShapeDtypeStruct:
-        """The shape of `Forward.hidden`. The model is traced for it, so it is asked for once."""
+        """Return the shape of `Forward.hidden`. The model is traced for it, so it is asked for once."""
         key = self.largest
         packed = self._ints(self._layout(key).size)
         others = (self.pool, self.adapters, self.draft_weights)
@@ -439,12 +441,12 @@ class ProgramBuilder:
 
 
 def adapter_shape(pool: jax.Array) -> tuple[int, ...]:
-    """The shape of what a slot of the pool of adapters has, on all devices together."""
+    """Return the shape of what a slot of the pool of adapters has, on all devices together."""
     return (*pool.shape[:-2], pool.shape[-1])
 
 
 def _once(make: Callable[[], jax.ShapeDtypeStruct]) -> Callable[[], jax.ShapeDtypeStruct]:
-    """What `make` gives, made when it is first asked for, whichever thread asks."""
+    """Keep what `make` gives, made when it is first asked for, whichever thread asks."""
     lock = threading.Lock()
     made: list[jax.ShapeDtypeStruct] = []
 

@@ -55,8 +55,8 @@ class Untold(Exception):
 
 
 def key_of(values: Sequence[Any], arrays: Iterable[Any]) -> str | None:
-    """The name of programs that are made of these values and of arrays of these shapes, dtypes and places, by
-    this code on this machine; None where a value cannot be told in full.
+    """Return the name of programs that are made of these values and of arrays of these shapes, dtypes and
+    places, by this code on this machine; None where a value cannot be told in full.
     """
     digest = hashlib.sha256(code_digest())
     try:
@@ -106,7 +106,7 @@ class Fresh:
 
 
 def load(folder: Path, key: str, devices: Sequence[jax.Device]) -> Kept:
-    """The programs that were kept under this key, for these devices; none if there is no file, or if it
+    """Load the programs that were kept under this key, for these devices; none if there is no file, or if it
     cannot be read.
     """
     file, began = _file(folder, key), time.monotonic()
@@ -155,8 +155,8 @@ def _file(folder: Path, key: str) -> Path:
 
 
 def to_stored(program: jax.stages.Compiled) -> Stored:
-    """A program as bytes, with trees of numbers in the form of its arguments and of its results: `pickle`
-    knows our classes, but not JAX's descriptions of such trees.
+    """Turn a program into bytes, with trees of numbers in the form of its arguments and of its results:
+    `pickle` knows our classes, but not JAX's descriptions of such trees.
     """
     data, arguments, results = serialize_executable.serialize(program)
     numbered = (jax.tree.unflatten(tree, range(tree.num_leaves)) for tree in (arguments, results))
@@ -195,7 +195,7 @@ def _surroundings() -> Iterator[str]:
 
 
 def described(value: Any) -> str:
-    """A text that differs for every other value. Raises Untold."""
+    """Make a text that differs for every other value. Raises Untold."""
     if isinstance(value, functools.partial):
         return f"partial{described((value.func, value.args, tuple(value.keywords.items())))}"
     if isinstance(value, tuple):
@@ -213,7 +213,7 @@ def described(value: Any) -> str:
 
 
 def processor() -> str:
-    """What the processor is and can: XLA's code is for one kind."""
+    """Say what the processor is and can: XLA's code is for one kind."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
@@ -226,7 +226,7 @@ def processor() -> str:
 
 @functools.cache
 def code_digest() -> bytes:
-    """A digest of this package's code, with that of the kernels, and of the form of these files."""
+    """Compute a digest of this package's code, with that of the kernels, and of the form of these files."""
     digest = hashlib.sha256(b"1")
     files = (file for ending in _CODE for file in _RUNTIME.rglob(f"*{ending}"))
     for file in sorted(files):

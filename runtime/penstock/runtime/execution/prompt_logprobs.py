@@ -97,8 +97,8 @@ def compute(
 
 
 def prompt_buffer(before: Sequence[int], targets: Sequence[int], most_tokens: int) -> NDArray[np.int32]:
-    """The argument of `make_prompt_logprobs`: the indices in the step of the tokens before, and the tokens
-    after.
+    """Make the argument of `make_prompt_logprobs`: the indices in the step of the tokens before, and the
+    tokens after.
     """
     buffer = np.zeros(1 + 2 * most_tokens, np.int32)
     buffer[0] = len(before)

@@ -24,7 +24,7 @@ Further = Mapping[int, range]
 
 
 def spread(plan: Plan) -> tuple[Plan, Further]:
-    """A plan in which each proposed token has a row of its own, and where these rows are."""
+    """Return a plan in which each proposed token has a row of its own, and where these rows are."""
     if not plan.proposer:
         return plan, {}
     rows, behind = list(plan.rows), list[PlanRow]()
@@ -43,8 +43,8 @@ def spread(plan: Plan) -> tuple[Plan, Further]:
 
 
 def asking_the_draft(plan: Plan) -> Plan | None:
-    """A plan of the rows for which a draft model guesses in this plan, each with its slot's last sample as
-    its input, and the number of guesses as its max_samples; None where it guesses nothing.
+    """Return a plan of the rows for which a draft model guesses in this plan, each with its slot's last
+    sample as its input, and the number of guesses as its max_samples; None where it guesses nothing.
     """
     rows = tuple(
         row._replace(num_tokens=1, proposed=(), max_samples=len(row.proposed), bans=0)
@@ -58,9 +58,9 @@ def asking_the_draft(plan: Plan) -> Plan | None:
 
 
 def pack_checks(rows: Sequence[PlanRow], further: Further, num_rows: int) -> NDArray[np.int32]:
-    """What has to be checked in a step of so many rows, int32[CHECKS, R]: for each row of a proposed token
-    the row before it, its place in the proposal from 1 on, and the token. A row that is always right has
-    itself, 0 and 0. `rows` are those of the plan before `spread`.
+    """Pack what has to be checked in a step of so many rows, int32[CHECKS, R]: for each row of a proposed
+    token the row before it, its place in the proposal from 1 on, and the token. A row that is always right
+    has itself, 0 and 0. `rows` are those of the plan before `spread`.
     """
     checks = np.zeros((CHECKS, num_rows), np.int32)
     checks[BEFORE] = np.arange(num_rows)

@@ -30,7 +30,7 @@ _PROMPT_TILE = 32
 def make_prompt_logprobs(
     rebuild: Rebuild, shapes: StepShapes, logprobs_of: LogprobsOp
 ) -> Callable[[Weights, Array, Array], Array]:
-    """A program for log-probabilities of prompt tokens: (weights, `Forward.hidden`, packed) ->
+    """Make a program for log-probabilities of prompt tokens: (weights, `Forward.hidden`, packed) ->
     int32[max_tokens, 1 + 2 * num_top], see `read_logprobs`. packed int32[1 + 2 * max_tokens] holds how many
     tokens there are, for each the index of the token before it, and the tokens themselves.
     """
@@ -54,7 +54,7 @@ def make_prompt_logprobs(
 
 
 def make_adapter_write() -> Callable[[AdapterPool, Array, Array], AdapterPool]:
-    """A program that writes an adapter: (pool, slot int32[], values [units * rank]) -> pool."""
+    """Make a program that writes an adapter: (pool, slot int32[], values [units * rank]) -> pool."""
 
     def write(pool: AdapterPool, slot: Array, values: Array) -> AdapterPool:
         return (lax.dynamic_update_slice(pool[0], values[None], (slot, 0)),)
@@ -70,7 +70,7 @@ def make_hidden_sums(
     has_classes: bool = False,
     has_projections: bool = False,
 ) -> Callable[[Weights, Array, Array], Array]:
-    """A program that adds up hidden states after the final norm: (weights, `Forward.hidden`, packed) ->
+    """Make a program that adds up hidden states after the final norm: (weights, `Forward.hidden`, packed) ->
     float32[max_rows, E], or [max_rows, E + classes], with what the classifier makes of their means. A model
     with projections reads each text in one step: the result is what these make of the means, times the number
     of tokens, by which the scheduler divides sums.
@@ -118,8 +118,8 @@ def _tile(shapes: StepShapes) -> int:
 def _over_tiles(
     packed: Array, shapes: StepShapes, step: Callable[[_Tile, Array], Array], out: Array
 ) -> Array:
-    """What `step` makes of `out`, tile by tile. packed int32[1 + 2 * max_tokens] holds how many tokens there
-    are, for each its index in the step, and for each another number.
+    """Compute what `step` makes of `out`, tile by tile. packed int32[1 + 2 * max_tokens] holds how many
+    tokens there are, for each its index in the step, and for each another number.
     """
     size, count = _tile(shapes), packed[0]
     padding = -shapes.max_tokens % size
@@ -139,7 +139,7 @@ def admission_size(max_model_len: int) -> int:
 
 
 def make_admission(vocab_size: int) -> Callable[[RowState, Array, Array], RowState]:
-    """A program that writes the token counts and biases of a feature slot: (state, packed
+    """Make a program that writes the token counts and biases of a feature slot: (state, packed
     int32[admission_size], bias float32[V]) -> state. packed holds the feature slot, the number of tokens in
     the prompt, the number of tokens in all, and the tokens.
     """
@@ -159,7 +159,7 @@ def make_admission(vocab_size: int) -> Callable[[RowState, Array, Array], RowSta
 def pack_admission(
     feature_slot: int, request: Request, made: tuple[int, ...], max_model_len: int
 ) -> NDArray[np.int32]:
-    """The packed buffer of `make_admission`'s program. `made` are the tokens that the request has generated
+    """Pack the buffer of `make_admission`'s program. `made` are the tokens that the request has generated
     already.
     """
     buffer = np.zeros(admission_size(max_model_len), np.int32)
@@ -170,9 +170,9 @@ def pack_admission(
 
 
 def make_page_copies(spec: CacheSpec) -> Callable[[KVCache, Array], KVCache]:
-    """A program that copies pages in all layers that have some: (cache, pairs int32[most, G, 2] of source and
-    destination in each group of layers) -> cache. Destinations past the cache's end mark padding, which comes
-    last.
+    """Make a program that copies pages in all layers that have some: (cache, pairs int32[most, G, 2] of
+    source and destination in each group of layers) -> cache. Destinations past the cache's end mark padding,
+    which comes last.
 
     A loop over the pairs runs in place and costs as much as the copies; a scatter would also gather the
     padding (64 pairs of 64 KB in 8 layers on CPU: 34 ms, where the loop takes 0.2 ms for three real pairs).
@@ -205,8 +205,8 @@ def make_page_copies(spec: CacheSpec) -> Callable[[KVCache, Array], KVCache]:
 
 
 def _copied(layer: Array, source: Array, destination: Array, pieces: int) -> Array:
-    """A layer's cache with one page copied. Of pages that are dealt over devices (`dealt_pages`) the one that
-    has the source sends it to all by a sum.
+    """Return a layer's cache with one page copied. Of pages that are dealt over devices (`dealt_pages`) the
+    one that has the source sends it to all by a sum.
     """
     if pieces == 1:
         page = lax.dynamic_slice_in_dim(layer, source, 1, 0)
@@ -221,8 +221,8 @@ def _copied(layer: Array, source: Array, destination: Array, pieces: int) -> Arr
 
 
 def pack_page_copies(copies: Sequence[PageCopy], most: int, num_pages: Sequence[int]) -> NDArray[np.int32]:
-    """The second argument of `make_page_copies`'s program. `num_pages` has the pages of each group, and there
-    are as many copies in one group as in any other.
+    """Pack the second argument of `make_page_copies`'s program. `num_pages` has the pages of each group, and
+    there are as many copies in one group as in any other.
     """
     pairs = np.empty((most, len(num_pages), 2), np.int32)
     pairs[:] = np.reshape(num_pages, (1, -1, 1))
@@ -233,9 +233,9 @@ def pack_page_copies(copies: Sequence[PageCopy], most: int, num_pages: Sequence[
 
 
 def make_table_rows() -> Callable[[RowState, Array], RowState]:
-    """A program that writes whole page tables: (state, int32[TABLE_ROWS, 1 + G * P] of slot and its table in
-    each group of layers) -> state. A slot past the last one marks padding. There is no loop whose end the
-    device computes, because on a GPU the host would read that back in each iteration.
+    """Make a program that writes whole page tables: (state, int32[TABLE_ROWS, 1 + G * P] of slot and its
+    table in each group of layers) -> state. A slot past the last one marks padding. There is no loop whose
+    end the device computes, because on a GPU the host would read that back in each iteration.
     """
 
     def write(state: RowState, packed: Array) -> RowState:
@@ -248,8 +248,8 @@ def make_table_rows() -> Callable[[RowState, Array], RowState]:
 
 
 def pack_table_rows(slots: Sequence[int], tables: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The second argument of `make_table_rows`'s program, from all tables int32[G, S, P]; at most TABLE_ROWS
-    slots.
+    """Pack the second argument of `make_table_rows`'s program, from all tables int32[G, S, P]; at most
+    TABLE_ROWS slots.
     """
     num_groups, num_slots, width = tables.shape
     buffer = np.full((TABLE_ROWS, 1 + num_groups * width), num_slots, np.int32)

@@ -181,8 +181,8 @@ PendingStep = AwaitingChoice | AwaitingTokens
 
 
 def _without_mask(filled: Filled, ahead: Mapping[int, Ahead]) -> list[int]:
-    """The rows of proposed tokens that make no token: their masks allow nothing, because they were not made,
-    or they belong to rows that make none themselves.
+    """Find the rows of proposed tokens that make no token: their masks allow nothing, because they were not
+    made, or they belong to rows that make none themselves.
     """
     return [
         row
@@ -352,7 +352,7 @@ class ProgramCalls:
         jax.block_until_ready((device.rows, device.kv, device.pool, device.adapters))
 
     def all_allowed(self, rows: int) -> Ints:
-        """A mask on the host, int32[R, words], to be narrowed."""
+        """Make a mask on the host, int32[R, words], to be narrowed."""
         return np.full((rows, mask_words(self._config.vocab_size)), -1, np.int32)
 
     def free(self) -> None:
@@ -432,7 +432,7 @@ class ModelRunner:
         return self.device.builder(self.device.num_pages).compile_all()
 
     def make_calls(self, programs: Programs) -> ProgramCalls:
-        """What calls the programs."""
+        """Make what calls the programs."""
         return ProgramCalls(programs, self.device, self.config)
 
     def start(self) -> None:

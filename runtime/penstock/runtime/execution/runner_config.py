@@ -83,7 +83,7 @@ class RunnerConfig:
         check_end_tokens(self.eos_token_ids)
 
     def layout(self, key: ProgramKey, num_groups: int) -> Layout:
-        """The layout of the buffer of a program, with page tables for so many groups of layers."""
+        """Return the layout of the buffer of a program, with page tables for so many groups of layers."""
         return Layout(
             key,
             num_groups,

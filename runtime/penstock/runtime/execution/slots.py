@@ -107,14 +107,14 @@ class Slots:
         return whole
 
     def table_rows(self, slots: Sequence[int]) -> Iterator[NDArray[np.int32]]:
-        """The arguments for the calls of `make_table_rows`'s program that send the whole tables of these
-        slots.
+        """Yield the arguments for the calls of `make_table_rows`'s program that send the whole tables of
+        these slots.
         """
         for i in range(0, len(slots), TABLE_ROWS):
             yield pack_table_rows(slots[i : i + TABLE_ROWS], self._tables)
 
     def request(self, row: PlanRow) -> Request:
-        """The request that holds the row's slot."""
+        """Return the request that holds the row's slot."""
         request = self._requests[row.slot]
         assert request is not None, f"slot {row.slot} runs {row.request_id} but was never admitted"
         return request
@@ -137,14 +137,14 @@ class Slots:
         return [logprobs[row.slot] if row.samples else None for row in plan.rows]
 
     def layout(self, key: ProgramKey) -> Layout:
-        """The layout of the buffer of a program."""
+        """Return the layout of the buffer of a program."""
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = self._config.layout(key, self._num_groups)
         return layout
 
     def blank(self, key: ProgramKey) -> NDArray[np.int32]:
-        """A buffer of padding only: a step with it computes, but writes nowhere and samples nothing."""
+        """Make a buffer of padding only: a step with it computes, but writes nowhere and samples nothing."""
         blank = self._blanks.get(key)
         if blank is None:
             layout = self.layout(key)
@@ -161,8 +161,8 @@ class Slots:
         return blank.copy()
 
     def silenced(self, packed: NDArray[np.int32], key: ProgramKey, rows: Iterable[int]) -> NDArray[np.int32]:
-        """A copy of a packed buffer without its tokens, in which these rows make no token and leave their
-        slots as they are. It is a copy because the runtime may be reading the original.
+        """Return a copy of a packed buffer without its tokens, in which these rows make no token and leave
+        their slots as they are. It is a copy because the runtime may be reading the original.
         """
         packed = packed.copy()
         _, fields, _ = self.layout(key).row_views(packed)

@@ -66,7 +66,7 @@ Buffer = TypeVar("Buffer", Ints, Array)
 
 
 def row_features(request: Request) -> int:
-    """The bits of what the sampler must look at for this request."""
+    """Return the bits of what the sampler must look at for this request."""
     sampling = request.sampling
     return (
         PENALTIES * sampling.has_penalties
@@ -77,8 +77,8 @@ def row_features(request: Request) -> int:
 
 
 def pack_params(request: Request, feature_slot: int = 0) -> Ints:
-    """The fields of a row that are constant for a request, int32[PARAM_FIELDS]. If the caller set no seed,
-    the engine has drawn one. Without penalties and bias the feature slot is not looked at.
+    """Pack the fields of a row that are constant for a request, int32[PARAM_FIELDS]. If the caller set no
+    seed, the engine has drawn one. Without penalties and bias the feature slot is not looked at.
     """
     sampling = request.sampling
     seed = sampling.seed or 0
@@ -176,7 +176,7 @@ class Layout:
         return header, fields, stop_ids, tokens
 
     def pictures_view(self, buffer: Buffer) -> Buffer:
-        """The section of pictures: int32[R] of a window, int32[4 or 5, T] of another step."""
+        """Return the section of pictures: int32[R] of a window, int32[4 or 5, T] of another step."""
         return _split(buffer, self._shapes)[4]
 
     def row_views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer]:
@@ -219,7 +219,7 @@ class Layout:
         )
 
     def unpack_tokens(self, packed: Array) -> Array:
-        """The buffer's tokens, int32[T], inside the program."""
+        """Unpack the buffer's tokens, int32[T], inside the program."""
         return self.views(packed)[3]
 
 

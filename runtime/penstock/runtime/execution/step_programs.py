@@ -152,7 +152,7 @@ class Follower(Protocol):
         ...
 
     def before(self, kv: KVCache, meta: AttentionMeta) -> Carried:
-        """What its first guess reads beside the tokens of a step."""
+        """Return what its first guess reads beside the tokens of a step."""
         ...
 
     def guess(
@@ -421,8 +421,8 @@ def _run_model(
 
 
 def _guessed(guesses: Array, codes: Array) -> Array:
-    """The guesses that these numbers stand for, see `drafted_tokens`: guesses int32[N, K], codes int32[N].
-    Numbers that stand for none have any.
+    """Return the guesses that these numbers stand for, see `drafted_tokens`: guesses int32[N, K], codes
+    int32[N]. Numbers that stand for none have any.
     """
     places = jnp.clip(FIRST_DRAFTED - codes, 0, guesses.shape[1] - 1)
     return jnp.take_along_axis(guesses, places[:, None], axis=1)[:, 0]
@@ -434,7 +434,7 @@ def _of_rows(by_slot: Array, batch: Unpacked) -> Array:
 
 
 def _add_pages(state: RowState, batch: Unpacked) -> RowState:
-    """The state with the new page-table entries of this step."""
+    """Return the state with the new page-table entries of this step."""
     at = (batch.sampling.slots, batch.page_indices)
     pairs = zip(state.tables, batch.pages, strict=True)
     return state._replace(tables=tuple(table.at[at].set(pages, mode="drop") for table, pages in pairs))
@@ -450,8 +450,8 @@ def make_forward(
     *,
     joins: bool = False,
 ) -> Callable[[Weights, KVCache, RowState, Array, Pool, AdapterPool, Weights], Forward]:
-    """A program that runs the model over one step of any mix of chunks and decodes. The last argument is the
-    draft's weights; () without one.
+    """Make a program that runs the model over one step of any mix of chunks and decodes. The last argument is
+    the draft's weights; () without one.
 
     `joins`: rows of one token may have the same slot, and the model keeps state by slot, so it is given one
     row for each slot (`join_rows`). Where the model keeps none, rows of the same slot need no such program.
@@ -503,8 +503,8 @@ def make_forward(
 def make_choice(
     layout: Layout, sampler: SamplerOp, num_top: int
 ) -> Callable[[RowState, Array, Array, Array], tuple[RowState, Chosen]]:
-    """A program that samples the tokens after one step's logits: (state, logits float32[R, V], packed buffer
-    without tokens, mask int32[R, W]) -> (state, what was chosen).
+    """Make a program that samples the tokens after one step's logits: (state, logits float32[R, V], packed
+    buffer without tokens, mask int32[R, W]) -> (state, what was chosen).
     """
 
     def choose(state: RowState, logits: Array, packed: Array, mask: Array) -> tuple[RowState, Chosen]:
@@ -592,8 +592,8 @@ def make_window(
     max_steps: int,
     rebuild_follower: RebuildFollower | None = None,
 ) -> Callable[[Weights, KVCache, RowState, Array, AdapterPool, Weights], tuple[KVCache, RowState, Chosen]]:
-    """A program that loops over decode steps. A call runs as many steps as its buffer's header says, or fewer
-    when every row has ended. No row has a mask.
+    """Make a program that loops over decode steps. A call runs as many steps as its buffer's header says, or
+    fewer when every row has ended. No row has a mask.
 
     A program for a fixed number of steps runs all of them, even when every row has ended. Such programs are
     for accelerators, where XLA reads the condition of a loop of unknown length back to the host in each
@@ -695,9 +695,9 @@ def make_guesses(
     *,
     all_steps: bool,
 ) -> Callable[[Weights, KVCache, RowState, Array], tuple[KVCache, RowState]]:
-    """A program in which a draft model, or heads, guess what follows the last samples of slots: (the weights
-    that `RebuildFollower` takes, cache, state, packed buffer without tokens) -> (cache, state). Each row's
-    MAX_SAMPLES says how many tokens, at most `most`. A guess is the likeliest token.
+    """Make a program in which a draft model, or heads, guess what follows the last samples of slots: (the
+    weights that `RebuildFollower` takes, cache, state, packed buffer without tokens) -> (cache, state). Each
+    row's MAX_SAMPLES says how many tokens, at most `most`. A guess is the likeliest token.
 
     `all_steps`: whether `most` steps are computed however few are needed, see `make_window`.
     """
