@@ -19,7 +19,7 @@ from penstock.runtime.models.load_rules import LoadRule, ParamPath, Target
 
 
 def rules_of_each(rules: Sequence[LoadRule]) -> list[LoadRule]:
-    """The rules of a cut model, which fill a leaf of each device."""
+    """Return the rules of a cut model, which fill a leaf of each device."""
 
     def of_one(target: Target) -> Target:
         return replace(target, path=(*target.path, target.at[0]), at=(0, *target.at[1:]))
@@ -28,7 +28,7 @@ def rules_of_each(rules: Sequence[LoadRule]) -> list[LoadRule]:
 
 
 def shapes_of_each(shapes: Mapping[ParamPath, LeafShape]) -> dict[ParamPath, LeafShape]:
-    """The shapes of the leaves of each device."""
+    """Return the shapes of the leaves of each device."""
     return {
         (*path, device): jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype)
         for path, leaf in shapes.items()

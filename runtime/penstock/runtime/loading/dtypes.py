@@ -34,7 +34,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def name_of(dtype: np.dtype[Any]) -> str:
-    """The name of a dtype; numpy's own for one that no safetensors file holds."""
+    """Return the name of a dtype; numpy's own for one that no safetensors file holds."""
     return _NAMES.get(dtype, str(dtype))
 
 
@@ -44,7 +44,7 @@ def is_float(dtype: str) -> bool:
 
 
 def num_bytes(tensor: SentTensor) -> int | None:
-    """The bytes that all values of a tensor take; None for a dtype that is not known."""
+    """Compute the bytes that all values of a tensor take; None for a dtype that is not known."""
     num_values = math.prod(tensor.shape)
     if tensor.dtype == "I4":
         return -(-num_values // 2)

@@ -18,7 +18,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """The directory of a model, or its GGUF file: "demo", an existing path, or a Hugging Face id "org/name".
+    """Find the directory of a model, or its GGUF file: "demo", an existing path, or a Hugging Face id
+    "org/name".
 
     A hub id is downloaded (only the files that serving needs, with a progress bar), or found in the hub's
     cache. Raises ConfigError, which says what failed and what to do.

@@ -41,7 +41,7 @@ def download(repo_id: str) -> Path:
 
 
 def _what_failed(error: Exception) -> str:
-    """The cause in words, with the setting that helps."""
+    """Tell the cause in words, with the setting that helps."""
     if isinstance(error, GatedRepoError):
         return "access to it must be granted: accept its terms on huggingface.co and set HF_TOKEN"
     if isinstance(error, RepositoryNotFoundError):

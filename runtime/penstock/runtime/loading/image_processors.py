@@ -36,8 +36,8 @@ _TRIED_SIDE = 509
 
 
 def find_processor(folder: Path, vision: VisionConfig, max_tokens: int) -> Processor | None:
-    """What makes a checkpoint's pictures ready; None, with a line in the log, if the folder has no image
-    processor. ConfigError if it cannot be read, or does not make what the encoder takes. It takes seconds,
+    """Find what makes a checkpoint's pictures ready; None, with a line in the log, if the folder has no image
+    processor. ConfigError if it cannot be read, or does not make what the encoder takes. This takes seconds,
     because transformers takes long to import. `max_tokens` are the most that a picture may have.
     """
     files = [file for name in FILES if (file := folder / name).is_file()]
@@ -77,7 +77,7 @@ def _try(processor: Processor) -> None:
 
 
 def _adapted(processor: Any, folder: Path, vision: VisionConfig, max_tokens: int) -> Processor:
-    """transformers' processor as the reader of prompts calls it."""
+    """Wrap transformers' processor as the reader of prompts calls it."""
     match vision:
         case QwenVisionConfig():
             return QwenProcessor(
@@ -128,8 +128,8 @@ def _adapted(processor: Any, folder: Path, vision: VisionConfig, max_tokens: int
 
 
 def _two_tokens(folder: Path, file_name: str, names: Mapping[str, str]) -> tuple[int, int]:
-    """The ids of two special tokens, which fields of a file may name; otherwise they have the names that are
-    given for these fields. ConfigError if the tokenizer has no such tokens.
+    """Find the ids of two special tokens, which fields of a file may name; otherwise they have the names that
+    are given for these fields. ConfigError if the tokenizer has no such tokens.
     """
     listed = read_json_object(file) if (file := folder / file_name).is_file() else {}
     wanted = [str(listed.get(field) or usual) for field, usual in names.items()]

@@ -191,7 +191,7 @@ def inspect_checkpoint(directory: Path, options: EngineConfig, backend: Backend)
 
 
 def _whole_cache(config: ModelConfig) -> CacheSpec:
-    """What the model keeps, and its heads, where these are to guess."""
+    """Return what the model keeps, and its heads, where these are to guess."""
     return config.cache.followed_by(config.predictor_cache) if config.predicts else config.cache
 
 
@@ -211,7 +211,7 @@ def inspect_config(file: Path, options: EngineConfig, backend: Backend) -> Inspe
 def _inspection(
     config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat, options: EngineConfig
 ) -> Inspection:
-    """What a model's config says."""
+    """Return what a model's config says."""
     vision = config.vision
     graphdef, shapes = abstract_model(config, dtype, linear)
     leaves = leaf_shapes(config, dtype, linear).values()
@@ -284,7 +284,7 @@ def _served_cache_bytes(
 
 
 def _forms(facts: CheckpointFacts) -> tuple[QuantisedForm, ...]:
-    """The forms of quantised weights, those with most numbers first."""
+    """List the forms of quantised weights, those with most numbers first."""
     forms = dict(facts.linear.kept)
     in_codes = [
         (rule, forms.get(rule.targets[0].path, facts.linear.codes))

@@ -155,7 +155,7 @@ class LeafMaker:
             self._ahead.append((rule, future, end == rule.num_rows))
 
     def _opened(self, path: ParamPath) -> npt.NDArray[Any]:
-        """The host array of a leaf that is being filled."""
+        """Return the host array of a leaf that is being filled."""
         if path not in self._open:
             shape = self._shapes[path]
             leaf = self._open[path] = host_memory.zeros(shape.shape, shape.dtype)
@@ -192,14 +192,14 @@ def _copy(leaf: npt.NDArray[Any], old: npt.NDArray[Any]) -> None:
 
 
 def _runs(rule: LoadRule) -> list[tuple[int, int]]:
-    """The ranges of rows that one task fills each."""
+    """Return the ranges of rows that one task fills each."""
     rows = _rows_of(rule, _TASK_VALUES)
     begins = range(0, rule.num_rows, rows)
     return list(itertools.pairwise([*begins, rule.num_rows]))
 
 
 def _rows_of(rule: LoadRule, num_values: int) -> int:
-    """A number of rows with about `num_values` values, in whole units of the rule."""
+    """Choose a number of rows with about `num_values` values, in whole units of the rule."""
     return max(1, num_values // max(1, rule.row_size) // rule.unit) * rule.unit
 
 

@@ -14,7 +14,7 @@ from penstock.runtime.models.load_rules import LoadRule, LoadRules, ParamPath
 
 
 def own_devices(mesh: Mesh) -> range:
-    """The numbers of this process's devices on the mesh. Those of a process lie side by side."""
+    """Return the numbers of this process's devices on the mesh. Those of a process lie side by side."""
     own = [
         number
         for number, device in enumerate(mesh.devices.flat)
@@ -24,7 +24,7 @@ def own_devices(mesh: Mesh) -> range:
 
 
 def own_rules(rules: LoadRules, own: range, devices: int) -> LoadRules:
-    """The rules of all `devices` that fill the leaves of these alone, whose entries count from 0."""
+    """Select the rules of all `devices` that fill the leaves of these alone, whose entries count from 0."""
     if len(own) == devices:
         return rules
     return replace(
@@ -35,7 +35,7 @@ def own_rules(rules: LoadRules, own: range, devices: int) -> LoadRules:
 def own_shapes(
     shapes: Mapping[ParamPath, jax.ShapeDtypeStruct], own: range, devices: int
 ) -> dict[ParamPath, jax.ShapeDtypeStruct]:
-    """The shapes of what these of all `devices` have of the leaves."""
+    """Return the shapes of what these of all `devices` have of the leaves."""
     before = () if devices == 1 else (len(own),)
     return {
         path: jax.ShapeDtypeStruct((*before, *leaf.shape[len(before) :]), leaf.dtype)
@@ -44,7 +44,7 @@ def own_shapes(
 
 
 def _device(rule: LoadRule) -> int:
-    """The device whose entry of the leaves a rule fills."""
+    """Return the device whose entry of the leaves a rule fills."""
     return rule.targets[0].at[0]
 
 

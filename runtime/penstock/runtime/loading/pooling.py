@@ -40,8 +40,8 @@ _SUPPORTED = {
 
 
 def read_pooling(directory: Path, otherwise: Pooling) -> Pooling:
-    """The pooling of a checkpoint that was made for embeddings; `otherwise` for all others. ConfigError where
-    its files ask for another kind of pooling.
+    """Read the pooling of a checkpoint that was made for embeddings; `otherwise` for all others. ConfigError
+    where its files ask for another kind of pooling.
     """
     modules = _modules(directory)
     others = sorted({kind for kind, _ in modules if kind not in _KNOWN})
@@ -60,9 +60,9 @@ def read_pooling(directory: Path, otherwise: Pooling) -> Pooling:
 
 
 def with_projections(config: ModelConfig, directory: Path) -> tuple[ModelConfig, Mapping[str, TensorEntry]]:
-    """The model with the layers that `modules.json` has behind the pooling (Dense), and their tensors, whose
-    names begin with the module's folder. ConfigError if it is no encoder, or if the files of such a layer are
-    wrong.
+    """Return the model with the layers that `modules.json` has behind the pooling (Dense), and their tensors,
+    whose names begin with the module's folder. ConfigError if it is no encoder, or if the files of such a
+    layer are wrong.
     """
     file, modules = directory / MODULES, _modules(directory)
     kinds = [kind for kind, _ in modules]
@@ -86,14 +86,14 @@ def with_projections(config: ModelConfig, directory: Path) -> tuple[ModelConfig,
 
 
 def projection_files(directory: Path) -> list[Path]:
-    """The files with the options of a checkpoint's layers behind the pooling, in whose folders their tensors
-    are.
+    """List the files with the options of a checkpoint's layers behind the pooling, in whose folders their
+    tensors are.
     """
     return [path for kind, path in _modules(directory) if kind == "Dense"]
 
 
 def _projection(path: Path, in_size: int) -> ProjectionConfig:
-    """The layer that a module's config.json describes, behind something that makes `in_size` numbers."""
+    """Read the layer that a module's config.json describes, behind something that makes `in_size` numbers."""
     config = read_json_object(path)
     named = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     activation = named.rpartition(".")[2] if isinstance(named, str) else ""
@@ -122,8 +122,8 @@ def _projection(path: Path, in_size: int) -> ProjectionConfig:
 
 
 def read_most_tokens(directory: Path) -> int | None:
-    """The length at which Sentence Transformers cuts texts of a checkpoint; None: its files say none. What
-    its files ask for besides, and a request has to do itself, is logged.
+    """Read the length at which Sentence Transformers cuts texts of a checkpoint; None: its files say none.
+    What its files ask for besides, and a request has to do itself, is logged.
     """
     file, prompts_file = directory / _TRANSFORMER, directory / _PROMPTS
     if prompts_file.exists():
@@ -146,8 +146,8 @@ def read_most_tokens(directory: Path) -> int | None:
 
 
 def read_answer_tokens(directory: Path, vocab_size: int) -> tuple[int, int] | None:
-    """The tokens that mean yes and no in a checkpoint that was made to judge documents. None for all others,
-    and for judges whose score is that of one token alone. ConfigError where its files name no tokens.
+    """Read the tokens that mean yes and no in a checkpoint that was made to judge documents. None for all
+    others, and for judges whose score is that of one token alone. ConfigError where its files name no tokens.
     """
     for kind, path in _modules(directory):
         if kind == "LogitScore":
@@ -163,7 +163,7 @@ def read_answer_tokens(directory: Path, vocab_size: int) -> tuple[int, int] | No
 
 
 def _modules(directory: Path) -> list[tuple[str, Path]]:
-    """The kind of each module of the checkpoint, and the file with its options."""
+    """Read the kind of each module of the checkpoint, and the file with its options."""
     file = directory / MODULES
     if not file.exists():
         return []

@@ -45,7 +45,7 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def map(self) -> npt.NDArray[np.generic]:
-        """A read-only memory map of the tensor, which is unmapped when the array and all its views are
+        """Return a read-only memory map of the tensor, which is unmapped when the array and all its views are
         gone.
         """
         if self.num_bytes == 0:
@@ -54,8 +54,8 @@ class TensorEntry:
         return raw.view(self.dtype).reshape(self.shape)
 
     def __getitem__(self, part: slice | tuple[slice, ...]) -> npt.NDArray[Any]:
-        """A memory map of the bytes from the first to the last of these consecutive entries only. With a map
-        of the whole tensor, everything that was read of it would count as this process's memory.
+        """Return a memory map of the bytes from the first to the last of these consecutive entries only. With
+        a map of the whole tensor, everything that was read of it would count as this process's memory.
         """
         index = part if isinstance(part, tuple) else (part,)
         offset, shape, mapped = self.offset, list(self.shape), 0
@@ -119,8 +119,8 @@ def _sharded(directory: Path, index: Path) -> dict[str, TensorEntry]:
 
 
 def read_index(index: Path, text: bytes) -> dict[str, str]:
-    """The weight map of an index: tensor to the name of its shard. Raises ConfigError if this is no index, or
-    names files outside its directory.
+    """Read the weight map of an index: tensor to the name of its shard. Raises ConfigError if this is no
+    index, or names files outside its directory.
     """
     check_downloaded(index, text)
     try:
@@ -134,7 +134,9 @@ def read_index(index: Path, text: bytes) -> dict[str, str]:
 
 
 def joined(directory: Path, headers: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """The tensors of all files of a directory. Raises ConfigError if two have a tensor of the same name."""
+    """Join the tensors of all files of a directory. Raises ConfigError if two have a tensor of the same
+    name.
+    """
     found: dict[str, TensorEntry] = {}
     for header in headers:
         for name, entry in header.items():
@@ -157,7 +159,9 @@ def check_places(index: Path, places: Mapping[str, str], found: Mapping[str, Ten
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of one file. Raises ConfigError if the file is truncated or is not a safetensors file."""
+    """Read the tensors of one file. Raises ConfigError if the file is truncated or is not a safetensors
+    file.
+    """
     try:
         with file.open("rb") as stream:
             return header_of(file, stream.fileno())
@@ -166,7 +170,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """What a file says beside its tensors. Raises ConfigError as `read_header` does."""
+    """Read what a file says beside its tensors. Raises ConfigError as `read_header` does."""
     try:
         with file.open("rb") as stream:
             told = _header(file, stream.fileno())[0].get("__metadata__", {})
@@ -184,7 +188,7 @@ def header_of(file: Path, descriptor: int) -> dict[str, TensorEntry]:
 
 
 def _header(file: Path, descriptor: int) -> tuple[Mapping[str, Mapping[str, object]], int, int]:
-    """The header, where the data begin, and the file's size."""
+    """Read the header, where the data begin, and the file's size."""
     check_downloaded(file, os.pread(descriptor, 512, 0))
     size = os.fstat(descriptor).st_size
     prefix = os.pread(descriptor, 8, 0)

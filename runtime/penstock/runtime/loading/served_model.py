@@ -155,7 +155,7 @@ class CheckpointFacts:
 
 
 def with_mesh_size(config: EngineConfig, model: str, devices: Sequence[jax.Device]) -> EngineConfig:
-    """The options with a number as `tensor_parallel_size`; `model` and the ConfigErrors are those of
+    """Return the options with a number as `tensor_parallel_size`; `model` and the ConfigErrors are those of
     `load_model`.
     """
     if config.tensor_parallel_size is not None:
@@ -225,8 +225,8 @@ def read_checkpoint(directory: Path, options: EngineConfig, backend: Backend) ->
 
 
 def served_config(config: ModelConfig, options: EngineConfig) -> ModelConfig:
-    """The model as each device computes it, for the context that is served, with the layer that predicts
-    further tokens where that is to guess. ConfigError: see `cut`, and where there is no such layer.
+    """Return the model as each device computes it, for the context that is served, with the layer that
+    predicts further tokens where that is to guess. ConfigError: see `cut`, and where there is no such layer.
     """
     check_max_model_len(options, config.max_position_embeddings)
     if options.speculation == "heads":
@@ -241,7 +241,7 @@ def served_config(config: ModelConfig, options: EngineConfig) -> ModelConfig:
 
 
 def _with_heads(config: ModelConfig, options: EngineConfig) -> ModelConfig:
-    """The model with its heads. ConfigError if it has none, or cannot have them here."""
+    """Return the model with its heads. ConfigError if it has none, or cannot have them here."""
     if config.predictor is None:
         raise ConfigError(
             f"speculation: {config.architecture} has no heads here: config.json must say "
@@ -253,7 +253,7 @@ def _with_heads(config: ModelConfig, options: EngineConfig) -> ModelConfig:
 
 
 def _heads(config: ModelConfig) -> DraftModel | None:
-    """The heads of a model that has them."""
+    """Return the heads of a model that has them."""
     if not config.predicts:
         return None
     return DraftModel(
@@ -291,9 +291,9 @@ def load_model(model: str, config: EngineConfig, backend: Backend) -> ServedMode
 
 
 def shapes_of_model(model: str, config: EngineConfig, backend: Backend) -> ServedModel:
-    """The model that `load_model` would load, with shapes in place of its weights, of which only the headers
-    are read. The backend's devices need not be there. Raises as `load_model` does, and ConfigError for a
-    draft.
+    """Return the model that `load_model` would load, with shapes in place of its weights, of which only the
+    headers are read. The backend's devices need not be there. Raises as `load_model` does, and ConfigError
+    for a draft.
     """
     if config.draft_model is not None:
         raise ConfigError("draft_model: programs cannot be compiled ahead for a model with a draft")
@@ -453,7 +453,7 @@ def _load_draft(read: DraftFacts, config: EngineConfig, backend: Backend) -> Dra
 
 
 def reader_of(config: ModelConfig) -> Reader | None:
-    """What the engine must know of a model that generates nothing; None for one that does."""
+    """Return what the engine must know of a model that generates nothing; None for one that does."""
     if config.generates:
         return None
     encoder, classifier = config.encoder, config.classifier
@@ -473,7 +473,7 @@ def _rules_for(
     rules: LoadRules,
     names: Collection[str],
 ) -> LoadRules:
-    """The rules for tensors of these names, which are read as those of a checkpoint are."""
+    """Return the rules for tensors of these names, which are read as those of a checkpoint are."""
     found = config.names.found_in(names)
     if found == config.names:
         return rules
@@ -481,15 +481,15 @@ def _rules_for(
 
 
 def end_tokens(configured: tuple[int, ...], text: TextCodec | None, vocab_size: int) -> tuple[int, ...]:
-    """The model's end tokens: those of its configuration, and then those that its tokenizer or its chat
-    template shows besides, as far as the model can write them.
+    """Return the model's end tokens: those of its configuration, and then those that its tokenizer or its
+    chat template shows besides, as far as the model can write them.
     """
     shown = frozenset[int]() if text is None else text.end_token_ids
     return (*configured, *sorted(i for i in shown - frozenset(configured) if i < vocab_size))
 
 
 def _stored_types(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of the dtypes of tensors, that of most values first."""
+    """List the names of the dtypes of tensors, that of most values first."""
     values: dict[str, int] = {}
     for tensor in tensors.values():
         name = name_of(tensor.dtype)

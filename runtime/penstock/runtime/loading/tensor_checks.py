@@ -48,13 +48,13 @@ def problems_of(rules: LoadRules, sent: Sequence[SentTensor], *, partial: bool) 
 
 
 def _endings(name: str) -> list[str]:
-    """The name, and what is left of it without its first part, its first two, and so on."""
+    """Return the name, and what is left of it without its first part, its first two, and so on."""
     parts = name.split(".")
     return [".".join(parts[i:]) for i in range(len(parts))]
 
 
 def _by_ending(names: Iterable[str]) -> dict[str, str]:
-    """Ending to the one name that has it; to "" where several have."""
+    """Map each ending to the one name that has it; to "" where several have."""
     found: dict[str, str] = {}
     for name in names:
         for end in _endings(name):
@@ -83,7 +83,7 @@ def _compared(tensor: SentTensor, expected: SentTensor, *, exact: bool) -> Tenso
 
 
 def _sized(tensor: SentTensor) -> TensorProblem | None:
-    """A harmless tensor is not read, but it must be known how many bytes it has."""
+    """Check that it is known how many bytes a harmless tensor has, though it is not read."""
     if num_bytes(tensor) is not None:
         return None
     why = f"has dtype {tensor.dtype}, which is not known here"

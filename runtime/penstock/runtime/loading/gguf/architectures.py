@@ -59,8 +59,8 @@ class Architecture:
 
 
 def read_config(file: GgufFile) -> Config:
-    """The fields of the config.json that the model would have. Raises UnknownArchitecture, or ConfigError
-    with every key that cannot be served.
+    """Read the fields of the config.json that the model would have. Raises UnknownArchitecture, or
+    ConfigError with every key that cannot be served.
     """
     name, architecture = _architecture(file)
     prefix = f"{name}."
@@ -132,14 +132,14 @@ _BY_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_coun
 
 
 def _collapsed(key: str, value: object) -> object:
-    """A value that is listed for each layer, but is the same for all, as one value."""
+    """Return a value that is listed for each layer, but is the same for all, as one value."""
     if key in _BY_LAYER and isinstance(value, list) and value and value == value[:1] * len(value):
         return value[0]
     return value
 
 
 def _common(keys: Fields, file: GgufFile) -> Config:
-    """The fields that all models have."""
+    """Read the fields that all models have."""
     keys.only("attention.causal", True)
     keys.only("pooling_type", *_POOLING)
     embeddings = file.tensors.get(_EMBEDDINGS)
@@ -167,8 +167,8 @@ def _common(keys: Fields, file: GgufFile) -> Config:
 
 
 def _heads(keys: Fields, infos: Infos, architecture: Architecture) -> Config:
-    """The fields of heads of queries, keys and values. It is a problem unless there are as many channels as
-    these heads have, before anything is computed for each of them.
+    """Read the fields of heads of queries, keys and values. It is a problem unless there are as many channels
+    as these heads have, before anything is computed for each of them.
     """
     if not architecture.query_rows:
         return {}
@@ -221,8 +221,8 @@ def _token_id(file: GgufFile, key: str) -> int | None:
 
 
 def _dtype(infos: Infos) -> str:
-    """What the model is computed in unless the operator says otherwise: that of its matrices, or bfloat16 if
-    some are quantised.
+    """Say what the model is computed in unless the operator says otherwise: that of its matrices, or bfloat16
+    if some are quantised.
     """
     kinds = {info.type.name for info in infos.values() if len(info.shape) > 1}
     if kinds <= {"F32"}:
@@ -231,8 +231,8 @@ def _dtype(infos: Infos) -> str:
 
 
 def _rope_scaling(keys: Fields, file: GgufFile) -> Config | None:
-    """The object rope_scaling. Llama 3.1's scaling is in no key: the file has what each frequency is divided
-    by, which is the same in short and long contexts.
+    """Return the object rope_scaling. Llama 3.1's scaling is in no key: the file has what each frequency is
+    divided by, which is the same in short and long contexts.
     """
     kind = keys.raw("rope.scaling.type")
     original = keys.optional_integer("rope.scaling.original_context_length")
@@ -273,7 +273,7 @@ def _rope_scaling(keys: Fields, file: GgufFile) -> Config | None:
 
 
 def _factors(file: GgufFile, stored: str) -> list[float] | None:
-    """A short vector of a file, for the configuration."""
+    """Read a short vector of a file, for the configuration."""
     info = file.tensors.get(stored)
     if info is None:
         return None
@@ -284,7 +284,9 @@ def _factors(file: GgufFile, stored: str) -> list[float] | None:
 
 
 def _name(stored: str, architecture: Architecture) -> str:
-    """The name in safetensors files: "model.layers.3.self_attn.q_proj.weight" for "blk.3.attn_q.weight"."""
+    """Return the name in safetensors files: "model.layers.3.self_attn.q_proj.weight" for
+    "blk.3.attn_q.weight".
+    """
     if stored in _TOP:
         return _TOP[stored]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+?)(?:\.(weight|bias))?", stored)
@@ -395,8 +397,8 @@ def _qwen3_moe(keys: Fields, infos: Infos, common: Config) -> Config:
 
 
 def _gemma(keys: Fields, common: Config, largest: int) -> Config:
-    """What Gemma 2 and 3 have in common. largest: the number of layers of their 27B, in which alone scores
-    are divided by another size than that of a head.
+    """Read what Gemma 2 and 3 have in common. largest: the number of layers of their 27B, in which alone
+    scores are divided by another size than that of a head.
     """
     head_dim = common["head_dim"]
     if common["num_hidden_layers"] == largest:
@@ -521,7 +523,7 @@ def _grouped_values(found: Mapping[str, Tensor], config: Config) -> dict[str, Te
 
 
 def _grouped_experts(keys: Fields, infos: Infos, common: Config) -> Config:
-    """What DeepSeek and GLM have in common. Layers that predict further tokens count as layers."""
+    """Read what DeepSeek and GLM have in common. Layers that predict further tokens count as layers."""
     keys.only("expert_gating_func", 2)  # sigmoids
     further = keys.optional_integer("nextn_predict_layers", 0) or 0
     return {
@@ -631,7 +633,7 @@ def _fused(found: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
 
 
 def _alike(found: Mapping[str, Tensor], names: list[str], rank: int) -> list[made.Stored]:
-    """The tensors of these names, if all are there and have one shape; else none."""
+    """Return the tensors of these names, if all are there and have one shape; else none."""
     tensors = [tensor for name in names if isinstance(tensor := found.get(name), made.Stored)]
     shapes = {tensor.shape for tensor in tensors}
     is_whole = len(tensors) == len(names) and len(shapes) == 1 and len(tensors[0].shape) == rank

@@ -52,7 +52,7 @@ class BlockType:
         return None if self.integers is None else CodeForm(self.bits)
 
     def codes(self, rows: Bytes) -> Codes | None:
-        """The codes of rows of whole blocks; None if there are none, or scales that are no numbers."""
+        """Read the codes of rows of whole blocks; None if there are none, or scales that are no numbers."""
         if self.integers is None:
             return None
         blocks = rows.reshape(rows.size // self.num_bytes, self.num_bytes)
@@ -63,7 +63,7 @@ class BlockType:
         return Codes(codes=codes, bits=self.bits, scales=scales, zeros=None, group=self.values)
 
     def read(self, rows: Bytes) -> npt.NDArray[Any]:
-        """The values of rows of whole blocks, uint8 [rows, n * num_bytes] -> [rows, n * values]."""
+        """Read the values of rows of whole blocks, uint8 [rows, n * num_bytes] -> [rows, n * values]."""
         if self.decode is None:
             return rows.view(self.dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # scales may be anything; `LoadRule.fill` looks
@@ -72,7 +72,7 @@ class BlockType:
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
-    """The float16 at a byte of each block, [n, 1]."""
+    """Read the float16 at a byte of each block, [n, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
@@ -91,7 +91,7 @@ def _bits(packed: Bytes, width: int, size: int) -> Bytes:
 
 
 def _fifth(blocks: Bytes, at: int) -> Bytes:
-    """The bits of 4 bytes as the fifth bits of 32 values, [n, 32]."""
+    """Return the bits of 4 bytes as the fifth bits of 32 values, [n, 32]."""
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << np.uint8(4)
 
 

@@ -82,7 +82,7 @@ class TensorInfo:
         return self.num_rows * self.row_bytes
 
     def blocks(self, begin: int, end: int) -> npt.NDArray[np.uint8]:
-        """A read-only memory map of rows `begin` to `end` as they are stored, [rows, row_bytes]."""
+        """Return a read-only memory map of rows `begin` to `end` as they are stored, [rows, row_bytes]."""
         rows = max(0, end - begin)
         if rows == 0:
             return np.zeros((0, self.row_bytes), np.uint8)
@@ -152,7 +152,7 @@ def _integer(file: GgufFile, key: str, default: int) -> int:
 
 
 def _short(value: object) -> str:
-    """A value for a message."""
+    """Shorten a value for a message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 

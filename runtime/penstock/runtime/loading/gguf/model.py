@@ -77,7 +77,7 @@ def _list(value: object) -> list[Any]:
 
 
 def _defaults(file: GgufFile) -> GenerationDefaults:
-    """The defaults of sampling that the model's makers recommend."""
+    """Read the defaults of sampling that the model's makers recommend."""
     given = {
         key.removeprefix(_SAMPLING_PREFIX): value
         for key, value in file.metadata.items()

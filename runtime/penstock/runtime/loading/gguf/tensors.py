@@ -93,17 +93,17 @@ class Stored:
 
 
 def whole(info: TensorInfo) -> Stored:
-    """The tensor as it is."""
+    """Return the tensor as it is."""
     return Stored(info, info.shape)
 
 
 def less_one(info: TensorInfo) -> Stored:
-    """A norm that was stored with one added to it."""
+    """Return a norm that was stored with one added to it."""
     return Stored(info, info.shape, undo=lambda values: values - np.float32(1))
 
 
 def log_of_negated(info: TensorInfo) -> Stored:
-    """A logarithm that was stored as minus its exponential."""
+    """Return a logarithm that was stored as minus its exponential."""
     return Stored(info, info.shape, undo=lambda values: np.log(-values))
 
 
@@ -130,7 +130,7 @@ def grouped(tensor: Stored, groups: int, in_group: int, size: int, *, from_row: 
 
 
 def grouped_columns(tensor: Stored, groups: int, in_group: int, size: int) -> Stored:
-    """The same for what each row multiplies."""
+    """Return the same for what each row multiplies."""
     if tensor.shape[-1] != groups * in_group * size:
         return tensor
     return replace(tensor, columns=_by_group(groups, in_group, size))
@@ -148,12 +148,12 @@ def with_middle_axis(tensor: Stored) -> Stored:
 
 
 def as_row(info: TensorInfo) -> Stored:
-    """A vector as a matrix of one row."""
+    """Return a vector as a matrix of one row."""
     return Stored(info, (1, *info.shape))
 
 
 def experts_apart(info: TensorInfo) -> list[Stored]:
-    """The matrices, or the vectors, of a stack."""
+    """Return the matrices, or the vectors, of a stack."""
     each = math.prod(info.shape[1:-1])
     return [Stored(info, info.shape[1:], first_row=expert * each) for expert in range(info.shape[0])]
 

@@ -120,14 +120,14 @@ class _Metadata:
         return ConfigError(f"{self._file.path}: {key} {problem}")
 
     def value(self, key: str, kind: type) -> Any:
-        """A value of exactly this type; None if it is absent."""
+        """Read a value of exactly this type; None if it is absent."""
         value = self._file.metadata.get(key)
         if value is not None and type(value) is not kind:
             raise self.error(key, f"must be of type {kind.__name__}, not {type(value).__name__}")
         return value
 
     def listed(self, key: str, kind: type) -> list[Any]:
-        """A list of values of exactly this type; an empty one if it is absent."""
+        """Read a list of values of exactly this type; an empty one if it is absent."""
         values: list[Any] = self.value(key, list) or []
         wrong = next((i for i, value in enumerate(values) if type(value) is not kind), None)
         if wrong is not None:
@@ -140,7 +140,7 @@ class _Metadata:
 
 
 def find_tokenizer(file: GgufFile) -> LoadedTokenizer | None:
-    """The tokenizer of a model; None if the file has none. Raises ConfigError, which names the key."""
+    """Find the tokenizer of a model; None if the file has none. Raises ConfigError, which names the key."""
     data = _Metadata(file)
     kind = data.value("tokenizer.ggml.model", str)
     if kind in (None, "none", "no_vocab"):
@@ -317,7 +317,7 @@ def _loaded(
 
 
 def _templates(data: _Metadata) -> dict[str, str]:
-    """The chat templates by their names; that without a name is "default"."""
+    """Read the chat templates by their names; that without a name is "default"."""
     names = data.listed("tokenizer.chat_templates", str)
     keys = {"default": "tokenizer.chat_template"} | {
         name: f"tokenizer.chat_template.{name}" for name in names

@@ -66,7 +66,7 @@ def format_for(
 
 
 def _joined(forms: Sequence[CodeForm | None]) -> CodeForm | None:
-    """The form of a leaf whose tensors have these."""
+    """Return the form of a leaf whose tensors have these."""
     known = [form for form in forms if form is not None]
     return union(known) if len(known) == len(forms) else None
 
@@ -139,7 +139,7 @@ def _weight_of(
 
 
 def _layers(tensors: Mapping[str, TensorEntry], quantisation: Quantisation) -> dict[str, Layer]:
-    """The quantised layers by their names."""
+    """Find the quantised layers by their names."""
     found: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in tensors.items():
         for ending in quantisation.endings:

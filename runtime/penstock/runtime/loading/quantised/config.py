@@ -56,8 +56,8 @@ class Quantisation:
 
 
 def read_quantisation(directory: Path, config: Mapping[str, Any]) -> Quantisation | None:
-    """What config.json, or the file beside it that older tools write, says of quantised layers; None if it
-    says nothing, or what a family reads itself. Raises ConfigError.
+    """Read what config.json, or the file beside it that older tools write, says of quantised layers; None if
+    it says nothing, or what a family reads itself. Raises ConfigError.
     """
     for file, given in _given(directory, config):
         fields = Fields(given, f"{FIELD}." if file == "config.json" else "")
@@ -85,7 +85,7 @@ def _is_mlx(given: object) -> bool:
 
 
 def _given(directory: Path, config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The file that tells of quantised layers, and what it says; empty if there is none."""
+    """Read the file that tells of quantised layers, and what it says; empty if there is none."""
     for name in (FIELD, "compression_config"):
         given = config.get(name)
         if given and not isinstance(given, dict):
@@ -154,7 +154,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _but(plain: _Names, reader: Reader) -> Callable[[str], Reader | None]:
-    """The reader of all layers but those of a list."""
+    """Make the reader of all layers but those of a list."""
     return lambda layer: None if plain.certainly(layer) else reader
 
 
@@ -172,7 +172,7 @@ def _bits(fields: Fields, name: str) -> int:
 
 
 def _group(fields: Fields, name: str) -> int | None:
-    """The size of a group; None, for -1 and null: all inputs."""
+    """Read the size of a group; None, for -1 and null: all inputs."""
     return None if fields.raw(name) == -1 else fields.optional_integer(name)
 
 
@@ -227,7 +227,7 @@ tensors say."""
 
 
 def _gptq(fields: Fields) -> Quantisation:
-    """The config of AutoGPTQ, GPTQModel and transformers."""
+    """Read the config of AutoGPTQ, GPTQModel and transformers."""
     fields.only("pack_dtype", "int32")
     fields.only("checkpoint_format", "gptq", "gptq_v2")
     version = 2 if fields.raw("checkpoint_format") == "gptq_v2" else 1
@@ -285,7 +285,7 @@ def _gptq_differing(
 
 
 def _fp8(fields: Fields) -> Quantisation:
-    """The config of DeepSeek's and Qwen's checkpoints, and of vLLM's older ones."""
+    """Read the config of DeepSeek's and Qwen's checkpoints, and of vLLM's older ones."""
     fields.only("fmt", "e4m3", "float8_e4m3fn")
     fields.only("activation_scheme", "dynamic", "static")
     fields.only("scale_fmt", "float", "float32", "ue8m0")
@@ -320,14 +320,14 @@ _CACHE_ENDINGS = ("k_scale", "v_scale", "output_scale", "output_zero_point", "kv
 
 
 def _cache_notes(fields: Fields) -> tuple[str, ...]:
-    """A note if there is a `kv_cache_scheme`."""
+    """Return a note if there is a `kv_cache_scheme`."""
     if not fields.raw("kv_cache_scheme"):
         return ()
     return ("kv_cache_scheme is not used: --kv-cache-dtype says what the KV cache is kept in",)
 
 
 def _bitsandbytes(fields: Fields) -> Quantisation:
-    """The config of bitsandbytes in transformers."""
+    """Read the config of bitsandbytes in transformers."""
     fields.ignore(
         (
             "bnb_4bit_compute_dtype",
@@ -394,7 +394,7 @@ def _mlx(fields: Fields) -> Quantisation:
 
 
 def _torchao(fields: Fields) -> Quantisation:
-    """transformers' config of torchao. What the weights are is told in the files."""
+    """Read transformers' config of torchao. What the weights are is told in the files."""
     fields.ignore(("quant_type", "quant_type_kwargs", "include_input_output_embeddings"))
     fields.ignore(("untie_embedding_weights",))
     plain = _Names.read(fields, "modules_to_not_convert")
@@ -453,7 +453,7 @@ def _is_listed(listed: Sequence[str], layer: str) -> bool:
 
 
 def _compressed_tensors(fields: Fields) -> Quantisation:
-    """The config of compressed-tensors, which llm-compressor writes."""
+    """Read the config of compressed-tensors, which llm-compressor writes."""
     outer = fields.raw("format")
     if outer not in (None, "mixed-precision", "dense", *_CT_FORMATS):
         fields.problem("format", f"{outer!r} is not supported; supported: {', '.join(_CT_FORMATS)}")
@@ -516,7 +516,7 @@ def _ct_group(given: Mapping[str, object], prefix: str, problems: list[str], out
 
 
 def _ct_reader(fields: Fields, form: object) -> Reader | None:
-    """What reads a layer whose `weights` these are."""
+    """Choose what reads a layer whose `weights` these are."""
     fields.ignore(("actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"))
     fields.only("dynamic", False)
     fields.only("type", "int", "float")

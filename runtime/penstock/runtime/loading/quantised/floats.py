@@ -173,7 +173,7 @@ class _State:
 
 
 def _peaks(layer: Layer, state: _State, count: int) -> npt.NDArray[np.float32]:
-    """The scale of each block."""
+    """Compute the scale of each block."""
     if state.nested_block is None:
         return layer.finite("weight.absmax", entries_of(layer.entry("weight.absmax", "F32", shape=(count,))))
     stored = entries_of(layer.entry("weight.absmax", "U8", shape=(count,)))

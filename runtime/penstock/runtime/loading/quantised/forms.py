@@ -58,7 +58,7 @@ Rows: TypeAlias = Codes | FloatCodes | TableCodes | OffsetCodes
 
 
 def _spread(of_groups: npt.NDArray[np.float32], group: int, num_in: int) -> npt.NDArray[np.float32]:
-    """The value of each input, [out, in], or [out, 1] if all share one."""
+    """Return the value of each input, [out, in], or [out, 1] if all share one."""
     if of_groups.shape[1] == 1:
         return of_groups
     return np.repeat(of_groups, group, axis=1)[:, :num_in]

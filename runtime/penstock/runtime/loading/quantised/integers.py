@@ -48,7 +48,7 @@ class Integers:
 
 
 def _form(kind: str, scheme: Integers, *, zeros: bool, ordered: bool = False) -> str:
-    """What a weight is, for people."""
+    """Say what a weight is, for people."""
     scales = "a scale for each output" if scheme.group is None else f"groups of {scheme.group}"
     bits = scheme.bits
     return f"{kind}, {bits} bits, {scales}{' with zeros' * zeros}{', in an order of their own' * ordered}"
@@ -183,8 +183,8 @@ def packed(layer: Layer, scheme: Integers) -> QuantisedWeight:
 
 
 def _packed_zeros(layer: Layer, bits: int, outputs: int, groups: int) -> npt.NDArray[np.float32]:
-    """The zeros of all outputs, [N, K / G]. They are packed along the outputs; some files have one in each
-    entry.
+    """Read the zeros of all outputs, [N, K / G]. They are packed along the outputs; some files have one in
+    each entry.
     """
     if "weight_zero_point" in layer and layer.tensors["weight_zero_point"].shape == (outputs, groups):
         entry = layer.entry("weight_zero_point", "I8", shape=(outputs, groups))
@@ -343,7 +343,7 @@ def _signed(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int8]:
 
 
 def _scales(layer: Layer, outputs: int, groups: int) -> TensorEntry:
-    """The entry of weight_scale: for each output and group, or one for all weights."""
+    """Return the entry of weight_scale: for each output and group, or one for all weights."""
     found = layer.tensors.get("weight_scale")
     shape: tuple[int, ...] = (outputs, groups)
     if found is not None and groups == 1 and found.shape in ((), (1,), (1, 1), (outputs,)):

@@ -116,7 +116,7 @@ class QuantisedWeight:
         return None
 
     def __getitem__(self, part: slice | tuple[slice, ...]) -> npt.NDArray[Any]:
-        """The values of consecutive rows."""
+        """Read the values of consecutive rows."""
         if isinstance(part, tuple):
             rows, *others = part
             found: npt.NDArray[Any] = self[rows][(slice(None), *others)]
@@ -137,8 +137,8 @@ class QuantisedWeight:
 def kept_as(
     bits: int, group: int, scales: TensorEntry, *, zeros: bool, ordered: bool = False
 ) -> CodeForm | None:
-    """The bytes that hold a weight's codes as they are. None if none can, because a scale belongs to a part
-    of a group of theirs, or has more bits than theirs, or the inputs of a group lie apart.
+    """Return the bytes that hold a weight's codes as they are. None if none can, because a scale belongs to a
+    part of a group of theirs, or has more bits than theirs, or the inputs of a group lie apart.
     """
     if ordered or group % GROUP or scales.dtype.itemsize > 2:
         return None
@@ -173,8 +173,8 @@ def entries_of(entry: TensorEntry) -> npt.NDArray[Any]:
 
 
 def order_of(layer: Layer, ending: str, inputs: int, group: int) -> npt.NDArray[np.intp] | None:
-    """The order in which the inputs make up groups, of a tensor with the group of each; None if they do so
-    one after the other. Raises ConfigError unless each group has `group` inputs.
+    """Find the order in which the inputs make up groups, of a tensor with the group of each; None if they do
+    so one after the other. Raises ConfigError unless each group has `group` inputs.
     """
     of_input = entries_of(layer.entry(ending, "I32", "I64", shape=(inputs,))).astype(np.int64)
     count = inputs // group
