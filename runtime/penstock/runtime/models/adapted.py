@@ -30,7 +30,7 @@ class AdapterSizes:
     with_experts: int
 
     def of(self, *, experts: bool) -> int:
-        """The units of adapters that may change experts, or may not."""
+        """Return the units of adapters that may change experts, or may not."""
         return self.with_experts if experts else self.without_experts
 
 
@@ -141,8 +141,8 @@ def adds_natively(model: nnx.Module) -> bool:
 def adapted_layers(
     model: Any, dtype: np.dtype[np.generic], stored: StoredAt, devices: int, *, experts: bool
 ) -> dict[str, AdaptedLayer]:
-    """The layers that adapters may change, by their names in the checkpoint. `stored`: where it has the
-    parameters of `model`, which is that of one of the devices. experts: with those of experts. A layer of
+    """Return the layers that adapters may change, by their names in the checkpoint. `stored`: where it has
+    the parameters of `model`, which is that of one of the devices. experts: with those of experts. A layer of
     which a weight is made of several tensors is left out.
     """
     sizes: dict[str, tuple[int, int]] = {}
@@ -159,7 +159,7 @@ def adapted_layers(
 def expert_layers(
     model: Any, dtype: np.dtype[np.generic], stored: StoredAt, layers: Mapping[str, AdaptedLayer]
 ) -> dict[tuple[int, str], ExpertLayers]:
-    """What `AdaptedModel.stacks` has. layers: those that adapters may change."""
+    """Return what `AdaptedModel.stacks` has. layers: those that adapters may change."""
     stacks: dict[tuple[int, str], ExpertLayers] = {}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, StackedLinear) and module.numbered and module.adapter_at is not None:
@@ -218,7 +218,7 @@ def _parts(
 
 
 def _piece(rules: Sequence[LoadRule], device: int) -> AdaptedPiece:
-    """What a device has of a part whose rows these rules fill there, one behind the other."""
+    """Return what a device has of a part whose rows these rules fill there, one behind the other."""
     outputs: list[npt.NDArray[np.intp]] = []
     for rule in rules:
         source = rule.sources[0]
@@ -229,17 +229,17 @@ def _piece(rules: Sequence[LoadRule], device: int) -> AdaptedPiece:
 
 
 def _shape(source: Source) -> tuple[int, ...]:
-    """The shape of the matrix that is read."""
+    """Return the shape of the matrix that is read."""
     return source.shape[len(source.at) :]
 
 
 def _sizes(rule: LoadRule) -> tuple[int, int]:
-    """(outputs, inputs) of a rule's layer."""
+    """Return (outputs, inputs) of a rule's layer."""
     source = rule.sources[0]
     shape = _shape(source)
     return shape[source.axis], shape[1 - source.axis]
 
 
 def _name(source: Source) -> str:
-    """The name of the layer that a source is the weight of; see `AdaptedModel.layers`."""
+    """Return the name of the layer that a source is the weight of; see `AdaptedModel.layers`."""
     return ".".join((source.name.removesuffix(".weight"), *map(str, source.at)))

@@ -309,8 +309,8 @@ class ModelConfig:
         return self.encoder is None and self.classifier is None
 
     def for_context(self, max_len: int) -> ModelConfig:
-        """The model as a server computes it whose sequences have at most `max_len` tokens: LongRoPE has other
-        frequencies in contexts beyond the one that the model was first trained on.
+        """Return the model as a server computes it whose sequences have at most `max_len` tokens: LongRoPE
+        has other frequencies in contexts beyond the one that the model was first trained on.
         """
         predictor = None if self.predictor is None else _for_context(self.predictor, max_len)
         layers = tuple(_for_context(layer, max_len) for layer in self.layers)
@@ -366,7 +366,7 @@ def _for_context(layer: LayerConfig, max_len: int) -> LayerConfig:
 def _kept(
     attention: AttentionConfig | LatentConfig | RecurrentConfig,
 ) -> PagedKV | LatentKV | SlotState:
-    """What attention keeps of each token. Chunks count as windows, which are never shorter."""
+    """Return what attention keeps of each token. Chunks count as windows, which are never shorter."""
     if isinstance(attention, RecurrentConfig):
         return attention.kept
     if isinstance(attention, LatentConfig):

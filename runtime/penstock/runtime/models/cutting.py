@@ -57,9 +57,10 @@ from penstock.runtime.models.configs.recurrent import (
 def cut(
     config: ModelConfig, devices: int, *, expert_parallel: bool = False, context_parallel: bool = False
 ) -> ModelConfig:
-    """The model as each of the devices computes it. expert_parallel: experts stay whole, and each device has
-    some. context_parallel: each device has some of the cache's pages. ConfigError, which names the sizes that
-    would work, if something does not divide; and if there are no experts, no latents, or no devices, to deal.
+    """Return the model as each of the devices computes it. expert_parallel: experts stay whole, and each
+    device has some. context_parallel: each device has some of the cache's pages. ConfigError, which names the
+    sizes that would work, if something does not divide; and if there are no experts, no latents, or no
+    devices, to deal.
     """
     if expert_parallel:
         _check_experts(config, devices)
@@ -79,7 +80,7 @@ def cut(
 
 
 def sizes_that_work(config: ModelConfig, *, expert_parallel: bool = False) -> list[int]:
-    """The numbers of devices over which the model can be cut, from 1 on."""
+    """List the numbers of devices over which the model can be cut, from 1 on."""
     return [
         devices for devices in range(1, MOST_DEVICES + 1) if not _problems(config, devices, expert_parallel)
     ]
@@ -231,8 +232,8 @@ def _per_layer(per_layer: PerLayerConfig | None, devices: int) -> PerLayerConfig
 
 
 def _pieces_of_tokens(vocab_size: int, devices: int) -> int:
-    """A vocabulary whose size does not divide is not cut: models have odd ones, and could not be cut at
-    all.
+    """Say into how many pieces a vocabulary is cut. One whose size does not divide stays whole: models have
+    odd ones, and could not be cut at all.
     """
     return 1 if vocab_size % devices else devices
 

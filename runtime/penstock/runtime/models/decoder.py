@@ -146,7 +146,7 @@ class DecoderLayer(nnx.Module):
 def _attention(
     config: ModelConfig, layer: int, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners
 ) -> Attention | LatentAttention | ShortConv | DeltaNet | Mamba:
-    """The module of a layer's attention, or of what stands in its place."""
+    """Make the module of a layer's attention, or of what stands in its place."""
     ours = config.layers[layer].attention
     group = 0 if config.encoder is not None else config.cache.group_of[config.cache_entries[layer]]
     if isinstance(ours, AttentionConfig):
@@ -167,7 +167,7 @@ def _mlp(
     linear: LinearFormat,
     planners: PoolPlanners,
 ) -> MLP | Experts | MLPAndExperts:
-    """The module of an MLP, or of what stands in its place."""
+    """Make the module of an MLP, or of what stands in its place."""
     if isinstance(mlp, ExpertsConfig):
         return Experts(config, mlp, dtype, linear, planners)
     if isinstance(mlp, MLPAndExpertsConfig):
@@ -386,7 +386,9 @@ class CausalLM(PooledModel):
         return hidden, tuple(entries)
 
     def predicted_logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
-        """What `predict` gives, [R, E], of which the first num_rows count -> logits float32 [R, V]."""
+        """Turn what `predict` gives, [R, E], of which the first num_rows count, into logits float32 [R,
+        V].
+        """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         with jax.named_scope("head"):
             return logits(head, hidden, num_rows, self.pools, norm=None, scale=self.config.logits_scale)

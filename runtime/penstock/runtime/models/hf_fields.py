@@ -49,7 +49,7 @@ class Fields:
         self.problems.append(f"{self._prefix}{self._own(name)}: {text}")
 
     def raw(self, name: str) -> object:
-        """The value as it is, None if absent. Marks the field as read."""
+        """Return the value as it is, None if absent. Mark the field as read."""
         own = self._own(name)
         self._read.add(own)
         return self._data.get(own)
@@ -60,13 +60,13 @@ class Fields:
             self.raw(name)
 
     def rest(self) -> Mapping[str, object]:
-        """The fields that nobody has read yet, which count as read from now on."""
+        """Return the fields that nobody has read yet, which count as read from now on."""
         unread = {name: value for name, value in self._data.items() if name not in self._read}
         self._read.update(unread)
         return unread
 
     def integer(self, name: str, default: object = REQUIRED, minimum: int = 1, most: int = _MOST) -> int:
-        """An int of at least `minimum` and below `most`; null counts as absent."""
+        """Read an int of at least `minimum` and below `most`; null counts as absent."""
         value = self.optional_integer(name, minimum, most)
         if value is not None:
             return value
@@ -81,7 +81,7 @@ class Fields:
         return self.integer("num_hidden_layers", default, most=MOST_LAYERS)
 
     def optional_integer(self, name: str, minimum: int = 1, most: int = _MOST) -> int | None:
-        """An int of at least `minimum` and below `most`, or None when absent or null."""
+        """Read an int of at least `minimum` and below `most`, or None when absent or null."""
         value = self.raw(name)
         if value is None:
             return None
@@ -92,7 +92,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: object = REQUIRED) -> float:
-        """A number above zero; null counts as absent."""
+        """Read a number above zero; null counts as absent."""
         value = self.optional_number(name)
         if value is not None:
             return value
@@ -103,7 +103,7 @@ class Fields:
         return 1.0
 
     def optional_number(self, name: str) -> float | None:
-        """A number above zero, or None when absent or null."""
+        """Read a number above zero, or None when absent or null."""
         value = self.raw(name)
         if value is None:
             return None
@@ -113,7 +113,7 @@ class Fields:
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false; null counts as absent."""
+        """Read true or false; null counts as absent."""
         value = self.raw(name)
         if value is None:
             return default
@@ -132,7 +132,7 @@ class Fields:
         return ids
 
     def mapping(self, name: str) -> Mapping[str, object]:
-        """A JSON object; absent or null is an empty one."""
+        """Read a JSON object; absent or null is an empty one."""
         value = self.raw(name)
         if value is None:
             return {}

@@ -65,17 +65,17 @@ class LinearFormat:
     """Leaves that hold a checkpoint's codes as they are, each as these bytes, whatever the others hold."""
 
     def of(self, out_sizes: Iterable[int], in_size: int) -> LinearFormat:
-        """The format of a layer whose parts have these numbers of outputs."""
+        """Return the format of a layer whose parts have these numbers of outputs."""
         if all(native.can_pack(size, in_size) for size in out_sizes):
             return self
         return replace(self.of_table(), packed=False)
 
     def of_table(self) -> LinearFormat:
-        """The format of a table of embeddings and of a head, which are never in codes."""
+        """Return the format of a table of embeddings and of a head, which are never in codes."""
         return self if self.codes is None else LinearFormat(packed=self.packed, int8=True)
 
     def weight(self, out_size: int, in_size: int, dtype: jnp.dtype, *stacked: int) -> nnx.Param[jax.Array]:
-        """A weight [*stacked, out_size, in_size] of zeros in this format."""
+        """Make a weight [*stacked, out_size, in_size] of zeros in this format."""
         if self.codes is not None:
             return nnx.Param(jnp.zeros((*stacked, *self.codes.shape(out_size, in_size)), jnp.uint8))
         shape: tuple[int, ...] = (out_size, in_size)
@@ -122,10 +122,10 @@ def part_rules(
     sums: int = 1,
     may_keep: bool = True,
 ) -> Iterator[tuple[ParamPath, LoadRule]]:
-    """The rules of one layer of a checkpoint, whose weight [out, in] is the rows from `row` on of a leaf, or
-    of the matrix `at` that the leaf stacks. scale_at, bias_at: where its scales and its bias begin in their
-    pools; None: it has none. `shape` is that of one device. spans: how the outputs are cut; none: they are
-    not. sums: into how many the inputs are cut. may_keep: see `LoadRule`.
+    """Yield the rules of one layer of a checkpoint, whose weight [out, in] is the rows from `row` on of a
+    leaf, or of the matrix `at` that the leaf stacks. scale_at, bias_at: where its scales and its bias begin
+    in their pools; None: it has none. `shape` is that of one device. spans: how the outputs are cut; none:
+    they are not. sums: into how many the inputs are cut. may_keep: see `LoadRule`.
     """
     block = linear.outputs_per_entry
     tensor: ParamPath = (*layer, "weight")
@@ -227,7 +227,7 @@ class Linear(nnx.Module):
         return any(span.pieces > 1 for spans in self.cuts for span in spans)
 
     def operands(self, pools: Pools) -> native.Packed:
-        """The operands of the native kernel."""
+        """Return the operands of the native kernel."""
         return native.Packed(
             self.weight[...],
             None if self.scale_at is None else pools.scales,
@@ -237,7 +237,7 @@ class Linear(nnx.Module):
         )
 
     def scale(self, pools: Pools) -> jax.Array | None:
-        """The scale of each output, float32 [out], with int8; else None."""
+        """Return the scale of each output, float32 [out], with int8; else None."""
         if self.scale_at is None or pools.scales is None:
             return None
         return pools.scales[self.scale_at.columns]
@@ -293,7 +293,7 @@ class Embedding(Linear):
         return summed(jnp.where(is_here[:, None], rows, 0)).astype(rows.dtype)
 
     def _rows(self, token_ids: jax.Array, pools: Pools) -> jax.Array:
-        """The rows of the device's own table: int32 [T] -> [T, E]."""
+        """Read the rows of the device's own table: int32 [T] -> [T, E]."""
         table = self.weight[...]
         by_bits = self._gathered_by_bits if table.dtype.itemsize == 2 else self._gathered
         rows: jax.Array = jax.lax.platform_dependent(table, token_ids, cpu=by_bits, default=self._gathered)
@@ -348,7 +348,7 @@ def project_float32(
 
 
 def summed(y: jax.Array) -> jax.Array:
-    """The sum over the devices of what each of them computed of an array, in float32."""
+    """Sum over the devices what each of them computed of an array, in float32."""
     with jax.named_scope("sum"):
         total: jax.Array = jax.lax.psum(y.astype(jnp.float32), AXIS)
     return total
@@ -475,7 +475,9 @@ def logits(
 def _read(
     linear: Linear, x: jax.Array, norm: Norm | None, num_rows: jax.Array, pools: Pools
 ) -> tuple[jax.Array, RMSNorm | None]:
-    """What a product reads, and the norm that it has to apply itself: a layer norm is computed before it."""
+    """Return what a product reads, and the norm that it must apply itself: a layer norm is computed before
+    it.
+    """
     if isinstance(norm, LayerNorm):
         return normalised(x, norm, num_rows, pools, natively=linear.packed), None
     return x, norm
@@ -504,7 +506,7 @@ def normalised(x: jax.Array, norm: Norm, num_rows: jax.Array, pools: Pools, *, n
 def _more(
     linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, norm: RMSNorm | None
 ) -> native.More | None:
-    """What the tokens' adapters add to linear(norm(x)); None where there can be no adapter."""
+    """Return what the tokens' adapters add to linear(norm(x)); None where there can be no adapter."""
     rows, at = pools.adapters, linear.adapter_at
     if rows is None or at is None:
         return None

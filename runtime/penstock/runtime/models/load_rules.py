@@ -156,7 +156,7 @@ class Source:
         return (*self.at, *self._index(rows))
 
     def _index(self, rows: Any) -> tuple[Any, ...]:
-        """The index of these rows, after `at` is applied."""
+        """Return the index of these rows, after `at` is applied."""
         index = {axis: slice(None) for axis in range(self.axis)} | {self.axis: rows}
         if self.columns is not None:
             index[self._across] = self.columns
@@ -198,7 +198,7 @@ class Target:
         return (*self.at, *(slice(None),) * self.axis, slice(self.begin + first, self.begin + last))
 
     def from_row(self, row: int) -> Target:
-        """The target of the rows from this one on."""
+        """Return the target of the rows from this one on."""
         return replace(self, begin=self.begin + row // self.rows_per_entry)
 
 
@@ -264,7 +264,7 @@ class Span:
         return self.pieces * self.size
 
     def of(self, device: int, devices: int) -> int:
-        """The first row or column of the device's piece."""
+        """Return the first row or column of the device's piece."""
         return device * self.pieces // devices * self.size
 
 
@@ -326,7 +326,7 @@ class LoadRule:
         return {target.path for target in self.targets}
 
     def parts_of(self, path: ParamPath) -> list[Part]:
-        """The parts of one leaf that the rule fills."""
+        """Return the parts of one leaf that the rule fills."""
         return [target.part(0, self.num_rows) for target in self.targets if target.path == path]
 
     def fill(self, leaves: Leaves, tensors: Mapping[str, Tensor], begin: int, end: int) -> list[str]:
@@ -375,7 +375,9 @@ class LoadRule:
         return needed is not None and CodeForm.of(leaf.shape[-1], len(inputs)).takes(needed)
 
     def kept_form(self, tensors: Mapping[str, Tensor]) -> CodeForm | None:
-        """The bytes that can hold the codes that it reads as they are; None: none can, or it reads floats."""
+        """Return the bytes that can hold the codes that it reads as they are; None: none can, or it reads
+        floats.
+        """
         if self.decode is not None:
             return self.kept
         source, *others = self.sources
@@ -398,8 +400,8 @@ class LoadRule:
         return codes if codes is None or self.columns is None else codes.of_columns(self.columns)
 
     def on_device(self, device: int, devices: int) -> list[LoadRule]:
-        """The rules for one device of a mesh. Leaves have an axis more, the first one, with an entry for each
-        device.
+        """Return the rules for one device of a mesh. Leaves have an axis more, the first one, with an entry
+        for each device.
         """
         targets = tuple(replace(target, at=(device, *target.at)) for target in self.targets)
         rule, cut = replace(self, targets=targets, cut=None), self.cut
@@ -415,7 +417,7 @@ class LoadRule:
         return list(rule._of_rows(cut.spans, device, devices))
 
     def _of_rows(self, spans: Sequence[Span], device: int, devices: int) -> Iterator[LoadRule]:
-        """The rule for a device's piece of each span."""
+        """Yield the rule for a device's piece of each span."""
         begin = row = 0
         for span in spans:
             num_rows = min(span.size, self.num_rows)  # a rule may have some of a piece's rows
@@ -429,8 +431,8 @@ class LoadRule:
             begin, row = begin + span.whole, row + span.size
 
     def _of_columns(self, span: Span, first: int) -> LoadRule:
-        """The rule for the columns from `first` on. Where sources have blocks of columns, such as those that
-        share a scale, whole blocks are read.
+        """Return the rule for the columns from `first` on. Where sources have blocks of columns, such as
+        those that share a scale, whole blocks are read.
         """
         end = first + span.size
         counts = [source.num_columns for source in self.sources]
@@ -476,7 +478,7 @@ class LoadRules:
     same bits as the other."""
 
     def on_devices(self, devices: int) -> LoadRules:
-        """The rules for all devices of a mesh."""
+        """Return the rules for all devices of a mesh."""
         return replace(
             self,
             rules=tuple(
@@ -511,7 +513,7 @@ class HasLoadRules(Protocol):
     def load_rules(
         self, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
-        """The rules of the module at `path` of a model in `dtype`. Each comes with the path that its (first)
-        tensor would have if nothing were fused; rules are sorted by these paths.
+        """Yield the rules of the module at `path` of a model in `dtype`. Each comes with the path that its
+        (first) tensor would have if nothing were fused; rules are sorted by these paths.
         """
         ...

@@ -23,7 +23,7 @@ def vector_rule(
     pool: ParamPath = VECTORS,
     cut: Cut | None = None,
 ) -> tuple[ParamPath, LoadRule]:
-    """The rule that puts a norm or bias into its place in a pool."""
+    """Return the rule that puts a norm or bias into its place in a pool."""
     whole = sum(span.whole for span in cut.spans) if cut is not None and cut.along == "rows" else place.size
     there = stored(tensor, (whole,))
     rule = LoadRule(
@@ -60,7 +60,7 @@ class Vector(nnx.Module):
             yield vector_rule(tensor, self.at, dtype, stored, cut=self.cut)
 
     def __call__(self, pools: Pools) -> jax.Array:
-        """The values, [size]."""
+        """Return the values, [size]."""
         pool = pools.floats if self.float32 else pools.vectors
         assert pool is not None
         return pool[self.at.columns]
@@ -175,7 +175,7 @@ def unit_mean_square(x: jax.Array, eps: float) -> jax.Array:
 
 
 def hidden_norm(config: ModelConfig, planners: PoolPlanners) -> Norm:
-    """A norm of the model's hidden states."""
+    """Make a norm of the model's hidden states."""
     size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
     if config.norm == "rms":
         return RMSNorm(size, eps, planners, offset=offset)

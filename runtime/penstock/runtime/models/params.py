@@ -52,7 +52,7 @@ def model_dtype(config: ModelConfig, dtype: npt.DTypeLike | None = None) -> np.d
 def abstract_model(
     config: ModelConfig, dtype: npt.DTypeLike | None = None, linear: LinearFormat = PLAIN
 ) -> tuple[nnx.GraphDef[CausalLM], ModelState]:
-    """The model's structure, without memory for weights: (graphdef, state of ShapeDtypeStructs)."""
+    """Build the model's structure, without memory for weights: (graphdef, state of ShapeDtypeStructs)."""
     return _abstract_model(config, model_dtype(config, dtype), linear)
 
 
@@ -75,7 +75,7 @@ def _abstract_model(
 def load_rules(
     config: ModelConfig, dtype: npt.DTypeLike | None = None, linear: LinearFormat = PLAIN
 ) -> LoadRules:
-    """What the model makes of its checkpoint. ValueError if the rules of its modules do not fill it
+    """Return what the model makes of its checkpoint. ValueError if the rules of its modules do not fill it
     exactly.
     """
     return _load_rules(config, model_dtype(config, dtype), linear)
@@ -111,8 +111,8 @@ def _load_rules(config: ModelConfig, dtype: np.dtype[np.generic], linear: Linear
 
 
 def one_layer(config: ModelConfig, layer: int) -> ModelConfig:
-    """A model of this layer alone, with next to no embeddings: for computing a model layer by layer. Layers
-    with equal configs have one program then.
+    """Return a model of this layer alone, with next to no embeddings: for computing a model layer by layer.
+    Layers with equal configs have one program then.
     """
     alone = replace(config.layers[layer], shares_kv_of=None)
     return replace(config, layers=(alone,), vocab_size=1, tie_word_embeddings=True, vision=None)
@@ -121,8 +121,8 @@ def one_layer(config: ModelConfig, layer: int) -> ModelConfig:
 def rules_of_layer(
     config: ModelConfig, layer: int, dtype: npt.DTypeLike | None = None, linear: LinearFormat = PLAIN
 ) -> dict[ParamPath, LoadRule]:
-    """What `one_layer` makes of the tensors that the checkpoint of the whole model has for this layer, by the
-    path in `one_layer` that each would have if nothing were fused.
+    """Return what `one_layer` makes of the tensors that the checkpoint of the whole model has for this layer,
+    by the path in `one_layer` that each would have if nothing were fused.
     """
     dtype = model_dtype(config, dtype)
     model = nnx.merge(*_abstract_model(one_layer(config, layer), dtype, linear))
@@ -146,7 +146,7 @@ def adapted_model(
     *,
     experts: bool = False,
 ) -> AdaptedModel:
-    """What adapters may change of the model; experts: of its experts, too."""
+    """Return what adapters may change of the model; experts: of its experts, too."""
     dtype = model_dtype(config, dtype)
     model = nnx.merge(*_abstract_model(config, dtype, linear))
     stored = _spelled(family_of(config.architecture).stored(config.whole or config), config.names)
@@ -159,7 +159,7 @@ def adapted_model(
 
 
 def _spelled(stored: StoredAt, names: TensorNames) -> StoredAt:
-    """The same places, under the names that the checkpoint has."""
+    """Return the same places, under the names that the checkpoint has."""
 
     def there(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         usual = stored(path, shape)
@@ -192,7 +192,9 @@ def _with_predictor(stored: Callable[[ModelConfig], StoredAt], config: ModelConf
 
 
 def _with_projections(stored: StoredAt, config: ModelConfig) -> StoredAt:
-    """The same places, and those of the layers behind the pooling, whose folder begins the tensors' names."""
+    """Return the same places, and those of the layers behind the pooling, whose folder begins the tensors'
+    names.
+    """
     projections = () if config.encoder is None else config.encoder.projections
 
     def there(path: ParamPath, shape: tuple[int, ...]) -> Stored:
@@ -205,7 +207,7 @@ def _with_projections(stored: StoredAt, config: ModelConfig) -> StoredAt:
 
 
 def _further_layers(config: ModelConfig) -> tuple[str, ...]:
-    """A pattern that the names of tensors match which belong to layers behind the last one."""
+    """Return a pattern that the names of tensors match which belong to layers behind the last one."""
     count = len(config.layers)
     numbers = "|".join(map(str, range(count, count + MOST_FURTHER_LAYERS)))
     return (rf"^{re.escape(config.names.decoder)}layers\.({numbers})\.",)
@@ -235,7 +237,7 @@ def state_of(
     dtype: npt.DTypeLike | None = None,
     linear: LinearFormat = PLAIN,
 ) -> ModelState:
-    """The state with these leaves; a KeyError names a path that is absent."""
+    """Return the state with these leaves; a KeyError names a path that is absent."""
     structure = jax.tree.structure(abstract_model(config, dtype, linear)[1])
     state: ModelState = jax.tree.unflatten(
         structure, [values[path] for path, _ in _flat(config, model_dtype(config, dtype), linear)]
@@ -244,7 +246,7 @@ def state_of(
 
 
 def state_to_leaves(state: ModelState) -> tuple[jax.Array, ...]:
-    """The arrays of a state as a flat tuple, the cheapest form to pass to a compiled program."""
+    """Return the arrays of a state as a flat tuple, the cheapest form to pass to a compiled program."""
     return tuple(jax.tree.leaves(state))
 
 
@@ -254,8 +256,8 @@ def bind(
     dtype: npt.DTypeLike | None = None,
     linear: LinearFormat = PLAIN,
 ) -> CausalLM:
-    """The model with these weights, to be called as `bind(config, leaves)(token_ids, positions, kv, meta)`
-    inside jax.jit.
+    """Return the model with these weights, to be called as `bind(config, leaves)(token_ids, positions, kv,
+    meta)` inside jax.jit.
     """
     graphdef, state = abstract_model(config, dtype, linear)
     return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))

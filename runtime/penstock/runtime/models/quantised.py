@@ -80,7 +80,7 @@ class Codes:
         return ordered
 
     def of_columns(self, columns: slice) -> Codes:
-        """The part of consecutive inputs, which begins and ends with a group.
+        """Return the part of consecutive inputs, which begins and ends with a group.
 
         Raises ValueError if it does not, or if the inputs are in another order.
         """
@@ -96,18 +96,19 @@ class Codes:
         )
 
     def of_rows(self, rows: NDArray[np.intp]) -> Codes:
-        """These outputs."""
+        """Return these outputs."""
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
 
     def in_groups_of(self, group: int) -> Codes:
-        """The same weight with smaller groups, whose size divides that of its own."""
+        """Return the same weight with smaller groups, whose size divides that of its own."""
         repeats = self.group // group
         zeros = None if self.zeros is None else np.repeat(self.zeros, repeats, axis=1)
         return replace(self, scales=np.repeat(self.scales, repeats, axis=1), zeros=zeros, group=group)
 
     def form(self) -> CodeForm | None:
-        """The form of the bytes that hold this weight without a change of its codes; None: there is none.
+        """Return the form of the bytes that hold this weight without a change of its codes; None: there is
+        none.
 
         Zeros are not needed where all of them are half of the codes' range.
         """
@@ -134,7 +135,7 @@ class Codes:
         pack_codes(leaf, codes.astype(np.uint8, copy=False), np.repeat(self.scales, repeats, axis=1), zeros)
 
     def _unsigned_zeros(self) -> NDArray[np.float32]:
-        """The zeros of codes that are counted from 0."""
+        """Return the zeros of codes that are counted from 0."""
         zeros = np.zeros_like(self.scales) if self.zeros is None else self.zeros
         return zeros if self.codes.dtype == np.uint8 else zeros + np.float32(1 << (self.bits - 1))
 
@@ -168,7 +169,8 @@ class FloatCodes:
         return values
 
     def of_columns(self, columns: slice) -> FloatCodes:
-        """The part of consecutive inputs, which begins and ends with a group, unless a row has one scale.
+        """Return the part of consecutive inputs, which begins and ends with a group, unless a row has one
+        scale.
 
         Raises ValueError if it does not.
         """
@@ -182,17 +184,19 @@ class FloatCodes:
         return replace(self, codes=codes, scales=self.scales[:, begin // self.group : -(-end // self.group)])
 
     def of_rows(self, rows: NDArray[np.intp]) -> FloatCodes:
-        """These outputs."""
+        """Return these outputs."""
         return replace(self, codes=self.codes[rows], scales=self.scales[rows])
 
     def in_groups_of(self, group: int) -> FloatCodes:
-        """The same weight with smaller groups, whose size divides that of its own."""
+        """Return the same weight with smaller groups, whose size divides that of its own."""
         num_groups = -(-self.codes.shape[1] // group)
         repeats = num_groups if self.scales.shape[1] == 1 else self.group // group
         return replace(self, scales=np.repeat(self.scales, repeats, axis=1)[:, :num_groups], group=group)
 
     def form(self) -> CodeForm | None:
-        """The form of the bytes that hold this weight without a change of its codes; None: there is none."""
+        """Return the form of the bytes that hold this weight without a change of its codes; None: there is
+        none.
+        """
         return float_form(self.bits, None if self.scales.shape[1] == 1 else self.group)
 
     def pack(self, leaf: NDArray[np.uint8]) -> None:
@@ -212,8 +216,8 @@ Coded: TypeAlias = Codes | FloatCodes
 
 
 def float_form(bits: int, group: int | None) -> CodeForm | None:
-    """The form of the bytes that hold floats of 4 bits with scales that are powers of two, or of 8 bits, of
-    which so many inputs share a scale; None for all. None: there is none.
+    """Return the form of the bytes that hold floats of 4 bits with scales that are powers of two, or of 8
+    bits, of which so many inputs share a scale; None for all. None: there is none.
     """
     if bits == 4:
         return CodeForm(4, floats=True) if group is None or group % GROUP == 0 else None
@@ -238,9 +242,9 @@ def quantised(weight: NDArray[np.generic], form: CodeForm) -> Coded:
 
 
 def _small_floats(weight: NDArray[np.float32], form: CodeForm) -> FloatCodes:
-    """The nearest small floats of a weight [N, K]. A scale of E4M3 makes the largest value of its group the
-    largest float. One of E2M1 is a power of two as the OCP's specification chooses it: it gives the largest
-    value the exponent of the largest float, so that a value may be cut off.
+    """Find the nearest small floats of a weight [N, K]. A scale of E4M3 makes the largest value of its group
+    the largest float. One of E2M1 is a power of two as the OCP's specification chooses it: it gives the
+    largest value the exponent of the largest float, so that a value may be cut off.
     """
     group = form.group or weight.shape[1]
     groups = weight.reshape(len(weight), -1, group)
@@ -264,7 +268,7 @@ def _small_floats(weight: NDArray[np.float32], form: CodeForm) -> FloatCodes:
 
 
 def _divided(groups: NDArray[np.float32], scales: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Groups [N, n, size] divided by their scales; 0 where that is no number."""
+    """Divide groups [N, n, size] by their scales; 0 where that is no number."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         quotients = groups / scales[:, :, None]
     return np.where(np.isfinite(quotients), quotients, np.float32(0)).astype(np.float32, copy=False)

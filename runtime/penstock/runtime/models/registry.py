@@ -65,15 +65,15 @@ ARCHITECTURES: Mapping[str, ModelFamily] = {
 
 
 def family_of(architecture: str) -> ModelFamily:
-    """The registry's entry; raises UnknownArchitecture if there is none."""
+    """Return the registry's entry; raise UnknownArchitecture if there is none."""
     if architecture not in ARCHITECTURES:
         raise UnknownArchitecture(architecture)
     return ARCHITECTURES[architecture]
 
 
 def nearest_to(architecture: str, data: Mapping[str, object]) -> tuple[str, tuple[str, ...]]:
-    """The architecture that takes the most of a config.json, and the fields that it does not take. Of equals
-    it is the one with the most similar name. Of a model that reads more than text, its text model is
+    """Find the architecture that takes the most of a config.json, and the fields that it does not take. Of
+    equals it is the one with the most similar name. Of a model that reads more than text, its text model is
     compared. Wrappers of such models, which read no further without their model_type, are none.
     """
     inner = data.get("text_config")

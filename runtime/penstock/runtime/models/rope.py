@@ -70,7 +70,7 @@ class RopeConfig:
     range."""
 
     def for_context(self, max_len: int) -> RopeConfig:
-        """The RoPE of a server whose sequences have at most `max_len` tokens."""
+        """Return the RoPE of a server whose sequences have at most `max_len` tokens."""
         if self.kind != "longrope":
             return self
         return dataclasses.replace(self, serves_long=max_len > self.original_max_positions)
@@ -128,7 +128,7 @@ def _yarn(plain: npt.NDArray[np.float64], rope: RopeConfig, rotary_dim: int) -> 
     """
 
     def pair_turning(rotations: float) -> float:
-        """The (fractional) pair that makes `rotations` full turns over the original context."""
+        """Compute the (fractional) pair that makes `rotations` full turns over the original context."""
         turns = rope.original_max_positions / (rotations * 2 * math.pi)
         return rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
 

@@ -93,7 +93,7 @@ class _Cells:
         return tuple(len(begins) - 1 for begins in self._begins)
 
     def index(self, part: ReadPart) -> ReadPart:
-        """The cells of a part."""
+        """Find the cells of a part."""
         found: list[slice | npt.NDArray[np.intp]] = []
         for index, begins, size in zip(part, self._begins, self._sizes, strict=False):
             if isinstance(index, np.ndarray):
@@ -104,12 +104,12 @@ class _Cells:
         return tuple(found)
 
     def first(self, cell: npt.NDArray[np.intp]) -> list[int]:
-        """The first entry of a cell."""
+        """Return the first entry of a cell."""
         return [list(begins)[number] for begins, number in zip(self._begins, cell, strict=True)]
 
 
 def _ends(index: Any, size: int) -> tuple[int, int]:
-    """The entries where an index of one axis begins and ends."""
+    """Return the entries where an index of one axis begins and ends."""
     if isinstance(index, slice):
         return index.start or 0, size if index.stop is None else index.stop
     return index, index + 1

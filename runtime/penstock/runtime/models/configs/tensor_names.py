@@ -31,7 +31,7 @@ class TensorNames:
     """Whether the weights of a layer's experts are stacked in one tensor."""
 
     def spelled(self, name: str) -> str:
-        """A usual name as the checkpoint has it."""
+        """Spell a usual name as the checkpoint has it."""
         beginnings = {
             "model.": self.decoder,
             "lm_head.": self.head,
@@ -44,9 +44,9 @@ class TensorNames:
         return name
 
     def found_in(self, names: Collection[str]) -> TensorNames:
-        """The beginnings that the names of a checkpoint's tensors have. Each is told by a tensor that only
-        this part has; where no name or several are that tensor's, the beginning stays. So does what is said
-        of experts where no name is one of theirs.
+        """Find the beginnings that the names of a checkpoint's tensors have. Each is told by a tensor that
+        only this part has; where no name or several are that tensor's, the beginning stays. So does what is
+        said of experts where no name is one of theirs.
         """
         head = self.head
         if head.endswith("lm_head."):

@@ -15,8 +15,8 @@ _MOST_CLASSES = 1 << 20
 
 
 def read_classes(fields: Fields, pooling: Pooling) -> Classes:
-    """The classes in their order. A single one is a number and no class, unless config.json says that a text
-    may have it or not; several exclude each other.
+    """Read the classes in their order. A single one is a number and no class, unless config.json says that a
+    text may have it or not; several exclude each other.
     """
     named = fields.mapping("id2label")
     count = len(named) or fields.integer("num_labels", 2, most=_MOST_CLASSES)
@@ -37,5 +37,5 @@ def read_classes(fields: Fields, pooling: Pooling) -> Classes:
 
 
 def last_token_classifier(fields: Fields) -> ClassifierConfig:
-    """The classifier of a decoder: one product of the last token's hidden state."""
+    """Make the classifier of a decoder: one product of the last token's hidden state."""
     return ClassifierConfig(classes=read_classes(fields, Pooling.LAST_TOKEN), bias=False)

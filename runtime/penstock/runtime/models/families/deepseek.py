@@ -64,7 +64,7 @@ def _parse(
 
 
 def _mlps(fields: Fields, num_layers: int) -> list[MLPConfig | ExpertsConfig]:
-    """What each layer has behind attention: the first ones an MLP, and the others experts."""
+    """Read what each layer has behind attention: the first ones an MLP, and the others experts."""
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     fields.only("moe_layer_freq", 1)
@@ -76,8 +76,8 @@ def _mlps(fields: Fields, num_layers: int) -> list[MLPConfig | ExpertsConfig]:
 
 
 def _mlps_of_v2(fields: Fields, num_layers: int) -> list[MLPConfig | ExpertsConfig]:
-    """The same in DeepSeek V2. Experts are chosen by softmax scores, maybe of the groups with the highest
-    ones.
+    """Read the same in DeepSeek V2. Experts are chosen by softmax scores, maybe of the groups with the
+    highest ones.
     """
     fields.only("scoring_func", "softmax")
     fields.only("topk_method", "greedy", "group_limited_greedy")
@@ -133,7 +133,7 @@ def _attention(fields: Fields, num_heads: int) -> LatentConfig:
 
 
 def _yarn_temperature(fields: Fields, rope: RopeConfig) -> float:
-    """What YaRN multiplies queries and keys by that are not rotated too, by mscale_all_dim."""
+    """Return what YaRN multiplies queries and keys by that are not rotated too, by mscale_all_dim."""
     given = (fields.mapping(name).get("mscale_all_dim") for name in ("rope_parameters", "rope_scaling"))
     weight = next((value for value in given if isinstance(value, int | float)), 0.0)
     if rope.kind != "yarn" or rope.factor <= 1:
@@ -142,8 +142,8 @@ def _yarn_temperature(fields: Fields, rope: RopeConfig) -> float:
 
 
 def _stored(config: ModelConfig) -> StoredAt:
-    """A tensor for each parameter. What makes rotated channels has the two of a pair side by side, and is
-    read in the order that we rotate in.
+    """Name a tensor for each parameter. What makes rotated channels has the two of a pair side by side, and
+    is read in the order that we rotate in.
     """
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:

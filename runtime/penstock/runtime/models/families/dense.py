@@ -209,7 +209,7 @@ def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
 
 
 def _stored(config: ModelConfig, traits: Traits) -> StoredAt:
-    """A tensor for each parameter, but for gate and up where these are `fused`."""
+    """Name a tensor for each parameter, but for gate and up where these are `fused`."""
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         part = path[-2] if len(path) > 1 else ""
@@ -224,7 +224,7 @@ def _stored(config: ModelConfig, traits: Traits) -> StoredAt:
 
 
 def apart(config: ModelConfig, path: ParamPath) -> Rows:
-    """The rows of queries or keys, whose rotated pairs lie side by side in the checkpoint."""
+    """Return the rows of queries or keys, whose rotated pairs lie side by side in the checkpoint."""
     attention = config.layers[int(path[1])].attention
     assert isinstance(attention, AttentionConfig)
     heads = attention.num_heads if path[-2] == "q_proj" else attention.num_kv_heads

@@ -365,7 +365,7 @@ def _model(
     dense_bias: bool = True,
     eps_name: str = "layer_norm_eps",
 ) -> ModelConfig:
-    """The model, with its classifier if the architecture names one."""
+    """Return the model, with its classifier if the architecture names one."""
     classifier = None
     if architecture.endswith("ForSequenceClassification"):
         activation = kind.activation
@@ -576,7 +576,7 @@ Parse: TypeAlias = Callable[[str, Fields, Kind], ModelConfig]
 
 
 def _families(kind: Kind, stem: str, *further: str, parse: Parse = _parse_bert) -> dict[str, ModelFamily]:
-    """The architectures of a kind: the model itself, what it was trained as, and its classifier."""
+    """Return the architectures of a kind: the model itself, what it was trained as, and its classifier."""
     family = ModelFamily(
         parse=lambda architecture, fields: parse(architecture, fields, kind),
         ignored=(*_IGNORED, *kind.ignored),

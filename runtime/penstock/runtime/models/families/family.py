@@ -39,7 +39,7 @@ SANDWICH_NORMS: Mapping[str, str] = {
 
 
 def tied_head(config: ModelConfig) -> Mapping[str, str]:
-    """A tied head has no leaf of its own, but some checkpoints store it nevertheless."""
+    """Name a tied head, which has no leaf of its own, but which some checkpoints store nevertheless."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
 
 

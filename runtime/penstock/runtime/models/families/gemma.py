@@ -140,7 +140,7 @@ def _parse_gemma3(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _shared(fields: Fields) -> tuple[float, bool, MLPConfig]:
-    """What both read alike: the scale of scores, whether attention has biases, and the MLP."""
+    """Read what both read alike: the scale of scores, whether attention has biases, and the MLP."""
     fields.only("hidden_activation", "gelu_pytorch_tanh")
     scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
     mlp = MLPConfig(intermediate_size=fields.integer("intermediate_size"), activation="gelu_tanh")
@@ -148,7 +148,7 @@ def _shared(fields: Fields) -> tuple[float, bool, MLPConfig]:
 
 
 def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
-    """A soft cap; null means none."""
+    """Read a soft cap; null means none."""
     value = fields.optional_number(name)
     return value if name in fields else default
 

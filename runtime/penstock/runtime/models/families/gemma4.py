@@ -80,7 +80,7 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _experts(fields: Fields) -> ExpertsConfig | None:
-    """The experts that each layer has beside its MLP, if it has any."""
+    """Read the experts that each layer has beside its MLP, if it has any."""
     if not fields.boolean("enable_moe_block", False):
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
             fields.raw(name)  # without meaning
@@ -104,7 +104,7 @@ def _mlp(inner: int, experts: ExpertsConfig | None) -> MLPConfig | MLPAndExperts
 
 
 def _attentions(fields: Fields, sizes: Sizes, windows: Sequence[int | None]) -> list[AttentionConfig]:
-    """The attention of each layer."""
+    """Read the attention of each layer."""
     same = fields.boolean("attention_k_eq_v", False)
     bias = fields.boolean("attention_bias", False)
     ropes = _ropes(fields, sizes)

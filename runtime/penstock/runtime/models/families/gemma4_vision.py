@@ -61,7 +61,9 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _read_encoder(fields: Fields) -> Gemma4VisionConfig:
-    """The encoder, but for what it shares with the decoder. Defaults are those of transformers' classes."""
+    """Read the encoder, but for what it shares with the decoder. Defaults are those of transformers'
+    classes.
+    """
     inner = Fields(fields.mapping("vision_config"), "vision_config.", fields.problems)
     inner.only("model_type", "gemma4_vision")
     inner.only("hidden_activation", "gelu_pytorch_tanh")

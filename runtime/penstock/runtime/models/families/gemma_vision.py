@@ -57,7 +57,7 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _read_encoder(fields: Fields, inner: Fields) -> SiglipVisionConfig:
-    """The encoder, but for the size of what it gives. Defaults are those of transformers' classes."""
+    """Read the encoder, but for the size of what it gives. Defaults are those of transformers' classes."""
     inner.only("model_type", "siglip_vision_model")
     inner.ignore(("dtype", "torch_dtype"))
     inner.ignore(("vision_use_head",))  # the head makes one vector of a picture, which is used nowhere

@@ -133,7 +133,7 @@ def _stored(config: ModelConfig) -> StoredAt:
 def _expert(
     experts: ExpertsConfig, name: str, expert: int, shape: tuple[int, ...], first: int | None, kind: str
 ) -> Stored:
-    """A parameter of one expert. first: which of two alternating rows are its own; None: all are."""
+    """Return a parameter of one expert. first: which of two alternating rows are its own; None: all are."""
     count = experts.num_experts
     rows = shape[0] if first is None else 2 * shape[0]
     order = None if first is None else range(first, rows, 2)

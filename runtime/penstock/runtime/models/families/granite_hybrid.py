@@ -90,7 +90,7 @@ def _layer_kinds(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _mlp(fields: Fields) -> MLPConfig | ExpertsConfig:
-    """What all tokens share, and the experts besides, if there are any."""
+    """Read what all tokens share, and the experts besides, if there are any."""
     shared = fields.integer("shared_intermediate_size", 1024)
     count = fields.integer("num_local_experts", 8, minimum=0)
     chosen = fields.integer("num_experts_per_tok", 2, minimum=0)

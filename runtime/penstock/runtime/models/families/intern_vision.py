@@ -44,7 +44,7 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _read_encoder(fields: Fields) -> InternConfig:
-    """The encoder and its projector, but for the decoder's size. Defaults are those of transformers'
+    """Read the encoder and its projector, but for the decoder's size. Defaults are those of transformers'
     configuration classes.
     """
     inner = Fields(fields.mapping("vision_config"), "vision_config.", fields.problems)
@@ -88,7 +88,7 @@ def _read_encoder(fields: Fields) -> InternConfig:
 
 
 def _read_side(fields: Fields, name: str, default: int) -> int:
-    """The side of a square, which may be listed as height and width."""
+    """Read the side of a square, which may be listed as height and width."""
     value = fields.raw(name)
     if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
         value = value[0]

@@ -84,7 +84,7 @@ def _attention(sizes: Sizes, rope: RopeConfig | None, **others: Any) -> Attentio
 
 
 def _mlp(fields: Fields, sizes: Sizes, default: str, *, bias: bool) -> MLPConfig:
-    """An MLP without a gate, four times as wide as the model where the file does not say. default: of
+    """Read an MLP without a gate, four times as wide as the model where the file does not say. default: of
     hidden_act.
     """
     fields.only("hidden_act", *_ACTIVATIONS)
@@ -96,7 +96,7 @@ def _mlp(fields: Fields, sizes: Sizes, default: str, *, bias: bool) -> MLPConfig
 def _model(
     architecture: str, fields: Fields, sizes: Sizes, layer: LayerConfig, eps_name: str, **others: Any
 ) -> ModelConfig:
-    """The model whose layers are all `layer`, with layer norms that have weight and bias."""
+    """Return the model whose layers are all `layer`, with layer norms that have weight and bias."""
     layers = [layer] * sizes.num_layers
     return read_model(
         architecture, fields, sizes, layers, eps=1e-5, eps_name=eps_name, norm="layer", **others
@@ -240,7 +240,7 @@ def _parse_gptj(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _share(turned: int, head_dim: int) -> float:
-    """The share of so many channels of a head."""
+    """Return the share of so many channels of a head."""
     share = turned / head_dim
     return share if int(head_dim * share) == turned else math.nextafter(share, 1.0)  # 60 of 176 would be 59
 
@@ -401,7 +401,7 @@ def _parse_stablelm(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_olmo(architecture: str, fields: Fields) -> ModelConfig:
-    """The first OLMo: norms without weights, and bounded queries, keys and values."""
+    """Parse the first OLMo: norms without weights, and bounded queries, keys and values."""
     fields.only("model_type", "olmo")
     sizes = read_sizes(fields, kv_heads=0)
     bias, rope = fields.boolean("attention_bias", False), read_rope(fields, sizes.max_positions)

@@ -66,7 +66,7 @@ def _parse_dense(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_mixture(architecture: str, fields: Fields) -> ModelConfig:
-    """The first layers have MLPs, and all others have experts."""
+    """Parse a mixture: the first layers have MLPs, and all others have experts."""
     fields.only("model_type", "lfm2_moe")
     sizes = read_sizes(fields, kv_heads=8)
     num_dense = min(fields.integer("num_dense_layers", 2, minimum=0), sizes.num_layers)
@@ -90,7 +90,7 @@ def _parse_mixture(architecture: str, fields: Fields) -> ModelConfig:
 def _model(
     architecture: str, fields: Fields, sizes: Sizes, mlps: Sequence[MLPConfig | ExpertsConfig]
 ) -> ModelConfig:
-    """The model whose layers have these in the place of the MLP."""
+    """Return the model whose layers have these in the place of the MLP."""
     attention = AttentionConfig(
         num_heads=sizes.num_heads,
         num_kv_heads=sizes.num_kv_heads,
@@ -123,7 +123,7 @@ def _kinds(fields: Fields, sizes: Sizes) -> tuple[str, ...]:
 
 
 def _intermediate_size(fields: Fields) -> int:
-    """The size that the file gives, or two thirds of it, times a factor, rounded up to a multiple."""
+    """Return the size that the file gives, or two thirds of it, times a factor, rounded up to a multiple."""
     older, size = fields.optional_integer("block_ff_dim"), fields.optional_integer("intermediate_size")
     size = older or size or fields.integer("intermediate_size")
     multiple = fields.integer("block_multiple_of", 256)

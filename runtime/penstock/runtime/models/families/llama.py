@@ -86,7 +86,7 @@ def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
 
 
 def _windows(fields: Fields, traits: Traits, num_layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer."""
+    """Read the sliding window of each layer."""
     window: int | None = None
     first = 0
     if traits.windows == "all":
@@ -111,7 +111,7 @@ def _windows(fields: Fields, traits: Traits, num_layers: int) -> tuple[int | Non
 
 
 def family(traits: Traits) -> ModelFamily:
-    """The family of an architecture with these traits."""
+    """Make the family of an architecture with these traits."""
     return ModelFamily(parse=functools.partial(_parse, traits=traits), ignored=traits.ignored)
 
 

@@ -64,7 +64,7 @@ def _layers_with_experts(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 
 def _attention(fields: Fields, sizes: Sizes) -> list[AttentionConfig]:
-    """The attention of each layer."""
+    """Read the attention of each layer."""
     rope = read_rope(fields, sizes.max_positions, theta=500_000.0)
     has_rope = _layers_with_rope(fields, sizes.num_layers)
     kinds = read_layer_types(fields, [_KINDS[has] for has in has_rope], _KINDS)

@@ -36,7 +36,7 @@ _TRAINED = ("rescale_prenorm_residual", "time_step_floor", "time_step_max")
 def read_mamba(
     fields: Fields, inner: int, inner_name: str, *, heads: int = 128, state_dim: int = 256, groups: int = 1
 ) -> MambaConfig:
-    """The mixer whose heads have `inner` channels together, which `inner_name` tells. heads, state_dim,
+    """Read the mixer whose heads have `inner` channels together, which `inner_name` tells. heads, state_dim,
     groups: defaults.
     """
     heads, groups = fields.integer("mamba_n_heads", heads), fields.integer("mamba_n_groups", groups)
@@ -61,7 +61,7 @@ def read_mamba(
 
 
 def _step_limit(fields: Fields) -> tuple[float, float]:
-    """The least and the largest time step. JSON has no infinity, so files write it in several ways."""
+    """Read the least and the largest time step. JSON has no infinity, so files write it in several ways."""
     value = fields.raw("time_step_limit")
     if value is None:
         return (0.0, math.inf)
@@ -73,7 +73,7 @@ def _step_limit(fields: Fields) -> tuple[float, float]:
 
 
 def _number(value: object) -> float:
-    """A number, or NaN for what is none."""
+    """Return a number, or NaN for what is none."""
     if isinstance(value, dict):
         value = value.get("__float__")
     if value == "Infinity":
@@ -283,7 +283,7 @@ def _parse_nemotron_h(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _blocks(fields: Fields) -> list[str]:
-    """The kinds of the blocks, from either of the fields that have them."""
+    """Read the kinds of the blocks, from either of the fields that have them."""
     pattern, listed = fields.raw("hybrid_override_pattern"), fields.raw("layers_block_type")
     name = "hybrid_override_pattern" if listed is None else "layers_block_type"
     if isinstance(pattern, str) and listed is None:

@@ -82,7 +82,7 @@ def _parse(architecture: str, fields: Fields, kind: Kind) -> ModelConfig:
 
 
 def _read_encoder(fields: Fields, kind: Kind) -> PixtralConfig:
-    """The encoder and its projector, but for what they share with the decoder. Defaults are those of
+    """Read the encoder and its projector, but for what they share with the decoder. Defaults are those of
     transformers' configuration classes.
     """
     inner = Fields(fields.mapping("vision_config"), "vision_config.", fields.problems)
@@ -122,7 +122,7 @@ def _read_encoder(fields: Fields, kind: Kind) -> PixtralConfig:
 
 
 def _read_image_token(fields: Fields, default: int) -> int:
-    """The token of pictures, which has a name of either generation of transformers."""
+    """Read the token of pictures, which has a name of either generation of transformers."""
     name = "image_token_id" if "image_token_id" in fields else "image_token_index"
     return fields.integer(name, default, minimum=0)
 

@@ -74,7 +74,7 @@ def check_groups(
 
 
 def read_layer_numbers(fields: Fields, name: str, num_layers: int) -> tuple[int, ...] | None:
-    """A list of layers' numbers, or None if it is absent or null."""
+    """Read a list of layers' numbers, or None if it is absent or null."""
     value = fields.raw(name)
     if value is None:
         return None

@@ -32,8 +32,8 @@ class Encoder:
 
 
 def read_encoder(fields: Fields, model_type: str, kind: Encoder) -> QwenVisionConfig:
-    """The encoder that vision_config describes, but for the ids of tokens. model_type: that of the wrapper,
-    which early files have here too. Defaults are those of transformers' configuration classes.
+    """Read the encoder that vision_config describes, but for the ids of tokens. model_type: that of the
+    wrapper, which early files have here too. Defaults are those of transformers' configuration classes.
     """
     fields.only("model_type", f"{model_type}_vision", model_type)
     fields.ignore(("in_chans", "spatial_patch_size", "tokens_per_second", "dtype", "torch_dtype"))
@@ -77,7 +77,7 @@ def read_encoder(fields: Fields, model_type: str, kind: Encoder) -> QwenVisionCo
 
 
 def _read_side(fields: Fields) -> int:
-    """The side of the square table of positions."""
+    """Read the side of the square table of positions."""
     count = fields.integer("num_position_embeddings", 2304)
     side = math.isqrt(count)
     if side**2 != count:

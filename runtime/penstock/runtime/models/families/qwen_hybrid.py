@@ -86,7 +86,7 @@ TRAITS: Mapping[str, Traits] = {
 
 
 def parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
-    """The decoder that the fields describe. Raises ConfigError with all problems."""
+    """Parse the decoder that the fields describe. Raises ConfigError with all problems."""
     fields.only("model_type", traits.model_type)
     fields.only("hidden_act", "silu")
     fields.only("attn_output_gate", True)
@@ -132,14 +132,16 @@ def _read_net(fields: Fields) -> DeltaNetConfig:
 
 
 def _read_kinds(fields: Fields, sizes: Sizes) -> tuple[str, ...]:
-    """The kind of each layer: `layer_types`, or full attention in each full_attention_interval-th layer."""
+    """Read the kind of each layer: `layer_types`, or full attention in each full_attention_interval-th
+    layer.
+    """
     interval = fields.integer("full_attention_interval", 4)
     default = [_KINDS[(layer + 1) % interval == 0] for layer in range(sizes.num_layers)]
     return read_layer_types(fields, default, _KINDS)
 
 
 def _read_mlps(fields: Fields, num_layers: int, traits: Traits) -> tuple[MLPConfig | ExpertsConfig, ...]:
-    """What each layer has behind attention."""
+    """Read what each layer has behind attention."""
     if traits.experts is None:
         return (MLPConfig(intermediate_size=fields.integer("intermediate_size")),) * num_layers
     count, chosen = read_experts_and_choices(fields, ("num_experts", "num_local_experts"), *traits.experts)
@@ -185,7 +187,7 @@ def stored(config: ModelConfig, *, interleaved: bool = False) -> StoredAt:
 
 
 def _of_each_head(size: int, heads: int, is_gate: bool) -> Rows:
-    """A head's queries lie before its gates: the rows of one of the two."""
+    """Return the rows of a head's queries, or of its gates, which lie behind them."""
     begin = size if is_gate else 0
     return tuple(2 * size * head + begin + row for head in range(heads) for row in range(size))
 
@@ -205,7 +207,7 @@ def _qkvz(net: DeltaNetConfig, part: str) -> tuple[int, Rows]:
 
 
 def _ba(net: DeltaNetConfig, part: str) -> tuple[int, Rows]:
-    """The same for a tensor in which each key head has the two numbers of its value heads."""
+    """Return the same for a tensor in which each key head has the two numbers of its value heads."""
     own = net.num_value_heads // net.num_key_heads
     begin = own if part == "in_proj_a" else 0
     order = tuple(2 * own * head + begin + row for head in range(net.num_key_heads) for row in range(own))

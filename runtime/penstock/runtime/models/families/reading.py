@@ -80,8 +80,8 @@ def read_model(
     tied: bool = False,
     **others: Any,
 ) -> ModelConfig:
-    """The model of these layers, with what is read last: vocabulary, head, dtype and special tokens. It ends
-    the reading: a field that nobody has read and that is not harmless is a problem.
+    """Read the model of these layers, with what is read last: vocabulary, head, dtype and special tokens.
+    This ends the reading: a field that nobody has read and that is not harmless is a problem.
 
     eps, tied: the family's defaults of rms_norm_eps, or of the field that it calls `eps_name`, and of
     tie_word_embeddings. others: further fields of `ModelConfig`.
@@ -110,15 +110,15 @@ def read_model(
 
 
 def read_predictor(fields: Fields, layers: Sequence[LayerConfig]) -> LayerConfig | None:
-    """The layer that predicts the token after the next one, which is like the last one of these; None unless
-    a checkpoint has exactly one.
+    """Read the layer that predicts the token after the next one, which is like the last one of these; None
+    unless a checkpoint has exactly one.
     """
     count = fields.optional_integer("num_nextn_predict_layers", minimum=0)
     return layers[-1] if count == 1 else None
 
 
 def read_dtype(fields: Fields) -> str | None:
-    """The checkpoint's dtype."""
+    """Read the checkpoint's dtype."""
     new, old = fields.raw("dtype"), fields.raw("torch_dtype")
     name = "dtype" if new is not None else "torch_dtype"
     value = new if new is not None else old
@@ -134,8 +134,8 @@ def read_dtype(fields: Fields) -> str | None:
 def read_layer_types(
     fields: Fields, default: Sequence[str], supported: Collection[str] | None = None
 ) -> tuple[str, ...]:
-    """The kind of attention of each layer: `layer_types`, or the default. `supported`: None for those of the
-    default and "full_attention".
+    """Read the kind of attention of each layer: `layer_types`, or the default. `supported`: None for those of
+    the default and "full_attention".
     """
     types = fields.raw("layer_types")
     if types is None:
@@ -154,8 +154,8 @@ def read_layer_types(
 
 
 def read_windows(fields: Fields, default_types: Sequence[str], default: int | None) -> tuple[int | None, ...]:
-    """The sliding window of each layer, where `layer_types` decides which layers have one. default_types: of
-    the layers, where the field is absent; default: of sliding_window.
+    """Read the sliding window of each layer, where `layer_types` decides which layers have one.
+    default_types: of the layers, where the field is absent; default: of sliding_window.
     """
     types = read_layer_types(fields, default_types, ("full_attention", "sliding_attention"))
     window = fields.optional_integer("sliding_window")
@@ -231,7 +231,7 @@ def _one_rope(
     others: Collection[str] = (),
     mrope: RopeConfig | None = None,
 ) -> RopeConfig:
-    """What all objects say that are not empty, from their names to them."""
+    """Return what all objects say that are not empty, from their names to them."""
     parsed: list[RopeConfig] = []
     for name, data in objects.items():
         if data:

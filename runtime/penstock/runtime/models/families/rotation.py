@@ -46,8 +46,8 @@ def _factors(fields: Fields, name: str) -> tuple[float, ...]:
 
 
 def read_sections(fields: Fields, rope: RopeConfig, family: RopeConfig) -> RopeConfig:
-    """The RoPE with M-RoPE's sections. `family`: whose sections are the default, and which says whether they
-    are interleaved.
+    """Read the RoPE with M-RoPE's sections. `family`: whose sections are the default, and which says whether
+    they are interleaved.
     """
     if rope.kind not in ("default", "linear", "yarn", "llama3"):
         fields.problem("rope_type", f"{rope.kind!r} is not supported with mrope_section")

@@ -142,7 +142,9 @@ def _parse_minimax(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _refuse_other_minimax(fields: Fields) -> None:
-    """Published files say what kind of MiniMax they are, which transformers' class takes for granted."""
+    """Refuse every kind of MiniMax but that which published files tell, and which transformers' class takes
+    for granted.
+    """
     for name, value in (
         ("qk_norm_type", "per_layer"),
         ("scoring_func", "sigmoid"),

@@ -310,7 +310,7 @@ def _stored_ernie(config: ModelConfig) -> StoredAt:
 
 
 def family(traits: Traits, *, transposed: bool = False) -> ModelFamily:
-    """The family of an architecture with these traits. transposed: see `where_stacked`."""
+    """Make the family of an architecture with these traits. transposed: see `where_stacked`."""
     return ModelFamily(
         parse=functools.partial(_parse, traits=traits),
         ignored=traits.ignored,

@@ -28,7 +28,7 @@ from penstock.runtime.models.rope import RopeConfig
 
 
 def _attention(sizes: Sizes, rope: RopeConfig, *, bias: bool, o_bias: bool) -> AttentionConfig:
-    """The attention that Llama would have. `bias`: whether q, k and v have biases."""
+    """Return the attention that Llama would have. `bias`: whether q, k and v have biases."""
     return AttentionConfig(
         num_heads=sizes.num_heads,
         num_kv_heads=sizes.num_kv_heads,
@@ -128,7 +128,7 @@ def _stored_in_phi3(config: ModelConfig) -> StoredAt:
 
 
 def _parse_seed_oss(architecture: str, fields: Fields) -> ModelConfig:
-    """A field of its own for the bias of attention's output."""
+    """Read the bias of attention's output from a field of its own."""
     fields.only("model_type", "seed_oss")
     sizes = read_sizes(fields, head_dim=128, kv_heads=8)
     attention = _attention(

@@ -19,7 +19,7 @@ _ACTIVATIONS: Mapping[str, VisionActivation] = {
 
 
 def read_activation(fields: Fields, name: str, default: str) -> VisionActivation:
-    """An activation by its name in transformers."""
+    """Read an activation by its name in transformers."""
     value = fields.raw(name) or default
     if not isinstance(value, str) or value not in _ACTIVATIONS:
         fields.problem(name, f"{value!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
@@ -28,7 +28,7 @@ def read_activation(fields: Fields, name: str, default: str) -> VisionActivation
 
 
 def decoder_of(text: Fields, families: Mapping[str, ModelFamily]) -> ModelFamily:
-    """The family of the decoder by the model_type of text_config. ConfigError if it is none of these."""
+    """Find the family of the decoder by the model_type of text_config. ConfigError if it is none of these."""
     model_type = text.raw("model_type")
     family = families.get(model_type) if isinstance(model_type, str) else None
     if family is None:

@@ -18,8 +18,8 @@ _OF_BOTH = (*_DTYPES, "bos_token_id", "eos_token_id")
 
 
 def text_fields(fields: Fields, model_type: str, defaults: Mapping[str, object] | None = None) -> Fields:
-    """The fields of the decoder, whose problems are noted among those of `fields`; call it when all else has
-    been read. model_type: that of the decoder. defaults: of its fields.
+    """Return the fields of the decoder, whose problems are noted among those of `fields`; call it when all
+    else has been read. model_type: that of the decoder. defaults: of its fields.
 
     Heads are tied where either level says so, unless the checkpoint has a head of its own that differs from
     the embeddings (`load_config`).
@@ -53,5 +53,5 @@ def text_fields(fields: Fields, model_type: str, defaults: Mapping[str, object] 
 
 
 def _tied(fields: Fields) -> dict[str, object]:
-    """The field that ties the head, if it is there."""
+    """Return the field that ties the head, if it is there."""
     return {} if fields.raw(_TIED) is None else {_TIED: fields.boolean(_TIED, False)}

@@ -195,8 +195,8 @@ class Attention(nnx.Module):
         return q, k, unit_mean_square(v, self.eps) if config.v_norm else v
 
     def _mean_squares(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The mean squares of the queries' channels on all devices, and of the keys', each float32 [T, 1].
-        Keys that several devices have count once.
+        """Compute the mean squares of the queries' channels on all devices, and of the keys', each float32
+        [T, 1]. Keys that several devices have count once.
         """
         own = [jnp.mean(jnp.square(x.astype(jnp.float32)), axis=1, keepdims=True) for x in (q, k)]
         means = summed(jnp.concatenate(own, axis=1)) * np.float32(1 / self.config.pieces)
@@ -225,7 +225,7 @@ class Attention(nnx.Module):
 
 
 def alibi_slopes(num_heads: int, strength: float) -> npt.NDArray[np.float32]:
-    """The slope of each head, float32 [num_heads] (Press et al. 2021, arXiv 2108.12409): 2 to minus
+    """Compute the slope of each head, float32 [num_heads] (Press et al. 2021, arXiv 2108.12409): 2 to minus
     `strength` times 1/n, 2/n, ..., 1. If the number of heads is no power of two, n is the next one, and the
     even entries come first.
     """

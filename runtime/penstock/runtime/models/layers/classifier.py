@@ -60,8 +60,8 @@ def _product(linear: Linear, x: jax.Array, pools: Pools) -> jax.Array:
 
 
 def no_logits(hidden: jax.Array) -> jax.Array:
-    """The logits [R, 1] of a model that chooses no tokens: zeros, or no number where a hidden state [R, E] is
-    none, so that such a row is told of as with any model.
+    """Make the logits [R, 1] of a model that chooses no tokens: zeros, or no number where a hidden state [R,
+    E] is none, so that such a row is told of as with any model.
     """
     return jnp.sum(hidden.astype(jnp.float32), axis=1, keepdims=True) * np.float32(0)
 

@@ -50,11 +50,11 @@ class ConvWeight(nnx.Module):
             yield vector_rule((*path, "bias"), self.bias_at, dtype, stored, cut=self.cut)
 
     def weight(self, pools: Pools) -> jax.Array:
-        """The taps [K, C], of which the last is the token's own."""
+        """Return the taps [K, C], of which the last is the token's own."""
         return pools.vectors[self.weight_at.columns].reshape(self.num_taps, self.channels)
 
     def bias(self, pools: Pools) -> jax.Array | None:
-        """The bias [C], if there is one."""
+        """Return the bias [C], if there is one."""
         return None if self.bias_at is None else pools.vectors[self.bias_at.columns]
 
 

@@ -92,7 +92,7 @@ class StackedLinear(nnx.Module):
     def _rules_of(
         self, expert: int, number: int, path: ParamPath, dtype: np.dtype[np.generic], stored: StoredAt
     ) -> Iterator[tuple[ParamPath, LoadRule]]:
-        """The rules by which the checkpoint's expert of this number becomes one of the leaf."""
+        """Yield the rules by which the checkpoint's expert of this number becomes one of the leaf."""
         row, above = 0, (*path[:-1], number) if self.numbered else path[:-1]
         for part, size in self.parts:
             place = expert * self.out_size + row
@@ -113,7 +113,7 @@ class StackedLinear(nnx.Module):
             row += size
 
     def operands(self, pools: Pools) -> native.PackedExperts:
-        """The operands of the native kernels."""
+        """Return the operands of the native kernels."""
         return native.PackedExperts(
             self.weight[...],
             None if self.scale_at is None else pools.scales,
@@ -123,7 +123,7 @@ class StackedLinear(nnx.Module):
         )
 
     def stacked(self, pools: Pools) -> xla.StackedExperts:
-        """The operands of XLA's form; for unpacked weights only."""
+        """Return the operands of XLA's form; for unpacked weights only."""
         shape = (self.num_experts, self.out_size)
         scale = bias = None
         if self.scale_at is not None and pools.scales is not None:
@@ -175,8 +175,8 @@ class ExpertStack(nnx.Module):
         self.down_proj = stacked(inner, {"down_proj": hidden}, sums=pieces)
 
     def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """The sum of what its experts give each token: x [T, E], ids and weights [T, k] -> [T, E]. Experts of
-        other devices give nothing here.
+        """Compute the sum of what its experts give each token: x [T, E], ids and weights [T, k] -> [T, E].
+        Experts of other devices give nothing here.
         """
         config, pools, adapters = self.config, inputs.pools, self._adapters(inputs.pools)
         if self.expert_pieces > 1:
@@ -208,7 +208,7 @@ class ExpertStack(nnx.Module):
         )
 
     def _adapters(self, pools: Pools) -> ExpertAdapters | None:
-        """The adapters of the step's tokens; None where none can change these experts."""
+        """Return the adapters of the step's tokens; None where none can change these experts."""
         rows, gate_up, down = pools.adapters, self.gate_up_proj.adapter_at, self.down_proj.adapter_at
         if rows is None or gate_up is None or down is None:
             return None

@@ -39,7 +39,7 @@ class Angles:
         return self._turns[key]
 
     def query_scale(self, scaling: QueryScaling) -> jax.Array:
-        """What the queries of each token are multiplied by, float32 [T]."""
+        """Return what the queries of each token are multiplied by, float32 [T]."""
         if scaling not in self._scales:
             position = (self._positions + scaling.shift).astype(jnp.float32)
             steps = jnp.floor(position / np.float32(scaling.length))

@@ -217,8 +217,8 @@ class HeadProducts(nnx.Module):
         return added(y.astype(jnp.float32), self._delta(x, rows, self.adapter_at), rows).astype(x.dtype)
 
     def _delta(self, x: jax.Array, rows: AdapterRows, place: AdapterPlace) -> jax.Array:
-        """What the tokens' adapters of kv_b_proj add: x [T, H, in] -> float32 [T, H, out]. For keys the
-        product is that with the transpose, so B comes before A.
+        """Compute what the tokens' adapters of kv_b_proj add: x [T, H, in] -> float32 [T, H, out]. For keys
+        the product is that with the transpose, so B comes before A.
         """
         config, (tokens, heads, _) = self.config, x.shape
 

@@ -56,7 +56,7 @@ class MLP(nnx.Module):
         return residual.add_projected(self.down_proj, self._inner(x, norm, inputs), x, inputs)
 
     def alone(self, x: jax.Array, norm: Norm | None, inputs: LayerInputs) -> jax.Array:
-        """What the MLP makes of norm(x), without x: x [T, E] -> [T, E]."""
+        """Compute what the MLP makes of norm(x), without x: x [T, E] -> [T, E]."""
         return project(self.down_proj, self._inner(x, norm, inputs), inputs.num_tokens, inputs.pools)
 
     def _inner(self, x: jax.Array, norm: Norm | None, inputs: LayerInputs) -> jax.Array:

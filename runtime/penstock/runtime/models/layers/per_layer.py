@@ -107,5 +107,5 @@ class PerLayerAddition(nnx.Module):
 
 
 def _constant(value: float, x: jax.Array) -> jax.Array:
-    """A number as transformers has it: rounded to the model's dtype before it multiplies."""
+    """Return a number as transformers has it: rounded to the model's dtype before it multiplies."""
     return jnp.asarray(np.asarray(value, x.dtype))

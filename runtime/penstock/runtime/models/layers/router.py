@@ -67,7 +67,7 @@ class Router(nnx.Module):
         )
 
     def _filled(self, size: int) -> int:
-        """The outputs that `size` outputs take: in tiles these are whole blocks."""
+        """Count the outputs that `size` outputs take: in tiles these are whole blocks."""
         return -(-size // native_linear.BLOCK_OUT) * native_linear.BLOCK_OUT if self.packed else size
 
     def load_rules(
@@ -159,7 +159,7 @@ class Router(nnx.Module):
 
 
 def _repeated(there: Stored, size: int, filled: int) -> Stored:
-    """`filled` rows of a parameter that has `size`: after the last one comes the first again."""
+    """Return `filled` rows of a parameter that has `size`: after the last one comes the first again."""
     if filled == size:
         return there
 

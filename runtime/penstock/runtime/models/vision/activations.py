@@ -11,7 +11,7 @@ from penstock.runtime.models.pools import Pools
 
 
 def activated(x: jax.Array, activation: VisionActivation) -> jax.Array:
-    """The activation of x."""
+    """Compute the activation of x."""
     wide = x.astype(jnp.float32)
     if activation == "silu":
         return jax.nn.silu(wide).astype(x.dtype)

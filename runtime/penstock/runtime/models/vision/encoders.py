@@ -38,7 +38,7 @@ class Tower(Protocol):
     """An encoder as a module of the model."""
 
     def __call__(self, inputs: Any, num_patches: jax.Array, pools: Pools) -> tuple[jax.Array, ...]:
-        """What `Vision.inputs` made, of which the first num_patches, int32 [], are not padding -> the
+        """Turn what `Vision.inputs` made, of which the first num_patches, int32 [], are not padding, into the
         embeddings [most tokens, out_size] in the model's dtype: what replaces those of the tokens, then what
         is added after layer 0, 1, and so on of the decoder. What stands behind the picture's is undefined.
         """
@@ -46,7 +46,7 @@ class Tower(Protocol):
 
 
 def tower_of(config: VisionConfig, dtype: jnp.dtype, linear: LinearFormat, planners: PoolPlanners) -> Tower:
-    """The module of an encoder."""
+    """Make the module of an encoder."""
     match config:
         case QwenVisionConfig():
             return QwenTower(config, dtype, linear, planners)
@@ -63,7 +63,7 @@ def tower_of(config: VisionConfig, dtype: jnp.dtype, linear: LinearFormat, plann
 
 
 def vision_of(config: VisionConfig) -> Vision:
-    """What the engine must know of a model with this encoder."""
+    """Return what the engine must know of a model with this encoder."""
     match config:
         case QwenVisionConfig():
             return Vision(

@@ -25,7 +25,7 @@ class Gemma4Inputs(NamedTuple):
 
 
 def vision_inputs(config: Gemma4VisionConfig, pictures: Sequence[MediaItem], bucket: int) -> Gemma4Inputs:
-    """The inputs for these pictures, padded to `bucket` patches; for the ValueErrors see `grids_of`."""
+    """Make the inputs for these pictures, padded to `bucket` patches; for the ValueErrors see `grids_of`."""
     made = grids_of(pictures, bucket, merge_size=config.merge_size, patch_values=config.patch_features)
     return Gemma4Inputs(made.patches, made.places, made.spans)
 

@@ -164,8 +164,8 @@ class Gemma4Tower(nnx.Module):
         self.embedding_projection = Linear(size, parts, dtype, planners, linear=floats)
 
     def __call__(self, inputs: Gemma4Inputs, num_patches: jax.Array, pools: Pools) -> tuple[jax.Array, ...]:
-        """The embeddings of several pictures, [N / merge_size^2, out_size] in the model's dtype, in the order
-        of the pictures and of their tokens. num_patches: how many patches are not padding, int32 [].
+        """Embed several pictures: [N / merge_size^2, out_size] in the model's dtype, in the order of the
+        pictures and of their tokens. num_patches: how many patches are not padding, int32 [].
         """
         config = self.config
         rows, columns = jnp.asarray(inputs.places)

@@ -35,9 +35,9 @@ class Grids(NamedTuple):
 
 
 def grids_of(pictures: Sequence[MediaItem], bucket: int, *, merge_size: int, patch_values: int) -> Grids:
-    """The grids of these pictures, padded to `bucket` patches. Raises ValueError if the pictures have more
-    patches than the bucket, if the bucket is no multiple of merge_size^2, or if a picture's patches do not
-    fit its grid.
+    """Make the grids of these pictures, padded to `bucket` patches. Raises ValueError if the pictures have
+    more patches than the bucket, if the bucket is no multiple of merge_size^2, or if a picture's patches do
+    not fit its grid.
     """
     for picture in pictures:
         _check(picture, merge_size, patch_values)

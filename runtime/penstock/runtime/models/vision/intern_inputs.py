@@ -11,7 +11,7 @@ from penstock.runtime.requests.images import MediaItem
 
 
 def vision_inputs(config: InternConfig, tiles: Sequence[MediaItem], bucket: int) -> Floats:
-    """The patches of these tiles, padded to `bucket` patches, [bucket, values of a patch]; for the
+    """Make the patches of these tiles, padded to `bucket` patches, [bucket, values of a patch]; for the
     ValueErrors see `grids_of`.
     """
     return grids_of(tiles, bucket, merge_size=config.merge_size, patch_values=config.patch_features).patches

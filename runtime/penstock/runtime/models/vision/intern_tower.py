@@ -129,8 +129,8 @@ class InternTower(nnx.Module):
         self.projector = InternProjector(config, dtype, floats, planners)
 
     def __call__(self, inputs: jax.Array, num_patches: jax.Array, pools: Pools) -> tuple[jax.Array, ...]:
-        """The embeddings of several tiles, whose patches [N, values of a patch] are `inputs`, [N /
-        merge_size^2, out_size] in the model's dtype. num_patches: how many patches are not padding, int32 [].
+        """Embed several tiles, whose patches [N, values of a patch] are `inputs`: [N / merge_size^2,
+        out_size] in the model's dtype. num_patches: how many patches are not padding, int32 [].
         """
         config = self.config
         size, per_tile = config.hidden_size, config.patches_per_tile

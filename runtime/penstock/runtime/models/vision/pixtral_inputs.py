@@ -23,6 +23,6 @@ class PixtralInputs(NamedTuple):
 
 
 def vision_inputs(config: PixtralConfig, pictures: Sequence[MediaItem], bucket: int) -> PixtralInputs:
-    """The inputs for these pictures, padded to `bucket` patches; for the ValueErrors see `grids_of`."""
+    """Make the inputs for these pictures, padded to `bucket` patches; for the ValueErrors see `grids_of`."""
     grids = grids_of(pictures, bucket, merge_size=config.merge_size, patch_values=config.patch_features)
     return PixtralInputs(grids.patches, grids.places, grids.spans)

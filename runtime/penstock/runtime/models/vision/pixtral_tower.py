@@ -137,8 +137,8 @@ class PixtralTower(nnx.Module):
         self.projector = PixtralProjector(config, dtype, floats, planners)
 
     def __call__(self, inputs: PixtralInputs, num_patches: jax.Array, pools: Pools) -> tuple[jax.Array, ...]:
-        """The embeddings of several pictures, [N / merge_size^2, out_size] in the model's dtype, in the order
-        of the pictures and of their tokens. num_patches: how many patches are not padding, int32 [].
+        """Embed several pictures: [N / merge_size^2, out_size] in the model's dtype, in the order of the
+        pictures and of their tokens. num_patches: how many patches are not padding, int32 [].
         """
         x = project(self.patch_conv, jnp.asarray(inputs.patches, self.dtype), num_patches, pools)
         x = self.ln_pre(x, pools)

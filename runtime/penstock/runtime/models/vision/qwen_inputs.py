@@ -47,8 +47,8 @@ def tokens_of(config: QwenVisionConfig, grid: tuple[int, int, int]) -> int:
 
 
 def vision_inputs(config: QwenVisionConfig, pictures: Sequence[MediaItem], bucket: int) -> QwenInputs:
-    """The inputs for these pictures, padded to `bucket` patches. Their shapes depend on config and bucket
-    only.
+    """Make the inputs for these pictures, padded to `bucket` patches. Their shapes depend on config and
+    bucket only.
 
     Raises ValueError if the pictures have more patches than the bucket, if the bucket is no multiple of
     merge_size^2, or if a picture's patches do not fit its grid.
@@ -113,7 +113,7 @@ def _interpolation(places: Ints, sizes: Ints, side: int) -> tuple[Ints, Floats]:
 def _by_windows(
     places: Ints, spans: Ints, count: int, window: int, per_token: int
 ) -> tuple[NDArray[np.intp], Ints]:
-    """(the patches in the order of their windows [N], begin and end of each one's window [2, N])."""
+    """Return (the patches in the order of their windows [N], begin and end of each one's window [2, N])."""
     tall, wide = places[:, :count] // window
     begin = spans[0, :count]
     tokens = np.arange(count) // per_token

@@ -170,8 +170,8 @@ class QwenTower(nnx.Module):
         )
 
     def __call__(self, inputs: QwenInputs, num_patches: jax.Array, pools: Pools) -> tuple[jax.Array, ...]:
-        """The embeddings of several pictures: what replaces those of their tokens, then for each block of
-        `deepstack` what is added after layer 0, 1, and so on of the decoder; each [N / merge_size^2,
+        """Compute the embeddings of several pictures: what replaces those of their tokens, then for each
+        block of `deepstack` what is added after layer 0, 1, and so on of the decoder; each [N / merge_size^2,
         out_size] in the model's dtype, in the order of the pictures and of the prompt's tokens.
 
         num_patches: how many patches are not padding, int32 []. What stands behind their tokens is undefined.
@@ -194,7 +194,7 @@ class QwenTower(nnx.Module):
         return tuple(merged if order is None else (tokens[jnp.asarray(order)] for tokens in merged))
 
     def _positions(self, inputs: QwenInputs, pools: Pools) -> jax.Array:
-        """The learned table interpolated at each patch, float32 [N, size]."""
+        """Interpolate the learned table at each patch, float32 [N, size]."""
         assert self.pos_embed is not None
         assert inputs.corners is not None
         assert inputs.weights is not None

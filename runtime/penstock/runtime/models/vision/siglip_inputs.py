@@ -20,8 +20,8 @@ class SiglipInputs(NamedTuple):
 
 
 def vision_inputs(config: SiglipVisionConfig, pictures: Sequence[MediaItem], bucket: int) -> SiglipInputs:
-    """The inputs for a picture, or of zeros for none. Raises ValueError for another number of patches than
-    a picture has.
+    """Make the inputs for a picture, or of zeros for none. Raises ValueError for another number of patches
+    than a picture has.
     """
     shape = (config.num_patches, config.patch_features)
     if bucket != config.num_patches or any(picture.patches.shape != shape for picture in pictures):
@@ -32,7 +32,7 @@ def vision_inputs(config: SiglipVisionConfig, pictures: Sequence[MediaItem], buc
 
 
 def places(config: SiglipVisionConfig) -> NDArray[np.int32]:
-    """The position of each patch in the table of positions, which counts row by row, int32 [N]."""
+    """Return the position of each patch in the table of positions, which counts row by row, int32 [N]."""
     tokens, kernel = config.tokens_per_side, config.side // config.tokens_per_side
     numbers = np.arange(config.num_patches, dtype=np.int32).reshape(tokens, kernel, tokens, kernel)
     return numbers.transpose(0, 2, 1, 3).reshape(-1)
