@@ -74,8 +74,8 @@ class AdapterRows(NamedTuple):
         return bool((place.begin + place.size) * self.rank <= self.pool.shape[1])
 
     def of_choices(self, ids: Array) -> AdapterRows:
-        """The adapters of the choices of all tokens, of which each is a row now: ids int32 [T, k] are the
-        experts that a token chose.
+        """Return the adapters of the choices of all tokens, of which each is a row now: ids int32 [T, k] are
+        the experts that a token chose.
         """
         return self._replace(slots=jnp.repeat(self.slots, ids.shape[1]), experts=ids.reshape(-1))
 
@@ -85,12 +85,12 @@ class AdapterRows(NamedTuple):
         return jnp.any(self.slots > 0)
 
     def a(self, place: AdapterPlace, part: int) -> Array:
-        """The A of each token, float32 [T, in, rank]."""
+        """Return the A of each token, float32 [T, in, rank]."""
         found = self._gathered(place, place.a_at(part), place.in_size)
         return found.reshape(-1, place.in_size, self.rank)
 
     def b(self, place: AdapterPlace, part: int) -> Array:
-        """The B of each token, float32 [T, rank, out]."""
+        """Return the B of each token, float32 [T, rank, out]."""
         size = place.parts[part]
         return self._gathered(place, place.b_at(part), size).reshape(-1, self.rank, size)
 
@@ -114,8 +114,8 @@ class ExpertAdapters(NamedTuple):
 
 
 def delta(x: Array, rows: AdapterRows, place: AdapterPlace) -> Array:
-    """What the tokens' adapters add to a layer's product: x [T, in] -> float32 [T, out]. Nothing is computed
-    where no token has one.
+    """Compute what the tokens' adapters add to a layer's product: x [T, in] -> float32 [T, out]. Nothing is
+    computed where no token has one.
     """
 
     def made() -> Array:

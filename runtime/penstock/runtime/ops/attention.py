@@ -175,8 +175,8 @@ def make_meta(
 
 
 def _rows_of(index: Array, ends: Array, *, decode_only: bool) -> Array:
-    """The row of each token, or block, of these indices, where row r has those before ends[r]; the last row
-    for padding.
+    """Find the row of each token, or block, of these indices, where row r has those before ends[r]; the last
+    row for padding.
     """
     last = ends.shape[0] - 1
     if decode_only:  # a search is a loop of launches on a GPU
@@ -185,7 +185,7 @@ def _rows_of(index: Array, ends: Array, *, decode_only: bool) -> Array:
 
 
 def with_pages(meta: AttentionMeta, page_table: Array, page_size: int, num_pages: int) -> AttentionMeta:
-    """The metadata of the same step for layers of another group, whose cache has `num_pages` pages."""
+    """Return the metadata of the same step for layers of another group, whose cache has `num_pages` pages."""
     real = jnp.arange(meta.positions.shape[0], dtype=jnp.int32) < meta.num_tokens
     page = page_table[meta.token_rows, meta.positions // page_size]
     slots = jnp.where(real, page * page_size + meta.positions % page_size, num_pages * page_size)
@@ -193,7 +193,7 @@ def with_pages(meta: AttentionMeta, page_table: Array, page_size: int, num_pages
 
 
 def oldest_visible(positions: Array, sliding_window: int | None, chunk: int | None) -> Array:
-    """The first position that each of `positions` attends to; same shape and dtype."""
+    """Return the first position that each of `positions` attends to; same shape and dtype."""
     oldest = jnp.zeros_like(positions)
     if sliding_window is not None:
         oldest = jnp.maximum(oldest, positions - (sliding_window - 1))

@@ -102,8 +102,8 @@ def attend_both_ways(
 
 
 def _of_distances(scores: DistanceScores, apart: Array, q_at: Array, k_at: Array) -> Array:
-    """What is added to the scores of the queries of tokens `q_at` int32[B, Q] and the keys of tokens `k_at`
-    int32[B, K], `apart` int32[B, Q, K] positions: float32[B, H, Q, K].
+    """Compute what is added to the scores of the queries of tokens `q_at` int32[B, Q] and the keys of tokens
+    `k_at` int32[B, K], `apart` int32[B, Q, K] positions: float32[B, H, Q, K].
     """
     longest = (scores.entries.shape[0] - 1) // 2
     entry = scores.entries[jnp.clip(apart + longest, 0, 2 * longest)]

@@ -40,7 +40,7 @@ _INT8 = np.dtype(np.int8)
 
 
 def cache_dtype(kv_cache_dtype: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype of the keys and values in the cache of a model in `dtype`, for what
+    """Return the dtype of the keys and values in the cache of a model in `dtype`, for what
     `EngineConfig.kv_cache_dtype` says.
     """
     return _INT8 if kv_cache_dtype == "int8" else dtype
@@ -72,7 +72,7 @@ class PagedKV:
     def arrays(
         self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any], num_snapshots: int = 0
     ) -> Any:
-        """This layer's entry of the cache, as shapes and dtypes."""
+        """Return this layer's entry of the cache, as shapes and dtypes."""
         return jax.ShapeDtypeStruct(_shape(self, num_pages, page_size, dtype), dtype)
 
 
@@ -123,14 +123,14 @@ class LatentKV:
     def arrays(
         self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any], num_snapshots: int = 0
     ) -> Any:
-        """This layer's entry of the cache on a device, as shapes and dtypes."""
+        """Return this layer's entry of the cache on a device, as shapes and dtypes."""
         return jax.ShapeDtypeStruct(_shape(self, -(-num_pages // self.pieces), page_size, dtype), dtype)
 
 
 def _shape(
     layer: PagedKV | LatentKV, num_pages: int, page_size: int, dtype: np.dtype[Any]
 ) -> tuple[int, ...]:
-    """The shape of a layer's array that holds so many pages in `dtype`."""
+    """Return the shape of a layer's array that holds so many pages in `dtype`."""
     return kv_layer_shape(
         num_pages,
         page_size,
@@ -170,7 +170,7 @@ class SlotState:
     def arrays(
         self, num_pages: int, page_size: int, num_slots: int, dtype: np.dtype[Any], num_snapshots: int = 0
     ) -> Any:
-        """This layer's entry of the cache, as shapes and dtypes."""
+        """Return this layer's entry of the cache, as shapes and dtypes."""
         return tuple(
             jax.ShapeDtypeStruct((STATE_COPIES * num_slots + num_snapshots, *value.shape), value.dtype)
             for value in self.values
@@ -213,7 +213,7 @@ class CacheSpec:
         )
 
     def groups(self, page_size: int, dtype: np.dtype[Any]) -> tuple[CacheGroup, ...]:
-        """The groups of layers, with the bytes of their pages of keys and values in `dtype`."""
+        """Return the groups of layers, with the bytes of their pages of keys and values in `dtype`."""
         sizes, pieces = [0] * len(self.windows), [1] * len(self.windows)
         for layer, group in zip(self.layers, self.group_of, strict=True):
             sizes[group] += layer.page_bytes(page_size, dtype)
@@ -235,8 +235,8 @@ class CacheSpec:
             )
 
     def followed_by(self, draft: CacheSpec) -> CacheSpec:
-        """The cache of a model, the first group of which has no window, and of a draft model without state.
-        The draft's layers have the pages of that group, whatever their own windows.
+        """Return the cache of a model, the first group of which has no window, and of a draft model without
+        state. The draft's layers have the pages of that group, whatever their own windows.
         """
         layers = (
             replace(layer, window=None) if isinstance(layer, PagedKV) else layer for layer in draft.layers
@@ -274,8 +274,8 @@ class CacheSpec:
         dtype: np.dtype[Any],
         num_snapshots: int = 0,
     ) -> tuple[Any, ...]:
-        """The whole cache, as shapes and dtypes, with so many pages in each group. `dtype` is that in which
-        keys and values (`cache_dtype`) are stored; state has dtypes of its own.
+        """Return the whole cache, as shapes and dtypes, with so many pages in each group. `dtype` is that in
+        which keys and values (`cache_dtype`) are stored; state has dtypes of its own.
         """
         return tuple(
             layer.arrays(num_pages[group], page_size, num_slots, dtype, num_snapshots)

@@ -91,7 +91,7 @@ class CodeForm:
         return _LINE if not self.floats or self.group is None else 0
 
     def shape(self, out_size: int, in_size: int) -> tuple[int, int]:
-        """The shape of the leaf of a weight [out_size, in_size] that `fits`."""
+        """Return the shape of the leaf of a weight [out_size, in_size] that `fits`."""
         return out_size // OUTPUTS, in_size // INPUTS * self.tile_bytes + self.end_bytes
 
     def fits(self, out_size: int, in_size: int) -> bool:
@@ -107,7 +107,7 @@ class CodeForm:
 
     @classmethod
     def of(cls, num_bytes: int, in_size: int) -> CodeForm:
-        """The form of a weight with `in_size` inputs whose 16 outputs take so many bytes.
+        """Find the form of a weight with `in_size` inputs whose 16 outputs take so many bytes.
 
         Raises ValueError if there is none.
         """
@@ -134,7 +134,7 @@ E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astyp
 
 
 def union(forms: Iterable[CodeForm]) -> CodeForm | None:
-    """The smallest form that takes all of these; None: there is none."""
+    """Find the smallest form that takes all of these; None: there is none."""
     found = tuple(forms)
     takers = (form for form in (*FORMS, E2M1, E4M3, E4M3_BY_GROUP) if all(form.takes(one) for one in found))
     return next(takers, None)
@@ -241,7 +241,9 @@ def quantise(weight: NDArray[np.generic]) -> tuple[NDArray[np.uint8], NDArray[np
 def _rounded(
     groups: NDArray[np.float32], scales: NDArray[np.float32], out: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """The codes of groups [32, n], from -8 to 7, with scales [n]; 0 where a scale is 0 or not finite."""
+    """Compute the codes of groups [32, n], from -8 to 7, with scales [n]; 0 where a scale is 0 or not
+    finite.
+    """
     usable = np.isfinite(scales) & (scales != 0)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         np.multiply(groups, np.where(usable, np.float32(1) / scales, np.float32(0)), out=out)
@@ -252,7 +254,7 @@ def _rounded(
 
 
 def _best_scales(groups: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The scales of groups [32, n] that leave the least squared error."""
+    """Find the scales of groups [32, n] that leave the least squared error."""
     highest, lowest = groups.max(axis=0), groups.min(axis=0)
     peak = np.where(highest > -lowest, highest, lowest) / np.float32(-8)
     best: NDArray[np.float32] = peak
@@ -271,14 +273,14 @@ def _best_scales(groups: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def dequantised(leaf: jax.Array, in_size: int, dtype: jnp.dtype) -> jax.Array:
-    """The weight [N, K] that a leaf stands for; it is computed in float32."""
+    """Return the weight [N, K] that a leaf stands for; it is computed in float32."""
     form = CodeForm.of(leaf.shape[1], in_size)
     values = _of_floats(leaf, in_size, form) if form.floats else _of_integers(leaf, in_size, form)
     return values.reshape(-1, in_size).astype(dtype)
 
 
 def _of_floats(leaf: jax.Array, in_size: int, form: CodeForm) -> jax.Array:
-    """The values [blocks, 16, K] of small floats."""
+    """Return the values [blocks, 16, K] of small floats."""
     blocks = leaf.shape[0]
     if form.bits == 8:
         groups = leaf.reshape(blocks, in_size // (form.group or in_size), -1)
@@ -299,7 +301,7 @@ def _of_floats(leaf: jax.Array, in_size: int, form: CodeForm) -> jax.Array:
 
 
 def _of_integers(leaf: jax.Array, in_size: int, form: CodeForm) -> jax.Array:
-    """The values [blocks, 16, ...] of integers."""
+    """Return the values [blocks, 16, ...] of integers."""
     blocks, tiles = leaf.shape[0], in_size // INPUTS
     lines = leaf[:, :-_LINE].reshape(blocks, tiles, -1, _LINE)
     factors = jax.lax.bitcast_convert_type(leaf[:, -_LINE:].reshape(blocks, OUTPUTS, 4), jnp.float32)

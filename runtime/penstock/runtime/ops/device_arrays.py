@@ -50,8 +50,8 @@ def _program(
 
 
 def put_equal(array: npt.NDArray[Any], sharding: jax.sharding.Sharding) -> jax.Array:
-    """The host array on the devices of `sharding`, each of which has all of it or its own part. Every process
-    calls this with the same array, which must not be written again.
+    """Put the host array on the devices of `sharding`, each of which has all of it or its own part. Every
+    process calls this with the same array, which must not be written again.
     """
     if sharding.is_fully_addressable:
         placed: jax.Array = jax.device_put(array, sharding)
@@ -60,8 +60,8 @@ def put_equal(array: npt.NDArray[Any], sharding: jax.sharding.Sharding) -> jax.A
 
 
 def own_values(array: jax.Array) -> npt.NDArray[Any]:
-    """What the devices of this process have of an array that is cut along its first axis, as `put_own` takes
-    it.
+    """Return what the devices of this process have of an array that is cut along its first axis, as `put_own`
+    takes it.
     """
     if array.is_fully_addressable:
         return np.asarray(array)
@@ -71,7 +71,7 @@ def own_values(array: jax.Array) -> npt.NDArray[Any]:
 
 
 def put_own(array: npt.NDArray[Any], sharding: jax.sharding.Sharding) -> jax.Array:
-    """The array of which the devices of this process have `array`, cut along its first axis. On CPU an
+    """Make the array of which the devices of this process have `array`, cut along its first axis. On CPU an
     aligned array is taken as it is, and must not be written again.
     """
     if sharding.is_fully_addressable:

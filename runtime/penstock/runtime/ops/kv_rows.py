@@ -47,8 +47,8 @@ def kv_layer_shape(
 
 
 def kv_storage_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which the cache is stored on a CPU: 16-bit floats as raw uint16, others as they are.
-    Accelerators store all as they are.
+    """Return the dtype in which the cache is stored on a CPU: 16-bit floats as raw uint16, others as they
+    are. Accelerators store all as they are.
 
     A scatter into a bf16 array makes XLA's CPU backend convert the whole cache to float32 and back (40 ms
     against 9 us for 67 MB).

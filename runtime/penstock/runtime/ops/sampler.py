@@ -141,7 +141,7 @@ def argmax(logits: Array) -> Array:
 def sample(
     logits: Array, state: RowState, rows: SamplingRows, flags: Array, mask: Array | None, *, num_top: int
 ) -> Sampled:
-    """The `SamplerOp` in XLA. It skips what no row asks for, by `flags`."""
+    """Sample in XLA, as a `SamplerOp`. This skips what no row asks for, by `flags`."""
     sampled: Sampled = lax.cond(
         flags == 0,
         lambda: _sample_greedily(logits, num_top),
@@ -151,8 +151,8 @@ def sample(
 
 
 def _sample_greedily(logits: Array, num_top: int) -> Sampled:
-    """What `sample` gives where no row asks for anything: one condition costs a GPU less than each of those
-    that it would skip.
+    """Return what `sample` gives where no row asks for anything: one condition costs a GPU less than each of
+    those that it would skip.
     """
     tokens = jnp.where(jnp.isfinite(logits.max(axis=1)), argmax(logits), NON_FINITE)
     return Sampled(tokens, *_no_logprobs(logits.shape[0], num_top))
@@ -188,7 +188,7 @@ def _any(flags: Array, bit: int) -> Array:
 
 
 def _shape(logits: Array, state: RowState, rows: SamplingRows, flags: Array, mask: Array | None) -> Array:
-    """The logits with penalties and bias, and -inf where a token is forbidden."""
+    """Return the logits with penalties and bias, and -inf where a token is forbidden."""
     num_rows, vocab = logits.shape
 
     def has(bit: int) -> Array:
@@ -265,10 +265,10 @@ def token_logprobs(
 
 
 def top_values(logits: Array, count: int) -> tuple[Array, Array]:
-    """The `count` largest values of each row of float32[R, V] and their ids, largest first, equal values by
-    id.
+    """Find the `count` largest values of each row of float32[R, V] and their ids, largest first, equal values
+    by id.
 
-    It takes two passes, as `argmax` does: the values lie in the `count` chunks with the largest maxima (of
+    This takes two passes, as `argmax` does: the values lie in the `count` chunks with the largest maxima (of
     equal maxima, in the first), and a top_k over the whole row is slow on every backend.
     """
     num_rows, vocab = logits.shape

@@ -24,5 +24,5 @@ class SamplingRows(NamedTuple):
     seed: Array  # uint32[R, 2]: high and low word
 
     def number(self, name: str) -> Array:
-        """A number of `SamplingNumbers`: int32[R] if it is whole, else float32[R]."""
+        """Return a number of `SamplingNumbers`: int32[R] if it is whole, else float32[R]."""
         return self.ints[:, INTS.index(name)] if name in INTS else self.floats[:, FLOATS.index(name)]

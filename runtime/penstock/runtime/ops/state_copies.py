@@ -23,7 +23,9 @@ class SnapshotRows(NamedTuple):
     cut_to: Array  # int32[R] the snapshot that becomes the state after these tokens; only where cut > 0
 
     def only_at(self, rows: Array) -> SnapshotRows:
-        """The same for the rows where this bool[R] is true; the others neither read nor write a snapshot."""
+        """Return the same for the rows where this bool[R] is true; the others neither read nor write a
+        snapshot.
+        """
         return self._replace(source=jnp.where(rows, self.source, -1), cut=jnp.where(rows, self.cut, 0))
 
 

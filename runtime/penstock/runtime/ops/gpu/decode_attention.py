@@ -311,8 +311,8 @@ def _of_shares(
 
 
 def _merged_in_xla(acc: Array, peak: Array, total: Array, sinks: Array | None) -> Array:
-    """What the shares of `_of_shares` give together, bfloat16 [R, heads, D], for heads that are narrower than
-    a warpgroup.
+    """Compute what the shares of `_of_shares` give together, bfloat16 [R, heads, D], for heads that are
+    narrower than a warpgroup.
     """
     num_rows, kv_heads, _, group, dim = acc.shape
     own = jnp.arange(kv_heads * group, dtype=jnp.int32).reshape(1, kv_heads, 1, group)
@@ -331,7 +331,7 @@ def _merged_in_xla(acc: Array, peak: Array, total: Array, sinks: Array | None) -
 
 
 def _merged_here(acc: Array, peak: Array, total: Array, sinks: Array | None) -> Array:
-    """The same in one launch, for heads of whole warpgroups: a block takes a row and a query head."""
+    """Compute the same in one launch, for heads of whole warpgroups: a block takes a row and a query head."""
     num_rows, kv_heads, splits, group, dim = acc.shape
     heads = kv_heads * group
 

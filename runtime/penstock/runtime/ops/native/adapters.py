@@ -14,8 +14,9 @@ from penstock.runtime.ops.native import library
 
 
 def delta(x: Array, rows: AdapterRows, place: AdapterPlace, *, num_rows: Array) -> Array:
-    """What the tokens' adapters add to a layer's product: x bfloat16 [T, in] -> float32 [T, out], summed in
-    float32. Rows without an adapter, and those from num_rows, int32 [], on are undefined, and cost nothing.
+    """Compute what the tokens' adapters add to a layer's product: x bfloat16 [T, in] -> float32 [T, out],
+    summed in float32. Rows without an adapter, and those from num_rows, int32 [], on are undefined, and cost
+    nothing.
 
     A row of results depends on its own row of x and its adapter alone, bit for bit. Raises ValueError for a
     rank, or numbers of inputs and outputs, that are no multiples of 16.

@@ -77,7 +77,7 @@ def plan(
     kv_shape: tuple[int, ...],
     options: AttentionOptions,
 ) -> Array:
-    """The work of a step's attention, for `attend`: int32, as src/attention/attention_plan.h writes it.
+    """Plan the work of a step's attention, for `attend`: int32, as src/attention/attention_plan.h writes it.
 
     starts, q_lens int32[R] and page_table int32[R, P] describe the rows of a step of up to `num_tokens`
     tokens, which lie one after the other from token 0. `reach`: see `AttentionMeta`. A page id or a length

@@ -75,11 +75,11 @@ class Recipe:
     """Compiler flags by the end of a file's name, as in FLAGS."""
 
     def flags_of(self, source: Path) -> tuple[str, ...]:
-        """The flags of `source`, beside those of all files."""
+        """Return the flags of `source`, beside those of all files."""
         return next((flags for end, flags in self.flags.items() if source.stem.endswith(end)), ())
 
     def digest(self) -> str:
-        """A digest of everything that the library depends on."""
+        """Compute a digest of everything that the library depends on."""
         digest = hashlib.sha256(f"{_COMMON} {self.flags}".encode())
         folders = {SOURCES, *(source.parent for source in self.sources)}
         files = {file for folder in folders for file in folder.rglob("*.h")}
@@ -100,13 +100,13 @@ class BuildFailed(Exception):
 
 
 def default_folder() -> Path:
-    """The folder in which built libraries are kept."""
+    """Return the folder in which built libraries are kept."""
     return Path(os.path.expanduser("~")) / ".cache" / "penstock" / "native"
 
 
 def build(folder: Path | None = None, recipe: Recipe = KERNELS) -> Path:
-    """The path of the library of `recipe`. It is compiled now (some 20 s) if it is not in `folder`; None: in
-    neither SHIPPED nor the default folder.
+    """Return the path of the library of `recipe`. It is compiled now (some 20 s) if it is not in `folder`;
+    None: in neither SHIPPED nor the default folder.
 
     Raises BuildFailed if it cannot be built: another processor family, no compiler, or a compiler that fails.
     """

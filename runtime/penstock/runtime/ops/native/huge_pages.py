@@ -50,8 +50,8 @@ def advise(arrays: Iterable[jax.Array]) -> int:
 
 
 def _spans(arrays: Iterable[jax.Array]) -> list[tuple[int, int]]:
-    """The whole huge pages that the arrays cover. Neighbours are joined, because many arrays lie side by side
-    in memory.
+    """Return the whole huge pages that the arrays cover. Neighbours are joined, because many arrays lie side
+    by side in memory.
     """
     ranges = sorted((array.unsafe_buffer_pointer(), array.nbytes) for array in arrays)
     joined: list[list[int]] = []

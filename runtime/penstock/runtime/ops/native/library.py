@@ -58,9 +58,9 @@ library, because XLA takes an operation's name once per process."""
 
 
 def load(folder: Path | None = None) -> ctypes.CDLL:
-    """The library, with its operations registered: the one that this process has already, else the one in
-    `folder` (None: the one that came with the wheel, or in the default folder), compiled now if it is not
-    there. Costs nothing once it is loaded.
+    """Load the library, with its operations registered: the one that this process has already, else the one
+    in `folder` (None: the one that came with the wheel, or in the default folder), compiled now if it is not
+    there. This costs nothing once it is loaded.
 
     Raises NotAvailable; the first time it also logs the reason.
     """
@@ -105,8 +105,8 @@ def available(folder: Path | None = None) -> bool:
 
 
 def absent(dtype: npt.DTypeLike, shape: tuple[int, ...] = (0,)) -> Array:
-    """What an operation gets for an operand that it does without. It is numpy's, because `jnp.zeros` for all
-    of them takes a third of the time in which a model is traced.
+    """Return what an operation gets for an operand that it does without. It is numpy's, because `jnp.zeros`
+    for all of them takes a third of the time in which a model is traced.
     """
     return cast("Array", np.zeros(shape, dtype))
 

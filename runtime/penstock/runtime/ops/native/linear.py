@@ -124,7 +124,7 @@ def quantize(weight: NDArray[np.generic]) -> tuple[NDArray[np.int8], NDArray[np.
 
 
 def _widened(values: NDArray[np.generic]) -> NDArray[np.float32]:
-    """A copy in float32. A bfloat16 is the upper half of a float32, and numpy shifts faster than it
+    """Make a copy in float32. A bfloat16 is the upper half of a float32, and numpy shifts faster than it
     converts.
     """
     if values.dtype != jnp.bfloat16:

@@ -47,7 +47,7 @@ class StateRows(NamedTuple):
     """The entry that gets that state."""
 
     def operands(self) -> tuple[Array, ...]:
-        """The operands of the kernels."""
+        """Return the operands of the kernels."""
         none = library.absent(jnp.int32)
         cuts = (none, none) if self.cut is None or self.cut_to is None else (self.cut, self.cut_to)
         return self.q_lens, self.read, self.written, *cuts
@@ -155,7 +155,7 @@ def _recur(
     eps: float,
     dt_limit: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[Array, Array]:
-    """What the two recurrences have in common; `parameters`: a_log, dt_bias, skip, norm."""
+    """Run what the two recurrences have in common; `parameters`: a_log, dt_bias, skip, norm."""
     library.load()
     shapes = (jax.ShapeDtypeStruct(gate.shape, mixed.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype))
     call = jax.ffi.ffi_call("penstock_recurrence", shapes, input_output_aliases={3: 1})

@@ -36,7 +36,7 @@ def scan_rows(
     step_block: StepBlock,
     block_tokens: int,
 ) -> tuple[Array, Array]:
-    """(outputs by token [T, ...], the new state [S, ...]).
+    """Return (outputs by token [T, ...], the new state [S, ...]).
 
     Rows go on from their entries `state_from` of the state, write their entries `state_to`, and with a
     `state_cut` other than 0 also `state_cut_to`. No row may write an entry that another one reads. All other
@@ -96,7 +96,9 @@ def _make_singles(meta: AttentionMeta, num_entries: int) -> _Singles:
 
 
 def _step_singles(singles: _Singles, state: Array, step: StepRows) -> tuple[Array, Array]:
-    """(outputs by row [R, ...], which are undefined for rows of more tokens; the new state [S, ...])."""
+    """Return (outputs by row [R, ...], which are undefined for rows of more tokens; the new state [S,
+    ...]).
+    """
     made, after = step(singles.tokens, state.at[singles.read].get(mode="fill", fill_value=0))
     for entries in (singles.written, singles.cut_to):
         if entries is not None:
@@ -118,7 +120,7 @@ class _Blocks(NamedTuple):
 
 
 def _make_blocks(meta: AttentionMeta, num_entries: int, block_tokens: int) -> _Blocks:
-    """The rows of at least two tokens, cut into blocks."""
+    """Cut the rows of at least two tokens into blocks."""
     num_tokens, num_rows = meta.positions.shape[0], meta.q_lens.shape[0]
     firsts = jnp.cumsum(meta.q_lens) - meta.q_lens
     lengths = jnp.where(meta.q_lens > 1, meta.q_lens, 0)
@@ -172,7 +174,9 @@ def _make_blocks(meta: AttentionMeta, num_entries: int, block_tokens: int) -> _B
 def _scan_blocks(
     blocks: _Blocks, state: Array, out: jax.ShapeDtypeStruct, step: StepBlock
 ) -> tuple[Array, Array]:
-    """(outputs by token [T, ...], which are undefined for tokens in no block; the new state [S, ...])."""
+    """Return (outputs by token [T, ...], which are undefined for tokens in no block; the new state [S,
+    ...]).
+    """
     num_blocks, block_tokens = blocks.tokens.shape
     outputs = jnp.zeros((num_blocks, block_tokens, *out.shape), out.dtype)
 

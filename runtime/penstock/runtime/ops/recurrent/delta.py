@@ -62,7 +62,7 @@ def gated_delta_net(
     eps: float,
     num_key_heads: int,
 ) -> tuple[Array, Array]:
-    """What a gated delta net computes between its convolution and its last product.
+    """Compute what a gated delta net does between its convolution and its last product.
 
     qkv [T, 2 * Hk * Dk + Hv * Dv]: queries, keys and values of all heads side by side. Queries and keys are
     divided by their lengths here, and queries by the root of Dk. Value head h has the queries and keys of key
@@ -100,8 +100,8 @@ def _unit(x: Array) -> Array:
 def delta_rule(
     q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array, meta: AttentionMeta
 ) -> tuple[Array, Array]:
-    """The rule itself, see the module's docstring: q, k [T, Hk, Dk], v [T, Hv, Dv], log_decay and beta [T,
-    Hv], state [S, Hv, Dk, Dv], all float32 -> (outputs [T, Hv, Dv], the new state).
+    """Apply the rule itself, see the module's docstring: q, k [T, Hk, Dk], v [T, Hv, Dv], log_decay and beta
+    [T, Hv], state [S, Hv, Dk, Dv], all float32 -> (outputs [T, Hv, Dv], the new state).
     """
     repeats = v.shape[1] // k.shape[1]
 

@@ -63,7 +63,7 @@ def mamba2(
     num_groups: int,
     dt_limit: tuple[float, float],
 ) -> tuple[Array, Array]:
-    """What a Mamba-2 layer computes between its convolution and its last product.
+    """Compute what a Mamba-2 layer does between its convolution and its last product.
 
     xbc [T, H * P + 2 * G * N]: inputs, keys and queries of all heads side by side. The H heads are in G =
     `num_groups` groups, each of which has one key and one query. gate [T, H * P]: gates of the outputs. dt
@@ -123,8 +123,8 @@ def gated_scan(
 def selective_scan(
     x: Array, b: Array, c: Array, log_decay: Array, state: Array, meta: AttentionMeta
 ) -> tuple[Array, Array]:
-    """The recurrence itself, see the module's docstring: x [T, H, P] with its time steps, b and c [T, G, N],
-    log_decay [T, H], state [S, H, N, P], all float32 -> (outputs [T, H, P], the new state).
+    """Run the recurrence itself, see the module's docstring: x [T, H, P] with its time steps, b and c [T, G,
+    N], log_decay [T, H], state [S, H, N, P], all float32 -> (outputs [T, H, P], the new state).
     """
     repeats = x.shape[1] // b.shape[1]
 

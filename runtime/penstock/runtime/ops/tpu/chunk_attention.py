@@ -88,7 +88,7 @@ def chunk_attention(
     positions = starts[rows] + before
 
     def oldest_of(position: Any) -> Any:
-        """The oldest position that the first token of a block attends to."""
+        """Return the oldest position that the first token of a block attends to."""
         oldest = jnp.int32(0)
         if window is not None:
             oldest = jnp.maximum(oldest, position - (window - 1))

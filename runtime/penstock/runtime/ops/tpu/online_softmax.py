@@ -61,8 +61,8 @@ class OnlineSoftmax(NamedTuple):
         self.totals[head] = jnp.broadcast_to(total, self.totals.shape[1:])
 
     def result(self, head: int, sink: Array | None) -> Array:
-        """The mean of the values, float32[R, dim]; 0 for a query that attends to nothing. sink: one more
-        score, without a value, float32[R, 1] or [1, 1].
+        """Return the mean of the values, float32[R, dim]; 0 for a query that attends to nothing. sink: one
+        more score, without a value, float32[R, 1] or [1, 1].
         """
         peak, total = self.peaks[head, :, :1], self.totals[head, :, :1]
         fade = jnp.ones_like(peak)
