@@ -51,7 +51,7 @@ def gptq(weight: Floats, gram: NDArray[np.float64], scheme: Scheme) -> Codes:
 
 
 def _factor(gram: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The upper triangular U with U^T U = the inverse of the damped matrix.
+    """Compute the upper triangular U with U^T U = the inverse of the damped matrix.
 
     With its rows and columns reversed the matrix is L L^T; reversed again, L is an upper triangular R, and
     the inverse of R R^T is that of R, transposed, times itself.

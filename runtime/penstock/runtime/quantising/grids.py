@@ -32,9 +32,9 @@ class Grid:
 
 
 def grid_of(weight: Floats, scheme: Scheme, importance: Floats | None = None) -> Grid:
-    """The grid that reaches from the least to the greatest weight of each group. importance [K]: how much an
-    error of each input's weights matters, which is its mean square; then of several smaller ranges, too, the
-    one with the least error is taken.
+    """Choose the grid that reaches from the least to the greatest weight of each group. importance [K]: how
+    much an error of each input's weights matters, which is its mean square; then of several smaller ranges,
+    too, the one with the least error is taken.
 
     Without importance no smaller range is tried: what it cuts off are a few large weights, and whether these
     matter cannot be known.
@@ -74,7 +74,7 @@ def _searched(groups: Floats, scheme: Scheme, importance: Floats) -> tuple[Float
 
 
 def _range_grid(groups: Floats, scheme: Scheme, shrink: float) -> Grid:
-    """The grid of `shrink` of the range of groups [N, K / group, group]; 0 is always a value of it."""
+    """Return the grid of `shrink` of the range of groups [N, K / group, group]; 0 is always a value of it."""
     if scheme.zeros:
         low = np.minimum(groups.min(axis=2), 0) * np.float32(shrink)
         high = np.maximum(groups.max(axis=2), 0) * np.float32(shrink)
@@ -87,13 +87,13 @@ def _range_grid(groups: Floats, scheme: Scheme, shrink: float) -> Grid:
 
 
 def _stored(scales: Floats, scheme: Scheme) -> Floats:
-    """The scales as they will be read. Where all weights are 0, any scale does."""
+    """Return the scales as they will be read. Where all weights are 0, any scale does."""
     rounded = scales.astype(scheme.scale_dtype).astype(np.float32)
     return np.where(rounded == 0, np.float32(1), rounded)
 
 
 def codes_of(numbers: NDArray[np.int8], grid: Grid, scheme: Scheme) -> Codes:
-    """The weight with these codes [N, K]."""
+    """Return the weight with these codes [N, K]."""
     zeros = grid.zeros if scheme.zeros else None
     return Codes(codes=numbers, bits=scheme.bits, scales=grid.scales, zeros=zeros, group=scheme.group)
 

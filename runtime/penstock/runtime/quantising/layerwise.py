@@ -89,7 +89,7 @@ class LayerByLayer:
         self._programs: dict[ModelConfig, tuple[Any, Any]] = {}
 
     def embed(self, texts: Tokens, tensors: Mapping[str, Tensor]) -> Floats:
-        """The hidden states before the first layer."""
+        """Compute the hidden states before the first layer."""
         leaves = _filled(self._ends, load_rules(self._ends, _DTYPE).rules, tensors)
 
         @jax.jit
@@ -137,7 +137,7 @@ class LayerByLayer:
 
 
 def _filled(config: ModelConfig, rules: Sequence[LoadRule], tensors: Mapping[str, Tensor]) -> Leaves:
-    """The model's leaves; what no rule fills is zeros."""
+    """Return the model's leaves; what no rule fills is zeros."""
     leaves = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in leaf_shapes(config, _DTYPE).items()}
     for rule in rules:
         rule.fill(leaves, tensors, 0, rule.num_rows)
@@ -165,7 +165,7 @@ def _meta(num_tokens: int) -> AttentionMeta:
 
 
 def _run(config: ModelConfig, model: Any, x: jax.Array) -> jax.Array:
-    """The only layer of a model: x [T, E] -> [T, E]."""
+    """Run the only layer of a model: x [T, E] -> [T, E]."""
     num_tokens = x.shape[0]
     meta, pages = _meta(num_tokens), -(-num_tokens // _PAGE)
     groups = len(config.cache.windows)

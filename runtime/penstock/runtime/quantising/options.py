@@ -67,8 +67,8 @@ class Scheme:
 
     @classmethod
     def of(cls, options: QuantiseOptions, dtype: str | None) -> Scheme:
-        """The scheme for a checkpoint in this dtype. Four bits need zeros: on small models they take off a
-        third of the error. Eight bits gain nothing by them.
+        """Choose the scheme for a checkpoint in this dtype. Four bits need zeros: on small models they take
+        off a third of the error. Eight bits gain nothing by them.
         """
         scales = np.dtype(np.float16) if dtype == "float16" else np.dtype(ml_dtypes.bfloat16)
         return cls(options.bits, options.group, options.bits == 4, scales)

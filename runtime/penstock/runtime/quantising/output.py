@@ -51,7 +51,7 @@ class Shape:
 
 
 def packed_shapes(num_out: int, num_in: int, scheme: Scheme) -> dict[str, Shape]:
-    """What the names of a quantised layer's tensors end in, and the tensors."""
+    """Return what the names of a quantised layer's tensors end in, and the tensors."""
     groups, int32 = num_in // scheme.group, np.dtype(np.int32)
     found = {
         "weight_packed": Shape(int32, (num_out, num_in * scheme.bits // 32)),
@@ -64,7 +64,7 @@ def packed_shapes(num_out: int, num_in: int, scheme: Scheme) -> dict[str, Shape]
 
 
 def packed(codes: Codes, scheme: Scheme) -> dict[str, NDArray[Any]]:
-    """The tensors of a layer with these codes. A word has neighbouring inputs of one output, of zeros
+    """Return the tensors of a layer with these codes. A word has neighbouring inputs of one output, of zeros
     neighbouring outputs of one group; the first is in the low bits, and half of the range is added to all.
     """
     found: dict[str, NDArray[Any]] = {
@@ -86,7 +86,7 @@ def _words(numbers: NDArray[Any], bits: int) -> NDArray[np.int32]:
 
 
 def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]:
-    """What config.json says of the layers. ignore: the layers that stay as they were."""
+    """Return what config.json says of the layers. ignore: the layers that stay as they were."""
     weights = {
         "num_bits": scheme.bits,
         "type": "int",
@@ -259,7 +259,7 @@ class CheckpointWriter:
 
 
 def copied_files(source: Path) -> list[Path]:
-    """The files of a checkpoint that say nothing of weights: tokenizer, templates, defaults, licence."""
+    """List the files of a checkpoint that say nothing of weights: tokenizer, templates, defaults, licence."""
     return sorted(
         path
         for path in source.iterdir()

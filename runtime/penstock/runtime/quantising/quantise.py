@@ -189,8 +189,8 @@ def _refused(config: ModelConfig) -> str | None:
 
 
 def _weights_of(config: ModelConfig, layer: int, options: QuantiseOptions) -> dict[str, ParamPath]:
-    """The tensors of a layer that become codes: those that a server with --quantization keeps in codes, as
-    far as a group divides their inputs. A tensor may hold several products that have the same inputs.
+    """Find the tensors of a layer that become codes: those that a server with --quantization keeps in codes,
+    as far as a group divides their inputs. A tensor may hold several products that have the same inputs.
     """
     in_codes = LinearFormat(codes=CodeForm(options.bits, zeros=False))
     found: dict[str, ParamPath] = {}
@@ -207,7 +207,7 @@ def _weights_of(config: ModelConfig, layer: int, options: QuantiseOptions) -> di
 
 
 def _files(checkpoint: _Checkpoint, scheme: Scheme) -> dict[str, dict[str, Shape]]:
-    """The new files, which are those of the old checkpoint, with what they will hold."""
+    """Return the new files, which are those of the old checkpoint, with what they will hold."""
     found: dict[str, dict[str, Shape]] = {}
     quantised = checkpoint.quantised
     for name, entry in checkpoint.tensors.items():
@@ -226,7 +226,7 @@ def _renamed(weight: str, ending: str) -> str:
 
 
 def _kept_layers(checkpoint: _Checkpoint) -> list[str]:
-    """What may be a layer of a product and stays as it was, but for embeddings and head."""
+    """Return what may be a layer of a product and stays as it was, but for embeddings and head."""
     names = checkpoint.config.names
     ends = {f"{names.decoder}{names.table}", f"{names.head}weight"}
     return [
@@ -335,7 +335,7 @@ def _layer_codes(
 
 
 def _floats(name: str, entry: TensorEntry) -> Floats:
-    """The values of a tensor. Raises ConfigError if one is infinite or no number."""
+    """Read the values of a tensor. Raises ConfigError if one is infinite or no number."""
     weight: Floats = np.asarray(entry.map()).astype(np.float32)
     if not np.isfinite(weight).all():
         raise ConfigError(f"{entry.file}: tensor {name} has values that are infinite or no numbers")

@@ -65,7 +65,7 @@ def check_scalable(config: ModelConfig) -> None:
 
 
 def _pairs(config: ModelConfig, layer: int) -> list[_Pair]:
-    """The products whose inputs can be scaled, the last one first: what makes its inputs is scaled by it."""
+    """Find the products whose inputs can be scaled, last one first: what makes its inputs is scaled by it."""
     rules, found = rules_of_layer(config, layer), []
     mlp = config.layers[layer].mlp
     assert isinstance(mlp, MLPConfig)
@@ -113,7 +113,7 @@ def scaled(
 
 
 def _best_scales(weight: Floats, gram: NDArray[np.float64], scheme: Scheme) -> Floats:
-    """The scales of the columns of a weight [N, K] that leave the least error of its outputs."""
+    """Find the scales of the columns of a weight [N, K] that leave the least error of its outputs."""
     size = np.sqrt(np.diag(gram))
     size = np.where(size > 0, size, 1.0)
     best, least = np.ones(len(size), np.float32), np.inf
@@ -130,8 +130,8 @@ def _best_scales(weight: Floats, gram: NDArray[np.float64], scheme: Scheme) -> F
 
 
 def _folded(weight: NDArray[Any], offset: float, scales: Floats) -> tuple[NDArray[Any], Floats]:
-    """A norm's weight divided by the scales, in its own dtype, and the scales by which it became smaller in
-    fact. Rounding the norm's weight costs nothing so.
+    """Return a norm's weight divided by the scales, in its own dtype, and the scales by which it became
+    smaller in fact. Rounding the norm's weight costs nothing so.
     """
     effective = weight.astype(np.float32) + np.float32(offset)
     new = (effective / scales - np.float32(offset)).astype(weight.dtype)

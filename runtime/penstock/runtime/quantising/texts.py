@@ -71,7 +71,7 @@ _MOST_CHARACTERS = 1 << 23
 
 
 def calibration_text(file: Path | None) -> str:
-    """The text of the file, or of the docstrings. Raises ConfigError if it cannot be read."""
+    """Return the text of the file, or of the docstrings. Raises ConfigError if it cannot be read."""
     if file is None:
         return "\n\n".join(text for module in _DOCUMENTED for text in _docstrings(module))
     try:
@@ -82,13 +82,13 @@ def calibration_text(file: Path | None) -> str:
 
 
 def judging_text() -> str:
-    """The topics of the language's reference."""
+    """Return the topics of the language's reference."""
     topics: dict[str, str] = importlib.import_module(_JUDGED_BY).topics
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def _docstrings(module: str) -> list[str]:
-    """The longer docstrings of a module; none if this Python comes without its source."""
+    """Collect the longer docstrings of a module; none if this Python comes without its source."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return []
