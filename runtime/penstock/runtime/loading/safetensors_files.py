@@ -134,9 +134,7 @@ def read_index(index: Path, text: bytes) -> dict[str, str]:
 
 
 def joined(directory: Path, headers: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """Join the tensors of all files of a directory. Raises ConfigError if two have a tensor of the same
-    name.
-    """
+    """Join the tensors of all files of a directory. Raises ConfigError if two have one of the same name."""
     found: dict[str, TensorEntry] = {}
     for header in headers:
         for name, entry in header.items():

@@ -386,8 +386,8 @@ class CausalLM(PooledModel):
         return hidden, tuple(entries)
 
     def predicted_logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
-        """Turn what `predict` gives, [R, E], of which the first num_rows count, into logits float32 [R,
-        V].
+        """Turn what `predict` gives, [R, E], of which the first num_rows count, into logits
+        float32 [R, V].
         """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         with jax.named_scope("head"):

@@ -476,7 +476,7 @@ def _read(
     linear: Linear, x: jax.Array, norm: Norm | None, num_rows: jax.Array, pools: Pools
 ) -> tuple[jax.Array, RMSNorm | None]:
     """Return what a product reads, and the norm that it must apply itself: a layer norm is computed before
-    it.
+    the product.
     """
     if isinstance(norm, LayerNorm):
         return normalised(x, norm, num_rows, pools, natively=linear.packed), None

@@ -96,8 +96,8 @@ def _make_singles(meta: AttentionMeta, num_entries: int) -> _Singles:
 
 
 def _step_singles(singles: _Singles, state: Array, step: StepRows) -> tuple[Array, Array]:
-    """Return (outputs by row [R, ...], which are undefined for rows of more tokens; the new state [S,
-    ...]).
+    """Return (outputs by row [R, ...], which are undefined for rows of more tokens; the new
+    state [S, ...]).
     """
     made, after = step(singles.tokens, state.at[singles.read].get(mode="fill", fill_value=0))
     for entries in (singles.written, singles.cut_to):
@@ -174,8 +174,8 @@ def _make_blocks(meta: AttentionMeta, num_entries: int, block_tokens: int) -> _B
 def _scan_blocks(
     blocks: _Blocks, state: Array, out: jax.ShapeDtypeStruct, step: StepBlock
 ) -> tuple[Array, Array]:
-    """Return (outputs by token [T, ...], which are undefined for tokens in no block; the new state [S,
-    ...]).
+    """Return (outputs by token [T, ...], which are undefined for tokens in no block; the new
+    state [S, ...]).
     """
     num_blocks, block_tokens = blocks.tokens.shape
     outputs = jnp.zeros((num_blocks, block_tokens, *out.shape), out.dtype)
