@@ -73,7 +73,7 @@ SHAPES = {
 
 
 def config_json(shape: Shape) -> dict[str, Any]:
-    """The content of config.json, with the fields of the real checkpoint."""
+    """Make the content of config.json, with the fields of the real checkpoint."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
@@ -104,7 +104,7 @@ def config_json(shape: Shape) -> dict[str, Any]:
 
 
 def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every tensor, in the order of the file. Linear weights are [out, in]."""
+    """Return the name and shape of every tensor, in the order of the file. Linear weights are [out, in]."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
@@ -127,8 +127,8 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    """The header of a safetensors file of bfloat16 tensors: its length and its JSON, padded to 8 bytes as the
-    format demands.
+    """Build the header of a safetensors file of bfloat16 tensors: its length and its JSON, padded to 8 bytes
+    as the format demands.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -179,7 +179,7 @@ def write_checkpoint(directory: Path, shape: Shape, seed: int = 0, copies: int |
 
 
 def write_checkpoint_of(directory: Path, published: Mapping[str, Any], seed: int = 0) -> int:
-    """The same for a published config.json, and returns the number of parameters. Of a model that reads
+    """Do the same for a published config.json, and return the number of parameters. Of a model that reads
     pictures only the text model is written.
     """
     config = text_model(published)
@@ -189,8 +189,8 @@ def write_checkpoint_of(directory: Path, published: Mapping[str, Any], seed: int
 
 
 def text_model(published: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a model's text model, which is the whole model where it reads nothing else. Its end
-    token is the tokenizer's.
+    """Return the config.json of a model's text model, which is the whole model where it reads nothing else.
+    Its end token is the tokenizer's.
     """
     inner = published.get("text_config")
     if inner is None:

@@ -39,15 +39,15 @@ class Child:
         )
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a question. Raises RuntimeError if the process has ended."""
+        """Return the answer to a question. Raises RuntimeError if the process has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process is gone, and reading reports its exit code
             print(json.dumps(question), file=self._process.stdin, flush=True)
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """The next answer, such as the one that a program gives unasked when it is ready. Raises RuntimeError
-        if the process has ended.
+        """Return the next answer, such as the one that a program gives unasked when it is ready. Raises
+        RuntimeError if the process has ended.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

@@ -94,8 +94,8 @@ def take_turns(
 
 
 def table(found: Mapping[str, Sequence[Pair]], names: Mapping[str, str]) -> str:
-    """A table in Markdown: for each figure that a workload is about, the medians of both sides, the speed-up
-    of each pair, and the median of those. `names` are the commits by side.
+    """Write a table in Markdown: for each figure that a workload is about, the medians of both sides, the
+    speed-up of each pair, and the median of those. `names` are the commits by side.
     """
     rounds = max((len(pairs) for pairs in found.values()), default=0)
     head = [
@@ -148,7 +148,9 @@ def _git(repository: Path, *args: str) -> bytes:
 
 
 def import_path(tree: Path) -> str:
-    """A PYTHONPATH with which `penstock` comes from `tree`, whatever is installed, and `bench` from here."""
+    """Return a PYTHONPATH with which `penstock` comes from `tree`, whatever is installed, and `bench` from
+    here.
+    """
     build = tomllib.loads((tree / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     return os.pathsep.join(str(root) for root in (*(tree / name for name in build["dev-mode-dirs"]), TREE))
 
@@ -195,8 +197,8 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The options of each side: bench's defaults, overridden by those of both sides, then by its own. Raises
-    ValueError for an option without "=".
+    """Read the options of each side: bench's defaults, overridden by those of both sides, then by its own.
+    Raises ValueError for an option without "=".
     """
     both = {**options.DEFAULTS, **options.parse(args.set)}
     return {HERE: both | options.parse(args.set_here), THERE: both | options.parse(args.set_there)}

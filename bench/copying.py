@@ -35,7 +35,7 @@ def tensor(
     num_prompt: int,
     draw: np.random.Generator,
 ) -> Iterator[NDArray[np.float32]] | None:
-    """The blocks of a tensor of a model that repeats prompts of `num_prompt` tokens; None for one whose
+    """Yield the blocks of a tensor of a model that repeats prompts of `num_prompt` tokens; None for one whose
     values do not matter.
     """
     code = min(head_dim, hidden_size * 3 // 4)
@@ -69,8 +69,8 @@ def _embeddings(size: tuple[int, ...], code: int, draw: np.random.Generator) -> 
 
 
 def _turned(head_dim: int, positions: int) -> NDArray[Any]:
-    """A vector that rotary positions have turned by so many positions. It uses the faster half of the pairs,
-    dimension i with i + head_dim / 2, because the others hardly tell positions apart.
+    """Return a vector that rotary positions have turned by so many positions. It uses the faster half of the
+    pairs, dimension i with i + head_dim / 2, because the others hardly tell positions apart.
     """
     used, half = head_dim // 4, head_dim // 2
     turned = np.zeros(head_dim)

@@ -33,7 +33,9 @@ def series(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
 
 
 def round_up(value: float) -> float:
-    """The least number of the form 1, 2 or 5 times a power of ten that is not below a positive value."""
+    """Return the least number of the form 1, 2 or 5 times a power of ten that is not below a positive
+    value.
+    """
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= value * (1 - 1e-9))
 

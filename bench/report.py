@@ -19,7 +19,7 @@ Repeats = list[Mapping[str, float]]
 
 
 def grouped(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Repeats]]:
-    """The figures of all repeats, by engine and workload."""
+    """Group the figures of all repeats by engine and workload."""
     found: dict[str, dict[str, Repeats]] = {}
     for line in records:
         found.setdefault(line["engine"], {}).setdefault(line["workload"], []).append(line["figures"])
@@ -27,8 +27,8 @@ def grouped(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Repeats
 
 
 def comparison(found: Mapping[str, Mapping[str, Repeats]]) -> str:
-    """A table in Markdown with the medians: one row for each figure that a workload is about, one column for
-    each engine.
+    """Write a table in Markdown with the medians: one row for each figure that a workload is about, one
+    column for each engine.
     """
     engines = list(found)
     lines = [f"| workload | figure | {' | '.join(engines)} |", f"|---|---|{'---:|' * len(engines)}"]

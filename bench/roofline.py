@@ -54,7 +54,7 @@ def floors(
     weight_bytes: float = 2,
     kv_is_int8: bool = False,
 ) -> dict[str, tuple[Work, float]]:
-    """The work and the least seconds of each part of a workload, by the name of the figure that it is
+    """Return the work and the least seconds of each part of a workload, by the name of the figure that it is
     compared with. The sizes are those of `one_pass`.
     """
     found: dict[str, tuple[Work, float]] = {}
@@ -76,7 +76,7 @@ def floors(
 
 
 def measured(records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
-    """The median of every figure, by (engine, workload)."""
+    """Return the median of every figure, by (engine, workload)."""
     grouped: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for line in records:
         grouped.setdefault((line["engine"], line["workload"]), []).append(line["figures"])

@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def vocabulary_size(checkpoint: str) -> int:
-    """The number of token ids of the checkpoint's model. Raises ConfigError if it cannot be read."""
+    """Read the number of token ids of the checkpoint's model. Raises ConfigError if it cannot be read."""
     return load_config(resolve_model(checkpoint)).vocab_size
 
 

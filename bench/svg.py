@@ -16,7 +16,7 @@ COLOURS = (
 
 
 def picture(parts: Iterable[str]) -> str:
-    """The whole file."""
+    """Return the whole file."""
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="13">',
@@ -26,12 +26,12 @@ def picture(parts: Iterable[str]) -> str:
 
 
 def across(share: float) -> float:
-    """The x of a share of the axis' length."""
+    """Return the x of a share of the axis' length."""
     return LEFT + share * (WIDTH - LEFT - RIGHT)
 
 
 def up(share: float) -> float:
-    """The y of a share of the axis' height, from below."""
+    """Return the y of a share of the axis' height, from below."""
     return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
 
@@ -41,12 +41,12 @@ def log_share(value: float, low: float, high: float) -> float:
 
 
 def x_mark(x: float, text: str) -> str:
-    """A number below the axis."""
+    """Draw a number below the axis."""
     return f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{text}</text>'
 
 
 def y_mark(y: float, text: str) -> list[str]:
-    """A number beside the axis, and its line."""
+    """Draw a number beside the axis, and its line."""
     return [
         f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>',
         f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>',
@@ -54,7 +54,7 @@ def y_mark(y: float, text: str) -> list[str]:
 
 
 def titles(x: str, y: str) -> list[str]:
-    """What the axes mean."""
+    """Write what the axes mean."""
     middle = (LEFT + WIDTH - RIGHT) / 2
     return [
         f'<text x="{middle}" y="{HEIGHT - 10}" text-anchor="middle">{x}</text>',
@@ -63,7 +63,7 @@ def titles(x: str, y: str) -> list[str]:
 
 
 def polyline(points: Sequence[tuple[float, float]], colour: str, *, dashed: bool = False) -> str:
-    """A line through points."""
+    """Draw a line through points."""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dashes = ' stroke-dasharray="5 4"' if dashed else ""
     return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>'
@@ -74,7 +74,7 @@ def dot(x: float, y: float, colour: str) -> str:
 
 
 def legend(number: int, name: str, colour: str) -> list[str]:
-    """The entry of that number, from 0."""
+    """Draw the entry of that number, from 0."""
     at = TOP + 20 * number
     return [
         f'<rect x="{WIDTH - RIGHT + 15}" y="{at - 9}" width="12" height="4" fill="{colour}"/>',
@@ -83,5 +83,5 @@ def legend(number: int, name: str, colour: str) -> list[str]:
 
 
 def legend_text(number: int, text: str) -> str:
-    """What stands beside a sign of the legend."""
+    """Write what stands beside a sign of the legend."""
     return f'<text x="{WIDTH - RIGHT + 33}" y="{TOP + 20 * number}">{escape(text)}</text>'

@@ -15,8 +15,8 @@ _LICENSE = Path(__file__).resolve().parent.parent / "LICENSE"
 
 @functools.cache
 def words(num_words: int) -> tuple[int, ...]:
-    """The license, a token id below `num_words` for each of its words and signs. A word has the same id
-    wherever it stands, so that as much is repeated as in the text.
+    """Read the license as token ids below `num_words`, one for each of its words and signs. A word has the
+    same id wherever it stands, so that as much is repeated as in the text.
     """
     pieces = re.findall(r" ?\w+| ?[^\w\s]+|\s+", _LICENSE.read_text(encoding="utf-8"))
     return tuple(zlib.crc32(piece.encode()) % num_words for piece in pieces)

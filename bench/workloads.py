@@ -155,7 +155,7 @@ TABLE: Mapping[str, Workload] = MappingProxyType(
 
 
 def jobs(workload: Workload, repeat: int, num_words: int) -> Wave:
-    """The jobs of one wave of a repeat. Token ids are below `num_words`.
+    """Return the jobs of one wave of a repeat. Token ids are below `num_words`.
 
     Lengths depend only on the workload's name, tokens on name and repeat. (A random.Random seeded with a
     string is the same on every machine, and in every Python from 3.2 on.)
@@ -196,7 +196,7 @@ def select(names: Sequence[str]) -> tuple[Workload, ...]:
 
 
 def shrunk(workload: Workload, divisor: int) -> Workload:
-    """The workload with its lengths divided, to try a runner out. Prompts keep at least 2 tokens, and outputs
+    """Divide the lengths of the workload, to try a runner out. Prompts keep at least 2 tokens, and outputs
     keep 2 if they had more than 1.
     """
 

@@ -62,7 +62,7 @@ class Collector:
 
 
 def _entries(cache: Path | None) -> set[str]:
-    """The names in the compilation cache. Each new program adds some."""
+    """List the names in the compilation cache. Each new program adds some."""
     return {entry.name for entry in cache.iterdir()} if cache is not None and cache.is_dir() else set()
 
 
@@ -130,7 +130,9 @@ class InProcess:
         }
 
     def take_steps(self) -> list[StepRecord]:
-        """The step records since the last call; none unless observed. To be called while no request runs."""
+        """Return the step records since the last call; none unless observed. To be called while no request
+        runs.
+        """
         if self._recorder is None:
             return []
         self.engine.journal.flush()  # until then the last step may not have been shown to the recorder

@@ -43,8 +43,8 @@ def parse(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """The options over EngineConfig's own defaults. Raises TypeError for an unknown option, ConfigError for a
-    bad value.
+    """Return the options over EngineConfig's own defaults. Raises TypeError for an unknown option,
+    ConfigError for a bad value.
     """
     values = dict(options)
     for name in ("compilation_cache", "native_folder", "adapter_dir"):
@@ -54,7 +54,7 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
 
 
 def serve_arguments(options: Mapping[str, Any]) -> list[str]:
-    """The options as flags of `penstock serve`."""
+    """Spell the options as flags of `penstock serve`."""
     arguments: list[str] = []
     for name, value in options.items():
         flag = _FLAGS.get(name, name.removesuffix("_s").replace("_", "-"))

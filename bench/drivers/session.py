@@ -87,7 +87,7 @@ def measure(driver: Driver, session: Session) -> dict[str, list[dict[str, float]
 
 
 def proposals(about: Mapping[str, Any]) -> str:
-    """What was proposed in a repeat, as an end of its line; empty where nothing was."""
+    """Describe what was proposed in a repeat, as an end of its line; empty where nothing was."""
     counts = about.get("proposed_tokens"), about.get("accepted_tokens")
     return "" if not counts[0] else f", {counts[1]} of {counts[0]} proposed tokens accepted"
 
@@ -98,12 +98,12 @@ def all_ran(results: Mapping[str, Sequence[Any]], session: Session) -> bool:
 
 
 def shortened(message: str) -> str:
-    """The message, cut to a length that a terminal can show: one about token ids lists all of them."""
+    """Cut the message to a length that a terminal can show: one about token ids lists all of them."""
     return message if len(message) <= _LONGEST_ERROR else f"{message[:_LONGEST_ERROR]}..."
 
 
 def one_repeat(driver: Driver, workload: Workload, repeat: int, num_words: int) -> dict[str, float]:
-    """The figures of one repeat. Raises ValueError if a request failed."""
+    """Return the figures of one repeat. Raises ValueError if a request failed."""
     planned = waves(workload, repeat, num_words)
     return figures(planned[0], [driver.run_wave(wave) for wave in planned])
 
@@ -140,6 +140,6 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(args: argparse.Namespace) -> tuple[Workload, ...]:
-    """The workloads that the arguments name. Raises ValueError for an unknown name."""
+    """Return the workloads that the arguments name. Raises ValueError for an unknown name."""
     workloads = select(args.workloads.split(","))
     return tuple(shrunk(workload, args.shrink) for workload in workloads) if args.shrink > 1 else workloads

@@ -30,7 +30,7 @@ _LEAST_COSINE = 0.999
 
 
 def workloads() -> Mapping[str, Sequence[Sequence[str]]]:
-    """The groups of texts of each workload; each group is given at once. The texts are Python's own
+    """Return the groups of texts of each workload; each group is given at once. The texts are Python's own
     documentation, which every Python has.
     """
     words = re.findall(r"\S+", " ".join(topics[name] for name in sorted(topics)))
@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def started(name: str, python: str, model: str, dtype: str, stack: contextlib.ExitStack) -> Side:
-    """The engine, once it can embed."""
+    """Start the engine, and return it once it can embed."""
     own = {} if name == "penstock" else {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [python, "-m", "bench.embeddings.engines", name, str(Path(model).resolve()), dtype]
     child = Child(command, os.environ | own)

@@ -88,7 +88,7 @@ async def over_grpc(stub: Any, ask: Ask) -> Stream:
 
 
 async def over_http(connection: Connection, model: str, ask: Ask) -> Stream:
-    """The same over HTTP."""
+    """Stream the same over HTTP."""
     began, first, texts, tokens, messages = time.perf_counter(), 0.0, [], 0, 0
     async for data in connection.stream(ask.body(model)):
         messages += 1

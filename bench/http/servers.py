@@ -33,12 +33,14 @@ class Rig:
     """Ids of the processes."""
 
     def cpu(self) -> tuple[float, float]:
-        """The processor time of the server, without what computes the model, and of the front, in seconds."""
+        """Return the processor time of the server, without what computes the model, and of the front, in
+        seconds.
+        """
         return cpu(self.server).host, _all(self.front)
 
 
 def _all(pid: int) -> float:
-    """The processor time of a process and of its children (a front's workers)."""
+    """Add up the processor time of a process and of its children (a front's workers)."""
     children = [
         int(child)
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -49,7 +51,7 @@ def _all(pid: int) -> float:
 
 @contextlib.contextmanager
 def running(model: str, log: Path, serve: Sequence[str] = (), front: Sequence[str] = ()) -> Iterator[Rig]:
-    """A server of this model with more flags for `penstock serve`, and a front with more for `penstock
+    """Run a server of this model with more flags for `penstock serve`, and a front with more for `penstock
     openai`. Raises RuntimeError if one does not come up.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +78,7 @@ def running(model: str, log: Path, serve: Sequence[str] = (), front: Sequence[st
 
 
 def _told(process: subprocess.Popen[str], before: str) -> str:
-    """What a process prints on stdout after these words."""
+    """Return what a process prints on stdout after these words."""
     assert process.stdout is not None
     line = next((line for line in process.stdout if before in line), None)
     if line is None:

@@ -59,7 +59,7 @@ class Connection:
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The lines of a body that comes in chunks, without the empty ones."""
+    """Yield the lines of a body that comes in chunks, without the empty ones."""
     rest = b""
     while size := int(await reader.readuntil(b"\r\n"), 16):
         rest += (await reader.readexactly(size + 2))[:-2]
@@ -71,8 +71,8 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 def parts_of(data: bytes) -> tuple[str | None, int | None]:
-    """The text of a chunk, None if it has no choice; and the completion's tokens where it tells the usage.
-    Raises HttpError for an error.
+    """Return the text of a chunk, None if it has no choice; and the completion's tokens where it tells the
+    usage. Raises HttpError for an error.
     """
     chunk = json.loads(data)
     if "error" in chunk:

@@ -23,7 +23,7 @@ PAGE_SIZE = 64
 
 
 def runner(line: Line, least_bytes: int) -> Callable[[], float]:
-    """A function that runs the attention of some layers and returns the seconds of one."""
+    """Make a function that runs the attention of some layers and returns the seconds of one."""
     shape = SHAPES[line.shape]
     new = CHUNK if line.kind == "prefill" else 1
     tokens, pages = line.rows * new, line.rows * -(-line.context // PAGE_SIZE)

@@ -72,7 +72,7 @@ class Product:
 
 
 def products(shape: Shape) -> tuple[Product, ...]:
-    """The four products of a layer."""
+    """Return the four products of a layer."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return (
         Product("qkv", queries + 2 * keys, shape.hidden, norm=True),
@@ -99,7 +99,7 @@ class Line:
     """Of one call."""
 
     def multiplied(self, isa: Isa) -> Multiplied:
-        """What the kernel for an instruction set multiplies. Integers of 4 bits are widened to int8, and
+        """Name what the kernel for an instruction set multiplies. Integers of 4 bits are widened to int8, and
         small floats to bfloat16. Attention widens an int8 cache: AMX's to bfloat16, the others to int16.
         """
         if self.kind == "product":
@@ -170,8 +170,8 @@ class Result:
 
 
 def layer(results: list[Result]) -> Result:
-    """The products of a layer as one line. Its limit is that of all of them together, which is not above the
-    sum of their limits: each multiplies and reads as fast as the machine could when it was measured.
+    """Join the products of a layer in one line. Its limit is that of all of them together, which is not above
+    the sum of their limits: each multiplies and reads as fast as the machine could when it was measured.
     """
     work = sum((result.line.work for result in results), Work(0, 0))
     multiplying = sum(result.line.work.operations / result.machine.operations_per_s for result in results)

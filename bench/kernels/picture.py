@@ -16,7 +16,7 @@ _SIGNS = {"0.6B": "circle", "4B": "square", "8B": "triangle"}
 
 
 def drawing(found: Sequence[Result]) -> str:
-    """The picture: layers of products filled, attention hollow. Raises ValueError without results."""
+    """Draw the picture: layers of products filled, attention hollow. Raises ValueError without results."""
     shown = [result for result in found if result.line.part in ("layer", "attention")]
     if not shown:
         raise ValueError("no layers and no attention among these records")
@@ -59,8 +59,8 @@ def drawing(found: Sequence[Result]) -> str:
 
 
 def roof(machine: Machine, low: float, high: float, bottom: float) -> list[tuple[float, float]]:
-    """The corners of a machine's roof over densities from `low` to `high`, and above `bottom` operations per
-    second.
+    """Return the corners of a machine's roof over densities from `low` to `high`, and above `bottom`
+    operations per second.
     """
     ridge = machine.operations_per_s / machine.bytes_per_s
     start = max(low, bottom / machine.bytes_per_s)
@@ -72,13 +72,13 @@ def roof(machine: Machine, low: float, high: float, bottom: float) -> list[tuple
 
 
 def _colour(result: Result) -> str:
-    """What has a colour: an instruction set with what it multiplies, or a rival."""
+    """Name what has a colour: an instruction set with what it multiplies, or a rival."""
     isa = Isa.__members__.get(result.by)
     return f"{result.by} {result.line.multiplied(isa)}" if isa is not None else result.by
 
 
 def _roofs(shown: Sequence[Result]) -> dict[str, Machine]:
-    """The highest limits of each colour, of all the runs that the results are from."""
+    """Find the highest limits of each colour, of all the runs that the results are from."""
     found: dict[str, Machine] = {}
     for result in shown:
         known = found.setdefault(_colour(result), result.machine)

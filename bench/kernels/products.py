@@ -62,8 +62,8 @@ class Layers:
         huge_pages.advise(tiles for tiles, _ in self._layers)
 
     def runner(self, rows: int, operations: float) -> Callable[[], float]:
-        """A function that runs some of the layers and returns the seconds of one. `operations` are those of
-        one.
+        """Make a function that runs some of the layers and returns the seconds of one. `operations` are those
+        of one.
         """
         product = self._product
         calls = calls_per_run(len(self._layers), operations)

@@ -14,8 +14,8 @@ from penstock.runtime.ops.native.library import Isa
 
 
 def results(timed: Timed, limits: Limits) -> list[Result]:
-    """A line by everybody who was measured. A rival is compared with the limits of the best instruction set.
-    Raises ValueError if nothing is known of what the machine multiplies.
+    """Return a line by everybody who was measured. A rival is compared with the limits of the best
+    instruction set. Raises ValueError if nothing is known of what the machine multiplies.
     """
     line, seconds = timed
     best = max(Isa)
@@ -27,14 +27,14 @@ def results(timed: Timed, limits: Limits) -> list[Result]:
 
 
 def record(result: Result) -> dict[str, Any]:
-    """A result as a JSON object."""
+    """Write a result as a JSON object."""
     fields = asdict(result.line)
     work = fields.pop("work")
     return {**fields, "by": result.by, "seconds": result.seconds, **work, "limits": asdict(result.machine)}
 
 
 def from_record(fields: Mapping[str, Any]) -> Result:
-    """The inverse of `record`. Other fields are ignored."""
+    """Read a result from a record, as the inverse of `record`. Other fields are ignored."""
     work = Work(fields["operations"], fields["bytes_read"])
     names = ("kind", "shape", "part", "format", "rows", "context")
     line = Line(**{name: fields[name] for name in names}, work=work)
@@ -42,12 +42,12 @@ def from_record(fields: Mapping[str, Any]) -> Result:
 
 
 def latest(found: Iterable[Result]) -> list[Result]:
-    """The last result of each line by each instruction set or rival, where records have several."""
+    """Return the last result of each line by each instruction set or rival, where records have several."""
     return list({(replace(result.line, work=Work(0, 0)), result.by): result for result in found}.values())
 
 
 def with_layers(found: Sequence[Result]) -> list[Result]:
-    """The results, and after the four products of a layer the layer."""
+    """Return the results, and after the four products of a layer the layer."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in found:
         line = result.line
@@ -64,7 +64,7 @@ HEAD = """\
 
 
 def table(found: Iterable[Result]) -> str:
-    """A table in Markdown, in the order of kernels and sizes."""
+    """Write a table in Markdown, in the order of kernels and sizes."""
 
     def order(result: Result) -> tuple[Any, ...]:
         line = result.line
@@ -76,7 +76,7 @@ def table(found: Iterable[Result]) -> str:
 
 
 def row(result: Result) -> str:
-    """A line of the table."""
+    """Write a line of the table."""
     line, work = result.line, result.line.work
     name = line.part if line.kind == "product" else f"{line.kind} attention"
     return (

@@ -18,7 +18,7 @@ _MOST_CALLS = 32
 
 
 def stack_bytes() -> int:
-    """The least size of all layers together."""
+    """Return the least size of all layers together."""
     return max(_AT_LEAST_BYTES, _CACHES * largest_bytes())
 
 
@@ -32,7 +32,7 @@ def calls_per_run(kept: int, operations: float) -> int:
 
 
 def windows(kept: Sequence[T], calls: int) -> Iterator[list[int]]:
-    """The layers of one run after another, without end: a run goes on where the one before ended."""
+    """Yield the layers of one run after another, without end: a run goes on where the one before ended."""
     at = 0
     while True:
         yield [(at + call) % len(kept) for call in range(calls)]

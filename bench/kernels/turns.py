@@ -44,7 +44,7 @@ Timed = tuple[Line, Mapping[str, float]]
 
 
 def sets() -> list[Isa]:
-    """The instruction sets of this machine."""
+    """Return the instruction sets of this machine."""
     return [Isa(number) for number in range(Isa.AVX2, library.load().penstock_best_isa() + 1)]
 
 

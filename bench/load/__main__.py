@@ -45,7 +45,7 @@ Caller = Callable[[Any, int, Any, int, Seen], Awaitable[None]]
 
 @contextlib.contextmanager
 def server(tree: Path, *command: str, log: Path) -> Iterator[tuple[str, int]]:
-    """A server of a worktree, as its address and process id."""
+    """Run a server of a worktree, and yield its address and process id."""
     log.parent.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(str(tree / root) for root in _ROOTS)
     with log.open("w") as errors:
@@ -112,7 +112,7 @@ async def levels(address: str, pid: int, options: argparse.Namespace) -> None:
 
 
 async def slow(address: str, pid: int, options: argparse.Namespace) -> None:
-    """The time between messages of 63 streams, beside one more like them and beside a slow reader, in
+    """Measure the time between messages of 63 streams, beside one more like them and beside a slow reader, in
     turns.
     """
     count = max(options.streams)
@@ -141,7 +141,7 @@ async def slow(address: str, pid: int, options: argparse.Namespace) -> None:
 
 
 async def bare(address: str, pid: int, options: argparse.Namespace) -> None:
-    """The levels on the bare server."""
+    """Measure the levels on the bare server."""
 
     async def read_on(channel: grpc.aio.Channel, seen: Seen) -> None:
         call: Any = channel.unary_stream(floor.METHOD)

@@ -42,7 +42,9 @@ COLUMNS = (
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed; NaN if there are none."""
+    """Return the smallest value that at least this share of the values does not exceed; NaN if there are
+    none.
+    """
     if not values:
         return float("nan")
     ordered = sorted(values)
@@ -50,7 +52,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def row(level: Level) -> str:
-    """A line of the table. Times of the processor are for one message."""
+    """Write a line of the table. Times of the processor are for one message."""
     seen, each = level.seen, 1e6 / max(level.seen.messages, 1)
     all_s = level.cpu.host + level.cpu.model + level.cpu.fronts
     figures = [
@@ -69,5 +71,5 @@ def row(level: Level) -> str:
 
 
 def head() -> str:
-    """The first two lines of the table."""
+    """Write the first two lines of the table."""
     return f"| {' | '.join(COLUMNS)} |\n|---|" + "---:|" * (len(COLUMNS) - 1)

@@ -41,7 +41,7 @@ class Cpu:
 
 
 def cpu(pid: int) -> Cpu:
-    """The processor time of a process so far. Threads that have ended do not count; a server's stay."""
+    """Read the processor time of a process so far. Threads that have ended do not count; a server's stay."""
     loop = model = other = 0.0
     fronts = sum(cpu(front).host for front in _fronts(pid))
     for task in Path(f"/proc/{pid}/task").iterdir():
@@ -60,7 +60,7 @@ def cpu(pid: int) -> Cpu:
 
 
 def _fronts(pid: int) -> list[int]:
-    """The ids of a server's front processes."""
+    """List the ids of a server's front processes."""
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):  # it has just ended
@@ -69,6 +69,6 @@ def _fronts(pid: int) -> list[int]:
 
 
 def memory(pid: int) -> int:
-    """The resident memory of a process in bytes."""
+    """Read the resident memory of a process in bytes."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -51,7 +51,7 @@ class Seen:
         return Seen(self.messages, self.tokens, self.requests, list(self.gaps))
 
     def since(self, before: Seen) -> Seen:
-        """What was seen after `before`."""
+        """Return what was seen after `before`."""
         return Seen(
             self.messages - before.messages,
             self.tokens - before.tokens,
@@ -61,7 +61,7 @@ class Seen:
 
 
 def asked(prompt: str, tokens: int) -> dict[str, Any]:
-    """The fields of a request that has exactly so many tokens."""
+    """Make the fields of a request that has exactly so many tokens."""
     return {
         "prompt": prompt,
         "sampling": types_pb2.SamplingParams(temperature=0),
@@ -102,7 +102,7 @@ async def stream_on(stub: Any, number: int, answers: dict[str, Answer], tokens: 
 
 
 async def generate_on(stub: Any, number: int, answers: dict[str, Answer], tokens: int, seen: Seen) -> None:
-    """The same with Generate."""
+    """Do the same with Generate."""
     prompt = PROMPTS[number % len(PROMPTS)]
     request = inference_pb2.GenerateRequest(**asked(prompt, tokens))
     while True:

@@ -29,14 +29,14 @@ class Report:
 
 
 def head() -> str:
-    """The first two lines of a table of these reports."""
+    """Write the first two lines of a table of these reports."""
     columns = ["ghz", "streams", "requests/s", "tokens/s", "p50, ms", "p99, ms", "event loop, µs/token"]
     columns += ["host, µs/token", "all, µs/token"]
     return f"| {' | '.join(columns)} |\n|---|" + "---:|" * (len(columns) - 1)
 
 
 def row(report: Report) -> str:
-    """A line of the table."""
+    """Write a line of the table."""
     each = 1e6 / report.tokens
     figures = [
         f"{report.requests / report.seconds:,.1f}",

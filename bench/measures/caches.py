@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def largest_bytes(index: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """The size of the largest cache that the first processor uses; 0 where the system does not say."""
+    """Return the size of the largest cache that the first processor uses; 0 where the system does not say."""
     sizes = (each / "size" for each in index.glob("index*"))
     return max((_bytes(size.read_text()) for size in sizes if size.is_file()), default=0)
 

@@ -47,7 +47,7 @@ class Machine:
     bytes_per_s: float
 
     def seconds(self, work: Work) -> float:
-        """The least time of one pass, if computing and reading overlap fully."""
+        """Return the least time of one pass, if computing and reading overlap fully."""
         return max(work.operations / self.operations_per_s, work.bytes_read / self.bytes_per_s)
 
 
@@ -56,12 +56,12 @@ Span = tuple[int, int]
 
 
 def layer_weights(config: ModelConfig) -> int:
-    """The number of weights in all layers' products, without embedding and head."""
+    """Count the weights in all layers' products, without embedding and head."""
     return sum(_weights_of(layer, config.hidden_size) for layer in config.layers)
 
 
 def _weights_of(layer: LayerConfig, hidden_size: int) -> int:
-    """The number of weights in one layer's products, of experts those that one token needs."""
+    """Count the weights in one layer's products, of experts those that one token needs."""
     beside = 0 if layer.beside is None else layer.beside.num_weights(hidden_size)
     mlp = 0 if layer.mlp is None else _mlp_weights(layer.mlp, hidden_size)
     return _attention_weights(layer.attention, hidden_size) + beside + mlp
@@ -109,14 +109,14 @@ def _kept_bytes(ours: AttentionConfig | LatentConfig | RecurrentConfig, *, is_in
 
 
 def head_weights(config: ModelConfig) -> int:
-    """The number of weights in the product that gives logits."""
+    """Count the weights in the product that gives logits."""
     return config.vocab_size * config.hidden_size
 
 
 def one_pass(
     config: ModelConfig, spans: Sequence[Span], *, weight_bytes: float = 2, kv_is_int8: bool = False
 ) -> Work:
-    """The work of one pass that computes these spans and samples one token for each.
+    """Return the work of one pass that computes these spans and samples one token for each.
 
     `weight_bytes` is the size of one weight. The cache holds numbers of two bytes, or of one with a scale
     for each KV row. A position p attends to p + 1 positions: 4 operations for each position, head and
@@ -135,7 +135,7 @@ def one_pass(
 
 
 def prefill_spans(jobs: Sequence[Job], known: Sequence[tuple[int, ...]] = ()) -> list[Span]:
-    """What is left to compute of each prompt if every shared beginning is computed once.
+    """Return what is left to compute of each prompt if every shared beginning is computed once.
 
     `known` are prompts computed before. The last token of a prompt is always computed, because its logits are
     needed.
@@ -157,8 +157,8 @@ def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def decode_spans(jobs: Sequence[Job]) -> list[list[Span]]:
-    """The spans of each decode step if all requests decode together: step t computes the t-th generated
-    token.
+    """Return the spans of each decode step if all requests decode together: step t computes the t-th
+    generated token.
     """
     longest = max(job.max_tokens for job in jobs)
     return [

@@ -100,8 +100,8 @@ def _ttft(trace: RequestTrace) -> float:
 
 
 def _gaps_during(jobs: Wave, traces: Traces) -> list[float]:
-    """The gaps of the early jobs that overlap the time from the first late submission to the last late first
-    token.
+    """Return the gaps of the early jobs that overlap the time from the first late submission to the last late
+    first token.
     """
     pairs = list(zip(jobs, traces, strict=True))
     late = [trace for job, trace in pairs if job.after_tokens]
@@ -116,14 +116,14 @@ def _gaps_during(jobs: Wave, traces: Traces) -> list[float]:
 
 
 def medians(repeats: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, float, float]]:
-    """The median, least and most of each figure that every repeat has."""
+    """Return the median, least and most of each figure that every repeat has."""
     names = [name for name in repeats[0] if all(name in repeat for repeat in repeats)]
     columns = {name: [repeat[name] for repeat in repeats] for name in names}
     return {name: (median(values), min(values), max(values)) for name, values in columns.items()}
 
 
 def label(figure: str) -> str:
-    """A figure's name as people read it, with its unit."""
+    """Write a figure's name as people read it, with its unit."""
     words = figure
     for ending in ("_tokens_per_s", "_ms", "_s"):
         words = words.removesuffix(ending)
@@ -131,8 +131,8 @@ def label(figure: str) -> str:
 
 
 def table(results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """A table for a terminal and for Markdown: for each workload the medians of its repeats, with least and
-    most.
+    """Write a table for a terminal and for Markdown: for each workload the medians of its repeats, with least
+    and most.
     """
     lines = ["| workload | figure | median | least | most |", "|---|---|---:|---:|---:|"]
     for name, repeats in results.items():

@@ -77,7 +77,7 @@ class Limits:
     """Only of what the processor has."""
 
     def peak(self, isa: Isa, of: Multiplied) -> float:
-        """The most operations per second of kernels for `isa`, which may use lower sets too. Raises
+        """Return the most operations per second of kernels for `isa`, which may use lower sets too. Raises
         ValueError if nothing is known.
         """
         formats = (of, "int16") if of == "int8" else (of,)
@@ -123,8 +123,8 @@ def in_threads(work: Callable[[int], object], threads: int) -> float:
 
 
 def buffer_bytes_for(cache_bytes: int) -> int:
-    """The size of each thread's buffer, where the largest cache has so many bytes, or 0 if that is not known.
-    It is no larger than needed, because to fill it takes longer than to read it.
+    """Return the size of each thread's buffer, where the largest cache has so many bytes, or 0 if that is not
+    known. It is no larger than needed, because to fill it takes longer than to read it.
     """
     return min(_MOST_BUFFER_BYTES, _CACHES * cache_bytes) or _MOST_BUFFER_BYTES
 
@@ -167,13 +167,13 @@ def _multiply(multiply: Callable[[int], float], loops: int, _thread: int) -> flo
 
 
 def measure(threads: int | None = None) -> Limits:
-    """The limits of all threads that this process may use, or of so many."""
+    """Measure the limits of all threads that this process may use, or of so many."""
     threads = threads or len(os.sched_getaffinity(0))
     return Limits(read_bytes_per_s(threads), operations_per_s(threads))
 
 
 def told(measured: Sequence[Limits]) -> str:
-    """The limits in words, of one measurement or from the least to the most of several (at least one)."""
+    """Put the limits in words, of one measurement or from the least to the most of several (at least one)."""
     read = _range([each.bytes_per_s for each in measured])
     lines = [f"memory is read at {read} GB/s; multiplying, in GFLOP/s:"]
     for peak in measured[0].operations_per_s:
@@ -183,7 +183,7 @@ def told(measured: Sequence[Limits]) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
-    """The least and the most of values per second, in thousands of millions."""
+    """Write the least and the most of values per second, in thousands of millions."""
     low, high = (f"{value / 1e9:.3g}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 

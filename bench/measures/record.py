@@ -17,8 +17,8 @@ from typing import Any
 
 
 def machine() -> dict[str, Any]:
-    """The processor, the relevant parts of its instruction set, the cores that this process may use, and the
-    memory in bytes.
+    """Describe the processor, the relevant parts of its instruction set, the cores that this process may use,
+    and the memory in bytes.
     """
     info = _lines(Path("/proc/cpuinfo"))
     flags = set(info.get("flags", "").split())
@@ -33,7 +33,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of Python and of those packages that are installed."""
+    """Return the versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
     for name in packages:
         try:
@@ -44,7 +44,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The git commit of the sources, with "+" if they differ from it; empty without git."""
+    """Return the git commit of the sources, with "+" if they differ from it; empty without git."""
     here = Path(__file__).parent
     try:
         head = _git(here, "rev-parse", "--short=12", "HEAD")
@@ -60,14 +60,14 @@ def _git(folder: Path, *args: str) -> str:
 
 
 def own_peak_rss_bytes() -> int:
-    """The most memory that this process, or any single child that has ended, ever held."""
+    """Return the most memory that this process, or any single child that has ended, ever held."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024
 
 
 def peak_rss_bytes(pid: int) -> int:
-    """The peak memory of a running process and of its children, each at its own peak, added up; 0 if it is
-    gone.
+    """Return the peak memory of a running process and of its children, each at its own peak, added up; 0 if
+    it is gone.
     """
     return sum(_peak(each) for each in [pid, *children(pid)])
 
@@ -77,7 +77,7 @@ def _peak(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """The ids of all descendants of a process."""
+    """List the ids of all descendants of a process."""
     parents: dict[int, list[int]] = {}
     for status in Path("/proc").glob("[0-9]*/status"):
         fields = _lines(status)
@@ -92,7 +92,7 @@ def children(pid: int) -> list[int]:
 
 
 def _lines(file: Path) -> dict[str, str]:
-    """The `name: value` lines of a file, the first of each name; empty if the file is gone."""
+    """Read the `name: value` lines of a file, the first of each name; empty if the file is gone."""
     found: dict[str, str] = {}
     try:
         text = file.read_text()

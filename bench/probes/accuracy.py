@@ -144,7 +144,7 @@ def figures(exact: Scorer, tried: Scorer, texts: NDArray[np.int32]) -> NDArray[n
 
 
 def formats(backend: Backend, quantised: Sequence[Path]) -> dict[str, Format]:
-    """The formats by their names in the table."""
+    """Return the formats by their names in the table."""
     bfloat16: np.dtype[Any] = np.dtype(jnp.bfloat16)
     plain, int8, int4 = (backend.linear_format(bfloat16, name) for name in ("none", "int8", "int4"))
 

@@ -99,7 +99,7 @@ def step_ms(records: Sequence[StepRecord], num_rows: int) -> list[float]:
 def run(
     driver: InProcess, make: Callable[[Request], Request], name: str, args: argparse.Namespace
 ) -> list[float]:
-    """The decode-step times of one wave, in milliseconds."""
+    """Measure the decode-step times of one wave, in milliseconds."""
     rng = random.Random(_SEED)
     requests = [
         make(

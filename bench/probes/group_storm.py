@@ -54,7 +54,7 @@ READY, MET = "penstock: ready", "processes of the group are there"
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Find a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -110,7 +110,7 @@ class Group:
             log.close()
 
     def output(self, number: int) -> str:
-        """What a process has printed so far."""
+        """Return what a process has printed so far."""
         self._logs[number].seek(0)
         return self._logs[number].read()
 
@@ -123,7 +123,7 @@ class Group:
             time.sleep(0.1)
 
     def wait_codes(self, timeout_s: float) -> list[int | None]:
-        """The exit codes of all processes, after waiting so long for them; None: it still runs."""
+        """Return the exit codes of all processes, after waiting so long for them; None: it still runs."""
         ends_s = time.monotonic() + timeout_s
         while time.monotonic() < ends_s and any(process.poll() is None for process in self.processes):
             time.sleep(0.05)
@@ -189,7 +189,9 @@ Right = Sequence[Sequence[Sequence[int]]]
 
 
 def expected(weights: Sequence[str], *more: str) -> Right:
-    """The tokens that a whole group gives. `weights`: the model's directory, and others that are pushed."""
+    """Compute the tokens that a whole group gives. `weights`: the model's directory, and others that are
+    pushed.
+    """
     found: list[list[Sequence[int]]] = [[] for _ in PROMPTS]
     with Group(weights[0], *more) as group:
         group.wait_ready()
@@ -288,7 +290,7 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
 def table(rounds: Sequence[Round]) -> str:
-    """A table with a row for each kind of loss."""
+    """Write a table with a row for each kind of loss."""
     lines = [
         "| what | rounds | updates | longest end, s | exit codes of the others | problems |",
         "|---|---|---|---|---|---|",

@@ -104,7 +104,7 @@ class Server:
         return next((line for line in self._process.stdout if line.startswith(start)), None)
 
     def longest(self) -> dict[str, float]:
-        """The longest times since the last call."""
+        """Return the longest times since the last call."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()

@@ -65,7 +65,7 @@ def processes(pid: int) -> list[int]:
 
 
 def cpu_s(pid: int) -> float:
-    """The processor seconds of a process and its descendants, those that have ended included."""
+    """Return the processor seconds of a process and its descendants, those that have ended included."""
     ticks = 0
     for each in processes(pid):
         with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ def resident_bytes(pid: int) -> int:
 
 @contextlib.contextmanager
 def server(tree: Path, flags: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A server of a tree, whose output and log come in one pipe."""
+    """Run a server of a tree, whose output and log come in one pipe."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "penstock.cli", "serve", *flags, "--port", "0"],
         stdout=subprocess.PIPE,

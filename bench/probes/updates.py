@@ -50,7 +50,7 @@ MB = 1e6
 
 @contextlib.contextmanager
 def child(*command: str, log: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process of this Python; its stderr goes to `log`."""
+    """Run a process of this Python, whose stderr goes to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -71,7 +71,7 @@ def child(*command: str, log: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def address_of(process: subprocess.Popen[str]) -> str:
-    """What a server prints when it is ready. Raises RuntimeError if it ends before."""
+    """Return what a server prints when it is ready. Raises RuntimeError if it ends before."""
     assert process.stdout is not None
     line = next((line for line in process.stdout if _READY in line), None)
     if line is None:
@@ -147,7 +147,7 @@ class Streams:
 
 
 def memory(pid: int, name: str) -> int:
-    """A line of /proc/PID/status in bytes."""
+    """Read a line of /proc/PID/status in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
@@ -172,7 +172,7 @@ class Setting:
 
 
 def measured(setting: Setting, repeat: int) -> dict[str, float]:
-    """The figures of one repeat."""
+    """Measure the figures of one repeat."""
     update: dict[str, Any] = {"version_label": "bench", "staging": setting.staging}
     dropped = ask(setting.pusher, address=setting.dropping, update_id="x", **update)
     serving = memory(setting.server.pid, "VmRSS")
@@ -217,7 +217,7 @@ def measured(setting: Setting, repeat: int) -> dict[str, float]:
 
 
 def table(repeats: Sequence[Mapping[str, float]]) -> str:
-    """The median of each figure, and all of them."""
+    """Write the median of each figure, and all of them."""
     lines = ["| figure | median | each |", "|---|---:|---|"]
     for name in repeats[0]:
         values = [repeat[name] for repeat in repeats]

@@ -42,7 +42,9 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
 
 
 def variables(rival: Rival, folder: str, outer: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of the rival over `outer`. LD_PRELOAD is added to an existing value."""
+    """Return the environment variables of the rival over `outer`. LD_PRELOAD is added to an existing
+    value.
+    """
     own = {name: value.format(folder=folder) for name, value in rival.variables.items()}
     if "LD_PRELOAD" in own and outer.get("LD_PRELOAD"):
         own["LD_PRELOAD"] = f"{outer['LD_PRELOAD']}:{own['LD_PRELOAD']}"
@@ -50,7 +52,7 @@ def variables(rival: Rival, folder: str, outer: Mapping[str, str]) -> dict[str, 
 
 
 def install_commands(rival: Rival, uv: str, folder: str, overrides_file: str) -> list[list[str]]:
-    """The commands that make the environment in `folder` with uv. Overrides are read from a file."""
+    """Return the commands that make the environment in `folder` with uv. Overrides are read from a file."""
     install = [uv, "pip", "install", "--python", f"{folder}/bin/python", *rival.packages]
     if rival.overrides:
         install += ["--override", overrides_file]

@@ -35,7 +35,7 @@ The others are fields of SchedulerConfig.
 
 
 def exported(checkpoint: Path, weights: str) -> Path:
-    """The checkpoint in OpenVINO's format. It is made if absent, which takes minutes and several GB of
+    """Return the checkpoint in OpenVINO's format. It is made if absent, which takes minutes and several GB of
     memory.
     """
     folder = checkpoint.resolve().with_name(f"{checkpoint.resolve().name}-openvino-{weights}")

@@ -67,7 +67,7 @@ def run(
     options: Mapping[str, Any],
     start: Callable[[str, Mapping[str, Any]], SteppedEngine],
 ) -> int:
-    """The command line of a runner. `start(checkpoint, options)` makes the engine."""
+    """Run the command line of a runner. `start(checkpoint, options)` makes the engine."""
     parser = argparse.ArgumentParser(prog=f"python -m bench.rivals {name}")
     add_arguments(parser)
     parser.add_argument(

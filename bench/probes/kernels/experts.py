@@ -72,7 +72,9 @@ def _layers(
 
 
 def measure(rows: Sequence[int], *, int8: bool, layers: int, rounds: int) -> tuple[float, list[Measured]]:
-    """The rate at which memory is read, in bytes per second, and what came out for each number of rows."""
+    """Measure the rate at which memory is read, in bytes per second, and return it with what came out for
+    each number of rows.
+    """
     rng = np.random.default_rng(0)
     stack = [
         (_weight(rng, 2 * INNER, HIDDEN, int8), _weight(rng, HIDDEN, INNER, int8)) for _ in range(layers)

@@ -100,7 +100,9 @@ def _random(*shape: int, dtype: Any = np.float32) -> jax.Array:
 
 
 def _program(layer: Layer, ops: RecurrentOps, tokens: int, rows: int) -> Callable[[], float]:
-    """A function that returns the seconds of one call, for `rows` rows that have `tokens` tokens together."""
+    """Make a function that returns the seconds of one call, for `rows` rows that have `tokens` tokens
+    together.
+    """
     calls = max(1, min(_MOST_CALLS, _ROUND_BYTES // _state_bytes(layer, rows)))
     run: Any = getattr(ops, layer.operation)
     mixed, *others = layer.inputs
@@ -152,7 +154,7 @@ def _state_bytes(layer: Layer, rows: int) -> int:
 
 
 def _products(layer: Layer) -> Callable[[], float]:
-    """A function that returns the seconds of the layer's native products for a prefill step."""
+    """Make a function that returns the seconds of the layer's native products for a prefill step."""
     tiles = [_random(*packed_shape(*size, int8=False), dtype=ml_dtypes.bfloat16) for size in layer.products]
     inputs = [_random(PREFILL, size, dtype=ml_dtypes.bfloat16) for _, size in layer.products]
 

@@ -74,9 +74,8 @@ class Cost:
 
 
 def recorded(load: Load, batch_steps: int, *, traced: bool) -> tuple[list[list[Entry]], int]:
-    """The batches of a journal, and how many requests have ended in them, all of which are recorded, or none
-    (`traced`). Each stream sends one request after the
-    other.
+    """Return the batches of a journal, and how many requests have ended in them, all of which are recorded,
+    or none (`traced`). Each stream sends one request after the other.
     """
     scheduler = Scheduler(
         SchedulerConfig(
@@ -168,7 +167,7 @@ def spent_s(work: Callable[[], object]) -> float:
 
 
 def event_loop(num_requests: int) -> tuple[float, list[ReadableSpan]]:
-    """What the event loop spends on so many requests, and the spans of their RPCs."""
+    """Measure what the event loop spends on so many requests, and the spans of their RPCs."""
     ended: list[ReadableSpan] = []
 
     class Keep:
@@ -215,7 +214,7 @@ def event_loop(num_requests: int) -> tuple[float, list[ReadableSpan]]:
 
 
 def measured(load: Load, level: TraceLevel) -> tuple[Cost, int]:
-    """What a level costs, and how many requests have ended meanwhile."""
+    """Measure what a level costs, and how many requests have ended meanwhile."""
     batches, num_requests = recorded(load, batch_steps=20, traced=bool(level))
     outlet = _Outlet(level)
     tracer = Tracer(outlet, WallClock(), now_ns=lambda: 0)
