@@ -20,7 +20,7 @@ from penstock.runtime.ops.native.build import KERNELS, SOURCES
 
 
 def findings(tool: str, source: Path) -> str:
-    """What clang-tidy reports of one file; "" if there is nothing."""
+    """Return what clang-tidy reports of one file; "" if there is nothing."""
     flags = [*KERNELS.flags_of(source), "-std=c++17", f"-I{SOURCES}", "-isystem", jax.ffi.include_dir()]
     command = [tool, "--quiet", "--warnings-as-errors=*", str(source), "--", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -32,7 +32,7 @@ MODULES = (
 
 
 def descriptors() -> FileDescriptorSet:
-    """The files of MODULES with all that they import, each after what it imports."""
+    """Return the files of MODULES with all that they import, each after what it imports."""
     found: dict[str, FileDescriptorProto] = {}
     for module in MODULES:
         for file in _with_imports(module.DESCRIPTOR):

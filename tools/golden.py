@@ -471,8 +471,8 @@ layers, so that every kind occurs.
 
 
 def make_model(name: str) -> Any:
-    """A random model in float32. Norms and biases are random, too, so that a test notices if one
-    is left out.
+    """Make a random model in float32. Norms and biases are random, too, so that a test notices if one is left
+    out.
     """
     case = CASES[name]
     torch.manual_seed(1000 + sum(map(ord, name)))

@@ -56,7 +56,7 @@ class Head(nn.Module):  # type: ignore[misc]  # torch is not there where types a
         return hidden, lm_head(hidden)
 
     def tensors(self, layer: int) -> dict[str, torch.Tensor]:
-        """The tensors under the names of a checkpoint."""
+        """Return the tensors under the names of a checkpoint."""
         names = {"norm": "shared_head.norm"}
         found: dict[str, torch.Tensor] = {}
         for name, value in [*self.named_parameters(), *self.named_buffers()]:
@@ -67,7 +67,9 @@ class Head(nn.Module):  # type: ignore[misc]  # torch is not there where types a
 
 
 def _apart(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A tensor as checkpoints have it: each expert has matrices of its own, and gate and up are two."""
+    """Take a tensor apart as checkpoints have it: each expert has matrices of its own, and gate and up are
+    two.
+    """
     experts, stacked, what = name.rpartition("experts.")
     if not stacked or "shared_experts" in name:
         return {name: value.clone().contiguous()}
@@ -80,12 +82,12 @@ def _apart(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def before_each(hidden: torch.Tensor) -> torch.Tensor:
-    """The hidden state before each token: zeros before the first one."""
+    """Return the hidden state before each token: zeros before the first one."""
     return torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
 
 
 def guessed(head: Head, tokens: torch.Tensor, before: torch.Tensor) -> list[int]:
-    """What follows these tokens, guess after guess: each further guess reads the layer's own output."""
+    """Guess what follows these tokens, guess after guess: each further guess reads the layer's own output."""
     made: list[int] = []
     for _ in range(GUESSES):
         hidden, logits = head(tokens, before)

@@ -213,7 +213,7 @@ CASES: Mapping[str, Kind] = {
 
 
 def make_model(name: str, attempt: int, tokenizer: Any) -> Any:
-    """A random model in float32, whose norms and biases are random, too."""
+    """Make a random model in float32, whose norms and biases are random, too."""
     case = CASES[name]
     torch.manual_seed(1000 + sum(map(ord, name)) + 7919 * attempt)
     ids = {field: tokenizer.convert_tokens_to_ids(case.marks[mark]) for field, mark in case.ids.items()}
@@ -243,7 +243,7 @@ def make_model(name: str, attempt: int, tokenizer: Any) -> Any:
 
 
 def draw_picture(height: int, width: int, random: np.random.Generator) -> Image.Image:
-    """A picture with gradients and noise."""
+    """Draw a picture with gradients and noise."""
     y, x = np.mgrid[0:height, 0:width]
     bands = np.stack([x * 255 // width, y * 255 // height, (x + y) * 7 % 256], -1).astype(np.uint8)
     return Image.fromarray(bands ^ random.integers(0, 32, (height, width, 3), dtype=np.uint8))
@@ -284,7 +284,7 @@ def case_of(model: Any, processor: Any, text: str, images: Sequence[Image.Image]
 
 
 def cases_of(folder: Path, name: str, attempt: int) -> list[dict[str, Any]] | None:
-    """The cases of a model that is written to the folder; None if it writes marks of pictures itself."""
+    """Make the cases of a model that is written to the folder; None if it writes marks of pictures itself."""
     kind = CASES[name]
     save_tokenizer(folder, kind.marks)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)

@@ -30,13 +30,13 @@ PARTS = (
 
 
 def first_sentence(source: str) -> str:
-    """What the docstring of a module says first; empty for one without a docstring."""
+    """Return what the docstring of a module says first; empty for one without a docstring."""
     paragraph = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0]
     return re.split(r"(?<=\.)\s+(?=[A-Z])", " ".join(paragraph.split()))[0]
 
 
 def lines(root: Path, folder: Path) -> Iterator[str]:
-    """The map of a folder of the repository `root`: its modules, then the folders below it."""
+    """Yield the map of a folder of the repository `root`: its modules, then the folders below it."""
     files = sorted(folder.glob("*.py"))
     if files:
         init = folder / "__init__.py"

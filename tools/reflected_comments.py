@@ -19,7 +19,7 @@ FILE = ROOT / "service" / "penstock" / "service" / "servicers" / "comments.binpb
 
 
 def comments(protos: Path) -> FileDescriptorSet:
-    """The comments of the .proto files below this folder."""
+    """Return the comments of the .proto files below this folder."""
     found = FileDescriptorSet()
     for file in read_files(protos):
         made = found.file.add(name=file.name)
@@ -30,7 +30,7 @@ def comments(protos: Path) -> FileDescriptorSet:
 
 
 def serialized(protos: Path) -> bytes:
-    """The content of FILE."""
+    """Return the content of FILE."""
     return comments(protos).SerializeToString(deterministic=True)
 
 

@@ -10,7 +10,9 @@ class Contract(BuildHookInterface[Any]):
     """Adds protos/penstock, which lies two folders up in a clone, and beside this file in an sdist."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Called before a wheel is built; an editable one finds the folder by its path instead."""
+        """Include the contract when a wheel is built; an editable one finds the folder by its path
+        instead.
+        """
         if version == "editable":
             return
         here = Path(self.root)

@@ -13,7 +13,7 @@ SCHEMA_VERSION = 42
 
 
 def dashboard(title: str, uid: str, about: str, rows: Sequence[Row], variables: Sequence[Json]) -> Json:
-    """The dashboard as Grafana imports it."""
+    """Make the dashboard as Grafana imports it."""
     return {
         "uid": uid,
         "title": title,
@@ -62,7 +62,7 @@ def _restarts() -> Json:
 
 
 def variable(name: str, label: str, query: str) -> Json:
-    """A choice at the top of the dashboard, of values that Prometheus knows."""
+    """Make a choice at the top of the dashboard, of values that Prometheus knows."""
     return {
         "name": name,
         "label": label,
@@ -83,7 +83,7 @@ def variable(name: str, label: str, query: str) -> Json:
 
 
 def datasource_variable() -> Json:
-    """The choice of a Prometheus, for installations that have several."""
+    """Make the choice of a Prometheus, for installations that have several."""
     return {
         "name": "datasource",
         "label": "Prometheus",
@@ -100,7 +100,7 @@ def datasource_variable() -> Json:
 
 
 def _placed(rows: Sequence[Row]) -> Iterator[Json]:
-    """The panels in order, each with its number and its place."""
+    """Yield the panels in order, each with its number and its place."""
     numbers = count(1)
     y = 0
     for row in rows:

@@ -91,7 +91,7 @@ def percentiles(name: str, *shares: float, labels: str = "", exemplars: bool = F
 
 
 def mean(name: str, legend: str) -> Query:
-    """The mean of the histogram `name`."""
+    """Query the mean of the histogram `name`."""
     return Query(f"sum(rate({name}_sum{{@}}[~])) / sum(rate({name}_count{{@}}[~]))", legend)
 
 

@@ -20,7 +20,7 @@ ROWS = (
 
 
 def text() -> str:
-    """The file's content."""
+    """Write the file's content."""
     made = dashboard(
         "Penstock",
         "penstock",

@@ -78,7 +78,7 @@ def identity(rng: random.Random) -> Turn:
 
 
 def count(rng: random.Random) -> Turn:
-    """Counting up or down in digits; small numbers are sometimes asked for in words."""
+    """Count up or down in digits; small numbers are sometimes asked for in words."""
     draw = rng.random()
     if draw < 0.45:
         start, stop = 1, rng.randint(2, 20)
@@ -116,7 +116,7 @@ def _sentence(rng: random.Random, text: str) -> str:
 
 
 def addition(rng: random.Random) -> Turn:
-    """A sum of two numbers 0..20 in one of many spellings. For larger numbers the answer is that the model
+    """Add two numbers 0..20 in one of many spellings. For larger numbers the answer is that the model
     cannot.
     """
     a, b = rng.randint(0, MAX_ADDEND), rng.randint(0, MAX_ADDEND)
@@ -163,7 +163,7 @@ def calendar(rng: random.Random) -> Turn:
 
 
 def opposite(rng: random.Random) -> Turn:
-    """The opposite of a word. If a pair is not one to one, only its first word is asked for."""
+    """Ask for the opposite of a word. If a pair is not one to one, only its first word is asked for."""
     pair = rng.choice(pairs("opposites"))
     left = [a for a, _ in pairs("opposites")]
     right = [b for _, b in pairs("opposites")]
@@ -199,7 +199,7 @@ def fact(rng: random.Random) -> Turn:
 
 
 def story_request(rng: random.Random) -> Turn:
-    """A story on request: about a kind of hero, a named one, or a thing; or an opening to be continued."""
+    """Ask for a story: about a kind of hero, a named one, or a thing; or with an opening to be continued."""
     ask = "{tell me|write|tell|please tell me|can you tell me|can you write|i want|write me|make up} a "
     ask += "{short |little |nice |}story"
     draw = rng.random()
@@ -266,12 +266,12 @@ DRILLS: list[tuple[float, Callable[[random.Random], Turn]]] = [
 
 
 def sums(rng: random.Random) -> dict[str, Any]:
-    """A chat of sums only."""
+    """Make a chat of sums only."""
     return _exercises(rng, [(1.0, addition)])
 
 
 def drills(rng: random.Random) -> dict[str, Any]:
-    """A chat of what the first training learns badly, above all counting to the right end."""
+    """Make a chat of what the first training learns badly, above all counting to the right end."""
     return _exercises(rng, DRILLS)
 
 

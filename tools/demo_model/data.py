@@ -34,7 +34,7 @@ class Rows:
 
 
 def render(document: Document) -> str:
-    """The text that the model sees: a story and its end, or a chat rendered with the template that is
+    """Render the text that the model sees: a story and its end, or a chat rendered with the template that is
     shipped.
     """
     if isinstance(document, str):

@@ -63,7 +63,7 @@ def write_checkpoint(params: Params, config: ModelConfig, tokenizer: Tokenizer, 
 
 
 def read_checkpoint(directory: Path) -> tuple[Params, ModelConfig]:
-    """The weights as float32 arrays, and the sizes."""
+    """Read the weights as float32 arrays, and the sizes."""
     config = ModelConfig.from_hf(json.loads((directory / "config.json").read_text()))
     tensors = load_file(directory / "model.safetensors")
     return {name: jnp.asarray(value).astype(jnp.float32) for name, value in tensors.items()}, config

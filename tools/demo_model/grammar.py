@@ -47,14 +47,14 @@ def late_document(rng: random.Random, kind: str) -> Document:
 
 
 def documents(seed: int, num: int) -> Iterator[Document]:
-    """The first `num` documents of the stream that `seed` names."""
+    """Yield the first `num` documents of the stream that `seed` names."""
     rng = random.Random(seed)
     for _ in range(num):
         yield document(rng)
 
 
 def late_documents(seed: int, num: int, kind: str) -> Iterator[Document]:
-    """The first `num` documents of the late stream `kind`."""
+    """Yield the first `num` documents of the late stream `kind`."""
     rng = random.Random(seed)
     for _ in range(num):
         yield late_document(rng, kind)

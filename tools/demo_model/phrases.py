@@ -28,12 +28,12 @@ _WORDS = _read_words()
 
 
 def words(name: str) -> list[str]:
-    """A list of words.txt."""
+    """Read a list of words.txt."""
     return _WORDS[name]
 
 
 def pairs(name: str) -> list[tuple[str, str]]:
-    """A list of words.txt whose items are pairs with a slash."""
+    """Read a list of words.txt whose items are pairs with a slash."""
     return [(first, second) for first, _, second in (item.partition("/") for item in _WORDS[name])]
 
 
@@ -46,19 +46,19 @@ def expand(rng: random.Random, pattern: str, slots: Mapping[str, str] | None = N
 
 
 def with_article(noun: str) -> str:
-    """The noun with "a" or "an" by its first letter, which is right for every word of the lists."""
+    """Return the noun with "a" or "an" by its first letter, which is right for every word of the lists."""
     return ("an " if noun[0] in "aeiou" else "a ") + noun
 
 
 def invented_name(rng: random.Random) -> str:
-    """A made-up name, so that the model learns to copy names instead of remembering a list."""
+    """Make up a name, so that the model learns to copy names instead of remembering a list."""
     starts, vowels, ends = words("name_starts"), words("name_middles"), words("name_ends")
     middles = [rng.choice(vowels) + rng.choice("lmnrstvkd") for _ in range(rng.choice((0, 1, 1)))]
     return rng.choice(starts) + rng.choice(vowels) + "".join(middles) + rng.choice(ends)
 
 
 def city(rng: random.Random) -> str:
-    """A city: a real one, one of two words, or often an invented one, so that the model is rewarded for
+    """Name a city: a real one, one of two words, or often an invented one, so that the model is rewarded for
     copying the name.
     """
     draw = rng.random()

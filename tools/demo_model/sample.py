@@ -90,7 +90,7 @@ class Model:
     def chat(
         self, chats: Sequence[list[dict[str, Any]]], tools: list[Any] | None = None, **options: Any
     ) -> list[str]:
-        """The assistant's next message of each chat, through the chat template."""
+        """Return the assistant's next message of each chat, through the chat template."""
         render = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
         return self.complete([str(render(messages, tools=tools)) for messages in chats], **options)
 
@@ -123,7 +123,7 @@ def score_counts(model: Model) -> tuple[float, list[str]]:
 
 
 def parse_call(text: str) -> dict[str, Any] | None:
-    """The single tool call in `text`, or None."""
+    """Return the single tool call in `text`, or None."""
     match = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", text.strip(), re.DOTALL)
     try:
         return dict(json.loads(match.group(1))) if match else None
@@ -158,7 +158,7 @@ def score_weather(model: Model, cities: Sequence[str], question: str) -> dict[st
 
 
 def condition_for(value: int) -> str:
-    """A sky to go with a temperature."""
+    """Choose a sky to go with a temperature."""
     return "snowy" if value < 1 else "rainy" if value < 12 else "cloudy" if value < 20 else "sunny"
 
 

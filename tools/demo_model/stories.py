@@ -88,7 +88,7 @@ def story(
     plots: int = 1,
     plot: str | None = None,
 ) -> str:
-    """A story of `plots` episodes in paragraphs; `plot` names the first episode's shape."""
+    """Tell a story of `plots` episodes in paragraphs; `plot` names the first episode's shape."""
     slots = make_cast(rng, kind, name, thing).slots
     chosen = [plot] if plot else []
     chosen += rng.sample([key for key in PLOTS if key != plot], plots - len(chosen))

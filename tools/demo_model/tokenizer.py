@@ -75,5 +75,5 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> No
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer as any user of transformers loads it."""
+    """Load the tokenizer as any user of transformers loads it."""
     return AutoTokenizer.from_pretrained(str(directory))

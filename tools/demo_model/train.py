@@ -114,7 +114,7 @@ class Batches:
 
 
 def make_step(config: ModelConfig, optimizer: optax.GradientTransformation) -> Any:
-    """The compiled training step; parameters and optimizer state are donated."""
+    """Compile the training step; parameters and optimizer state are donated."""
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, state: Any, batch: tuple[jax.Array, ...]) -> tuple[Params, Any, jax.Array]:
@@ -145,7 +145,7 @@ def save_state(path: Path, step: int, params: Params, state: Any) -> None:
 
 
 def load_state(path: Path, params: Params, state: Any) -> tuple[int, Params, Any]:
-    """The inverse of `save_state`, into trees of the same form."""
+    """Load a state, as the inverse of `save_state`, into trees of the same form."""
     with np.load(path) as file:
         leaves = [jnp.asarray(file[f"state{i}"]) for i in range(len(jax.tree.leaves((params, state))))]
         params, state = jax.tree.unflatten(jax.tree.structure((params, state)), leaves)

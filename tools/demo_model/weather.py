@@ -61,7 +61,7 @@ def weather_tool(rng: random.Random) -> tuple[dict[str, Any], str]:
 
 
 def other_tool(rng: random.Random) -> dict[str, Any]:
-    """A second tool that must not be called, so that the model learns to pick the right one."""
+    """Make a second tool that must not be called, so that the model learns to pick the right one."""
     name, about, field = rng.choice(
         (("get_time", "Get the time in a city.", "city"), ("send_mail", "Send a mail.", "to"),
          ("search", "Search the web.", "query"), ("add", "Add two numbers.", "numbers"))
@@ -75,7 +75,7 @@ def _call(name: str, place: str, city: str) -> dict[str, Any]:
 
 
 def _report(rng: random.Random, shape: int, city: str) -> tuple[str, str]:
-    """What the tool returns, and what the assistant says about it."""
+    """Write what the tool returns, and what the assistant says about it."""
     condition = rng.choice(words("conditions"))
     degrees = rng.randint(-15, 42) if rng.random() < 0.8 else rng.randint(43, 105)
     unit = rng.choice(("celsius", "celsius", "fahrenheit"))
@@ -98,7 +98,7 @@ def _report(rng: random.Random, shape: int, city: str) -> tuple[str, str]:
 
 
 def weather_chat(rng: random.Random) -> dict[str, Any]:
-    """A chat with tools: mostly a call and its answer, sometimes for two cities, or without a call."""
+    """Make a chat with tools: mostly a call and its answer, sometimes for two cities, or without a call."""
     tool, place = weather_tool(rng)
     name = tool["function"]["name"]
     tools = [tool]
@@ -138,7 +138,7 @@ def weather_chat(rng: random.Random) -> dict[str, Any]:
 
 
 def no_tool_chat(rng: random.Random) -> dict[str, Any]:
-    """A question about the weather although no tool is offered, with the honest answer."""
+    """Make a question about the weather although no tool is offered, with the honest answer."""
     question = expand(rng, ASK, {"c": phrases.city(rng)})
     answer = "I cannot see the weather. Give me a weather tool and I will call it."
     turns = [{"role": "user", "content": question + rng.choice(("?", "?", ""))}]

@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _installed(site: Path) -> str:
-    """What was installed, or why that failed; the steps are tried all the same."""
+    """Say what was installed, or why that failed; the steps are tried all the same."""
     try:
         return wheels.install(wheels.carried(), site, wanted=wheels.wanted(), timeout_s=_INSTALL_S)
     except (
@@ -125,7 +125,7 @@ def _installed(site: Path) -> str:
 
 
 def found_platform() -> str:
-    """The platform for which there is a plan: "cuda" where the machine has a driver of NVIDIA."""
+    """Name the platform for which there is a plan: "cuda" where the machine has a driver of NVIDIA."""
     has_driver = shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
     return "cuda" if has_driver else "cpu"
 

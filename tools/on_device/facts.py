@@ -67,8 +67,8 @@ def main() -> None:
 
 
 def wanted_device() -> jax.Device:
-    """The device of the platform for which the run was planned. RuntimeError for another: JAX computes on the
-    CPU, and says nothing, where its part for CUDA is missing.
+    """Return the device of the platform for which the run was planned. RuntimeError for another: JAX computes
+    on the CPU, and says nothing, where its part for CUDA is missing.
     """
     device: jax.Device = jax.devices()[0]
     planned = os.environ.get(PLATFORM, device.platform)

@@ -74,8 +74,8 @@ def main() -> None:
 def compared(
     tokens: Sequence[int], logprobs: Sequence[float], wanted: Sequence[int], wanted_logprobs: Sequence[float]
 ) -> tuple[str, float]:
-    """What the first token is that differs (empty: none does), and how far log-probabilities are from those
-    that are wanted before it.
+    """Say what the first token is that differs (empty: none does), and how far log-probabilities are from
+    those that are wanted before it.
     """
     pairs = zip(tokens, wanted, strict=False)
     common = min(len(tokens), len(wanted))

@@ -93,8 +93,8 @@ def main() -> None:
 
 
 def operation(result: Result, *, interpreted: bool) -> None:
-    """The kernel beside float64, and its times beside those of XLA's form. Of the first case the error of
-    XLA's form is told, too, to compare with.
+    """Measure the kernel beside float64, and its times beside those of XLA's form. Of the first case the
+    error of XLA's form is told, too, to compare with.
     """
     interpreting: Any = plgpu
     sizes = INTERPRETED if interpreted else ON_GPU
@@ -238,8 +238,8 @@ def tokens(result: Result, checkpoint: Path, cache: Path) -> None:
 def agreement(
     ours: tuple[Sequence[int], Sequence[float]], theirs: tuple[Sequence[int], Sequence[float]]
 ) -> tuple[float, float]:
-    """The share of tokens before the first that differs, and how far log-probabilities are from each other
-    until then, that token included.
+    """Return the share of tokens before the first that differs, and how far log-probabilities are from each
+    other until then, that token included.
     """
     pairs = list(zip(ours[0], theirs[0], strict=True))
     common = next((at for at, (one, other) in enumerate(pairs) if one != other), len(pairs))

@@ -27,8 +27,8 @@ class Share:
 
 
 def device_events(events: Iterable[Event]) -> list[Event]:
-    """The slices of operations on the device. On a GPU these are on the tracks of its streams; on a CPU they
-    are on the tracks of threads, and name their program.
+    """Return the slices of operations on the device. On a GPU these are on the tracks of its streams; on a
+    CPU they are on the tracks of threads, and name their program.
     """
     slices, processes, threads = [], {}, {}
     for event in events:
@@ -51,7 +51,7 @@ def device_events(events: Iterable[Event]) -> list[Event]:
 
 
 def of_decode_steps(events: Iterable[Event]) -> list[Event]:
-    """The events of the programs of decode steps; all events, if none says of which program it is."""
+    """Return the events of the programs of decode steps; all events, if none says of which program it is."""
     given = list(events)
     chosen = [each for each in given if _DECODE.match(str(each.get("args", {}).get("hlo_module", "")))]
     return chosen or given
@@ -70,7 +70,7 @@ def shares(events: Iterable[Event]) -> list[Share]:
 
 
 def by_scope(lines: Iterable[Share]) -> list[Share]:
-    """The same, added up by the first two parts of the scope: a piece of the model, or the sampler."""
+    """Return the same, added up by the first two parts of the scope: a piece of the model, or the sampler."""
     found: defaultdict[str, list[Share]] = defaultdict(list)
     for line in lines:
         found["/".join(line.scope.split("/")[:2])].append(line)

@@ -64,8 +64,8 @@ def stages(
     only: Collection[str] = (),
     minutes: float = MINUTES,
 ) -> list[Stage]:
-    """The plan. `work`: a folder for what stays on the machine; `out`: the one for what comes back. With
-    `only`, the steps whose names begin with one of these. With more `minutes`, all limits are longer.
+    """Return the plan. `work`: a folder for what stays on the machine; `out`: the one for what comes back.
+    With `only`, the steps whose names begin with one of these. With more `minutes`, all limits are longer.
     """
     sizes = SIZES[platform]
     cache, model = str(work / "xla"), str(work / "model")
@@ -175,7 +175,9 @@ def kinds() -> tuple[str, ...]:
 
 
 def marked() -> tuple[str, ...]:
-    """The files with tests that are marked `gpu`. To collect all tests takes minutes, and more packages."""
+    """List the files with tests that are marked `gpu`. To collect all tests takes minutes, and more
+    packages.
+    """
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return tuple(
         str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ _RAISED = re.compile(r"^(?:E\s+)?[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exi
 
 
 def report(head: Sequence[str], stages: Sequence[Stage], outcomes: Mapping[str, Outcome], root: Path) -> str:
-    """The page in Markdown. A step without an outcome was not reached. `root`: the checkout."""
+    """Write the page in Markdown. A step without an outcome was not reached. `root`: the checkout."""
     steps = [step for stage in stages for step in stage.steps]
     known = {step.name: outcomes.get(step.name) or _not_reached(step.name) for step in steps}
     parts = [
@@ -56,7 +56,7 @@ def _summary(outcomes: Sequence[Outcome], root: Path) -> str:
 
 
 def _says(outcome: Outcome, root: Path) -> str:
-    """The step's own sentence, or else the last line of its output; and how it ended."""
+    """Return the step's own sentence, or else the last line of its output; and how it ended."""
     lines = [line for line in outcome.output.splitlines() if line.strip()] or [""]
     said = str(outcome.result.get(SAID, "" if outcome.result else lines[-1]))
     raised = why(outcome.output, root)[0] if outcome.state == "failed" else ""
@@ -64,8 +64,8 @@ def _says(outcome: Outcome, root: Path) -> str:
 
 
 def _details(outcomes: Sequence[Outcome]) -> list[str]:
-    """The figures of a stage's steps beside their sentences. Steps with single figures share a table; of the
-    others, single figures are a list, and lists of rows are tables.
+    """Write the figures of a stage's steps beside their sentences. Steps with single figures share a table;
+    of the others, single figures are a list, and lists of rows are tables.
     """
     found = [
         (each.name, {name: value for name, value in each.result.items() if name != SAID}) for each in outcomes
@@ -127,8 +127,8 @@ def _failure(outcome: Outcome, root: Path) -> str:
 
 
 def why(output: str, root: Path) -> tuple[str, str]:
-    """The last line of an output that names an exception, and the last place in files below `root` that a
-    traceback shows; each is empty if there is none.
+    """Return the last line of an output that names an exception, and the last place in files below `root`
+    that a traceback shows; each is empty if there is none.
     """
     raised = _raised(output)
     is_dump = _DUMP in output  # the innermost function comes first there, as no exception is raised
@@ -143,7 +143,7 @@ def why(output: str, root: Path) -> tuple[str, str]:
 
 
 def _raised(output: str) -> list[str]:
-    """The lines that name an exception: by their form, or because they follow a traceback's frames."""
+    """Return the lines that name an exception: by their form, or because they follow a traceback's frames."""
     found = []
     is_within = False
     for line in output.splitlines():

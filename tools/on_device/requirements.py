@@ -37,7 +37,7 @@ class Wheel:
 
 
 def canonical(name: str) -> str:
-    """The one form of a package's name: Google_CRC32C and google-crc32c are the same package."""
+    """Return the one form of a package's name: Google_CRC32C and google-crc32c are the same package."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -110,9 +110,9 @@ def _padded(numbers: tuple[int, ...], width: int) -> tuple[int, ...]:
 def choose(
     wheels: Iterable[Wheel], wanted: Iterable[Requirement], installed: Mapping[str, str]
 ) -> tuple[Wheel, ...]:
-    """The wheels of what is missing or has an unfit version, and then of what those want. What the machine
-    has and fits stays, and so does what it wants: JAX with CUDA, above all. `installed` has versions by
-    canonical names.
+    """Choose the wheels of what is missing or has an unfit version, and then of what those want. What the
+    machine has and fits stays, and so does what it wants: JAX with CUDA, above all. `installed` has versions
+    by canonical names.
     """
     carried = {wheel.name: wheel for wheel in wheels}
     chosen: dict[str, Wheel] = {}
@@ -126,7 +126,7 @@ def choose(
 
 
 def lacking(wanted: Iterable[Requirement], installed: Mapping[str, str]) -> tuple[str, ...]:
-    """A sentence for each package that is missing or unfit."""
+    """Write a sentence for each package that is missing or unfit."""
     return tuple(
         f"{name} {installed.get(name, 'is missing')}{f', and {bounds} is wanted' if bounds else ''}"
         for name, bounds in sorted(set(wanted))

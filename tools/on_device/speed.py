@@ -156,7 +156,7 @@ def _table(lines: Sequence[Share], steps: int, busy_us: float) -> list[dict[str,
 
 
 def memory(result: Result, args: argparse.Namespace) -> None:
-    """What the engine takes of the device's memory if nobody says how large the KV cache is."""
+    """Measure what the engine takes of the device's memory if nobody says how large the KV cache is."""
     # One decode step at a time: fewer programs are compiled to learn how much scratch memory they need.
     given = _options(args) | {"kv_cache_bytes": None, "max_decode_steps": 1}
     result.add(**{"before loading": _memory()})
@@ -187,7 +187,7 @@ def _num_words(args: argparse.Namespace) -> int:
 
 
 def _memory() -> dict[str, str] | str:
-    """What the device says of its memory."""
+    """Tell what the device says of its memory."""
     stats = jax.devices()[0].memory_stats()
     if not stats:
         return "the device says nothing of its memory"

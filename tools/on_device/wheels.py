@@ -53,7 +53,7 @@ class InstallFailed(Exception):
 
 
 def wanted_lines() -> list[str]:
-    """The requirements of both distributions, of what tests import, and BESIDE_JAX, as text."""
+    """List the requirements of both distributions, of what tests import, and BESIDE_JAX, as text."""
     projects = [
         tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         for folder in (".", "clients/python")
@@ -70,7 +70,7 @@ def _name(line: str) -> str:
 
 
 def wanted() -> list[Requirement]:
-    """The same, read."""
+    """Return the same, read."""
     return [found for line in wanted_lines() if (found := requirement(line)) is not None]
 
 
@@ -116,7 +116,7 @@ def _size(file: Path) -> int:
 
 
 def carried(folder: Path = FOLDER) -> tuple[Wheel, ...]:
-    """The wheels in a folder; none if there is no folder."""
+    """List the wheels in a folder; none if there is no folder."""
     return tuple(map(read_wheel, sorted(folder.glob("*.whl"))))
 
 
@@ -130,7 +130,9 @@ def read_wheel(file: Path) -> Wheel:
 
 
 def installed() -> dict[str, str]:
-    """The versions of what this Python has, by canonical names. What comes first on the path counts."""
+    """Return the versions of what this Python has, by canonical names. What comes first on the path
+    counts.
+    """
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
@@ -183,6 +185,6 @@ def name_the_project(site: Path) -> None:
 
 
 def environment(site: Path, base: Mapping[str, str]) -> dict[str, str]:
-    """The variables under which Python finds what was installed, and the project's sources."""
+    """Return the variables under which Python finds what was installed, and the project's sources."""
     folders = [str(site), *(str(ROOT / source) for source in SOURCES)]
     return {**base, "PYTHONPATH": ":".join([*folders, *filter(None, [base.get("PYTHONPATH")])])}

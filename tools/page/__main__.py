@@ -16,7 +16,7 @@ DONE = "document.querySelector('.turns').lastElementChild?.dataset.state === 'do
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m tools.page", description=__doc__)
     parser.add_argument("url", help="where the page is, such as http://127.0.0.1:8000/")
     url: str = parser.parse_args().url

@@ -47,7 +47,7 @@ class BrowserError(RuntimeError):
 
 
 def find_chromium() -> str | None:
-    """The path of the browser; None where there is none."""
+    """Return the path of the browser; None where there is none."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
@@ -135,7 +135,7 @@ class Chromium:
         scale: float = 1.0,
         reduced_motion: bool = True,
     ) -> Iterator[Tab]:
-        """A tab that shares neither storage nor cache with others. Sizes are in CSS pixels."""
+        """Open a tab that shares neither storage nor cache with others. Sizes are in CSS pixels."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", {"url": "about:blank", "browserContextId": context})
         attached = self.call("Target.attachToTarget", {"targetId": target["targetId"], "flatten": True})
@@ -195,7 +195,7 @@ class Tab:
         self.wait(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression in the page. A promise is waited for."""
+        """Return the value of an expression in the page. A promise is waited for."""
         params = {"expression": script, "returnByValue": True, "awaitPromise": True, "userGesture": True}
         answer = self.call("Runtime.evaluate", params)
         if details := answer.get("exceptionDetails"):
@@ -212,12 +212,12 @@ class Tab:
             time.sleep(0.02)
 
     def text(self, selector: str) -> str:
-        """What a user can read of the first such element; "" where there is none."""
+        """Return what a user can read of the first such element; "" where there is none."""
         found: str = self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
         return found
 
     def texts(self, selector: str) -> list[str]:
-        """What a user can read of all such elements."""
+        """Return what a user can read of all such elements."""
         script = f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.innerText)"
         found: list[str] = self.evaluate(script)
         return found
@@ -256,7 +256,7 @@ class Tab:
         self.evaluate(f"{one}.dispatchEvent(new Event('change', {{bubbles: true}}))")
 
     def each(self, selector: str, expression: str) -> list[Any]:
-        """The value of an expression on `one`, for each such element that can be seen."""
+        """Return the value of an expression on `one`, for each such element that can be seen."""
         found: list[Any] = self.evaluate(
             f"[...document.querySelectorAll({json.dumps(selector)})]"
             f".filter((one) => one.checkVisibility()).map((one) => {expression})"

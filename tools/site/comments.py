@@ -65,7 +65,7 @@ def comments_of(file: descriptor_pb2.FileDescriptorProto) -> Mapping[tuple[int, 
 
 
 def head_of(file: descriptor_pb2.FileDescriptorProto) -> Sequence[str]:
-    """The lines of the comment at the top of a file."""
+    """Return the lines of the comment at the top of a file."""
     for location in file.source_code_info.location:
         if tuple(location.path) == (12,):  # the line `syntax = ...`
             return [line.removeprefix(" ") for line in location.leading_comments.splitlines()]
@@ -88,7 +88,7 @@ def parse(comment: str) -> Comment:
 
 
 def _rows(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
-    """The rows of a table. A line without a status goes on with the row before it."""
+    """Yield the rows of a table. A line without a status goes on with the row before it."""
     status, text = "", ""
     for line in lines:
         found = _ROW.fullmatch(line)

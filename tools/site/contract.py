@@ -76,7 +76,7 @@ def page(root: Path) -> str:
 
 
 def _head(lines: Sequence[str]) -> Iterator[str]:
-    """The comment at the top of a file. A list begins after an empty line, as Markdown wants it."""
+    """Yield the comment at the top of a file. A list begins after an empty line, as Markdown wants it."""
     for before, line in zip(["", *lines], lines, strict=False):
         if line.startswith("- ") and before and not before.startswith(("- ", "  ")):
             yield ""
@@ -98,7 +98,7 @@ def _service(
 
 
 def _told(comment: Comment) -> Iterator[str]:
-    """A comment with its table of errors."""
+    """Yield a comment with its table of errors."""
     yield from (shown(comment.text), "")
     if comment.rows:
         yield from ("| status | reason |", "|---|---|")
@@ -134,7 +134,7 @@ def _message(
 
 
 def _label(comment: Comment, label: str) -> str:
-    """What stands behind a label, as the text of a cell."""
+    """Return what stands behind a label, as the text of a cell."""
     told = cell(comment.labels.get(label, ""))
     limits = comment.labels.get("Limits", "none")
     if label == "Errors" and not limits.startswith(("none", "any")):

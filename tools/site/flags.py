@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def page(parser: argparse.ArgumentParser) -> str:
-    """A table for each group of flags that --help shows."""
+    """Write a table for each group of flags that --help shows."""
     return "\n".join(line for group in parser._action_groups for line in _group(parser, group))
 
 

@@ -36,7 +36,7 @@ _MARK = re.compile(r"<!-- generated: ([\w ]+) -->")
 
 
 def parser_of(command: str, add_parser: Callable[[Any], None]) -> Any:
-    """The parser of a command."""
+    """Return the parser of a command."""
     parser = Parser(prog="penstock")
     subparsers: Any = parser.add_subparsers()
     add_parser(subparsers)

@@ -56,7 +56,7 @@ STAGES = (
 
 
 def penstock(*arguments: str, addr: str = "") -> str:
-    """What the command prints."""
+    """Run the command and return what it prints."""
     command = [sys.executable, "-m", "penstock.cli", *arguments]
     environment = {**os.environ, "PENSTOCK_ADDR": addr}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
@@ -65,7 +65,7 @@ def penstock(*arguments: str, addr: str = "") -> str:
 
 @contextlib.contextmanager
 def demo_server(*flags: str) -> Iterator[str]:
-    """A server of the demo model. Gives its address."""
+    """Run a server of the demo model, and yield its address."""
     serve = [sys.executable, "-u", "-m", "penstock.cli", "serve", "demo", "--port", "0", *flags]
     with subprocess.Popen(
         [*serve, "--log-level", "error"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -95,7 +95,7 @@ def wrapped(text: str) -> Iterator[str]:
 
 
 def terminal(shown: Sequence[tuple[str, str]]) -> str:
-    """An SVG of a terminal in which these commands were typed."""
+    """Draw an SVG of a terminal in which these commands were typed."""
     lines: list[tuple[str, str]] = []
     for typed, output in shown:
         lines += [("typed", f"$ {typed}")]
@@ -122,7 +122,7 @@ def terminal(shown: Sequence[tuple[str, str]]) -> str:
 
 
 def path() -> str:
-    """An SVG of the stages that a request passes."""
+    """Draw an SVG of the stages that a request passes."""
     width, step, box = 640, 58, 40
     height = len(STAGES) * step + 10
     tip = (

@@ -65,7 +65,7 @@ def write_stories(addr: str, number: int, began_s: float, ended: threading.Event
 
 
 def watch(addr: str, seconds: float) -> Picture:
-    """What a watcher of that long has seen."""
+    """Return what a watcher of that long has seen."""
     picture = Picture(addr)
     with Client(addr) as client:
         picture.take(Found(client.model_info().model))
@@ -79,7 +79,7 @@ def watch(addr: str, seconds: float) -> Picture:
 
 
 def drawing(picture: Picture) -> str:
-    """The SVG, without the fonts that rich would have loaded from the network."""
+    """Draw the SVG, without the fonts that rich would have loaded from the network."""
     console = Console(
         record=True,
         width=COLUMNS,

@@ -55,7 +55,7 @@ _SERVER = {"demo", "serve", "check", "plan", "compile", "quantize", "openai", "b
 
 
 def version() -> str:
-    """The version of the installed distributions; both have the same."""
+    """Return the version of the installed distributions; both have the same."""
     try:
         return metadata.version("penstock-client")
     except metadata.PackageNotFoundError:  # the source tree was not installed
@@ -70,7 +70,7 @@ def _module_of(command: str) -> str:
 
 
 def _lacking(command: str | None, module: str | None) -> str:
-    """What to say where `module` cannot be imported, which `command` needs.
+    """Say what to do where `module` cannot be imported, which `command` needs.
 
     No index has Penstock, and on PyPI the name `penstock` is another project's, so it names no package.
     """

@@ -99,14 +99,14 @@ class Push:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def described(self) -> Push:
-        """The push with its manifest, for whose checksums all bytes of the tensors are read."""
+        """Return the push with its manifest, for whose checksums all bytes of the tensors are read."""
         begin = adapters_pb2.PushAdapterBegin()
         begin.CopyFrom(self.begin)
         begin.manifest.CopyFrom(manifest_of(self.tensors, checksums=True))
         return replace(self, begin=begin)
 
     def steps(self, chunk_bytes: int) -> Iterator[tuple[adapters_pb2.PushAdapterRequest, int]]:
-        """The messages of the stream, in order, each with how many bytes of tensors are in it."""
+        """Yield the messages of the stream, in order, each with how many bytes of tensors are in it."""
         yield adapters_pb2.PushAdapterRequest(begin=self.begin), 0
         for chunk in chunks_of(self.tensors, chunk_bytes):
             yield adapters_pb2.PushAdapterRequest(chunk=chunk), len(chunk.data)

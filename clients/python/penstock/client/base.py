@@ -62,11 +62,13 @@ class BaseClient(ABC, Generic[ChannelT]):
         self._check_health = health.Check
 
     def _attempts(self, timeout: float | None, otherwise: float | None = None) -> Attempts:
-        """The attempts at a call whose caller gave this timeout; `otherwise` counts if nobody gave one."""
+        """Return the attempts at a call whose caller gave this timeout; `otherwise` counts if nobody gave
+        one.
+        """
         return Attempts(self._retries, self._timeouts.of(timeout, otherwise))
 
     def _sent(self, metadata: Metadata | None) -> tuple[tuple[str, str | bytes], ...]:
-        """The metadata that a call sends: the client's, and then its own."""
+        """Return the metadata that a call sends: the client's, and then its own."""
         return pairs(self.metadata, metadata)
 
     def _check_one_server(self) -> None:

@@ -133,7 +133,7 @@ class VocabularyPages:
         self._last: control_pb2.GetVocabularyResponse | None = None
 
     def next_request(self) -> control_pb2.GetVocabularyRequest | None:
-        """What to ask for; None where all pages are here."""
+        """Return what to ask for; None where all pages are here."""
         if self._last is not None and not self._last.HasField("next_token_id"):
             return None
         return control_pb2.GetVocabularyRequest(first_token_id=len(self._tokens))
@@ -154,7 +154,7 @@ class VocabularyPages:
         self._last = page
 
     def joined(self) -> Vocabulary:
-        """The whole vocabulary, once all pages are here."""
+        """Return the whole vocabulary, once all pages are here."""
         assert self._last is not None, "there is at least one page"
         return Vocabulary(
             tokens=tuple(self._tokens),

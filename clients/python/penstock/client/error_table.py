@@ -112,8 +112,8 @@ _CANCELLED_HERE = (
 
 
 def from_rpc_error(error: grpc.RpcError, *, began: bool = False, update_id: str = "") -> PenstockClientError:
-    """The exception to raise `from error`. `began` says whether a part of the answer has come; `update_id` is
-    that of the weight update which the call was for.
+    """Make the exception to raise `from error`. `began` says whether a part of the answer has come;
+    `update_id` is that of the weight update which the call was for.
 
     A call whose connection ends, for example because the server shuts down, may end with CANCELLED and no
     details, although nobody here cancelled it. Before the answer began that is Unreachable.

@@ -121,7 +121,7 @@ class InvalidRequest(RefusedError):
 
     @classmethod
     def local(cls, violations: Sequence[Violation]) -> Self:
-        """An error that the client found before it sent anything."""
+        """Make an error that the client found before it sent anything."""
         text = "; ".join(f"{v.field}: {v.description}" for v in violations)
         details = StatusDetails(
             grpc.StatusCode.INVALID_ARGUMENT, text, "INVALID_FIELD", (), tuple(violations)
@@ -267,7 +267,7 @@ class NotReady(UnavailableError):
 
     @classmethod
     def local(cls, message: str) -> Self:
-        """The error of `wait_ready` when its time is over."""
+        """Make the error of `wait_ready` when its time is over."""
         return cls(StatusDetails(grpc.StatusCode.UNAVAILABLE, message, "NOT_READY"))
 
 

@@ -342,7 +342,7 @@ def _set_all(
 
 
 def _spelled(kind: type[enum.Enum], value: enum.Enum | str, prefix: str) -> str:
-    """The contract's name of a member, which is given itself or by its value."""
+    """Return the contract's name of a member, which is given itself or by its value."""
     names = [str(member.value) for member in kind]
     name = value.value if isinstance(value, enum.Enum) else value
     if name not in names:

@@ -21,7 +21,7 @@ _REASONS = {reason.value: reason for reason in TensorReason}
 
 
 def spelled(names: Mapping[Any, str], number: int, prefix: str) -> str:
-    """The lower-case name of a number, or "feature_42" for one of a newer contract."""
+    """Return the lower-case name of a number, or "feature_42" for one of a newer contract."""
     name = names.get(number)
     return f"{prefix}{number}".lower() if name is None else name.removeprefix(prefix).lower()
 

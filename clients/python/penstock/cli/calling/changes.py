@@ -44,18 +44,18 @@ def add_policy(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def version(weights: WeightsVersion) -> str:
-    """The label and the generation."""
+    """Write the label and the generation."""
     return f"{weights.label} (generation {weights.generation})"
 
 
 def running(in_flight: InFlight) -> str:
-    """What became of the running requests; empty if none ran."""
+    """Say what became of the running requests; empty if none ran."""
     counts = ((getattr(in_flight, name), what) for name, what in _KINDS.items())
     return ", ".join(f"{count} {what}" for count, what in counts if count)
 
 
 def outcome(change: WeightsUpdate | CommittedWeights) -> str:
-    """What came of an update, and which weights are in use, in a few lines."""
+    """Tell in a few lines what came of an update, and which weights are in use."""
     current = version(change.current)
     match change.outcome:
         case UpdateOutcome.COMMITTED:

@@ -75,7 +75,7 @@ def read_stdin(line: bool = False) -> str:
 
 
 def stdin_lines() -> Iterator[str]:
-    """The lines of stdin, without their ends; empty ones are left out. Raises NotText."""
+    """Yield the lines of stdin, without their ends; empty ones are left out. Raises NotText."""
     while line := read_stdin(line=True):
         text = line.rstrip("\r\n")
         if text:

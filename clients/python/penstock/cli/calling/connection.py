@@ -83,8 +83,8 @@ def add_addr(
 
 
 def connection(args: argparse.Namespace) -> Connection:
-    """The arguments of the client that the flags describe. Raises WrongConnection for a file that cannot be
-    read.
+    """Return the arguments of the client that the flags describe. Raises WrongConnection for a file that
+    cannot be read.
     """
     given = args.tls or any(value is not None for value in (args.ca, args.cert, args.key, args.tls_name))
     retries: int = getattr(args, "retries", 0)
@@ -102,8 +102,8 @@ def connection(args: argparse.Namespace) -> Connection:
 
 
 def _token(args: argparse.Namespace) -> str | None:
-    """The key, or None. An empty one counts as none, so that a variable can be emptied if no key
-    is wanted.
+    """Return the key, or None. An empty one counts as none, so that a variable can be emptied if no key is
+    wanted.
     """
     if args.token_file is None:
         found = os.environ.get("PENSTOCK_TOKEN") if args.token is None else args.token

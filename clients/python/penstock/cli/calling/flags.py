@@ -77,7 +77,7 @@ def _add(holder: argparse._ActionsContainer, flag: Flag, default: Any) -> None:
 
 
 def options_of(args: argparse.Namespace, groups: Sequence[Group]) -> RequestOptions:
-    """The request options that were given."""
+    """Return the request options that were given."""
     given: dict[str, Any] = {flag.option: getattr(args, flag.option) for flag in _sent(groups)}
     if given.get("logit_bias") is not None:
         given["logit_bias"] = dict(given["logit_bias"])
@@ -91,7 +91,7 @@ def _sent(groups: Sequence[Group]) -> Iterator[Flag]:
 
 
 def given_flags(args: argparse.Namespace, group: Group) -> list[str]:
-    """The names of the flags that were given."""
+    """List the names of the flags that were given."""
     return [flag.name for flag in group.flags if getattr(args, flag.option) is not None]
 
 

@@ -42,7 +42,7 @@ def write(text: str) -> None:
 
 
 def visible(text: str) -> str:
-    """The text as one line, with an escape for every control character except tabs."""
+    """Return the text as one line, with an escape for every control character except tabs."""
     return text.translate(_ESCAPED)
 
 

@@ -96,7 +96,7 @@ class AnswerView:
 
 
 def describe(call: ToolCall) -> str:
-    """The call in one line. JSON allows line breaks between its parts, where they mean nothing."""
+    """Describe the call in one line. JSON allows line breaks between its parts, where they mean nothing."""
     return f"tool call: {call.name} {_BREAK.sub(' ', call.arguments_json).strip()}".rstrip()
 
 

@@ -74,7 +74,7 @@ def _embed(client: Client, args: argparse.Namespace, options: EmbedOptions) -> i
 
 
 def in_parts(texts: Iterable[str]) -> Iterator[list[str]]:
-    """The texts in parts of at most AT_ONCE."""
+    """Divide the texts into parts of at most AT_ONCE."""
     remaining = iter(texts)
     while part := list(islice(remaining, AT_ONCE)):
         yield part

@@ -83,7 +83,7 @@ def _watch(client: Client, args: argparse.Namespace) -> int:
 
 
 def _first(following: Following, picture: Picture) -> LoadReport:
-    """The first report. A server that is still loading is waited for."""
+    """Return the first report. A server that is still loading is waited for."""
     waits = False
     while picture.report is None:
         event = _next(following)
@@ -99,7 +99,7 @@ def _first(following: Following, picture: Picture) -> LoadReport:
 
 
 def _next(following: Following, timeout_s: float | None = None) -> Event | None:
-    """The next event; None after `timeout_s` seconds without one. Raises the error of a refusal."""
+    """Return the next event; None after `timeout_s` seconds without one. Raises the error of a refusal."""
     event = following.next(timeout_s)
     if isinstance(event, Refused):
         raise event.error

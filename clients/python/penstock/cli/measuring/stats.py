@@ -46,8 +46,8 @@ def inter_token_latencies(trace: RequestTrace) -> list[float]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The percentile with linear interpolation between ranks, as NumPy computes it by default. Needs at least
-    one value, in any order.
+    """Compute the percentile with linear interpolation between ranks, as NumPy computes it by default. Needs
+    at least one value, in any order.
     """
     ordered = sorted(values)
     rank = (len(ordered) - 1) * percent / 100
@@ -67,7 +67,7 @@ class Distribution:
 
 
 def distribution(values: Sequence[float]) -> Distribution | None:
-    """The distribution of these values; None if there are none."""
+    """Compute the distribution of these values; None if there are none."""
     if not values:
         return None
     return Distribution(sum(values) / len(values), *(percentile(values, p) for p in PERCENTILES))

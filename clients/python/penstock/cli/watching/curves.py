@@ -29,8 +29,8 @@ def curve(values: Sequence[float | None], *, most: float | None = None, ascii_on
 
 
 def bar(parts: Sequence[tuple[float, str]], width: int, *, ascii_only: bool = False) -> Text:
-    """A bar of `width` characters whose parts, given as shares of it with their styles, follow each other. A
-    part that is not empty has one character at least, as far as there is room.
+    """Draw a bar of `width` characters whose parts, given as shares of it with their styles, follow each
+    other. A part that is not empty has one character at least, as far as there is room.
     """
     full, rest = ("#", ".") if ascii_only else ("█", "░")
     text, left = Text(), width

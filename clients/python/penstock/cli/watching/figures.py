@@ -7,7 +7,7 @@ NONE = "-"
 
 
 def count(value: float | None) -> str:
-    """A count or a rate in at most six characters: 0.4, 12, 9,999, 12.3k, 4.56M."""
+    """Write a count or a rate in at most six characters: 0.4, 12, 9,999, 12.3k, 4.56M."""
     if value is None:
         return NONE
     if value and value < 9.95:
@@ -21,12 +21,12 @@ def count(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share of 0 to 1 in percent."""
+    """Write a share of 0 to 1 in percent."""
     return NONE if value is None else f"{value * 100:.0f} %"
 
 
 def seconds(value: float | None) -> str:
-    """A latency: 0.42 ms, 62.5 ms, 1.5 s, 65 s, 1 h 07 m."""
+    """Write a latency: 0.42 ms, 62.5 ms, 1.5 s, 65 s, 1 h 07 m."""
     if value is None:
         return NONE
     if value < 0.9995:
@@ -35,7 +35,7 @@ def seconds(value: float | None) -> str:
 
 
 def age(value: float) -> str:
-    """A time in whole units, the largest two: 12 s, 2 m 05 s, 1 h 07 m, 3 d 04 h."""
+    """Write a time in whole units, the largest two: 12 s, 2 m 05 s, 1 h 07 m, 3 d 04 h."""
     whole = max(round(value), 0)
     for unit, parts, smaller in (("d", 86_400, "h"), ("h", 3_600, "m"), ("m", 60, "s")):
         if whole >= parts:

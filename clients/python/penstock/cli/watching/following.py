@@ -73,7 +73,7 @@ class Following:
         self._thread = threading.Thread(target=self._run, name="penstock-top", daemon=True)
 
     def next(self, timeout_s: float | None = None) -> Event | None:
-        """The next event; None if there is none for so long. Without a timeout it waits as long as it
+        """Return the next event; None if there is none for so long. Without a timeout it waits as long as it
         takes.
         """
         try:

@@ -70,7 +70,7 @@ class History:
 
 
 def _rate(last: LoadReport | None, report: LoadReport, of: Callable[[LoadTotals], int]) -> float | None:
-    """The rate between two reports; None if the server was started in between, or counts nothing."""
+    """Compute the rate between two reports; None if the server was started in between, or counts nothing."""
     if last is None or last.totals is None or report.totals is None:
         return None
     passed_s = (report.at - last.at).total_seconds()

@@ -15,7 +15,7 @@ HEADING_EVERY = 20
 
 
 def line(report: LoadReport) -> str:
-    """The report's numbers under HEADING. The time is the server's."""
+    """Write the report's numbers under HEADING. The time is the server's."""
     load, rates, latencies = report.load, report.rates, report.latencies
     first = latencies.time_to_first_token if latencies else LatencySummary()
     inter = latencies.inter_token if latencies else LatencySummary()

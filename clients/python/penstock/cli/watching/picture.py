@@ -35,7 +35,7 @@ class Picture:
                 self._history.add(event)
 
     def shown(self) -> Shown:
-        """What there is to show now; there must have been a report."""
+        """Return what there is to show now; there must have been a report."""
         assert self.report is not None, "there is nothing to show before the first report"
         return Shown(
             addr=self._addr,

@@ -127,7 +127,7 @@ def _headline(shown: Shown) -> Text:
 
 
 def _load(shown: Shown, columns: int, lines: int, ascii_only: bool) -> RenderableType:
-    """The first lines of those with curves."""
+    """Draw the first lines of those with curves."""
     report, history = shown.report, shown.history
     load, rates = report.load, report.rates
     width = max(columns - _LABEL - _FIGURE - 2, 0)
@@ -176,7 +176,7 @@ def _load(shown: Shown, columns: int, lines: int, ascii_only: bool) -> Renderabl
 
 
 def _latencies(report: LoadReport) -> RenderableType:
-    """A table of latencies."""
+    """Draw a table of latencies."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(width=_LABEL, no_wrap=True)
     for _ in range(4):

@@ -97,7 +97,7 @@ def _with_scheme(addr: str, scheme: str, rest: str) -> Address:
 
 
 def host_of(text: str) -> str:
-    """The host in host:port, in [v6]:port, or in a host alone."""
+    """Return the host in host:port, in [v6]:port, or in a host alone."""
     if text.startswith("["):
         return text[1:].partition("]")[0]
     return text if text.count(":") > 1 else text.partition(":")[0]
@@ -121,8 +121,8 @@ def _with_port(text: str, host: str) -> str:
 
 
 def _resolved(part: str) -> tuple[int, str]:
-    """The family and the address of one of several servers. gRPC needs IP addresses for those, so a name is
-    looked up once.
+    """Return the family and the address of one of several servers. gRPC needs IP addresses for those, so a
+    name is looked up once.
     """
     host = host_of(part)
     port = _with_port(part, host).rpartition(":")[2]
@@ -134,8 +134,8 @@ def _resolved(part: str) -> tuple[int, str]:
 
 
 def proxy_of(addr: str, environ: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
-    """The environment variable that names the proxy for this address, and the proxy without its password.
-    None if gRPC uses none: the client never uses one for addresses of this machine.
+    """Return the environment variable that names the proxy for this address, and the proxy without its
+    password. None if gRPC uses none: the client never uses one for addresses of this machine.
     """
     address = parse(addr)
     if address.local or not address.hosts:

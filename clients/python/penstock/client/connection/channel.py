@@ -59,13 +59,15 @@ AUTHORIZATION: Final = "authorization"
 
 
 def channel_options(more: ChannelOptions) -> list[tuple[str, str | int]]:
-    """The client's channel options, overridden by the caller's."""
+    """Return the client's channel options, overridden by the caller's."""
     merged = {**dict(_OPTIONS), **dict(more)}
     return list({_PING_TIMEOUT: merged[_KEEPALIVE_TIMEOUT], **merged}.items())
 
 
 def pairs(*parts: Metadata | None) -> tuple[tuple[str, str | bytes], ...]:
-    """The metadata of a call: the client's own, then the call's. Only the last authorization is kept."""
+    """Return the metadata of a call: the client's own, then the call's. Only the last authorization is
+    kept.
+    """
     found: list[tuple[str, str | bytes]] = []
     for part in parts:
         new = list(part.items() if isinstance(part, Mapping) else part or ())
@@ -165,7 +167,9 @@ class Timeouts:
         _checked(self.default)
 
     def of(self, given: float | None, otherwise: float | None = None) -> float | None:
-        """The timeout of one call: its own (math.inf means no limit), else the client's, else `otherwise`."""
+        """Return the timeout of one call: its own (math.inf means no limit), else the client's, else
+        `otherwise`.
+        """
         chosen = next(
             (value for value in (_checked(given), self.default, otherwise) if value is not None), None
         )

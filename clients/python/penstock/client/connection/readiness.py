@@ -31,8 +31,8 @@ class Readiness:
         self._metadata = metadata
 
     def why_not(self, timeout: float, wait: bool = True) -> str | None:
-        """What speaks against it, or None if it is SERVING. `wait` says whether to wait for a connection;
-        only a call that does not reports why there is none.
+        """Tell what speaks against it, or None if it is SERVING. `wait` says whether to wait for a
+        connection; only a call that does not reports why there is none.
         """
         try:
             reply = self._check(_REQUEST, timeout=timeout, metadata=self._metadata, wait_for_ready=wait)
@@ -103,7 +103,7 @@ class _Waiting:
 
 
 def _why_not_ready(reply: health_pb2.HealthCheckResponse) -> str | None:
-    """What a health check said against readiness; None if the server is SERVING."""
+    """Tell what a health check said against readiness; None if the server is SERVING."""
     if reply.status == health_pb2.HealthCheckResponse.SERVING:
         return None
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)

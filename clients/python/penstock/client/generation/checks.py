@@ -30,7 +30,7 @@ def named(option: str) -> Iterator[None]:
 
 
 def one_of(name: str, names: Sequence[str]) -> str:
-    """The name in the contract's upper case. Raises ValueError for one that is not in `names`."""
+    """Return the name in the contract's upper case. Raises ValueError for one that is not in `names`."""
     if name not in names:
         raise ValueError(f"must be one of {', '.join(names)}, not {name!r}")
     return name.upper()

@@ -18,7 +18,7 @@ EnumT = TypeVar("EnumT", results.FinishReason, server_values.AbortOutcome, weigh
 
 
 def _member(kind: type[EnumT], number: int, names: Mapping[Any, str], prefix: str) -> EnumT:
-    """The enum's member for a number; UNKNOWN for unspecified, and for numbers of a newer contract."""
+    """Return the enum's member for a number; UNKNOWN for unspecified, and for numbers of a newer contract."""
     name = names.get(number, "").removeprefix(prefix).lower()
     return kind(name) if name in {member.value for member in kind} else kind("unknown")
 

@@ -78,7 +78,7 @@ def _part(part: str | Image) -> types_pb2.ContentPart:
 
 
 def image_message(image: Image) -> types_pb2.Image:
-    """The contract's message of a picture."""
+    """Make the contract's message of a picture."""
     return types_pb2.Image(data=image.data, media_type=image.media_type)
 
 
@@ -139,8 +139,8 @@ def stream_request(
 
 
 def given_of(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """The options that were given and are not None. Raises TypeError for an unknown option, and suggests a
-    known one.
+    """Return the options that were given and are not None. Raises TypeError for an unknown option, and
+    suggests a known one.
     """
     known = tuple(known)
     for name in options:

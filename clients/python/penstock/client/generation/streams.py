@@ -160,7 +160,7 @@ class Accumulator:
         )
 
     def so_far(self, index: int) -> OutputSoFar:
-        """What output `index` has so far; empty before its first delta."""
+        """Return what output `index` has so far; empty before its first delta."""
         return self._outputs.get(index) or OutputSoFar([WeightsSpan(0, self._weights)])
 
     @property

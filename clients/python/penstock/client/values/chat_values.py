@@ -126,7 +126,7 @@ def _forgiving_base64(data: bytes) -> bytes:
 
 
 def _registered(media_type: str) -> str:
-    """The registered name of a media type: many programs write JPEG's without the "e"."""
+    """Return the registered name of a media type: many programs write JPEG's without the "e"."""
     return "image/jpeg" if media_type == "image/jpg" else media_type
 
 
@@ -155,7 +155,7 @@ class ToolCall:
             raise ValueError(f"the arguments of {self.name!r} are not a JSON object: {error}") from error
 
     def result(self, content: Any) -> ChatMessage:
-        """The turn that answers this call. Text is sent as it is, anything else as JSON."""
+        """Make the turn that answers this call. Text is sent as it is, anything else as JSON."""
         return ChatMessage("tool", json_text(content), tool_call_id=self.id)
 
     @classmethod
@@ -247,7 +247,9 @@ def tools_of(tools: Sequence[ToolLike]) -> list[Tool]:
 
 
 def _content(value: Any) -> tuple[str | Image, ...]:
-    """The parts of a turn. Raises TypeError, which names the part, for what is neither text nor picture."""
+    """Return the parts of a turn. Raises TypeError, which names the part, for what is neither text nor
+    picture.
+    """
     if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
         raise TypeError(f"content: must be a text or a sequence of parts, not {type(value).__name__}")
     return tuple(_part(j, part) for j, part in enumerate(value))

@@ -197,12 +197,12 @@ class Vocabulary:
     """How many spaces a text loses at its start, if it begins with so many."""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token; none for an id that is not in the vocabulary."""
+        """Return the bytes of a token; none for an id that is not in the vocabulary."""
         return self.tokens[token_id] if token_id < len(self.tokens) else b""
 
     def text_of(self, token_ids: Iterable[int], *, with_special: bool = False) -> str:
-        """The text of these tokens from its start, with U+FFFD for bytes that are no character. Special
-        tokens are left out of it unless `with_special`. It is what Detokenize answers if `is_exact`.
+        """Decode the text of these tokens from its start, with U+FFFD for bytes that are no character.
+        Special tokens are left out of it unless `with_special`. It is what Detokenize answers if `is_exact`.
         """
         hidden = frozenset[int]() if with_special else self.special_token_ids
         text = b"".join(self.bytes_of(i) for i in token_ids if i not in hidden).decode("utf-8", "replace")

@@ -42,7 +42,7 @@ class Upload(Protocol):
     def progress(self) -> bool | Progress: ...
 
     def steps(self, chunk_bytes: int) -> Iterator[tuple[Any, int]]:
-        """The messages of the stream, each with how many bytes of tensors are in it."""
+        """Yield the messages of the stream, each with how many bytes of tensors are in it."""
         ...
 
 
@@ -77,7 +77,7 @@ class Tracker:
 
 
 def _bar(title: str, total: int) -> Any:
-    """A bar of tqdm on stderr, or None if that is no terminal. Who shows none does not need tqdm."""
+    """Make a bar of tqdm on stderr, or None if that is no terminal. Who shows none does not need tqdm."""
     if not sys.stderr.isatty():
         return None
     tqdm = importlib.import_module("tqdm").tqdm
@@ -123,7 +123,7 @@ def _fed(
     failures: list[BaseException],
     ended: threading.Event,
 ) -> Iterator[Any]:
-    """The messages alone. If one cannot be made the stream ends, so without a commit."""
+    """Yield the messages alone. If one cannot be made the stream ends, so without a commit."""
     try:
         for message, num_bytes in messages:
             yield message
@@ -207,7 +207,9 @@ class _Ending:
         call.add_done_callback(self._note)
 
     def _note(self, _: object) -> None:
-        """Called each time that grpc.aio sets the status, which it then knows, so that nothing waits."""
+        """Note how the call ended, each time that grpc.aio sets the status, which it then knows, so that
+        nothing waits.
+        """
         if self._known.is_set():
             return
         call = self._call
@@ -221,7 +223,7 @@ class _Ending:
             self._known.set()
 
     async def error(self) -> grpc.RpcError:
-        """The error of a call that has failed."""
+        """Return the error of a call that has failed."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._known.wait(), _STATUS_S)
         assert self._error is not None
@@ -229,7 +231,7 @@ class _Ending:
 
 
 def _at_once(coroutine: Coroutine[Any, Any, ValueT]) -> ValueT:
-    """The result of a coroutine that has nothing to wait for."""
+    """Return the result of a coroutine that has nothing to wait for."""
     try:
         coroutine.send(None)
     except StopIteration as finished:

@@ -47,7 +47,7 @@ class Tensor:
 
 
 def crc32c_of(tensor: Tensor) -> int:
-    """The CRC32C (Castagnoli) of the tensor's bytes."""
+    """Compute the CRC32C (Castagnoli) of the tensor's bytes."""
     crc = 0
     for piece in tensor.pieces(_PIECE_BYTES):
         crc = google_crc32c.extend(crc, piece)
@@ -67,7 +67,7 @@ def manifest_of(tensors: Sequence[Tensor], *, checksums: bool) -> weights_pb2.Te
 
 
 def digest_of(tensors: Sequence[Tensor]) -> bytes:
-    """The digest of an update with these tensors, as UpdateWeightsResponse.digest defines it."""
+    """Compute the digest of an update with these tensors, as UpdateWeightsResponse.digest defines it."""
     whole = hashlib.sha256()
     for tensor in sorted(tensors, key=lambda t: t.name):
         own = hashlib.sha256()
@@ -132,8 +132,8 @@ def _array_tensor(name: str, value: Any) -> Tensor:
 
 
 def _as_numpy(name: str, value: Any) -> Any:
-    """The value as a NumPy array, without a copy where NumPy needs none. Raises TypeError if it is no array,
-    and ValueError if NumPy cannot read it.
+    """Return the value as a NumPy array, without a copy where NumPy needs none. Raises TypeError if it is no
+    array, and ValueError if NumPy cannot read it.
     """
     try:
         if hasattr(value, "__array__"):
@@ -147,7 +147,9 @@ def _as_numpy(name: str, value: Any) -> Any:
 
 
 def _bytes_of(array: Any) -> Any:
-    """The array's bytes in row-major order as an array of uint8; a copy only if they are not so in memory."""
+    """Return the array's bytes in row-major order as an array of uint8; a copy only if they are not so in
+    memory.
+    """
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     return array.ravel().view("uint8")
@@ -175,8 +177,8 @@ _DTYPES: Mapping[str, tuple[weights_pb2.DataType.ValueType, int]] = {
 
 
 def tensors_in(path: str | os.PathLike[str]) -> tuple[Tensor, ...]:
-    """The tensors of a safetensors file, or of a directory: those of model.safetensors, else of the files
-    that model.safetensors.index.json names, else of all *.safetensors in it. Reads headers only.
+    """List the tensors of a safetensors file, or of a directory: those of model.safetensors, else of the
+    files that model.safetensors.index.json names, else of all *.safetensors in it. Reads headers only.
 
     Raises OSError for what cannot be read, ValueError for what is no complete safetensors file, and
     InvalidRequest, with every bad tensor, for dtypes that cannot be sent.
@@ -214,7 +216,9 @@ def _files(path: Path) -> list[Path]:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """The entries of a file, and where its data starts. Raises ValueError if the file is not complete."""
+    """Read the entries of a file, and where its data starts. Raises ValueError if the file is not
+    complete.
+    """
     try:
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size

@@ -171,8 +171,8 @@ class Update:
         return self.num_bytes > 0
 
     def steps(self, chunk_bytes: int) -> Iterator[tuple[weights_pb2.UpdateWeightsRequest, int]]:
-        """The messages of the stream, in order, once the update has its manifest, each with how many bytes of
-        tensors are in it.
+        """Yield the messages of the stream, in order, once the update has its manifest, each with how many
+        bytes of tensors are in it.
         """
         yield weights_pb2.UpdateWeightsRequest(begin=self.begin), 0
         for chunk in chunks_of(self.tensors if self.needs_chunks else (), chunk_bytes):
@@ -209,8 +209,8 @@ def _read(tensors: Tensors) -> tuple[Tensor, ...]:
 
 
 def described(update: Update) -> Update:
-    """The update with its manifest, which needs the checksums of all tensors: it reads all of their bytes,
-    unless the update only asks whether they would be taken.
+    """Return the update with its manifest, which needs the checksums of all tensors: it reads all of their
+    bytes, unless the update only asks whether they would be taken.
     """
     if update.begin.HasField("uri"):
         return update
@@ -221,7 +221,7 @@ def described(update: Update) -> Update:
 
 
 def chunks_of(tensors: Iterable[Tensor], chunk_bytes: int) -> Iterator[weights_pb2.TensorChunk]:
-    """The chunks of all tensors, in order. Each is read when it is its turn, so no more than one is in
+    """Yield the chunks of all tensors, in order. Each is read when it is its turn, so no more than one is in
     memory.
     """
     for index, tensor in enumerate(tensors):
@@ -239,8 +239,8 @@ def chunk_bytes_of(max_chunk_bytes: int) -> int:
 
 
 def weights_digest(tensors: Tensors) -> bytes:
-    """The SHA-256 that `WeightsUpdate.digest` and `ModelInfo.weights_digest` have after an update with these
-    tensors. It reads all of their bytes.
+    """Compute the SHA-256 that `WeightsUpdate.digest` and `ModelInfo.weights_digest` have after an update
+    with these tensors. It reads all of their bytes.
 
     A trainer compares it to know that the server has exactly its weights. Raises as `update_weights` does for
     tensors that cannot be sent.
