@@ -17,12 +17,12 @@ T = TypeVar("T", ChatTurn, Tool)
 
 
 def turns_of(messages: Sequence[ChatTurn | Mapping[str, Any]]) -> list[ChatTurn]:
-    """The turns of a conversation. InvalidRequest, naming each, for mappings that are none."""
+    """Read the turns of a conversation. InvalidRequest, naming each, for mappings that are none."""
     return _all(messages, ChatTurn, _turn, "chat.messages")
 
 
 def tools_of(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
-    """The tools of a conversation. InvalidRequest, naming each, for mappings that are none."""
+    """Read the tools of a conversation. InvalidRequest, naming each, for mappings that are none."""
     return _all(tools, Tool, _tool, "chat.tools")
 
 
@@ -60,7 +60,7 @@ def _turn(value: Mapping[str, Any]) -> ChatTurn:
 
 
 def _content(value: Mapping[str, Any]) -> str | tuple[str | Image, ...]:
-    """A text or parts; a turn that only calls has neither."""
+    """Read a text or parts; a turn that only calls has neither."""
     content = value.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -70,7 +70,7 @@ def _content(value: Mapping[str, Any]) -> str | tuple[str | Image, ...]:
 
 
 def _part(index: int, part: Any) -> str | Image:
-    """A text or a picture, as it is or in a mapping: {"type": "text", "text": ...} or {"type": "image",
+    """Read a text or a picture, as it is or in a mapping: {"type": "text", "text": ...} or {"type": "image",
     "image": ...}, where the picture is an Image, bytes or a path.
     """
     if isinstance(part, (str, Image)):
@@ -117,7 +117,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _unfolded(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The OpenAI form without its inner object."""
+    """Return the OpenAI form without its inner object."""
     if "function" not in value:
         return value
     if value.get("type", "function") != "function":
@@ -127,7 +127,7 @@ def _unfolded(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _text(value: Mapping[str, Any], key: str) -> str:
-    """The text under the key; empty where there is none."""
+    """Return the text under the key; empty where there is none."""
     found = value.get(key)
     if found is None:
         return ""

@@ -26,8 +26,8 @@ _ESCAPE = re.compile(
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object that `text` holds. Raises ValueError, with a message for the caller, if it holds none,
-    or one that exceeds a bound.
+    """Parse the JSON object that `text` holds. Raises ValueError, with a message for the caller, if it holds
+    none, or one that exceeds a bound.
     """
     _check_bounds(text)
     try:
@@ -42,7 +42,7 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def with_whole_pairs(json_text: str) -> str:
-    """The JSON text with U+FFFD for each escape of half a surrogate pair, which is no character."""
+    """Return the JSON text with U+FFFD for each escape of half a surrogate pair, which is no character."""
     if "\\" not in json_text:
         return json_text
     return _ESCAPE.sub(lambda found: r"\ufffd" if found["half"] else found[0], json_text)

@@ -35,7 +35,9 @@ _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 def mint_call_id() -> str:
-    """A new id for a call: nine letters and digits, because Mistral's templates refuse any other length."""
+    """Mint a new id for a call: nine letters and digits, because Mistral's templates refuse any other
+    length.
+    """
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(CALL_ID_CHARS))
 
 
@@ -54,7 +56,7 @@ class ToolCall:
         return parse_object(self.arguments_json)
 
     def result(self, content: Any) -> ChatTurn:
-        """The turn that answers this call: a text as it is, anything else as JSON."""
+        """Make the turn that answers this call: a text as it is, anything else as JSON."""
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         return ChatTurn("tool", text, tool_call_id=self.id)
 

@@ -74,14 +74,16 @@ class ChatParser:
         return self._reasoning is None or self._reasoning.is_over
 
     def push(self, text: str) -> Parsed:
-        """What this further text made certain. It does not matter how the text is split into pieces."""
+        """Return what this further text made certain. It does not matter how the text is split into
+        pieces.
+        """
         reasoning = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.push(text)
         return _parsed(reasoning, [Text(text)] if self._tools is None else self._tools.push(text))
 
     def flush(self) -> Parsed:
-        """The rest, when there is no more text."""
+        """Return the rest, when there is no more text."""
         reasoning, text = "", ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.flush()
@@ -108,8 +110,8 @@ class ChatForms:
     """Those of the forms' markers that are tokens of their own, and so never a text that only looks alike."""
 
     def parser(self, chat: Chat, prompt: str) -> OutputParser:
-        """A parser for one output to `chat`, which was rendered as `prompt`. It looks for calls if the model
-        was offered tools.
+        """Make a parser for one output to `chat`, which was rendered as `prompt`. It looks for calls if the
+        model was offered tools.
         """
         if self.is_harmony:
             names = [tool.name for tool in chat.offered_tools] or None
@@ -136,8 +138,8 @@ class ChatForms:
 
 
 def detect(template: str, added_tokens: Collection[str] = ()) -> ChatForms:
-    """The forms that the model's chat template shows; pass all its named templates joined. If the template
-    takes tools but does not show how they are called, the tokens that the tokenizer has besides its
+    """Detect the forms that the model's chat template shows; pass all its named templates joined. If the
+    template takes tools but does not show how they are called, the tokens that the tokenizer has besides its
     vocabulary decide.
     """
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
@@ -163,7 +165,9 @@ def _tokens(markers: Collection[str], added_tokens: Collection[str]) -> frozense
 def choose_forms(
     template: str, added_tokens: Collection[str] = (), *, tools: str = "auto", reasoning: str = "auto"
 ) -> ChatForms:
-    """The forms by option, see `TOOL_PARSERS` and `REASONING_PARSERS`. ConfigError for other values."""
+    """Choose the forms by option, see `TOOL_PARSERS` and `REASONING_PARSERS`. ConfigError for other
+    values.
+    """
     found = detect(template, added_tokens)
     for option, value, known in (
         ("tool_call_parser", tools, TOOL_PARSERS),

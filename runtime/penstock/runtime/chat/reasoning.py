@@ -114,12 +114,12 @@ class ReasoningParser:
         return self._sink.is_over
 
     def push(self, text: str) -> Split:
-        """What this further text made certain."""
+        """Return what this further text made certain."""
         self._stream.push(text)
         return self._sink.take()
 
     def flush(self) -> Split:
-        """The rest, when there is no more text."""
+        """Return the rest, when there is no more text."""
         self._stream.flush()
         return self._sink.take()
 

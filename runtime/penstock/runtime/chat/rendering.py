@@ -108,8 +108,8 @@ def render_messages(
     add_generation_prompt: bool = False,
     **variables: Any,
 ) -> str:
-    """What the template writes. Raises TemplateError if it refuses, and anything else if it fails, because a
-    template is a program. All values must be those of JSON.
+    """Return what the template writes. Raises TemplateError if it refuses, and anything else if it fails,
+    because a template is a program. All values must be those of JSON.
     """
     return _compiled(chat_template).render(
         messages=list(map(_with_all_names, messages)),

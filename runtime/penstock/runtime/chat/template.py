@@ -52,8 +52,8 @@ class ChatTemplates:
         return (self.own.get("default") if isinstance(self.own, Mapping) else self.own) or ""
 
     def chosen(self, asked: str | None = None, *, with_tools: bool = False) -> str:
-        """The template that renders a chat. `asked`: a template, or the name of one. Where there are several,
-        one may be for tools. Raises InvalidRequest if there is none.
+        """Choose the template that renders a chat. `asked`: a template, or the name of one. Where there are
+        several, one may be for tools. Raises InvalidRequest if there is none.
         """
         named = self.own if isinstance(self.own, Mapping) else {}
         if asked is not None:
@@ -69,7 +69,7 @@ class ChatTemplates:
 
 
 def tool_dict(tool: Tool) -> dict[str, Any]:
-    """A tool in OpenAI's form, which templates expect."""
+    """Write a tool in OpenAI's form, which templates expect."""
     return {
         "type": "function",
         "function": {
@@ -123,9 +123,9 @@ def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, 
 
 
 def _in_order_of_calls(turns: Sequence[ChatTurn]) -> Iterator[ChatTurn]:
-    """The turns, of which those that answer the calls of one turn come in the order of the calls: callers may
-    send them as the tools end, and most templates show no ids. Turns with pictures stay as they are, because
-    pictures are counted in the order of the chat.
+    """Yield the turns, of which those that answer the calls of one turn come in the order of the calls:
+    callers may send them as the tools end, and most templates show no ids. Turns with pictures stay as they
+    are, because pictures are counted in the order of the chat.
     """
     place: dict[str, int] = {}
     for is_tool, run in groupby(turns, lambda turn: turn.role == "tool"):
@@ -139,8 +139,8 @@ def _in_order_of_calls(turns: Sequence[ChatTurn]) -> Iterator[ChatTurn]:
 
 
 def _arguments(call: ToolCall) -> dict[str, Any]:
-    """The arguments as an object. Those that are none, such as those of a call that was cut off, are a text
-    in an object, because templates expect one. Nothing is an empty object.
+    """Return the arguments as an object. Those that are none, such as those of a call that was cut off, are a
+    text in an object, because templates expect one. Nothing is an empty object.
     """
     if not call.arguments_json.strip():
         return {}
@@ -176,8 +176,8 @@ def _parts_of(turn: ChatTurn) -> tuple[str | Image, ...]:
 
 
 def render(templates: ChatTemplates, chat: Chat, sandbox: TemplateSandbox) -> str:
-    """The prompt. Raises InvalidRequest if there is no template, or if it refuses the chat or fails: on
-    `chat.messages` for the model's own template, on `chat.chat_template` for the caller's.
+    """Render the prompt. Raises InvalidRequest if there is no template, or if it refuses the chat or fails:
+    on `chat.messages` for the model's own template, on `chat.chat_template` for the caller's.
     """
     tools = [tool_dict(tool) for tool in chat.offered_tools] or None
     template = templates.chosen(chat.template, with_tools=tools is not None)
@@ -213,7 +213,9 @@ def render(templates: ChatTemplates, chat: Chat, sandbox: TemplateSandbox) -> st
 def render_turns(
     templates: ChatTemplates, turns: Sequence[Mapping[str, str]], options: Mapping[str, Any]
 ) -> str:
-    """The prompt that the model's own template makes of turns of any roles. InvalidRequest if it refuses."""
+    """Render the prompt that the model's own template makes of turns of any roles. InvalidRequest if it
+    refuses.
+    """
     variables = {
         **templates.special_tokens,
         **options,

@@ -46,7 +46,9 @@ class Demands(NamedTuple):
 
 @lru_cache(maxsize=32)
 def demands_of(template: str) -> Demands:
-    """What the template demands. One that is no Jinja demands nothing. It takes milliseconds, and is kept."""
+    """Find what the template demands. One that is no Jinja demands nothing. It takes milliseconds, and is
+    kept.
+    """
     try:
         parsed = JINJA.parse(template)
     except TemplateError:
@@ -105,7 +107,7 @@ def _names(node: nodes.Node, name: str) -> bool:
 
 
 def variables_of(templates: Iterable[str], special_tokens: Iterable[str]) -> tuple[str, ...]:
-    """The names that a request may set and one of the templates reads, sorted, without those of
+    """List the names that a request may set and one of the templates reads, sorted, without those of
     `special_tokens`. A template that is no Jinja reads nothing.
     """
     names: set[str] = set()

@@ -104,7 +104,7 @@ class Worker:
         self._child.close()
 
     def ask(self, message: bytes, limit_s: float) -> dict[str, str] | None:
-        """The process's answer; None if none came in time, or if the process died."""
+        """Return the process's answer; None if none came in time, or if the process died."""
         try:
             self._child.connection.send_bytes(message)
         except OSError:

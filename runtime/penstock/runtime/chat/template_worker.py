@@ -61,7 +61,7 @@ modules late. The first one also reads the time zone."""
 
 
 def render_apart(message: dict[str, Any]) -> bytes:
-    """The answer to one message, computed by a fork of this process within limits that the kernel
+    """Return the answer to one message, computed by a fork of this process within limits that the kernel
     enforces.
     """
     theirs, ours = os.pipe()

@@ -31,8 +31,8 @@ class Encoder(Protocol):
 
 
 def bad_word_ids(codec: Encoder, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The sequences of token ids that stand for `words`. Each word is encoded alone and with one space before
-    it, without special tokens; spaces at the word's own beginning are dropped.
+    """Return the sequences of token ids that stand for `words`. Each word is encoded alone and with one space
+    before it, without special tokens; spaces at the word's own beginning are dropped.
 
     Hugging Face leaves both spellings to the caller. vLLM takes the one with a space only if it has as many
     tokens as the other and begins with a different one, so it misses " word" where the space changes the
@@ -153,7 +153,7 @@ class BadWords:
             mask[:] = before
 
     def _forbidden(self, recent: deque[int]) -> set[int]:
-        """The ids that would complete a word behind these tokens."""
+        """Return the ids that would complete a word behind these tokens."""
         if not recent:
             return set()
         *earlier, before = recent

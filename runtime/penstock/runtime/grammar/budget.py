@@ -47,7 +47,7 @@ class Budget:
 
 
 def request_budget(num_outputs: int = 1) -> Budget:
-    """The budget that the outputs of one request share."""
+    """Return the budget that the outputs of one request share."""
     return Budget(REQUEST_S + OUTPUT_S * num_outputs)
 
 

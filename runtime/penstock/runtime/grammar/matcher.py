@@ -43,8 +43,8 @@ class TokenBits:
         self._known: OrderedDict[bytes, Sequence[int]] = OrderedDict()
 
     def tokens_of(self, text: bytes) -> Sequence[int]:
-        """The tokens in which a model writes this text within another, or none. Those of the texts that were
-        asked for last are kept. Used on one thread.
+        """Return the tokens in which a model writes this text within another, or none. Those of the texts
+        that were asked for last are kept. Used on one thread.
         """
         known = self._known.pop(text, None)
         if known is None:
@@ -143,8 +143,8 @@ class GrammarConstraint:
         self.finish(mask)
 
     def to_share(self) -> LLMatcher | None:
-        """The matcher, if its raw mask may be filled beside those of other outputs before `finish` is called;
-        None if it needs no mask, or is to be filled alone. See `fill.MaskFiller`.
+        """Return the matcher, if its raw mask may be filled beside those of other outputs before `finish` is
+        called; None if it needs no mask, or is to be filled alone. See `fill.MaskFiller`.
         """
         return None if self._complete or self._shared.is_spent else self._matcher
 

@@ -26,7 +26,7 @@ _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 
 def to_llguidance(grammar: Grammar) -> str:
-    """The text that `llguidance.LLMatcher` takes. Raises GrammarError; most mistakes are found only by
+    """Write the text that `llguidance.LLMatcher` takes. Raises GrammarError; most mistakes are found only by
     llguidance itself.
     """
     if isinstance(grammar.source, tuple):
@@ -80,8 +80,8 @@ def _choice(choices: tuple[str, ...]) -> str:
 
 
 def _quote(text: str) -> str:
-    """The text as a literal: like JSON's, but with an escape for DEL, which JSON leaves as it is and Lark
-    refuses.
+    """Write the text as a literal: like JSON's, but with an escape for DEL, which JSON leaves as it is and
+    Lark refuses.
     """
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 

@@ -35,7 +35,7 @@ class Vocabulary:
     def from_tokenizer(
         cls, backend: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
     ) -> Vocabulary:
-        """The tokens of a Hugging Face tokenizer (`PreTrainedTokenizerFast.backend_tokenizer`).
+        """Take the tokens of a Hugging Face tokenizer (`PreTrainedTokenizerFast.backend_tokenizer`).
 
         `vocab_size` is the model's, the width of its logits, which may be more or less than the tokenizer's.
         Raises ConfigError if its tokens do not each stand for bytes, or if there is no end token.
@@ -51,8 +51,8 @@ class Vocabulary:
         return cls(tuple(tokens), special, eos)
 
     def to_llguidance(self) -> LLTokenizer:
-        """This vocabulary for llguidance, which makes an index of it; takes about a second per million
-        tokens.
+        """Convert this vocabulary for llguidance, which makes an index of it; takes about a second per
+        million tokens.
         """
         return LLTokenizer(_Wrapper(self), eos_token=list(self.eos_token_ids))  # type: ignore[arg-type]
 
@@ -83,7 +83,7 @@ def rule_and_ends(
 
 
 def pack(token_ids: Collection[int], vocab_size: int) -> Mask:
-    """The mask, int32[mask_words(vocab_size)], of these tokens."""
+    """Pack these tokens into a mask, int32[mask_words(vocab_size)]."""
     bits: NDArray[np.uint8] = np.zeros(32 * mask_words(vocab_size), np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)

@@ -31,12 +31,12 @@ _MAX_EXPONENT = 1000
 
 
 def any_object() -> dict[str, Any]:
-    """The schema of any JSON object."""
+    """Make the schema of any JSON object."""
     return {"type": "object", _GUIDANCE_KEY: _guidance({})}
 
 
 def read_schema(text: str) -> dict[str, Any]:
-    """The schema in `text`, for llguidance. Raises GrammarError.
+    """Read the schema in `text`, for llguidance. Raises GrammarError.
 
     llguidance refuses keywords that it does not honour (`lenient: false`); what it honours only approximately
     is refused or narrowed here (`narrowing`).

@@ -76,8 +76,8 @@ class _Document:
 
 
 def narrow(schema: Mapping[str, Any], *, counts_contained: bool, ignores_formats: bool) -> dict[str, Any]:
-    """A schema that accepts what `schema` does, less what llguidance would not do exactly. Numbers that are
-    not integers come as Decimal and leave as float. Raises GrammarError.
+    """Make a schema that accepts what `schema` does, less what llguidance would not do exactly. Numbers that
+    are not integers come as Decimal and leave as float. Raises GrammarError.
 
     `counts_contained`: see `without_neutral`. `ignores_formats`: whether a format that is not known is
     ignored, and not refused.
@@ -94,7 +94,7 @@ def refers(value: Any) -> bool:
 
 
 def _parts_with_bounds(value: Any) -> Iterator[int]:
-    """The whole part of every bound that is not a whole number, anywhere in the schema."""
+    """Yield the whole part of every bound that is not a whole number, anywhere in the schema."""
     if isinstance(value, list):
         for item in value:
             yield from _parts_with_bounds(item)
@@ -123,7 +123,7 @@ def _narrowed(schema: Mapping[str, Any], document: _Document) -> dict[str, Any]:
 
 
 def _under(key: str, value: Any, schema: Mapping[str, Any], document: _Document) -> Any:
-    """The new value of a keyword of the schema."""
+    """Return the new value of a keyword of the schema."""
     if key in _VALUES:
         return _constant(value)
     if key in _REMARKS:
@@ -141,7 +141,7 @@ def _under(key: str, value: Any, schema: Mapping[str, Any], document: _Document)
 
 
 def _schemas(value: Any, document: _Document) -> Any:
-    """A schema, or a list of schemas, narrowed; any other value as it is, for llguidance to judge."""
+    """Narrow a schema, or a list of schemas; leave any other value as it is, for llguidance to judge."""
     if isinstance(value, dict):
         return _narrowed(value, document)
     if isinstance(value, list):
@@ -188,7 +188,7 @@ def _bound(key: str, value: Decimal, crowded: frozenset[int]) -> int | float:
 
 
 def _next(value: Decimal) -> Decimal:
-    """The smallest number of 15 digits above `value`, which is not negative."""
+    """Return the smallest number of 15 digits above `value`, which is not negative."""
     return Context(prec=_DIGITS).next_plus(value) if value else Decimal(1).scaleb(-_EXPONENT)
 
 
@@ -200,7 +200,7 @@ def _multiple(value: Decimal) -> int | float:
 
 
 def _spelt(value: Decimal) -> int | float:
-    """The number as Python writes it: without a ".0", which would turn a number of 16 digits into one
+    """Spell the number as Python writes it: without a ".0", which would turn a number of 16 digits into one
     of 17.
     """
     return int(value) if _is_whole(value) else float(value)

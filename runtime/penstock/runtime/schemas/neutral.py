@@ -42,7 +42,8 @@ _EMPTY: Mapping[str, Any] = {
 
 
 def without_neutral(schema: Mapping[str, Any], *, counts_contained: bool = True) -> dict[str, Any]:
-    """The schema without those of its own keywords that every value satisfies and llguidance may refuse.
+    """Return the schema without those of its own keywords that every value satisfies and llguidance may
+    refuse.
 
     `counts_contained`: whether the schema's draft has "minContains", so that "contains" may ask for no item.
     """
@@ -116,7 +117,7 @@ def _depends_on_nothing(needed: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _kinds(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The types that the schema's "type" admits; all where it has none that can be read."""
+    """Return the types that the schema's "type" admits; all where it has none that can be read."""
     return (_named(schema.get("type")) & KINDS) or KINDS
 
 

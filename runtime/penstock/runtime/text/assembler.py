@@ -68,7 +68,7 @@ class TextStream:
         min_tokens: int = 0,
         after: Sequence[int] = (),
     ) -> None:
-        """The text goes on from that of the tokens `after`."""
+        """Let the text go on from that of the tokens `after`."""
         self._decoder = text.decoder(skip_special_tokens=skip_special_tokens, visible=visible, after=after)
         self._stop = tuple(stop)
         self._include_stop = include_stop
@@ -127,8 +127,8 @@ class TextStream:
         return ends
 
     def _find(self, searched: int) -> tuple[int, str] | None:
-        """The first complete stop string, as (start in `_pending`, stop string), among those that end after
-        character `searched`; None if there is none.
+        """Find the first complete stop string, as (start in `_pending`, stop string), among those that end
+        after character `searched`; None if there is none.
         """
         if self._search_from is None:
             return None
@@ -207,7 +207,7 @@ class CallsInTheMaking:
         self._arguments: list[str] = []
 
     def add(self, pieces: Sequence[CallPiece]) -> tuple[tuple[ToolCallDelta, ...], tuple[ToolCall, ...]]:
-        """What the pieces add to calls, and the calls that end with them."""
+        """Return what the pieces add to calls, and the calls that end with them."""
         deltas: list[ToolCallDelta] = []
         calls: list[ToolCall] = []
         for piece in pieces:
@@ -282,7 +282,7 @@ class Assembler:
         return self._stop
 
     def add(self, output: StepOutput) -> Delta:
-        """The delta of one engine output. Raises the output's error."""
+        """Return the delta of one engine output. Raises the output's error."""
         if self._parser is None:
             return self._add(output)
         if (self._ends_at_call or self._counts_reasoning) and len(output.token_ids) > 1:
@@ -381,7 +381,7 @@ class Assembler:
 
 
 def _of_tokens(hidden: NDArray[np.float32], num_tokens: int) -> NDArray[np.float32]:
-    """The hidden states of the first so many tokens; what was pooled is whole."""
+    """Return the hidden states of the first so many tokens; what was pooled is whole."""
     return hidden if hidden.ndim == 1 else hidden[:num_tokens]
 
 
@@ -390,7 +390,7 @@ def _joined_states(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32] 
 
 
 def _tokens_of(output: StepOutput) -> Iterator[StepOutput]:
-    """The output in parts of one token each, of which the last has what tells its end."""
+    """Yield the output in parts of one token each, of which the last has what tells its end."""
     last = len(output.token_ids) - 1
     for i, token_id in enumerate(output.token_ids):
         yield output._replace(

@@ -26,7 +26,7 @@ def load(folder: Path) -> LoadedTokenizer:
 
 
 def loaded(tokenizer: PreTrainedTokenizerBase) -> LoadedTokenizer:
-    """What a tokenizer of transformers shows of itself."""
+    """Return what a tokenizer of transformers shows of itself."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     encode = None if _is_plain(tokenizer) else _encode(tokenizer)
     if encode is None:

@@ -48,9 +48,9 @@ _ANSWER = "The answer is forty-two."
 
 
 def end_token_ids(tokenizer: LoadedTokenizer, templates: ChatTemplates) -> frozenset[int]:
-    """The tokens that end a text or a turn: the tokenizer's own end token, and the one that the model's chat
-    template writes directly after what an assistant has said. In Harmony, where an answer is one of several
-    messages, they are the markers after the last of them.
+    """Return the tokens that end a text or a turn: the tokenizer's own end token, and the one that the
+    model's chat template writes directly after what an assistant has said. In Harmony, where an answer is one
+    of several messages, they are the markers after the last of them.
 
     A checkpoint may say so nowhere else. With the end tokens of its configuration alone, which may be those
     of the model that it was trained from, its model would go on after its turn.
@@ -71,8 +71,8 @@ def end_token_ids(tokenizer: LoadedTokenizer, templates: ChatTemplates) -> froze
 
 
 def _written_after_an_answer(templates: ChatTemplates) -> str:
-    """What the template writes after a conversation's last words, if they are the assistant's; "" where it
-    does not take such a conversation.
+    """Return what the template writes after a conversation's last words, if they are the assistant's; ""
+    where it does not take such a conversation.
     """
     turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": _ANSWER}]
     try:
@@ -179,8 +179,8 @@ class TextCodec:
         self._sandbox = TemplateSandbox()
 
     def _longest_token(self) -> int | None:
-        """Computed at the start, because it takes a tenth of a second, for which the first request would hold
-        up all others.
+        """Compute the longest token at the start, because it takes a tenth of a second, for which the first
+        request would hold up all others.
         """
         if self._rule is None:
             return None
@@ -234,8 +234,8 @@ class TextCodec:
         return self._templates.names
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`. Special tokens that are spelt out in it are recognised, as Hugging Face
-        does.
+        """Return the token ids of `text`. Special tokens that are spelt out in it are recognised, as Hugging
+        Face does.
         """
         if self._tokenizer.encode is not None:
             return self._tokenizer.encode(text, add_special_tokens)
@@ -243,8 +243,8 @@ class TextCodec:
         return list(encoding.ids)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """The token ids of two texts that are read together, with special tokens, and the type of each token.
-        UnsupportedFeature where the tokenizer is not one of Hugging Face's fast ones.
+        """Return the token ids of two texts that are read together, with special tokens, and the type of each
+        token. UnsupportedFeature where the tokenizer is not one of Hugging Face's fast ones.
         """
         if self._tokenizer.encode is not None:
             raise UnsupportedFeature(["documents"], "the tokenizer does not put two texts together")
@@ -309,8 +309,8 @@ class TextCodec:
         return {str(token): i for i, token in self._tokenizer.added_tokens.items()}
 
     def render_chat(self, chat: Chat | Sequence[Mapping[str, str]]) -> str:
-        """The prompt that asks for the assistant's next turn; InvalidRequest if the template refuses the
-        chat.
+        """Render the prompt that asks for the assistant's next turn; InvalidRequest if the template refuses
+        the chat.
 
         A chat with a template of its own may take seconds (`chat.template_sandbox`), so never call this on an
         event loop. Mappings are turns with "role" and "content".
@@ -320,13 +320,13 @@ class TextCodec:
         return render(self._templates, chat, self._sandbox)
 
     def render_turns(self, turns: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> str:
-        """What the model's own template makes of turns, which may have roles that no conversation has.
+        """Return what the model's own template makes of turns, which may have roles that no conversation has.
         InvalidRequest if it refuses them.
         """
         return render_turns(self._templates, turns, options)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the tokens; an id that the tokenizer does not have stands for no text.
+        """Return the text of the tokens; an id that the tokenizer does not have stands for no text.
 
         It is equal to Hugging Face's, except for SentencePiece's byte tokens: here an invalid byte does not
         spoil the valid characters that are spelt in bytes next to it.
@@ -341,9 +341,9 @@ class TextCodec:
         visible: Set[str] = frozenset(),
         after: Sequence[int] = (),
     ) -> IncrementalDecoder:
-        """A decoder for one sequence of tokens. `visible` are special tokens that have text all the same. The
-        text goes on from that of the tokens `after`: together they are the text of all the tokens, so that
-        only one of the two loses the space that a tokenizer drops at the start.
+        """Make a decoder for one sequence of tokens. `visible` are special tokens that have text all the
+        same. The text goes on from that of the tokens `after`: together they are the text of all the tokens,
+        so that only one of the two loses the space that a tokenizer drops at the start.
         """
         hidden = self._special if skip_special_tokens else frozenset[int]()
         if visible:

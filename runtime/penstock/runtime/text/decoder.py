@@ -50,11 +50,13 @@ class IncrementalDecoder(Protocol):
     """Text of the tokens so far, handed out piece by piece; joined, the pieces are the whole text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens made certain."""
+        """Return the text that these tokens made certain."""
         ...
 
     def flush(self) -> str:
-        """The rest of the text, when there are no more tokens. An unfinished character becomes U+FFFD."""
+        """Return the rest of the text, when there are no more tokens. An unfinished character becomes
+        U+FFFD.
+        """
         ...
 
 
@@ -95,7 +97,9 @@ class PieceRule:
 
 
 def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
-    """The rule for a decoder as tokenizer.json spells it; None if its tokens do not each stand for bytes."""
+    """Return the rule for a decoder as tokenizer.json spells it; None if its tokens do not each stand for
+    bytes.
+    """
     if decoder is None:
         return None
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -112,7 +116,7 @@ def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
 
 
 def decoder_state(backend: Any) -> dict[str, Any] | None:
-    """The decoder of a `tokenizers.Tokenizer` as a dict; None if it has none."""
+    """Return the decoder of a `tokenizers.Tokenizer` as a dict; None if it has none."""
     decoder = backend.decoder
     if decoder is None:
         return None
@@ -162,8 +166,8 @@ class PieceDecoder:
 
     @staticmethod
     def _whole(data: bytes) -> str | None:
-        """The text of bytes that are whole characters, as nearly all are; None if they are not. This takes a
-        third of the time of the incremental decoder.
+        """Decode the text of bytes that are whole characters, as nearly all are; None if they are not. This
+        takes a third of the time of the incremental decoder.
         """
         try:
             return data.decode()
@@ -190,7 +194,7 @@ class WindowDecoder:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], after: Sequence[int] = ()) -> None:
-        """The text goes on from that of the tokens `after`."""
+        """Let the text go on from that of the tokens `after`."""
         self._decode = decode
         size = 1
         while size < len(after) and not decode(after[-size:]):

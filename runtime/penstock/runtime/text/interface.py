@@ -77,12 +77,12 @@ class Text(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`."""
+        """Return the token ids of `text`."""
         ...
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """The token ids of two texts that are read together, with special tokens, and the type of each token.
-        UnsupportedFeature where the tokenizer cannot say.
+        """Return the token ids of two texts that are read together, with special tokens, and the type of each
+        token. UnsupportedFeature where the tokenizer cannot say.
         """
         ...
 
@@ -92,17 +92,17 @@ class Text(Protocol):
         ...
 
     def render_chat(self, chat: Chat | Sequence[Mapping[str, str]]) -> str:
-        """The prompt that asks for the assistant's next turn. Raises InvalidRequest."""
+        """Render the prompt that asks for the assistant's next turn. Raises InvalidRequest."""
         ...
 
     def render_turns(self, turns: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> str:
-        """What the model's own template makes of turns, which may have roles that no conversation has.
+        """Return what the model's own template makes of turns, which may have roles that no conversation has.
         Raises InvalidRequest.
         """
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the tokens."""
+        """Return the text of the tokens."""
         ...
 
     def decoder(
@@ -112,7 +112,7 @@ class Text(Protocol):
         visible: Set[str] = frozenset(),
         after: Sequence[int] = (),
     ) -> IncrementalDecoder:
-        """A decoder for one sequence of tokens. `visible` are special tokens that have text all the same. The
-        text goes on from that of the tokens `after`.
+        """Make a decoder for one sequence of tokens. `visible` are special tokens that have text all the
+        same. The text goes on from that of the tokens `after`.
         """
         ...

@@ -230,7 +230,7 @@ def _read(folder: Path) -> LoadedTokenizer | None:
 
 
 def class_of(declared: str | None, model_type: str | None, backend: Tokenizer) -> str:
-    """The class that transformers takes for a tokenizer; empty if that is not known here."""
+    """Name the class that transformers takes for a tokenizer; empty if that is not known here."""
     if declared is None or (model_type is not None and model_type not in DECLARED | FIXED.keys()):
         return ""
     fixed = FIXED.get(model_type or "")
@@ -243,7 +243,7 @@ def class_of(declared: str | None, model_type: str | None, backend: Tokenizer) -
 
 
 def _named(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that have a part."""
+    """Return the special tokens that have a part."""
     extra = fields.get("extra_special_tokens")
     fields = {**fields, **(extra if isinstance(extra, dict) else {})}
     found = {name: _content(fields.get(name)) for name in (*NAMED_TOKENS, *_further(fields))}
@@ -251,12 +251,12 @@ def _named(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _further(fields: Mapping[str, Any]) -> list[str]:
-    """The fields that name a special token which only some models have."""
+    """List the fields that name a special token which only some models have."""
     return sorted(name for name in fields if name.endswith("_token") and name not in NAMED_TOKENS)
 
 
 def _extra_tokens(fields: Mapping[str, Any]) -> Iterator[str]:
-    """The special tokens without a part."""
+    """Yield the special tokens without a part."""
     for name in ("extra_special_tokens", "additional_special_tokens"):
         tokens = fields.get(name)
         for token in tokens if isinstance(tokens, list) else ():
@@ -272,7 +272,7 @@ def _content(token: Any) -> str | None:
 
 
 def _templates(folder: Path, configured: Any) -> str | Mapping[str, str] | None:
-    """The model's templates: those of files, and else those of tokenizer_config.json."""
+    """Return the model's templates: those of files, and else those of tokenizer_config.json."""
     file = folder / TEMPLATE
     found = {"default": file.read_text("utf-8")} if file.is_file() else {}
     found |= {each.stem: each.read_text("utf-8") for each in (folder / FURTHER_TEMPLATES).glob("*.jinja")}
@@ -285,7 +285,7 @@ def _templates(folder: Path, configured: Any) -> str | Mapping[str, str] | None:
 
 
 def _if_there(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
+    """Read the object in a JSON file; empty if there is no such file."""
     return read_json_object(file) if file.is_file() else {}
 
 
@@ -299,7 +299,7 @@ def _agree(config: Mapping[str, Any], added: Mapping[str, AddedToken]) -> bool:
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """A part of a tokenizer as tokenizer.json spells it; empty if there is none."""
+    """Read a part of a tokenizer as tokenizer.json spells it; empty if there is none."""
     return {} if part is None else json.loads(part.__getstate__())
 
 
@@ -311,7 +311,7 @@ def _without_offsets(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _types(part: Mapping[str, Any]) -> Iterable[str]:
-    """The types of a part and of those in it."""
+    """Yield the types of a part and of those in it."""
     yield part.get("type", "")
     for inner in part.get("pretokenizers", ()):
         yield from _types(inner)

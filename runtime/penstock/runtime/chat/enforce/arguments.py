@@ -25,8 +25,8 @@ _SAYS_MORE = frozenset({
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Schema of the arguments: an object and, if the tool lists properties and does not say more, only those
-    properties.
+    """Make the schema of the arguments: an object and, if the tool lists properties and does not say more,
+    only those properties.
 
     The contract allows a model to add others, but a grammar that did so would lead it astray.
     """
@@ -53,8 +53,8 @@ def value(g: Lark, chat: Chat, tool: Tool, schema: Mapping[str, Any]) -> str:
 
 
 def check(chat: Chat, tool: Tool, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema, or a part of it, of a strict tool, ready for `Lark.json`. InvalidRequest if it cannot be
-    obeyed.
+    """Return the schema, or a part of it, of a strict tool, ready for `Lark.json`. InvalidRequest if it
+    cannot be obeyed.
     """
     try:
         return read_schema(json.dumps(schema))

@@ -47,8 +47,8 @@ class _Fault:
 
 
 def with_sound_schemas(chat: Chat) -> Chat:
-    """The chat, with what means nothing left out of the schemas that calls follow. InvalidRequest if that is
-    in the schema of a strict tool, or one of its keywords cannot be enforced by any grammar.
+    """Return the chat, with what means nothing left out of the schemas that calls follow. InvalidRequest if
+    that is in the schema of a strict tool, or one of its keywords cannot be enforced by any grammar.
     """
 
     def sound(tool: Tool) -> Tool:
@@ -63,8 +63,8 @@ def with_sound_schemas(chat: Chat) -> Chat:
 
 
 def with_enforceable_schemas(chat: Chat, refusal: Refusal) -> Chat:
-    """The chat, whose schemas are sound, with what `refusal` refuses left out of them. InvalidRequest if it
-    refuses a part of the schema of a strict tool.
+    """Return the chat, whose schemas are sound, with what `refusal` refuses left out of them. InvalidRequest
+    if it refuses a part of the schema of a strict tool.
     """
 
     def enforceable(tool: Tool) -> Tool:
@@ -78,15 +78,15 @@ def with_enforceable_schemas(chat: Chat, refusal: Refusal) -> Chat:
 
 
 def without_schemas(chat: Chat) -> Chat:
-    """The chat, with nothing asked of the arguments of tools that are not strict."""
+    """Return the chat, with nothing asked of the arguments of tools that are not strict."""
     return _with_tools(
         chat, lambda tool: tool if tool.strict else dataclasses.replace(tool, parameters={"type": "object"})
     )
 
 
 def schema_grammar(tool: Tool, schema: Mapping[str, Any]) -> Grammar:
-    """A grammar of nothing but JSON of the schema of a tool, or of a part of it, as it stands in the grammars
-    of calls.
+    """Make a grammar of nothing but JSON of the schema of a tool, or of a part of it, as it stands in the
+    grammars of calls.
     """
     if tool.strict:
         return Grammar.json_schema(json.dumps(schema))
@@ -96,7 +96,7 @@ def schema_grammar(tool: Tool, schema: Mapping[str, Any]) -> Grammar:
 
 
 def _with_tools(chat: Chat, change: Callable[[Tool], Tool]) -> Chat:
-    """The chat with the tools changed whose calls follow their schemas."""
+    """Change the tools of the chat whose calls follow their schemas."""
     tools = [
         change(tool) if tool in chat.callable_tools and follows_schema(chat, tool) else tool
         for tool in chat.tools
@@ -113,7 +113,7 @@ def _refuse(chat: Chat, tool: Tool, faults: list[_Fault]) -> None:
 
 
 def _sound(schema: Any, whole: Mapping[str, Any], path: tuple[str, ...], faults: list[_Fault]) -> Any:
-    """A schema, without keywords whose values are none that JSON Schema gives them."""
+    """Return a schema, without keywords whose values are none that JSON Schema gives them."""
     if not isinstance(schema, dict):
         if not isinstance(schema, bool):
             faults.append(_Fault(path, "a schema is an object, true or false"))
@@ -129,7 +129,7 @@ def _sound(schema: Any, whole: Mapping[str, Any], path: tuple[str, ...], faults:
 
 
 def _wrong(key: str, value: Any, whole: Mapping[str, Any]) -> str:
-    """What is wrong with the value of a keyword; "" if nothing is."""
+    """Say what is wrong with the value of a keyword; "" if nothing is."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     fine, told = True, ""
     if key in COUNTS:
@@ -187,7 +187,9 @@ def _is_list_of(value: Any, kind: type) -> bool:
 def _changed(
     schema: Mapping[str, Any], path: tuple[str, ...], change: Callable[[Any, tuple[str, ...]], Any]
 ) -> dict[str, Any]:
-    """The schema, whose keywords have values of their kinds, with each schema directly within it changed."""
+    """Return the schema, whose keywords have values of their kinds, with each schema directly within it
+    changed.
+    """
     new: dict[str, Any] = {}
     for key, value in schema.items():
         at = (*path, key)
@@ -213,7 +215,7 @@ class _Parts:
         return self.faults
 
     def whole(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """The schema of all arguments without the parts that are refused."""
+        """Return the schema of all arguments without the parts that are refused."""
         arguments = arguments_schema(dataclasses.replace(self.tool, parameters=schema))
         if self.refusal(self.tool, arguments) is None:
             return dict(schema)
@@ -224,8 +226,8 @@ class _Parts:
         return self._keywords(smaller, (), lambda one: one)
 
     def apart(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """The schema with properties that also by themselves are not refused: one that no value satisfies
-        is merely never written in an object, but some forms have a grammar for each.
+        """Return the schema with properties that also by themselves are not refused: one that no value
+        satisfies is merely never written in an object, but some forms have a grammar for each.
         """
         said = schema.get("properties")
         if not said:

@@ -111,7 +111,7 @@ def _form_of(forms: ChatForms, chat: Chat) -> str:
 
 
 def _reasoning(g: Lark, form: ReasoningForm | None, prompt: str) -> list[str]:
-    """The parts that come before calls and answers: any text, up to the closing tag."""
+    """Return the parts that come before calls and answers: any text, up to the closing tag."""
     if form is None or form.closed_by(prompt):
         return []
     if g.is_token(form.end):

@@ -85,8 +85,8 @@ def _llama3_json(g: Lark, chat: Chat) -> list[str]:
 
 
 def _pythonic(g: Lark, chat: Chat) -> list[str]:
-    """The text is lines, of which none begins as a list of calls does. White space after the bracket may hold
-    line breaks.
+    """Write rules for a text of lines, of which none begins as a list of calls does. White space after the
+    bracket may hold line breaks.
     """
     bodies = calls_of(g, chat)
     names = "|".join(map(spelt, bodies))

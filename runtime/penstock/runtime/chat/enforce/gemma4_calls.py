@@ -46,7 +46,7 @@ class _Writer:
     """Schema, as JSON, to the name of its rule."""
 
     def rule(self, schema: Any) -> str:
-        """The name of the rule for values of a schema, which may refer to itself."""
+        """Return the name of the rule for values of a schema, which may refer to itself."""
         written = json.dumps(schema, sort_keys=True)
         if written not in self.rules:
             number = f"{self.chat.tools.index(self.tool)}_{len(self.rules)}"
@@ -109,7 +109,7 @@ class _Writer:
         return f'"[" {some} "]"' if least else f'"[" ({some})? "]"'
 
     def members(self, schema: Mapping[str, Any], number: str) -> str:
-        """An object: its listed members, or any where none are listed."""
+        """Write what derives an object: its listed members, or any where none are listed."""
         said = schema.get("properties", {})
         required = schema.get("required", [])
         said = {**said, **{key: {} for key in required if key not in said}}
@@ -127,7 +127,7 @@ class _Writer:
         return quote(key) if key and KEY.fullmatch(key) else self._literal(key)
 
     def _literal(self, member: Any) -> str:
-        """What derives this one value."""
+        """Write what derives this one value."""
         if isinstance(member, str):
             mark = self.g.marker(QUOTE)
             return f"{mark} {quote(member)} {mark}" if member else f"{mark} {mark}"
@@ -157,7 +157,7 @@ class _Writer:
 
 
 def gemma4_body(g: Lark, chat: Chat, several: bool) -> str:
-    """What comes after the opening tag of a call."""
+    """Write what comes after the opening tag of a call."""
     tools = chat.callable_tools
     bad = [v for tool in tools if follows_schema(chat, tool) for v in problems(chat, tool, _FORM, NAME, KEY)]
     if bad:

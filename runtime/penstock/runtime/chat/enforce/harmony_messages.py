@@ -73,14 +73,14 @@ def thinking_first(g: Lark, prompt: str) -> str:
 
 
 def _channel_begun_by(prompt: str) -> str:
-    """The channel of the message in which the prompt ends; "" if it ends before one."""
+    """Return the channel of the message in which the prompt ends; "" if it ends before one."""
     tail = begun_by(prompt)
     begun = _BEGUN.match(tail)
     return begun[1] if begun is not None and not any(end in tail for end in ENDS) else ""
 
 
 def _opening(g: Lark, prompt: str) -> str:
-    """What must come before the next header: the rest of the message that the prompt has begun."""
+    """Return what must come before the next header: the rest of the message that the prompt has begun."""
     channel = _channel_begun_by(prompt)
     if not channel:
         return ""
@@ -94,7 +94,7 @@ def _words(g: Lark) -> None:
 
 
 def _next(g: Lark) -> str:
-    """What stands before the header of another message."""
+    """Return what stands before the header of another message."""
     return f'{g.marker(START)} "assistant"'
 
 

@@ -11,17 +11,17 @@ _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 
 def quote(text: str) -> str:
-    """The text as a literal."""
+    """Write the text as a literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def spelt(text: str) -> str:
-    """The text as a regular expression."""
+    """Write the text as a regular expression."""
     return "".join(f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def whole_within(text: str) -> str:
-    """The body of a terminal for any text that does not contain `text`."""
+    """Return the body of a terminal for any text that does not contain `text`."""
     return f"/(?s:.*)/ & ~/(?s:.*){spelt(text)}(?s:.*)/"
 
 
@@ -45,7 +45,7 @@ class Lark:
         return marker in self._token_ids
 
     def marker(self, text: str) -> str:
-        """A marker: its token, or its text if the tokenizer has no such token."""
+        """Write a marker: its token, or its text if the tokenizer has no such token."""
         return f"<[{self._token_ids[text]}]>" if self.is_token(text) else quote(text)
 
     def rule(self, name: str, body: str) -> str:
@@ -54,7 +54,7 @@ class Lark:
         return name.partition("[")[0]
 
     def terminal(self, body: str) -> str:
-        """The name of a terminal with this body, which is added if there is none yet."""
+        """Return the name of a terminal with this body, which is added if there is none yet."""
         if body not in self._terminals:
             self._terminals[body] = self.rule(f"TERMINAL_{len(self._terminals)}", body)
         return self._terminals[body]

@@ -29,12 +29,12 @@ def tails(g: Lark, chat: Chat) -> str:
 
 
 def hermes_body(g: Lark, chat: Chat) -> str:
-    """What comes after the opening tag of a call."""
+    """Write what comes after the opening tag of a call."""
     return f'"\\n" {objects(g, chat, "arguments")} "\\n" {g.marker(hermes.END)}'
 
 
 def mistral_body(g: Lark, chat: Chat, several: bool) -> tuple[str, bool]:
-    """What comes after the marker, and whether each call has a marker of its own.
+    """Write what comes after the marker, and whether each call has a marker of its own.
 
     It is the newer form if the tokenizer has its marker and the form can spell the names, else the older one.
     """
@@ -48,7 +48,7 @@ def mistral_body(g: Lark, chat: Chat, several: bool) -> tuple[str, bool]:
 
 
 def granite_body(g: Lark, chat: Chat, several: bool) -> str:
-    """What comes after the marker."""
+    """Write what comes after the marker."""
     end = f" {g.marker(granite.END)}?" if g.is_token(granite.END) else ""
     return f'" "? {_array(g, chat, several)}{end}'
 
@@ -74,8 +74,8 @@ def mistral_calls(g: Lark, chat: Chat, several: bool) -> str:
 
 
 def deepseek_body(g: Lark, chat: Chat, several: bool) -> str:
-    """What comes after the opening marker. A model may write each call as V3.1 does or as V3 does: it writes
-    what it has learnt, and nobody need know which that is.
+    """Write what comes after the opening marker. A model may write each call as V3.1 does or as V3 does: it
+    writes what it has learnt, and nobody need know which that is.
 
     InvalidRequest if the form cannot spell the name of a tool whose calls must follow its schema; other tools
     that it cannot spell are left out.

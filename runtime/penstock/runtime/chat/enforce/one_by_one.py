@@ -54,7 +54,7 @@ def problems(
 
 
 def asked(schema: Mapping[str, Any]) -> set[str]:
-    """The keywords by which the schema asks for something."""
+    """List the keywords by which the schema asks for something."""
     return {key for key, value in without_neutral(schema).items() if not asks_nothing({key: value})}
 
 
@@ -65,8 +65,8 @@ def lists_arguments(tool: Tool) -> bool:
 
 
 def properties_of(tool: Tool, keys: re.Pattern[str]) -> tuple[dict[str, Mapping[str, Any]], frozenset[str]]:
-    """The schemas of the arguments whose names `keys` matches, so that they can be written, by name and in
-    order, and the names of the required ones. A schema that refers to definitions has them with it.
+    """Return the schemas of the arguments whose names `keys` matches, so that they can be written, by name
+    and in order, and the names of the required ones. A schema that refers to definitions has them with it.
     """
     required = tool.parameters.get("required", [])
     said = tool.parameters.get("properties", {})
@@ -82,8 +82,8 @@ def properties_of(tool: Tool, keys: re.Pattern[str]) -> tuple[dict[str, Mapping[
 
 
 def in_order(g: Lark, number: str, members: Sequence[tuple[str, bool]], comma: str) -> str:
-    """What derives all required members and some of the others, in order, with `comma` between them. Each
-    member is what derives it, and whether it is required. `number` is part of the rules' names.
+    """Return what derives all required members and some of the others, in order, with `comma` between them.
+    Each member is what derives it, and whether it is required. `number` is part of the rules' names.
     """
     first = then = ""  # what may come from a member on, with none and with some before it
     for i, (body, is_required) in reversed(list(enumerate(members))):

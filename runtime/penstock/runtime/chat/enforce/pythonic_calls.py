@@ -66,7 +66,7 @@ def call_list(g: Lark, keywords: Mapping[str, str], several: bool) -> CallList:
 
 
 def olmo3_body(g: Lark, chat: Chat, several: bool) -> str:
-    """What comes after the opening tag of OLMo 3's calls."""
+    """Write what comes after the opening tag of OLMo 3's calls."""
     call = _any_call(g, calls_of(g, chat))
     others = f' ("\\n" {call})*' if several else ""
     return f'"\\n"? {call}{others} "\\n"? {g.marker(olmo3.END)}'
@@ -78,8 +78,8 @@ def _any_call(g: Lark, keywords: Mapping[str, str]) -> str:
 
 
 def _keywords(g: Lark, chat: Chat, tool: Tool, number: int) -> str:
-    """The body of a rule for the required keywords and some of the others, in order; of a tool whose calls do
-    not follow its schema, or whose schema does not list them, for any keywords.
+    """Write the body of a rule for the required keywords and some of the others, in order; of a tool whose
+    calls do not follow its schema, or whose schema does not list them, for any keywords.
     """
     if not (follows_schema(chat, tool) and lists_arguments(tool)):
         keyword = g.rule(f"any_{number}", f"/[A-Za-z_][A-Za-z0-9_]*=/ {g.json({})}")
@@ -93,7 +93,7 @@ def _keywords(g: Lark, chat: Chat, tool: Tool, number: int) -> str:
 
 
 def _value(g: Lark, chat: Chat, tool: Tool, schema: Mapping[str, Any]) -> str:
-    """The name of a rule for a value, or a group of terminals."""
+    """Return the name of a rule for a value, or a group of terminals."""
     if schema.get("type") == "boolean" and not schema.keys() & {"const", "enum"}:
         return '("True" | "False")'
     return value(g, chat, tool, schema)

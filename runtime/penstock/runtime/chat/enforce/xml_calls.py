@@ -42,7 +42,7 @@ class _Value(NamedTuple):
 
 
 def function_bodies(tags: Tags) -> Callable[[Lark, Chat, bool], str]:
-    """What comes after the marker of calls with these tags."""
+    """Return a function that writes what comes after the marker of calls with these tags."""
     ending = _Value("\n" if tags.on_lines else "", tags.argument_end, (tags.argument, tags.function_end))
     share_marker = tags.function.startswith("<invoke")
 
@@ -66,7 +66,7 @@ def function_bodies(tags: Tags) -> Callable[[Lark, Chat, bool], str]:
 
 
 def glm_body(g: Lark, chat: Chat, several: bool) -> str:
-    """What comes after the opening tag of a call of GLM."""
+    """Write what comes after the opening tag of a call of GLM."""
     ending = _Value("", glm.VALUE_END, (glm.KEY, glm.VALUE, glm.END))
 
     def pair(g: Lark, key: str, body: str) -> str:
@@ -89,8 +89,8 @@ def glm_body(g: Lark, chat: Chat, several: bool) -> str:
 
 
 def _writable(chat: Chat) -> list[Tool]:
-    """The tools that may be called. InvalidRequest if a call that follows a schema cannot be written; other
-    tools whose names cannot be written are left out.
+    """Return the tools that may be called. InvalidRequest if a call that follows a schema cannot be written;
+    other tools whose names cannot be written are left out.
     """
     tools = chat.callable_tools
     bad = [v for tool in tools if follows_schema(chat, tool) for v in problems(chat, tool, _CALL, NAME, NAME)]
@@ -108,8 +108,8 @@ def _arguments(
     write: Callable[[Lark, str, str], str],
     write_any: Callable[[Lark, str], str],
 ) -> str:
-    """What derives the arguments. `write` makes an argument of its name and what derives its value and the
-    closing tag, and `write_any` one of any name.
+    """Return what derives the arguments. `write` makes an argument of its name and what derives its value and
+    the closing tag, and `write_any` one of any name.
     """
     if not (follows_schema(chat, tool) and lists_arguments(tool)):
         return f"({write_any(g, _text(g, ending))})*"
@@ -123,7 +123,7 @@ def _arguments(
 
 
 def _value(g: Lark, chat: Chat, tool: Tool, name: str, schema: Mapping[str, Any], ending: _Value) -> str:
-    """What derives a value and its closing tag."""
+    """Return what derives a value and its closing tag."""
     kinds = kinds_of(schema, tool.parameters)
     if kinds is not None and "string" not in kinds:
         return f"{value(g, chat, tool, schema)} {_tag(g, ending)}"
@@ -142,7 +142,7 @@ def _value(g: Lark, chat: Chat, tool: Tool, name: str, schema: Mapping[str, Any]
 
 
 def _plain(schema: Mapping[str, Any], parameters: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """The schema that this one only refers to, and whether null is admitted beside it."""
+    """Return the schema that this one only refers to, and whether null is admitted beside it."""
     may_be_null = False
     for _ in range(_MAX_REFERENCES):
         said = schema.keys() - NOTES - _DEFINITIONS
@@ -161,7 +161,7 @@ def _plain(schema: Mapping[str, Any], parameters: Mapping[str, Any]) -> tuple[Ma
 def _member_texts(
     schema: Mapping[str, Any], parameters: Mapping[str, Any], ending: _Value
 ) -> list[str] | None:
-    """The texts of the only values that the schema admits; None if it does not list them."""
+    """Return the texts of the only values that the schema admits; None if it does not list them."""
     members = members_of(schema)
     if members is None:
         return None
@@ -206,5 +206,5 @@ def _text(g: Lark, ending: _Value, least: Any = None, most: Any = None) -> str:
 
 
 def _tag(g: Lark, ending: _Value) -> str:
-    """The closing tag, after a value that is known to end."""
+    """Write the closing tag, after a value that is known to end."""
     return f"{quote(ending.line)} {g.marker(ending.end)}" if ending.line else g.marker(ending.end)

@@ -64,11 +64,11 @@ class OutputParser(Protocol):
         ...
 
     def push(self, text: str) -> Parsed:
-        """What this further text made certain."""
+        """Return what this further text made certain."""
         ...
 
     def flush(self) -> Parsed:
-        """The rest, when there is no more text."""
+        """Return the rest, when there is no more text."""
         ...
 
 
@@ -174,7 +174,7 @@ class Events:
         """How many characters were read by attempts that made no call."""
 
     def draft(self) -> Draft:
-        """A place to write calls to."""
+        """Return a place to write calls to."""
         return Draft(self._call, is_certain=self._is_forced)
 
     def fresh(self) -> bool:
@@ -203,7 +203,7 @@ class Events:
         self._spaces.drop()
 
     def take(self) -> list[Event]:
-        """What was found since the last `take`; adjacent texts, and pieces of one call, are joined."""
+        """Return what was found since the last `take`; adjacent texts, and pieces of one call, are joined."""
         found, self._found = self._found, []
         return found if len(found) < 2 else joined(found)
 
@@ -214,7 +214,7 @@ class Events:
 
 
 def joined(events: Sequence[E]) -> list[E]:
-    """The events, with those joined that follow one another and belong together."""
+    """Return the events, with those joined that follow one another and belong together."""
     groups: list[list[E]] = []
     for event in events:
         if groups and _goes_on(groups[-1][-1], event):

@@ -72,8 +72,8 @@ _CUT = Header(is_cut=True)
 
 
 def begun_by(prompt: str) -> str:
-    """What the prompt has written of the model's message after `<|start|>` and the role: nothing, unless the
-    template begins the message itself.
+    """Return what the prompt has written of the model's message after `<|start|>` and the role: nothing,
+    unless the template begins the message itself.
     """
     _, start, tail = prompt.rpartition(START)
     role = _WORD.match(tail)
@@ -104,12 +104,14 @@ class HarmonyParser:
         return False
 
     def push(self, text: str) -> Parsed:
-        """What this further text made certain. It does not matter how the text is split into pieces."""
+        """Return what this further text made certain. It does not matter how the text is split into
+        pieces.
+        """
         self._stream.push(text)
         return self._out.take()
 
     def flush(self) -> Parsed:
-        """The rest, when there is no more text."""
+        """Return the rest, when there is no more text."""
         self._stream.flush()
         return self._out.take()
 
@@ -231,8 +233,8 @@ def _recipient(r: Reader) -> Wait[str]:
 
 
 def _function(header: Header, tools: Collection[str] | None) -> str:
-    """The name of the function that the message calls; "" if it calls none. A name that is not known is a
-    call too, because the recipient says so. Built-in tools, such as `python`, are no functions.
+    """Return the name of the function that the message calls; "" if it calls none. A name that is not known
+    is a call too, because the recipient says so. Built-in tools, such as `python`, are no functions.
     """
     if tools is None:
         return ""

@@ -50,7 +50,7 @@ def python_value(r: Reader, depth: int = 0) -> Wait[str | None]:
 
 
 def number(token: str) -> str | None:
-    """A number as JSON text. A number that is valid JSON already stays as it is written."""
+    """Read a number as JSON text. A number that is valid JSON already stays as it is written."""
     if _JSON_NUMBER.fullmatch(token):
         return token
     for kind in (int, float):
@@ -62,7 +62,9 @@ def number(token: str) -> str | None:
 
 
 def unescape(body: str) -> str | None:
-    """The text of a string literal, from what stands between its quotes; None if an escape is wrong."""
+    """Return the text of a string literal, from what stands between its quotes; None if an escape is
+    wrong.
+    """
     try:
         text = _ESCAPE.sub(_replace, body)
     except (KeyError, ValueError):

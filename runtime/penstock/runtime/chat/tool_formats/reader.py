@@ -156,7 +156,7 @@ def more(r: Reader) -> Wait[bool]:
 
 
 def peek(r: Reader) -> Wait[str]:
-    """The next character, not consumed; "" at the end."""
+    """Return the next character, not consumed; "" at the end."""
     return r.text[r.pos] if (yield from more(r)) else ""
 
 
@@ -237,7 +237,7 @@ def text_until(
 
 @functools.lru_cache
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """What finds the first of the markers in one pass, however far away the others are."""
+    """Make the pattern that finds the first of the markers in one pass, however far away the others are."""
     return re.compile("|".join(map(re.escape, markers)) or r"(?!)")
 
 
@@ -252,8 +252,8 @@ def _begun(text: str, start: int, marker: str) -> int:
 
 
 def _first_of_line(text: str, start: int, end: int, char: str, fresh: bool) -> int | None:
-    """The index of the first `char` in `text[start:end]` that has only white space before it on its line;
-    None if there is none.
+    """Return the index of the first `char` in `text[start:end]` that has only white space before it on its
+    line; None if there is none.
     """
     line = start
     while (at := text.find(char, line, end)) >= 0:

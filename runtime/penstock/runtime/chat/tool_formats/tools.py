@@ -73,12 +73,12 @@ class CallParser:
         self._stream = Stream(lambda r: form.parse(r, self._events, tools))
 
     def push(self, text: str) -> list[Event]:
-        """What this further text made certain, in order."""
+        """Return what this further text made certain, in order."""
         self._stream.push(text)
         return self._events.take()
 
     def flush(self) -> list[Event]:
-        """The rest, when there is no more text."""
+        """Return the rest, when there is no more text."""
         self._stream.flush()
         self._events.end()
         return self._events.take()

@@ -65,11 +65,11 @@ class Tags:
         return (self.start, self.end)
 
     def before_function(self, name: str) -> str:
-        """The opening tag of a function."""
+        """Write the opening tag of a function."""
         return f"{self.function}{name}{self.named}"
 
     def before_value(self, name: str) -> str:
-        """The opening tag of an argument."""
+        """Write the opening tag of an argument."""
         return f"{self.argument}{name}{self.named}"
 
 
@@ -106,7 +106,8 @@ MINIMAX_M2 = Tags(
 
 
 def parser(tags: Tags) -> Callable[[Reader, Events, Tools], Wait[None]]:
-    """A parser of outputs with these tags. The form is explicit, so a name that is not known is a call too.
+    """Make a parser of outputs with these tags. The form is explicit, so a name that is not known is a call
+    too.
 
     Models forget the tag that announces functions. A function without it is a call if its name is known. Each
     call is told when its function is closed; where a grammar forces calls, its arguments are told one by one.

@@ -26,7 +26,7 @@ _ANYTHING: Mapping[str, Any] = {}
 
 
 def property_schema(parameters: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The schema of one argument, empty where nothing is said of it."""
+    """Return the schema of one argument, empty where nothing is said of it."""
     properties = parameters.get("properties")
     found = properties.get(name) if isinstance(properties, Mapping) else None
     if found is None:
@@ -35,7 +35,8 @@ def property_schema(parameters: Mapping[str, Any], name: str) -> Mapping[str, An
 
 
 def kinds_of(schema: Any, parameters: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
-    """The types that the schema of an argument admits, as JSON Schema names them; None if it does not say.
+    """Return the types that the schema of an argument admits, as JSON Schema names them; None if it does not
+    say.
 
     A number's type includes "integer". `parameters` is the schema of all arguments, for references into it.
     """
@@ -60,14 +61,14 @@ def kinds_of(schema: Any, parameters: Mapping[str, Any], depth: int = 0) -> froz
 
 
 def members_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The only values that the schema admits, if it lists them."""
+    """List the only values that the schema admits, if it lists them."""
     if "const" in schema:
         return [schema["const"]]
     return schema["enum"] if isinstance(schema.get("enum"), list) else None
 
 
 def value_json(text: str, schema: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
-    """The value that the text of an argument means, as JSON text."""
+    """Write the value that the text of an argument means, as JSON text."""
     kinds = kinds_of(schema, parameters)
     if kinds is not None and text not in (members_of(schema) or ()):
         literal = text.strip()
@@ -79,7 +80,7 @@ def value_json(text: str, schema: Mapping[str, Any], parameters: Mapping[str, An
 
 
 def _whole(scanner: Callable[[Reader], Wait[T]], text: str) -> T | None:
-    """What the scanner finds in the text, if that is all of the text."""
+    """Return what the scanner finds in the text, if that is all of the text."""
     r = Reader()
     r.add(text)
     r.ended = True
@@ -105,7 +106,7 @@ def _either(kinds: list[frozenset[str] | None]) -> frozenset[str] | None:
 
 
 def referred(reference: Any, parameters: Mapping[str, Any]) -> Any:
-    """The schema that a reference into `parameters` names; None for any other."""
+    """Return the schema that a reference into `parameters` names; None for any other."""
     if not isinstance(reference, str) or not re.match("#(/|$)", reference):
         return None
     found: Any = parameters
@@ -119,6 +120,6 @@ def referred(reference: Any, parameters: Mapping[str, Any]) -> Any:
 
 
 def kind_of(value: str) -> str:
-    """The type of a JSON text."""
+    """Name the type of a JSON text."""
     first = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
     return first.get(value[0]) or ("integer" if _INTEGER.fullmatch(value) else "number")

@@ -26,7 +26,9 @@ _UNLIMITED = Account(Budget(math.inf))
 
 
 def build_matcher(tokenizer: LLTokenizer, bits: TokenBits, text: str, max_lexer_states: int) -> LLMatcher:
-    """The matcher of a grammar that `source.to_llguidance` wrote, at its beginning. Raises GrammarError."""
+    """Build the matcher of a grammar that `source.to_llguidance` wrote, at its beginning. Raises
+    GrammarError.
+    """
     limits = LLParserLimits(
         max_lexer_states=max_lexer_states,
         step_max_items=STEP_ITEMS,

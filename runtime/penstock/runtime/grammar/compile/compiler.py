@@ -102,12 +102,12 @@ class CompiledGrammar:
         return self._lexer.is_proven and not self._failed
 
     def constraint(self, field: str = "constraint") -> GrammarConstraint:
-        """A new constraint, for a request of one output. Its errors are on `field`."""
+        """Make a new constraint, for a request of one output. Its errors are on `field`."""
         (constraint,) = self.constraints(1, field)
         return constraint
 
     def constraints(self, num_outputs: int, field: str = "constraint") -> list[GrammarConstraint]:
-        """A new constraint for each output of a request. Their errors are on `field`."""
+        """Make a new constraint for each output of a request. Their errors are on `field`."""
         self._outputs_left -= num_outputs
         account = Account(request_budget(num_outputs), self._on_costly)
         return [
@@ -160,7 +160,9 @@ class GrammarCompiler:
         eos_token_ids: Collection[int],
         config: CompilerConfig | None = None,
     ) -> GrammarCompiler:
-        """A compiler for a Hugging Face tokenizer; see `Vocabulary.from_tokenizer`. Raises ConfigError."""
+        """Make a compiler for a Hugging Face tokenizer; see `Vocabulary.from_tokenizer`. Raises
+        ConfigError.
+        """
 
         def encode(text: str) -> Sequence[int]:
             return backend.encode(text, add_special_tokens=False).ids
@@ -168,7 +170,7 @@ class GrammarCompiler:
         return cls(Vocabulary.from_tokenizer(backend, vocab_size, eos_token_ids), config, encode)
 
     def constraint(self, grammar: Grammar) -> GrammarConstraint:
-        """A constraint for one output under `grammar`. Raises what `compile` raises."""
+        """Make a constraint for one output under `grammar`. Raises what `compile` raises."""
         return self.compile(grammar).constraint(grammar.field)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:

@@ -48,7 +48,7 @@ class Costly:
 
 
 def _digest(grammar: Grammar) -> bytes:
-    """A digest of what the caller wrote, without what the server puts before it."""
+    """Compute a digest of what the caller wrote, without what the server puts before it."""
     texts = (grammar.source,) if isinstance(grammar.source, str) else grammar.source
     digest = hashlib.sha256(grammar.kind.value.encode())
     for text in texts:

@@ -22,7 +22,9 @@ class CompilerOnDemand:
         self._lock = threading.Lock()
 
     def get(self) -> GrammarCompiler | None:
-        """The compiler, which the first caller makes while others wait. None if the model can have none."""
+        """Return the compiler, which the first caller makes while others wait. None if the model can have
+        none.
+        """
         with self._lock:
             if self._make is not None:
                 self._compiler, self._make = self._make(), None

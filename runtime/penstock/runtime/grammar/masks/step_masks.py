@@ -181,9 +181,9 @@ class StepMasks:
             self._thread = None
 
     def _filled(self, constraints: Rows, made: Job, ready: set[int]) -> Filled:
-        """The step's rows as they are now. A row that shares a lexer with a mask that is still being made has
-        no token, even if its own mask is ready, because to accept that token the engine's thread would wait
-        for the lexer's lock. Its mask is kept.
+        """Return the step's rows as they are now. A row that shares a lexer with a mask that is still being
+        made has no token, even if its own mask is ready, because to accept that token the engine's thread
+        would wait for the lexer's lock. Its mask is kept.
         """
         self._keep_finished()
         busy = self._busy
@@ -240,7 +240,7 @@ class StepMasks:
         self._kept[id(constraint)] = _Kept(_weakly(constraint), job.masks[row].copy(), error)
 
     def _ready(self, constraints: Rows) -> set[int]:
-        """The rows whose masks or errors came late and are ready now."""
+        """Return the rows whose masks or errors came late and are ready now."""
         self._keep_finished()
         busy = self._busy
         ready: set[int] = set()
@@ -251,8 +251,8 @@ class StepMasks:
         return ready
 
     def _waiting(self, constraints: Rows) -> set[int]:
-        """The rows whose masks are still being made, or that share a lexer with such a row; and, if enough
-        threads are left behind, all rows that might be slow too.
+        """Return the rows whose masks are still being made, or that share a lexer with such a row; and, if
+        enough threads are left behind, all rows that might be slow too.
         """
         busy = self._busy
         waiting = {row for row, c in constraints.items() if lexer_of(c) in busy}
@@ -286,7 +286,9 @@ class StepMasks:
     def _sort(
         self, rows: Rows
     ) -> tuple[list[tuple[int, TokenConstraint]], list[tuple[int, TokenConstraint]]]:
-        """The rows that should be quick, the surest first, and those that were slow the last time."""
+        """Sort the rows into those that should be quick, the surest first, and those that were slow the last
+        time.
+        """
         ordered = sorted(rows.items(), key=lambda item: (not is_proven(item[1]), expected_s(item[1])))
         quick = [item for item in ordered if expected_s(item[1]) < QUICK_S]
         return quick, [item for item in ordered if expected_s(item[1]) >= QUICK_S]
@@ -334,6 +336,6 @@ def is_proven(constraint: TokenConstraint) -> bool:
 
 
 def lexer_of(constraint: TokenConstraint) -> Hashable:
-    """The identity of the lexer that the constraint shares, for which others must wait."""
+    """Return the identity of the lexer that the constraint shares, for which others must wait."""
     grammar = _grammar(constraint)
     return id(constraint) if grammar is None else id(grammar.lexer)
