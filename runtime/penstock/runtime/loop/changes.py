@@ -67,11 +67,11 @@ class ServingWeights:
         self._versions = {self.version.generation: self.version}
 
     def version_of(self, generation: int) -> WeightsVersion:
-        """The version of this generation; its label is empty where it is not remembered."""
+        """Return the version of this generation; its label is empty where it is not remembered."""
         return self._versions.get(generation) or WeightsVersion("", generation)
 
     def go_live(self, label: str) -> None:
-        """New weights serve from now on, as the next generation."""
+        """Serve new weights from now on, as the next generation."""
         version = WeightsVersion(label, self.version.generation + 1)
         self._versions[version.generation] = version
         self._versions.pop(version.generation - MOST_REMEMBERED, None)
@@ -211,7 +211,7 @@ class BetweenSteps:
         self._queue.append(change)
 
     def running(self, policy: InFlightPolicy, timeout_s: float | None) -> ForRunning:
-        """What a change that is asked for now does with the requests that run now."""
+        """Say what a change that is asked for now does with the requests that run now."""
         self._requests.drop_cancelled()
         return ForRunning(
             policy=policy,
@@ -263,7 +263,7 @@ class BetweenSteps:
     # -- whose turn it is --
 
     def _find_due(self) -> tuple[Change, Exception | None] | None:
-        """The first change whose turn has come, with the error if it cannot be made."""
+        """Return the first change whose turn has come, with the error if it cannot be made."""
         now_ns = time.monotonic_ns()
         after_update = False
         for change in self._queue:
@@ -408,7 +408,7 @@ class BetweenSteps:
         return None
 
     def _treat_running(self, running: ForRunning, message: str) -> InFlightReport:
-        """Does with the requests that run what the caller chose; `message` goes to those that end."""
+        """Do with the requests that run what the caller chose; `message` goes to those that end."""
         scheduler = self._scheduler
         self._requests.drop_cancelled()
         num_started, num_kept = scheduler.num_started_requests, scheduler.num_running_requests
@@ -475,8 +475,8 @@ class Changes:
         return self._life.weights_problem
 
     def version_of(self, generation: int) -> WeightsVersion:
-        """The version that has or had this generation. The newest few thousand are remembered; the label of
-        any other is empty.
+        """Return the version that has or had this generation. The newest few thousand are remembered; the
+        label of any other is empty.
         """
         return self._between.weights.version_of(generation)
 

@@ -150,7 +150,7 @@ class EngineCore:
         return self.changes.weights
 
     def load(self) -> Load:
-        """A consistent snapshot of how busy the engine is. A dead engine has no load."""
+        """Take a consistent snapshot of how busy the engine is. A dead engine has no load."""
         with self.guard.lock:
             return self._load()
 
@@ -176,14 +176,14 @@ class EngineCore:
                 self._requests.drop_cancelled()
 
     def totals(self) -> Totals:
-        """What the scheduler has counted since the start. Also of a dead engine. Takes no lock, because the
-        journal's readers ask for it: whoever waits for them must not wait for a thread that hangs with the
-        engine's lock.
+        """Return what the scheduler has counted since the start. Also of a dead engine. Takes no lock,
+        because the journal's readers ask for it: whoever waits for them must not wait for a thread that hangs
+        with the engine's lock.
         """
         return self._scheduler.totals()
 
     def active_requests(self) -> Sequence[str]:
-        """The ids of the requests that wait or run, in order of arrival."""
+        """List the ids of the requests that wait or run, in order of arrival."""
         with self.guard.lock:
             return self._scheduler.active_requests()
 
@@ -216,7 +216,7 @@ class EngineCore:
     # -- requests --
 
     def prepare(self, request: Request) -> PreparedPrompt:
-        """Does the part of `submit` that takes longer for longer prompts and more sampling parameters. For
+        """Do the part of `submit` that takes longer for longer prompts and more sampling parameters. For
         callers that have something better to do meanwhile, or that submit several outputs of one prompt.
         Raises nothing.
         """

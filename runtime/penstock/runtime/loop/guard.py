@@ -35,7 +35,7 @@ many steps it held, which is 1 but for windows. It must not block, nor raise."""
 
 
 def unannotated(_name: str, **_facts: int) -> AbstractContextManager[object]:
-    """An `Annotate` for a loop that no profiler looks at."""
+    """Return an `Annotate` for a loop that no profiler looks at."""
     return contextlib.nullcontext()
 
 

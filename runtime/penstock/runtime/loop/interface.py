@@ -237,7 +237,7 @@ class Observer(Protocol):
     """
 
     def on_step(self, record: StepRecord) -> None:
-        """Called when the sinks have the step's outputs."""
+        """Note that the sinks have the step's outputs."""
         ...
 
 
@@ -292,7 +292,7 @@ class Runner(Protocol[StepT]):
     """
 
     def start(self) -> None:
-        """Called once before the first plan, after all slow preparations."""
+        """Start, once, before the first plan and after all slow preparations."""
         ...
 
     def execute_async(self, plan: Plan) -> StepT:

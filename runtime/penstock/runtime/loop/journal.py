@@ -247,7 +247,9 @@ class Recording:
     """
 
     def __init__(self, journal: Journal, observer: Observer | None, changed: threading.Condition) -> None:
-        """`changed` is a condition over the engine's lock; it is notified when a step's record is written."""
+        """Take as `changed` a condition over the engine's lock; it is notified when a step's record is
+        written.
+        """
         self._journal = journal
         self._observer = observer
         self._changed = changed
@@ -267,29 +269,31 @@ class Recording:
     # -- outputs and changes --
 
     def queued(self, request: Request) -> None:
-        """An output was queued."""
+        """Note that an output was queued."""
         if self._journal.is_read:
             self._write(Queued(time.monotonic_ns(), request))
 
     def ended(self, request: Request, output: StepOutput, num_tokens: int) -> None:
-        """The scheduler made the last output of a request, after it had generated so many tokens for it."""
+        """Note that the scheduler made the last output of a request, after it had generated so many tokens
+        for it.
+        """
         if self._journal.is_read:
             self._write(Ended(time.monotonic_ns(), request, output, num_tokens))
 
     def cancelled(self, request: Request, timing: RequestTiming, num_tokens: int) -> None:
-        """A request was dropped because nobody reads it."""
+        """Note that a request was dropped because nobody reads it."""
         if self._journal.is_read:
             self._write(Cancelled(timing.finished_ns, request, timing, num_tokens))
 
     def preempted(self, lost: Sequence[LostPages]) -> None:
-        """These sequences lost their pages; there may be none."""
+        """Note that these sequences lost their pages; there may be none."""
         if lost and self._journal.is_read:
             ids = tuple(each.request_id for each in lost)
             computed = tuple(each.num_computed for each in lost)
             self._write(Preempted(time.monotonic_ns(), ids, computed))
 
     def changed(self, what: Applied | Paused | Resumed | WeightsBroken) -> None:
-        """A change was made."""
+        """Note that a change was made."""
         if self._journal.is_read:
             self._write(Changed(time.monotonic_ns(), what))
 
@@ -302,17 +306,17 @@ class Recording:
     # -- steps --
 
     def committed(self, done: Done, outputs: Sequence[StepOutput], load: Load) -> None:
-        """The scheduler took in the tokens of a step and made these outputs, after which it is as busy as
-        `load` says. Called on the engine's thread, which calls `delivered` before its next step. Does nothing
-        if nobody sees the steps.
+        """Note that the scheduler took in the tokens of a step and made these outputs, after which it is as
+        busy as `load` says. Called on the engine's thread, which calls `delivered` before its next step. Does
+        nothing if nobody sees the steps.
         """
         if self.is_on:
             self._thread = threading.get_ident()
             self._step = done, outputs, load, time.monotonic_ns()
 
     def delivered(self) -> None:
-        """The sinks have all outputs of the step that was committed last. Called on the engine's thread,
-        without the lock.
+        """Note that the sinks have all outputs of the step that was committed last. Called on the engine's
+        thread, without the lock.
         """
         if self._step is None:
             return
@@ -347,7 +351,9 @@ class Recording:
 
 
 def _speculated(plan: Plan, token_ids: Sequence[Sequence[int]], outputs: Sequence[StepOutput]) -> Speculated:
-    """What was proposed in a step with these samples, and accepted, for the outputs that had not ended."""
+    """Count what was proposed in a step with these samples, and accepted, for the outputs that had not
+    ended.
+    """
     counted = {output.request_id: len(output.token_ids) for output in outputs}
     most = max(len(row.proposed) for row in plan.rows)
     proposed, accepted = [0] * most, [0] * most

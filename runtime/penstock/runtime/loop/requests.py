@@ -31,7 +31,7 @@ class Delivery:
     """
 
     def __init__(self, changed: threading.Condition, recording: Recording) -> None:
-        """`changed` is a condition over the engine's lock; it is notified when a delivery has ended."""
+        """Take as `changed` a condition over the engine's lock; it is notified when a delivery has ended."""
         self._changed = changed
         self._recording = recording
         self._readers: dict[str, tuple[Sink, ScheduledSequence]] = {}
@@ -125,7 +125,7 @@ class LiveRequests:
     """
 
     def __init__(self, scheduler: Scheduler, delivery: Delivery, changed: threading.Condition) -> None:
-        """`changed` is notified when requests were dropped."""
+        """Take as `changed` what is notified when requests were dropped."""
         self._scheduler = scheduler
         self._delivery = delivery
         self._changed = changed
@@ -199,7 +199,7 @@ class LiveRequests:
         return AbortOutcome.NOT_FOUND
 
     def matching(self, prefix: str) -> Sequence[str]:
-        """The ids of the active requests that begin with `prefix`, in order of arrival."""
+        """List the ids of the active requests that begin with `prefix`, in order of arrival."""
         return [
             request_id for request_id in self._scheduler.active_requests() if request_id.startswith(prefix)
         ]

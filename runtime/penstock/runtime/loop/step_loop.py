@@ -124,8 +124,8 @@ class StepLoop:
                 self._guard.doorbell.sleep(min(max(wait_ns, 0) / 1e9, _LONGEST_WAIT_S))
 
     def _plan(self, now_ns: int) -> Planned | None:
-        """The next step, if there is one. While a weight update or a pause waits, no new request enters, and
-        those that run go on.
+        """Plan the next step, if there is one. While a weight update or a pause waits, no new request enters,
+        and those that run go on.
         """
         with self._annotate("schedule"):
             plan = self._scheduler.schedule(
@@ -181,8 +181,8 @@ class StepLoop:
             return self._life.is_stopping and not self._delivery.is_pending
 
     def _fail(self, error: BaseException) -> None:
-        """The last act of the thread: tells every request and whoever waits for a change, each independently
-        of the others.
+        """Fail as the last act of the thread: tell every request and whoever waits for a change, each
+        independently of the others.
         """
         log.error("the engine failed", exc_info=error)
         self.give_up(engine_failure(error))

@@ -54,7 +54,7 @@ class BackgroundThread:
         self._pool.shutdown()
 
     def _submit(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """The function is called at once if the thread is closed, or is itself the caller."""
+        """Submit the function, or call it at once if the thread is closed, or is itself the caller."""
         if threading.get_ident() != self._thread:
             with contextlib.suppress(RuntimeError):  # the thread is closed
                 return self._pool.submit(function, *args, **kwargs)

@@ -65,7 +65,7 @@ class Child:
 
 
 def import_path(entries: Sequence[str], working_directory: Path, sources: Path = _SOURCES) -> list[str]:
-    """The directories in `entries`, a list like `sys.path`, from which a child may import.
+    """Return the directories in `entries`, a list like `sys.path`, from which a child may import.
 
     `python -m` puts the working directory there, in which anybody may put files: a numpy.py in it would run
     in the child. It stays in the list only if Penstock itself lies in it.
@@ -78,8 +78,8 @@ def _is_ours(entry: Path, working_directory: Path, sources: Path) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """The variables that importing the modules needs. The server's other variables may hold secrets, so they
-    are left out.
+    """Return the variables that importing the modules needs. The server's other variables may hold secrets,
+    so they are left out.
     """
     linking = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     path = os.pathsep.join(import_path(sys.path, Path.cwd()))

@@ -38,7 +38,9 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """The folders of the process's cgroups that control CPU time, from its own to the root of each mount."""
+    """Yield the folders of the process's cgroups that control CPU time, from its own to the root of each
+    mount.
+    """
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()

@@ -102,8 +102,8 @@ class EngineMeters:
         )
 
     def metrics(self, *, flush: bool = True) -> EngineMetrics:
-        """What the engine does now, and has done until now; without `flush` until a moment ago, as far as the
-        journal was read.
+        """Report what the engine does now, and has done until now; without `flush` until a moment ago, as far
+        as the journal was read.
         """
         if flush:
             self._journal.flush()

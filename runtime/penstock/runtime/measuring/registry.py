@@ -42,7 +42,7 @@ class _Points(Generic[PointT]):
         self._by_labels: dict[Labels, PointT] = {} if instrument.labels else {(): new()}
 
     def at(self, labels: Labels) -> PointT:
-        """The point with these labels, which may be new."""
+        """Return the point with these labels, which may be new."""
         point = self._by_labels.get(labels)
         return self._made(labels) if point is None else point
 
@@ -80,7 +80,7 @@ class Counter:
             self._points.at(labels).value += amount
 
     def points(self) -> dict[Labels, float]:
-        """The totals now, by their labels."""
+        """Return the totals now, by their labels."""
         with self._lock:
             return {labels: total.value for labels, total in self._points.all().items()}
 
@@ -125,7 +125,7 @@ class Histogram:
                 point.exemplars[i] = exemplar
 
     def points(self) -> dict[Labels, HistogramPoint]:
-        """The values so far, by their labels."""
+        """Return the values so far, by their labels."""
         with self._lock:
             return {labels: buckets.point() for labels, buckets in self._points.all().items()}
 
@@ -147,13 +147,13 @@ class Registry:
         """The names of the instruments whose `read` raised at the last snapshot."""
 
     def counter(self, instrument: Instrument) -> Counter:
-        """What counts for this instrument."""
+        """Return what counts for this instrument."""
         counter = Counter(instrument, self._lock)
         self._register(instrument, Kind.COUNTER, counter.points)
         return counter
 
     def histogram(self, instrument: Instrument) -> Histogram:
-        """What counts values for this instrument."""
+        """Return what counts values for this instrument."""
         histogram = Histogram(instrument, self._lock)
         self._register(instrument, Kind.HISTOGRAM, histogram.points)
         return histogram
@@ -215,14 +215,14 @@ class Registry:
 
 
 def by_label(values: Mapping[str, float]) -> dict[Labels, float]:
-    """The values of an instrument with one label, as `Read` returns them. The mapping may be one that another
-    thread adds to.
+    """Return the values of an instrument with one label, as `Read` returns them. The mapping may be one that
+    another thread adds to.
     """
     return {(value,): number for value, number in dict(values).items()}
 
 
 def _bounded(instrument: Instrument, values: Mapping[Labels, float]) -> dict[Labels, float]:
-    """These values; those of labels beyond MOST_LABEL_SETS are added up."""
+    """Return these values, of which those of labels beyond MOST_LABEL_SETS are added up."""
     points = _Points(instrument, _Total)
     for labels, value in values.items():
         points.at(labels).value += value

@@ -37,7 +37,7 @@ class StepTotals:
     """The same for the tokens that were accepted."""
 
     def parts_s(self) -> dict[str, float]:
-        """The parts of steps to how long they took, in seconds."""
+        """Return the parts of steps with how long they took, in seconds."""
         return {
             "schedule": self.schedule_ns / 1e9,
             "pack": self.pack_ns / 1e9,

@@ -26,18 +26,18 @@ class UpdateMeters:
         self._bytes.add(num_bytes)
 
     def staged(self, staging_s: float) -> None:
-        """An update is complete and checked, so many seconds after it began."""
+        """Count an update that is complete and checked, so many seconds after it began."""
         self._staging.record(staging_s)
 
     def applied(self, paused_s: float) -> None:
-        """An update went live; because of it no token could be made for so many seconds."""
+        """Count an update that went live; because of it no token could be made for so many seconds."""
         self._updates.add(1, (APPLIED,))
         self._pause.record(paused_s)
 
     def discarded(self) -> None:
-        """A staged update was let go of."""
+        """Count a staged update that was let go of."""
         self._updates.add(1, (DISCARDED,))
 
     def failed(self) -> None:
-        """An update was refused after it had begun, broke off, or was taken back."""
+        """Count an update that was refused after it had begun, broke off, or was taken back."""
         self._updates.add(1, (FAILED,))

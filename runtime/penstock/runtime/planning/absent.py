@@ -58,12 +58,14 @@ def prepare() -> None:
 
 
 def lacking(chip: Chip) -> str | None:
-    """The module whose absence keeps XLA from compiling for the chip; None: nothing lacks."""
+    """Name the module whose absence keeps XLA from compiling for the chip; None: nothing lacks."""
     return next((name for name in NEEDED[chip.is_tpu] if not _is_there(name)), None)
 
 
 def devices_of(machine: Machine) -> tuple[jax.Device, ...]:
-    """The devices for which programs are compiled. ConfigError if they are more than `MOST_COMPILED`."""
+    """Return the devices for which programs are compiled. ConfigError if they are more than
+    `MOST_COMPILED`.
+    """
     if machine.devices > MOST_COMPILED:
         raise ConfigError(
             f"for: programs are compiled for at most {MOST_COMPILED} devices, not {machine.devices}"
@@ -82,15 +84,15 @@ def devices_of(machine: Machine) -> tuple[jax.Device, ...]:
 
 
 def absent_backend(machine: Machine, options: EngineConfig) -> Backend:
-    """What an engine on this machine would compute with."""
+    """Return what an engine on this machine would compute with."""
     options = dataclasses.replace(options, tensor_parallel_size=machine.devices)
     memory = DeviceMemory(machine.chip.usable_bytes, 0)
     return choose_backend(options, *devices_of(machine), memory=memory)
 
 
 def model_of_shapes(config: ModelConfig, options: EngineConfig, backend: Backend) -> ServedModel:
-    """A model whose weights are shapes with their places on the backend's devices. ConfigError if the options
-    do not suit it.
+    """Make a model whose weights are shapes with their places on the backend's devices. ConfigError if the
+    options do not suit it.
     """
     check_max_model_len(options, config.max_position_embeddings)
     config = cut(config, backend.mesh.size)
@@ -126,16 +128,16 @@ def model_of_shapes(config: ModelConfig, options: EngineConfig, backend: Backend
 def absent_programs(
     config: ModelConfig, options: EngineConfig, backend: Backend, *, kv_bytes: int
 ) -> ProgramBuilder:
-    """What makes the programs of an engine with a cache of so many bytes on each device."""
+    """Return what makes the programs of an engine with a cache of so many bytes on each device."""
     model = model_of_shapes(config, options, backend)
     options = dataclasses.replace(options, kv_cache_bytes=kv_bytes, show_progress=False)
     return _builder(model, options, backend)
 
 
 def checkpoint_programs(model: str, options: EngineConfig, backend: Backend) -> ProgramBuilder:
-    """What makes the programs with which an engine would serve "demo", a checkpoint directory, a GGUF file or
-    a hub id with these options. Of weights only the headers are read. ConfigError if the options do not suit
-    the model, and for what programs cannot be made of without the device.
+    """Return what makes the programs with which an engine would serve "demo", a checkpoint directory, a GGUF
+    file or a hub id with these options. Of weights only the headers are read. ConfigError if the options do
+    not suit the model, and for what programs cannot be made of without the device.
     """
     if options.kv_cache_bytes is None and has_own_memory(backend.mesh.devices.flat[0]):
         raise ConfigError(
@@ -159,8 +161,8 @@ def _builder(model: ServedModel, options: EngineConfig, backend: Backend) -> Pro
 
 
 def compiled_temp_bytes(config: ModelConfig, machine: Machine, options: EngineConfig) -> int:
-    """The scratch memory of the largest program, as XLA reports it, with a cache of one row. ConfigError,
-    which says what to install, if XLA cannot compile for the chip here.
+    """Return the scratch memory of the largest program, as XLA reports it, with a cache of one row.
+    ConfigError, which says what to install, if XLA cannot compile for the chip here.
     """
     if missing := lacking(machine.chip):
         raise ConfigError(
@@ -175,7 +177,7 @@ def compiled_temp_bytes(config: ModelConfig, machine: Machine, options: EngineCo
 
 
 def name_of(job: ProgramKey | int | str) -> str:
-    """What a program of `ProgramBuilder.jobs` is called."""
+    """Return what a program of `ProgramBuilder.jobs` is called."""
     if isinstance(job, ProgramKey):
         return job.name
     return f"choice_rows{job}" if isinstance(job, int) else job

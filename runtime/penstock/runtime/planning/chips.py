@@ -28,7 +28,7 @@ class TpuTarget:
     slices: Mapping[int, str]
 
     def topology(self, devices: int) -> str:
-        """The smallest slice that has so many devices."""
+        """Name the smallest slice that has so many devices."""
         return next(name for size, name in sorted(self.slices.items()) if size >= devices)
 
 
@@ -48,7 +48,7 @@ class GpuTarget:
     fpus_per_core: int = 128
 
     def text(self, name: str, memory_bytes: int, bandwidth: float) -> str:
-        """The proto as text."""
+        """Write the proto as text."""
         major, minor = self.capability
         return f"""
 gpu_device_info {{
@@ -242,8 +242,8 @@ class Machine:
 
 
 def read_machine(name: str) -> Machine:
-    """The machine of a name such as "tpu-v5e-4" or "h100". ConfigError, with all names, if there is no such
-    chip.
+    """Return the machine of a name such as "tpu-v5e-4" or "h100". ConfigError, with all names, if there is no
+    such chip.
     """
     matched = re.fullmatch(r"(?P<chip>.+?)(?:-(?P<devices>[1-9][0-9]{0,3}))?", name)
     if matched is None or matched["chip"] not in CHIPS:

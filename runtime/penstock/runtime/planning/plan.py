@@ -108,7 +108,7 @@ def plan(
     draft: ModelConfig | None = None,
     temp_bytes: int | None = None,
 ) -> Plan:
-    """What the model takes. `options` are those of the server; max_num_seqs is the number of rows, and
+    """Plan what the model takes. `options` are those of the server; max_num_seqs is the number of rows, and
     max_model_len the context of each. `draft`: the draft model; None: there is none. temp_bytes: what XLA
     reports; None: it is estimated.
 
@@ -166,7 +166,7 @@ def plan(
 
 
 def _together(steps: Sequence[Step]) -> Step:
-    """The same tokens in several models, one after the other."""
+    """Add up the same tokens in several models, one after the other."""
     return Step(
         tokens=steps[0].tokens,
         bytes=sum(step.bytes for step in steps),
@@ -250,13 +250,13 @@ class _Parts:
         )
 
     def whole_kv_bytes(self, tokens: int) -> int:
-        """The same for a draft, whose layers keep all positions, whatever their windows."""
+        """Return the same for a draft, whose layers keep all positions, whatever their windows."""
         page = self.options.page_size
         layers = self.model.cache.paged
         return -(-tokens // page) * sum(layer.page_bytes(page, self.kv_dtype) for layer in layers)
 
     def step(self, rows: int, end: int, count: int) -> Step:
-        """A step of so many rows, each with its last `count` tokens before the position `end`."""
+        """Return a step of so many rows, each with its last `count` tokens before the position `end`."""
         model, page = self.model, self.options.page_size
         num_bytes, operations = self._of_weights(rows * count, rows)
         num_bytes += rows * model.cache.slot_bytes  # one copy is read, and the other written
@@ -336,7 +336,7 @@ def _experts_of(layer: LayerConfig) -> ExpertsConfig | None:
 
 
 def _share_of_experts(layer: LayerConfig) -> float:
-    """The share of a layer's experts that a token has."""
+    """Return the share of a layer's experts that a token has."""
     experts = _experts_of(layer)
     assert experts is not None, "leaves of experts are in layers that have some"
     return experts.per_token / experts.num_experts

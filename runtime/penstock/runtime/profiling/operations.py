@@ -61,7 +61,7 @@ class Operation(NamedTuple):
 
 
 def read_operations(xplane: bytes) -> dict[tuple[str, str], Operation]:
-    """The instructions in the file, by the names of their program and of themselves. MalformedTrace."""
+    """Read the instructions in the file, by the names of their program and of themselves. MalformedTrace."""
     operations: dict[tuple[str, str], Operation] = {}
     for number, plane in _fields(memoryview(xplane)):
         if number == _SPACE_PLANE and _text(plane, _PLANE_NAME) == _METADATA_PLANE.decode():
@@ -71,7 +71,7 @@ def read_operations(xplane: bytes) -> dict[tuple[str, str], Operation]:
 
 
 def _modules(plane: memoryview) -> Iterator[memoryview]:
-    """The messages HloModuleProto in a plane."""
+    """Yield the messages HloModuleProto in a plane."""
     for number, entry in _fields(plane):
         if number != _PLANE_EVENT_METADATA:
             continue
@@ -96,8 +96,8 @@ def _add_module(module: memoryview, operations: dict[tuple[str, str], Operation]
 
 
 def scope_of(op_name: str) -> str:
-    """The scopes in the name that JAX gives an operation: "jit(f)/while/body/model/mlp/add" -> "model/mlp".
-    The name's last component is the operation itself.
+    """Return the scopes in the name that JAX gives an operation: "jit(f)/while/body/model/mlp/add" ->
+    "model/mlp". The name's last component is the operation itself.
     """
     return "/".join(part for part in op_name.split("/")[:-1] if not _WRAPPERS.fullmatch(part))
 
@@ -107,7 +107,7 @@ def _those(message: memoryview, wanted: int) -> Iterator[tuple[int, int | memory
 
 
 def _text(message: int | memoryview | bytes, wanted: int) -> str:
-    """A field of text in a message; empty where it has none."""
+    """Return a field of text in a message; empty where it has none."""
     return next((_string(value) for _, value in _those(_message(message), wanted)), "")
 
 
@@ -122,7 +122,7 @@ def _message(value: int | memoryview | bytes) -> memoryview:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """The fields of a message in protobuf's wire format, as (number, value)."""
+    """Yield the fields of a message in protobuf's wire format, as (number, value)."""
     at, end = 0, len(message)
     while at < end:
         tag, at = _varint(message, at)
@@ -144,7 +144,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """(the number that begins at `at`, where it ends)."""
+    """Return (the number that begins at `at`, where it ends)."""
     value = shift = 0
     while True:
         if at >= len(message) or shift > 63:

@@ -66,7 +66,7 @@ def _only(folder: Path, pattern: str) -> Path:
 
 
 def events_of(text: str) -> Iterator[Event]:
-    """The events of a trace in Chrome's JSON format, in order. MalformedTrace."""
+    """Yield the events of a trace in Chrome's JSON format, in order. MalformedTrace."""
     at = text.find(_EVENTS)
     if at < 0:
         raise MalformedTrace("the trace has no events")
@@ -84,7 +84,7 @@ def events_of(text: str) -> Iterator[Event]:
 
 
 def improved(events: Iterable[Event], operations: Mapping[tuple[str, str], Operation]) -> Iterator[Event]:
-    """The events, with what this module adds."""
+    """Yield the events, with what this module adds."""
     pieces: list[_Piece] = []
     threads: dict[tuple[int, int], Event] = {}
     engine_threads: set[tuple[int, int]] = set()
@@ -128,8 +128,8 @@ def _explain(event: Event, operations: Mapping[tuple[str, str], Operation]) -> _
 
 
 def _tracks(pieces: list[_Piece]) -> Iterator[Event]:
-    """A track for each part: a slice goes on until an operation of the other part, or of another call, has
-    begun.
+    """Yield a track for each part: a slice goes on until an operation of the other part, or of another call,
+    has begun.
     """
     pieces.sort(key=lambda piece: (piece.pid, piece.run, piece.begin_us))
     named: set[tuple[int, str]] = set()

@@ -53,7 +53,7 @@ class StepCount:
         self._over = threading.Event()
 
     def __call__(self, started_ns: int, num_steps: int) -> None:
-        """A `StepWatch`."""
+        """Count steps, as a `StepWatch`."""
         if started_ns >= self.began_ns and not self._over.is_set():
             self.steps += num_steps
             if self.steps >= self._wanted:
@@ -130,7 +130,7 @@ class Profiler:
     def _finish(
         self, run: ProfileRun, count: StepCount, unfinished: Path, options: ProfileOptions, keep: int | None
     ) -> None:
-        """What the profile's thread does while it is recorded and after."""
+        """Do what the profile's thread does while it is recorded and after."""
         lower_priority()
         count.wait(options.timeout_s)
         duration_s = (time.monotonic_ns() - count.began_ns) / 1e9

@@ -63,5 +63,5 @@ class TextEngine(RequestQueue, Protocol):
         ...
 
     def prepare(self, request: Request) -> PreparedPrompt:
-        """The part of `submit` that takes long for a long prompt, done once for all its outputs."""
+        """Do the part of `submit` that takes long for a long prompt, once for all its outputs."""
         ...

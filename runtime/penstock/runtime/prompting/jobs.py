@@ -118,8 +118,8 @@ class Job:
         return isinstance(self.prompt, ChatPrompt) and self.prompt.chat.ends_at_call
 
     def request(self, prompt: Fitted, sampling: ResolvedSampling, encoded: Encoded) -> Request:
-        """The engine's request for one output, once the ids of the prompt and of the bad words are known.
-        `encoded` is what `prompt` was fitted from.
+        """Make the engine's request for one output, once the ids of the prompt and of the bad words are
+        known. `encoded` is what `prompt` was fitted from.
         """
         return Request(
             self.engine_id,
@@ -173,8 +173,8 @@ def prepare_job(engine: TextEngine, job: Job) -> PreparedJob:
 
 
 def word_ids(codec: Text | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The token ids of bad words, in all their spellings. InvalidRequest where a word is empty or too long,
-    or there are too many.
+    """Return the token ids of bad words, in all their spellings. InvalidRequest where a word is empty or too
+    long, or there are too many.
     """
     if not words:
         return ()
@@ -185,8 +185,8 @@ def word_ids(codec: Text | None, words: Sequence[str]) -> tuple[tuple[int, ...],
 def with_bad_words(
     sampling: ResolvedSampling, words: tuple[tuple[int, ...], ...], vocab_size: int
 ) -> ResolvedSampling:
-    """`sampling` that also forbids these sequences of token ids. InvalidRequest where no token is left that
-    may be drawn.
+    """Return `sampling` that also forbids these sequences of token ids. InvalidRequest where no token is left
+    that may be drawn.
     """
     if not (words or sampling.bad_words or sampling.logit_bias):
         return sampling  # nothing is forbidden
@@ -204,9 +204,9 @@ def with_bad_words(
 def constraints_of(
     job: Job, text: str, codec: Text | None, forms: ChatForms, compiler: GrammarCompiler | None
 ) -> Sequence[TokenConstraint]:
-    """A constraint for each output, or none where the job asks for none. `text` is what a conversation was
-    rendered to. It may take seconds. InvalidRequest where the grammar means nothing, or the model has no form
-    of calls that could be required.
+    """Make a constraint for each output, or none where the job asks for none. `text` is what a conversation
+    was rendered to. It may take seconds. InvalidRequest where the grammar means nothing, or the model has no
+    form of calls that could be required.
     """
     if job.grammar is None and not job.calls_enforced_by:
         return ()
@@ -226,8 +226,8 @@ def _of_chat(
     token_ids: Mapping[str, int],
     compiler: GrammarCompiler,
 ) -> Grammar | None:
-    """The grammar of the whole output to a conversation that was rendered to `text`: of its reasoning, its
-    calls, and of the answer, which the caller's grammar is for.
+    """Write the grammar of the whole output to a conversation that was rendered to `text`: of its reasoning,
+    its calls, and of the answer, which the caller's grammar is for.
     """
     if not chat.enforced_by:
         return answer and dataclasses.replace(answer, before=thinking_first(forms, text, token_ids))
@@ -240,8 +240,8 @@ def _of_chat(
 def _calls_of_chat(
     chat: Chat, text: str, forms: ChatForms, token_ids: Mapping[str, int], compiler: GrammarCompiler
 ) -> tuple[Chat, Grammar]:
-    """The grammar of the calls, which compiles, and the chat with as much of its tools' schemas as that
-    enforces. InvalidRequest if it does not enforce all of a strict tool's.
+    """Return the grammar of the calls, which compiles, and the chat with as much of its tools' schemas as
+    that enforces. InvalidRequest if it does not enforce all of a strict tool's.
     """
 
     def calls_of(chat: Chat) -> str:
@@ -286,12 +286,12 @@ def _refusal(compiler: GrammarCompiler) -> Refusal:
 
 
 def _without_grammar(message: str) -> str:
-    """An error's message without the lines of the server's own grammar that it shows."""
+    """Return an error's message without the lines of the server's own grammar that it shows."""
     return re.sub(r"^at \d+\(\d+\): |\n +\d+ \| .*", "", message, flags=re.DOTALL)
 
 
 def _field_of_calls(chat: Chat) -> str:
-    """The contract's field that an error in the grammar of calls is told of."""
+    """Name the contract's field that an error in the grammar of calls is told of."""
     strict = [tool for tool in chat.callable_tools if tool.strict]
     if not strict:
         return "chat.tool_choice"
@@ -301,8 +301,8 @@ def _field_of_calls(chat: Chat) -> str:
 def assembler_of(
     job: Job, request: Request, index: int, text: str, codec: Text | None, forms: ChatForms
 ) -> Assembler:
-    """What makes text, reasoning and calls of tools of output `index`, which `request` asks for. `text` is
-    what a conversation was rendered to. Its answer is a text of its own; any other output goes on from its
+    """Build what makes text, reasoning and calls of tools of output `index`, which `request` asks for. `text`
+    is what a conversation was rendered to. Its answer is a text of its own; any other output goes on from its
     prompt.
     """
     parser, visible, ends_at_call = None, frozenset[str](), False

@@ -48,7 +48,9 @@ class LiveOutput:
         """Whether the engine has no more of it."""
 
     def add(self, output: StepOutput) -> Delta:
-        """What a step added. Raises the error that the output ended with, and what its parsing raises."""
+        """Return what a step added. Raises the error that the output ended with, and what its parsing
+        raises.
+        """
         self.has_ended = output.last
         delta = self._assembler.add(output)
         if self._assembler.stop is not None and not self.has_ended and not self._told_stop:

@@ -31,12 +31,12 @@ _TOKEN_CHARS = 8
 
 
 def most_cut_tokens(room: int) -> int:
-    """The most tokens that a prompt may have which is to be cut to a context of `room` tokens."""
+    """Return the most tokens that a prompt may have which is to be cut to a context of `room` tokens."""
     return max(MOST_CONTEXTS * room, _SMALL_TOKENS)
 
 
 def most_cut_chars(room: int) -> int:
-    """The most characters that a text may have which is to be cut to a context of `room` tokens."""
+    """Return the most characters that a text may have which is to be cut to a context of `room` tokens."""
     return most_cut_tokens(room) * _TOKEN_CHARS
 
 
@@ -179,9 +179,9 @@ def encode(
     add_special_tokens: bool | None = None,
     reader: ImageReader | None = None,
 ) -> Encoded:
-    """The token ids of a prompt for a context of `room` tokens. Where `add_special_tokens` is None, texts get
-    special tokens and conversations do not, because their template writes its own. `reader` reads pictures;
-    None: the model takes none.
+    """Encode a prompt as token ids for a context of `room` tokens. Where `add_special_tokens` is None, texts
+    get special tokens and conversations do not, because their template writes its own. `reader` reads
+    pictures; None: the model takes none.
 
     It takes the longer the longer the prompt is, a tenth of a second for each large picture, and up to
     seconds for a conversation with a template of its own. Raises what `check_length` raises, before a long
@@ -206,7 +206,7 @@ def encode(
 
 
 def images_of(prompt: Prompt) -> list[tuple[str, Image]]:
-    """The pictures of a prompt in their order, each with the contract's path."""
+    """List the pictures of a prompt in their order, each with the contract's path."""
     if isinstance(prompt, ChatPrompt):
         return prompt.chat.images
     return [(f"media[{i}]", image) for i, image in enumerate(prompt.images)]
@@ -221,7 +221,7 @@ def _encode(
     cuts: bool,
     add_special_tokens: bool | None,
 ) -> Encoded:
-    """The prompt with one token for each picture. written_out: see `ImageReader.written_out`."""
+    """Encode the prompt with one token for each picture. written_out: see `ImageReader.written_out`."""
     if isinstance(prompt, TokenPrompt):
         return Encoded(prompt.token_ids)
     assert codec is not None, "prompts of text are refused where there is no tokenizer"

@@ -45,9 +45,9 @@ def judges_pairs(reader: Reader | None) -> bool:
 def default_method(
     answers: tuple[int, int] | None, text: Text | None, reader: Reader | None = None
 ) -> RelevanceMethod:
-    """The method that the checkpoint is made for: that of the classifier for one with one class; that of
-    vectors for other models that generate nothing; that of yes and no where its files say which tokens mean
-    these (`answers`), or its chat template knows queries and documents; that of vectors for all others.
+    """Choose the method that the checkpoint is made for: that of the classifier for one with one class; that
+    of vectors for other models that generate nothing; that of yes and no where its files say which tokens
+    mean these (`answers`), or its chat template knows queries and documents; that of vectors for all others.
     """
     if reader is not None:
         return RelevanceMethod.CLASSIFIER if judges_pairs(reader) else RelevanceMethod.EMBEDDINGS
@@ -56,8 +56,8 @@ def default_method(
 
 
 def answer_tokens(answers: tuple[int, int] | None, text: Text | None) -> tuple[int, int]:
-    """The tokens that mean yes and no: `answers` if the files name them. UnsupportedFeature where the model
-    has no chat template, or does not write each word as one token.
+    """Return the tokens that mean yes and no: `answers` if the files name them. UnsupportedFeature where the
+    model has no chat template, or does not write each word as one token.
     """
     if text is None or not text.has_chat_template:
         raise UnsupportedFeature(["method"], "the model has no chat template, so it cannot be asked")
@@ -70,9 +70,9 @@ def answer_tokens(answers: tuple[int, int] | None, text: Text | None) -> tuple[i
 
 
 def judged(text: Text, instruction: str, query: str, document: str) -> str:
-    """The prompt after which a model says whether the document is relevant: what its chat template makes of
-    turns of the roles "query" and "document", or else of the words that Qwen3-Reranker was trained with.
-    Thinking is switched off. InvalidRequest where the template refuses them.
+    """Write the prompt after which a model says whether the document is relevant: what its chat template
+    makes of turns of the roles "query" and "document", or else of the words that Qwen3-Reranker was trained
+    with. Thinking is switched off. InvalidRequest where the template refuses them.
     """
     turns: Sequence[Mapping[str, str]]
     if knows_pairs(text):
@@ -94,7 +94,7 @@ def knows_pairs(text: Text) -> bool:
 
 
 def pair_ids(text: Text, reader: Reader, query: str, document: str, vocab_size: int) -> tuple[int, ...]:
-    """The token ids of query and document as a classifier reads them: as the tokenizer puts two texts
+    """Return the token ids of query and document as a classifier reads them: as the tokenizer puts two texts
     together, with the types of their tokens if the model has such; or, of a decoder, what a template makes of
     them that knows both.
     """
@@ -107,20 +107,22 @@ def pair_ids(text: Text, reader: Reader, query: str, document: str, vocab_size: 
 
 
 def yes_against_no(yes: float, no: float) -> float:
-    """The probability of yes, if it can only be yes or no, of the log-probabilities of both."""
+    """Compute the probability of yes, if it can only be yes or no, of the log-probabilities of both."""
     odds = yes - no
     return 1 / (1 + math.exp(-odds)) if odds >= 0 else math.exp(odds) / (1 + math.exp(odds))
 
 
 def cosine(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
-    """The cosine of the angle between two vectors; 0 where one of them has no length."""
+    """Compute the cosine of the angle between two vectors; 0 where one of them has no length."""
     a, b = one.astype(np.float64), other.astype(np.float64)
     length = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / length if length else 0.0
 
 
 def best_first(relevances: Sequence[float], most: int | None) -> list[int]:
-    """The numbers of at most so many documents, the most relevant first, and equal ones in their order."""
+    """Return the numbers of at most so many documents, the most relevant first, and equal ones in their
+    order.
+    """
     return sorted(range(len(relevances)), key=lambda i: (-relevances[i], i))[:most]
 
 

@@ -69,7 +69,7 @@ class Timing:
 
     @classmethod
     def of(cls, times: RequestTiming) -> Timing:
-        """The same in seconds."""
+        """Return the same in seconds."""
 
         def seconds(end_ns: int) -> float:
             return max(0, end_ns - times.arrived_ns) / 1e9
@@ -216,7 +216,9 @@ class VectorForm:
             raise InvalidRequest([Violation("dimensions", described)])
 
     def vector(self, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The vector of a pooled hidden state, float32[dimensions]. A state of zeros stays as it is."""
+        """Return the vector of a pooled hidden state, float32[dimensions]. A state of zeros stays as it
+        is.
+        """
         kept = pooled[: self.dimensions]
         if not self.normalize:
             return kept
@@ -292,7 +294,9 @@ def fit_input(
 
 
 def special_around(text: Text | None, reader: Reader | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The special tokens around a text that stay when it is cut: those of a model that reads texts whole."""
+    """Return the special tokens around a text that stay when it is cut: those of a model that reads texts
+    whole.
+    """
     if text is None or reader is None or not reader.reads_whole:
         return (), ()
     return text.special_around
@@ -316,8 +320,8 @@ def _cut_within(
 def join(
     prompt: tuple[int, ...], continuations: Sequence[tuple[int, ...]], room: int
 ) -> list[tuple[int, ...]]:
-    """The prompt with each continuation. InvalidRequest where one of these is empty, and PromptTooLong where
-    they do not fit together.
+    """Return the prompt with each continuation. InvalidRequest where one of these is empty, and PromptTooLong
+    where they do not fit together.
     """
     bad = [
         Violation(f"continuations[{i}]", "has no tokens")

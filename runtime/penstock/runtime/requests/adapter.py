@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 def digest_of_values(values: NDArray[Any]) -> str:
-    """The digest of an adapter with these values, which are whole."""
+    """Compute the digest of an adapter with these values, which are whole."""
     return hashlib.sha256(np.ascontiguousarray(values).view(np.uint8).data).hexdigest()
 
 
@@ -43,8 +43,8 @@ class AdapterValues:
     blocks: tuple[AdapterBlock, ...] = ()
 
     def whole(self) -> NDArray[Any]:
-        """The numbers as they go to the device, [units * rank], see `ops.adapters`; for a model that is cut
-        over devices [devices, units * rank].
+        """Return the numbers as they go to the device, [units * rank], see `ops.adapters`; for a model that
+        is cut over devices [devices, units * rank].
         """
         values = np.zeros((self.devices, self.size), self.dtype)
         for block in self.blocks:

@@ -60,7 +60,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: str) -> Grammar:
-        """A JSON value that the schema accepts."""
+        """Make the grammar of a JSON value that the schema accepts."""
         return cls(GrammarKind.JSON_SCHEMA, schema)
 
     @classmethod
@@ -84,7 +84,7 @@ class Grammar:
         return cls(GrammarKind.CHOICE, tuple(choices))
 
     def _problem(self) -> str:
-        """What is wrong with the source's size or characters; "" if nothing is."""
+        """Say what is wrong with the source's size or characters; "" if nothing is."""
         if self.kind is GrammarKind.JSON_OBJECT:
             return "takes no source" if self.source else ""
         texts = (self.source,) if isinstance(self.source, str) else self.source

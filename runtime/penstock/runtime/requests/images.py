@@ -79,8 +79,8 @@ def digest_of(patches: NDArray[np.float32], grid: tuple[int, int, int]) -> bytes
 
 
 def media_problem(media: Sequence[MediaItem], rotary: RotaryPositions | None, num_prompt: int) -> str | None:
-    """What is wrong with the pictures of a prompt of `num_prompt` tokens; None if nothing is. They must be in
-    order of their places, apart, and within the prompt.
+    """Say what is wrong with the pictures of a prompt of `num_prompt` tokens; None if nothing is. They must
+    be in order of their places, apart, and within the prompt.
     """
     end = 0
     for i, item in enumerate(media):

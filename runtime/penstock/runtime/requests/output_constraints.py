@@ -49,8 +49,8 @@ Constraint: TypeAlias = JsonSchema | JsonObject | Regex | Ebnf | Choice
 
 
 def grammar_of(constraint: Constraint) -> Grammar:
-    """The grammar that holds an output to the constraint. InvalidRequest, with the field, where its source is
-    empty, too large or no JSON; TypeError for any other class.
+    """Return the grammar that holds an output to the constraint. InvalidRequest, with the field, where its
+    source is empty, too large or no JSON; TypeError for any other class.
     """
     match constraint:
         case JsonSchema(schema):

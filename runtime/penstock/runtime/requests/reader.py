@@ -24,8 +24,8 @@ class Classes:
     """Of which hidden states their numbers are made."""
 
     def probabilities(self, logits: NDArray[np.float32]) -> NDArray[np.float64]:
-        """What the numbers of a text, float32[classes], mean: probabilities that add up to 1 where one of
-        several is meant, or one for each class by itself. For a regression there are none.
+        """Return what the numbers of a text, float32[classes], mean: probabilities that add up to 1 where one
+        of several is meant, or one for each class by itself. For a regression there are none.
         """
         wide = logits.astype(np.float64)
         if self.problem == "regression":

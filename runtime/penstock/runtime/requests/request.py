@@ -72,7 +72,7 @@ class PromptReading:
     many likeliest tokens are wanted beside it."""
 
     def violations(self, num_prompt: int, prompt_logprobs: int | None, *, generates: bool) -> list[Violation]:
-        """What is wrong with a request that reads its prompt like this. `generates`: whether it asks for
+        """List what is wrong with a request that reads its prompt like this. `generates`: whether it asks for
         anything of generated tokens.
         """
         bad: list[Violation] = []
@@ -358,18 +358,18 @@ _WORD = 2**64 - 1
 
 
 def output_id(request_id: str, index: int) -> str:
-    """The engine's id of output `index`; the first output has the request's own id."""
+    """Return the engine's id of output `index`; the first output has the request's own id."""
     return request_id if index == 0 else f"{request_id}{SEPARATOR}{index}"
 
 
 def request_id_of(engine_id: str) -> str:
-    """The id of the request that an output belongs to."""
+    """Return the id of the request that an output belongs to."""
     return engine_id.partition(SEPARATOR)[0]
 
 
 def output_seed(seed: int, index: int) -> int:
-    """The seed of output `index`. The first output has the request's own seed, so that it equals the output
-    of n = 1.
+    """Return the seed of output `index`. The first output has the request's own seed, so that it equals the
+    output of n = 1.
 
     The seed is SplitMix64's mixer (Steele, Lea and Flood 2014) of seed + index * gamma, which is one to one.
     """

@@ -31,7 +31,9 @@ MAX_BAD_BIASES = 20
 
 
 def _ranged(neutral: float, described: str, holds: Callable[[float], bool]) -> Any:
-    """A field that changes nothing at `neutral`; `described` is its range in words, and `holds` tests it."""
+    """Make a field that changes nothing at `neutral`; `described` is its range in words, and `holds` tests
+    it.
+    """
     return field(default=neutral, metadata={"described": described, "holds": holds})
 
 
@@ -78,7 +80,7 @@ class GenerationDefaults(SamplingNumbers):
     """The values that a request's unset sampling fields have on this server."""
 
     def sampling(self) -> ResolvedSampling:
-        """The sampling of a request that sets no field."""
+        """Return the sampling of a request that sets no field."""
         return ResolvedSampling(**{name: getattr(self, name) for name in FIELDS})
 
 
@@ -116,7 +118,7 @@ class ResolvedSampling(SamplingNumbers):
         return bad
 
     def seeded(self, seed: int) -> ResolvedSampling:
-        """A copy with another seed, from 0 to 2^64 - 1. The other fields are shared, and not checked
+        """Make a copy with another seed, from 0 to 2^64 - 1. The other fields are shared, and not checked
         again.
         """
         if not 0 <= seed < 2**64:
@@ -228,7 +230,7 @@ def _kind_problems(params: SamplingParams) -> list[Violation]:
 def read_generation_defaults(
     directory: Path, override: Mapping[str, Any] | None = None
 ) -> GenerationDefaults:
-    """The defaults of the checkpoint in `directory`: neutral values, replaced by those of its
+    """Read the defaults of the checkpoint in `directory`: neutral values, replaced by those of its
     generation_config.json, if there is one, replaced by those of `override`, which has the same names.
 
     An explicit `do_sample: false` means temperature 0, as in transformers, whatever temperature is given
@@ -277,7 +279,7 @@ def _over(defaults: GenerationDefaults, data: Mapping[str, Any], where: str) -> 
 
 
 def _number(where: str, name: str, value: Any) -> float:
-    """A number from JSON as a float, or as an int if it must be whole."""
+    """Return a number from JSON as a float, or as an int if it must be whole."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{where}: {name}: must be a number, not {value!r}")
     if name not in INTS:

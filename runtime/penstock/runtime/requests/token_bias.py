@@ -13,8 +13,8 @@ _HUGE = 1e30
 
 
 def bias_row(sampling: ResolvedSampling, vocab_size: int) -> NDArray[np.float32]:
-    """What is added to each token's logit, float32[V]; -inf where a token is never allowed. All ids must be
-    below `vocab_size`.
+    """Return what is added to each token's logit, float32[V]; -inf where a token is never allowed. All ids
+    must be below `vocab_size`.
     """
     if sampling.allowed_token_ids:
         row = np.full(vocab_size, -np.inf, np.float32)

@@ -56,7 +56,7 @@ class AdapterSlots:
         return True
 
     def _leaver(self) -> str | None:
-        """The adapter that leaves next; None if all are used or pinned."""
+        """Return the adapter that leaves next; None if all are used or pinned."""
         return next((d for d in self._slots if d not in self._users and d not in self.pinned), None)
 
     def check(self, used: Iterable[str]) -> None:

@@ -52,7 +52,7 @@ class PicturePool:
         self._planned.clear()
 
     def find(self, digest: bytes) -> Encoded | None:
-        """The picture with this digest; None if it is not in the pool."""
+        """Return the picture with this digest; None if it is not in the pool."""
         return self._pictures.get(digest)
 
     def has_room(self, num_tokens: int) -> bool:

@@ -61,7 +61,7 @@ class Counts:
     put_off_rows: int = 0
 
     def totals(self) -> Totals:
-        """What has been counted so far. Another thread may count meanwhile."""
+        """Return what has been counted so far. Another thread may count meanwhile."""
         prefix_hit_tokens = self.prefix_hit_tokens  # first, so that there are never more than were queried
         return Totals(
             preemptions=self.preemptions,

@@ -144,12 +144,12 @@ class Earlier:
             self._said.popitem(last=False)
 
     def of(self, request: Request) -> Said | None:
-        """What a request may find; None if there is nothing, or if it shares no prefixes either."""
+        """Return what a request may find; None if there is nothing, or if it shares no prefixes either."""
         return None if request.cache.bypass else self._said.get(_pair(request))
 
 
 def _pair(request: Request) -> tuple[str, str]:
-    """What requests that share words have in common."""
+    """Return what requests that share words have in common."""
     return request.cache.salt, request.adapter_digest
 
 
@@ -249,8 +249,8 @@ class Copy:
         return self._at is not None
 
     def guess(self, count: int) -> list[int]:
-        """The next tokens, if the sequence goes on as it did before. One that repeats its newest tokens goes
-        on with these.
+        """Guess the next tokens, if the sequence goes on as it did before. One that repeats its newest tokens
+        goes on with these.
         """
         if self._at is None:
             return []
@@ -296,14 +296,14 @@ class Costs:
         return times if self._num_measured - last <= _FRESH else None
 
     def plain_ns(self, num_rows: int) -> float | None:
-        """What a step without proposals takes; None where that was not measured lately."""
+        """Return what a step without proposals takes; None where that was not measured lately."""
         times = self._fresh((False, num_rows))
         return median_low(times) if times else None
 
     def checked_ns(self, num_rows: int, plain_ns: float, most_proposed: int) -> list[float]:
-        """What steps take in which 0, 1, ... `most_proposed` tokens are proposed for so many rows, of which a
-        step without proposals takes `plain_ns`. What was not measured, or only once or twice, is taken to be
-        little more than what is known of fewer, so that it is tried.
+        """Return what steps take in which 0, 1, ... `most_proposed` tokens are proposed for so many rows, of
+        which a step without proposals takes `plain_ns`. What was not measured, or only once or twice, is
+        taken to be little more than what is known of fewer, so that it is tried.
         """
         known = plain_ns
         expected = [plain_ns]
@@ -351,8 +351,8 @@ class Lookup:
     def _look(
         self, candidates: Items[Candidate], num_rows: int, room: int, gain: float
     ) -> tuple[list[Copy], list[int]]:
-        """What follows each candidate, and how many tokens to propose for it; nothing where none are to be
-        proposed, or while it rests.
+        """Return what follows each candidate, and how many tokens to propose for it; nothing where none are
+        to be proposed, or while it rests.
         """
         began_ns = self._clock_ns()
         if began_ns < self._rests_until_ns:
@@ -382,7 +382,7 @@ class Lookup:
             self._rate = max(self._rate + _LEARN * (copy.rate - self._rate), _LEAST_RATE)
 
     def _caught_up(self, candidates: Items[Candidate]) -> list[Copy]:
-        """What follows each candidate."""
+        """Return what follows each candidate."""
         copies: list[Copy] = []
         for seq, _ in candidates:
             copy = self._copies.get(seq)

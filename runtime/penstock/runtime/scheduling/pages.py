@@ -196,11 +196,11 @@ class PagePool:
         self._free.append(page)
 
     def lookup(self, key: bytes) -> int | None:
-        """The held or cached page with this key; None if there is none."""
+        """Return the held or cached page with this key; None if there is none."""
         return self._index.get(key)
 
     def key_of(self, page: int) -> bytes | None:
-        """The key of a page; None if it has none."""
+        """Return the key of a page; None if it has none."""
         return self._keys[page]
 
     def num_holders(self, page: int) -> int:
@@ -321,7 +321,7 @@ class PageGroup:
         return 0 if self.window is None else max(start - self.behind, 0) // self.pool.page_size
 
     def shared_by(self, prefix: Prefix) -> list[int]:
-        """The pages of this prefix that a sequence which enters with it holds."""
+        """Return the pages of this prefix that a sequence which enters with it holds."""
         pages = prefix.pages[self.index]
         return pages if self.window is None else pages[self.num_unread(prefix.num_computed) :]
 
@@ -358,8 +358,8 @@ class PageGroup:
         return num_pages
 
     def last_end(self, keys: list[bytes], num_pages: int) -> int:
-        """The largest m up to `num_pages` for which all pages are found, by their `keys`, that the positions
-        from m * page_size on attend to.
+        """Return the largest m up to `num_pages` for which all pages are found, by their `keys`, that the
+        positions from m * page_size on attend to.
         """
         lookup, page_size = self.pool.lookup, self.pool.page_size
         end = index = num_pages
@@ -372,8 +372,8 @@ class PageGroup:
         return end
 
     def find(self, keys: list[bytes], num_pages: int) -> list[int]:
-        """The first `num_pages` pages of a prefix of which `last_end` says that they can be used; 0 stands
-        for those that nothing attends to.
+        """Return the first `num_pages` pages of a prefix of which `last_end` says that they can be used; 0
+        stands for those that nothing attends to.
         """
         unread = self.num_unread(num_pages * self.pool.page_size)
         pages = [0] * unread
@@ -468,7 +468,7 @@ class PageGroups:
     # -- forks --
 
     def fork_start(self, source: Sequence) -> int:
-        """The first position that a fork of a sequence computes: the last one of the prompt or, with
+        """Return the first position that a fork of a sequence computes: the last one of the prompt or, with
         recurrent state, the first one of the page that holds it.
         """
         last = source.num_prompt - 1
@@ -480,7 +480,7 @@ class PageGroups:
         return all(source.tables[g.index].num_dropped <= g.num_unread(start) for g in self.windowed)
 
     def fork(self, source: Sequence) -> Prefix:
-        """The prefix that a fork shares with `source`, which has computed it."""
+        """Return the prefix that a fork shares with `source`, which has computed it."""
         num_computed = self.fork_start(source)
         num_pages, rest = divmod(num_computed, self.page_size)
         return Prefix(

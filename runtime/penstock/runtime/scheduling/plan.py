@@ -23,7 +23,7 @@ guess of the i-th after that. What they are is known on the device alone."""
 
 
 def drafted_tokens(count: int) -> tuple[int, ...]:
-    """What stands for the first `count` guesses of a draft model."""
+    """Return what stands for the first `count` guesses of a draft model."""
     return tuple(range(FIRST_DRAFTED, FIRST_DRAFTED - count, -1))
 
 
@@ -271,7 +271,7 @@ class Draft:
     pictures: list[PictureRows] = field(default_factory=list)
 
     def plan(self, step_id: int) -> Plan:
-        """The finished plan."""
+        """Return the finished plan."""
         return Plan(
             step_id=step_id,
             rows=tuple(self.rows),

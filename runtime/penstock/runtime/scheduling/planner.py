@@ -107,8 +107,8 @@ class Windows:
             draft.num_steps, draft.single_rows = num_steps, False
 
     def _decodes(self) -> tuple[list[Sequence], list[Sequence]] | None:
-        """The running sequences that have a token to make: those for windows, and those that make one token
-        a step. None if a running sequence is partly prefilled.
+        """Return the running sequences that have a token to make: those for windows, and those that make one
+        token a step. None if a running sequence is partly prefilled.
         """
         plain: list[Sequence] = []
         single: list[Sequence] = []

@@ -49,8 +49,8 @@ class Cuts:
         self._snapshots = snapshots
 
     def use(self, seq: Sequence, start: int, end: int) -> SnapshotUse:
-        """What the row of a prefill does that computes these positions. To be called once for each row,
-        before the pages that it fills are published.
+        """Return what the row of a prefill does that computes these positions. To be called once for each
+        row, before the pages that it fills are published.
         """
         source = self._snapshots.source_of(seq, start)
         num_pages, entry = self._keep(seq, start, end)
@@ -61,8 +61,8 @@ class Cuts:
         )
 
     def _keep(self, seq: Sequence, start: int, end: int) -> tuple[int, int | None]:
-        """(the number of the sequence's pages after which the row keeps the state, the snapshot that it
-        writes); no snapshot if the row keeps none.
+        """Return (the number of the sequence's pages after which the row keeps the state, the snapshot that
+        it writes); no snapshot if the row keeps none.
         """
         roster, snapshots = self._roster, self._snapshots
         size = roster.groups.page_size
@@ -90,8 +90,8 @@ class Cuts:
         return num_pages, snapshots.write_again(seq, keys[num_pages - 1])
 
     def _awaited(self, keys: list[bytes], before: int, last: int) -> int:
-        """The number of pages, above `before` and at most `last`, after which a snapshot spares most to the
-        sequences that await pages of these; 0 if none is awaited.
+        """Return the number of pages, above `before` and at most `last`, after which a snapshot spares most
+        to the sequences that await pages of these; 0 if none is awaited.
         """
         waiting = self._roster.waiting
         best = most = beyond = 0

@@ -54,8 +54,8 @@ class PrefixCache:
         enabled: bool = True,
         secret: bytes | None = None,
     ) -> None:
-        """`waiting` is told which keys were published, and which never will be. `snapshots` are those of a
-        model with recurrent state. `secret` (1 to 64 bytes) is the hash's key; None draws one.
+        """Take as `waiting` what is told which keys were published, and which never will be. `snapshots` are
+        those of a model with recurrent state. `secret` (1 to 64 bytes) is the hash's key; None draws one.
         """
         self._groups = groups
         self._snapshots = snapshots
@@ -71,8 +71,8 @@ class PrefixCache:
         return self._enabled and not request.cache.bypass
 
     def keys_of(self, request: Request) -> list[bytes]:
-        """The keys of the full pages of a prompt; none if the request will share nothing. May be called from
-        any thread, and takes about a millisecond for 16,000 tokens.
+        """Compute the keys of the full pages of a prompt; none if the request will share nothing. May be
+        called from any thread, and takes about a millisecond for 16,000 tokens.
         """
         keys: list[bytes] = []
         if self.serves(request):
@@ -80,7 +80,7 @@ class PrefixCache:
         return keys
 
     def match(self, seq: Sequence) -> Prefix:
-        """The longest cached prefix of a waiting sequence. Its pages are not retained yet."""
+        """Find the longest cached prefix of a waiting sequence. Its pages are not retained yet."""
         keys, (first, *others) = self._shareable_keys(seq), self._groups.all
         if first.window is None:
             pages = self._longest_run(keys, seq)
@@ -105,8 +105,8 @@ class PrefixCache:
         return Prefix(found, num_pages * self._page_size, snapshot, beyond)
 
     def _last_end(self, keys: list[bytes], num_pages: int) -> int:
-        """The largest m up to `num_pages` for which each group with a window has all pages, by their `keys`,
-        that it reaches back to from there.
+        """Return the largest m up to `num_pages` for which each group with a window has all pages, by their
+        `keys`, that it reaches back to from there.
         """
         windowed = self._groups.windowed
         while num_pages and windowed:
@@ -117,7 +117,8 @@ class PrefixCache:
         return num_pages
 
     def _longest_run(self, keys: list[bytes], seq: Sequence) -> list[int]:
-        """The pages of the first group, which has no window, that hold the longest prefix with these keys.
+        """Return the pages of the first group, which has no window, that hold the longest prefix with these
+        keys.
 
         The part that the sequence has in common with the one that entered last is taken from there, without
         look-ups: when many sequences wait for one prefix, only the first is looked up.
@@ -206,9 +207,9 @@ class PrefixCache:
         return self._groups.forget_keys()
 
     def _shareable_keys(self, seq: Sequence) -> list[bytes]:
-        """The keys of the pages that a waiting sequence may share. They never cover its last token, which
-        must be computed, nor what is needed for log-probabilities or an embedding of its prompt, because
-        cached pages do not store them.
+        """Return the keys of the pages that a waiting sequence may share. They never cover its last token,
+        which must be computed, nor what is needed for log-probabilities or an embedding of its prompt,
+        because cached pages do not store them.
         """
         if not self.serves(seq.request):
             return []
@@ -241,7 +242,9 @@ class PrefixCache:
 
 
 def _pictures_of(request: Request, start: int, page_size: int) -> bytes:
-    """What a page from position `start` on has of pictures: their digests, and where they begin in it."""
+    """Return what a page from position `start` on has of pictures: their digests, and where they begin in
+    it.
+    """
     return b"".join(
         item.digest + (item.start - start).to_bytes(8, "little", signed=True)
         for item in request.media

@@ -93,8 +93,8 @@ class Proposals:
             draft.proposed, draft.proposer = proposed, self._proposer.name
 
     def _candidates(self) -> tuple[list[Candidate], int, int]:
-        """The sequences for which tokens may be proposed, the number of all rows of decodes, and for how many
-        tokens there is room. None while a prompt is computed: then a step has enough to do.
+        """Return the sequences for which tokens may be proposed, the number of all rows of decodes, and for
+        how many tokens there is room. None while a prompt is computed: then a step has enough to do.
         """
         config, roster = self._config, self._roster
         running = roster.running
@@ -120,8 +120,8 @@ class Proposals:
         return candidates, num_rows, room
 
     def _known(self, seq: Sequence, tokens: Items[int]) -> tuple[int, ...]:
-        """The tokens before the first that the model does not know, or what stands for guesses of a draft.
-        These do not go with a constraint, whose masks need tokens on the host.
+        """Return the tokens before the first that the model does not know, or what stands for guesses of a
+        draft. These do not go with a constraint, whose masks need tokens on the host.
         """
         vocab_size, drafted = self._config.vocab_size, drafted_tokens(len(tokens))
         if drafted and tuple(tokens) == drafted:

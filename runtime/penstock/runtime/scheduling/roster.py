@@ -77,15 +77,15 @@ class Roster:
         return request_id in self._outputs
 
     def requests(self) -> tuple[str, ...]:
-        """The ids of the requests that have active outputs, in order of arrival."""
+        """Return the ids of the requests that have active outputs, in order of arrival."""
         return tuple(self._outputs)
 
     def outputs_of(self, request_id: str) -> Iterable[Sequence]:
-        """The active outputs of a request, in order of arrival."""
+        """Return the active outputs of a request, in order of arrival."""
         return self._outputs.get(request_id, ())
 
     def find(self, request_id: str) -> Sequence | None:
-        """The active sequence of exactly this id; None if there is none."""
+        """Return the active sequence of exactly this id; None if there is none."""
         return self._active.get(request_id)
 
     def active(self) -> list[Sequence]:
@@ -93,7 +93,7 @@ class Roster:
         return list(self._active.values())
 
     def oldest(self, most: int) -> list[Sequence]:
-        """The first to arrive of all running and waiting sequences, at most so many."""
+        """Return the first to arrive of all running and waiting sequences, at most so many."""
         return list(itertools.islice(self._active.values(), most))
 
     @property

@@ -395,7 +395,7 @@ def _take_prompts(prompts: Mapping[int, Sequence], plan: Plan, result: StepResul
 
 
 def _with_hidden_states(outputs: Items[StepOutput], plan: Plan, result: StepResult) -> list[StepOutput]:
-    """The outputs, with the hidden states from which their tokens were chosen."""
+    """Return the outputs, with the hidden states from which their tokens were chosen."""
     states = {plan.rows[i].request_id: state for i, state in result.hidden.items() if i not in plan.pooled}
     return [
         output._replace(hidden=states[output.request_id][None])
@@ -422,7 +422,9 @@ def _accept(seq: Sequence, token_ids: Items[int]) -> Verdict:
 
 
 def _forced(seq: Sequence) -> Items[int]:
-    """What a sequence's constraint expects next; nothing if it fails, which its next mask will tell."""
+    """Return what a sequence's constraint expects next; nothing if it fails, which its next mask will
+    tell.
+    """
     constraint = seq.request.constraint
     try:
         return constraint.forced() if isinstance(constraint, ForesightedConstraint) else ()
@@ -453,7 +455,7 @@ class Scheduler:
     # -- new requests --
 
     def add(self, request: Request, now_ns: int) -> None:
-        """Does `prepare` and `queue` in one call, for callers that hold no lock."""
+        """Do `prepare` and `queue` in one call, for callers that hold no lock."""
         self.queue(self.prepare(request, now_ns, self.page_keys(request)))
 
     def page_keys(self, request: Request) -> Iterable[bytes]:
@@ -700,19 +702,19 @@ class Scheduler:
         return len({request_id_of(seq.request_id) for seq in self.roster.running})
 
     def started_ids(self) -> tuple[str, ...]:
-        """The ids of the active outputs of the requests that have started, in order of arrival."""
+        """Return the ids of the active outputs of the requests that have started, in order of arrival."""
         return tuple(seq.request_id for seq in self.roster.active() if seq.has_started)
 
     def active_ids(self) -> tuple[str, ...]:
-        """The ids of the active outputs, in order of arrival."""
+        """Return the ids of the active outputs, in order of arrival."""
         return tuple(seq.request_id for seq in self.roster.active())
 
     def active_requests(self) -> tuple[str, ...]:
-        """The requests that have active outputs, in order of arrival."""
+        """Return the requests that have active outputs, in order of arrival."""
         return self.roster.requests()
 
     def outputs_of(self, request_id: str) -> tuple[str, ...]:
-        """The ids of a request's active outputs, in order of arrival."""
+        """Return the ids of a request's active outputs, in order of arrival."""
         return tuple(seq.request_id for seq in self.roster.outputs_of(request_id))
 
     def oldest(self, most: int) -> list[OutputStatus]:
@@ -724,11 +726,13 @@ class Scheduler:
         return self.roster.load()
 
     def totals(self) -> Totals:
-        """What was counted since the start."""
+        """Return what was counted since the start."""
         return self.roster.counts.totals()
 
     def take_preempted(self) -> list[LostPages]:
-        """The sequences that were preempted since the last call, or since `schedule` began, oldest first."""
+        """Take the sequences that were preempted since the last call, or since `schedule` began, oldest
+        first.
+        """
         taken, self.roster.preempted = self.roster.preempted, []
         return taken
 

@@ -59,7 +59,7 @@ class StopRules:
     def of(
         cls, request: Request, *, eos_token_ids: frozenset[int], context_limit: int, now_ns: int
     ) -> StopRules:
-        """The rules of a request that arrives at `now_ns`, monotonic ns."""
+        """Return the rules of a request that arrives at `now_ns`, monotonic ns."""
         stopping = request.stopping
         num_prompt = len(request.prompt_token_ids)
         eos_ids = frozenset() if stopping.ignore_eos else eos_token_ids
@@ -193,7 +193,7 @@ class PromptValues:
         self._sum = hidden.astype(np.float64) if self._sum is None else self._sum + hidden
 
     def pooled(self) -> NDArray[np.float32] | None:
-        """The embedding, float32[E], once the last chunk is committed; None if none is wanted."""
+        """Return the embedding, float32[E], once the last chunk is committed; None if none is wanted."""
         if self._pooling is None or self._sum is None:
             return None
         pooled: NDArray[np.float32] = (self._sum / self._count).astype(np.float32)
@@ -201,7 +201,7 @@ class PromptValues:
 
 
 def rank_of(seq: Sequence) -> tuple[int, int]:
-    """The sort key for the order of service."""
+    """Return the sort key for the order of service."""
     return seq.rank
 
 

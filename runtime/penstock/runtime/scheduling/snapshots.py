@@ -51,12 +51,12 @@ class Snapshots:
     # -- finding --
 
     def find(self, key: bytes) -> int | None:
-        """The snapshot with this key; None if there is none that can be read."""
+        """Return the snapshot with this key; None if there is none that can be read."""
         return self._pool.lookup(key)
 
     def last_end(self, keys: list[bytes], num_pages: int) -> int:
-        """The largest m up to `num_pages` for which there is a snapshot of the state after the pages with the
-        first m of these keys; 0 if there is none.
+        """Return the largest m up to `num_pages` for which there is a snapshot of the state after the pages
+        with the first m of these keys; 0 if there is none.
         """
         while num_pages and self._pool.lookup(keys[num_pages - 1]) is None:
             num_pages -= 1
@@ -105,7 +105,9 @@ class Snapshots:
         self._holders.pop(seq, None)
 
     def source_of(self, seq: Sequence, start: int) -> int | None:
-        """The snapshot that a row of a sequence reads which begins at `start`; None if it reads none."""
+        """Return the snapshot that a row of a sequence reads which begins at `start`; None if it reads
+        none.
+        """
         kept = seq.recurrence
         return kept.source if start == kept.begin else None
 
@@ -122,8 +124,8 @@ class Snapshots:
         return entry
 
     def write_again(self, seq: Sequence, key: bytes) -> int | None:
-        """The same as `write`, but the sequence gives up the snapshot that its last call of this has given
-        it, unless somebody holds that. So a long prompt does not displace all others, chunk by chunk.
+        """Do the same as `write`, but let the sequence give up the snapshot that its last call of this has
+        given it, unless somebody holds that. So a long prompt does not displace all others, chunk by chunk.
         """
         kept = seq.recurrence
         if kept.rolling is not None:

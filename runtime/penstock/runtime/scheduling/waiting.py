@@ -69,8 +69,8 @@ class Waiting:
         return len(self._started) + (len(self._new) if admit else 0)
 
     def first(self, *, admit: bool = True) -> Sequence | None:
-        """The first sequence in line; with `admit` false, the first whose request has started. None if there
-        is none.
+        """Return the first sequence in line; with `admit` false, the first whose request has started. None if
+        there is none.
         """
         new = self._new[0] if admit and self._new else None
         started = self._started[0] if self._started else None
