@@ -188,9 +188,9 @@ def build(
 def longest_shapes(
     model: ServedModel, options: EngineConfig, backend: Backend, *, threads: int
 ) -> tuple[ResolvedConfig, RunnerConfig]:
-    """The options with numbers where nothing was chosen, and the runner's configuration for the longest
-    context and the most snapshots that were asked for; the KV cache may hold less. ConfigError if the cache
-    cannot be of the dtype that was asked for.
+    """Return the options with numbers where nothing was chosen, and the runner's configuration for the
+    longest context and the most snapshots that were asked for; the KV cache may hold less. ConfigError if the
+    cache cannot be of the dtype that was asked for.
     """
     model.cache.check_dtype(options.kv_cache_dtype)
     config = resolve(options, backend.sizes, defaults=model.defaults)
@@ -218,7 +218,7 @@ def kv_plan(
 
 
 def grammar_compiler(text: TextCodec | None, info: ModelInfo, config: ResolvedConfig) -> CompilerOnDemand:
-    """A compiler of grammars for the model's tokenizer, if it allows them; else the log says why not."""
+    """Make a compiler of grammars for the model's tokenizer, if it allows them; else the log says why not."""
     backend = None if text is None or info.reader is not None else text.backend
     if backend is None:
         return CompilerOnDemand(None)
@@ -238,7 +238,7 @@ def grammar_compiler(text: TextCodec | None, info: ModelInfo, config: ResolvedCo
 
 
 def _image_reader(model: ServedModel, config: ResolvedConfig) -> ImageReader | None:
-    """What reads pictures for the model."""
+    """Make what reads pictures for the model."""
     if model.vision is None or model.image_processor is None:
         return None
     limits = ImageLimits(
@@ -251,7 +251,9 @@ def _image_reader(model: ServedModel, config: ResolvedConfig) -> ImageReader | N
 
 
 def _marks(model: ServedModel) -> tuple[str, str, str] | None:
-    """The texts of the tokens that stand before a picture, for it, and behind it, see `ImageReader`."""
+    """Return the texts of the tokens that stand before a picture, for it, and behind it, see
+    `ImageReader`.
+    """
     vision, text = model.vision, model.text
     if vision is None or vision.around is None or text is None:
         return None
@@ -321,8 +323,8 @@ def _reads_whole(model: ServedModel) -> bool:
 
 
 def with_whole_texts(model: ServedModel, options: EngineConfig, backend: Backend) -> ServedModel:
-    """The model with a context that a step has room for, if it reads texts in one step. ConfigError for
-    options that such a model has no use for.
+    """Return the model with a context that a step has room for, if it reads texts in one step. ConfigError
+    for options that such a model has no use for.
     """
     if not _reads_whole(model):
         return model
@@ -405,7 +407,7 @@ def _adapter_reader(model: ServedModel, config: ResolvedConfig) -> AdapterReader
 
 
 def _adapter_shapes(model: ServedModel, config: ResolvedConfig) -> dict[str, Any]:
-    """The runner's shapes for adapters; none for an engine without them."""
+    """Return the runner's shapes for adapters; none for an engine without them."""
     if model.adapted is None or not config.max_adapters:
         return {}
     return {
@@ -416,7 +418,7 @@ def _adapter_shapes(model: ServedModel, config: ResolvedConfig) -> dict[str, Any
 
 
 def _picture_shapes(model: ServedModel, config: ResolvedConfig, backend: Backend) -> dict[str, Any]:
-    """The runner's shapes for a model that reads pictures; none for another."""
+    """Return the runner's shapes for a model that reads pictures; none for another."""
     if model.vision is None:
         return {}
     return {
@@ -476,7 +478,9 @@ def _whole_picture_tokens(shapes: RunnerConfig) -> int:
 
 
 def _target_itl_s(config: ResolvedConfig, *, batch_invariant: bool) -> float:
-    """The target in seconds; 0: no limit. By default there is one only if no bit depends on a step's size."""
+    """Return the target in seconds; 0: no limit. By default there is one only if no bit depends on a step's
+    size.
+    """
     if config.target_itl_s is not None:
         return config.target_itl_s
     return DEFAULT_TARGET_ITL_S if batch_invariant else 0.0

@@ -72,12 +72,14 @@ SMALL_BYTES = 24 * 2**30
 
 
 def accelerator_sizes(memory_bytes: int | None) -> DefaultSizes:
-    """The sizes for an accelerator of which JAX may use `memory_bytes`; None: it does not report how many."""
+    """Return the sizes for an accelerator of which JAX may use `memory_bytes`; None: it does not report how
+    many.
+    """
     return SMALL_SIZES if memory_bytes is not None and memory_bytes < SMALL_BYTES else ACCELERATOR_SIZES
 
 
 def default_compilation_cache() -> Path:
-    """The folder in which compiled programs are kept between starts."""
+    """Return the folder in which compiled programs are kept between starts."""
     return Path(os.path.expanduser("~")) / ".cache" / "penstock" / "xla"
 
 
@@ -376,8 +378,8 @@ class ResolvedConfig(EngineConfig):
 def resolve(
     config: EngineConfig, sizes: DefaultSizes, *, defaults: GenerationDefaults | None = None
 ) -> ResolvedConfig:
-    """The options with numbers where nothing was chosen: the platform's `sizes`, but no more rows than the
-    tokens given, and no fewer tokens than the rows given. `defaults` are the served sampling defaults. If
+    """Return the options with numbers where nothing was chosen: the platform's `sizes`, but no more rows than
+    the tokens given, and no fewer tokens than the rows given. `defaults` are the served sampling defaults. If
     they have penalties, so has every request that does not set them otherwise, and there are as many feature
     slots as rows.
     """

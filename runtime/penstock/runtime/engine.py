@@ -183,7 +183,7 @@ def _rewritten(request: Request, callback: SamplingCallback) -> ResolvedSampling
 
 
 def _long_words(sampling: ResolvedSampling) -> list[tuple[int, ...]]:
-    """The bad words of several tokens. A word of one token is a bias on the logits instead."""
+    """Return the bad words of several tokens. A word of one token is a bias on the logits instead."""
     return [word for word in sampling.bad_words if len(word) > 1]
 
 
@@ -335,7 +335,7 @@ class Engine(EngineCore):
         return self.changes.weights_since
 
     def version_of(self, generation: int) -> WeightsVersion:
-        """The version of a generation of weights; the label of one long gone is empty."""
+        """Return the version of a generation of weights; the label of one long gone is empty."""
         return self.changes.version_of(generation)
 
     @property
@@ -369,8 +369,8 @@ class Engine(EngineCore):
     # -- tokens --
 
     def prepare(self, request: Request) -> PreparedPrompt:
-        """The part of `submit` that takes the longer the longer prompt and sampling are, to be done in any
-        thread, once for all outputs of a prompt. Raises nothing.
+        """Do the part of `submit` that takes the longer the longer prompt and sampling are; any thread may do
+        it, once for all outputs of a prompt. Raises nothing.
         """
         if request.adapter is not None:
             with contextlib.suppress(PenstockError):  # `submit` raises it
@@ -378,9 +378,9 @@ class Engine(EngineCore):
         return self._rules.prepare(request, super().prepare(request))
 
     def _with_adapter(self, request: Request, prepared: PreparedPrompt | None = None) -> Request:
-        """The request with the weights of the adapter that it names: its own if it has some, or those of
-        `prepared`, so that all outputs of a prompt have the same. See `AdapterRegistry.weights_of` for what
-        it raises.
+        """Return the request with the weights of the adapter that it names: its own if it has some, or those
+        of `prepared`, so that all outputs of a prompt have the same. See `AdapterRegistry.weights_of` for
+        what it raises.
         """
         if request.adapter is None or request.adapter_weights is not None:
             return request
@@ -410,9 +410,9 @@ class Engine(EngineCore):
         self._rules.callback = callback
 
     def metrics(self, *, flush: bool = True) -> EngineMetrics:
-        """What the engine does and has done: totals, rates and percentiles of latencies. Any thread may ask.
-        Without `flush` the last moment (a tenth of a second) may be missing, and this waits for nothing, also
-        if the engine hangs. ConfigError where `EngineConfig.metrics` is off.
+        """Report what the engine does and has done: totals, rates and percentiles of latencies. Any thread
+        may ask. Without `flush` the last moment (a tenth of a second) may be missing, and this waits for
+        nothing, also if the engine hangs. ConfigError where `EngineConfig.metrics` is off.
         """
         if self._meters is None:
             raise ConfigError("metrics: the engine was made without them")

@@ -30,7 +30,7 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def engine_failure(error: BaseException) -> EngineFailure:
-    """The error that is given to every request of an engine that died of `error`.
+    """Make the error that is given to every request of an engine that died of `error`.
 
     The frames of the error's traceback let go of their variables, because some of them hold arrays on the
     device, which would otherwise live as long as the failure. So `error` must have been raised on this thread

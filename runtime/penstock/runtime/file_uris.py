@@ -10,8 +10,8 @@ from penstock.runtime.errors import InvalidRequest, UnsupportedFeature, Violatio
 
 
 def path_of(uri: str, field: str) -> Path:
-    """The absolute path that a URI names. Errors name it as `field`. Raises UnsupportedFeature for another
-    scheme than file://, and InvalidRequest for anything else that is wrong.
+    """Return the absolute path that a URI names. Errors name it as `field`. Raises UnsupportedFeature for
+    another scheme than file://, and InvalidRequest for anything else that is wrong.
     """
     try:
         parts = urlsplit(uri)

@@ -78,7 +78,7 @@ class LoraConfig:
     experts."""
 
     def rank_of(self, name: str) -> int:
-        """The rank of a layer."""
+        """Return the rank of a layer."""
         return int(_by_pattern(self.ranks, name, self.rank))
 
     def scaling_of(self, name: str) -> float:
@@ -114,7 +114,7 @@ def read_config(fields: Mapping[str, Any]) -> LoraConfig:
 
 
 def _check_targets(fields: Mapping[str, Any]) -> None:
-    """The tensors say which layers are changed; so what names them is only checked for its form."""
+    """Check only the form of what names the targets, as the tensors say which layers are changed."""
     for name in ("target_modules", "exclude_modules"):
         value = fields.get(name)
         if isinstance(value, str) or value is None:
@@ -166,7 +166,7 @@ def _num_choices(pattern: str) -> int:
 
 
 def _by_pattern(found: Mapping[str, float], name: str, default: float) -> float:
-    """What the first pattern says that the end of the name matches, as PEFT has it."""
+    """Return what the first pattern says that the end of the name matches, as PEFT has it."""
     for pattern, value in found.items():
         if re.match(rf"(.*\.)?({pattern})$", name):
             return value
@@ -327,9 +327,9 @@ class AdapterReader:
         raise AdapterFormatError(message, tensor=name)
 
     def _stack(self, config: LoraConfig, inner: str, rest: str) -> tuple[str, ExpertLayers] | None:
-        """The name and the layers of the parameter that PEFT wraps with these matrices, if it stacks experts.
-        PEFT wraps the parameters of one module one around the other, in the order in which the module has
-        them; so how often a name has ".base_layer" tells the parameter.
+        """Return the name and the layers of the parameter that PEFT wraps with these matrices, if it stacks
+        experts. PEFT wraps the parameters of one module one around the other, in the order in which the
+        module has them; so how often a name has ".base_layer" tells the parameter.
         """
         match = re.fullmatch(r"layers\.(\d{1,6})\.(?:\w+\.)?experts((?:\.base_layer){0,1})", rest)
         if match is None:
@@ -345,8 +345,8 @@ class AdapterReader:
         return None if stack is None else (name, stack)
 
     def _blocks(self, half: _Half, matrix: NDArray[np.float32]) -> Iterator[AdapterBlock]:
-        """What each device has of a matrix, B times its scaling. In a stack of experts the rows of A are
-        sorted by expert, and the columns of B by rank and then by expert.
+        """Yield what each device has of a matrix, B times its scaling. In a stack of experts the rows of A
+        are sorted by expert, and the columns of B by rank and then by expert.
         """
         if not half.experts:
             yield from self._blocks_of_layer(half.layer, half.is_b, matrix)
@@ -418,8 +418,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _tensors_of(
     descriptor: int, entries: Mapping[str, TensorEntry]
 ) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """The tensors of an open file. They are read, not mapped: a file that another program makes shorter would
-    end this process.
+    """Yield the tensors of an open file. They are read, not mapped: a file that another program makes shorter
+    would end this process.
     """
     for name, entry in entries.items():
         data = os.pread(descriptor, entry.num_bytes, entry.offset)

@@ -144,14 +144,14 @@ class AdapterRegistry:
             return tuple(self._info(name) for name in sorted(self._entries.keys() | self._loading.keys()))
 
     def get(self, name: str) -> AdapterInfo:
-        """The adapter of this name, which is in memory. Raises UnknownAdapterError."""
+        """Return the adapter of this name, which is in memory. Raises UnknownAdapterError."""
         with self._lock:
             self._entry(name)
             return self._info(name)
 
     def weights_of(self, name: str) -> AdapterWeights:
-        """What the name means now, for a request. An adapter in `adapter_dir` that is not in memory is read
-        first, which blocks. Raises UnknownAdapterError and, for such an adapter, what `load` raises.
+        """Return what the name means now, for a request. An adapter in `adapter_dir` that is not in memory is
+        read first, which blocks. Raises UnknownAdapterError and, for such an adapter, what `load` raises.
         """
         with self._lock:
             while name in self._loading and name not in self._entries:

@@ -41,7 +41,7 @@ _VECTORS = ("amx", "asimd", "avx", "f16c", "fma", "sve")
 
 
 def process_facts(model: str, config: EngineConfig, processes: int) -> Facts:
-    """What can be told before anything is loaded. ConfigError if there is no such model."""
+    """Collect what can be told before anything is loaded. ConfigError if there is no such model."""
     options = {
         field.name: repr(getattr(config, field.name))
         for field in dataclasses.fields(config)
@@ -59,7 +59,7 @@ def process_facts(model: str, config: EngineConfig, processes: int) -> Facts:
 
 
 def program_facts(runner: ModelRunner, programs: Programs) -> Facts:
-    """What is known once programs are compiled."""
+    """Collect what is known once programs are compiled."""
     return {
         "the pages of the KV cache": ", ".join(map(str, runner.device.num_pages)),
         "max_model_len": str(runner.config.max_model_len),
@@ -69,9 +69,9 @@ def program_facts(runner: ModelRunner, programs: Programs) -> Facts:
 
 
 def model_digest(model: Path) -> str:
-    """A digest of the configuration, and of names, shapes and first bytes of all tensors, in hexadecimal.
-    Layers behind an encoder's pooling count. It does not read all of the weights, which takes minutes for a
-    large model. model: a directory or a GGUF file. Raises ConfigError.
+    """Compute a digest of the configuration, and of names, shapes and first bytes of all tensors, in
+    hexadecimal. Layers behind an encoder's pooling count. It does not read all of the weights, which takes
+    minutes for a large model. model: a directory or a GGUF file. Raises ConfigError.
     """
     digest = hashlib.sha256()
     if is_gguf(model):
@@ -98,7 +98,7 @@ def model_digest(model: Path) -> str:
 
 
 def _instruction_sets() -> str:
-    """What Linux says of the processor's vectors; machines of which it differs compute other bits."""
+    """Return what Linux says of the processor's vectors; machines of which it differs compute other bits."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -200,7 +200,7 @@ class DispatchLog(Protocol):
     # -- weight updates, on any thread --
 
     def open_update(self) -> int:
-        """The number of a new update, which begins with `tell` and ends with `close_update`."""
+        """Begin an update and return its number; it begins with `tell` and ends with `close_update`."""
         ...
 
     def tell(self, record: UpdateRecord) -> None:
@@ -226,7 +226,7 @@ class DispatchLog(Protocol):
     # -- the end --
 
     def explained(self, error: Exception) -> GroupEnded:
-        """The end of the group that is behind an error of the device."""
+        """Return the end of the group that is behind an error of the device."""
         ...
 
 
@@ -249,7 +249,9 @@ class LeaderLink(Protocol):
         ...
 
     def calls(self) -> Iterator[Call | UpdateRecord]:
-        """The leader's calls and what it tells of updates, in order. They end when the leader has stopped."""
+        """Yield the leader's calls and what it tells of updates, in order. They end when the leader has
+        stopped.
+        """
         ...
 
     def report(self, report: Taken | Prepared) -> None:

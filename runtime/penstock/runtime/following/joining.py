@@ -86,7 +86,7 @@ def check_adapters(config: RunnerConfig) -> None:
 
 
 def shares(devices: Sequence[jax.Device], share: int, processes: int) -> list[jax.Device]:
-    """The first `share` devices of each process, in the order of the processes. ConfigError if one has
+    """Return the first `share` devices of each process, in the order of the processes. ConfigError if one has
     fewer.
     """
     by_process = [[device for device in devices if device.process_index == i] for i in range(processes)]

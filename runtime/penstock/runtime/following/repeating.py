@@ -21,7 +21,7 @@ class Repeater:
     """Makes the calls of a leader's log, one after the other, on one thread."""
 
     def __init__(self, runner: ModelRunner, programs: Programs, updates: FollowedUpdates) -> None:
-        """The runner's calls are made here alone."""
+        """Make the runner's calls, which are made here alone."""
         self._runner, self._updates = runner, updates
         self._calls = runner.make_calls(programs)
         self._keys = {key.name: key for key in programs.steps}
@@ -100,7 +100,7 @@ class Repeater:
 
 
 def _there(array: jax.Array | None) -> jax.Array:
-    """The result of the last forward. ValueError before the first one."""
+    """Return the result of the last forward. ValueError before the first one."""
     if array is None:
         raise ValueError("no forward came before")
     return array

@@ -37,7 +37,7 @@ class BadImage(ValueError):
 
 
 def sniff(data: bytes) -> str:
-    """The media type that the bytes begin like; empty if it is none of those that are read."""
+    """Return the media type that the bytes begin like; empty if it is none of those that are read."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return "image/png"
     if data.startswith(b"\xff\xd8\xff"):
@@ -48,8 +48,8 @@ def sniff(data: bytes) -> str:
 
 
 def check_bytes(image: Image, limits: ImageLimits) -> str:
-    """The media type of a picture that is neither too large nor of another format than it says; otherwise
-    BadImage. It takes no time, because only the first bytes are looked at.
+    """Return the media type of a picture that is neither too large nor of another format than it says;
+    otherwise raise BadImage. It takes no time, because only the first bytes are looked at.
     """
     data = image.data
     if not data:
@@ -65,8 +65,8 @@ def check_bytes(image: Image, limits: ImageLimits) -> str:
 
 
 def read_header(image: Image, limits: ImageLimits) -> ImageFile:
-    """The picture with its size known and no pixel decoded. Raises BadImage as `check_bytes` does, and for
-    what has too many pixels or is not readable.
+    """Return the picture with its size known and no pixel decoded. Raises BadImage as `check_bytes` does, and
+    for what has too many pixels or is not readable.
     """
     data, media_type = image.data, check_bytes(image, limits)
     if media_type == "image/webp":
@@ -80,7 +80,7 @@ def read_header(image: Image, limits: ImageLimits) -> ImageFile:
 
 
 def decode(opened: ImageFile) -> PilImage:
-    """The first frame of what `read_header` has returned, turned as its EXIF orientation says. Raises
+    """Decode the first frame of what `read_header` has returned, turned as its EXIF orientation says. Raises
     BadImage where the bytes end early or make no picture.
     """
     try:

@@ -80,8 +80,8 @@ class Gemma4Processor:
         return rows * columns + 2
 
     def process(self, image: PilImage) -> list[Part]:
-        """The patches of a picture, square by square, and the tokens around it. Raises BadImage for colours
-        that cannot be converted.
+        """Make the patches of a picture, square by square, and the tokens around it. Raises BadImage for
+        colours that cannot be converted.
         """
         try:
             made = self._processor(

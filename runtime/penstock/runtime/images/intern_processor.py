@@ -71,7 +71,7 @@ class InternProcessor:
         return int(tiles) * self._per_tile + 2
 
     def process(self, image: PilImage) -> list[Part]:
-        """The tiles of a picture, and the tokens around them. Raises BadImage for colours that cannot be
+        """Make the tiles of a picture, and the tokens around them. Raises BadImage for colours that cannot be
         converted.
         """
         try:

@@ -73,8 +73,8 @@ class PixtralProcessor:
         return rows * (columns + 1)
 
     def process(self, image: PilImage) -> list[Part]:
-        """The patches of a picture, and the tokens behind its rows. Raises BadImage for colours that cannot
-        be converted.
+        """Return the patches of a picture, and the tokens behind its rows. Raises BadImage for colours that
+        cannot be converted.
         """
         side = {"height": self._token_side, "width": self._token_side}
         size = {"longest_edge": self._longest}

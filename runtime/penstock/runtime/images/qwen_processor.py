@@ -75,8 +75,8 @@ class QwenProcessor:
         return tokens
 
     def process(self, image: PilImage) -> list[Part]:
-        """The patches of the picture, which take the place of its token. What is transparent becomes white.
-        Raises BadImage for colours that cannot be converted.
+        """Return the patches of the picture, which take the place of its token. What is transparent becomes
+        white. Raises BadImage for colours that cannot be converted.
         """
         try:
             made = self._processor(images=[image], size=self._size, do_convert_rgb=True, return_tensors="np")

@@ -46,7 +46,7 @@ class Processor(Protocol):
         ...
 
     def process(self, image: PilImage) -> Sequence[Part]:
-        """What takes the place of a picture's token. Raises BadImage."""
+        """Return what takes the place of a picture's token. Raises BadImage."""
         ...
 
 
@@ -68,7 +68,7 @@ class ImageReader:
         limits: ImageLimits,
         marks: tuple[str, str, str] | None = None,
     ) -> None:
-        """`marks` are the texts of the tokens that stand before a picture, for it, and behind it, where
+        """Take as `marks` the texts of the tokens that stand before a picture, for it, and behind it, where
         texts may have the first alone (`Vision.around`).
         """
         self.limits = limits
@@ -82,9 +82,9 @@ class ImageReader:
         return self._vision.image_token_id
 
     def written_out(self, text: str) -> str:
-        """A text in which pictures stand as the model's processor writes them: between two tokens and blank
-        lines, for a model whose templates write the first of these tokens in the place of all. It is done in
-        the text because a tokenizer may join blank lines with those around them.
+        """Write out a text in which pictures stand as the model's processor writes them: between two tokens
+        and blank lines, for a model whose templates write the first of these tokens in the place of all. It
+        is done in the text because a tokenizer may join blank lines with those around them.
         """
         if self._marks is None:
             return text
@@ -139,8 +139,8 @@ class ImageReader:
         return self._expanded(token_ids, places, made)
 
     def _parts(self, image: Image) -> Sequence[Part]:
-        """What takes the place of one picture. Its header is read again, so that no picture has pixels in
-        memory while others are decoded.
+        """Return what takes the place of one picture. Its header is read again, so that no picture has pixels
+        in memory while others are decoded.
         """
         return self._processor.process(decode(read_header(image, self.limits)))
 
@@ -170,7 +170,7 @@ class ImageReader:
         return Placed(tuple(expanded), tuple(media), rotary)
 
     def _tokens_of(self, part: Patches) -> tuple[list[int], int | None]:
-        """The tokens of patches, and `MediaItem.row_tokens`."""
+        """Return the tokens of patches, and `MediaItem.row_tokens`."""
         image = self._vision.image_token_id
         if not part.row_ends:
             return [image] * part.num_tokens, None
@@ -179,7 +179,7 @@ class ImageReader:
 
 
 def _each(items: Sequence[T], fields: Sequence[str], make: Callable[[T], U]) -> list[U]:
-    """What `make` makes of each. InvalidRequest with every BadImage that it raises."""
+    """Return what `make` makes of each. InvalidRequest with every BadImage that it raises."""
     made: list[U] = []
     bad: list[Violation] = []
     for item, field in zip(items, fields, strict=True):

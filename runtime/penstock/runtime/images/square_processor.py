@@ -46,8 +46,8 @@ class SquareProcessor:
         return self._num_tokens
 
     def process(self, image: PilImage) -> list[Part]:
-        """The patches of the picture, square by square. What is transparent becomes white. Raises BadImage
-        for colours that cannot be converted.
+        """Return the patches of the picture, square by square. What is transparent becomes white. Raises
+        BadImage for colours that cannot be converted.
         """
         try:
             made = self._processor(images=[image], do_convert_rgb=True, return_tensors="np")

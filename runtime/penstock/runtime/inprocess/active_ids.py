@@ -28,7 +28,7 @@ class ActiveIds:
             raise DuplicateRequestId(request_id)
 
     def release(self, request_id: str) -> None:
-        """The id may be used again."""
+        """Let the id be used again."""
         self._owners.pop(request_id, None)
 
 

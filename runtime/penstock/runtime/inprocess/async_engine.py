@@ -179,7 +179,7 @@ class AsyncEngine:
             batch.close()
 
     def _board(self) -> Switchboard:
-        """The switchboard of the loop that runs now."""
+        """Return the switchboard of the loop that runs now."""
         loop = asyncio.get_running_loop()
         if self._switchboard is None or self._switchboard.loop is not loop:
             self._switchboard = Switchboard(loop)

@@ -128,7 +128,7 @@ def _sinks(inbox: queue.SimpleQueue[Item]) -> Callable[[int], SinkOf]:
 
 
 def progress_bar(engine: EmbeddedEngine, num_prompts: int, show_progress: bool | None) -> tqdm[NoReturn]:
-    """A bar of the prompts that ended, on a terminal. None: if the engine's options say so."""
+    """Make a bar of the prompts that ended, on a terminal. None: if the engine's options say so."""
     if show_progress is None:
         show_progress = engine.config.show_progress
     return tqdm(

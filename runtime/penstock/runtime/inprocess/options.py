@@ -102,8 +102,8 @@ _KINDS: Mapping[str, type] = {
 
 
 def job_of(engine: TextEngine, prompt: Prompt, options: RequestOptions) -> Job:
-    """The job that the keyword arguments ask for. TypeError for an argument that does not exist or is of the
-    wrong class; InvalidRequest or UnsupportedFeature, with the field, for what this engine cannot do.
+    """Make the job that the keyword arguments ask for. TypeError for an argument that does not exist or is of
+    the wrong class; InvalidRequest or UnsupportedFeature, with the field, for what this engine cannot do.
     """
     given = _given(options)
     request_id = given.get("request_id", "") or uuid.uuid4().hex
@@ -133,7 +133,7 @@ def job_of(engine: TextEngine, prompt: Prompt, options: RequestOptions) -> Job:
 
 
 def _given(options: RequestOptions) -> dict[str, Any]:
-    """The arguments that are not None."""
+    """Return the arguments that are not None."""
     known = [*_KINDS, "constraint"]
     given: dict[str, Any] = {}
     for name, value in options.items():
@@ -177,7 +177,7 @@ def _check(engine: TextEngine, job: Job) -> None:
 
 
 def _text_problems(job: Job) -> list[Violation]:
-    """What needs a tokenizer, which this model lacks."""
+    """List what needs a tokenizer, which this model lacks."""
     bad = []
     if not isinstance(job.prompt, TokenPrompt):
         bad.append(Violation("input", "this model has no tokenizer; pass token ids"))
@@ -191,15 +191,15 @@ def _text_problems(job: Job) -> list[Violation]:
 
 
 def prompt_job(engine: TextEngine, prompt: Any, options: PromptOptions) -> Job:
-    """The job of one prompt of text or of token ids, see `prompt_of` and `job_of`."""
+    """Make the job of one prompt of text or of token ids, see `prompt_of` and `job_of`."""
     rest: dict[str, Any] = dict(options)
     media = rest.pop("media", None)
     return job_of(engine, prompt_of(prompt, media or ()), cast(RequestOptions, rest))
 
 
 def prompt_of(prompt: Any, media: Any = ()) -> Prompt:
-    """A prompt of text or of token ids. InvalidRequest where it is empty, TypeError where it is neither, or
-    where `media` has anything but pictures.
+    """Make a prompt of text or of token ids. InvalidRequest where it is empty, TypeError where it is neither,
+    or where `media` has anything but pictures.
     """
     pictures = tuple(media)
     if not all(isinstance(image, Image) for image in pictures):
@@ -223,7 +223,7 @@ def is_list_of_prompts(prompt: Prompts) -> bool:
 
 
 def jobs_of(engine: TextEngine, prompts: Prompts, options: PromptOptions) -> list[Job]:
-    """A job for each prompt of a list. `request_id` is then a sequence of as many ids, and `media` of as
+    """Make a job for each prompt of a list. `request_id` is then a sequence of as many ids, and `media` of as
     many sequences of pictures.
     """
     rest: dict[str, Any] = dict(options)
@@ -240,7 +240,7 @@ def jobs_of(engine: TextEngine, prompts: Prompts, options: PromptOptions) -> lis
 
 
 def chat_job(engine: TextEngine, messages: Messages, options: ChatOptions) -> Job:
-    """The job of a conversation. InvalidRequest with everything that is wrong with it."""
+    """Make the job of a conversation. InvalidRequest with everything that is wrong with it."""
     rest: dict[str, Any] = dict(options)
     tools = rest.pop("tools", None)
     choice, template = rest.pop("tool_choice", None), rest.pop("chat_template", None)

@@ -107,8 +107,8 @@ def read(
     options: ReadingOptions,
     inbox: Inbox | None = None,
 ) -> list[StepOutput]:
-    """The last output of each prompt. The first error ends them all, and is raised. Raises GenerationError
-    where somebody puts None into `inbox`, by default one of its own.
+    """Read the last output of each prompt. The first error ends them all, and is raised. Raises
+    GenerationError where somebody puts None into `inbox`, by default one of its own.
     """
     given = _checked(engine, options)
     request_id = cast("str", given.get("request_id")) or uuid.uuid4().hex
@@ -164,7 +164,9 @@ def read(
 
 
 def _checked(engine: EmbeddedEngine, options: ReadingOptions) -> dict[str, object]:
-    """The options that are not None. TypeError for one that does not exist or is of the wrong class."""
+    """Return the options that are not None. TypeError for one that does not exist or is of the wrong
+    class.
+    """
     given: dict[str, object] = {}
     for name, value in options.items():
         if name not in _KINDS:
@@ -187,7 +189,7 @@ def _several(name: str, values: Sequence[TextOrIds]) -> Sequence[TextOrIds]:
 def _ids_of_all(
     engine: EmbeddedEngine, name: str, values: Sequence[TextOrIds], *, special: bool, cuts: bool = False
 ) -> list[tuple[int, ...]]:
-    """The token ids of each. InvalidRequest names all that are empty or too long."""
+    """Return the token ids of each. InvalidRequest names all that are empty or too long."""
     bad: list[Violation] = []
     found: list[tuple[int, ...]] = []
     for i, value in enumerate(_several(name, values)):
@@ -201,7 +203,7 @@ def _ids_of_all(
 def _token_ids(
     engine: EmbeddedEngine, value: TextOrIds, *, special: bool, cuts: bool = False
 ) -> tuple[int, ...]:
-    """The token ids of a text or of what are some already."""
+    """Return the token ids of a text or of what are some already."""
     prompt = prompt_of(value)
     if engine.text is None and isinstance(value, str):
         raise UnsupportedFeature(["prompt"], "this model has no tokenizer")
@@ -210,7 +212,7 @@ def _token_ids(
 
 
 def _pooling(given: Pooling | str | None, otherwise: Pooling) -> Pooling:
-    """The pooling, given also by its value. InvalidRequest for what is none."""
+    """Return the pooling, given also by its value. InvalidRequest for what is none."""
     try:
         return otherwise if given is None else Pooling(given)
     except ValueError:
@@ -219,7 +221,7 @@ def _pooling(given: Pooling | str | None, otherwise: Pooling) -> Pooling:
 
 
 def _truncation(given: Truncation | str) -> Truncation:
-    """The truncation, given also by its value. InvalidRequest for what is none."""
+    """Return the truncation, given also by its value. InvalidRequest for what is none."""
     try:
         return Truncation(given)
     except ValueError:

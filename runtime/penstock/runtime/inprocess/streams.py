@@ -120,8 +120,8 @@ class RunningRequest:
         return self._unread
 
     def take(self, index: int, output: StepOutput) -> Delta | None:
-        """What a step added to one output; None where that is nothing. An error of one output ends them all,
-        and is raised.
+        """Return what a step added to one output; None where that is nothing. An error of one output ends
+        them all, and is raised.
         """
         try:
             delta = self._live[index].add(output)
@@ -151,7 +151,7 @@ class RunningRequest:
         self._engine.active_ids.release(self.request_id)
 
     def so_far(self, index: int) -> OutputSoFar:
-        """What one output has. IndexError where there is none of that index."""
+        """Return what one output has. IndexError where there is none of that index."""
         return self._outputs[index]
 
     @property
@@ -256,7 +256,7 @@ class GenerationStream(Progress, Iterator[Delta]):
         self._request = RunningRequest(engine, prepare_job(engine, job), _queue_sinks(self._inbox))
 
     def __next__(self) -> Delta:
-        """The next delta of any output. Raises the error that the request ended with."""
+        """Return the next delta of any output. Raises the error that the request ended with."""
         while not self._deltas:
             if self._closed or not self._begun().num_unread:
                 raise StopIteration
@@ -331,7 +331,7 @@ class Inbox:
         self._changed.clear()
 
     def take(self) -> tuple[Key, StepOutput] | None:
-        """The oldest item, if there is one."""
+        """Take the oldest item, if there is one."""
         return self._items.popleft() if self._items else None
 
 
@@ -384,7 +384,9 @@ class AsyncGenerationStream(Progress, AsyncIterator[Delta]):
         return self._request
 
     async def __anext__(self) -> Delta:
-        """The next delta of any output. Raises what is refused, or the error that the request ended with."""
+        """Return the next delta of any output. Raises what is refused, or the error that the request ended
+        with.
+        """
         while not self._deltas:
             request = None if self._closed else await self._begin()
             if request is None:

@@ -68,8 +68,8 @@ class UpdateFiles:
         """In the order in which `pieces` has them."""
 
     def pieces(self) -> Iterator[tuple[int, int, bytes]]:
-        """The bytes of all tensors, in pieces: index of the tensor, offset in it, data. Raises InvalidRequest
-        if a file was changed since it was opened.
+        """Yield the bytes of all tensors, in pieces: index of the tensor, offset in it, data. Raises
+        InvalidRequest if a file was changed since it was opened.
         """
         for index, (name, entry) in enumerate(self._entries):
             file = self._files[entry.file]
@@ -112,8 +112,8 @@ class UpdateFiles:
         return joined(directory, [self._tensors_of_file(directory / name) for name in files])
 
     def _below_a_root(self, path: Path) -> Path:
-        """The path without symbolic links, which lies below a root. What lies elsewhere is refused alike,
-        whether it exists or not.
+        """Return the path without symbolic links, which lies below a root. What lies elsewhere is refused
+        alike, whether it exists or not.
         """
         real = Path(os.path.realpath(path))
         if not any(real == root or root in real.parents for root in self._roots):

@@ -31,8 +31,8 @@ _CHECKED_AT_ONCE = 1 << 20
 
 
 def digest_of(tensors: Iterable[tuple[SentTensor, bytes]]) -> bytes:
-    """The SHA-256 of a text that has one line for each tensor, in the order of their names:
-    "NAME DTYPE D1,D2 HASH", where HASH is the SHA-256 of the tensor's bytes, given here beside it.
+    """Compute the SHA-256 of a text that has one line for each tensor, in the order of their names: "NAME
+    DTYPE D1,D2 HASH", where HASH is the SHA-256 of the tensor's bytes, given here beside it.
     """
     whole = hashlib.sha256()
     for tensor, sha256 in sorted(tensors, key=lambda entry: entry[0].name):
@@ -42,7 +42,7 @@ def digest_of(tensors: Iterable[tuple[SentTensor, bytes]]) -> bytes:
 
 
 def tensor_at(sent: Sequence[SentTensor], index: int) -> SentTensor:
-    """The tensor of a chunk. InvalidRequest for an index that the manifest has not."""
+    """Return the tensor of a chunk. InvalidRequest for an index that the manifest has not."""
     if not 0 <= index < len(sent):
         described = f"must be below {len(sent)}, the number of tensors; it is {index}"
         raise InvalidRequest([Violation("chunk.tensor_index", described)])
@@ -57,7 +57,7 @@ def check_total(total_bytes: int, received: int) -> None:
 
 
 def too_long(sent: SentTensor) -> TensorsRefused:
-    """The error for more bytes than a tensor has."""
+    """Make the error for more bytes than a tensor has."""
     why = "has more bytes than its shape needs"
     return TensorsRefused([TensorProblem(sent.name, TensorReason.INCOMPLETE, sent, sent, why)])
 

@@ -51,7 +51,7 @@ class NewLeaves(Protocol):
     """Takes leaves on the update's thread, and makes them those that serve on the engine's."""
 
     def old(self, path: ParamPath) -> npt.NDArray[Any]:
-        """The leaf that serves, to be copied where an update has only parts of it."""
+        """Return the leaf that serves, to be copied where an update has only parts of it."""
         ...
 
     def take(self, path: ParamPath, leaf: npt.NDArray[Any], parts: Parts) -> None:
@@ -219,9 +219,9 @@ class LeavesBeside:
         host_memory.let_go()
 
     def _up_to_date(self, path: ParamPath, leaf: _Staged, live: jax.Array) -> jax.Array | npt.NDArray[Any]:
-        """The leaf to install. Another update may have gone live since this one was staged, and what it
-        changed must stay changed. So if only parts of the leaf are new, they are put into the live leaf. That
-        is made on the host, because nothing may be compiled while requests run.
+        """Return the leaf to install. Another update may have gone live since this one was staged, and what
+        it changed must stay changed. So if only parts of the leaf are new, they are put into the live leaf.
+        That is made on the host, because nothing may be compiled while requests run.
         """
         if leaf.parts is None or self._seen[path]() is live:
             return leaf.value
@@ -267,7 +267,7 @@ class LeavesInPlace:
 
 
 def _placed(device: DeviceState, path: ParamPath, leaf: npt.NDArray[Any]) -> jax.Array:
-    """The leaf on the device. Raises WeightsError if there is no room for it."""
+    """Put the leaf on the device. Raises WeightsError if there is no room for it."""
     try:
         placed: jax.Array = jax.block_until_ready(device.place(path, leaf))
         return placed
@@ -568,7 +568,7 @@ class OneUpdate:
     def report(
         self, outcome: UpdateOutcome, current: WeightsVersion, applied: Applied | None = None
     ) -> UpdateReport:
-        """What has come of the update. `applied`: if it is live."""
+        """Report what has come of the update. `applied`: if it is live."""
         report = UpdateReport(
             outcome=outcome,
             current=current,
@@ -588,7 +588,7 @@ class OneUpdate:
         )
 
     def _install(self) -> None:
-        """Called on the engine's thread."""
+        """Install the update, on the engine's thread."""
         check_generation(self.options, self._changes.weights)
         self.new.install()
 

@@ -90,8 +90,8 @@ class UpdatePlace:
             self._holder.is_staged = True
 
     def take_staged(self, update_id: str) -> OneUpdate:
-        """The staged update of this id. It is staged no more, but keeps the place. Raises UpdateUnderWay if
-        it is not staged yet, or not any more because it is about to go live; UnknownUpdate for another id.
+        """Take the staged update of this id. It is staged no more, but keeps the place. Raises UpdateUnderWay
+        if it is not staged yet, or not any more because it is about to go live; UnknownUpdate for another id.
         """
         with self._lock:
             holder = self._holder
@@ -118,7 +118,8 @@ class UpdatePlace:
                 self._committed.popitem(last=False)
 
     def known(self, update_id: str, current: WeightsVersion) -> UpdateReport | None:
-        """What came of an update that went live or is staged; None for any other. `current`: what serves.
+        """Report what came of an update that went live or is staged; None for any other. `current`: what
+        serves.
 
         An update that has gone live and still has the place, because its memory is not free yet, is not known
         yet: who is told that it is live may begin the next one.
@@ -214,8 +215,8 @@ class Updater:
         return self._place.staged_update_id
 
     def already_committed(self, update_id: str) -> UpdateReport | None:
-        """What came of an update that went live (the last 1,000 are known) or is staged now. None: there is
-        nothing to tell, so it may begin.
+        """Report what came of an update that went live (the last 1,000 are known) or is staged now. None:
+        there is nothing to tell, so it may begin.
         """
         return self._place.known(update_id, self._core.weights)
 
@@ -418,7 +419,7 @@ class Updater:
     def _settle(
         self, update: OneUpdate, applied: Future[Applied], pending: PendingReport, was_staged: bool
     ) -> None:
-        """Called when an update is live, refused or taken back: on the engine's thread, or on that of who
+        """Settle an update that is live, refused or taken back: on the engine's thread, or on that of who
         took it back.
         """
         outcome: UpdateReport | BaseException

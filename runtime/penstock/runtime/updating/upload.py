@@ -25,7 +25,7 @@ Arrays: TypeAlias = Mapping[str, npt.NDArray[Any] | jax.Array]
 
 
 def described(tensors: Arrays) -> list[SentTensor]:
-    """The arrays without their values, in their own order."""
+    """Return the arrays without their values, in their own order."""
     return [
         SentTensor(name, name_of(np.dtype(tensor.dtype)), tuple(tensor.shape))
         for name, tensor in tensors.items()
