@@ -144,7 +144,7 @@ ENDPOINTS: Final = (
 def create_app(
     front: Front, endpoints: Sequence[Endpoint] = ENDPOINTS, batches: BatchRunner | None = None
 ) -> ASGIApp:
-    """The ASGI app of a front; without `batches` it keeps no files. It does not use ASGI's lifespan."""
+    """Make the ASGI app of a front; without `batches` it keeps no files. It does not use ASGI's lifespan."""
     settings = front.settings
     left_out = (() if settings.page else PAGE) + (() if settings.adapter_updates else ADAPTER_UPDATES)
     endpoints = [row for row in endpoints if row not in left_out]
@@ -172,7 +172,9 @@ def create_app(
 
 
 def _routes(endpoints: Sequence[Endpoint]) -> list[Route]:
-    """A route for each path, so that a method that it does not take is answered with all that it takes."""
+    """Make a route for each path, so that a method that it does not take is answered with all that it
+    takes.
+    """
     by_path: dict[str, dict[str, Endpoint]] = {}
     for endpoint in endpoints:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint

@@ -49,7 +49,7 @@ class Vocabularies:
         self._asking = Shared(self._ask)
 
     async def of(self, call: Call) -> Vocabulary:
-        """The vocabulary, asked for with the caller's key where it is not known. Raises the client's
+        """Return the vocabulary, asked for with the caller's key where it is not known. Raises the client's
         errors.
         """
         if self._kept is not None and self._clock() < self._until:
@@ -120,8 +120,8 @@ class ModelFacts:
         return None if self.has_adapters else self.model
 
     def asked_for(self, model: str | None) -> Asked:
-        """What a request asks the server for that names this model. A name that is not the model's is that
-        of an adapter, if there are any.
+        """Say what a request asks the server for that names this model. A name that is not the model's is
+        that of an adapter, if there are any.
         """
         if model is None or model == self.model or not self.has_adapters:
             return Asked(model=model, adapter=None)
@@ -146,21 +146,24 @@ class Backend:
         self._checking: asyncio.Task[bool] | None = None
 
     async def facts(self, call: Call, *, fresh: bool = False) -> ModelFacts:
-        """What is known of the model, asked for with the caller's key where it is not known yet. `fresh` asks
-        the server in any case, which refuses callers that may not know it. Raises the client's errors.
+        """Return what is known of the model, asked for with the caller's key where it is not known yet.
+        `fresh` asks the server in any case, which refuses callers that may not know it. Raises the client's
+        errors.
         """
         if self._facts is not None and not fresh and time.monotonic() < self._facts_until:
             return self._facts
         return await self._asking.of(call)
 
     async def adapters(self, call: Call) -> Sequence[Adapter]:
-        """The adapters that the server has in memory and the caller may use. Raises the client's errors."""
+        """List the adapters that the server has in memory and the caller may use. Raises the client's
+        errors.
+        """
         if not (await self.facts(call)).has_adapters:
             return ()
         return await self.client.list_adapters(timeout=_FACTS_TIMEOUT_S, metadata=call.metadata)
 
     async def vocabulary(self, call: Call, param: str = "logprobs") -> Vocabulary:
-        """What the model's tokens look like, for the sake of this field. Raises ApiError if it has no
+        """Return what the model's tokens look like, for the sake of this field. Raises ApiError if it has no
         tokenizer, and the client's errors.
         """
         try:

@@ -9,8 +9,8 @@ import sqlite3
 
 
 def secret_of(database: sqlite3.Connection) -> bytes:
-    """The secret of a file in which callers' things are stored. It is made at the first call, within the
-    transaction that is open, if one is.
+    """Return the secret of a file in which callers' things are stored. It is made at the first call, within
+    the transaction that is open, if one is.
     """
     database.execute(
         "CREATE TABLE IF NOT EXISTS secret "
@@ -22,8 +22,8 @@ def secret_of(database: sqlite3.Connection) -> bytes:
 
 
 def caller_of(authorization: str, secret: bytes) -> str:
-    """The name under which a caller's things are stored: a hash of its key, of which nobody without the
-    secret learns the key. Callers without a key, whose `authorization` is empty, are one.
+    """Return the name under which a caller's things are stored: a hash of its key, of which nobody without
+    the secret learns the key. Callers without a key, whose `authorization` is empty, are one.
     """
     scheme, _, key = authorization.partition(" ")
     named = f"{scheme.lower()} {key.strip()}".encode("utf-8", "replace")

@@ -55,7 +55,7 @@ class Call:
         return next((value for name, value in self.metadata if name == "authorization"), "")
 
     def answer_id(self, prefix: str) -> str:
-        """The id of the answer, and of its request at the server: "chatcmpl-<32 hexadecimal digits>"."""
+        """Make the id of the answer, and of its request at the server: "chatcmpl-<32 hexadecimal digits>"."""
         return f"{prefix}-{self.number}"
 
 
@@ -69,8 +69,8 @@ class Shared(Generic[ValueT]):
         self._asking: dict[str, asyncio.Task[ValueT]] = {}
 
     async def of(self, call: Call) -> ValueT:
-        """What `ask` returns, for this call or for one that came before it and still waits. Raises what
-        `ask` raises. A caller that goes away takes the answer from nobody.
+        """Return what `ask` returns, for this call or for one that came before it and still waits. Raises
+        what `ask` raises. A caller that goes away takes the answer from nobody.
         """
         asking = self._asking.get(call.key)
         if asking is None:
@@ -127,7 +127,7 @@ def make_call(scope: Scope, timeout_s: float) -> Call:
 
 
 def call_of(request: Request) -> Call:
-    """The call of a request."""
+    """Return the call of a request."""
     call: Call = request.scope[_KEY]
     return call
 

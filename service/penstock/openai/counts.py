@@ -154,7 +154,7 @@ class Meters:
         self._requests.labels(endpoint, str(status), code).inc()
 
     def page(self) -> bytes:
-        """The values of all workers in Prometheus' text format."""
+        """Write the values of all workers in Prometheus' text format."""
         if FOLDER_VARIABLE not in os.environ:
             return generate_latest(self._registry)
         registry = CollectorRegistry()

@@ -30,7 +30,7 @@ _OBJECT_OR_NULL: Final[Schema] = {"type": ["object", "null"]}
 
 
 def _always(**fields: Schema) -> dict[str, Any]:
-    """An object that always has these fields, and sometimes further ones."""
+    """Describe an object that always has these fields, and sometimes further ones."""
     return {"type": "object", "required": list(fields), "properties": fields}
 
 
@@ -333,7 +333,7 @@ CONTENT: Final = "/v1/files/{file_id}/content"
 
 
 def answer_of(endpoint: Endpoint) -> tuple[str, str | None] | None:
-    """The row of `ANSWERS` of an endpoint; None for pages for people, and for contents."""
+    """Return the row of `ANSWERS` of an endpoint; None for pages for people, and for contents."""
     return ANSWERS.get(f"{endpoint.method} {endpoint.path}", ANSWERS.get(endpoint.path))
 
 
@@ -359,7 +359,7 @@ _PARAMETER: Final = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
 def document(endpoints: Iterable[Endpoint], version: str) -> dict[str, Any]:
-    """The OpenAPI document of these endpoints. Pages for people are not in it."""
+    """Write the OpenAPI document of these endpoints. Pages for people are not in it."""
     told = [
         endpoint
         for endpoint in endpoints
@@ -442,15 +442,15 @@ def _answer(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def _error(path: str) -> str:
-    """The schema of the errors of this path."""
+    """Return the schema of the errors of this path."""
     if path.startswith("/v1/models"):
         return "AnyError"
     return "MessagesError" if path.startswith("/v1/messages") else "Error"
 
 
 def _event(name: str, error: str) -> dict[str, Any]:
-    """An event of a stream. OpenAPI 3.1 does not say what a schema of a stream describes; programs that look
-    into streams take it for that of one event, as OpenAPI 3.2 does.
+    """Describe an event of a stream. OpenAPI 3.1 does not say what a schema of a stream describes; programs
+    that look into streams take it for that of one event, as OpenAPI 3.2 does.
     """
     told = [{"$ref": f"#/components/schemas/{kind}"} for kind in (name, error)]
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": told}}

@@ -136,7 +136,7 @@ class _AccessLine(Line):
 
 
 def _refusal(call: Call) -> Response:
-    """The reply to a request that comes too late. It ends the connection."""
+    """Make the reply to a request that comes too late. It ends the connection."""
     response = error_response(draining(), call)
     response.headers["connection"] = "close"
     return response

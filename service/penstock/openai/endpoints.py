@@ -44,7 +44,7 @@ def mark(scope: Scope, endpoint: Endpoint) -> None:
 
 
 def endpoint_of(scope: Scope) -> Endpoint | None:
-    """The endpoint that a request came to; None where no path matched."""
+    """Return the endpoint that a request came to; None where no path matched."""
     found: Endpoint | None = scope.get(_KEY)
     return found
 
@@ -57,7 +57,7 @@ def name_params(scope: Scope, make: Callable[[], Mapping[str, str]]) -> None:
 
 
 def params_of(scope: Scope) -> Mapping[str, str]:
-    """The names of the contract's paths for a request."""
+    """Return the names of the contract's paths for a request."""
     make: Callable[[], Mapping[str, str]] | None = scope.get(_PARAMS)
     if make is not None:
         return make()
@@ -66,8 +66,8 @@ def params_of(scope: Scope) -> Mapping[str, str]:
 
 
 def ignored_in(scope: Scope) -> set[str]:
-    """The fields of a request that have no effect, such as "user" and "messages[].name", of which its caller
-    and the log are told. Whoever finds out about one adds it, in words that no caller wrote.
+    """Return the fields of a request that have no effect, such as "user" and "messages[].name", of which its
+    caller and the log are told. Whoever finds out about one adds it, in words that no caller wrote.
     """
     ignored: set[str] = scope.setdefault(_IGNORED, set())
     return ignored

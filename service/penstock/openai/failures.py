@@ -78,12 +78,14 @@ class ClientGone(Exception):
 
 
 def draining() -> ApiError:
-    """The error of a request that comes, or still runs, when the front ends."""
+    """Make the error of a request that comes, or still runs, when the front ends."""
     return ApiError(503, "the server is shutting down", "server_error", None, "draining", retry_after=1.0)
 
 
 def defect() -> ApiError:
-    """The error of a request that failed by a defect of the front. What went wrong is only in the log."""
+    """Make the error of a request that failed by a defect of the front. What went wrong is only in the
+    log.
+    """
     return ApiError(500, "internal error", "server_error", None, "internal", may_retry=False)
 
 
@@ -110,7 +112,9 @@ _DETAILS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def envelope(error: ApiError, call: Call | None) -> dict[str, Any]:
-    """The error in the form of the API that the caller speaks; that of OpenAI if the call is not known."""
+    """Write the error in the form of the API that the caller speaks; that of OpenAI if the call is not
+    known.
+    """
     if call is not None and call.is_anthropic:
         told: dict[str, Any] = {
             "type": ANTHROPIC_TYPES.get(error.status, INVALID),
@@ -123,8 +127,8 @@ def envelope(error: ApiError, call: Call | None) -> dict[str, Any]:
 
 
 def error_response(error: ApiError, call: Call | None = None) -> Response:
-    """The reply of a request that failed before its reply began. `call` is None where its headers could not
-    be read.
+    """Make the reply of a request that failed before its reply began. `call` is None where its headers could
+    not be read.
     """
     headers = {}
     if error.retry_after is not None:
@@ -155,7 +159,9 @@ def note_error(scope: Scope, error: ApiError) -> None:
 
 
 def error_of(scope: Scope) -> ApiError | None:
-    """The error with which a request ended; None for one that did not fail, or whose client went away."""
+    """Return the error with which a request ended; None for one that did not fail, or whose client went
+    away.
+    """
     error: ApiError | None = scope.get(_KEY)
     return error
 
@@ -211,10 +217,11 @@ _BY_REASON: Final[Mapping[str, _Row]] = {
 
 
 def of_client_error(error: PenstockClientError, params: Mapping[str, str]) -> ApiError:
-    """The reply to a request whose RPC failed. `params` has the names of HTTP fields by the contract's paths,
-    such as {"sampling.top_p": "top_p"}, and the name of the field that the prompt was made of, as "input".
-    The messages begin as those of OpenAI's API do, because clients look for that: LiteLLM for the words on
-    keys and on the context's length, LangChain for "prompt is too long", and Claude Code for what follows it.
+    """Make the reply to a request whose RPC failed. `params` has the names of HTTP fields by the contract's
+    paths, such as {"sampling.top_p": "top_p"}, and the name of the field that the prompt was made of, as
+    "input". The messages begin as those of OpenAI's API do, because clients look for that: LiteLLM for the
+    words on keys and on the context's length, LangChain for "prompt is too long", and Claude Code for what
+    follows it.
     """
     row = _row_of(error)
     reason = error.reason.lower() or row.code or error.code.name.lower()
@@ -262,8 +269,8 @@ def _row_of(error: PenstockClientError) -> _Row:
 
 
 def _named(path: str, params: Mapping[str, str]) -> str:
-    """The HTTP field's name for a path of the contract. What is below a path that has a name is kept: with
-    {"chat.messages": "messages"}, "chat.messages[3].content" becomes "messages[3].content".
+    """Return the HTTP field's name for a path of the contract. What is below a path that has a name is kept:
+    with {"chat.messages": "messages"}, "chat.messages[3].content" becomes "messages[3].content".
     """
     ends = [len(path), *(match.start() for match in reversed(list(_AT.finditer(path))))]
     for end in ends:
@@ -278,7 +285,7 @@ def invalid_value(param: str, why: str) -> ApiError:
 
 
 def invalid_type(param: str, why: str) -> ApiError:
-    """The value is of a kind of JSON that the field does not have."""
+    """Make the error of a value of a kind of JSON that the field does not have."""
     return _refusal(param, f"Invalid type for '{param}': {why}", "invalid_type")
 
 
@@ -298,7 +305,7 @@ def unknown(param: str) -> ApiError:
 
 
 def missing(param: str) -> ApiError:
-    """A field is required that was left out."""
+    """Make the error of a required field that was left out."""
     return _refusal(param, f"Missing required parameter: '{param}'.", "missing_required_parameter")
 
 

@@ -32,8 +32,8 @@ class Front:
 
     @classmethod
     def made(cls, settings: Settings) -> Self:
-        """The front of these settings. Raises ValueError for TLS files, tokens and a store that cannot be
-        used.
+        """Make the front of these settings. Raises ValueError for TLS files, tokens and a store that cannot
+        be used.
         """
         incoming = Incoming(settings.max_waiting_body_bytes)
         return cls(settings, Backend(settings), Meters(), incoming, ResponseStore.of(settings))
@@ -46,6 +46,6 @@ class Front:
 
 
 def front_of(request: Request) -> Front:
-    """The front that a request came to."""
+    """Return the front that a request came to."""
     front: Front = request.app.state.front
     return front

@@ -14,14 +14,16 @@ for them to be escaped.
 
 
 def json_bytes(value: Any) -> bytes:
-    """The JSON of a value in UTF-8, on one line and without spaces. Raises ValueError for NaN and infinity. A
-    lone surrogate, which UTF-8 does not have, becomes a question mark.
+    """Write the JSON of a value in UTF-8, on one line and without spaces. Raises ValueError for NaN and
+    infinity. A lone surrogate, which UTF-8 does not have, becomes a question mark.
     """
     return on_one_line(_ENCODE(value)).encode("utf-8", "replace")
 
 
 def on_one_line(made: str) -> str:
-    """The JSON with escapes for the characters that may end a line, which only its strings can have."""
+    """Return the JSON with escapes for the characters that may end a line, which only its strings can
+    have.
+    """
     if not made.isascii():
         for character, escaped in _LINE_ENDS:
             if character in made:
@@ -30,7 +32,7 @@ def on_one_line(made: str) -> str:
 
 
 def json_string(text: str) -> str:
-    """A text as JSON, with its characters as they are but for those that may end a line: as fast as Python
-    writes it, because a stream has one for each token.
+    """Write a text as JSON, with its characters as they are but for those that may end a line: as fast as
+    Python writes it, because a stream has one for each token.
     """
     return on_one_line(encode_basestring(text))

@@ -84,7 +84,7 @@ def _too_large(most: int) -> ApiError:
 
 
 def _parsed(data: bytes, model: type[BodyT], ignored: set[str] | None = None) -> BodyT:
-    """The body. The fields that it ignores are added to `ignored`."""
+    """Parse the body. The fields that it ignores are added to `ignored`."""
     value = json_object(data)
     try:
         return model.model_validate(value, context=ignored)
@@ -172,7 +172,7 @@ def _is_unicode(value: Any) -> bool:
 
 
 def _refusal(errors: Sequence[ErrorDetails], value: Any, model: type[Body]) -> ApiError:
-    """The error of a body that does not match its model, with the fields as they stand in the body."""
+    """Make the error of a body that does not match its model, with the fields as they stand in the body."""
     found: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for error in errors[:_MOST_ERRORS]:
         found.setdefault(_path(error, value), []).append(error)
@@ -214,7 +214,7 @@ def _is_above(path: tuple[str | int, ...], other: tuple[str | int, ...]) -> bool
 
 
 def _written(path: tuple[str | int, ...]) -> str:
-    """The path as OpenAI writes it: "messages[0].content"."""
+    """Write the path as OpenAI writes it: "messages[0].content"."""
     text = ""
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{step[:100]}" if text else step[:100]
@@ -222,7 +222,9 @@ def _written(path: tuple[str | int, ...]) -> str:
 
 
 def _told(errors: Sequence[ErrorDetails], path: tuple[str | int, ...], model: type[Body]) -> ApiError:
-    """The error of one field. A value that could be one of several kinds has an error for each of them."""
+    """Make the error of one field. A value that could be one of several kinds has an error for each of
+    them.
+    """
     name, kind = _written(path), errors[0]["type"]
     if kind == "extra_forbidden":
         why = _why_unsupported(path, model)

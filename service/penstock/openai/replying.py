@@ -44,12 +44,12 @@ _HEADERS: Final = [
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """A reply with this value as its body."""
+    """Make a reply with this value as its body."""
     return Response(json_bytes(value), status, media_type="application/json")
 
 
 def event(data: bytes) -> bytes:
-    """An event with this JSON as its data."""
+    """Make an event with this JSON as its data."""
     return b"data: " + data + b"\n\n"
 
 
@@ -79,8 +79,8 @@ async def answered(request: Request, work: Coroutine[Any, Any, ValueT]) -> Value
 
 
 async def sse(request: Request, events: Events) -> Response:
-    """A reply that sends these events as they come. It waits for the first one, so that an error before it is
-    told by the HTTP status. An error after it is one event with the envelope, and the last one. The
+    """Make a reply that sends these events as they come. It waits for the first one, so that an error before
+    it is told by the HTTP status. An error after it is one event with the envelope, and the last one. The
     events are closed as soon as the client goes away, and in any case at the end.
     """
     try:
@@ -92,7 +92,9 @@ async def sse(request: Request, events: Events) -> Response:
 
 
 def late_error(request: Request, error: ApiError | PenstockClientError) -> ApiError:
-    """What the client is told of an error after its reply began. The log and the metrics are told as well."""
+    """Make what the client is told of an error after its reply began. The log and the metrics are told as
+    well.
+    """
     told = error if isinstance(error, ApiError) else of_client_error(error, params_of(request.scope))
     note_error(request.scope, told)
     return told
@@ -159,7 +161,9 @@ class _EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _cancelled(self) -> bytes:
-        """What is sent last after the task was cancelled. Raises ClientGone if nobody is there to take it."""
+        """Return what is sent last after the task was cancelled. Raises ClientGone if nobody is there to take
+        it.
+        """
         if self._is_gone:
             _uncancel()
             raise ClientGone

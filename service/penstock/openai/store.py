@@ -74,7 +74,7 @@ class ResponseStore:
 
     @classmethod
     def of(cls, settings: Settings) -> Self | None:
-        """The store of these settings; None if they have none. Raises SettingsError."""
+        """Make the store of these settings; None if they have none. Raises SettingsError."""
         return None if settings.store is None else cls(settings)
 
     async def keep(self, key: str, response_id: str, kept: Kept) -> None:
@@ -92,8 +92,8 @@ class ResponseStore:
         await self._run(write)
 
     async def find(self, key: str, response_id: str) -> Kept | None:
-        """The response of this id that the caller with this key has; None if there is none any more. Raises
-        ApiError if the file cannot be read.
+        """Find the response of this id that the caller with this key has; None if there is none any more.
+        Raises ApiError if the file cannot be read.
         """
 
         def found(file: sqlite3.Connection) -> Kept | None:

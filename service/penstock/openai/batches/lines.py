@@ -129,8 +129,8 @@ def _text(value: Mapping[str, Any], name: str) -> str:
 
 
 def numbered(file: IO[bytes], most: int) -> Iterator[tuple[int, bytes | None]]:
-    """The lines of a file with their numbers, without those that are empty. A line of more than `most` bytes
-    is None.
+    """Yield the lines of a file with their numbers, without those that are empty. A line of more than `most`
+    bytes is None.
     """
     number = 0
     while data := file.readline(most):
@@ -236,8 +236,8 @@ def check(path: Path, terms: Terms, ids: Ids) -> Checked:
 
 
 def pending(path: Path, terms: Terms, ids: Ids) -> Generator[Line, None, None]:
-    """The lines of a checked file that have no output. Raises OSError and, if the file was changed since it
-    was checked, WrongLine.
+    """Yield the lines of a checked file that have no output. Raises OSError and, if the file was changed
+    since it was checked, WrongLine.
     """
     with path.open("rb") as file:
         for number, data in numbered(file, terms.max_body_bytes + _BESIDE_BODY):

@@ -68,7 +68,7 @@ _EXPIRED: Final = {
 
 
 def opened_folder(settings: Settings) -> Folder | None:
-    """The folder of files that the settings name, if they do. Raises SettingsError."""
+    """Open the folder of files that the settings name, if they do. Raises SettingsError."""
     if settings.files is None:
         return None
     try:
@@ -184,7 +184,7 @@ class BatchRunner:
             await one.fail(Problem(None, "internal", "internal error"))
 
     async def terms(self, batch: StoredBatch, key: str, *, is_over: bool) -> Terms:
-        """What the lines of a batch may be; nothing is asked of the server if none shall run. Raises the
+        """Say what the lines of a batch may be; nothing is asked of the server if none shall run. Raises the
         client's errors.
         """
         model, has_priority = None, False
@@ -285,7 +285,7 @@ class _OneBatch:
         folder.move(batch.id, "failed", of=UNFINISHED, errors=told, files=("", ""))
 
     def _over(self) -> Status | None:
-        """The status in which the batch ends at once, if no line of it shall run."""
+        """Return the status in which the batch ends at once, if no line of it shall run."""
         if self._batch.status == "cancelling":
             return "cancelled"
         return "expired" if self._folder.now() >= self._batch.expires_at else None

@@ -60,15 +60,15 @@ class Done:
         return 200 <= self.reply.status < 300
 
     def written(self) -> bytes:
-        """The line of the output, as in OpenAI's API."""
+        """Write the line of the output, as in OpenAI's API."""
         request_id = self.reply.headers.get("x-request-id", "")
         response = {"status_code": self.reply.status, "request_id": request_id, "body": None}
         return output_line(self.line.custom_id, json_bytes(response), b"null", self.reply.body or b"null")
 
 
 def output_line(custom_id: str, response: bytes, error: bytes, body: bytes | None = None) -> bytes:
-    """A line of output, of the JSON of its parts. A `body` takes the place of that null at the end of the
-    response.
+    """Make a line of output from the JSON of its parts. A `body` takes the place of that null at the end of
+    the response.
     """
     if body is not None:
         response = response.removesuffix(b"null}") + body + b"}"

@@ -204,7 +204,7 @@ class Folder:
             return self._database.execute(command, values).fetchall()
 
     def now(self) -> int:
-        """The time, in seconds of Unix time."""
+        """Return the time, in seconds of Unix time."""
         return int(self._clock())
 
     # -- room --
@@ -265,7 +265,7 @@ class Folder:
         return True
 
     def file(self, caller: str, file_id: str) -> StoredFile | None:
-        """A file of the caller."""
+        """Find a file of the caller."""
         command = (
             f"SELECT {_FILE_COLUMNS} FROM files WHERE id = ? AND caller = ? AND is_whole AND expires_at > ?"
         )
@@ -275,8 +275,8 @@ class Folder:
     def files(
         self, caller: str, *, purpose: str | None, after: str | None, limit: int, is_ascending: bool
     ) -> tuple[list[StoredFile], bool]:
-        """Some files of the caller, and whether there are more. `purpose` leaves others out. Raises KeyError
-        if there is no file `after`.
+        """List some files of the caller, and say whether there are more. `purpose` leaves others out. Raises
+        KeyError if there is no file `after`.
         """
         where, values = "caller = ? AND is_whole AND expires_at > ?", [caller, self.now()]
         if purpose is not None:
@@ -358,14 +358,14 @@ class Folder:
         return made
 
     def batch(self, batch_id: str, caller: str | None = None) -> StoredBatch | None:
-        """A batch; with a `caller`, only if it is one of that caller's."""
+        """Find a batch; with a `caller`, only if it is one of that caller's."""
         rows = self._rows(f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id = ?", batch_id)
         found = _batch_of(rows[0]) if rows else None
         return found if found is not None and caller in (None, found.caller) else None
 
     def batches(self, caller: str, after: str | None, limit: int) -> tuple[list[StoredBatch], bool]:
-        """Some batches of the caller, the newest first, and whether there are more. Raises KeyError if there
-        is no batch `after`.
+        """List some batches of the caller, the newest first, and say whether there are more. Raises KeyError
+        if there is no batch `after`.
         """
         rows, more = self._page(
             "batches", _BATCH_COLUMNS, "caller = ?", [caller], caller, after, limit, is_ascending=False

@@ -16,7 +16,7 @@ from penstock.openai.schemas.sampling import StreamOptions
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
-    """The figures that the server counted, which are those of its ledger."""
+    """Write the figures that the server counted, which are those of its ledger."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -31,7 +31,7 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
 
 
 def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """What vLLM sends with every chunk when it is asked for continuous_usage_stats."""
+    """Write what vLLM sends with every chunk when it is asked for continuous_usage_stats."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -40,7 +40,7 @@ def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def total_usage(parts: Iterable[Usage]) -> Usage:
-    """The usage of several calls to the server together."""
+    """Add up the usage of several calls to the server together."""
     parts = tuple(parts)
     return Usage(
         prompt_tokens=sum(part.prompt_tokens for part in parts),
@@ -111,7 +111,7 @@ class UsageWanted:
 
 
 def usage_wanted(options: StreamOptions | None) -> UsageWanted:
-    """What `stream_options` asks for."""
+    """Say what `stream_options` asks for."""
     if options is None:
         return UsageWanted()
     return UsageWanted(bool(options.include_usage), bool(options.continuous_usage_stats))
@@ -141,13 +141,13 @@ class Frame:
             self._after = f'],"usage":{so_far}}}\n\n'
 
     def chunk(self, choice: str) -> bytes:
-        """A chunk with one choice, which is JSON."""
+        """Make a chunk with one choice, which is JSON."""
         return f"{self._before}{choice}{self._after}".encode()
 
     def first(self, choice: str, prompt_token_ids: str) -> bytes:
-        """A chunk that has the ids of the prompt's tokens as well, which are JSON."""
+        """Make a chunk that has the ids of the prompt's tokens as well, which are JSON."""
         return f'{self._head},"prompt_token_ids":{prompt_token_ids},"choices":[{choice}{self._after}'.encode()
 
     def end(self, usage: Usage) -> bytes:
-        """The chunk with the usage of the whole request, and no choice."""
+        """Make the chunk with the usage of the whole request, and no choice."""
         return f'{self._before}],"usage":{json_bytes(usage_dict(usage)).decode()}}}\n\n'.encode()

@@ -39,7 +39,7 @@ Top = Sequence[tuple[int, float]]
 def chat_logprobs(
     logprobs: Logprobs, token_ids: Sequence[int], vocabulary: Vocabulary
 ) -> list[dict[str, Any]]:
-    """The entries of `logprobs.content` of a chat, one for each token."""
+    """List the entries of `logprobs.content` of a chat, one for each token."""
     return [
         {
             **_entry(token_id, logprob, vocabulary),
@@ -59,10 +59,10 @@ def completion_logprobs(
     dropped: int | None = None,
     prompt: str | None = None,
 ) -> tuple[dict[str, Any], int]:
-    """The `logprobs` of a completion's choice, and where in the text the next token begins. `text_offset` is
-    where the first of these tokens begins, and `start` where the output or the prompt begins that they are
-    of. It loses `dropped` leading spaces there, by default those of a text of its own. The token itself is
-    among the likeliest in any case, as in OpenAI's API.
+    """Make the `logprobs` of a completion's choice, and say where in the text the next token begins.
+    `text_offset` is where the first of these tokens begins, and `start` where the output or the prompt begins
+    that they are of. It loses `dropped` leading spaces there, by default those of a text of its own. The
+    token itself is among the likeliest in any case, as in OpenAI's API.
 
     The tokens of a prompt go with its text. The first of them has no log-probability, so it has null.
     """
@@ -145,9 +145,9 @@ class TextTokens:
         """The end of the last token that was taken, if only its beginning was in the text."""
 
     def of_delta(self, delta: Delta) -> Delta:
-        """The delta with no other tokens than those of its text, which may have come with earlier ones. A
-        token whose text comes in two deltas is told with the first. All that have come are told where their
-        bytes do not hold the text, but for special tokens. Without log-probabilities it stays as it is.
+        """Return the delta with no other tokens than those of its text, which may have come with earlier
+        ones. A token whose text comes in two deltas is told with the first. All that have come are told where
+        their bytes do not hold the text, but for special tokens. Without log-probabilities it stays as it is.
         """
         if delta.logprobs is None:
             return delta
@@ -221,7 +221,7 @@ def _prompt_entry(
 
 
 def _legacy_name(token_id: int, vocabulary: Vocabulary) -> str:
-    """The text of a token. A part of a character has OpenAI's name for that: "bytes:\\xe2\\x80"."""
+    """Return the text of a token. A part of a character has OpenAI's name for that: "bytes:\\xe2\\x80"."""
     piece = vocabulary.bytes_of(token_id)
     text = _text(piece)
     return text if _is_text(piece) else f"bytes:{text}"
@@ -308,7 +308,7 @@ async def read_whole(
 
 
 def _with_tokens(output: Output, deltas: Sequence[Delta] | None) -> Output:
-    """The output with the tokens of these deltas; as it is without any."""
+    """Return the output with the tokens of these deltas; as it is without any."""
     if deltas is None:
         return output
     told = [delta.logprobs for delta in deltas if delta.logprobs is not None]
@@ -320,7 +320,7 @@ def _with_tokens(output: Output, deltas: Sequence[Delta] | None) -> Output:
 
 
 async def chat_logprobs_json(output: Output, vocabulary: Vocabulary) -> str:
-    """The `logprobs` of a chat's choice, as JSON."""
+    """Write the `logprobs` of a chat's choice, as JSON."""
     if output.logprobs is None:
         return "null"
     entries = [
@@ -339,7 +339,7 @@ async def completion_columns(
     dropped: int | None = None,
     prompt: str | None = None,
 ) -> Columns:
-    """The `logprobs` of tokens whose text begins at `start`, as `completion_logprobs` makes them."""
+    """Write the `logprobs` of tokens whose text begins at `start`, as `completion_logprobs` makes them."""
     columns: dict[str, list[str]] = {}
     offset = start
     async for some, ids in _slices(logprobs, token_ids):
@@ -352,7 +352,7 @@ async def completion_columns(
 
 
 def columns_json(*columns: Columns) -> str:
-    """The `logprobs` of a completion's choice, as JSON: these, one after the other."""
+    """Write the `logprobs` of a completion's choice, as JSON: these, one after the other."""
     lists = {name: ",".join(text for part in columns for text in part.get(name, ())) for name in _COLUMNS}
     return "{" + ",".join(f'"{name}":[{items}]' for name, items in lists.items()) + "}"
 
@@ -369,7 +369,7 @@ async def prompt_logprobs_json(prompt: PromptInfo, vocabulary: Vocabulary) -> st
 
 
 def spliced(made: Mapping[str, Any], more: Mapping[str, str], choices: Sequence[Mapping[str, str]]) -> bytes:
-    """The JSON of an answer with `more` fields, and with further fields of its choices, which are JSON
+    """Write the JSON of an answer with `more` fields, and with further fields of its choices, which are JSON
     already.
     """
     written = [_with(choice, own) for choice, own in zip(made["choices"], choices, strict=True)]

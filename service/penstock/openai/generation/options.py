@@ -18,8 +18,8 @@ from penstock.v1 import types_pb2
 def constraint_of(
     body: GenerationBody, of_form: Constraint | None, form_field: str = "response_format"
 ) -> Constraint | None:
-    """The constraint that a request asks for; None if no field asks for one. `of_form` is what the field
-    `form_field` asks for.
+    """Return the constraint that a request asks for; None if no field asks for one. `of_form` is what the
+    field `form_field` asks for.
 
     Raises ApiError if `structured_outputs` is not complete, and if two fields ask for different things.
     Programs that speak to several releases of vLLM ask for one thing by two names.
@@ -37,7 +37,7 @@ def constraint_of(
 
 
 def constraint_field(body: GenerationBody, form_field: str | None) -> str | None:
-    """The first field that asks for a constraint, if one does: `form_field` if that is given."""
+    """Name the first field that asks for a constraint, if one does: `form_field` if that is given."""
     names = ("structured_outputs", *_OTHER_NAMES)
     return form_field or next((name for name in names if getattr(body, name) is not None), None)
 
@@ -48,8 +48,8 @@ def response_format_field(body: SamplingBody) -> str | None:
 
 
 def schema_constraint(schema: Mapping[str, Any] | str, *, strict: bool) -> JsonSchema:
-    """The constraint of a schema. If that is not strict, a format that the server does not know is a remark;
-    a schema that comes as text says so itself.
+    """Make the constraint of a schema. If that is not strict, a format that the server does not know is a
+    remark; a schema that comes as text says so itself.
     """
     asked = {} if isinstance(schema, str) else schema.get("x-guidance", {})
     if strict or isinstance(schema, str) or not isinstance(asked, Mapping):
@@ -65,9 +65,9 @@ def requires_call(choice: object) -> bool:
 def form_beside_tools(
     form: Constraint | None, field: str | None, tools: Sequence[Tool], choice: str | None
 ) -> Constraint | None:
-    """The constraint on the output for a form of the answer, which `field` (`constraint_field`) asks for.
-    There is none where a call is required, because the form is that of answers in words. Where the model is
-    free to call strict tools, the output is either calls or the answer.
+    """Return the constraint on the output for a form of the answer, which `field` (`constraint_field`) asks
+    for. There is none where a call is required, because the form is that of answers in words. Where the model
+    is free to call strict tools, the output is either calls or the answer.
 
     Raises ApiError for a form that would keep the model from calling tools, and, where a call is required,
     for vLLM's and SGLang's fields, whose forms are those of all that is written.
@@ -172,7 +172,7 @@ PARAMS: Mapping[str, str] = {
 
 
 def generation_options(body: GenerationBody, facts: ModelFacts) -> RequestOptions:
-    """The keyword arguments for how tokens are drawn and when outputs end.
+    """Make the keyword arguments for how tokens are drawn and when outputs end.
 
     `structured_outputs` and `request_id` are left to others: the first may contradict another field, and the
     second is a part of the answer's id. Raises ApiError for a key of `logit_bias` that is no token id, and
@@ -224,7 +224,8 @@ def sampling_params(body: SamplingBody) -> dict[str, str]:
 
 
 def sampling_options(body: SamplingBody, facts: ModelFacts) -> RequestOptions:
-    """The keyword arguments for everything but the input, `max_tokens` and log-probabilities of the output.
+    """Make the keyword arguments for everything but the input, `max_tokens` and log-probabilities of the
+    output.
 
     Raises ApiError for fields that contradict each other.
     """
@@ -256,7 +257,7 @@ def counts_tokens(body: SamplingBody) -> bool:
 
 
 def _reserved(kept: int, max_context_tokens: int) -> int | None:
-    """The room that leaves `kept` tokens to the prompt; None to take the server's default."""
+    """Return the room that leaves `kept` tokens to the prompt; None to take the server's default."""
     if kept == 0:
         raise invalid_value("truncate_prompt_tokens", "at least one token must be kept.")
     return max_context_tokens - kept if 0 < kept < max_context_tokens else None

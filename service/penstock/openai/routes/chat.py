@@ -72,8 +72,8 @@ from penstock.openai.schemas.chat import AllowedTools, ChatBody, CustomTool, Cus
 
 
 def chat_options(body: ChatBody, facts: ModelFacts) -> RequestOptions:
-    """The keyword arguments of `generate` or `stream`. Raises ApiError, with the field, for what the front
-    can tell to be wrong; the rest is the server's to tell.
+    """Make the keyword arguments of `generate` or `stream`. Raises ApiError, with the field, for what the
+    front can tell to be wrong; the rest is the server's to tell.
     """
     offered = offered_of(body.tools or (), body.tool_choice)
     options = sampling_options(body, facts)
@@ -95,7 +95,7 @@ def chat_options(body: ChatBody, facts: ModelFacts) -> RequestOptions:
 
 
 def chat_ignored(body: ChatBody, facts: ModelFacts) -> set[str]:
-    """The fields that have no effect, besides those that the body itself ignores."""
+    """Return the fields that have no effect, besides those that the body itself ignores."""
     ignored = ignored_of(body.messages, facts, body.chat_template)
     if body.reasoning_effort and not variables_of_effort(body.reasoning_effort, facts.template_variables):
         ignored.add("reasoning_effort")
@@ -153,7 +153,9 @@ def _num_logprobs(body: ChatBody) -> int | None:
 
 
 async def chat_answer(answer: Generation, created: int, wanted: Wanted) -> bytes:
-    """The JSON of `chat_completion`, with log-probabilities. Raises ApiError if an output was aborted."""
+    """Write the JSON of `chat_completion`, with log-probabilities. Raises ApiError if an output was
+    aborted.
+    """
     made = chat_completion(answer, created, wanted)
     if wanted.vocabulary is None:
         return json_bytes(made)
@@ -165,7 +167,9 @@ async def chat_answer(answer: Generation, created: int, wanted: Wanted) -> bytes
 
 
 def chat_completion(answer: Generation, created: int, wanted: Wanted) -> dict[str, Any]:
-    """The object "chat.completion", without log-probabilities. Raises ApiError if an output was aborted."""
+    """Make the object "chat.completion", without log-probabilities. Raises ApiError if an output was
+    aborted.
+    """
     made: dict[str, Any] = {
         "id": answer.request_id,
         "object": "chat.completion",
@@ -180,7 +184,7 @@ def chat_completion(answer: Generation, created: int, wanted: Wanted) -> dict[st
 
 
 def tool_call_dict(call: ToolCall, custom_tools: Collection[str] = ()) -> dict[str, Any]:
-    """A call as it stands in a message. `custom_tools` are the names of the tools of that type."""
+    """Make a call as it stands in a message. `custom_tools` are the names of the tools of that type."""
     if call.name in custom_tools:
         return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call)}}
     function = {"name": call.name, "arguments": call.arguments_json}
@@ -214,8 +218,8 @@ def _choice(output: Output, wanted: Wanted) -> dict[str, Any]:
 async def chat_chunks(
     stream: AsyncGenerationStream, created: int, num_choices: int, wanted: Wanted, usage: UsageWanted
 ) -> AsyncGenerator[bytes, None]:
-    """The bytes of the events that are sent, to the end of `stream`, which is closed in any case. Raises
-    ApiError if an output was aborted, and what `stream` raises.
+    """Yield the bytes of the events that are sent, to the end of `stream`, which is closed in any case.
+    Raises ApiError if an output was aborted, and what `stream` raises.
     """
     async with stream:
         started = await anext(stream)
@@ -251,7 +255,7 @@ class ChatChunks:
             self._texts = defaultdict(wanted.text_tokens)
 
     def roles(self, started: Started, num_choices: int) -> Iterator[bytes]:
-        """The first chunk of each choice, which says who speaks."""
+        """Yield the first chunk of each choice, which says who speaks."""
         for index in range(num_choices):
             choice = _chunk_choice(index, '"role":"assistant","content":"","refusal":null')
             if self._wanted.token_ids and index == 0:
@@ -260,7 +264,7 @@ class ChatChunks:
                 yield self.frame.chunk(choice)
 
     def delta(self, event: Delta) -> bytes | None:
-        """The chunk of what was added to a choice; None if that is nothing to be sent."""
+        """Make the chunk of what was added to a choice; None if that is nothing to be sent."""
         has_calls = event.tool_calls or event.tool_call_deltas
         if self._is_plain and event.delta and not event.reasoning and not has_calls:
             return self.frame.chunk(_chunk_choice(event.index, f'"content":{json_string(event.delta)}'))
@@ -281,7 +285,7 @@ class ChatChunks:
         return self.frame.chunk(_chunk_choice(event.index, ",".join(parts), logprobs, ids))
 
     def finished(self, event: Finished) -> bytes:
-        """The last chunk of a choice. Raises ApiError if the output was aborted."""
+        """Make the last chunk of a choice. Raises ApiError if the output was aborted."""
         reason = finish_reason(event.finish, has_calls=event.index in self._num_calls)
         stopped = "".join(
             f',"{name}":{json_bytes(at).decode()}' for name, at in stop_reason(event.finish).items()
@@ -291,7 +295,7 @@ class ChatChunks:
         return self.frame.chunk(_chunk_choice(event.index, delta, "null", stopped, f'"{reason}"'))
 
     def _calls(self, event: Delta) -> Iterator[str]:
-        """The JSON of pieces of calls; and of whole ones, which servers send that know no pieces."""
+        """Yield the JSON of pieces of calls; and of whole ones, which servers send that know no pieces."""
         for piece in event.tool_call_deltas:
             if piece.name:
                 yield from self._rest_of_input(event.index)
@@ -306,7 +310,7 @@ class ChatChunks:
             yield json_bytes({"index": number, **tool_call_dict(call, self._wanted.custom_tools)}).decode()
 
     def _begun(self, choice: int, piece: ToolCallDelta) -> str:
-        """The JSON of the first piece of a call."""
+        """Write the JSON of the first piece of a call."""
         self._num_calls[choice] = piece.index + 1
         kind, field, value = "function", "arguments", piece.arguments_json
         if piece.name in self._wanted.custom_tools:
@@ -316,7 +320,7 @@ class ChatChunks:
         return json_bytes({"index": piece.index, "id": piece.id, "type": kind, kind: call}).decode()
 
     def _rest_of_input(self, choice: int) -> Iterator[str]:
-        """The JSON of what is left of the text for a custom tool, whose call has ended."""
+        """Yield the JSON of what is left of the text for a custom tool, whose call has ended."""
         pieces = self._inputs.pop(choice, None)
         if pieces is not None and (text := pieces.rest()):
             yield _call_piece(self._num_calls[choice] - 1, "custom", "input", text)
@@ -331,14 +335,14 @@ class ChatChunks:
 
 
 def _call_piece(index: int, kind: str, field: str, text: str) -> str:
-    """The JSON of a piece of a call that has begun."""
+    """Write the JSON of a piece of a call that has begun."""
     return f'{{"index":{index},"{kind}":{{"{field}":{json_string(text)}}}}}'
 
 
 def _chunk_choice(
     index: int, delta: str, logprobs: str = "null", more: str = "", reason: str = "null"
 ) -> str:
-    """The JSON of a choice, of the JSON of its parts."""
+    """Write the JSON of a choice from the JSON of its parts."""
     return f'{{"index":{index},"delta":{{{delta}}},"logprobs":{logprobs},"finish_reason":{reason}{more}}}'
 
 

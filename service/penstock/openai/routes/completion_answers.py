@@ -97,8 +97,8 @@ class Echo:
             raise ApiError(400, message, param="echo", code="response_too_large")
 
     async def repeated(self, number: int, prompt: PromptInfo) -> Repeated:
-        """What the choices of this prompt begin with. `number` is its index. A text is repeated as it was
-        sent, unless the server has cut it: then, as that of token ids, it is the text of its tokens.
+        """Return what the choices of this prompt begin with. `number` is its index. A text is repeated as it
+        was sent, unless the server has cut it: then, as that of token ids, it is the text of its tokens.
         """
         sent = self.prompts[number]
         if isinstance(sent, str) and not prompt.truncated_tokens:
@@ -128,7 +128,7 @@ _MOST_WAITING = 64
 
 
 async def merged(streams: Sequence[AsyncIterator[EventT]]) -> AsyncGenerator[tuple[int, EventT], None]:
-    """The events of all streams as they come, each with the number of the stream that it belongs to.
+    """Yield the events of all streams as they come, each with the number of the stream that it belongs to.
 
     Raises the first error of any stream. Then, and when it is closed, the others are read no further; to end
     them is the caller's part.
@@ -172,8 +172,8 @@ NOTHING = Repeated("", None)
 async def completion_answer(
     answers: Sequence[Generation], answer_id: str, created: int, wanted: Wanted, echo: Echo | None = None
 ) -> bytes:
-    """The JSON of the object "text_completion" of the answers to all prompts, in their order. Choice j of
-    prompt i has the index i * n + j. Raises ApiError if an output was aborted.
+    """Write the JSON of the object "text_completion" of the answers to all prompts, in their order. Choice j
+    of prompt i has the index i * n + j. Raises ApiError if an output was aborted.
     """
     is_prompt_only = echo is not None and echo.is_all
     choices: list[dict[str, Any]] = []
@@ -220,7 +220,7 @@ def _choice(
 async def _logprobs(
     output: Output, prompt: PromptInfo, vocabulary: Vocabulary, begins: Repeated, is_prompt_only: bool
 ) -> str:
-    """The `logprobs` of a choice, as JSON."""
+    """Write the `logprobs` of a choice, as JSON."""
     parts = [] if begins.logprobs is None else [begins.logprobs]
     if output.logprobs is not None and not is_prompt_only:
         start, dropped = len(begins.text), dropped_after(prompt.token_ids, vocabulary)
@@ -241,10 +241,10 @@ async def completion_chunks(
     usage: UsageWanted,
     echo: Echo | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """The bytes of the events that are sent, to the end of all streams, which are closed in any case. There
-    is one for each prompt, with `num_choices` choices. With an echo the first chunk of each choice has its
-    prompt. Raises ApiError if an output was aborted, and if the log-probabilities of the prompts are too many
-    to be sent, and what a stream raises.
+    """Yield the bytes of the events that are sent, to the end of all streams, which are closed in any case.
+    There is one for each prompt, with `num_choices` choices. With an echo the first chunk of each choice has
+    its prompt. Raises ApiError if an output was aborted, and if the log-probabilities of the prompts are too
+    many to be sent, and what a stream raises.
     """
     chunks: CompletionChunks | None = None
     bound = Bound(instead="ask for fewer, or for fewer choices")
@@ -324,7 +324,7 @@ class CompletionChunks:
                 self._prompt_ids[index] = ids
 
     def repeated(self, prompt: int, begins: Repeated) -> Iterator[bytes]:
-        """The first chunks of all choices of a prompt, which have the prompt."""
+        """Yield the first chunks of all choices of a prompt, which have the prompt."""
         self._starts[prompt] = len(begins.text)
         text = json_string(begins.text)
         logprobs = "null" if begins.logprobs is None else columns_json(begins.logprobs)
@@ -333,7 +333,7 @@ class CompletionChunks:
             yield self.frame.chunk(_chunk_choice(index, text, logprobs, ids))
 
     def delta(self, prompt: int, event: Delta) -> bytes | None:
-        """The chunk of what was added to a choice; None if that is nothing to be sent."""
+        """Make the chunk of what was added to a choice; None if that is nothing to be sent."""
         index = prompt * self._num_choices + event.index
         if self._is_plain:
             return self.frame.chunk(_chunk_choice(index, json_string(event.delta))) if event.delta else None
@@ -348,7 +348,7 @@ class CompletionChunks:
         return self.frame.chunk(_chunk_choice(index, json_string(event.delta), logprobs, ids))
 
     def finished(self, prompt: int, event: Finished) -> bytes:
-        """The last chunk of a choice. Raises ApiError if the output was aborted."""
+        """Make the last chunk of a choice. Raises ApiError if the output was aborted."""
         index = prompt * self._num_choices + event.index
         reason, stopped_at = finish_reason(event.finish), stop_reason(event.finish)
         if self._is_prompt_only:
@@ -380,5 +380,5 @@ class CompletionChunks:
 
 
 def _chunk_choice(index: int, text: str, logprobs: str = "null", more: str = "", reason: str = "null") -> str:
-    """The JSON of a choice, of the JSON of its parts."""
+    """Write the JSON of a choice from the JSON of its parts."""
     return f'{{"index":{index},"text":{text},"logprobs":{logprobs},"finish_reason":{reason}{more}}}'

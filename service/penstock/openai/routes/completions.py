@@ -32,8 +32,8 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def completion_options(body: CompletionBody, facts: ModelFacts) -> RequestOptions:
-    """The keyword arguments of `generate` or `stream`, but the prompt. Raises ApiError, with the field, for
-    what the front can tell to be wrong; the rest is the server's to tell.
+    """Make the keyword arguments of `generate` or `stream`, but the prompt. Raises ApiError, with the field,
+    for what the front can tell to be wrong; the rest is the server's to tell.
     """
     if body.best_of not in (None, body.n):
         raise unsupported_value("best_of", "the best choices are not selected; give n, or the same number.")
@@ -55,8 +55,8 @@ def is_prompt_only(body: CompletionBody) -> bool:
 
 
 def one_by_one(body: CompletionBody, options: RequestOptions, answer_id: str) -> list[PromptOptions]:
-    """What the client is given for each prompt. Of several prompts each has an id of its own at the server:
-    the answer's with the number of the prompt.
+    """Return what the client is given for each prompt. Of several prompts each has an id of its own at the
+    server: the answer's with the number of the prompt.
     """
     prompts = prompts_of(body.prompt)
     made: list[PromptOptions] = []
@@ -156,8 +156,9 @@ async def _echo(body: CompletionBody, prompts: Sequence[PromptOptions], backend:
 
 
 def _text_tokens(body: CompletionBody, vocabulary: Vocabulary | None) -> Callable[[], TextTokens] | None:
-    """What finds the tokens of a choice's text. All tokens are told to who asks for their ids, and to who has
-    prompts scored: such programs count the tokens, and take `max_tokens` of them for those of the output.
+    """Return what finds the tokens of a choice's text. All tokens are told to who asks for their ids, and to
+    who has prompts scored: such programs count the tokens, and take `max_tokens` of them for those of the
+    output.
     """
     if vocabulary is None or body.return_token_ids or body.echo:
         return None
@@ -173,8 +174,8 @@ def _prompt_copies(body: CompletionBody) -> int:
 async def _generate(
     client: AsyncClient, prompts: Sequence[PromptOptions], call: Call, reading: _Reading | None
 ) -> list[Generation]:
-    """The answers to all prompts, in their order, which are read as streams where it is said how. The first
-    error of one ends the others.
+    """Return the answers to all prompts, in their order, which are read as streams where it is said how. The
+    first error of one ends the others.
     """
 
     async def one(prompt: str | None, own: RequestOptions) -> Generation:

@@ -15,7 +15,9 @@ _INPUT: Final = "input"
 
 
 def custom_tool(name: str, description: str | None, pattern: str | None) -> Tool:
-    """The function that stands for a tool whose text matches `pattern` as a whole; None means any text."""
+    """Make the function that stands for a tool whose text matches `pattern` as a whole; None means any
+    text.
+    """
     text: dict[str, Any] = {"type": "string"}
     if pattern is not None:
         text["pattern"] = f"^(?:{pattern})$"
@@ -29,7 +31,7 @@ def custom_tool(name: str, description: str | None, pattern: str | None) -> Tool
 
 
 def pattern_of(syntax: str, definition: str, param: str) -> str:
-    """The regular expression of a grammar, whose syntax the field `param` says. Raises ApiError for a
+    """Make the regular expression of a grammar, whose syntax the field `param` says. Raises ApiError for a
     syntax that cannot be enforced within a call.
     """
     if syntax != "regex":
@@ -48,7 +50,7 @@ class InputPieces:
         self._has_begun = self._has_ended = False
 
     def add(self, arguments_json: str) -> str:
-        """The text that is certain with this piece; it may be empty."""
+        """Return the text that is certain with this piece; it may be empty."""
         self._json += arguments_json
         if self._has_ended:
             return ""
@@ -65,7 +67,7 @@ class InputPieces:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def rest(self) -> str:
-        """What is still to be told when the call has ended."""
+        """Return what is still to be told when the call has ended."""
         left, self._json = self._json, ""
         if not self._has_begun:
             return left
@@ -89,11 +91,11 @@ _END: Final = re.compile(r'"?\s*\}?\s*')
 
 
 def input_of(call: ToolCall) -> str:
-    """The text that a call gives to its tool, see `InputPieces`."""
+    """Return the text that a call gives to its tool, see `InputPieces`."""
     pieces = InputPieces()
     return pieces.add(call.arguments_json) + pieces.rest()
 
 
 def custom_call(call_id: str, name: str, text: str) -> ToolCall:
-    """The call of the function that stands for a tool which was given this text."""
+    """Make the call of the function that stands for a tool which was given this text."""
     return ToolCall(call_id, name, json.dumps({_INPUT: text}, ensure_ascii=False))

@@ -20,7 +20,7 @@ from penstock.openai.schemas.completions import EmbeddingBody, prompts_of
 
 
 async def embeddings_answer(made: Embeddings, encoding: str) -> bytes:
-    """The body of the answer. A million numbers take a second to write, so a thread does it."""
+    """Write the body of the answer. A million numbers take a second to write, so a thread does it."""
     return await asyncio.to_thread(_body, made, encoding)
 
 

@@ -57,8 +57,8 @@ QUERY_OF_FILES: Final[Mapping[str, Any]] = {
 
 
 async def files_of(request: Request) -> tuple[BatchRunner, str]:
-    """What keeps files and runs batches, and the caller, of whom the server is asked whether its key counts.
-    Raises ApiError, and the client's errors.
+    """Return what keeps files and runs batches, and the caller, of whom the server is asked whether its key
+    counts. Raises ApiError, and the client's errors.
     """
     batches: BatchRunner | None = request.app.state.batches
     if batches is None:
@@ -71,19 +71,19 @@ async def files_of(request: Request) -> tuple[BatchRunner, str]:
 
 
 def full(folder: Folder) -> ApiError:
-    """The error of what there is no room for."""
+    """Make the error of what there is no room for."""
     message = f"all files together may have {folder.max_bytes} bytes here; delete files first"
     return ApiError(413, message, code="files_full")
 
 
 def no_such(param: str, what: str) -> ApiError:
-    """The error of an id that is none of the caller's."""
+    """Make the error of an id that is none of the caller's."""
     return ApiError(404, f"No such {what}.", param=param, code="not_found")
 
 
 def read_query(request: Request) -> Mapping[str, str]:
-    """The parameters behind the path. Raises ApiError for one that the endpoint does not have, and for one
-    that comes twice, unless its schema makes it a list: of that the last value is given.
+    """Read the parameters behind the path. Raises ApiError for one that the endpoint does not have, and for
+    one that comes twice, unless its schema makes it a list: of that the last value is given.
     """
     endpoint = endpoint_of(request.scope)
     schemas = {} if endpoint is None else endpoint.query
@@ -106,7 +106,7 @@ def read_limit(query: Mapping[str, str], default: int, most: int) -> int:
 
 
 def page_of(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    """A list in OpenAI's form."""
+    """Make a list in OpenAI's form."""
     return {
         "object": "list",
         "data": data,

@@ -23,5 +23,5 @@ async def health(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """The metrics of all workers in Prometheus' text format. It needs no key."""
+    """Write the metrics of all workers in Prometheus' text format. It needs no key."""
     return Response(front_of(request).meters.page(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})

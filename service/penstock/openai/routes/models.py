@@ -72,7 +72,7 @@ def _model(facts: ModelFacts) -> dict[str, Any]:
 
 
 def _page(facts: ModelFacts, adapters: Sequence[Adapter], *, is_beyond: bool) -> dict[str, Any]:
-    """A page of the list in Anthropic's API, which has all of it. What is before or after is empty."""
+    """Make a page of the list in Anthropic's API, which has all of it. What is before or after is empty."""
     names = [] if is_beyond else [facts.model, *(one.name for one in adapters)]
     return {
         "data": [_anthropic_model(facts, name) for name in names],

@@ -112,8 +112,8 @@ class Pairs:
 
 
 def pairs_of(body: ScoreBody) -> Pairs:
-    """The pairs of a request. Raises ApiError unless there is one first text, or as many as second ones, and
-    for too many.
+    """Make the pairs of a request. Raises ApiError unless there is one first text, or as many as second ones,
+    and for too many.
     """
     first_field, first = _side(body, "text_1", "queries")
     second_field, second = _side(body, "text_2", "documents")
@@ -133,7 +133,7 @@ def pairs_of(body: ScoreBody) -> Pairs:
 
 
 def _side(body: ScoreBody, name: str, other: str) -> tuple[str, list[str]]:
-    """The texts of one side, and the field that has them."""
+    """Return the texts of one side, and the field that has them."""
     given = [(field, value) for field in (name, other) if (value := getattr(body, field)) is not None]
     if not given:
         raise missing(name)
@@ -146,8 +146,8 @@ def _side(body: ScoreBody, name: str, other: str) -> tuple[str, list[str]]:
 
 
 async def _rank_all(pairs: Pairs, body: ScoreBody, call: Call, front: Front) -> list[Ranking]:
-    """The relevance of its documents to each query. The first error of one ends the others, and names the
-    document as the request does.
+    """Compute the relevance of its documents to each query. The first error of one ends the others, and names
+    the document as the request does.
     """
 
     facts = await front.backend.facts(call)

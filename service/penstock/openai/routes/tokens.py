@@ -32,8 +32,8 @@ _OF_CHATS: Final = ("tools", "chat_template", "chat_template_kwargs", "add_gener
 
 
 def chat_of(body: TokenizeBody) -> ChatOptions:
-    """The conversation that shall be tokenized; empty where it is a text. Raises ApiError, with the field,
-    unless the body has one of both.
+    """Return the conversation that shall be tokenized; empty where it is a text. Raises ApiError, with the
+    field, unless the body has one of both.
     """
     if body.messages is None:
         if body.prompt is None:

@@ -24,7 +24,8 @@ def template_options(
     given: Mapping[str, Any] | None = None,
     param: str = "reasoning_effort",
 ) -> dict[str, Any] | None:
-    """The variables for the template: `given` ones, and those that stand for the effort; None without any.
+    """Make the variables for the template: `given` ones, and those that stand for the effort; None without
+    any.
 
     `variables` are the names that the model's template reads, and `param` is the field that holds the effort.
     Raises ApiError if `given` ones say the same.
@@ -38,7 +39,7 @@ def template_options(
 
 
 def variables_of_effort(effort: str | None, variables: Collection[str]) -> dict[str, Any]:
-    """The variables that stand for the effort; empty where it has no effect on this template.
+    """Make the variables that stand for the effort; empty where it has no effect on this template.
 
     A template that reads `reasoning_effort` is given it as it is. One that has only a switch takes "none",
     which switches thinking off.
@@ -65,15 +66,15 @@ _MEDIA = {"input_audio": "audio", "file": "files", "refusal": "refusals"}
 
 
 def turns_of(messages: Sequence[schemas.Message]) -> list[ChatMessage]:
-    """The turns of a conversation. Raises ApiError, with the field, for a turn that makes no sense."""
+    """Make the turns of a conversation. Raises ApiError, with the field, for a turn that makes no sense."""
     if sum(len(message.tool_calls or ()) for message in messages) > schemas.MAX_CALLS:
         raise invalid_value("messages", f"all together have more than {schemas.MAX_CALLS} calls of tools.")
     return [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def ignored_of(messages: Sequence[schemas.Message], facts: ModelFacts, chat_template: str | None) -> set[str]:
-    """The fields of messages that have no effect: names, where the model's own template shows none. Whether a
-    template of the request's own shows them is its author's affair.
+    """Return the fields of messages that have no effect: names, where the model's own template shows none.
+    Whether a template of the request's own shows them is its author's affair.
     """
     if chat_template is not None or "names" in facts.features:
         return set()
@@ -82,7 +83,7 @@ def ignored_of(messages: Sequence[schemas.Message], facts: ModelFacts, chat_temp
 
 
 def tools_of(tools: Sequence[schemas.AnyTool]) -> list[Tool]:
-    """The tools that the model may call. Raises ApiError, with the field, for a grammar that cannot be
+    """Make the tools that the model may call. Raises ApiError, with the field, for a grammar that cannot be
     enforced.
     """
     return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
@@ -119,7 +120,7 @@ class Offered:
 
 
 def offered_of(tools: Sequence[schemas.AnyTool], choice: schemas.ToolChoice | None) -> Offered:
-    """The tools that a choice leaves. Raises ApiError for a name that no tool has."""
+    """Return the tools that a choice leaves. Raises ApiError for a name that no tool has."""
     made = tools_of(tools)
     names = [tool.name for tool in made]
     everything = tuple(range(len(made)))
@@ -147,8 +148,8 @@ def check_name(name: str, names: Collection[str], param: str) -> None:
 
 
 def named_choice(name: str, names: Sequence[str], param: str) -> str:
-    """The client's `tool_choice` for this function, which the field `param` names. Raises ApiError for a
-    function that is none of the tools, or that is named as a general choice is.
+    """Return the client's `tool_choice` for this function, which the field `param` names. Raises ApiError for
+    a function that is none of the tools, or that is named as a general choice is.
     """
     check_name(name, names, param)
     if name in CHOICES:
@@ -213,16 +214,16 @@ def picture_params(at: str, messages: Sequence[schemas.Message]) -> dict[str, st
 
 
 def part_params(part: str, made_of: str, url: str) -> dict[str, str]:
-    """The same of one part, whose path is `part`; `made_of` is the field that it was made of, and `url` the
-    field that has the bytes of a picture.
+    """Return the same of one part, whose path is `part`; `made_of` is the field that it was made of, and
+    `url` the field that has the bytes of a picture.
     """
     image = f"{part}.image"
     return {part: made_of, image: url, f"{image}.data": url, f"{image}.media_type": url}
 
 
 def picture_of(url: str, detail: str | None, where: str, detail_param: str) -> Image:
-    """The picture that a data: URL has in it, and that the field `where` holds. Raises ApiError for any other
-    URL, because nothing is fetched, and for a level of detail.
+    """Return the picture that a data: URL has in it, and that the field `where` holds. Raises ApiError for
+    any other URL, because nothing is fetched, and for a level of detail.
     """
     if detail not in (None, "auto"):
         raise unsupported_value(detail_param, "the model decides how closely it looks.")
@@ -233,8 +234,8 @@ def picture_of(url: str, detail: str | None, where: str, detail_param: str) -> I
 
 
 def joined(parts: Sequence[str | Image]) -> str | Sequence[str | Image]:
-    """The content of a turn: its parts, of which some are pictures; or, where all are texts, one text, with a
-    line break between two of them, as vLLM and llama.cpp do it.
+    """Return the content of a turn: its parts, of which some are pictures; or, where all are texts, one text,
+    with a line break between two of them, as vLLM and llama.cpp do it.
     """
     texts = [part for part in parts if isinstance(part, str)]
     return "\n".join(texts) if len(texts) == len(parts) else parts

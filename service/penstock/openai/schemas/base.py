@@ -41,7 +41,9 @@ NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
 
 
 def _no_number(value: Any) -> Any:
-    """The value itself. In Python 0 equals False and 1 equals True; in a body they are different things."""
+    """Return the value itself. In Python 0 equals False and 1 equals True; in a body they are different
+    things.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise PydanticCustomError("bool_type", "Input should be a valid boolean")
     return value

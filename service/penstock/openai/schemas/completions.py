@@ -22,8 +22,8 @@ def _is_ids(value: list[Any]) -> bool:
 
 
 def prompts_in(name: str, most: int) -> Callable[[Any], Any]:
-    """What looks at the prompts in a field of this name, all items at once, for one error at most. It raises
-    PydanticCustomError for what is no `Prompt`, and for more than `most` prompts.
+    """Make what looks at the prompts in a field of this name, all items at once, for one error at most. It
+    raises PydanticCustomError for what is no `Prompt`, and for more than `most` prompts.
     """
 
     def shaped(value: Any) -> Any:
@@ -47,7 +47,7 @@ def prompts_in(name: str, most: int) -> Callable[[Any], Any]:
 
 
 def prompts_of(value: Any) -> list[str | list[int]]:
-    """The single prompts of a `Prompt`."""
+    """List the single prompts of a `Prompt`."""
     is_one = isinstance(value, str) or isinstance(value[0], int)
     return [value] if is_one else value
 

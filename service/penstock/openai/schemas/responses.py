@@ -22,12 +22,14 @@ _PREFIX = "penstock-reasoning:"
 
 
 def carried(text: str) -> str:
-    """The string that carries the text."""
+    """Make the string that carries the text."""
     return _PREFIX + base64.b64encode(text.encode()).decode()
 
 
 def text_of(string: str) -> str:
-    """The text that `carried` made the string of. Raises ValueError for a string that it did not make."""
+    """Return the text that `carried` made the string of. Raises ValueError for a string that it did not
+    make.
+    """
     if not string.startswith(_PREFIX):
         raise ValueError("it was not made by this front")
     try:

@@ -270,7 +270,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(501, message, "unsupported_transfer_encoding")
 
     def _values(self, name: bytes) -> list[bytes]:
-        """The values of all headers of this name, which is in lower case."""
+        """Return the values of all headers of this name, which is in lower case."""
         return [value.strip() for found, value in self.headers if found == name]
 
     def on_body(self, body: bytes) -> None:
@@ -287,9 +287,9 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Called when a reply has been written, which may be before its request's body has come: an error
-        does not wait for that. The rest is dropped, but not for ever, and not cut off at once: the client
-        would lose the reply.
+        """Wait for the end of the request after its reply, which may be written before the request's body has
+        come: an error does not wait for that. The rest is dropped, but not for ever, and not cut off at once:
+        the client would lose the reply.
         """
         if self._phase is _Phase.BODY:
             self._must_send_by = time.monotonic() + self._all.bounds.header_timeout_s
@@ -312,7 +312,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
-    """The app for a peer that speaks HTTP/1.0, which has no chunks: a reply ends with the connection."""
+    """Wrap the app for a peer that speaks HTTP/1.0, which has no chunks: a reply ends with the connection."""
 
     async def serve(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         async def send_plain(message: ASGISendEvent) -> None:

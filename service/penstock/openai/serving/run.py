@@ -201,7 +201,7 @@ def _url(settings: Settings, listening: socket.socket) -> str:
 
 
 def _warnings(settings: Settings) -> list[str]:
-    """What the operator has allowed with `insecure`."""
+    """Say what the operator has allowed with `insecure`."""
     if is_loopback(settings.host):
         return []
     found = []

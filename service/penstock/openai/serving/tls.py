@@ -66,7 +66,7 @@ class Certificate:
         self.context.verify_mode = ssl.CERT_REQUIRED
 
     def _refuse(self) -> NoReturn:
-        """Called for a key with a password; OpenSSL would ask for it on the terminal otherwise."""
+        """Refuse a key with a password; OpenSSL would ask for it on the terminal otherwise."""
         raise SettingsError(f"tls_key: {self._key} has a password; give a key without one")
 
     def _stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
@@ -82,7 +82,7 @@ class Certificate:
 
 
 def certificate_of(settings: Settings) -> Certificate | None:
-    """The certificate that the settings name; None for plain HTTP. Raises SettingsError."""
+    """Return the certificate that the settings name; None for plain HTTP. Raises SettingsError."""
     if settings.tls_cert is None or settings.tls_key is None:
         return None
     return Certificate(settings.tls_cert, settings.tls_key, settings.client_ca)

@@ -129,7 +129,7 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 def bounds_of(settings: Settings) -> Bounds:
-    """The bounds of each worker: an equal share of those of all."""
+    """Compute the bounds of each worker: an equal share of those of all."""
     return Bounds(
         max_connections=-(-settings.max_connections // settings.workers),
         max_connections_per_address=-(-settings.max_connections_per_address // settings.workers),

@@ -39,8 +39,8 @@ _FORMAT = "output_config.format"
 
 
 def chat_options(body: CountTokensBody, facts: ModelFacts) -> ChatOptions:
-    """The keyword arguments for the conversation. Raises ApiError, with the field, for what the front can
-    tell to be wrong; the rest is the server's to tell.
+    """Make the keyword arguments for the conversation. Raises ApiError, with the field, for what the front
+    can tell to be wrong; the rest is the server's to tell.
     """
     tools, choice = _tools(body), body.tool_choice
     return ChatOptions(
@@ -53,7 +53,7 @@ def chat_options(body: CountTokensBody, facts: ModelFacts) -> ChatOptions:
 
 
 def message_options(body: MessagesBody, facts: ModelFacts) -> RequestOptions:
-    """The keyword arguments of `generate` or `stream`. Raises ApiError as `chat_options` does."""
+    """Make the keyword arguments of `generate` or `stream`. Raises ApiError as `chat_options` does."""
     options = cast(RequestOptions, chat_options(body, facts))
     form, param = _format(body)
     if form is not None:
@@ -102,7 +102,7 @@ def message_params(body: CountTokensBody) -> dict[str, str]:
 
 
 def message_ignored(body: CountTokensBody, facts: ModelFacts) -> set[str]:
-    """The fields that have no effect, besides those that the body itself ignores."""
+    """Return the fields that have no effect, besides those that the body itself ignores."""
     ignored = {f"tools[].{tool.kind}" for tool in body.tools or () if isinstance(tool, BuiltInTool)}
     ignored |= ignored_blocks(body.messages)
     known = facts.template_variables
@@ -120,8 +120,8 @@ def message_ignored(body: CountTokensBody, facts: ModelFacts) -> set[str]:
 
 
 def _custom_tools(body: CountTokensBody) -> list[tuple[CustomTool, str]]:
-    """The caller's own tools with their paths. Raises ApiError, with the field, for a tool that is neither
-    one of them nor passed over.
+    """List the caller's own tools with their paths. Raises ApiError, with the field, for a tool that is
+    neither one of them nor passed over.
     """
     tools: list[tuple[CustomTool, str]] = []
     for i, tool in enumerate(body.tools or ()):
@@ -154,7 +154,9 @@ def _choice(body: CountTokensBody, names: Sequence[str]) -> str | None:
 
 
 def _format(body: CountTokensBody) -> tuple[JsonFormat | None, str]:
-    """The form of the answer's text, and the field that has it. Raises ApiError where two fields have it."""
+    """Return the form of the answer's text, and the field that has it. Raises ApiError where two fields have
+    it.
+    """
     form = None if body.output_config is None else body.output_config.format
     if body.output_format is None:
         return form, _FORMAT
@@ -168,8 +170,8 @@ def _effort(body: CountTokensBody) -> str | None:
 
 
 def _variables(body: CountTokensBody, known: Collection[str]) -> dict[str, Any]:
-    """The variables of the chat template that say whether and how much the model thinks, of those that the
-    template knows. Where it is left to the model, none does.
+    """Return the variables of the chat template that say whether and how much the model thinks, of those that
+    the template knows. Where it is left to the model, none does.
     """
     made: dict[str, Any] = {}
     is_off = body.thinking is not None and body.thinking.type == "disabled"
@@ -217,7 +219,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _converted(body: CountTokensBody, convert: Callable[[], ValueT]) -> ValueT:
-    """What `convert` makes of the body. Base64 of megabytes is read in a thread, so that other requests do
-    not wait for it.
+    """Return what `convert` makes of the body. Base64 of megabytes is read in a thread, so that other
+    requests do not wait for it.
     """
     return await asyncio.to_thread(convert) if has_pictures(body.messages) else convert()

@@ -88,8 +88,8 @@ class Turn:
 
 
 def turns_of(body: CountTokensBody) -> list[Turn]:
-    """The turns of the conversation, the system prompt first. Raises ApiError, with the field, for a block
-    that cannot be taken, and for a conversation that ends with a turn of the assistant.
+    """Make the turns of the conversation, the system prompt first. Raises ApiError, with the field, for a
+    block that cannot be taken, and for a conversation that ends with a turn of the assistant.
     """
     if sum(1 for _ in _all_blocks(body.messages)) > MAX_BLOCKS:
         raise invalid_value("messages", f"all together have more than {MAX_BLOCKS} blocks.")
@@ -120,7 +120,9 @@ def has_pictures(messages: Sequence[Message]) -> bool:
 
 
 def ignored_blocks(messages: Sequence[Message]) -> set[str]:
-    """The blocks that have no effect: what a model of another server thought, which only that can read."""
+    """Return the blocks that have no effect: what a model of another server thought, which only that can
+    read.
+    """
     return {
         f"messages[].content[].{block.type}"
         for block in _all_blocks(messages)
@@ -144,7 +146,7 @@ def _extend(turn: Turn, more: Turn) -> None:
 
 
 def _turns_of_message(message: Message, path: str) -> list[Turn]:
-    """The turns that a message becomes: results of tools are turns of their own, wherever they stand."""
+    """Make the turns that a message becomes: results of tools are turns of their own, wherever they stand."""
     if isinstance(message.content, str):
         return [Turn(message.role, path, [message.content], [f"{path}.content"])]
     turns: list[Turn] = []
@@ -176,7 +178,9 @@ def _add(turn: Turn, block: ContentBlock, path: str) -> None:
 
 
 def _result(block: ToolResultBlock, path: str) -> Turn:
-    """What a tool answered. The contract has no field for a call that failed, so words tell the model."""
+    """Tell what a tool answered. The contract has no field for a call that failed, so words tell the
+    model.
+    """
     turn = Turn("tool", path, tool_use_id=block.tool_use_id)
     if block.is_error:
         turn.parts.append("Error:")
@@ -210,8 +214,8 @@ def _part(block: ContentBlock | ResultBlock, path: str) -> str | Image:
 
 
 def _thought(block: ThinkingBlock | RedactedThinkingBlock) -> str | None:
-    """What the block holds of the model's thinking; None if another server has written it in a way that only
-    that server can read.
+    """Return what the block holds of the model's thinking; None if another server has written it in a way
+    that only that server can read.
     """
     if isinstance(block, RedactedThinkingBlock):
         return None

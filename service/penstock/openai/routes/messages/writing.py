@@ -38,7 +38,7 @@ UNSIGNED: Final = "penstock-unsigned"
 
 
 def whole_message(answer: Generation, *, shows_thinking: bool) -> dict[str, Any]:
-    """The object "message". Raises ApiError if the output was aborted."""
+    """Make the object "message". Raises ApiError if the output was aborted."""
     output = answer.outputs[0]
     blocks: list[dict[str, Any]] = []
     if output.reasoning:
@@ -63,8 +63,8 @@ def whole_message(answer: Generation, *, shows_thinking: bool) -> dict[str, Any]
 async def message_events(
     stream: AsyncGenerationStream, *, shows_thinking: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a message, as they go over the wire, to the end of `stream`, which is closed in any case.
-    Raises ApiError if the output was aborted, and what `stream` raises.
+    """Yield the events of a message, as they go over the wire, to the end of `stream`, which is closed in any
+    case. Raises ApiError if the output was aborted, and what `stream` raises.
     """
     writer = MessageWriter(shows_thinking=shows_thinking)
     async with stream:
@@ -91,8 +91,8 @@ class MessageWriter:
         self._finish: Finish | None = None
 
     def feed(self, event: StreamEvent) -> str:
-        """The events that tell of one of the server's; empty where nothing is to be told. Raises ApiError if
-        the output was aborted.
+        """Write the events that tell of one of the server's; empty where nothing is to be told. Raises
+        ApiError if the output was aborted.
         """
         match event:
             case Started():
@@ -106,14 +106,14 @@ class MessageWriter:
                 return self.end(event.usage)
 
     def begin(self, started: Started) -> str:
-        """The first event. What of the prompt was found in the cache is known only at the end."""
+        """Write the first event. What of the prompt was found in the cache is known only at the end."""
         usage = _usage(Usage(started.prompt.token_count, 0, 0))
         ending = {"stop_reason": None, "stop_sequence": None}
         message = {**_message(started.request_id, started.model), "content": [], **ending, "usage": usage}
         return _event("message_start", message=message)
 
     def add(self, delta: Delta) -> str:
-        """The events of what was added to the output."""
+        """Write the events of what was added to the output."""
         said = ""
         for piece in delta.tool_call_deltas:
             if not piece.name:  # it goes on with a call that was made before all else in this delta
@@ -136,20 +136,20 @@ class MessageWriter:
         return said
 
     def end(self, usage: Usage) -> str:
-        """The last events. Raises ApiError if the output was aborted."""
+        """Write the last events. Raises ApiError if the output was aborted."""
         assert self._finish is not None, "the client has checked the order of the stream"
         ending = _ending(self._finish, has_calls=self._has_calls)
         said = self._end() + _event("message_delta", delta=ending, usage=_usage(usage))
         return said + _event("message_stop")
 
     def _call(self, call_id: str, name: str) -> str:
-        """The beginning of a call."""
+        """Write the beginning of a call."""
         self._has_calls, ended = True, self._end()
         self._pieces = _Pieces()
         return ended + self._begin("tool_use", id=call_id, name=name, input={})
 
     def _arguments(self, piece: str) -> str:
-        """A piece of the arguments of the open call."""
+        """Write a piece of the arguments of the open call."""
         return self._written(self._pieces.add(piece))
 
     def _written(self, text: str) -> str:
@@ -165,7 +165,7 @@ class MessageWriter:
         return said + _event("content_block_start", index=self._num_blocks, content_block=block)
 
     def _delta(self, fields: str) -> str:
-        """What was added to the open block; `fields` are JSON from the type on."""
+        """Write what was added to the open block; `fields` are JSON from the type on."""
         return (
             'event: content_block_delta\ndata: {"type":"content_block_delta",'
             f'"index":{self._num_blocks},"delta":{{"type":{fields}}}}}\n\n'
@@ -228,7 +228,7 @@ _WORD: Final = re.compile(r"[\w.+-]+")
 
 
 def _sendable(word: str) -> str:
-    """A number, or another word of JSON, as it can be sent back."""
+    """Write a number, or another word of JSON, as it can be sent back."""
     try:
         return json.dumps(_read(word))
     except ValueError:
@@ -240,9 +240,9 @@ def _read(text: str) -> Any:
 
 
 def tool_input(call: ToolCall) -> dict[str, Any]:
-    """The arguments of a call, as they can be sent back: what JSON's readers make of them, without halves of
-    surrogate pairs, with numbers that are not too large for a request, and with null for what is no number.
-    Of a call that was cut off, they are what had come of them.
+    """Read the arguments of a call, as they can be sent back: what JSON's readers make of them, without
+    halves of surrogate pairs, with numbers that are not too large for a request, and with null for what is no
+    number. Of a call that was cut off, they are what had come of them.
     """
     text = call.arguments_json.strip() or "{}"
     try:
@@ -257,7 +257,7 @@ def tool_input(call: ToolCall) -> dict[str, Any]:
 
 
 def _begun_object(text: str) -> Any:
-    """What has come of JSON that ends too early; an empty object where that is nothing, or is nested too
+    """Read what has come of JSON that ends too early; an empty object where that is nothing, or is nested too
     deeply for a request.
     """
     try:
@@ -301,7 +301,9 @@ def _ending(finish: Finish, *, has_calls: bool) -> Mapping[str, str | None]:
 
 
 def _usage(usage: Usage) -> Mapping[str, Any]:
-    """The figures that the server counted. Tokens that were found in the cache are not among the input's."""
+    """Write the figures that the server counted. Tokens that were found in the cache are not among the
+    input's.
+    """
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_prompt_tokens,
         "cache_creation_input_tokens": 0,

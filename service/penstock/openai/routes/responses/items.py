@@ -30,11 +30,11 @@ class EventWriter:
         self._next = 0
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> str:
-        """An event of the type "response.<kind>"."""
+        """Write an event of the type "response.<kind>"."""
         return self.written(kind, json_text(fields)[1:-1])
 
     def written(self, kind: str, fields: str) -> str:
-        """An event whose fields are JSON already, without the braces."""
+        """Write an event whose fields are JSON already, without the braces."""
         number = self._next
         self._next += 1
         head = f'event: response.{kind}\ndata: {{"type":"response.{kind}","sequence_number":{number}'
@@ -42,8 +42,8 @@ class EventWriter:
 
 
 def delta_prefix(item_id: str, output_index: int, part: str) -> str:
-    """The fields of all delta events of one item, up to the text. `part` holds fields that only some kinds
-    have.
+    """Write the fields of all delta events of one item, up to the text. `part` holds fields that only some
+    kinds have.
     """
     return f'"item_id":{json_string(item_id)},"output_index":{output_index},{part}"delta":'
 
@@ -70,11 +70,11 @@ class _Text:
         return "".join(self.pieces)
 
     def place(self) -> str:
-        """The fields that name the item and its part in an event, as JSON without braces."""
+        """Write the fields that name the item and its part in an event, as JSON without braces."""
         return f'"item_id":{json_string(self.item["id"])},"output_index":{self.index},"content_index":0'
 
     def part(self) -> str:
-        """The JSON of the part of the item that holds the text so far."""
+        """Write the JSON of the part of the item that holds the text so far."""
         text = json_string(self.text())
         if self.kind == "reasoning_text":
             return f'{{"type":"reasoning_text","text":{text}}}'
@@ -100,12 +100,12 @@ class _Call:
         self._inputs = inputs
 
     def add(self, arguments_json: str) -> str:
-        """What the field gets by a piece of the arguments."""
+        """Return what the field gets by a piece of the arguments."""
         self.arguments.append(arguments_json)
         return arguments_json if self._inputs is None else self._inputs.add(arguments_json)
 
     def rest(self) -> str:
-        """What the field still gets when the call has ended."""
+        """Return what the field still gets when the call has ended."""
         return "" if self._inputs is None else self._inputs.rest()
 
 
@@ -130,9 +130,9 @@ class OutputItems:
         names: Mapping[str, Mapping[str, str]] | None = None,
         custom_tools: Collection[str] = (),
     ) -> None:
-        """`number` makes the ids of items unique. With `carries_reasoning` items of reasoning have
-        `encrypted_content`. `names` has the fields that name a function whose name is not the model's, and
-        `custom_tools` the names by which the model knows tools of that type.
+        """Take a `number` that makes the ids of items unique. With `carries_reasoning` items of reasoning
+        have `encrypted_content`. `names` has the fields that name a function whose name is not the model's,
+        and `custom_tools` the names by which the model knows tools of that type.
         """
         self._names = names or {}
         self._custom_tools = custom_tools
@@ -264,5 +264,5 @@ class OutputItems:
 
 
 def _item(fields: Mapping[str, Any], part: str) -> str:
-    """The JSON of an item with this part; with none if it is empty."""
+    """Write the JSON of an item with this part; with none if it is empty."""
     return f'{json_text(fields)[:-1]},"content":[{part}]}}'

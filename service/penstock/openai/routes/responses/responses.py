@@ -55,7 +55,7 @@ def _chat_of(
     tools: Sequence[Tool],
     choice: str | None,
 ) -> ChatOptions:
-    """The conversation that the model is given. Raises ApiError, with the field."""
+    """Make the conversation that the model is given. Raises ApiError, with the field."""
     return ChatOptions(
         messages=turns_of(() if body.input is None else body.input, body.instructions, previous),
         tools=tools or None,
@@ -70,9 +70,9 @@ def _chat_of(
 
 
 def response_options(body: ResponsesBody, facts: ModelFacts, previous: Sequence[Item] = ()) -> RequestOptions:
-    """The keyword arguments of `generate` or `stream`, for a conversation that begins with the `previous`
-    items. Raises ApiError, with the field, for what the front can tell to be wrong; the rest is the server's
-    to tell.
+    """Make the keyword arguments of `generate` or `stream`, for a conversation that begins with the
+    `previous` items. Raises ApiError, with the field, for what the front can tell to be wrong; the rest is
+    the server's to tell.
     """
     _check_values(body)
     functions, choice = offered_of(body.tools, body.tool_choice)
@@ -92,8 +92,8 @@ def response_options(body: ResponsesBody, facts: ModelFacts, previous: Sequence[
 
 
 def response_ignored(body: ResponsesBody, facts: ModelFacts, *, keeps: bool = False) -> set[str]:
-    """The fields that have no effect, besides those that the body itself ignores. `keeps`: whether the front
-    keeps responses.
+    """Return the fields that have no effect, besides those that the body itself ignores. `keeps`: whether the
+    front keeps responses.
     """
     ignored = _chat_ignored(body, facts)
     if body.store and not keeps:
@@ -128,7 +128,7 @@ def response_params(body: ResponsesBody, previous: Sequence[Item] = ()) -> dict[
 
 
 def _chat_params(body: ResponsesBody | InputTokensBody, previous: Sequence[Item]) -> dict[str, str]:
-    """The part of that which is about the conversation."""
+    """Return the part of that which is about the conversation."""
     params = {
         **turn_params(() if body.input is None else body.input, body.instructions, previous),
         "input": "input",

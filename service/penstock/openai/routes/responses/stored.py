@@ -80,8 +80,8 @@ class Conversation:
 
 
 async def previous_of(front: Front, key: str, response_id: str | None) -> Conversation:
-    """The conversation up to a response of the caller with this key, its own items included. Raises ApiError
-    if there is no such response or it is too long to go on from, and where none are kept.
+    """Return the conversation up to a response of the caller with this key, its own items included. Raises
+    ApiError if there is no such response or it is too long to go on from, and where none are kept.
     """
     if response_id is None:
         return Conversation()
@@ -107,8 +107,8 @@ def _read(kept: Kept) -> Conversation:
 
 
 async def without_references(front: Front, key: str, items: _Input) -> _Input:
-    """The items, with what the caller with this key has kept in place of references to it. Where nothing is
-    kept they stay, and are refused. Raises ApiError for what there is not.
+    """Return the items, with what the caller with this key has kept in place of references to it. Where
+    nothing is kept they stay, and are refused. Raises ApiError for what there is not.
     """
     if front.store is None or isinstance(items, str):
         return items
@@ -132,7 +132,7 @@ async def without_references(front: Front, key: str, items: _Input) -> _Input:
 
 
 def _output_of(kept: Kept) -> dict[str, Item]:
-    """The items that the model wrote, by their ids."""
+    """Return the items that the model wrote, by their ids."""
     written = json.loads(kept.response)["output"]
     items = _ITEMS.validate_python(written)
     return {made["id"]: item for made, item in zip(written, items, strict=True)}
@@ -145,7 +145,9 @@ def check_sizes(previous: Conversation, items: _Input) -> None:
 
 
 def kept_of(response: str, previous: Conversation, items: _Input, number: str) -> Kept:
-    """What is kept of a response that answers these items. `number` makes the ids of items that have none."""
+    """Return what is kept of a response that answers these items. `number` makes the ids of items that have
+    none.
+    """
     if isinstance(items, str):
         items = [MessageItem(role="user", content=items)]
     written = [*previous.written, *(_written(item, f"{number}in{i:04x}") for i, item in enumerate(items))]
@@ -153,7 +155,7 @@ def kept_of(response: str, previous: Conversation, items: _Input, number: str) -
 
 
 def _written(item: Item, number: str) -> dict[str, Any]:
-    """An item as OpenAI's API lists it: with an id, its type, and the parts of its content."""
+    """Write an item as OpenAI's API lists it: with an id, its type, and the parts of its content."""
     made = {"type": "message", **item.model_dump(by_alias=True, exclude_none=True)}
     if isinstance(item, MessageItem) and isinstance(item.content, str):
         kind = "output_text" if item.role == "assistant" else "input_text"
@@ -198,7 +200,7 @@ async def list_input_items(request: Request) -> Response:
 
 
 def _page(written: bytes, after: str | None, limit: int, order: str) -> bytes:
-    """The JSON of a page of the items."""
+    """Write the JSON of a page of the items."""
     items = json.loads(written)
     if order == "desc":
         items.reverse()
@@ -212,7 +214,7 @@ def _page(written: bytes, after: str | None, limit: int, order: str) -> bytes:
 
 
 def _query(request: Request) -> Mapping[str, str]:
-    """What the query asks for. Raises ApiError also for what cannot be included."""
+    """Read what the query asks for. Raises ApiError also for what cannot be included."""
     for value in (value for name in _INCLUDE for value in request.query_params.getlist(name)):
         if value not in _INCLUDED:
             raise unsupported_value("include", f"there is no {value[:80]!r} to be included.")
@@ -228,8 +230,8 @@ async def _kept(request: Request) -> Kept:
 
 
 async def _asked(request: Request) -> tuple[ResponseStore, str, str]:
-    """The store, the caller's key and the id of the response. The server is asked each time whether it takes
-    the key, as at /v1/models. Raises ApiError where nothing is kept, and the client's errors.
+    """Return the store, the caller's key and the id of the response. The server is asked each time whether it
+    takes the key, as at /v1/models. Raises ApiError where nothing is kept, and the client's errors.
     """
     call, front, response_id = call_of(request), front_of(request), request.path_params["response_id"]
     await answered(request, front.backend.facts(call, fresh=True))

@@ -43,7 +43,9 @@ class Function:
         return flat_name(self.namespace, self.tool.name)
 
     def offered(self) -> ClientTool:
-        """The tool as the model is told of it. Raises ApiError for a grammar that cannot be enforced."""
+        """Describe the tool as the model is told of it. Raises ApiError for a grammar that cannot be
+        enforced.
+        """
         if isinstance(self.tool, CustomTool):
             pattern = _pattern(self.tool.format, f"{self.path}.format")
             return custom_tool(self.flat_name, self.tool.description, pattern)
@@ -56,7 +58,7 @@ class Function:
 
 
 def _pattern(form: CustomFormat | None, where: str) -> str | None:
-    """The regular expression that the text of a custom tool must match; None for any text."""
+    """Return the regular expression that the text of a custom tool must match; None for any text."""
     given = {} if form is None else {"syntax": form.syntax, "definition": form.definition}
     for name, value in given.items():
         if form is not None and (value is None) == (form.type == "grammar"):
@@ -69,13 +71,15 @@ def _pattern(form: CustomFormat | None, where: str) -> str | None:
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The name of a function for the model. Some clients end a namespace with the two lines themselves."""
+    """Make the name of a function for the model. Some clients end a namespace with the two lines
+    themselves.
+    """
     return name if not namespace else f"{namespace.removesuffix('__')}__{name}"
 
 
 def functions_of(tools: Sequence[Tool] | None) -> list[Function]:
-    """The functions, in their order. Raises ApiError, with the field, for a tool that is neither a function
-    nor passed over, and for more functions than the server takes.
+    """List the functions, in their order. Raises ApiError, with the field, for a tool that is neither a
+    function nor passed over, and for more functions than the server takes.
     """
     functions: list[Function] = []
     for i, tool in enumerate(tools or ()):
@@ -95,8 +99,8 @@ def functions_of(tools: Sequence[Tool] | None) -> list[Function]:
 
 
 def offered_of(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> tuple[list[Function], str | None]:
-    """The functions that a choice of tools leaves, and the client's `tool_choice`. Raises ApiError, with the
-    field, for a name that no function has, and for a tool that cannot be chosen.
+    """Return the functions that a choice of tools leaves, and the client's `tool_choice`. Raises ApiError,
+    with the field, for a name that no function has, and for a tool that cannot be chosen.
     """
     functions = functions_of(tools)
     if choice is None or isinstance(choice, str):
@@ -121,14 +125,16 @@ def offered_of(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> tuple
 
 
 def custom_names(tools: Sequence[Tool] | None) -> frozenset[str]:
-    """The names that the model knows custom tools by."""
+    """Return the names that the model knows custom tools by."""
     return frozenset(
         function.flat_name for function in functions_of(tools) if isinstance(function.tool, CustomTool)
     )
 
 
 def ignored_tools(tools: Sequence[Tool] | None) -> set[str]:
-    """What of the tools has no effect: those that are passed over, and the descriptions of namespaces."""
+    """Return what of the tools has no effect: those that are passed over, and the descriptions of
+    namespaces.
+    """
     ignored = {f"tools[].{tool.type}" for tool in tools or () if isinstance(tool, BuiltInTool)}
     if any(isinstance(tool, NamespaceTool) and tool.description for tool in tools or ()):
         ignored.add("tools[].description")

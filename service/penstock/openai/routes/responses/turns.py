@@ -84,8 +84,8 @@ class _OtherTurn:
 def turns_of(
     items: str | Sequence[Item], instructions: str | None, previous: Sequence[Item] = ()
 ) -> list[ChatMessage]:
-    """The turns of the conversation, which begins with the `previous` items. Raises ApiError, with the field,
-    for an item that cannot be taken.
+    """Make the turns of the conversation, which begins with the `previous` items. Raises ApiError, with the
+    field, for an item that cannot be taken.
     """
     return [turn.message() for turn in _grouped(items, instructions, previous)]
 
@@ -118,7 +118,7 @@ def turn_params(
 
 
 def _inner(item: str, name: str) -> str:
-    """The field of an item. Those of items that are kept have no field in the request."""
+    """Name the field of an item. Those of items that are kept have no field in the request."""
     return item if item == PREVIOUS else f"{item}.{name}"
 
 
@@ -190,7 +190,7 @@ def _content(content: str | Sequence[Part], where: str) -> str | Sequence[str | 
 
 
 def _text(content: str | Sequence[Part], where: str) -> str:
-    """The text of all parts, with a line break between two of them, where no pictures are taken."""
+    """Join the text of all parts, with a line break between two of them, where no pictures are taken."""
     if not isinstance(content, str):
         for i, part in enumerate(content):
             if isinstance(part, InputImage):

@@ -67,8 +67,8 @@ class Asked:
 
 
 def empty_response(asked: Asked, model: str) -> dict[str, Any]:
-    """The response before the model has written anything, but for its list of items: what was asked for, and
-    what is used where nothing was.
+    """Make the response before the model has written anything, but for its list of items: what was asked for,
+    and what is used where nothing was.
     """
     body, defaults = asked.body, asked.defaults
     return {
@@ -110,7 +110,7 @@ def empty_response(asked: Asked, model: str) -> dict[str, Any]:
 
 
 def ended_response(response: Mapping[str, Any], usage: Usage, *, is_whole: bool, now: int) -> dict[str, Any]:
-    """The response after its last token, but for its items. One that a limit ended is not `is_whole`."""
+    """Make the response after its last token, but for its items. One that a limit ended is not `is_whole`."""
     return {
         **response,
         "status": "completed" if is_whole else "incomplete",
@@ -121,7 +121,7 @@ def ended_response(response: Mapping[str, Any], usage: Usage, *, is_whole: bool,
 
 
 def failed_response(response: Mapping[str, Any], error: ApiError) -> dict[str, Any]:
-    """The response after it failed, but for its items."""
+    """Make the response after it failed, but for its items."""
     told = {
         "code": _ERROR_CODES.get(error.status, "server_error"),
         "message": error.message,
@@ -132,17 +132,17 @@ def failed_response(response: Mapping[str, Any], error: ApiError) -> dict[str, A
 
 
 def with_items(response: Mapping[str, Any], items: Sequence[str]) -> str:
-    """The JSON of the response with these items, which are JSON already."""
+    """Write the JSON of the response with these items, which are JSON already."""
     return f'{json_text(response)[:-1]},"output":[{",".join(items)}]}}'
 
 
 def _first(*values: float | None) -> float:
-    """The first value that there is."""
+    """Return the first value that there is."""
     return next(value for value in values if value is not None)
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """The figures that the server counted, which are those of its ledger."""
+    """Write the figures that the server counted, which are those of its ledger."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_prompt_tokens, "cache_write_tokens": 0},
@@ -221,13 +221,13 @@ class ResponseWriter:
         return self._response is not None
 
     def response(self) -> str:
-        """The JSON of the response, with the items that have ended."""
+        """Write the JSON of the response, with the items that have ended."""
         assert self._response is not None, "the request has been taken"
         return with_items(self._response, self._items.items)
 
     def feed(self, event: StreamEvent) -> str:
-        """The events that tell of one of the server's; empty where nothing is to be told. After the last one
-        come those of `last`.
+        """Write the events that tell of one of the server's; empty where nothing is to be told. After the
+        last one come those of `last`.
 
         Raises ApiError if the output was aborted, and for too many log-probabilities.
         """
@@ -244,12 +244,12 @@ class ResponseWriter:
                 return self.end(self._finish, event.usage)
 
     def begin(self, model: str) -> str:
-        """The first events, for a request that the server has taken."""
+        """Write the first events, for a request that the server has taken."""
         self._response = empty_response(self._asked, model)
         return self._told("created") + self._told("in_progress")
 
     def add(self, delta: Delta) -> str:
-        """The events of what was added to the output."""
+        """Write the events of what was added to the output."""
         said = ""
         for piece in delta.tool_call_deltas:
             if not piece.name:  # it goes on with a call that was made before all else in this delta
@@ -267,7 +267,9 @@ class ResponseWriter:
         return said
 
     def end(self, finish: Finish, usage: Usage) -> str:
-        """The events of an output that has ended, but for the last one. Raises ApiError if it was aborted."""
+        """Write the events of an output that has ended, but for the last one. Raises ApiError if it was
+        aborted.
+        """
         assert self._response is not None, "the request has been taken"
         is_whole = finish_reason(finish) == "stop"
         self._status = "completed" if is_whole else "incomplete"
@@ -277,22 +279,22 @@ class ResponseWriter:
         return said
 
     def last(self) -> str:
-        """The last event of a response that has ended."""
+        """Write the last event of a response that has ended."""
         return self._told(self._status)
 
     def fail(self, error: ApiError) -> str:
-        """The last events of a response that failed after it had begun."""
+        """Write the last events of a response that failed after it had begun."""
         assert self._response is not None, "the request has been taken"
         said = self._items.end("incomplete")
         self._response = failed_response(self._response, error)
         return said + self._told("failed")
 
     def _told(self, kind: str) -> str:
-        """An event that holds the response."""
+        """Write an event that holds the response."""
         return self._events.written(kind, f'"response":{self.response()}')
 
     def _of_text(self, delta: Delta) -> list[dict[str, Any]]:
-        """The log-probabilities of the tokens that the delta's text is made of."""
+        """Return the log-probabilities of the tokens that the delta's text is made of."""
         vocabulary = self._asked.vocabulary
         if vocabulary is None or self._tokens is None:
             return []
@@ -302,7 +304,7 @@ class ResponseWriter:
 
 
 def whole_response(answer: Generation, asked: Asked) -> str:
-    """The JSON of the response to a request that does not stream. Raises ApiError if the output was
+    """Write the JSON of the response to a request that does not stream. Raises ApiError if the output was
     aborted.
     """
     writer = ResponseWriter(asked)
@@ -340,8 +342,8 @@ async def response_events(
     late: Callable[[PenstockClientError | ApiError], ApiError],
     keep: Callable[[str], Awaitable[None]],
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a response, as they go over the wire. `late` makes what the client is told of an error,
-    and `keep` is given the JSON of the response before the last event tells that it is whole.
+    """Yield the events of a response, as they go over the wire. `late` makes what the client is told of an
+    error, and `keep` is given the JSON of the response before the last event tells that it is whole.
 
     Raises the client's errors before the first event. A failure after it is told by the event
     "response.failed", which is then the last one.
