@@ -43,11 +43,11 @@ class Line(abc.ABC):
 
     @abc.abstractmethod
     def __str__(self) -> str:
-        """The message in words."""
+        """Return the message in words."""
 
     @abc.abstractmethod
     def fields(self) -> Mapping[str, object]:
-        """The same as values that JSON has, by name."""
+        """Return the same as values that JSON has, by name."""
 
 
 IdsOf = Callable[[logging.LogRecord], Mapping[str, str]]
@@ -125,7 +125,7 @@ class _Descriptor:
 
 
 def stderr_handler() -> logging.Handler:
-    """A target for the process's stderr, or for what a program has put in its place."""
+    """Make a target for the process's stderr, or for what a program has put in its place."""
     stream: TextIO | _Descriptor
     try:
         stream = _Descriptor(sys.stderr.fileno())
@@ -141,7 +141,7 @@ class _Complaints:
         self._next_s = 0.0
 
     def tell(self, record: logging.LogRecord) -> None:
-        """Called in place of `logging.Handler.handleError`, while the error is being handled."""
+        """Tell of an error while it is being handled, in place of `logging.Handler.handleError`."""
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._next_s = now_s + _COMPLAINT_INTERVAL_S
@@ -222,7 +222,7 @@ class QueuedLog(logging.Handler):
 
 
 def _finished(record: logging.LogRecord) -> logging.LogRecord:
-    """A record that does not change any more, whatever happens to the arguments of its message."""
+    """Make a record that does not change any more, whatever happens to the arguments of its message."""
     if isinstance(record.msg, Line):
         return record
     copied = copy.copy(record)

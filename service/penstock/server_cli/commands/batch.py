@@ -212,7 +212,7 @@ async def _terms(front: Front, args: argparse.Namespace) -> Terms:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """The file of answers, which no other run may write to. Raises _Cannot."""
+    """Open the file of answers, which no other run may write to. Raises _Cannot."""
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
     except OSError as error:

@@ -265,7 +265,7 @@ def _facts(found: Inspection, num_seqs: int) -> dict[str, Any]:
 
 
 def _process(found: Inspection, interpreter: int) -> dict[str, Any]:
-    """What a server's process takes by default, in bytes; nothing of it where that cannot be told."""
+    """Say what a server's process takes by default, in bytes; nothing of it where that cannot be told."""
     cache = found.served_cache_bytes
     if cache is None or not interpreter:
         return {"process_bytes": None}
@@ -280,7 +280,7 @@ def _process(found: Inspection, interpreter: int) -> dict[str, Any]:
 
 
 def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
-    """What a person reads."""
+    """Write what a person reads."""
     if found.is_native:
         computed = "by the native CPU kernels"
     elif found.is_packed:
@@ -338,7 +338,7 @@ def _lines(found: Inspection, facts: dict[str, Any]) -> list[str]:
 
 
 def _classes(found: Inspection) -> list[str]:
-    """The names of the model's classes."""
+    """Return the names of the model's classes."""
     reader = found.reader
     return [] if reader is None or reader.classes is None else list(reader.classes.labels)
 

@@ -144,8 +144,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(name: str, options: EngineConfig) -> tuple[EngineConfig, Backend]:
-    """The options for the devices of this name, and what an engine computes with there. ConfigError if there
-    is no such chip, or if nothing here compiles for it.
+    """Return the options for the devices of this name, and what an engine computes with there. ConfigError if
+    there is no such chip, or if nothing here compiles for it.
     """
     if of_cpu := re.fullmatch(r"cpu(?:-([1-9][0-9]?))?", name):
         size = int(of_cpu[1] or 1)

@@ -87,7 +87,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def server_command(host: str, port: int, openai_port: int, *, insecure: bool) -> list[str]:
-    """The command line of the child."""
+    """Make the command line of the child."""
     address = ["--host", host, "--port", str(port), "--openai-port", str(openai_port)]
     command = [sys.executable, "-P", "-m", "penstock.cli", "serve", "demo", *address]
     return [*command, "--insecure"] if insecure else command
@@ -104,8 +104,8 @@ def _tried(host: str, port: int) -> int:
 
 
 def free_openai_port(host: str, port: int) -> int:
-    """The usual port of OpenAI's API, or any free one if that is taken, also by `port`. Raises OSError if
-    there is none.
+    """Return the usual port of OpenAI's API, or any free one if that is taken, also by `port`. Raises OSError
+    if there is none.
     """
     with contextlib.suppress(OSError):
         if port != OPENAI_PORT:
@@ -133,7 +133,7 @@ def problem_of(host: str, port: int, flag: str = "--port") -> str | None:
 
 
 def addr_of(host: str, port: int) -> str:
-    """The address under which a client on this machine finds a server that listens on `host`."""
+    """Return the address under which a client on this machine finds a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -272,7 +272,7 @@ def _time(text: str) -> datetime:
 
 
 def _days(text: str) -> datetime:
-    """The moment that many days from now; fractions are allowed."""
+    """Return the moment that many days from now; fractions are allowed."""
     try:
         days = float(text)
         if not 0 < days < 100_000:

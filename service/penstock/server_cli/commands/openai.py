@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_flags(message: str, flags: Mapping[str, str]) -> str:
-    """The message with flags in place of settings, also of those whose names are words."""
+    """Write the message with flags in place of settings, also of those whose names are words."""
     told = with_flags(message, flags)
     return told.replace("use tls,", "use --tls,").replace(
         "allow it with insecure", "allow it with --insecure"
@@ -75,7 +75,7 @@ def _with_flags(message: str, flags: Mapping[str, str]) -> str:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """The settings that the flags describe. Raises WrongConnection and ValueError."""
+    """Make the settings that the flags describe. Raises WrongConnection and ValueError."""
     server = connection(args)
     return options_of(
         Settings, args, tls=server["tls"], token=server["token"], cors_origins=tuple(args.cors_origins)

@@ -158,7 +158,7 @@ def _smallest(plans: Sequence[Plan]) -> Plan | None:
 
 
 def _facts(found: Plan) -> dict[str, Any]:
-    """A plan as JSON values."""
+    """Write a plan as JSON values."""
     chip = found.machine.chip
     facts = {
         each.name: getattr(found, each.name)
@@ -180,7 +180,7 @@ def _facts(found: Plan) -> dict[str, Any]:
 
 
 def _lines(found: Plan) -> list[str]:
-    """What a person reads of one machine."""
+    """Write what a person reads of one machine."""
     machine = found.machine
     if found.decode is None or found.prefill is None:
         return [f"{machine.name}: {found.problem}"]
@@ -211,7 +211,7 @@ def _step(step: Step) -> str:
 
 
 def _table(plans: Sequence[Plan], smallest: Plan | None) -> list[str]:
-    """What a person reads of all machines."""
+    """Write what a person reads of all machines."""
     head = ("machine", "memory", "fits", "KV tokens", "decode ms", "prefill tokens/s")
     cells = [head]
     for each in plans:

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _facts(report: Report) -> dict[str, Any]:
-    """The report as JSON values."""
+    """Write the report as JSON values."""
     return {
         "quantised_weights": report.num_quantised,
         "kept_layers": list(report.kept),
@@ -129,7 +129,7 @@ def _facts(report: Report) -> dict[str, Any]:
 
 
 def _lines(out: Path, report: Report) -> list[str]:
-    """The report for a person."""
+    """Write the report for a person."""
     score = report.score
     change = score.other_perplexity / score.perplexity - 1
     kept = f"; {len(report.kept)} layers stay as they were: {', '.join(report.kept)}" if report.kept else ""

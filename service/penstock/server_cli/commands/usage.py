@@ -157,7 +157,7 @@ def _time(text: str) -> datetime:
 
 
 def _span(since: datetime | None, until: datetime | None) -> tuple[int, int]:
-    """The hours that overlap this time, in seconds since 1970."""
+    """Return the hours that overlap this time, in seconds since 1970."""
     first = 0 if since is None else int(since.timestamp()) // HOUR_S * HOUR_S
     last = _when(2**33) if until is None else until + timedelta(hours=1, microseconds=-1)
     return first, int(last.timestamp()) // HOUR_S * HOUR_S

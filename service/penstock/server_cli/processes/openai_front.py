@@ -187,7 +187,7 @@ def _read_all(descriptor: int) -> bytes:
 
 
 def front_settings(args: argparse.Namespace, options: ServerOptions) -> Settings | None:
-    """What the OpenAI front of a server with these options is told; None if there is to be none. Raises
+    """Say what the OpenAI front of a server with these options is told; None if there is to be none. Raises
     ConfigError.
     """
     host, wanted, listen = args.openai_host, args.openai_port, options.listen

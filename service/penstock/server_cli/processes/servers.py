@@ -12,7 +12,7 @@ _PROCESSES = Path("/proc")
 
 
 def reload_hint(file: Path, processes: Path = _PROCESSES) -> str:
-    """What to type so that a running server reads this file again."""
+    """Say what to type so that a running server reads this file again."""
     found = serving_with(file, processes)
     if found:
         return f"the running server reads the file again after: kill -HUP {' '.join(map(str, found))}"
@@ -20,8 +20,8 @@ def reload_hint(file: Path, processes: Path = _PROCESSES) -> str:
 
 
 def serving_with(file: Path, processes: Path = _PROCESSES) -> list[int]:
-    """The ids of the processes that were started with `serve ... --keys FILE`, as far as this user can see
-    them; none if there is no /proc.
+    """List the ids of the processes that were started with `serve ... --keys FILE`, as far as this user can
+    see them; none if there is no /proc.
     """
     wanted = os.path.realpath(file)
     found = []
@@ -37,7 +37,7 @@ def serving_with(file: Path, processes: Path = _PROCESSES) -> list[int]:
 
 
 def _keys_of(arguments: Sequence[str]) -> str:
-    """The value of --keys in the command line of `penstock serve`; empty for any other command line.
+    """Return the value of --keys in the command line of `penstock serve`; empty for any other command line.
 
     A program that only starts it, such as `timeout` or `sudo`, has the same words in its command line, and
     SIGHUP would end that program.

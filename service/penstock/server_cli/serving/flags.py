@@ -60,7 +60,7 @@ class Flags:
         return add
 
     def _find(self, option: str) -> tuple[Any, str]:
-        """The default and the type of an option. A field that holds options of its own is none."""
+        """Find the default and the type of an option. A field that holds options of its own is none."""
         ((default, kind),) = (
             (default, str(field.type))
             for options in self._options
@@ -80,7 +80,7 @@ def options_of(kind: type[OptionsT], args: argparse.Namespace, **made: Any) -> O
 
 
 def with_flags(message: str, flags: Mapping[str, str]) -> str:
-    """The message of a ConfigError as it is told on the command line: with `flags` in place of options.
+    """Write the message of a ConfigError as it is told on the command line: with `flags` in place of options.
 
     An error names options by their fields, because a program that embeds the engine sets those. A name with
     an underscore is replaced wherever it stands, unless it is part of a path or of a file's name, or is

@@ -70,7 +70,7 @@ def add_group(flag: AddFlag) -> None:
 
 
 def group_options(args: argparse.Namespace, environ: Mapping[str, str]) -> GroupOptions:
-    """The options that flags and environment describe. Raises ConfigError."""
+    """Make the options that flags and environment describe. Raises ConfigError."""
     given = {
         field.name: getattr(args, field.name)
         for field in dataclasses.fields(GroupOptions)
@@ -81,7 +81,7 @@ def group_options(args: argparse.Namespace, environ: Mapping[str, str]) -> Group
 
 
 def place_in(environ: Mapping[str, str]) -> dict[str, int | str]:
-    """What LeaderWorkerSet or Slurm says, by the names of GroupOptions. Raises ConfigError if neither is
+    """Read what LeaderWorkerSet or Slurm says, by the names of GroupOptions. Raises ConfigError if neither is
     there, or if what it says cannot be read.
     """
     if "LWS_GROUP_SIZE" in environ:
@@ -103,7 +103,7 @@ def place_in(environ: Mapping[str, str]) -> dict[str, int | str]:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list as Slurm writes it: a[03-05,9],b is a03, a04, a05, a9 and b."""
+    """Return the first host of a list as Slurm writes it: a[03-05,9],b is a03, a04, a05, a9 and b."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else ""
 

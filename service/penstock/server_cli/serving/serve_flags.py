@@ -723,7 +723,7 @@ def _add_telemetry(flag: AddFlag) -> None:
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
-    """The server's options that the flags describe. Raises ConfigError."""
+    """Make the server's options that the flags describe. Raises ConfigError."""
     return options_of(
         ServerOptions,
         args,
@@ -739,7 +739,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine's options that the flags describe. Raises ConfigError."""
+    """Make the engine's options that the flags describe. Raises ConfigError."""
     config = options_of(EngineConfig, args)
     if args.adapters and not config.max_adapters:
         raise ConfigError(f"adapters: needs max_adapters of {len(args.adapters)} or more")
@@ -752,7 +752,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def metrics_options(args: argparse.Namespace) -> MetricsOptions:
-    """The options of metrics' ways out that the flags describe. Raises ConfigError."""
+    """Make the options of metrics' ways out that the flags describe. Raises ConfigError."""
     options = options_of(MetricsOptions, args)
     if args.metrics:
         return options
@@ -766,10 +766,10 @@ def metrics_options(args: argparse.Namespace) -> MetricsOptions:
 
 
 def log_options(args: argparse.Namespace) -> LogOptions:
-    """The options of the log that the flags describe. Raises ConfigError."""
+    """Make the options of the log that the flags describe. Raises ConfigError."""
     return options_of(LogOptions, args)
 
 
 def tracing_options(args: argparse.Namespace) -> TracingOptions:
-    """The options of traces that the flags describe. Raises ConfigError."""
+    """Make the options of traces that the flags describe. Raises ConfigError."""
     return options_of(TracingOptions, args, trace_level=TraceLevel[args.trace_level.upper()])
