@@ -119,7 +119,7 @@ class Updater(Protocol):
         ...
 
     def already_committed(self, update_id: str) -> UpdateReport | None:
-        """What came of an update that was committed, or is staged; None: it is not known."""
+        """Return what came of an update that was committed, or is staged; None: it is not known."""
         ...
 
     def validate(self, options: UpdateOptions, sent: Sequence[SentTensor]) -> None:
@@ -188,12 +188,12 @@ class Adapters(Protocol):
         ...
 
     def get(self, name: str) -> AdapterInfo:
-        """The adapter of this name, which is in memory. Raises UnknownAdapterError."""
+        """Return the adapter of this name, which is in memory. Raises UnknownAdapterError."""
         ...
 
     def weights_of(self, name: str) -> AdapterWeights:
-        """What the name means now, for a request. An adapter that is not in memory is read from the directory
-        of adapters first, which blocks. Raises UnknownAdapterError, and what `load` raises.
+        """Return what the name means now, for a request. An adapter that is not in memory is read from the
+        directory of adapters first, which blocks. Raises UnknownAdapterError, and what `load` raises.
         """
         ...
 
@@ -249,7 +249,9 @@ class Backend(Protocol):
         ...
 
     def version_of(self, generation: int) -> WeightsVersion:
-        """The version that has or had this generation; the label is empty if it is too old to be known."""
+        """Return the version that has or had this generation; the label is empty if it is too old to be
+        known.
+        """
         ...
 
     @property
@@ -265,7 +267,7 @@ class Backend(Protocol):
         ...
 
     def metrics(self, *, flush: bool = True) -> EngineMetrics:
-        """What the engine does and has done; without `flush` until a moment ago. ConfigError where its
+        """Say what the engine does and has done; without `flush` until a moment ago. ConfigError where its
         metrics are off. Blocks, with `flush` until the engine's thread has handed over its step.
         """
         ...
@@ -304,7 +306,7 @@ class Backend(Protocol):
         ...
 
     def tensor_specs(self) -> Sequence[tuple[str, str, tuple[int, ...]]]:
-        """The Hugging Face name, the dtype (such as "bfloat16") and the shape of every tensor."""
+        """Return the Hugging Face name, the dtype (such as "bfloat16") and the shape of every tensor."""
         ...
 
     def start(self) -> None:

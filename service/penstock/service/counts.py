@@ -52,8 +52,8 @@ class AdapterRequests:
         self._counts[adapter] = self._counts.get(adapter, 0) + 1
 
     def of(self, names: Iterable[str]) -> Mapping[tuple[str, ...], float]:
-        """The counts of these adapters. Those of others are forgotten, so that there are no more of them than
-        adapters in memory.
+        """Return the counts of these adapters. Those of others are forgotten, so that there are no more of
+        them than adapters in memory.
         """
         known = set(names)
         for gone in self._counts.keys() - known:

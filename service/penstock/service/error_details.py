@@ -57,7 +57,7 @@ def tensor_errors(problems: Sequence[TensorProblem]) -> weights_pb2.TensorErrors
 
 
 def _spec(tensor: SentTensor | None) -> weights_pb2.TensorSpec | None:
-    """The tensor as the contract writes it. What a caller may make as large as it likes is cut."""
+    """Write the tensor as the contract writes it. What a caller may make as large as it likes is cut."""
     if tensor is None:
         return None
     return weights_pb2.TensorSpec(

@@ -138,7 +138,7 @@ class StatusRow:
 
 
 def _measured(error: Any) -> float | None:
-    """The time that the error itself has measured."""
+    """Return the time that the error itself has measured."""
     delay: float | None = error.retry_after_s
     return delay
 
@@ -280,7 +280,7 @@ BUG = StatusRow(Code.INTERNAL, "INTERNAL")
 
 
 def row_of(error: BaseException) -> StatusRow:
-    """The row of the error's class, or of the nearest class above it."""
+    """Find the row of the error's class, or of the nearest class above it."""
     for cls in type(error).__mro__:
         if cls in TABLE:
             return TABLE[cls]
@@ -305,7 +305,7 @@ def to_status(error: BaseException, request_id: str = "") -> status_pb2.Status:
 
 
 def trailers(error: BaseException, status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
-    """The trailing metadata that carry the status."""
+    """Make the trailing metadata that carry the status."""
     found: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
     delay = row_of(error).retry_after_s(error)
     if delay is not None:

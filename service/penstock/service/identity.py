@@ -7,7 +7,7 @@ import uuid
 
 
 def version() -> str:
-    """The version of the installed package."""
+    """Return the version of the installed package."""
     return importlib.metadata.version("penstock")
 
 

@@ -144,8 +144,8 @@ class ServerOptions:
         return [] if problem is None else [problem]
 
     def address(self, port: int | None = None) -> str:
-        """The address as gRPC reads it: host:port, with brackets around IPv6; without a port the
-        Unix socket.
+        """Write the address as gRPC reads it: host:port, with brackets around IPv6; without a port the Unix
+        socket.
         """
         port = self.port if port is None else port
         if port is None:

@@ -222,7 +222,7 @@ class PenstockServer:
         self._services.bind(self.serving, updates, profiles, instance_id=self.instance_id)
 
     def _adapters(self) -> Sequence[AdapterInfo]:
-        """The adapters in memory."""
+        """List the adapters in memory."""
         return () if self._engine is None else self._engine.adapters.list()
 
     def _compare_sizes(self, info: Info) -> None:
@@ -259,7 +259,7 @@ class PenstockServer:
             self._watchdog.start()
 
     def _look_at_weights(self) -> None:
-        """The weights are whole again, or not any more."""
+        """Note that the weights are whole again, or not any more."""
         assert self._engine is not None
         if self._engine.ready:
             log.warning("the weights are whole again, so health is SERVING")
@@ -281,7 +281,7 @@ class PenstockServer:
         self._failed.set()
 
     def _lose_group(self, refuse: Callable[[], None], error: GroupEnded) -> None:
-        """Called on any thread."""
+        """End the service; called on any thread."""
         refuse()
         if self._engine is not None:
             self._engine.give_up(error)

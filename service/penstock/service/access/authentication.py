@@ -21,8 +21,8 @@ _HOW = "send a key as metadata `authorization: Bearer KEY`"
 
 
 def bearer_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """The secret in the metadata, or None if there is no such header. Raises Unauthenticated if the header
-    has another form, or if there are two: proxies do not agree on which of two counts.
+    """Return the secret in the metadata, or None if there is no such header. Raises Unauthenticated if the
+    header has another form, or if there are two: proxies do not agree on which of two counts.
     """
     given = [value for name, value in metadata if name == HEADER]
     if not given:
@@ -83,8 +83,8 @@ class Authenticator:
             self._accounts[entry.id] = account
 
     def authenticate(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller | None:
-        """The caller whose key is in the metadata, found before anything of the message is read. None if no
-        key was sent and a certificate may identify the caller instead: then `by_certificate` decides.
+        """Return the caller whose key is in the metadata, found before anything of the message is read. None
+        if no key was sent and a certificate may identify the caller instead: then `by_certificate` decides.
 
         Raises Unauthenticated or KeyExpired. A key that was sent always decides, even if it is wrong.
         """
@@ -96,15 +96,15 @@ class Authenticator:
         return None
 
     def by_certificate(self, names: Sequence[str]) -> Caller:
-        """The caller that a client's certificate stands for. `names` are the names in the certificate, once
-        TLS has verified it; empty if there is none. Raises Unauthenticated or KeyExpired.
+        """Return the caller that a client's certificate stands for. `names` are the names in the certificate,
+        once TLS has verified it; empty if there is none. Raises Unauthenticated or KeyExpired.
         """
         if not names:
             raise Unauthenticated(f"this server asks for a key or a client certificate; {_HOW}")
         return self._caller(self._keyring.of_certificate(names, self._now()))
 
     def account(self, caller: Caller) -> Account:
-        """What the caller has used of its rates. A caller whose entry was just removed gets an account
+        """Return what the caller has used of its rates. A caller whose entry was just removed gets an account
         without limits.
         """
         return self._accounts.get(caller.id) or Account(Rates(), self._clock)

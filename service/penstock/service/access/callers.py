@@ -42,7 +42,7 @@ class Caller:
         return not self.adapters or name in self.adapters
 
     def cache_salt(self, salt: str) -> str:
-        """The salt that the engine uses when the caller asked for `salt`."""
+        """Return the salt that the engine uses when the caller asked for `salt`."""
         if not self.cache_secret:
             return salt
         return hashlib.sha256(f"{self.cache_secret}\x00{salt}".encode()).hexdigest()

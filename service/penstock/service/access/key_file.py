@@ -118,7 +118,7 @@ def parse_keys(text: str) -> tuple[KeyEntry, ...]:
 
 
 def format_keys(entries: Iterable[KeyEntry]) -> str:
-    """The text of a file with these entries. `parse_keys` reads it back to equal entries."""
+    """Write the text of a file with these entries. `parse_keys` reads it back to equal entries."""
     return json.dumps({"version": VERSION, "keys": [_fields(entry) for entry in entries]}, indent=2) + "\n"
 
 
@@ -197,7 +197,7 @@ def _names(fields: dict[str, Any], field: str, problems: list[str]) -> tuple[str
 
 
 def _allowed(fields: dict[str, Any], field: str, problems: list[str]) -> tuple[str, ...]:
-    """The names that a key is limited to. An empty list would look like none at all, and mean all."""
+    """Read the names that a key is limited to. An empty list would look like none at all, and mean all."""
     if fields.get(field) == []:
         problems.append(f"{field}: must not be empty; leave it out to allow all")
     return _names(fields, field, problems)
@@ -252,7 +252,7 @@ def _shared(entries: Sequence[KeyEntry]) -> list[str]:
 
 
 def _fields(entry: KeyEntry) -> dict[str, Any]:
-    """The fields of an entry that differ from their defaults, and its roles."""
+    """Return the fields of an entry that differ from their defaults, and its roles."""
     fields: dict[str, Any] = {"id": entry.id}
     if entry.sha256:
         fields["sha256"] = entry.sha256

@@ -30,7 +30,9 @@ def new_secret(key_id: str) -> str:
 
 
 def digest_of(secret: str) -> str:
-    """The digest of a secret, which is all that the file keeps; `key_file` says why that is enough."""
+    """Compute the digest of a secret, which is all that the file keeps; `key_file` says why that is
+    enough.
+    """
     return hashlib.sha256(secret.encode()).hexdigest()
 
 

@@ -33,7 +33,7 @@ class Keyring:
         )
 
     def of_secret(self, secret: str, now: datetime) -> KeyEntry:
-        """The entry of a key that may be used now. Raises Unauthenticated or KeyExpired.
+        """Find the entry of a key that may be used now. Raises Unauthenticated or KeyExpired.
 
         The time of the look-up depends on the digest of what was sent, and on the stored digests. That helps
         nobody to guess a key: somebody who learns, from the timing, the first bytes of a stored digest can
@@ -48,8 +48,8 @@ class Keyring:
         return _valid(entry, now)
 
     def of_certificate(self, names: Iterable[str], now: datetime) -> KeyEntry:
-        """The entry that the first known one of these names stands for, if it may be used now. The names are
-        those of a certificate that TLS has verified. Raises Unauthenticated or KeyExpired.
+        """Find the entry that the first known one of these names stands for, if it may be used now. The names
+        are those of a certificate that TLS has verified. Raises Unauthenticated or KeyExpired.
         """
         for name in names:
             entry = self.by_certificate.get(name)
@@ -67,5 +67,5 @@ def _valid(entry: KeyEntry, now: datetime) -> KeyEntry:
 
 
 def utc_now() -> datetime:
-    """The current time, which decides whether a key has expired."""
+    """Return the current time, which decides whether a key has expired."""
     return datetime.now(UTC)

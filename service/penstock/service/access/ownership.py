@@ -17,8 +17,9 @@ _MARK = "\x01"
 
 
 def engine_id(owner: str, request_id: str) -> str:
-    """The engine's id of the request `request_id` of the caller `owner`. For the beginning of a request id it
-    gives the beginning of the engine's id, and for an empty one what all of this caller's ids begin with.
+    """Make the engine's id of the request `request_id` of the caller `owner`. For the beginning of a request
+    id it gives the beginning of the engine's id, and for an empty one what all of this caller's ids begin
+    with.
     """
     if owner or request_id.startswith(_MARK):
         return f"{_MARK}{owner}{_MARK}{request_id}"
@@ -26,19 +27,19 @@ def engine_id(owner: str, request_id: str) -> str:
 
 
 def owner_of(engine_id: str) -> str:
-    """The id of the caller that the request belongs to; empty if the caller has none."""
+    """Return the id of the caller that the request belongs to; empty if the caller has none."""
     return engine_id[1:].partition(_MARK)[0] if engine_id.startswith(_MARK) else ""
 
 
 def own_id(engine_id: str) -> str:
-    """The request's id as its caller sent it, from the engine's id of the request or of one of
-    its outputs.
+    """Return the request's id as its caller sent it, from the engine's id of the request or of one of its
+    outputs.
     """
     request_id = request_id_of(engine_id)
     return request_id[1:].partition(_MARK)[2] if request_id.startswith(_MARK) else request_id
 
 
 def told_id(engine_id: str) -> str:
-    """The id as it is written to the log: 'r', or 'r' of 'alice'."""
+    """Write the id as it is written to the log: 'r', or 'r' of 'alice'."""
     owner = owner_of(engine_id)
     return f"{own_id(engine_id)!r} of {owner!r}" if owner else repr(own_id(engine_id))

@@ -35,7 +35,7 @@ class TokenBucket:
         self._filled_at = clock()
 
     def level(self) -> float:
-        """What may be taken now; below 0 it is a debt."""
+        """Return what may be taken now; below 0 it is a debt."""
         now = self._clock()
         gained = (now - self._filled_at) * self.per_minute / 60.0
         self._level = min(self._level + gained, float(self.per_minute))

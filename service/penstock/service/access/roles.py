@@ -65,7 +65,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def rule_of(method: str) -> Rule:
-    """The rule of a method; one that is not in the table needs CONTROL."""
+    """Look up the rule of a method; one that is not in the table needs CONTROL."""
     return RULES.get(method, Rule(Role.CONTROL))
 
 

@@ -33,7 +33,7 @@ class Answer:
         """For each output what it has had so far, or in a stream last."""
 
     def messages(self, event: inference_pb2.StreamResponse) -> Iterator[vllm.GenerateResponse]:
-        """What follows from the next event of the contract's stream."""
+        """Yield what follows from the next event of the contract's stream."""
         kind = event.WhichOneof("event")
         if kind == "started":
             prompt = event.started.prompt

@@ -91,7 +91,7 @@ def _check_supported(message: vllm.GenerateRequest) -> None:
 
 
 def renamed(error: RequestError) -> RequestError:
-    """The same error, with vLLM's names for the fields that it names."""
+    """Return the same error, with vLLM's names for the fields that it names."""
     if isinstance(error, InvalidRequest):
         return InvalidRequest([Violation(_name(one.field), one.description) for one in error.violations])
     if isinstance(error, UnsupportedFeature):
@@ -107,7 +107,7 @@ def _name(field: str) -> str:
 
 
 def _kept(message: vllm.GenerateRequest, max_context_tokens: int, bad: Violations) -> list[int]:
-    """The ids of the prompt that `truncate_prompt_tokens` leaves."""
+    """Return the ids of the prompt that `truncate_prompt_tokens` leaves."""
     ids, params = message.tokenized.input_ids, message.sampling_params
     keep = params.truncate_prompt_tokens if params.HasField("truncate_prompt_tokens") else -1
     if keep < -1 or keep == 0:
@@ -142,7 +142,7 @@ def _sample(params: vllm.SamplingParams, sampling: types_pb2.SamplingParams, bad
 
 
 def _plain(value: float) -> float:
-    """The decimal number that a float of 32 bits stands for: 0.7 and not 0.699999988."""
+    """Return the decimal number that a float of 32 bits stands for: 0.7 and not 0.699999988."""
     return float(f"{value:.7g}") if math.isfinite(value) else value
 
 

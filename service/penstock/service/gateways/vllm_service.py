@@ -175,8 +175,8 @@ class VllmServicer:
 
 
 def tokenizer_archive(directory: Path) -> bytes:
-    """A zip archive of the files of a checkpoint that a tokenizer is made of. The same files give the same
-    bytes.
+    """Make a zip archive of the files of a checkpoint that a tokenizer is made of. The same files give the
+    same bytes.
     """
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:

@@ -106,7 +106,7 @@ class _Follower:
                 self._loop.call_soon_threadsafe(self.wake.set)
 
     def take(self) -> list[bytes]:
-        """The next messages, or one of those behind; none if none waits."""
+        """Return the next messages, or one of those behind; none if none waits."""
         taken, size = [], 0
         while self._waiting and size < _TAKEN_AT_ONCE_BYTES:
             taken.append(self._waiting.popleft())
@@ -398,7 +398,9 @@ class GroupLeader:
             raise GroupEnded("the leader has stopped")
 
     def _check_update(self, number: int) -> _UpdateUnderWay:
-        """An update that goes on. Raises GroupEnded, or WeightsError if it was given up or cannot be made."""
+        """Return an update that goes on. Raises GroupEnded, or WeightsError if it was given up or cannot be
+        made.
+        """
         self._check()
         under_way = self._updates[number]
         if under_way.is_given_up:
@@ -462,8 +464,8 @@ class GroupLeader:
 
 
 def _alike(error: GroupEnded) -> GroupEnded:
-    """The same for another thread to raise. Requests raise the first one in their coroutines, whose frames
-    are then in its traceback, and the engine's thread would clear them with its own (`failing`).
+    """Copy the error for another thread to raise. Requests raise the first one in their coroutines, whose
+    frames are then in its traceback, and the engine's thread would clear them with its own (`failing`).
     """
     return GroupEnded(error.reason)
 

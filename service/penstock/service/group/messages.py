@@ -27,7 +27,7 @@ _DTYPES = {
 
 
 def call_bytes(call: Call) -> bytes:
-    """The serialized FollowResponse with a call."""
+    """Make the serialized FollowResponse with a call."""
     arrays = [
         group_pb2.Array(dtype=array.dtype.name, shape=array.shape, values=array.tobytes())
         for array in call.arrays
@@ -37,7 +37,7 @@ def call_bytes(call: Call) -> bytes:
 
 
 def call_of(message: group_pb2.Call) -> Call:
-    """The call in a message. Its arrays cannot be written. ValueError for a message that means none."""
+    """Read the call in a message. Its arrays cannot be written. ValueError for a message that means none."""
     if message.kind not in _FROM_NUMBER:
         raise ValueError(f"there is no kind of call with the number {message.kind}")
     arrays = []
@@ -49,7 +49,7 @@ def call_of(message: group_pb2.Call) -> Call:
 
 
 def update_bytes(record: UpdateRecord) -> bytes:
-    """The serialized FollowResponse with a part of an update."""
+    """Make the serialized FollowResponse with a part of an update."""
     response = group_pb2.FollowResponse()
     match record:
         case UpdateBegin(number, tensors, staging, uri):
@@ -67,8 +67,8 @@ def update_bytes(record: UpdateRecord) -> bytes:
 
 
 def record_of(message: group_pb2.FollowResponse) -> Call | UpdateRecord | None:
-    """The call or the part of an update in a message; None: it has another thing. ValueError for one that
-    means nothing.
+    """Read the call or the part of an update in a message; None: it has another thing. ValueError for one
+    that means nothing.
     """
     match message.WhichOneof("record"):
         case "call":
@@ -88,7 +88,7 @@ def record_of(message: group_pb2.FollowResponse) -> Call | UpdateRecord | None:
 
 
 def report_message(report: Taken | Prepared) -> group_pb2.FollowRequest:
-    """The message with what a follower tells of an update."""
+    """Make the message with what a follower tells of an update."""
     if isinstance(report, Taken):
         return group_pb2.FollowRequest(taken=group_pb2.Taken(num_bytes=report.num_bytes))
     prepared = group_pb2.Prepared(
@@ -98,5 +98,5 @@ def report_message(report: Taken | Prepared) -> group_pb2.FollowRequest:
 
 
 def prepared_of(message: group_pb2.Prepared) -> Prepared:
-    """What a follower has told of an update."""
+    """Read what a follower has told of an update."""
     return Prepared(message.number, message.digest, dict(message.too_large), message.problem)

@@ -141,7 +141,7 @@ class Watchdog:
 
 
 def stack_of(thread_id: int | None) -> str:
-    """What a thread is doing now, as a stack with the innermost call last."""
+    """Say what a thread is doing now, as a stack with the innermost call last."""
     frame = None if thread_id is None else sys._current_frames().get(thread_id)
     return "(there is no such thread)" if frame is None else "".join(traceback.format_stack(frame))
 

@@ -140,8 +140,8 @@ _TOKENIZE = frozenset({"Tokenize", "Detokenize"})
 
 
 def kind_of(method: str) -> Kind:
-    """The kind of a method such as "penstock.v1.InferenceService/Generate"; methods of unknown services are
-    work.
+    """Return the kind of a method such as "penstock.v1.InferenceService/Generate"; methods of unknown
+    services are work.
     """
     service, _, name = method.rpartition("/")
     if service.startswith("grpc.health."):
@@ -161,7 +161,7 @@ def kind_of(method: str) -> Kind:
 
 @lru_cache(maxsize=1024)
 def address_of(peer: str) -> str | None:
-    """The address that a connection is counted under, from gRPC's name of its peer, such as
+    """Return the address that a connection is counted under, from gRPC's name of its peer, such as
     "ipv4:10.0.0.1:1234" or "ipv6:%5B::1%5D:1234".
 
     None for a peer without an address, such as a Unix socket, whose connections all have one name.
@@ -194,7 +194,7 @@ class PeerRooms:
         self._rooms: dict[str, Room] = {}
 
     def of(self, peer: str | None) -> Room | None:
-        """The peer's room, or None if the peer is not bounded."""
+        """Return the peer's room, or None if the peer is not bounded."""
         if not self._most or peer is None:
             return None
         return self._rooms.get(peer) or Room(self._name, self._most, self._clock)
@@ -265,8 +265,8 @@ class Admission:
 
     def __init__(self, bounds: Bounds, clock: Clock = time.monotonic) -> None:
         def small(kind: Kind, most: int) -> Gate:
-            """A gate of which one address may have half, so that it cannot take every place; it may always
-            have one.
+            """Make a gate of which one address may have half, so that it cannot take every place; it may
+            always have one.
             """
             return Gate(f"max_{kind.value}", most, clock, per_address=(most + 1) // 2)
 

@@ -130,8 +130,8 @@ class Bounds:
 
 
 def grpc_options(bounds: Bounds, max_receive_bytes: int, num_addresses: int = 1) -> Sequence[tuple[str, int]]:
-    """The options for gRPC's core that follow from the bounds, for a process that listens on `num_addresses`
-    addresses, each of which is its own.
+    """Make the options for gRPC's core that follow from the bounds, for a process that listens on
+    `num_addresses` addresses, each of which is its own.
     """
     return [
         ("grpc.so_reuseport", 0),
@@ -172,8 +172,8 @@ def backlog_of(bounds: Bounds) -> int:
 
 
 def connection_options(max_connections: int, num_addresses: int = 1) -> Sequence[tuple[str, int]]:
-    """The option that bounds the connections of an address, for a process that listens on `num_addresses`
-    addresses.
+    """Make the option that bounds the connections of an address, for a process that listens on
+    `num_addresses` addresses.
     """
     most = connections(max_connections, num_addresses)
     return [("grpc.max_allowed_incoming_connections", min(most, _MOST - 1))] if most else []

@@ -41,7 +41,7 @@ class ConnectionOptions:
         return bad
 
     def arguments(self) -> list[tuple[str, int]]:
-        """The options as gRPC's channel arguments, in milliseconds."""
+        """Write the options as gRPC's channel arguments, in milliseconds."""
         arguments = [
             # A long prefill sends nothing. Clients may ping meanwhile, and also while they have no RPC.
             ("grpc.keepalive_permit_without_calls", 1),

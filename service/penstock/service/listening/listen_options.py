@@ -118,10 +118,10 @@ def host_problems(name: str, host: str) -> list[str]:
 
 
 def tcp_address(host: str, port: int) -> str:
-    """The address as host:port, with brackets around IPv6."""
+    """Write the address as host:port, with brackets around IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def unix_address(path: Path) -> str:
-    """The address of a Unix socket as gRPC reads it: with an absolute path, and %20 for a space."""
+    """Write the address of a Unix socket as gRPC reads it: with an absolute path, and %20 for a space."""
     return f"unix:{quote(str(path.absolute()))}"

@@ -97,9 +97,9 @@ class Certificates:
 
 
 def certificate_names(context: Context) -> tuple[str, ...]:
-    """The names in the client's certificate: the common name, then the alternative names (DNS, URI, e-mail
-    and IP addresses alike), each once. Empty if the client has no verified certificate. Names that are not
-    printable are left out, because nobody can have meant them.
+    """Return the names in the client's certificate: the common name, then the alternative names (DNS, URI,
+    e-mail and IP addresses alike), each once. Empty if the client has no verified certificate. Names that are
+    not printable are left out, because nobody can have meant them.
     """
     found = cast("dict[str, list[bytes]]", context.auth_context())
     names: dict[str, None] = {}
@@ -113,7 +113,9 @@ def certificate_names(context: Context) -> tuple[str, ...]:
 
 
 def _stamp(files: TlsFiles) -> Stamp:
-    """A value that changes when one of the files is replaced, rewritten, or reached through another link."""
+    """Return a value that changes when one of the files is replaced, rewritten, or reached through another
+    link.
+    """
     stamps: list[tuple[int, ...] | None] = []
     for path in files.named().values():
         try:

@@ -55,7 +55,7 @@ class LinkContext:
         return self._code
 
     async def read(self) -> Any:
-        """The next message, or gRPC's EOF."""
+        """Return the next message, or gRPC's EOF."""
         self._received = self._loop.create_future()
         self._link.send(Kind.READ, self._number)
         try:
@@ -92,7 +92,7 @@ class LinkContext:
         await self._sent
 
     def __aiter__(self) -> Self:
-        """The messages, for handlers that iterate over them."""
+        """Return the messages, for handlers that iterate over them."""
         return self
 
     async def __anext__(self) -> Any:
@@ -109,12 +109,12 @@ class LinkContext:
             self._received.set_result(message)
 
     def sent(self) -> None:
-        """What was written has left."""
+        """Note that what was written has left."""
         if self._sent is not None and not self._sent.done():
             self._sent.set_result(None)
 
     def end(self) -> bool:
-        """The call has ended. Returns whether that was asked for; otherwise the client is gone."""
+        """Note that the call has ended. Returns whether that was asked for; otherwise the client is gone."""
         self.has_ended = True
         self.sent()
         return self._is_finishing
@@ -144,7 +144,7 @@ class Served:
     """By method, such as "/penstock.v1.InferenceService/Generate"."""
 
     async def handler_of(self, details: grpc.HandlerCallDetails, first: int = 0) -> Handler | None:
-        """The method's handler, as the interceptors from `first` on wrap it."""
+        """Find the method's handler, as the interceptors from `first` on wrap it."""
         if first == len(self.interceptors):
             return self.handlers[details.method]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]] = partial(
@@ -189,7 +189,7 @@ class LinkCalls:
             self._link.send(Kind.DROP, number)
 
     def lose(self) -> None:
-        """The front process is gone, and with it the clients of its calls."""
+        """End all calls: the front process is gone, and with it the clients of its calls."""
         for context, task in list(self._calls.values()):
             if not context.end():
                 task.cancel()

@@ -91,7 +91,7 @@ class Opening:
     """What the client's verified certificate says, by the names of gRPC's authentication context."""
 
     def packed(self) -> bytes:
-        """The payload of OPEN."""
+        """Pack the payload of OPEN."""
         deadline = b"" if self.deadline_s is None else _TIME.pack(self.deadline_s)
         identity = ((key, value) for key, values in self.identity.items() for value in values)
         return _pack(
@@ -130,7 +130,7 @@ class Status:
     """The only message of a method that has one, if the call succeeded."""
 
     def packed(self) -> bytes:
-        """The payload of FINISH."""
+        """Pack the payload of FINISH."""
         metadata = _pack_pairs(self.trailing_metadata)
         return _pack(bytes([self.code]), self.details.encode(), metadata, self.reply)
 
@@ -150,7 +150,7 @@ class Line:
     text: str
 
     def packed(self) -> bytes:
-        """The payload of LOG."""
+        """Pack the payload of LOG."""
         return _pack(bytes([self.level]), self.logger.encode(), self.text.encode(errors="backslashreplace"))
 
     @classmethod
@@ -161,7 +161,7 @@ class Line:
 
 
 def pack_seconds(seconds: float) -> bytes:
-    """The payload of STOP."""
+    """Pack the payload of STOP."""
     return _TIME.pack(seconds)
 
 

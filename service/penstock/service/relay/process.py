@@ -66,7 +66,9 @@ class Program:
             self._relay.receive(kind, call, payload)
 
     def _lose(self) -> None:
-        """The engine's process is gone, or wants no more of this one. Nothing is left to be done here."""
+        """Exit: the engine's process is gone, or wants no more of this one. Nothing is left to be done
+        here.
+        """
         os._exit(0)
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:

@@ -60,7 +60,9 @@ class FrontProcess:
     """One front process after the other, of which one lives at a time. Used on its event loop only."""
 
     def __init__(self, number: int, settings: FrontSettings, served: Served, hang_limit_s: float) -> None:
-        """A process that does nothing for so long, or LEAST_HANG_S if that is more, is killed; 0: never."""
+        """Keep a process; one that does nothing for so long, or LEAST_HANG_S if that is more, is killed; 0:
+        never.
+        """
         self._number = number
         self._hang_limit_s = hang_limit_s and max(hang_limit_s, LEAST_HANG_S)
         self._pongs = 0
@@ -229,7 +231,7 @@ class LinkServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor],
         hang_limit_s: float = 0.0,
     ) -> None:
-        """`settings` are those of each process, but for the methods. `refuse` ends calls of methods without a
+        """Take the `settings` of each process, but for the methods. `refuse` ends calls of methods without a
         handler. A process that does nothing for `hang_limit_s` seconds is replaced; 0: it never is.
         """
         self._hang_limit_s = hang_limit_s

@@ -35,7 +35,7 @@ class FrontSettings:
     """The least level of lines that are wanted for the log."""
 
     def packed(self) -> bytes:
-        """The payload of START."""
+        """Pack the payload of START."""
         tls = None if self.tls is None else [None if file is None else str(file) for file in _files(self.tls)]
         return json.dumps({**dataclasses.asdict(self), "tls": tls}).encode()
 

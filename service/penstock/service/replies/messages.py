@@ -40,17 +40,19 @@ def field(message: type[Message], name: str, parts: Sequence[bytes]) -> list[byt
 
 
 def tag(message: type[Message], name: str) -> bytes:
-    """What begins the field `name` of `message`: a message, text, or packed numbers. Its length follows."""
+    """Return what begins the field `name` of `message`: a message, text, or packed numbers. Its length
+    follows.
+    """
     return varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | _LENGTH_DELIMITED)
 
 
 def enclosed(tag: bytes, body: bytes) -> bytes:
-    """A field with this tag and this content."""
+    """Make a field with this tag and this content."""
     return tag + varint(len(body)) + body
 
 
 def packed(values: Iterable[int]) -> bytes:
-    """The content of a repeated field of unsigned numbers."""
+    """Pack the content of a repeated field of unsigned numbers."""
     return b"".join(map(varint, values))
 
 
@@ -194,7 +196,7 @@ def stream_started(message: inference_pb2.StreamStarted, encoded_prompt: Sequenc
 
 
 def _logprobs_field(encoded: Sequence[bytes]) -> list[bytes]:
-    """The field of an output's log-probabilities; unset if there are none."""
+    """Make the field of an output's log-probabilities; unset if there are none."""
     return field(inference_pb2.Output, "logprobs", encoded) if any(encoded) else []
 
 
@@ -205,7 +207,7 @@ def hidden_states(values: bytes, num_tokens: int) -> bytes:
 
 
 def _hidden_states_field(parts: Sequence[bytes], num_tokens: int) -> list[bytes]:
-    """The field of an output's hidden states; unset if there are none."""
+    """Make the field of an output's hidden states; unset if there are none."""
     if not any(parts):
         return []
     return field(inference_pb2.Output, "hidden_states", [hidden_states(b"".join(parts), num_tokens)])
@@ -280,7 +282,7 @@ def timing(times: RequestTiming | None) -> types_pb2.Timing:
 
 
 def image_limits(limits: ImageLimits | None, reader: ImageReader | None) -> control_pb2.ImageLimits | None:
-    """What the model takes of images; None if it takes none."""
+    """Say what the model takes of images; None if it takes none."""
     if limits is None or reader is None:
         return None
     return control_pb2.ImageLimits(
@@ -338,7 +340,7 @@ _UPDATE_OUTCOMES = {
 
 
 def update_response(report: UpdateReport) -> weights_pb2.UpdateWeightsResponse:
-    """The answer to UpdateWeights."""
+    """Make the answer to UpdateWeights."""
     return weights_pb2.UpdateWeightsResponse(
         current=weights_version(report.current),
         previous=weights_version(report.previous),
@@ -353,7 +355,7 @@ def update_response(report: UpdateReport) -> weights_pb2.UpdateWeightsResponse:
 
 
 def commit_response(report: UpdateReport) -> control_pb2.CommitWeightsResponse:
-    """The answer to CommitWeights."""
+    """Make the answer to CommitWeights."""
     return control_pb2.CommitWeightsResponse(
         current=weights_version(report.current),
         previous=weights_version(report.previous),
@@ -372,7 +374,7 @@ _ADAPTER_STATES: Mapping[AdapterState, adapters_pb2.AdapterState.ValueType] = {
 
 
 def adapter_message(info: AdapterInfo, *, with_source: bool) -> adapters_pb2.Adapter:
-    """An adapter; where it was read from only `with_source`."""
+    """Make the message of an adapter; where it was read from only `with_source`."""
     used = Timestamp()
     used.FromNanoseconds(int(info.last_used_s * 1e9))
     return adapters_pb2.Adapter(
@@ -390,19 +392,19 @@ def adapter_message(info: AdapterInfo, *, with_source: bool) -> adapters_pb2.Ada
 
 
 def pause_response(paused: Paused) -> control_pb2.PauseResponse:
-    """The answer to Pause."""
+    """Make the answer to Pause."""
     return control_pb2.PauseResponse(in_flight=in_flight(paused.in_flight), freed_bytes=paused.freed_bytes)
 
 
 def in_flight(report: InFlightReport) -> weights_pb2.InFlightReport:
-    """What became of the running requests."""
+    """Say what became of the running requests."""
     return weights_pb2.InFlightReport(
         waited=report.waited, aborted=report.aborted, kept=report.kept, recomputed=report.recomputed
     )
 
 
 def timestamp(moment: datetime) -> Timestamp:
-    """A moment, which has a time zone."""
+    """Make the message of a moment, which has a time zone."""
     made = Timestamp()
     made.FromDatetime(moment)
     return made
@@ -423,8 +425,8 @@ _FIELD_BYTES = 3
 
 
 def vocabulary_page(known: TokenBytes, page: range, vocab_size: int) -> control_pb2.GetVocabularyResponse:
-    """The tokens of the page, or the first of them if all have more than PAGE_BYTES. Takes some milliseconds
-    for ten thousand tokens, so it is called in a thread.
+    """Return the tokens of the page, or the first of them if all have more than PAGE_BYTES. Takes some
+    milliseconds for ten thousand tokens, so it is called in a thread.
     """
     reply = control_pb2.GetVocabularyResponse(
         vocab_size=vocab_size,

@@ -598,7 +598,7 @@ class RequestReader:
         self._prompt_bytes = 0
 
     def noticed(self, num_bytes: int, *, can_take: bool) -> None:
-        """Called by a buffer: see `Reader`."""
+        """Take what a buffer tells: see `Reader`."""
         if self._reading:
             if can_take:
                 self._wake_up()

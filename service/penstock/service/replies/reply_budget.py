@@ -143,7 +143,7 @@ class ReplyBudget:
         return len(self._shares)
 
     def changed(self, share: Share, num_bytes: int) -> None:
-        """Called by a share that has grown by `num_bytes` bytes."""
+        """Note that a share, which calls this, has grown by `num_bytes` bytes."""
         self.used += num_bytes
         if num_bytes <= 0 or share.is_sealed:
             return
@@ -156,7 +156,7 @@ class ReplyBudget:
             max(running, key=lambda one: one.num_bytes).fail(Busy(BUFFERED_BYTES, self.most, _RETRY_S))
 
     def closed(self, share: Share) -> None:
-        """Called by a share that was closed."""
+        """Note that a share, which calls this, was closed."""
         self._shares.discard(share)
 
 

@@ -74,8 +74,8 @@ def to_load(message: adapters_pb2.LoadAdapterRequest, root: Path | None, caller:
 
 
 def _below(root: Path, uri: str) -> Path | None:
-    """The path that a URI names, without symbolic links; None if it does not lie below `root`. What is named
-    by a name alone is not looked at so, because only the operator can put a link into `root`.
+    """Return the path that a URI names, without symbolic links; None if it does not lie below `root`. What is
+    named by a name alone is not looked at so, because only the operator can put a link into `root`.
     """
     real = Path(os.path.realpath(path_of(uri, "uri")))
     return real if Path(os.path.realpath(root)) in real.parents else None

@@ -208,7 +208,7 @@ def check_discard(message: control_pb2.DiscardWeightsRequest) -> None:
 
 
 def out_of_order(why: str) -> InvalidRequest:
-    """The error of an upload whose messages are not begin, chunks, commit."""
+    """Make the error of an upload whose messages are not begin, chunks, commit."""
     return InvalidRequest([Violation("step", f"{why}; nothing has changed")])
 
 

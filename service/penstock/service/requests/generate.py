@@ -185,7 +185,7 @@ def _allowed_ids(message: types_pb2.SamplingParams, vocab: int, bad: Violations)
 
 
 def _biases(message: types_pb2.SamplingParams, vocab: int, bad: Violations) -> tuple[tuple[int, float], ...]:
-    """The biases in the order of their token ids."""
+    """List the biases in the order of their token ids."""
     field, biases = "sampling.logit_bias", message.logit_bias
     if not (biases and bad.allows(field, len(biases), vocab, "tokens (the vocabulary)")):
         return ()
@@ -204,12 +204,12 @@ def num_outputs(message: types_pb2.SamplingParams, most: int, bad: Violations) -
 
 
 def truncation_of(message: types_pb2.ContextOptions, default: Truncation) -> Truncation:
-    """The truncation that the request asks for, or the default where it names none that there is."""
+    """Return the truncation that the request asks for, or the default where it names none that there is."""
     return TRUNCATIONS.get(message.truncation, default)
 
 
 def context_params(message: types_pb2.ContextOptions, default: Truncation, bad: Violations) -> ContextParams:
-    """What the request wants done with a prompt that leaves too little room."""
+    """Return what the request wants done with a prompt that leaves too little room."""
     if message.truncation not in (types_pb2.TRUNCATION_UNSPECIFIED, *TRUNCATIONS):
         bad.add("context.truncation", f"{message.truncation} is no value of Truncation")
     reserve = message.reserve_tokens if message.HasField("reserve_tokens") else None
@@ -261,15 +261,15 @@ _MAX_NAMED = 20
 def media(
     messages: Sequence[types_pb2.Image], limits: ImageLimits | None, bad: Violations
 ) -> tuple[Image, ...]:
-    """The pictures of a prompt of text or token ids. Adds what is wrong with them to `bad`."""
+    """Read the pictures of a prompt of text or token ids. Adds what is wrong with them to `bad`."""
     return _checked([(f"media[{i}]", image) for i, image in enumerate(messages)], "media", limits, bad)
 
 
 def contents(
     turns: Sequence[types_pb2.ChatMessage], limits: ImageLimits | None, bad: Violations
 ) -> list[str | tuple[str | Image, ...]] | None:
-    """What is said in each turn of a chat. Adds what is wrong with parts to `bad`, and returns None if there
-    are too many. Raises UnsupportedFeature for pictures if `limits` is None: the model reads none.
+    """Return what is said in each turn of a chat. Adds what is wrong with parts to `bad`, and returns None if
+    there are too many. Raises UnsupportedFeature for pictures if `limits` is None: the model reads none.
     """
     found: list[tuple[str, types_pb2.Image]] = []
     num_parts = 0
@@ -305,8 +305,8 @@ def _content(turn: types_pb2.ChatMessage, images: Iterator[Image]) -> str | tupl
 def _checked(
     found: Sequence[tuple[str, types_pb2.Image]], where: str, limits: ImageLimits | None, bad: Violations
 ) -> tuple[Image, ...]:
-    """The pictures, each of which has its path; `where` is the path of all of them. None of them if there are
-    too many.
+    """Return the pictures, each of which has its path; `where` is the path of all of them. None of them if
+    there are too many.
     """
     if not found:
         return ()
@@ -334,8 +334,8 @@ _PART_COST = 64
 
 
 def message_cost(chat: types_pb2.ChatPrompt) -> int:
-    """The cost of converting the message of this RPC with this chat in it, in bytes, as `Lanes.convert`
-    expects it.
+    """Compute the cost of converting the message of this RPC with this chat in it, in bytes, as
+    `Lanes.convert` expects it.
     """
     cost = MESSAGE_BYTES.get() + _PART_COST * (len(chat.messages) + len(chat.tools))
     if cost <= INLINE_BYTES:  # else parts are not worth counting, and there may be many turns
@@ -449,8 +449,8 @@ class ServedJob(Job):
         return engine_id(self.owner, self.request_id)
 
     def of(self, caller: Caller) -> Self:
-        """The job as this caller's, with its cached prefixes only where those find them who may. Raises
-        Forbidden if the caller may not use its adapter.
+        """Return the job as this caller's, with its cached prefixes only where those find them who may.
+        Raises Forbidden if the caller may not use its adapter.
         """
         if self.adapter is not None:
             check_adapter(caller, self.adapter)
@@ -458,7 +458,7 @@ class ServedJob(Job):
         return dataclasses.replace(self, owner=caller.id, cache=cache)
 
     def without_load(self) -> Self:
-        """The job without what is no longer needed once its requests are made."""
+        """Return the job without what is no longer needed once its requests are made."""
         return dataclasses.replace(
             self, prompt=TokenPrompt(()), sampling=ResolvedSampling(), grammar=None, bad_words=()
         )
@@ -613,7 +613,7 @@ def _context(
     limits: Limits,
     bad: Violations,
 ) -> ContextParams:
-    """The context parameters. A prompt with images is never cut, as a part of an image means nothing."""
+    """Read the context parameters. A prompt with images is never cut, as a part of an image means nothing."""
     has_images = prompt is not None and bool(images_of(prompt))
     context = context_params(message.context, Truncation.REJECT if has_images else limits.truncation, bad)
     if has_images and context.truncation is not Truncation.REJECT:
@@ -628,7 +628,7 @@ def check_model(name: str, limits: Limits) -> None:
 
 
 def request_id_of(given: str, bad: Violations) -> str:
-    """The request's id: the caller's, or a new one."""
+    """Return the request's id: the caller's, or a new one."""
     request_id = given or uuid.uuid4().hex
     if len(request_id) > MAX_REQUEST_ID_CHARS:
         bad.add("request_id", f"must have at most {MAX_REQUEST_ID_CHARS} characters, not {len(request_id)}")
@@ -638,7 +638,7 @@ def request_id_of(given: str, bad: Violations) -> str:
 
 
 def _num_logprobs(output: types_pb2.OutputOptions, name: str, limits: Limits, bad: Violations) -> int | None:
-    """The number of log-probabilities asked for, or None."""
+    """Read the number of log-probabilities asked for, or None."""
     if not output.HasField(name):  # type: ignore[arg-type]  # one of two literals
         return None
     value: int = getattr(output, name)
@@ -684,7 +684,7 @@ def _grammar(
     limits: Limits,
     bad: Violations,
 ) -> Grammar | None:
-    """The grammar that the output must match, or None."""
+    """Read the grammar that the output must match, or None."""
     required = isinstance(prompt, ChatPrompt) and bool(prompt.chat.required_tools)
     enforced_by = prompt.chat.enforced_by if isinstance(prompt, ChatPrompt) else ()
     if enforced_by and not limits.has_grammars:
@@ -769,7 +769,7 @@ async def encode_prompt(
 
 
 def chat_weight(chat: Chat) -> int:
-    """The cost of rendering and tokenizing a chat, in characters of a text.
+    """Compute the cost of rendering and tokenizing a chat, in characters of a text.
 
     All of it may become part of the prompt, not only the turns: tools, the arguments of calls, and the
     template's options. So it is the size of the message that brought it, and something for each of its parts.

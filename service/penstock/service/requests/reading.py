@@ -69,7 +69,7 @@ class ReadingJob(ServedJob):
         return "embeddings" if self.pooling is not None else "text_completion"
 
     def without_load(self) -> Self:
-        """The job without what is no longer needed once its requests are made."""
+        """Return the job without what is no longer needed once its requests are made."""
         return dataclasses.replace(self, prompt=TokenPrompt(()), parts=())
 
 
@@ -90,7 +90,7 @@ class RankingJob(ReadingJob):
     """How many documents are told; None: all."""
 
     def without_load(self) -> Self:
-        """The job without what is no longer needed once its requests are made."""
+        """Return the job without what is no longer needed once its requests are made."""
         return dataclasses.replace(self, query="", documents=())
 
 
@@ -109,7 +109,7 @@ class ClassifyJob(ReadingJob):
     inputs: tuple[Prompt | TextPair, ...]
 
     def without_load(self) -> Self:
-        """The job without what is no longer needed once its requests are made."""
+        """Return the job without what is no longer needed once its requests are made."""
         return dataclasses.replace(self, inputs=())
 
 
@@ -206,8 +206,8 @@ def to_score_job(message: inference_pb2.ScoreRequest, limits: Limits) -> Reading
 
 
 def answers_for(method: RelevanceMethod, limits: Limits) -> tuple[int, int] | None:
-    """The tokens that mean yes and no, where the method asks for these. UnsupportedFeature where the server
-    lacks what the method needs.
+    """Return the tokens that mean yes and no, where the method asks for these. UnsupportedFeature where the
+    server lacks what the method needs.
     """
     if not limits.has_text:
         raise UnsupportedFeature(["Rerank"], "the model has no tokenizer")
@@ -330,7 +330,9 @@ def _common(
     | inference_pb2.ClassifyRequest,
     bad: Violations,
 ) -> _Common:
-    """What all of these requests have. Raises InvalidRequest if anything of the message was found wrong."""
+    """Read what all of these requests have. Raises InvalidRequest if anything of the message was found
+    wrong.
+    """
     request_id = request_id_of(message.request_id, bad)
     cache = bad.build(lambda: CacheParams(message.cache.cache_salt, message.cache.bypass_prefix_cache))
     bad.raise_if_any()

@@ -88,8 +88,8 @@ def check_parts(descriptor: Descriptor, data: bytes, vocab_size: int = 0) -> Non
 
 @functools.cache
 def _message_in(field: FieldDescriptor) -> Descriptor | None:
-    """The type of message in this field, if it is one to look into; the entries of a map are counted as
-    single parts.
+    """Return the type of message in this field, if it is one to look into; the entries of a map are counted
+    as single parts.
     """
     kind = field.message_type
     return None if kind is None or kind.GetOptions().map_entry else kind

@@ -89,8 +89,8 @@ async def _cancel(handlers: dict[int, Task]) -> None:
 
 
 def _handler_of(task: Task, handlers: dict[int, Task]) -> Task | None:
-    """The handler that this task started, if it is one of these. The task's coroutine, made by Cython, holds
-    it among its variables.
+    """Find the handler that this task started, if it is one of these. The task's coroutine, made by Cython,
+    holds it among its variables.
     """
     for variables in gc.get_referents(task.get_coro()):
         for value in gc.get_referents(variables):

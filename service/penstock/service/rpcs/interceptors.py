@@ -103,8 +103,8 @@ class Access:
         self._check(caller, method)
 
     def still(self, method: str, context: Context) -> Caller:
-        """The caller of a call that is under way, by the keys that are valid now. For calls without an end: a
-        key that was revoked must not see more. Raises Unauthenticated, KeyExpired or Forbidden.
+        """Return the caller of a call that is under way, by the keys that are valid now. For calls without an
+        end: a key that was revoked must not see more. Raises Unauthenticated, KeyExpired or Forbidden.
         """
         caller = self._caller(method, context)
         if method.startswith(PACKAGES):
@@ -138,7 +138,9 @@ class Access:
 
 
 def access_of(keys: Keys | None, sink: UsageSink | None, *, logs_calls: bool) -> Access:
-    """The checks of a server with these keys, or without any. `logs_calls`: whether it has an access log."""
+    """Make the checks of a server with these keys, or without any. `logs_calls`: whether it has an access
+    log.
+    """
     return Access(None if keys is None else keys.authenticator, sink, AccessLog() if logs_calls else None)
 
 
@@ -283,8 +285,8 @@ class PenstockInterceptor(grpc.aio.ServerInterceptor):
         vocab_size: Callable[[], int] = lambda: 0,
         meters: ServiceMeters | None = None,
     ) -> None:
-        """`sends` ends RPCs whose replies are not taken. `vocab_size` is asked for each message, because it
-        is known only once a model is loaded; it returns 0 until then.
+        """Take `sends`, which ends RPCs whose replies are not taken. `vocab_size` is asked for each message,
+        because it is known only once a model is loaded; it returns 0 until then.
         """
         self._sends = sends or Sends(ServerOptions().stall_limit_s, StallLog())
         self._telemetry = telemetry

@@ -97,7 +97,7 @@ class Surface(grpc.aio.ServerInterceptor):
 
 
 def main_surface(control_port: Callable[[], int | None]) -> Surface:
-    """The surface of the main address, which has no control. `control_port` returns the port once it is
+    """Make the surface of the main address, which has no control. `control_port` returns the port once it is
     known.
     """
     return Surface(
@@ -106,7 +106,7 @@ def main_surface(control_port: Callable[[], int | None]) -> Surface:
 
 
 def control_surface() -> Surface:
-    """The surface of the control address, which has no generation."""
+    """Make the surface of the control address, which has no generation."""
     return Surface(GENERATING, lambda: "the server's main address")
 
 

@@ -346,7 +346,7 @@ class ServedRequest:
         )
 
     def _never_ran(self, request_id: str, finish: Finish) -> StepOutput:
-        """The output that the engine sends for a request that ends while it waits."""
+        """Make the output that the engine sends for a request that ends while it waits."""
         now_ns = time.monotonic_ns()
         timing = RequestTiming(received_ns=now_ns, arrived_ns=now_ns, finished_ns=now_ns)
         return StepOutput(
@@ -469,7 +469,7 @@ class ServedReading(ServedRequest):
         return PreparedJob(job=self.job, requests=requests, shared=shared, prompt=self.prompt, text="")
 
     async def _read(self) -> tuple[Sequence[Fitted], Sequence[PromptReading]]:
-        """What the engine is to read for each output, and what of it is told."""
+        """Return what the engine is to read for each output, and what of it is told."""
         job, info = self._reading_job, self.serving.engine.info
         room = info.room
         special = job.pooling is not None  # a continuation gets no special tokens
@@ -494,8 +494,8 @@ class ServedReading(ServedRequest):
         return fitted, readings
 
     async def _tokens_of_all(self, job: ReadingJob, *, special: bool) -> list[tuple[int, ...]]:
-        """The tokens of each part. Short texts are tokenized on the event loop, so other tasks have a turn
-        between some of them. InvalidRequest names all parts that are too long to be tokenized.
+        """Return the tokens of each part. Short texts are tokenized on the event loop, so other tasks have a
+        turn between some of them. InvalidRequest names all parts that are too long to be tokenized.
         """
         name, bad = "inputs" if job.pooling is not None else "continuations", list[Violation]()
         parts: list[tuple[int, ...]] = []
@@ -518,7 +518,7 @@ class ServedReading(ServedRequest):
         return encoded.token_ids
 
     async def _pair(self, first: str, second: str) -> Fitted:
-        """What a classifier reads of two texts. PromptTooLong where they do not fit."""
+        """Return what a classifier reads of two texts. PromptTooLong where they do not fit."""
         engine = self.serving.engine
         info, text = engine.info, engine.text
         assert text is not None, "conversion refuses pairs where there is no tokenizer"
@@ -624,7 +624,7 @@ class ServedRanking(ServedReading):
         return fitted, [classes_reading(self.serving.engine)] * len(fitted)
 
     async def _cut(self, document: str, most: int | None) -> str:
-        """The document, or the text of so many of its first tokens."""
+        """Return the document, or the text of so many of its first tokens."""
         if most is None:
             return document
         encoded = await encode_prompt(
@@ -650,7 +650,7 @@ class ServedRanking(ServedReading):
         return self.serving.engine.info.room
 
     def relevances(self, outputs: Sequence[Taken]) -> list[tuple[float, int]]:
-        """The relevance of each document, and the generation of the weights that computed it."""
+        """Return the relevance of each document, and the generation of the weights that computed it."""
         if self._ranking.method is RelevanceMethod.YES_NO:
             pairs = zip(outputs[::2], outputs[1::2], strict=True)
             return [(yes_against_no(_answer(yes), _answer(no)), no.weights_generation) for yes, no in pairs]
@@ -695,12 +695,12 @@ class ServedClassification(ServedReading):
 
 
 def classes_reading(engine: Backend) -> PromptReading:
-    """What the numbers of the model's classes are asked for by."""
+    """Return what the numbers of the model's classes are asked for by."""
     return PromptReading(pooling=classes_of(engine).pooling, classes=True)
 
 
 def classes_of(engine: Backend) -> Classes:
-    """The classes of the model, which conversion has found to have some."""
+    """Return the classes of the model, which conversion has found to have some."""
     reader = engine.info.reader
     assert reader is not None, "conversion refuses models that are no classifiers"
     assert reader.classes is not None, "as above"
@@ -710,7 +710,7 @@ def classes_of(engine: Backend) -> Classes:
 def classification(
     classes: Classes, fitted: Fitted, taken: Taken, weights: types_pb2.WeightsVersion
 ) -> inference_pb2.Classification:
-    """The classes of one input."""
+    """Make the classes of one input."""
     logits = np.frombuffer(taken.hidden, "<f4").astype(np.float32)
     probabilities = classes.probabilities(logits)
     return inference_pb2.Classification(
@@ -724,7 +724,7 @@ def classification(
 
 
 def _answer(taken: Taken) -> float:
-    """The log-probability of the answer, which is the last token of what was read."""
+    """Return the log-probability of the answer, which is the last token of what was read."""
     return taken.prompt_logprobs[-1].sampled
 
 
@@ -737,7 +737,7 @@ def _check_joined(num_tokens: int) -> None:
 def embedding(
     form: VectorForm, fitted: Fitted, taken: Taken, weights: types_pb2.WeightsVersion
 ) -> inference_pb2.Embedding:
-    """The vector of one input."""
+    """Make the vector of one input."""
     pooled = np.frombuffer(taken.hidden, "<f4").astype(np.float32)
     return inference_pb2.Embedding(
         values=form.vector(pooled).astype("<f4", copy=False).tobytes(),
@@ -750,7 +750,7 @@ def embedding(
 def score(
     token_ids: tuple[int, ...], taken: Taken, weights: types_pb2.WeightsVersion
 ) -> inference_pb2.ContinuationScore:
-    """The score of one continuation with these tokens."""
+    """Make the score of one continuation with these tokens."""
     made = Score.of(token_ids, taken.prompt_logprobs)
     return inference_pb2.ContinuationScore(
         token_ids=made.token_ids, logprobs=made.logprobs, total_logprob=made.total, weights=weights
@@ -994,9 +994,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return await self._updates.update(steps, confirm)
 
     def _name_of(self, job: ServedJob) -> str:
-        """The name of what answers: the adapter's, or else the model's."""
+        """Return the name of what answers: the adapter's, or else the model's."""
         return job.adapter or self._engine.info.name
 
     def _version(self, generation: int) -> types_pb2.WeightsVersion:
-        """The version of weights that served or serve."""
+        """Return the version of weights that served or serve."""
         return messages.weights_version(self._engine.version_of(generation))

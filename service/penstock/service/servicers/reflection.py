@@ -59,7 +59,7 @@ class ReflectionServicer:
             yield self.answer(request)
 
     def answer(self, request: ServerReflectionRequest) -> ServerReflectionResponse:
-        """The response to one request. For what does not exist it is an error, and the call goes on."""
+        """Make the response to one request. For what does not exist it is an error, and the call goes on."""
         response = ServerReflectionResponse(valid_host=request.host, original_request=request)
         try:
             self._fill(response, request)
@@ -97,7 +97,7 @@ class ReflectionServicer:
 
 
 def file_containing(pool: descriptor_pool.DescriptorPool, symbol: str) -> FileDescriptor:
-    """The file that declares what has this full name: a message, field, oneof, enum, value, extension,
+    """Find the file that declares what has this full name: a message, field, oneof, enum, value, extension,
     service or method. As in C++, the full name of an enum's value stands beside the enum, not below it:
     `penstock.v1.FEATURE_CHAT`. Raises KeyError if there is none.
     """

@@ -124,7 +124,7 @@ class Arrivals:
 def limits_of(
     engine: Backend, truncation: Truncation = Truncation.REJECT, features: Features = DEFAULT_FEATURES
 ) -> Limits:
-    """What a server checks requests against."""
+    """Return what a server checks requests against."""
     return Limits(
         info=engine.info,
         max_logprobs=engine.config.max_logprobs,

@@ -275,7 +275,7 @@ class WeightUpdates:
 
 
 async def first_of(steps: AsyncIterator[Undecoded]) -> Undecoded:
-    """The first message of a stream. Raises what says that there is none."""
+    """Return the first message of a stream. Raises what says that there is none."""
     first = await anext(steps, None)
     if first is None:
         raise out_of_order("the stream has ended before begin")

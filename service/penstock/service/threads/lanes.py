@@ -94,13 +94,13 @@ class LaneMeters(Protocol):
     """Counts what lanes do. Any thread may call it."""
 
     def has_lanes(self, names: Iterable[str]) -> None:
-        """These are all lanes."""
+        """Note that these are all lanes."""
 
     def lane_refused(self, lane: str) -> None:
-        """A piece of work was refused."""
+        """Note that a piece of work was refused."""
 
     def lane_done(self, lane: str, seconds: float) -> None:
-        """A piece of work was done, in this time since it was given to the lane."""
+        """Note that a piece of work was done, in this time since it was given to the lane."""
 
 
 class Lane:

@@ -197,5 +197,5 @@ CURRENT_METER: ContextVar[Meter] = ContextVar("penstock_meter")
 
 
 def current_meter() -> Meter:
-    """The meter of this task's RPC, or one that reports to nobody."""
+    """Return the meter of this task's RPC, or one that reports to nobody."""
     return CURRENT_METER.get(None) or Meter()

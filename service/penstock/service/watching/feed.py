@@ -68,7 +68,7 @@ class LoadFeed:
             self._wanted += Counter()  # drops the counts of zero
 
     async def _latest(self, max_requests: int) -> Snapshot:
-        """A fresh snapshot with this many requests. One is taken at a time."""
+        """Take a fresh snapshot with this many requests. One is taken at a time."""
         now = asyncio.get_running_loop().time
         while True:
             taken = self._taken

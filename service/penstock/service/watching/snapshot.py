@@ -22,7 +22,7 @@ class Snapshot:
     joined, are one message."""
 
     def message(self, max_requests: int) -> bytes:
-        """The message for a watcher who wants that many requests."""
+        """Make the message for a watcher who wants that many requests."""
         return b"".join((self.report, *self.requests[:max_requests]))
 
 

@@ -69,7 +69,7 @@ class RefusalLog:
 
 
 def fields_of(error: BaseException) -> list[str]:
-    """The names of the first few fields that the error is about, without indices."""
+    """List the names of the first few fields that the error is about, without indices."""
     if isinstance(error, InvalidRequest):
         names = [violation.field for violation in error.violations[: 10 * MAX_FIELDS]]
     elif isinstance(error, UnsupportedFeature):

@@ -59,7 +59,7 @@ class Head:
 
 
 def parsed(data: bytes) -> Head:
-    """The head of these bytes, which end with END_OF_HEAD. Raises BadHead."""
+    """Parse the head of these bytes, which end with END_OF_HEAD. Raises BadHead."""
     first, *lines = data.removesuffix(END_OF_HEAD).decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or words[2] not in ("HTTP/1.0", "HTTP/1.1"):
@@ -82,7 +82,7 @@ def reply(
     headers: Mapping[str, str] | None = None,
     with_body: bool = True,
 ) -> bytes:
-    """A whole reply, after which the connection is closed. Without `with_body` it is that to HEAD."""
+    """Write a whole reply, after which the connection is closed. Without `with_body` it is that to HEAD."""
     lines = {
         "Content-Type": content_type,
         "Content-Length": str(len(body)),
@@ -134,7 +134,9 @@ class Pages:
         self._zipped: dict[bool, Page] = {}
 
     def page(self, accept: str, accept_encoding: str) -> Page:
-        """The page in the form that these headers of a request prefer. Raises what `families` raises."""
+        """Write the page in the form that these headers of a request prefer. Raises what `families`
+        raises.
+        """
         is_openmetrics = prefers_openmetrics(accept)
         made_s, page = self._kept.get(is_openmetrics, (0.0, None))
         if page is None or self._clock() >= made_s + self._keep_s:
@@ -178,8 +180,8 @@ def _accepts_gzip(accept_encoding: str) -> bool:
 
 
 def _weights(header: str) -> Iterator[tuple[str, float]]:
-    """The names in a header such as "text/plain;version=0.0.4;q=0.5, */*;q=0.1", each with its weight. The
-    weight of a name that stands there twice is that of its heaviest.
+    """Yield the names in a header such as "text/plain;version=0.0.4;q=0.5, */*;q=0.1", each with its weight.
+    The weight of a name that stands there twice is that of its heaviest.
     """
     found: dict[str, float] = {}
     for part in header.lower().split(","):
@@ -194,7 +196,7 @@ def _weights(header: str) -> Iterator[tuple[str, float]]:
 
 
 def _number(value: str) -> float:
-    """A weight, from 0 to 1. What is none counts as 0, so that it is not chosen."""
+    """Read a weight, from 0 to 1. What is none counts as 0, so that it is not chosen."""
     try:
         number = float(value)
     except ValueError:
@@ -330,7 +332,7 @@ class Endpoint:
         return self.answer(head)
 
     def answer(self, head: Head) -> bytes:
-        """The whole reply to a request."""
+        """Make the whole reply to a request."""
         path, question, _ = head.target.partition("?")
         if path != PATH:
             return _error(HTTPStatus.NOT_FOUND, f"there is only {PATH} here")
@@ -385,7 +387,9 @@ async def _readable(listening: socket.socket) -> None:
 
 
 async def _received_head(connection: socket.socket) -> bytes:
-    """The bytes up to the end of a request's head. Raises BadHead if there is none, or if it is too long."""
+    """Receive the bytes up to the end of a request's head. Raises BadHead if there is none, or if it is too
+    long.
+    """
     loop, data, end = asyncio.get_running_loop(), b"", -1
     while end < 0:
         received = await loop.sock_recv(connection, _RECEIVE_BYTES)

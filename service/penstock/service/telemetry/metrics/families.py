@@ -35,15 +35,15 @@ def is_info(instrument: Instrument) -> bool:
 
 
 def prometheus_unit(instrument: Instrument) -> str:
-    """The unit as it stands at the end of the name. Empty for what is counted, which names itself."""
+    """Return the unit as it stands at the end of the name. Empty for what is counted, which names itself."""
     if instrument.unit == "1":
         return "ratio" if instrument.kind is Kind.GAUGE else ""
     return _UNITS.get(instrument.unit, "")
 
 
 def family_name(instrument: Instrument) -> str:
-    """The name of the metric family: without the "_total" of a counter's samples, and the "_info" of an
-    info's.
+    """Return the name of the metric family: without the "_total" of a counter's samples, and the "_info" of
+    an info's.
     """
     name = underscored(instrument.name.removesuffix(_INFO) if is_info(instrument) else instrument.name)
     unit = prometheus_unit(instrument)
@@ -51,7 +51,9 @@ def family_name(instrument: Instrument) -> str:
 
 
 def prometheus_name(instrument: Instrument) -> str:
-    """The name to ask Prometheus for. A histogram's series also end in "_bucket", "_sum" and "_count"."""
+    """Return the name to ask Prometheus for. A histogram's series also end in "_bucket", "_sum" and
+    "_count".
+    """
     name = family_name(instrument)
     if instrument.kind is Kind.COUNTER:
         return f"{name}_total"
@@ -59,7 +61,7 @@ def prometheus_name(instrument: Instrument) -> str:
 
 
 def underscored(name: str) -> str:
-    """The name of a label, or of an instrument without its unit, as Prometheus has it."""
+    """Write the name of a label, or of an instrument without its unit, as Prometheus has it."""
     return name.replace(".", "_")
 
 
@@ -71,7 +73,7 @@ def families(metrics: Iterable[Metric]) -> Iterator[Family]:
 
 
 def family(metric: Metric) -> Family:
-    """The family of one metric, under our own name."""
+    """Make the family of one metric, under our own name."""
     instrument = metric.instrument
     kind = "info" if is_info(instrument) else instrument.kind.value
     made = Family(family_name(instrument), instrument.description, kind, prometheus_unit(instrument))

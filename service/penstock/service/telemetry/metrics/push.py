@@ -95,7 +95,7 @@ def _exemplars(exemplars: Iterable[Exemplar | None]) -> Iterator[OtlpExemplar]:
 
 
 def _attributes(names: Labels, values: Labels) -> dict[str, str]:
-    """The labels that have a value."""
+    """Return the labels that have a value."""
     return {name: value for name, value in zip(names, values, strict=True) if value}
 
 

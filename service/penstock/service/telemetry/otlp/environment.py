@@ -185,8 +185,8 @@ def destination(options: TracingOptions, signal: Signal, environ: Environ = os.e
 
 
 def why_off(signal: Signal, environ: Environ = os.environ) -> str:
-    """The variable and value that switch this signal off, such as "OTEL_SDK_DISABLED=true"; empty if none
-    does.
+    """Name the variable and value that switch this signal off, such as "OTEL_SDK_DISABLED=true"; empty if
+    none does.
     """
     disabled = environ.get(DISABLED, "").strip().lower()
     if disabled not in ("", "true", "false"):
@@ -205,7 +205,7 @@ def why_off(signal: Signal, environ: Environ = os.environ) -> str:
 
 
 def sampler(options: TracingOptions, environ: Environ = os.environ) -> sampling.Sampler:
-    """What decides which calls are recorded. By default all are, unless the caller has decided."""
+    """Make what decides which calls are recorded. By default all are, unless the caller has decided."""
     if options.trace_sample_ratio is not None:
         return sampling.ParentBasedTraceIdRatio(options.trace_sample_ratio)
     variable, argument = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
@@ -222,8 +222,8 @@ def sampler(options: TracingOptions, environ: Environ = os.environ) -> sampling.
 
 
 def service_resource(*, version: str, instance_id: str, environ: Environ = os.environ) -> Resource:
-    """What telemetry says about its sender. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override the name
-    and the version; only the instance is always `instance_id`, because GetServerInfo answers with it.
+    """Say what telemetry says about its sender. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override the
+    name and the version; only the instance is always `instance_id`, because GetServerInfo answers with it.
     """
     given = dict(_pairs(RESOURCE, environ.get(RESOURCE, "")))
     if environ.get("OTEL_SERVICE_NAME"):
@@ -240,7 +240,7 @@ class _Values:
         self._environ = environ
 
     def find(self, name: str) -> tuple[str, str]:
-        """The variable that counts, and its value; the value is empty if none is set."""
+        """Return the variable that counts, and its value; the value is empty if none is set."""
         for prefix in self._prefixes:
             value = self._environ.get(prefix + name, "").strip()
             if value:
@@ -263,8 +263,8 @@ def _protocol(values: _Values) -> OtlpProtocol:
 
 
 def _endpoint(options: TracingOptions, values: _Values) -> tuple[str, str, bool]:
-    """What names the address, the address, and whether it has the whole path of its signal. The address is
-    empty if none is given.
+    """Return what names the address, the address, and whether it has the whole path of its signal. The
+    address is empty if none is given.
     """
     if options.otlp_endpoint is not None:
         return "otlp_endpoint", options.otlp_endpoint or " ", False
@@ -273,7 +273,7 @@ def _endpoint(options: TracingOptions, values: _Values) -> tuple[str, str, bool]
 
 
 def _scheme(values: _Values, named: str) -> str:
-    """The scheme of an address without one, which only gRPC's may lack."""
+    """Return the scheme of an address without one, which only gRPC's may lack."""
     variable, text = values.find("INSECURE")
     if text.lower() not in ("", "true", "false"):
         raise ConfigError(f"{variable}: must be true or false, not {text!r}")

@@ -51,7 +51,7 @@ class SpanBatches:
         self._scope: bytes = scope.SerializeToString()
 
     def request(self, spans: Sequence[AnySpan]) -> bytes:
-        """An ExportTraceServiceRequest in wire form. Raises what OpenTelemetry's encoder raises."""
+        """Encode an ExportTraceServiceRequest in wire form. Raises what OpenTelemetry's encoder raises."""
         readable = [span for span in spans if isinstance(span, ReadableSpan)]
         made: bytes = encode_spans(readable).SerializeToString() if readable else b""
         written = [span for span in spans if isinstance(span, bytes)]

@@ -69,7 +69,7 @@ class Transport(Protocol):
 
 
 def quoted(text: str) -> str:
-    """A collector's own words, cut short, without anything that could move a cursor."""
+    """Quote a collector's own words, cut short, without anything that could move a cursor."""
     return ascii(text[:MOST_CHARS]) if text else ""
 
 
@@ -152,7 +152,7 @@ def _failure_of_rpc(error: Any) -> Failed:
 
 
 def _retry_after_of_details(trailers: Any) -> float | None:
-    """The delay in a RetryInfo, whatever the collector has put there."""
+    """Read the delay in a RetryInfo, whatever the collector has put there."""
     for name, value in trailers:
         if name != "grpc-status-details-bin":
             continue
@@ -267,7 +267,9 @@ class HttpTransport:
         return connection
 
     def _target(self) -> str:
-        """What stands in the first line of a request: a proxy without a tunnel needs the whole address."""
+        """Return what stands in the first line of a request: a proxy without a tunnel needs the whole
+        address.
+        """
         to = self._destination
         return to.url if self._proxy is not None and not to.is_tls else to.path
 
@@ -335,7 +337,7 @@ def _outcome(response: http.client.HTTPResponse, answer: bytes) -> Taken | Faile
 
 
 def _retry_after_of_header(text: str | None) -> float | None:
-    """The seconds of a Retry-After header, whatever the collector has put there."""
+    """Read the seconds of a Retry-After header, whatever the collector has put there."""
     if text is None:
         return None
     try:

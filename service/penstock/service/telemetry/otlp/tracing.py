@@ -41,7 +41,7 @@ _BETWEEN_LINES_S = 60.0
 
 
 def metric_exporter(options: TracingOptions) -> OtlpMetricExporter | None:
-    """What sends metrics, by options and environment; None if they go nowhere. Raises ConfigError."""
+    """Make what sends metrics, by options and environment; None if they go nowhere. Raises ConfigError."""
     to = destination(options, "metrics")
     return None if to is None else OtlpMetricExporter(sender_to(to), to)
 
@@ -119,7 +119,7 @@ class Complaints:
     """Logs that exports fail, at most once a minute, and that they work again."""
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`what` begins each line. `clock` gives seconds."""
+        """Take `what`, which begins each line. `clock` gives seconds."""
         self._what, self._clock = what, clock
         self._told_at_s: float | None = None
         self._is_told = False
@@ -127,7 +127,7 @@ class Complaints:
         self._count = 0
 
     def tell(self, why: str) -> None:
-        """An export has failed."""
+        """Tell that an export has failed."""
         self._count += 1
         now_s = self._clock()
         if self._told_at_s is None or now_s - self._told_at_s >= _BETWEEN_LINES_S:
@@ -135,7 +135,7 @@ class Complaints:
             log.warning("%s: %s (%d failed exports so far)", self._what, why, self._count)
 
     def look(self, rejected: int, message: str) -> None:
-        """An export was taken, but for `rejected` items, or with a warning."""
+        """Note that an export was taken, but for `rejected` items, or with a warning."""
         if rejected or message:
             self.tell(f"{rejected} were rejected {quoted(message)}".rstrip())
         elif self._is_told:

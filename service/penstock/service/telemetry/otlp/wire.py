@@ -31,7 +31,7 @@ _LOCAL_LINK = b"\x35\x00\x01\x00\x00"
 
 
 def sized(tag: int, data: bytes) -> bytes:
-    """A field of bytes: text, or another message."""
+    """Encode a field of bytes: text, or another message."""
     return varint(tag) + varint(len(data)) + data
 
 
@@ -39,7 +39,7 @@ def sized(tag: int, data: bytes) -> bytes:
 
 
 def _value(value: AttributeValue) -> bytes:
-    """An AnyValue. OTLP's integers have 64 bits; a larger one raises."""
+    """Encode an AnyValue. OTLP's integers have 64 bits; a larger one raises."""
     if isinstance(value, str):
         return sized(0x0A, value.encode("utf-8", "replace"))
     if isinstance(value, bool):
@@ -59,7 +59,7 @@ def element(value: AttributeValue) -> bytes:
 
 
 def array_value(elements: bytes) -> bytes:
-    """An AnyValue that is an array of these elements."""
+    """Encode an AnyValue that is an array of these elements."""
     return sized(0x2A, elements)
 
 
@@ -68,7 +68,7 @@ def _key_value(key: str, value: bytes) -> bytes:
 
 
 def attribute(key: str, value: AttributeValue) -> bytes:
-    """An attribute of a span."""
+    """Encode an attribute of a span."""
     return sized(0x4A, _key_value(key, _value(value)))
 
 
@@ -77,7 +77,7 @@ cached_attribute = lru_cache(maxsize=16_384, typed=True)(attribute)
 
 
 def array_attribute(key: str, elements: bytes) -> bytes:
-    """An attribute that is an array of elements which `element` has made."""
+    """Encode an attribute that is an array of elements which `element` has made."""
     return sized(0x4A, _key_value(key, array_value(elements)))
 
 
@@ -95,19 +95,21 @@ def attributes(values: Attributes) -> bytes:
 
 
 def head(trace_id: bytes, trace_state: str = "") -> bytes:
-    """The trace that a span belongs to."""
+    """Encode the trace that a span belongs to."""
     state = sized(0x1A, trace_state.encode()) if trace_state else b""
     return b"\x0a\x10" + trace_id + state
 
 
 @lru_cache(maxsize=256)
 def named(name: str) -> bytes:
-    """The name of a span whose kind is INTERNAL, and whose parent, if it has one, is in this process."""
+    """Encode the name of a span whose kind is INTERNAL, and whose parent, if it has one, is in this
+    process.
+    """
     return sized(0x2A, name.encode("utf-8", "replace")) + b"\x30" + varint(INTERNAL) + _LOCAL_PARENT
 
 
 def link(trace_id: bytes, span_id: bytes) -> bytes:
-    """A link to another span."""
+    """Encode a link to another span."""
     return b"\x6a\x21\x0a\x10" + trace_id + b"\x12\x08" + span_id + _LOCAL_LINK
 
 
@@ -118,7 +120,7 @@ def event(name: str, at_ns: int, values: Attributes) -> bytes:
 
 
 def error(message: str) -> bytes:
-    """The status of a span that has failed."""
+    """Encode the status of a span that has failed."""
     return sized(0x7A, sized(0x12, message.encode("utf-8", "replace")) + b"\x18" + varint(ERROR))
 
 
@@ -126,7 +128,7 @@ def error(message: str) -> bytes:
 
 
 def root(trace: bytes, span_id: bytes, name: bytes, start_ns: int, end_ns: int, rest: bytes) -> bytes:
-    """A span without a parent; see `span`."""
+    """Encode a span without a parent; see `span`."""
     times = _TIMES.pack(0x39, start_ns, 0x41, end_ns)
     body = trace + b"\x12\x08" + span_id + name + times + rest
     return b"\x12" + varint(len(body)) + body
@@ -135,8 +137,8 @@ def root(trace: bytes, span_id: bytes, name: bytes, start_ns: int, end_ns: int, 
 def span(
     trace: bytes, span_id: bytes, parent_id: bytes, name: bytes, start_ns: int, end_ns: int, rest: bytes = b""
 ) -> bytes:
-    """A span as an element of the field `spans` of ScopeSpans. `trace` is what `head` made, `name` what
-    `named` made, and `rest` any further fields.
+    """Encode a span as an element of the field `spans` of ScopeSpans. `trace` is what `head` made, `name`
+    what `named` made, and `rest` any further fields.
     """
     times = _TIMES.pack(0x39, start_ns, 0x41, end_ns)
     body = trace + b"\x12\x08" + span_id + b"\x22\x08" + parent_id + name + times + rest

@@ -39,15 +39,15 @@ class Phase(NamedTuple):
 
 
 def phase_id(request_id: bytes, name: str) -> bytes:
-    """The id of a phase's span. It follows from the id of the request's span, so that spans below a phase can
-    be sent before the phase has ended, and whoever makes them need not know each other.
+    """Make the id of a phase's span. It follows from the id of the request's span, so that spans below a
+    phase can be sent before the phase has ended, and whoever makes them need not know each other.
     """
     return (int.from_bytes(request_id, "big") ^ _NUMBERS[name]).to_bytes(8, "big")
 
 
 def engine_phases(timing: RequestTiming, *, has_ended: bool) -> list[Begun]:
-    """The phases that the engine's times tell of. `has_ended`: whether the engine ended the request, rather
-    than its caller, so that what comes after is the reply.
+    """List the phases that the engine's times tell of. `has_ended`: whether the engine ended the request,
+    rather than its caller, so that what comes after is the reply.
     """
     marks = [
         (QUEUE, timing.arrived_ns),
@@ -59,9 +59,9 @@ def engine_phases(timing: RequestTiming, *, has_ended: bool) -> list[Begun]:
 
 
 def tiled(begun: Sequence[Begun], start_ns: int, end_ns: int) -> list[Phase]:
-    """The phases of a request that lasted from `start_ns` to `end_ns`; `begun` are in their order. Together
-    they last exactly as long as the request: the first begins with it, and the last ends with it. A phase
-    that began only after the request had ended for its caller is left out.
+    """List the phases of a request that lasted from `start_ns` to `end_ns`; `begun` are in their order.
+    Together they last exactly as long as the request: the first begins with it, and the last ends with it. A
+    phase that began only after the request had ended for its caller is left out.
     """
     kept: list[Begun] = []
     at_ns = start_ns
@@ -122,7 +122,7 @@ def step_trace(
     requests: Sequence[bytes],
     num_generated: int,
 ) -> list[bytes]:
-    """The spans of a step. `requests` are links to the recorded requests that it computed."""
+    """Make the spans of a step. `requests` are links to the recorded requests that it computed."""
     started, scheduled, packed, dispatched, waiting, waited, _, delivered = (
         at_ns + wall_offset_ns for at_ns in record[4:12]
     )
@@ -232,7 +232,7 @@ class FollowedRequest:
     def child(
         self, span_id: bytes, parent_id: bytes, name: bytes, start_ns: int, end_ns: int, rest: bytes
     ) -> bytes | None:
-        """A span below one of its phases, between monotonic times; None where there is no more room for
+        """Make a span below one of its phases, between monotonic times; None where there is no more room for
         one.
         """
         if self.num_children >= MOST_CHILDREN:
@@ -260,7 +260,7 @@ class FollowedOutput:
         self.index_attribute = wire.cached_attribute("penstock.output.index", self.index)
 
     def chunk(self, new_id: NewId, row: PlanRow, step: Step) -> bytes | None:
-        """The span of a row that computes tokens that are known."""
+        """Make the span of a row that computes tokens that are known."""
         rest = [
             self.index_attribute,
             wire.cached_attribute("penstock.chunk.start", row.start),
@@ -275,7 +275,7 @@ class FollowedOutput:
         return request.child(new_id(8), parent_id, _CHUNK, step.begin_ns, step.waited_ns, b"".join(rest))
 
     def decode_step(self, new_id: NewId, step: Step, num_tokens: int) -> bytes | None:
-        """The span of a row that computes next tokens."""
+        """Make the span of a row that computes next tokens."""
         tokens = wire.cached_attribute("penstock.step.generated_tokens", num_tokens)
         rest = self.index_attribute + tokens + step.id_attribute + step.link
         request = self.request
@@ -310,8 +310,8 @@ class FollowedOutput:
 
 
 def request_spans(followed: FollowedRequest, closed: Closed) -> list[bytes]:
-    """The span of the request, and one for each of its phases. `followed` is what is known of it from the
-    engine, which may be nothing: then the service's own times are taken.
+    """Make the span of the request, and one for each of its phases. `followed` is what is known of it from
+    the engine, which may be nothing: then the service's own times are taken.
     """
     context = closed.context
     for what in closed.happened:

@@ -159,7 +159,7 @@ class RequestTrace:
         )
 
     def tokenized(self, num_tokens: int) -> None:
-        """The prompt has this many tokens, before it is cut."""
+        """Note that the prompt has this many tokens, before it is cut."""
         if self._context is not None:
             begun = self._begun[-1]
             self._begun[-1] = begun._replace(attributes={"gen_ai.usage.input_tokens": num_tokens})
@@ -170,13 +170,13 @@ class RequestTrace:
             self._begun.append(Begun(phase, time.monotonic_ns()))
 
     def submits(self, num_prompt_tokens: int) -> None:
-        """What follows is up to the engine, whose journal is told to look for it."""
+        """Note that what follows is up to the engine, whose journal is told to look for it."""
         if self._context is not None:
             self._attributes["gen_ai.usage.input_tokens"] = num_prompt_tokens
             self._journal.write(Noted(time.monotonic_ns(), Opened(self._context)))
 
     def queued(self) -> None:
-        """The engine has taken one output."""
+        """Note that the engine has taken one output."""
         if self._context is not None:
             self._num_queued += 1
 
@@ -194,8 +194,8 @@ class RequestTrace:
             self._timing = timing
 
     def end(self, num_tokens: int, error: BaseException | None = None, *, cancelled: bool = False) -> None:
-        """The request has ended for its caller, who has got `num_tokens` generated tokens. A cancellation is
-        marked, and is no error. Must be called once.
+        """Note that the request has ended for its caller, who has got `num_tokens` generated tokens. A
+        cancellation is marked, and is no error. Must be called once.
         """
         context = self._context
         if context is None:
