@@ -38,6 +38,8 @@ from tests.support.scheduler.proposing import Guesses, lies
 Case = dict[str, Any]
 MAX_IMAGE_TOKENS = {"gemma4_vl": 72, "mistral3_vl": 72, "pixtral": 72}
 """Where 64 would make a picture smaller: 72 are eight rows of eight and a break, or 70 between two others."""
+POOL_TOKENS = {"gemma4_vl": 320, "internvl": 1024}
+"""Where 256 have no room for all pictures: a tile of 4 tokens takes a block of 32, and 65 take three."""
 CACHED_TOKENS = 264
 """What the KV cache holds: about three of the longest requests."""
 
@@ -71,7 +73,7 @@ class Served:
         config = dataclasses.replace(
             small_config(name, page_size=page_size, cached_tokens=CACHED_TOKENS),
             max_image_tokens=MAX_IMAGE_TOKENS.get(name, 64),
-            media_pool_tokens=1024 if name == "internvl" else 256,  # a tile of 4 tokens takes a block of 32
+            media_pool_tokens=POOL_TOKENS.get(name, 256),
         )
         self.engine = Engine.from_pretrained(
             str(self.folder), dataclasses.replace(config, **options), observer=self.encodes
