@@ -5,6 +5,7 @@ and, of Gemma 4, in `test_golden_pictures`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ from penstock.runtime.images.decoding import BadImage
 from penstock.runtime.images.reader import Patches, Processor
 from penstock.runtime.loading.checkpoint import load_config
 from penstock.runtime.loading.image_processors import find_processor
+from penstock.runtime.models.configs.vision import Gemma4VisionConfig
 from tests.support.goldens import GOLDEN
 from tests.support.models.pictures import LIMITS
 
@@ -111,13 +113,13 @@ def test_a_processor_that_makes_something_else_than_it_counts_is_refused(
 GEMMA4 = GOLDEN / "gemma4_vl"
 
 
-def gemma4(folder: Path, max_tokens: int, **changes: Any) -> Processor:
-    """The processor of the golden's encoder, with changes of its file."""
+def gemma4(folder: Path, max_tokens: int, model_most: int = 280, **changes: Any) -> Processor:
+    """The processor of the golden's encoder, with changes of its file. model_most: the model's own bound."""
     vision = load_config(GEMMA4).vision
-    assert vision is not None
+    assert isinstance(vision, Gemma4VisionConfig)
     file = "preprocessor_config.json"
     (folder / file).write_text(json.dumps(json.loads((GEMMA4 / file).read_text()) | changes))
-    found = find_processor(folder, vision, max_tokens)
+    found = find_processor(folder, dataclasses.replace(vision, most_tokens=model_most), max_tokens)
     assert found is not None
     return found
 
@@ -146,6 +148,17 @@ def test_gemma_4_has_the_largest_budget_of_tokens_that_fits(tmp_path: Path) -> N
     """
     for most, side in ((281, 11), (282, 16), (1024, 16)):
         assert gemma4(tmp_path, most, max_soft_tokens=280).num_tokens(4, 4) == side**2 + 2
+
+
+def test_the_bound_of_gemma_4_s_config_holds_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the image processor has a larger one. No budget is so small as 64."""
+    caplog.set_level("INFO")
+    assert gemma4(tmp_path, 600, max_soft_tokens=560).num_tokens(4, 4) == 16**2 + 2
+    assert "is 560 (max_soft_tokens), the model's 280" in caplog.text
+    with pytest.raises(ConfigError, match="vision_soft_tokens_per_image must be at least 70"):
+        gemma4(tmp_path, 600, model_most=64)
 
 
 def test_patches_of_gemma_4_lie_square_by_square(tmp_path: Path) -> None:

@@ -43,21 +43,26 @@ class Gemma4Processor:
                 raise ConfigError(f"the image processor's {name} is {theirs}, and the model's {ours}")
         if not processor.do_resize:
             raise ConfigError("do_resize is false: pictures of any size are not taken; set it to true")
-        own = min(int(processor.max_soft_tokens), most_tokens)
-        fitting = [budget for budget in _BUDGETS if budget <= min(own, max_tokens - 2)]
+        own = int(processor.max_soft_tokens)
+        fitting = [budget for budget in _BUDGETS if budget <= min(own, most_tokens, max_tokens - 2)]
         if not fitting:
             raise ConfigError(
                 f"a picture has up to {_BUDGETS[0]} tokens or more, and two around these: "
                 f"max_image_tokens must be at least {_BUDGETS[0] + 2}, not {max_tokens}"
-                if own >= _BUDGETS[0]
-                else f"max_soft_tokens must be one of {_BUDGETS}, not {own}"
+                if most_tokens >= _BUDGETS[0]
+                else f"vision_soft_tokens_per_image must be at least {_BUDGETS[0]}, the fewest tokens that "
+                f"the image processor can be told, not {most_tokens}"
             )
         self._budget = fitting[-1]
         if self._budget < own:
             log.info(
-                "pictures are made smaller, so that they have at most %d tokens; the model's own bound is %d",
+                "pictures are made smaller, so that they have at most %d tokens; the image processor's bound "
+                "is %d (max_soft_tokens), the model's %d (vision_soft_tokens_per_image), and "
+                "max_image_tokens is %d",
                 self._budget,
                 own,
+                most_tokens,
+                max_tokens,
             )
         self._processor = processor
         self._patch, self._merge = patch_size, merge_size
