@@ -134,7 +134,9 @@ class AdaptedModel:
 
 
 def adds_natively(model: nnx.Module) -> bool:
-    """Whether native kernels compute what adapters add, if they compute the model: XLA has kv_b_proj's."""
+    """Say whether native kernels compute what adapters add, if they compute the model: XLA has
+    kv_b_proj's.
+    """
     return not any(isinstance(module, HeadProducts) for _, module in nnx.iter_modules(model))
 
 
@@ -190,7 +192,7 @@ def _weights_of(
 def _parts(
     model: Any, dtype: np.dtype[np.generic], stored: StoredAt, devices: int, experts: bool
 ) -> Iterator[tuple[str, AdaptedPart, tuple[int, int]]]:
-    """(name of a layer of the checkpoint, a part of it, (its outputs, its inputs))."""
+    """Return (name of a layer of the checkpoint, a part of it, (its outputs, its inputs))."""
     for path, module in nnx.iter_modules(model):
         if not isinstance(module, Linear | HeadProducts | StackedLinear) or module.adapter_at is None:
             continue

@@ -108,9 +108,8 @@ class DecoderLayer(nnx.Module):
         inputs: LayerInputs,
         of_layer: jax.Array | None = None,
     ) -> tuple[jax.Array, list[Any]]:
-        """x [T, E] -> ([T, E], this layer's new cache): entries for attention and for what is beside it.
-        `of_layer`: the tokens' embeddings for this layer, if
-        the model has such, [T, size].
+        """Compute x [T, E] -> ([T, E], this layer's new cache): entries for attention and for what is beside
+        it. `of_layer`: the tokens' embeddings for this layer, if the model has such, [T, size].
         """
         with jax.named_scope("attention"):
             joined, summed_norm = self._joined(self.attention_out_norm, self.multiplier)
@@ -136,8 +135,8 @@ class DecoderLayer(nnx.Module):
         return x if self.layer_scalar is None else x * self.layer_scalar(inputs.pools)[None], new_kv
 
     def _joined(self, norm: Norm | None, multiplier: float) -> tuple[Residual, Norm | None]:
-        """How a part joins the residual stream, and the norm of the sum, if that has one. `norm` is that of
-        the part or of the sum.
+        """Tell how a part joins the residual stream, and the norm of the sum, if that has one. `norm` is that
+        of the part or of the sum.
         """
         of_part, of_sum = (None, norm) if self.norms_sums else (norm, None)
         return Residual(of_part, multiplier, self.joins_natively), of_sum
@@ -194,8 +193,9 @@ class Predictor(nnx.Module):
     def __call__(
         self, embedded: jax.Array, before: jax.Array, kv: list[Any], inputs: LayerInputs
     ) -> tuple[jax.Array, list[Any]]:
-        """Embeddings of tokens and the hidden states before them, both [T, E], the latter behind the model's
-        last norm -> hidden states behind the norm of this layer [T, E], and the cache of its attention.
+        """Compute embeddings of tokens and the hidden states before them, both [T, E], the latter behind the
+        model's last norm -> hidden states behind the norm of this layer [T, E], and the cache of its
+        attention.
         """
         pools = inputs.pools
         both = jnp.concatenate([self.enorm(embedded, pools), self.hnorm(before, pools)], axis=-1)
@@ -326,21 +326,21 @@ class CausalLM(PooledModel):
         return x, tuple(caches)
 
     def encode(self, inputs: Any, num_patches: jax.Array) -> tuple[jax.Array, ...]:
-        """Embeddings of pictures, for a model that reads them: see `Tower`."""
+        """Compute the embeddings of pictures, for a model that reads them: see `Tower`."""
         if self.visual is None:
             raise ValueError(f"{self.config.architecture} reads no pictures")
         with jax.named_scope("vision"):
             return self.visual(inputs, num_patches, self.pools)
 
     def normalized(self, hidden: jax.Array) -> jax.Array:
-        """hidden [R, E] -> the same after the final norm, float32 [R, E], not rounded to the model's
+        """Turn hidden [R, E] -> the same after the final norm, float32 [R, E], not rounded to the model's
         dtype.
         """
         return self.norm(hidden.astype(jnp.float32), self.pools)
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
-        """hidden [R, E], of which the first num_rows count -> logits float32 [R, V], by the final norm and
-        the head.
+        """Turn hidden [R, E], of which the first num_rows count -> logits float32 [R, V], by the final norm
+        and the head.
 
         Pass only the rows that sample, because the head is wide.
         """
@@ -369,8 +369,8 @@ class CausalLM(PooledModel):
         attention: AttentionOp,
         recurrent: RecurrentOps,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Tokens int32 [T] and the hidden states before them [T, E], behind the last norm -> what predicts
-        the tokens behind theirs, [T, E], and the new cache of the predictor's attention.
+        """Turn tokens int32 [T] and the hidden states before them [T, E], behind the last norm -> what
+        predicts the tokens behind theirs, [T, E], and the new cache of the predictor's attention.
         """
         assert self.predictor is not None, "the model predicts no further tokens"
         inputs = LayerInputs(
@@ -394,8 +394,8 @@ class CausalLM(PooledModel):
             return logits(head, hidden, num_rows, self.pools, norm=None, scale=self.config.logits_scale)
 
     def classes(self, pooled: jax.Array) -> jax.Array:
-        """Pooled hidden states [R, E] -> a number for each class, float32 [R, classes]; for a model with a
-        classifier.
+        """Turn pooled hidden states [R, E] -> a number for each class, float32 [R, classes]; for a model with
+        a classifier.
         """
         assert self.classifier is not None, "the model has no classifier"
         return self.classifier(pooled, self.pools)

@@ -92,7 +92,7 @@ class Encoder(PooledModel):
         attention: AttentionOp = paged_attention,
         recurrent: RecurrentOps = XLA_RECURRENT,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Whole texts of a ragged batch to their hidden states before the final norm, if there is one.
+        """Turn whole texts of a ragged batch into their hidden states before the final norm, if there is one.
 
         token_ids, positions: int32 [T]; a token of type t has the id t * vocab_size + id. metas: one, the row
         of each token. The cache is empty, and what computes a decoder's attention is not asked.
@@ -132,12 +132,12 @@ class Encoder(PooledModel):
         return Distances(config, vectors if norm is None else norm(vectors, self.pools))
 
     def normalized(self, hidden: jax.Array) -> jax.Array:
-        """hidden [R, E] -> the same after the final norm, if there is one, float32 [R, E]."""
+        """Turn hidden [R, E] -> the same after the final norm, if there is one, float32 [R, E]."""
         wide = hidden.astype(jnp.float32)
         return wide if self.norm is None else self.norm(wide, self.pools)
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
-        """No token is chosen: [R, 1], see `no_logits`."""
+        """Choose no token: [R, 1], see `no_logits`."""
         return no_logits(hidden)
 
     def classes(self, pooled: jax.Array) -> jax.Array:
@@ -146,8 +146,8 @@ class Encoder(PooledModel):
         return self.classifier(pooled, self.pools)
 
     def projected(self, pooled: jax.Array) -> jax.Array:
-        """Pooled hidden states float32 [R, E] -> what the layers behind the pooling make of them, float32 [R,
-        `ModelConfig.embedding_size`].
+        """Compute pooled hidden states float32 [R, E] -> what the layers behind the pooling make of them,
+        float32 [R, `ModelConfig.embedding_size`].
         """
         x = pooled
         for projection in self.projections:

@@ -41,7 +41,7 @@ class Fields:
         return own if own in self._data else name
 
     def __contains__(self, name: str) -> bool:
-        """Whether the field is present, even as null."""
+        """Say whether the field is present, even as null."""
         return self._own(name) in self._data
 
     def problem(self, name: str, text: str) -> None:
@@ -77,7 +77,7 @@ class Fields:
         return minimum
 
     def num_layers(self, default: object = REQUIRED) -> int:
-        """How many layers the model has: so few that each of them can be described."""
+        """Tell how many layers the model has: so few that each of them can be described."""
         return self.integer("num_hidden_layers", default, most=MOST_LAYERS)
 
     def optional_integer(self, name: str, minimum: int = 1, most: int = _MOST) -> int | None:
@@ -123,7 +123,7 @@ class Fields:
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """One id, a list of ids, or null: always a tuple."""
+        """Read one id, a list of ids, or null: always as a tuple."""
         value = self.raw(name)
         values: Sequence[object] = value if isinstance(value, list) else () if value is None else (value,)
         ids = tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)

@@ -243,7 +243,7 @@ class Linear(nnx.Module):
         return pools.scales[self.scale_at.columns]
 
     def product(self, x: jax.Array, pools: Pools) -> jax.Array:
-        """x [T, in] -> float32 [T, out]; for unpacked weights only."""
+        """Compute x [T, in] -> float32 [T, out]; for unpacked weights only."""
         scale = self.scale(pools)
         if self.form.codes is not None:
             y = matmul_codes(x, self.weight[...])
@@ -282,8 +282,8 @@ class Embedding(Linear):
         self.dtype, self.num_tokens = jnp.dtype(dtype), vocab_size
 
     def __call__(self, token_ids: jax.Array, pools: Pools) -> jax.Array:
-        """token_ids int32 [T] -> [T, E]. Ids outside the table, which only padding has, read its edge, or
-        zeros if it is cut.
+        """Look up token_ids int32 [T] -> [T, E]. Ids outside the table, which only padding has, read its
+        edge, or zeros if it is cut.
         """
         if not self.outputs_are_cut:
             return self._rows(token_ids, pools)
@@ -311,7 +311,7 @@ class Embedding(Linear):
         return rows.reshape(ids.shape[0], -1)
 
     def _gathered_by_bits(self, table: jax.Array, token_ids: jax.Array) -> jax.Array:
-        """Gathers bits, because of floats XLA's CPU backend would first copy the whole table to float32. On
+        """Gather bits, because of floats XLA's CPU backend would first copy the whole table to float32. On
         TPUs the bits would be a copy of the table.
         """
         # Without the barrier XLA would move the cast out of a loop of steps, where it is a copy.
@@ -323,7 +323,7 @@ class Embedding(Linear):
 def project(
     linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: Norm | None = None
 ) -> jax.Array:
-    """linear(norm(x)): x [T, in] -> [T, out] in x's dtype."""
+    """Compute linear(norm(x)): x [T, in] -> [T, out] in x's dtype."""
     if linear.sums > 1:
         return project_float32(linear, x, num_rows, pools, norm=norm).astype(x.dtype)
     x, norm = _read(linear, x, norm, num_rows, pools)
@@ -336,7 +336,7 @@ def project(
 def project_float32(
     linear: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, *, norm: Norm | None = None
 ) -> jax.Array:
-    """linear(norm(x)), not rounded to x's dtype: x [T, in] -> float32 [T, out]."""
+    """Compute linear(norm(x)), not rounded to x's dtype: x [T, in] -> float32 [T, out]."""
     x, norm = _read(linear, x, norm, num_rows, pools)
     if linear.packed:
         weights, options = (linear.operands(pools),), _norm_options(norm, pools)
@@ -363,7 +363,7 @@ def add_projected(
     *,
     multiplier: float = 1.0,
 ) -> jax.Array:
-    """residual [T, out] + multiplier * linear(x), x [T, in] -> [T, out]."""
+    """Compute residual [T, out] + multiplier * linear(x), x [T, in] -> [T, out]."""
     if linear.sums > 1:
         y = project_float32(linear, x, num_rows, pools) * np.float32(multiplier)
         return (residual.astype(jnp.float32) + y).astype(residual.dtype)
@@ -383,7 +383,9 @@ def add_normalised(
     multiplier: float,
     natively: bool,
 ) -> jax.Array:
-    """residual + multiplier * norm(x), all [T, E]; natively: by the CPU kernel, which takes bfloat16."""
+    """Compute residual + multiplier * norm(x), all [T, E]; natively: by the CPU kernel, which takes
+    bfloat16.
+    """
     if isinstance(norm, LayerNorm):
         x, norm = norm(x, pools), None
     if natively and norm is None:
@@ -404,8 +406,8 @@ def project_gated(
     norm: Norm | None = None,
     activation: Activation = "silu",
 ) -> jax.Array:
-    """activation(gate(norm(x))) * up(norm(x)), with the activation in float32; x [T, in] -> [T, out / 2]. The
-    first half of the layer's outputs is the gate's.
+    """Compute activation(gate(norm(x))) * up(norm(x)), with the activation in float32; x [T, in] ->
+    [T, out / 2]. The first half of the layer's outputs is the gate's.
     """
     x, norm = _read(gate_up, x, norm, num_rows, pools)
     if gate_up.packed:
@@ -426,7 +428,9 @@ def project_gate(
     norm: Norm | None = None,
     activation: GateActivation,
 ) -> jax.Array:
-    """activation(gate(norm(x))) * up, with the activation in float32: x [T, in], up [T, out] -> [T, out]."""
+    """Compute activation(gate(norm(x))) * up, with the activation in float32: x [T, in], up [T, out] ->
+    [T, out].
+    """
     x, norm = _read(gate, x, norm, num_rows, pools)
     if gate.packed:
         weights, options = (gate.operands(pools),), _norm_options(norm, pools)
@@ -446,8 +450,8 @@ def logits(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> jax.Array:
-    """norm(x) [R, E] times the head and `scale`: float32 [R, V]. With `softcap`, logits l become softcap *
-    tanh(l / softcap).
+    """Compute norm(x) [R, E] times the head and `scale`: float32 [R, V]. With `softcap`, logits l become
+    softcap * tanh(l / softcap).
     """
     x, of_product = _read(head, x, norm, num_rows, pools)
     if head.packed:
@@ -484,7 +488,7 @@ def _read(
 
 
 def normalised(x: jax.Array, norm: Norm, num_rows: jax.Array, pools: Pools, *, natively: bool) -> jax.Array:
-    """norm(x), [T, E], where no product normalises what it reads. natively: by the CPU kernel."""
+    """Compute norm(x), [T, E], where no product normalises what it reads. natively: by the CPU kernel."""
     if not natively or not can_normalize(x.shape[1]):
         return norm(x, pools)
     if isinstance(norm, RMSNorm):

@@ -62,7 +62,7 @@ class CodedTensor(Tensor, Protocol):
         ...
 
     def codes(self, rows: slice, form: CodeForm, /) -> Coded | None:
-        """Consecutive rows as codes that bytes of this form hold as they are; None if it has none."""
+        """Return consecutive rows as codes that bytes of this form hold as they are; None if it has none."""
         ...
 
 
@@ -87,7 +87,7 @@ class Source:
     """The dtype that the tensor must have; None: any of floats, which is converted to the rule's dtype."""
 
     def piece(self, first: int, num_rows: int) -> Source:
-        """Rows `first` to `first + num_rows` of this source, as a source of its own."""
+        """Return rows `first` to `first + num_rows` of this source, as a source of its own."""
         if self.order is None:
             return replace(self, begin=self.begin + first)
         return replace(self, order=self.order[first : first + num_rows])
@@ -116,7 +116,7 @@ class Source:
         return 1 if self.axis == 0 else 0
 
     def read(self, tensor: Tensor, begin: int, end: int) -> npt.NDArray[Any]:
-        """Rows `begin` to `end` of the rule, [rows, ...]."""
+        """Read rows `begin` to `end` of the rule, [rows, ...]."""
         if self.order is None:
             return self._entries(tensor, self.begin + begin, self.begin + end)
         entries = np.asarray(self.order[begin:end])
@@ -126,7 +126,7 @@ class Source:
         return ordered
 
     def codes(self, tensor: CodedTensor, begin: int, end: int, form: CodeForm) -> Coded | None:
-        """Rows `begin` to `end` of the rule as codes for this form, if the tensor has them in rows."""
+        """Read rows `begin` to `end` of the rule as codes for this form, if the tensor has them in rows."""
         if self.at or self.axis:
             return None
         if self.order is None:
@@ -139,7 +139,7 @@ class Source:
         return found if found is None or self.columns is None else found.of_columns(self.columns)
 
     def _entries(self, tensor: Tensor, begin: int, end: int) -> npt.NDArray[Any]:
-        """Entries `begin` to `end` of the tensor along the axis, which comes first."""
+        """Return entries `begin` to `end` of the tensor along the axis, which comes first."""
         if not self.shape:
             return np.reshape(tensor[()], 1)[begin:end]
         stacked = tuple(slice(index, index + 1) for index in self.at)
@@ -147,7 +147,7 @@ class Source:
         return values if self.axis == 0 else np.moveaxis(values, self.axis, 0)
 
     def part(self, num_rows: int) -> ReadPart:
-        """Where the first `num_rows` rows of the rule lie in the tensor."""
+        """Tell where the first `num_rows` rows of the rule lie in the tensor."""
         if not self.shape:
             return ()
         rows: slice | npt.NDArray[np.intp] = slice(self.begin, self.begin + num_rows)
@@ -193,7 +193,7 @@ class Target:
     rows_per_entry."""
 
     def part(self, begin: int, end: int) -> Part:
-        """Where rows `begin` to `end` of the rule, in whole blocks, lie in the leaf."""
+        """Tell where rows `begin` to `end` of the rule, in whole blocks, lie in the leaf."""
         first, last = begin // self.rows_per_entry, -(-end // self.rows_per_entry)
         return (*self.at, *(slice(None),) * self.axis, slice(self.begin + first, self.begin + last))
 
@@ -222,7 +222,7 @@ def copy_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]
 
 
 def pack_rows(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
-    """Packs the rows into tiles for the native kernels."""
+    """Pack the rows into tiles for the native kernels."""
     native.pack_into(parts[0], np.ascontiguousarray(rows[0]))
 
 
@@ -369,7 +369,9 @@ class LoadRule:
         return too_large
 
     def _holds(self, leaf: npt.NDArray[Any], decoded: Coded) -> bool:
-        """Whether a leaf of codes can hold these as they are. One of integers cannot hold small floats."""
+        """Say whether a leaf of codes can hold these as they are. One of integers cannot hold small
+        floats.
+        """
         inputs = range(decoded.codes.shape[1])[slice(None) if self.columns is None else self.columns]
         needed = decoded.form()
         return needed is not None and CodeForm.of(leaf.shape[-1], len(inputs)).takes(needed)
@@ -388,8 +390,8 @@ class LoadRule:
         return tensor.kept if tensor.kept is not None and tensor.kept.fits(OUTPUTS, len(inputs)) else None
 
     def _codes(self, tensors: Mapping[str, Tensor], begin: int, end: int, num_bytes: int) -> Coded | None:
-        """Rows of the one source as the codes that its tensor has, if they fit into a leaf with so many bytes
-        for 16 outputs; else None.
+        """Return rows of the one source as the codes that its tensor has, if they fit into a leaf with so
+        many bytes for 16 outputs; else None.
         """
         source, *others = self.sources
         tensor = tensors[source.name]

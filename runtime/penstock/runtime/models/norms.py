@@ -86,8 +86,8 @@ class RMSNorm(nnx.Module):
         yield vector_rule((*path, "weight"), self.weight_at, dtype, stored, cut=self.cut)
 
     def __call__(self, x: jax.Array, pools: Pools, mean_square: jax.Array | None = None) -> jax.Array:
-        """x [..., size] -> the same shape and dtype. mean_square: that of all channels, float32 [..., 1],
-        where they are cut.
+        """Normalise x [..., size] -> the same shape and dtype. mean_square: that of all channels, float32
+        [..., 1], where they are cut.
         """
         wide = x.astype(jnp.float32)
         if mean_square is None:
@@ -124,7 +124,7 @@ class LayerNorm(nnx.Module):
                 yield vector_rule((*path, name), place, dtype, stored)
 
     def __call__(self, x: jax.Array, pools: Pools) -> jax.Array:
-        """x [..., size] -> the same shape and dtype."""
+        """Normalise x [..., size] -> the same shape and dtype."""
         wide = x.astype(jnp.float32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
@@ -158,7 +158,7 @@ class HeadNorms(nnx.Module):
             yield vector_rule((*path, head, "weight"), place, dtype, stored)
 
     def __call__(self, x: jax.Array, pools: Pools) -> jax.Array:
-        """x [T, heads, dim] -> the same shape and dtype."""
+        """Normalise x [T, heads, dim] -> the same shape and dtype."""
         weight = pools.vectors[self.weight_at.columns].astype(jnp.float32)
         y = self.norm(x.astype(jnp.float32), pools) * weight.reshape(1, self.num_heads, self.dim)
         return y.astype(x.dtype)
@@ -168,7 +168,7 @@ Norm: TypeAlias = RMSNorm | LayerNorm
 
 
 def unit_mean_square(x: jax.Array, eps: float) -> jax.Array:
-    """x [..., size] divided by the root mean square of the last dimension, in float32."""
+    """Divide x [..., size] by the root mean square of the last dimension, in float32."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     return (wide * jax.lax.rsqrt(mean_square + np.float32(eps))).astype(x.dtype)

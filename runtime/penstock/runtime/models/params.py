@@ -43,7 +43,7 @@ MOST_FURTHER_LAYERS = 16
 
 
 def model_dtype(config: ModelConfig, dtype: npt.DTypeLike | None = None) -> np.dtype[np.generic]:
-    """`dtype` or, for None and "auto", the checkpoint's own (float32 if config.json names none)."""
+    """Return `dtype` or, for None and "auto", the checkpoint's own (float32 if config.json names none)."""
     if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
         dtype = config.dtype or "float32"
     return jnp.dtype(dtype)
@@ -170,8 +170,8 @@ def _spelled(stored: StoredAt, names: TensorNames) -> StoredAt:
 
 
 def _with_predictor(stored: Callable[[ModelConfig], StoredAt], config: ModelConfig) -> StoredAt:
-    """Where `stored` has the parameters, and where those of the predictor are: a checkpoint has all of it in
-    the layer behind the last one.
+    """Tell where `stored` has the parameters, and where those of the predictor are: a checkpoint has all of
+    it in the layer behind the last one.
     """
     whole = config.whole or config
     if whole.predictor is None or not config.predicts:
@@ -216,8 +216,8 @@ def _further_layers(config: ModelConfig) -> tuple[str, ...]:
 def leaf_shapes(
     config: ModelConfig, dtype: npt.DTypeLike | None = None, linear: LinearFormat = PLAIN
 ) -> dict[ParamPath, jax.ShapeDtypeStruct]:
-    """Path to leaf of the state, in the state's order. The leaves of a model that is cut over devices have an
-    axis more, the first one, with an entry for each device.
+    """Map paths to leaves of the state, in the state's order. The leaves of a model that is cut over devices
+    have an axis more, the first one, with an entry for each device.
     """
     leaves = _flat(config, model_dtype(config, dtype), linear)
     before = () if config.devices == 1 else (config.devices,)
@@ -270,7 +270,9 @@ def random_state(
     std: float = 0.02,
     linear: LinearFormat = PLAIN,
 ) -> ModelState:
-    """Weights from N(0, std), norms of one and biases of zero: for tests and benches without a checkpoint."""
+    """Draw weights from N(0, std), with norms of one and biases of zero: for tests and benches without a
+    checkpoint.
+    """
     generator = np.random.default_rng(seed)
     leaves = {
         path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in leaf_shapes(config, dtype, linear).items()

@@ -67,7 +67,7 @@ class Planner:
         self._padding: list[Padding] = []
 
     def take(self, size: int) -> Place:
-        """Reserves the next `size` columns."""
+        """Reserve the next `size` columns."""
         place = Place(self.size, size)
         self.size += -(-size // _ALIGNMENT) * _ALIGNMENT
         if place.end < self.size:
@@ -90,7 +90,7 @@ class PoolPlanners:
 
     @classmethod
     def new(cls) -> PoolPlanners:
-        """Planners of empty pools."""
+        """Make planners of empty pools."""
         return cls(Planner(VECTORS), Planner(SCALES), Planner(FLOATS))
 
     @property

@@ -76,14 +76,16 @@ class RopeConfig:
         return dataclasses.replace(self, serves_long=max_len > self.original_max_positions)
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many channels of a head are rotated."""
+        """Tell how many channels of a head are rotated."""
         return head_dim if self.kind == "proportional" else int(head_dim * self.partial_rotary_factor)
 
 
 def yarn_attention_factor(
     factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
 ) -> float:
-    """YaRN's temperature, 0.1 ln(s) + 1 (equation 22), or DeepSeek's ratio when both mscales are given."""
+    """Return YaRN's temperature, 0.1 ln(s) + 1 (equation 22), or DeepSeek's ratio when both mscales are
+    given.
+    """
 
     def temperature(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -94,12 +96,13 @@ def yarn_attention_factor(
 
 
 def longrope_attention_factor(factor: float, original_max_positions: int) -> float:
-    """LongRoPE's temperature for a context that is `factor` times as long as the original one."""
+    """Return LongRoPE's temperature for a context that is `factor` times as long as the original one."""
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_max_positions))
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> npt.NDArray[np.float32]:
-    """Radians per position of each pair of channels, float32 [rotary_dim / 2], computed in float64.
+    """Compute the radians per position of each pair of channels, float32 [rotary_dim / 2], computed in
+    float64.
 
     For "dynamic" they are not scaled: `cos_sin` scales them by position.
     """
@@ -123,7 +126,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> npt.NDArray[np.flo
 
 
 def _yarn(plain: npt.NDArray[np.float64], rope: RopeConfig, rotary_dim: int) -> npt.NDArray[np.float64]:
-    """Fast pairs keep their frequency, slow ones are interpolated, with a linear ramp in between (YaRN,
+    """Keep the frequency of fast pairs and interpolate slow ones, with a linear ramp in between (YaRN,
     3.2).
     """
 
@@ -143,8 +146,8 @@ def _yarn(plain: npt.NDArray[np.float64], rope: RopeConfig, rotary_dim: int) -> 
 
 
 def _llama3(plain: npt.NDArray[np.float64], rope: RopeConfig) -> npt.NDArray[np.float64]:
-    """Slow pairs are divided by factor, fast ones kept, and those in between blended linearly in turns per
-    context. If both bounds are the same, nothing is between them.
+    """Divide slow pairs by factor, keep fast ones, and blend those in between linearly in turns per context.
+    If both bounds are the same, nothing is between them.
     """
     turns = rope.original_max_positions * plain / (2 * math.pi)
     low, high = rope.low_freq_factor, rope.high_freq_factor
@@ -153,7 +156,7 @@ def _llama3(plain: npt.NDArray[np.float64], rope: RopeConfig) -> npt.NDArray[np.
 
 
 def axes(rope: RopeConfig, num_pairs: int) -> npt.NDArray[np.intp]:
-    """By which of time (0), row (1) and column (2) each pair of channels turns, [num_pairs]; see
+    """Say by which of time (0), row (1) and column (2) each pair of channels turns, [num_pairs]; see
     `RopeConfig.sections`.
     """
     if not rope.interleaved:
@@ -165,7 +168,8 @@ def axes(rope: RopeConfig, num_pairs: int) -> npt.NDArray[np.intp]:
 
 
 def cos_sin(rope: RopeConfig, rotary_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines for positions int32 [T], or [3, T] with `sections`: two float32 [T, rotary_dim / 2].
+    """Compute cosines and sines for positions int32 [T], or [3, T] with `sections`: two float32
+    [T, rotary_dim / 2].
 
     Dynamic NTK is defined per position: below `original_max_positions` nothing is scaled; position p beyond
     it uses the base for a context of p + 1. That is what transformers computes token by token with a cache,
@@ -187,8 +191,8 @@ def cos_sin(rope: RopeConfig, rotary_dim: int, positions: jax.Array) -> tuple[ja
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the first rotary_dim channels of x [T, heads, head_dim] by cos and sin float32 [T, rotary_dim /
-    2], in float32, and keeps the others; the result has x's dtype.
+    """Rotate the first rotary_dim channels of x [T, heads, head_dim] by cos and sin float32
+    [T, rotary_dim / 2], in float32, and keep the others; the result has x's dtype.
     """
     half = cos.shape[-1]
     wide = x.astype(jnp.float32)

@@ -37,7 +37,7 @@ class ShortConvConfig:
         return SlotState((_float32(self.num_taps - 1, self.channels),))
 
     def num_weights(self, hidden_size: int) -> int:
-        """Of the products with hidden states."""
+        """Count the weights of the products with hidden states."""
         return 4 * hidden_size * self.channels
 
 
@@ -84,7 +84,7 @@ class DeltaNetConfig:
         return SlotState((_float32(self.num_taps - 1, self.conv_channels), state))
 
     def num_weights(self, hidden_size: int) -> int:
-        """Of the products with hidden states."""
+        """Count the weights of the products with hidden states."""
         return hidden_size * (self.conv_channels + 2 * self.value_channels + 2 * self.num_value_heads)
 
 
@@ -133,7 +133,7 @@ class MambaConfig:
         return SlotState((_float32(self.num_taps - 1, self.conv_channels), state))
 
     def num_weights(self, hidden_size: int) -> int:
-        """Of the products with hidden states."""
+        """Count the weights of the products with hidden states."""
         return hidden_size * (2 * self.channels + self.conv_channels + self.num_heads)
 
 

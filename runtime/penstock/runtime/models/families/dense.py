@@ -72,7 +72,7 @@ class Traits:
 
 
 def _exaone_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer but every fourth has the window; none, if sliding_window is null."""
+    """Give each layer but every fourth the window; none, if sliding_window is null."""
     if "sliding_window" in fields and fields.raw("sliding_window") is None:
         fields.ignore(("sliding_window_pattern",))
         fields.only("layer_types", ["full_attention"] * num_layers)

@@ -217,7 +217,7 @@ _DEBERTA = Kind(
 
 
 def _parse_bert(architecture: str, fields: Fields, kind: Kind) -> ModelConfig:
-    """All with learned positions and layer norms of sums."""
+    """Parse BERT and its like, all with learned positions and layer norms of sums."""
     fields.only("model_type", kind.model_type)
     fields.call(kind.fields)
     for name, value in (("is_decoder", False), ("add_cross_attention", False)):
@@ -405,7 +405,7 @@ def _read_activation(fields: Fields, kind: Kind) -> PlainActivation:
 
 
 def _read_groups(fields: Fields, num_layers: int) -> tuple[int, int, tuple[int, ...]]:
-    """How many modules ALBERT has, how many of them in a group, and the module of each of its layers."""
+    """Tell how many modules ALBERT has, how many of them in a group, and the module of each of its layers."""
     groups = fields.integer("num_hidden_groups", 1, most=MOST_LAYERS)
     inner = fields.integer("inner_group_num", 1, most=MOST_LAYERS)
     order = [int(layer / (num_layers / groups)) for layer in range(num_layers)]
@@ -413,7 +413,7 @@ def _read_groups(fields: Fields, num_layers: int) -> tuple[int, int, tuple[int, 
 
 
 def _read_buckets(fields: Fields, sizes: Sizes) -> DistanceConfig:
-    """MPNet's biases, in buckets as T5's (Raffel et al. 2019, arXiv 1910.10683). All distances from
+    """Read MPNet's biases, in buckets as T5's (Raffel et al. 2019, arXiv 1910.10683). All distances from
     `farthest` on have the same entry, and the outermost one stands for those beyond.
     """
     size = fields.integer("relative_attention_num_buckets", 32, minimum=4)
@@ -438,7 +438,7 @@ _MOST_DISTANCES = 1 << 20
 
 
 def _read_disentangled(fields: Fields, sizes: Sizes) -> tuple[DistanceConfig | None, float]:
-    """DeBERTa's distances, and the scale of its scores."""
+    """Read DeBERTa's distances, and the scale of its scores."""
     if not fields.boolean("relative_attention", False):
         fields.ignore(("max_relative_positions", "position_buckets", "norm_rel_ebd", "pos_att_type"))
         return None, sizes.head_dim**-0.5
@@ -524,7 +524,7 @@ _NOMIC = Kind(
 
 
 def _stored(config: ModelConfig, kind: Kind) -> StoredAt:
-    """Where a checkpoint of the kind has each parameter."""
+    """Tell where a checkpoint of the kind has each parameter."""
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         parts = list(path)

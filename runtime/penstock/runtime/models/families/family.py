@@ -44,8 +44,8 @@ def tied_head(config: ModelConfig) -> Mapping[str, str]:
 
 
 def tensor_name(path: ParamPath, names: Mapping[str, str]) -> str:
-    """("layers", 0, "mlp_norm", "weight") -> "model.layers.0.post_attention_layernorm.weight", where `names`
-    maps "mlp_norm" to "post_attention_layernorm". The head has no prefix.
+    """Map ("layers", 0, "mlp_norm", "weight") -> "model.layers.0.post_attention_layernorm.weight", where
+    `names` maps "mlp_norm" to "post_attention_layernorm". The head has no prefix.
     """
     if path[0] == "classifier":  # of a decoder: one product
         return f"score.{path[-1]}"
@@ -54,8 +54,8 @@ def tensor_name(path: ParamPath, names: Mapping[str, str]) -> str:
 
 
 def stored_plainly(names: Mapping[str, str] = PRE_NORMS) -> Callable[[ModelConfig], StoredAt]:
-    """For checkpoints that have a tensor for each parameter: see `ModelFamily.stored`. `names` maps parts of
-    paths to what the checkpoint calls them.
+    """Say where checkpoints that have a tensor for each parameter store it: see `ModelFamily.stored`. `names`
+    maps parts of paths to what the checkpoint calls them.
     """
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:

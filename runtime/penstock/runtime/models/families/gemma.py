@@ -57,7 +57,7 @@ def _parse_gemma(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_gemma2(architecture: str, fields: Fields, *, model_type: str, norms: Norms) -> ModelConfig:
-    """Also VaultGemma, which has fewer norms."""
+    """Parse Gemma 2, and VaultGemma, which has fewer norms."""
     fields.only("use_bidirectional_attention", False)
     fields.only("model_type", model_type)
     sizes = read_sizes(fields, head_dim=256)

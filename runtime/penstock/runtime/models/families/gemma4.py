@@ -139,8 +139,8 @@ def _ropes(fields: Fields, sizes: Sizes) -> Mapping[str, RopeConfig]:
 def _heads(
     fields: Fields, sizes: Sizes, windows: Sequence[int | None], *, same: bool
 ) -> list[tuple[int, int]]:
-    """(head_dim, KV heads) of each layer: per_layer_config says it for those that differ, in older files
-    global_head_dim and num_global_key_value_heads for all with full attention.
+    """Return (head_dim, KV heads) of each layer: per_layer_config says it for those that differ, in older
+    files global_head_dim and num_global_key_value_heads for all with full attention.
     """
     overrides = Fields(fields.mapping("per_layer_config"), "per_layer_config.", fields.problems)
     head_dim = fields.integer("global_head_dim", 512)
@@ -163,8 +163,8 @@ def _heads(
 
 
 def _owners(fields: Fields, windows: Sequence[int | None]) -> list[int | None]:
-    """For each of the last `num_kv_shared_layers` the last layer before them of its kind, whose KV it shares;
-    None for the others.
+    """Return for each of the last `num_kv_shared_layers` the last layer before them of its kind, whose KV it
+    shares; None for the others.
     """
     first = len(windows) - fields.integer("num_kv_shared_layers", 0, minimum=0)
     owners = {window is None: layer for layer, window in enumerate(windows[: max(first, 0)])}

@@ -98,7 +98,7 @@ def _experts(fields: Fields, hidden_size: int) -> ExpertsConfig:
 
 
 def _is_mxfp4(fields: Fields) -> bool:
-    """Whether the experts are in MXFP4; a problem for any other quantization."""
+    """Say whether the experts are in MXFP4; a problem for any other quantization."""
     data = fields.mapping("quantization_config")
     if not data:
         return False

@@ -69,7 +69,7 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _layer_kinds(fields: Fields, num_layers: int) -> list[bool]:
-    """For each layer whether it is one of Mamba-2. The field has two names."""
+    """Say for each layer whether it is one of Mamba-2. The field has two names."""
     found = {
         name: value
         for name in ("layer_types", "layers_block_type")
@@ -108,7 +108,9 @@ def _mlp(fields: Fields) -> MLPConfig | ExpertsConfig:
 
 
 def _stored(config: ModelConfig) -> StoredAt:
-    """Products with the same input are rows of one tensor, and the experts' are stacked."""
+    """Say where parameters are stored: products with the same input are rows of one tensor, and the experts'
+    are stacked.
+    """
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         if path[2:3] == ("mlp",):
@@ -140,7 +142,9 @@ def _source_of_mlp(config: ModelConfig, path: ParamPath, shape: tuple[int, ...])
 
 
 def _parse_attending(architecture: str, fields: Fields, *, model_type: str, shared: bool) -> ModelConfig:
-    """Granite 3 with experts, all of whose layers attend. shared: whether there is one for all tokens."""
+    """Parse Granite 3 with experts, all of whose layers attend. shared: whether there is one for all
+    tokens.
+    """
     fields.only("model_type", model_type)
     fields.only("hidden_act", "silu")
     sizes = read_sizes(fields, kv_heads=0)

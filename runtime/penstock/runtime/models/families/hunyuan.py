@@ -84,7 +84,7 @@ def _parse(architecture: str, fields: Fields, *, has_experts: bool) -> ModelConf
 
 
 def _experts(fields: Fields, inner: int, num_layers: int) -> ExpertsConfig:
-    """Experts of the size of an MLP, and one that all tokens share. Files may say it for each layer."""
+    """Read experts of the size of an MLP, and one that all tokens share. Files may say it for each layer."""
     for name, value in (("moe_intermediate_size", inner), ("num_shared_expert", 1)):
         fields.only(name, value, [value] * num_layers)
     fields.only("norm_topk_prob", True)
@@ -105,7 +105,9 @@ def _experts(fields: Fields, inner: int, num_layers: int) -> ExpertsConfig:
 
 
 def _rope(fields: Fields, sizes: Sizes) -> RopeConfig:
-    """RoPE. "dynamic" with an alpha has another base, which does not depend on the length of the context."""
+    """Read RoPE. "dynamic" with an alpha has another base, which does not depend on the length of the
+    context.
+    """
     rope = read_rope(fields, sizes.max_positions, others=_UNUSED_ROPE)
     given = [fields.mapping(name).get("alpha") for name in ("rope_parameters", "rope_scaling")]
     alpha = next((value for value in given if value), None)

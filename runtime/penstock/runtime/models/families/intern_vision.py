@@ -113,7 +113,9 @@ def _stored(config: ModelConfig) -> StoredAt:
 
 
 def _stored_encoder(config: InternConfig, path: ParamPath, shape: tuple[int, ...]) -> Stored:
-    """Where checkpoints have a parameter of the encoder or the projector; its path begins with "visual"."""
+    """Tell where checkpoints have a parameter of the encoder or the projector; its path begins with
+    "visual".
+    """
     first, *inner = path[1:]
     match first:
         case "cls_token":

@@ -140,7 +140,7 @@ def _gpt2(architecture: str, fields: Fields, sizes: Sizes, activation: str) -> M
 
 
 def _parse_bloom(architecture: str, fields: Fields) -> ModelConfig:
-    """ALiBi, and a norm of the embeddings."""
+    """Parse BLOOM: ALiBi, and a norm of the embeddings."""
     fields.only("model_type", "bloom")
     fields.call(
         {
@@ -169,7 +169,9 @@ def _parse_bloom(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_mpt(architecture: str, fields: Fields) -> ModelConfig:
-    """ALiBi, and no biases. An MLP is four times as wide as the model, whatever expansion_ratio says."""
+    """Parse MPT: ALiBi, and no biases. An MLP is four times as wide as the model, whatever expansion_ratio
+    says.
+    """
     fields.only("model_type", "mpt")
     fields.only("norm_type", "low_precision_layernorm")
     fields.only("no_bias", True)
@@ -276,7 +278,7 @@ def _parse_gpt_neox(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_opt(architecture: str, fields: Fields) -> ModelConfig:
-    """OPT's positions begin at entry 2 of their table."""
+    """Parse OPT, whose positions begin at entry 2 of their table."""
     fields.only("model_type", "opt")
     fields.call({"hidden_act": "activation_function", "intermediate_size": "ffn_dim"})
     fields.only("do_layer_norm_before", True)
@@ -296,7 +298,9 @@ def _parse_opt(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_falcon(architecture: str, fields: Fields) -> ModelConfig:
-    """Falcon 7B (one head of keys, one norm for attention and MLP) and its successors (groups, two norms)."""
+    """Parse Falcon 7B (one head of keys, one norm for attention and MLP) and its successors (groups, two
+    norms).
+    """
     fields.only("model_type", "falcon")
     fields.only("alibi", False)
     fields.only("apply_residual_connection_post_layernorm", False)
@@ -367,7 +371,7 @@ def _parse_starcoder2(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_nemotron(architecture: str, fields: Fields) -> ModelConfig:
-    """Its norms are stored as differences from one."""
+    """Parse Nemotron, whose norms are stored as differences from one."""
     fields.only("model_type", "nemotron")
     sizes = read_sizes(fields, kv_heads=0)
     bias = fields.boolean("attention_bias", False)
@@ -413,7 +417,7 @@ def _parse_olmo(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_cohere(architecture: str, fields: Fields) -> ModelConfig:
-    """Command-R."""
+    """Parse Command-R."""
     fields.only("model_type", "cohere")
     sizes = read_sizes(fields, kv_heads=0)
     bias = fields.boolean("attention_bias", False)
@@ -428,7 +432,7 @@ def _parse_cohere(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_cohere2(architecture: str, fields: Fields) -> ModelConfig:
-    """Command-A and R7B: only layers with a window are rotated."""
+    """Parse Command-A and R7B: only layers with a window are rotated."""
     fields.only("model_type", "cohere2")
     fields.only("order_of_interleaved_layers", "local_attn_first")
     fields.only("position_embedding_type", "rope_gptj")
@@ -490,9 +494,10 @@ def _family(
     transposed: bool = False,
     **others: Any,
 ) -> ModelFamily:
-    """names: of the parts of paths. interleaved: the two channels of each rotated pair lie side by side in
-    the checkpoint. fused: the tensor that has queries, keys and values: those of each head of keys together,
-    or, `by_rows`, all queries, all keys, and all values. transposed: so are the matrices of layers.
+    """Make a family. names: of the parts of paths. interleaved: the two channels of each rotated pair lie
+    side by side in the checkpoint. fused: the tensor that has queries, keys and values: those of each head of
+    keys together, or, `by_rows`, all queries, all keys, and all values. transposed: so are the matrices of
+    layers.
     """
 
     def of_parts(config: ModelConfig) -> Mapping[str, str]:
@@ -559,7 +564,7 @@ def _of_fused(
     by_rows: bool,
     transposed: bool,
 ) -> Stored:
-    """Where a tensor of queries, keys and values has one of them."""
+    """Tell where a tensor of queries, keys and values has one of them."""
     heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     rows, rest = (heads + 2 * kv_heads) * dim, shape[1:]
     if by_rows:

@@ -115,7 +115,9 @@ def _model(
 
 
 def _kinds(fields: Fields, sizes: Sizes) -> tuple[str, ...]:
-    """Of each layer, by layer_types or by the older full_attn_idxs, which stands for all layers if absent."""
+    """Return the kind of each layer, by layer_types or by the older full_attn_idxs, which stands for all
+    layers if absent.
+    """
     listed = read_layer_numbers(fields, "full_attn_idxs", sizes.num_layers)
     attend = range(sizes.num_layers) if listed is None else listed
     kinds = ["full_attention" if layer in attend else "conv" for layer in range(sizes.num_layers)]
@@ -137,8 +139,8 @@ def _intermediate_size(fields: Fields) -> int:
 
 
 def _stored(config: ModelConfig) -> StoredAt:
-    """Convolutions are called so, and attention is called self_attn. The correction of a router's scores is
-    beside the router and not in it.
+    """Say where parameters are stored: convolutions are called so, and attention is called self_attn. The
+    correction of a router's scores is beside the router and not in it.
     """
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:

@@ -97,7 +97,7 @@ def _attention(fields: Fields, sizes: Sizes) -> list[AttentionConfig]:
 
 
 def _layers_with_rope(fields: Fields, num_layers: int) -> list[bool]:
-    """For each layer whether it has RoPE. An empty list of the file stands for none."""
+    """Say for each layer whether it has RoPE. An empty list of the file stands for none."""
     interval = fields.integer("no_rope_layer_interval", 4)
     listed = fields.raw("no_rope_layers")
     if not listed:

@@ -84,8 +84,8 @@ def _number(value: object) -> float:
 def source_of_mamba(
     mamba: MambaConfig, layer: ParamPath, path: ParamPath, shape: tuple[int, ...], names: Mapping[str, str]
 ) -> Source:
-    """Where a checkpoint has the parameter of a mixer at `path`, the last parts of its path. What the hidden
-    states are multiplied by are rows of one tensor. layer: the first parts of the tensor's path.
+    """Tell where a checkpoint has the parameter of a mixer at `path`, the last parts of its path. What the
+    hidden states are multiplied by are rows of one tensor. layer: the first parts of the tensor's path.
     """
     part = path[0]
     begins = {
@@ -101,7 +101,7 @@ def source_of_mamba(
 
 
 def _parse_mamba2(architecture: str, fields: Fields) -> ModelConfig:
-    """Mixers and nothing else."""
+    """Parse Mamba-2: mixers and nothing else."""
     fields.only("model_type", "mamba2")
     fields.only("hidden_act", "silu")
     fields.call({**_SHORT_NAMES, "mamba_d_head": "head_dim", "mamba_n_heads": "num_heads"})
@@ -125,7 +125,7 @@ def _parse_mamba2(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_bamba(architecture: str, fields: Fields) -> ModelConfig:
-    """Mixers in the place of most attention."""
+    """Parse Bamba: mixers in the place of most attention."""
     fields.only("model_type", "bamba")
     fields.only("hidden_act", "silu")
     fields.only("mlp_bias", False)
@@ -153,8 +153,8 @@ def _parse_bamba(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_falcon_h1(architecture: str, fields: Fields) -> ModelConfig:
-    """In each layer attention and a mixer read the same, and both are added. What multiplies keys and what
-    attention reads is a part of the scores' scale, and of what attention gives.
+    """Parse Falcon-H1: in each layer attention and a mixer read the same, and both are added. What multiplies
+    keys and what attention reads is a part of the scores' scale, and of what attention gives.
     """
     fields.only("model_type", "falcon_h1")
     fields.only("hidden_act", "silu")
@@ -203,7 +203,7 @@ def _parse_falcon_h1(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _multipliers(fields: Fields, name: str, count: int) -> tuple[float, ...]:
-    """So many numbers; 1, if the field is absent."""
+    """Read so many numbers; 1, if the field is absent."""
     value = fields.raw(name)
     values = value if isinstance(value, list) else [1.0] * count if value is None else []
     numbers = tuple(map(_number, values))
@@ -218,8 +218,8 @@ _OLDER_KINDS: Mapping[str, str] = {"mamba": "linear_attention", "attention": "fu
 
 
 def _parse_nemotron_h(architecture: str, fields: Fields) -> ModelConfig:
-    """Each of its blocks is a mixer, attention or an MLP. Here a layer is one of the first two, and the MLP
-    behind it if there is one.
+    """Parse Nemotron-H, each of whose blocks is a mixer, attention or an MLP. Here a layer is one of the
+    first two, and the MLP behind it if there is one.
     """
     fields.only("model_type", "nemotron_h")
     fields.only("mamba_hidden_act", "silu")
@@ -324,7 +324,9 @@ _NAMES_BACKBONE: Mapping[str, str] = {
 
 
 def _stored(config: ModelConfig) -> StoredAt:
-    """Bamba's and Falcon-H1's mixers stand beside attention, by their name."""
+    """Say where parameters are stored: Bamba's and Falcon-H1's mixers stand beside attention, by their
+    name.
+    """
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         if path[2:3] in (("self_attn",), ("beside",)):
@@ -344,7 +346,7 @@ def _head_as_table(config: ModelConfig) -> Mapping[str, str]:
 
 
 def _stored_as_blocks(config: ModelConfig) -> StoredAt:
-    """Each mixer, attention and MLP is a block with a number of its own."""
+    """Say where parameters are stored: each mixer, attention and MLP is a block with a number of its own."""
     begins = [0]
     for layer in config.layers:
         begins.append(begins[-1] + (1 if layer.mlp is None else 2))

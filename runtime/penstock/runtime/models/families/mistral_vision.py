@@ -140,7 +140,9 @@ def _stored(config: ModelConfig, text: ModelFamily) -> StoredAt:
 
 
 def _stored_encoder(config: PixtralConfig, path: ParamPath, shape: tuple[int, ...]) -> Stored:
-    """Where checkpoints have a parameter of the encoder or the projector; its path begins with "visual"."""
+    """Tell where checkpoints have a parameter of the encoder or the projector; its path begins with
+    "visual".
+    """
     first, *inner = path[1:]
     names = {"blocks": "vision_tower.transformer.layers", "projector": "multi_modal_projector"}
     name = ".".join(str(part) for part in ("visual", names.get(str(first), f"vision_tower.{first}"), *inner))
@@ -154,8 +156,8 @@ def _stored_encoder(config: PixtralConfig, path: ParamPath, shape: tuple[int, ..
 
 
 def _patch_by_patch(per_token: int, rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Rows whose columns go channel by channel, each with all patches of a square, with columns that go patch
-    by patch.
+    """Return rows whose columns go channel by channel, each with all patches of a square, with columns that
+    go patch by patch.
     """
     by_channel = rows[0].reshape(len(rows[0]), -1, per_token)
     return by_channel.transpose(0, 2, 1).reshape(len(rows[0]), -1)

@@ -11,8 +11,9 @@ from penstock.runtime.models.hf_fields import Fields
 def read_experts_and_choices(
     fields: Fields, names: Sequence[str], count: int, chosen: int
 ) -> tuple[int, int]:
-    """How many experts there are and how many of them a token has; `count` and `chosen` are the defaults.
-    `names`: the fields that may have the number of experts, because generations of transformers differ.
+    """Tell how many experts there are and how many of them a token has; `count` and `chosen` are the
+    defaults. `names`: the fields that may have the number of experts, because generations of transformers
+    differ.
     """
     found = {name: value for name in names if (value := fields.optional_integer(name)) is not None}
     if len(set(found.values())) > 1:
@@ -36,7 +37,7 @@ def read_grouped_experts(
     shared: int = 1,
     normalize: bool = True,
 ) -> ExpertsConfig:
-    """DeepSeek's experts, which GLM has too: chosen by sigmoids with a correction, maybe in groups, with
+    """Read DeepSeek's experts, which GLM has too: chosen by sigmoids with a correction, maybe in groups, with
     shared ones besides. The arguments are defaults: of the number of experts, the size of each, the number of
     groups and of those that a token may choose from, of what the weights are multiplied by, of the number of
     shared experts, and of whether weights are divided by their sum.

@@ -19,7 +19,9 @@ BLOCK = 32
 
 
 def decode(rows: Sequence[npt.NDArray[Any]]) -> FloatCodes:
-    """(blocks uint8 [rows, n, 16], scales uint8 [rows, n]) -> codes [rows, n * 32]. Values are exact."""
+    """Decode (blocks uint8 [rows, n, 16], scales uint8 [rows, n]) -> codes [rows, n * 32]. Values are
+    exact.
+    """
     blocks, scales = rows
     codes = np.stack([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1).reshape(len(blocks), -1)
     with np.errstate(over="ignore"):  # 255 is no number

@@ -55,7 +55,7 @@ def _parse_olmo3(architecture: str, fields: Fields) -> ModelConfig:
 def _model(
     architecture: str, fields: Fields, sizes: Sizes, layers: Sequence[tuple[int | None, RopeConfig]]
 ) -> ModelConfig:
-    """`layers`: the window and the RoPE of each."""
+    """Make the model's config. `layers`: the window and the RoPE of each."""
     fields.only("model_type", _TYPES[architecture])
     fields.only("hidden_act", "silu")
     bias = fields.boolean("attention_bias", False)
@@ -92,7 +92,7 @@ def _parse_mixture(
     eps: float,
     norms: Norms,
 ) -> ModelConfig:
-    """OLMoE and FlexOlmo. count, chosen: defaults of the numbers of experts."""
+    """Parse OLMoE and FlexOlmo. count, chosen: defaults of the numbers of experts."""
     fields.only("model_type", model_type)
     fields.only("hidden_act", "silu")
     fields.only("clip_qkv", None)

@@ -86,7 +86,7 @@ def _read_side(fields: Fields) -> int:
 
 
 def _read_window(fields: Fields, patch: int, merge: int) -> int:
-    """Patches of a side of a window, which are whole tokens."""
+    """Read how many patches a side of a window has, which are whole tokens."""
     size = fields.integer("window_size", 112)
     tokens = size // merge // patch
     if not tokens:
@@ -95,7 +95,7 @@ def _read_window(fields: Fields, patch: int, merge: int) -> int:
 
 
 def _read_blocks(fields: Fields, name: str, default: tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """Numbers of blocks, in rising order."""
+    """Read the numbers of blocks, in rising order."""
     listed = fields.raw(name)
     if listed is None:
         return default
@@ -112,7 +112,7 @@ def _read_blocks(fields: Fields, name: str, default: tuple[int, ...], depth: int
 def stored_encoder(
     config: QwenVisionConfig, kind: Encoder, path: ParamPath, shape: tuple[int, ...]
 ) -> Stored:
-    """Where checkpoints have a parameter of the encoder; its path begins with "visual"."""
+    """Tell where checkpoints have a parameter of the encoder; its path begins with "visual"."""
     names = {**kind.names, "patch_embed": "patch_embed.proj"}
     name = ".".join(names.get(str(part), str(part)) for part in path)
     if path[1:] == ("patch_embed", "weight"):

@@ -163,7 +163,7 @@ def _read_mlps(fields: Fields, num_layers: int, traits: Traits) -> tuple[MLPConf
 
 
 def stored(config: ModelConfig, *, interleaved: bool = False) -> StoredAt:
-    """Where checkpoints have each parameter. interleaved: see `Traits`."""
+    """Tell where checkpoints have each parameter. interleaved: see `Traits`."""
 
     def at(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         if path[0] != "layers" or path[2] != "self_attn":
@@ -193,8 +193,8 @@ def _of_each_head(size: int, heads: int, is_gate: bool) -> Rows:
 
 
 def _qkvz(net: DeltaNetConfig, part: str) -> tuple[int, Rows]:
-    """Rows of a tensor in which each key head has its query, its key, its values and their gates; and how
-    many there are.
+    """Find the rows of a tensor in which each key head has its query, its key, its values and their gates;
+    and how many there are.
     """
     values = net.value_channels // net.num_key_heads
     one = 2 * net.key_dim + 2 * values

@@ -37,10 +37,10 @@ def read_sizes(
     kv_heads: int | None = None,
     max_positions: int | None = None,
 ) -> Sizes:
-    """`head_dim`: the default where it is absent; None: hidden_size / num_attention_heads, which null always
-    means. `kv_heads`: the default where num_key_value_heads is absent; 0: as many as heads; None: it is
-    required. Null always means as many as heads. `max_positions`: the default of max_position_embeddings;
-    None: it is required.
+    """Read the sizes of heads. `head_dim`: the default where it is absent; None: hidden_size /
+    num_attention_heads, which null always means. `kv_heads`: the default where num_key_value_heads is absent;
+    0: as many as heads; None: it is required. Null always means as many as heads. `max_positions`: the
+    default of max_position_embeddings; None: it is required.
     """
     hidden_size = fields.integer("hidden_size")
     num_layers = fields.num_layers()
@@ -167,7 +167,7 @@ def read_windows(fields: Fields, default_types: Sequence[str], default: int | No
 
 
 def every(interval: int, num_layers: int) -> tuple[str, ...]:
-    """layer_types in which each `interval`-th layer has full attention, and the others slide."""
+    """Return layer_types in which each `interval`-th layer has full attention, and the others slide."""
     kinds = ("full_attention", "sliding_attention")
     return tuple(kinds[bool((layer + 1) % interval)] for layer in range(num_layers))
 
@@ -175,8 +175,8 @@ def every(interval: int, num_layers: int) -> tuple[str, ...]:
 def read_ropes(
     fields: Fields, max_positions: int, bases: Mapping[str, tuple[str, float]]
 ) -> Mapping[str, RopeConfig]:
-    """RoPE by type of attention. rope_parameters has an object for each; in transformers 4, rope_scaling is
-    that of full_attention, and other types have none. bases: from each type to the field of transformers 4
+    """Read RoPE by type of attention. rope_parameters has an object for each; in transformers 4, rope_scaling
+    is that of full_attention, and other types have none. bases: from each type to the field of transformers 4
     that has its rope_theta, and the default.
     """
     parameters = Fields(fields.mapping("rope_parameters"), "rope_parameters.", fields.problems)
@@ -202,7 +202,7 @@ def read_rope(
     others: Collection[str] = (),
     mrope: RopeConfig | None = None,
 ) -> RopeConfig:
-    """RoPE from rope_parameters, or from rope_scaling with the top-level rope_theta.
+    """Read RoPE from rope_parameters, or from rope_scaling with the top-level rope_theta.
 
     theta: the family's default of rope_theta. partial: its default of partial_rotary_factor; None: it rotates
     all channels and knows no such field. original: its default of original_max_position_embeddings, which
@@ -271,8 +271,8 @@ def read_rope_variant(
     *,
     partial: bool = False,
 ) -> RopeConfig:
-    """One object of RoPE's parameters. `share` is the default of its partial_rotary_factor, which must be 1
-    unless `partial`.
+    """Read one object of RoPE's parameters. `share` is the default of its partial_rotary_factor, which must
+    be 1 unless `partial`.
     """
     old_kind, new_kind = fields.raw("type"), fields.raw("rope_type")
     kind = new_kind or old_kind or "default"

@@ -15,8 +15,8 @@ from penstock.runtime.models.rope import RopeConfig, longrope_attention_factor
 def read_longrope(
     fields: Fields, original: int | None, max_positions: int, values: Mapping[str, Any]
 ) -> RopeConfig:
-    """LongRoPE. `original`: original_max_position_embeddings of config.json, which wins; `values`: of all
-    kinds.
+    """Read LongRoPE. `original`: original_max_position_embeddings of config.json, which wins; `values`: of
+    all kinds.
     """
     inner = fields.optional_integer("original_max_position_embeddings", minimum=2)
     trained = original or inner or max_positions
@@ -35,7 +35,7 @@ def read_longrope(
 
 
 def _factors(fields: Fields, name: str) -> tuple[float, ...]:
-    """One factor above zero for each pair of channels that is rotated."""
+    """Read one factor above zero for each pair of channels that is rotated."""
     listed = fields.raw(name)
     values = listed if isinstance(listed, list) else []
     numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]

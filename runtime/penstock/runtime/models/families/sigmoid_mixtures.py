@@ -160,7 +160,7 @@ def _refuse_other_minimax(fields: Fields) -> None:
 
 
 def _stored_minimax(config: ModelConfig) -> StoredAt:
-    """MiniMax's correction is beside the router and not in it."""
+    """Say where parameters are stored: MiniMax's correction is beside the router and not in it."""
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         if path[-1] == "correction":

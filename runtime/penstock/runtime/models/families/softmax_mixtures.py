@@ -71,9 +71,9 @@ def _mixtral_experts(fields: Fields) -> ExpertsConfig:
 def qwen_experts(
     fields: Fields, *, count: int, chosen: int, inner: int, shared: int | None, normalize: bool = False
 ) -> ExpertsConfig:
-    """Qwen's experts. count, chosen, inner: defaults. shared: the default of the shared expert's size; None:
-    there is no such expert. normalize: the weights of a token's experts are always divided by their sum; else
-    a field says so.
+    """Read Qwen's experts. count, chosen, inner: defaults. shared: the default of the shared expert's size;
+    None: there is no such expert. normalize: the weights of a token's experts are always divided by their
+    sum; else a field says so.
     """
     if normalize:
         fields.only("norm_topk_prob", True)
@@ -89,18 +89,18 @@ def qwen_experts(
 
 
 def no_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """All layers attend to everything, and there is no field about it."""
+    """Let all layers attend to everything; there is no field about it."""
     return (None,) * num_layers
 
 
 def _one_window(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Mixtral: all layers have the window, if there is one."""
+    """Give all layers the window, if there is one (Mixtral)."""
     window = fields.optional_integer("sliding_window")
     return (window,) * num_layers
 
 
 def _switched_window(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen 3: all layers have the window, if it is switched on."""
+    """Give all layers the window, if it is switched on (Qwen 3)."""
     window = fields.optional_integer("sliding_window", minimum=0)
     if not fields.boolean("use_sliding_window", False):
         return (None,) * num_layers
@@ -110,7 +110,7 @@ def _switched_window(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _qwen2_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen 2: every other one of the first max_window_layers has the window, if it is switched on."""
+    """Give every other one of the first max_window_layers the window, if it is switched on (Qwen 2)."""
     window = _switched_window(fields, 1)[0]
     first = fields.integer("max_window_layers", 28, minimum=0)
     has_window = [window is not None and layer % 2 == 0 and layer < first for layer in range(num_layers)]
@@ -186,14 +186,16 @@ def _parse(architecture: str, fields: Fields, traits: Traits) -> ModelConfig:
 
 
 def _dense_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """For each layer whether it has an MLP and no experts."""
+    """Say for each layer whether it has an MLP and no experts."""
     listed = read_layer_numbers(fields, "mlp_only_layers", num_layers) or ()
     step = fields.integer("decoder_sparse_step", 1)
     return tuple(layer in listed or (layer + 1) % step != 0 for layer in range(num_layers))
 
 
 def _parse_ernie(architecture: str, fields: Fields) -> ModelConfig:
-    """Softmax scores with a correction for the choice; shared experts; some layers may be dense."""
+    """Parse ERNIE: softmax scores with a correction for the choice; shared experts; some layers may be
+    dense.
+    """
     fields.only("model_type", "ernie4_5_moe")
     fields.only("hidden_act", "silu")
     fields.call({"num_experts_per_tok": "moe_k"})
@@ -241,7 +243,7 @@ def _parse_ernie(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_phimoe(architecture: str, fields: Fields) -> ModelConfig:
-    """Layer norms, and weights of experts by SparseMixer."""
+    """Parse PhiMoE: layer norms, and weights of experts by SparseMixer."""
     fields.only("model_type", "phimoe")
     fields.only("hidden_act", "silu")
     sizes = read_sizes(fields, kv_heads=8)
@@ -279,7 +281,9 @@ def _parse_phimoe(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _phimoe_rope(fields: Fields, max_positions: int) -> RopeConfig:
-    """LongRoPE, where it is used, has temperatures of its own, of which published files have one alone."""
+    """Read LongRoPE, which, where it is used, has temperatures of its own, of which published files have one
+    alone.
+    """
     rope = read_rope(fields, max_positions, theta=1_000_000.0, others=("short_mscale", "long_mscale"))
     if rope.kind == "default":
         return rope
@@ -296,7 +300,9 @@ _ERNIE_NAMES: Mapping[str, str] = {**QWEN_NAMES, "shared_expert": "shared_expert
 
 
 def _stored_ernie(config: ModelConfig) -> StoredAt:
-    """Rotated pairs lie side by side, and the correction is a row of a tensor beside the router."""
+    """Say where parameters are stored: rotated pairs lie side by side, and the correction is a row of a
+    tensor beside the router.
+    """
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         if path[-1] == "correction":

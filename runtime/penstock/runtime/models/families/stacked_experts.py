@@ -13,7 +13,7 @@ from penstock.runtime.models.load_rules import ParamPath, Source, Stored, Stored
 def where_stacked(
     plain: Callable[[ModelConfig], StoredAt], *, transposed: bool = False
 ) -> Callable[[ModelConfig], StoredAt]:
-    """`ModelFamily.stored` of a family of which some checkpoints have their experts stacked
+    """Return `ModelFamily.stored` of a family of which some checkpoints have their experts stacked
     (`TensorNames.stacked`), and the others where `plain` says.
     """
 
@@ -25,8 +25,8 @@ def where_stacked(
 
 
 def stored_stacked(plain: StoredAt, config: ModelConfig, *, transposed: bool) -> StoredAt:
-    """Where a checkpoint has each parameter whose experts are stacked. plain: where it would have them if
-    each expert had its own; it says where all others are. transposed: inputs come before outputs.
+    """Tell where a checkpoint has each parameter whose experts are stacked. plain: where it would have them
+    if each expert had its own; it says where all others are. transposed: inputs come before outputs.
     """
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:

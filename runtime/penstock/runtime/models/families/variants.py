@@ -46,7 +46,7 @@ def _mlp(fields: Fields, *, bias: bool) -> MLPConfig:
 
 
 def _parse_granite(architecture: str, fields: Fields) -> ModelConfig:
-    """Four multipliers: of embeddings, scores, what layers add, and logits."""
+    """Parse Granite, with four multipliers: of embeddings, scores, what layers add, and logits."""
     fields.only("model_type", "granite")
     sizes = read_sizes(fields, kv_heads=0)
     bias, mlp_bias = fields.boolean("attention_bias", False), fields.boolean("mlp_bias", False)
@@ -68,7 +68,7 @@ def _parse_granite(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_ministral3(architecture: str, fields: Fields) -> ModelConfig:
-    """Query that grow with their position, by a field among those of RoPE."""
+    """Parse Ministral 3, whose queries grow with their position, by a field among those of RoPE."""
     fields.only("model_type", "ministral3")
     sizes = read_sizes(fields, head_dim=128)
     others = ("llama_4_scaling_beta", "max_position_embeddings")
@@ -93,7 +93,7 @@ def _parse_ministral3(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_phi3(architecture: str, fields: Fields) -> ModelConfig:
-    """LongRoPE, part of a head's channels rotated, and fused tensors."""
+    """Parse Phi-3: LongRoPE, part of a head's channels rotated, and fused tensors."""
     fields.only("model_type", "phi3")
     fields.only("full_attn_mod", 1)
     fields.only("interpolate_factor", 1)
@@ -107,7 +107,7 @@ def _parse_phi3(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _stored_in_phi3(config: ModelConfig) -> StoredAt:
-    """q, k and v are rows of one tensor, and so are gate and up."""
+    """Say where parameters are stored: q, k and v are rows of one tensor, and so are gate and up."""
 
     def stored(path: ParamPath, shape: tuple[int, ...]) -> Stored:
         layer, part = path[:-2], path[-2]
@@ -142,7 +142,7 @@ def _parse_seed_oss(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _parse_smollm3(architecture: str, fields: Fields) -> ModelConfig:
-    """Layers without RoPE, which have the sliding window if it is switched on."""
+    """Parse SmolLM3: layers without RoPE, which have the sliding window if it is switched on."""
     fields.only("model_type", "smollm3")
     sizes = read_sizes(fields, kv_heads=4)
     bias, mlp_bias = fields.boolean("attention_bias", False), fields.boolean("mlp_bias", False)
@@ -175,7 +175,7 @@ def _parse_smollm3(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _rotated_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """For each layer whether it has RoPE: no_rope_layers has 1 where it has, despite its name."""
+    """Say for each layer whether it has RoPE: no_rope_layers has 1 where it has, despite its name."""
     interval = fields.integer("no_rope_layer_interval", 4)
     default = tuple((layer + 1) % interval != 0 for layer in range(num_layers))
     listed = fields.raw("no_rope_layers")

@@ -39,5 +39,5 @@ def decoder_of(text: Fields, families: Mapping[str, ModelFamily]) -> ModelFamily
 
 
 def flat_kernels(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Kernels of a convolution over whole patches as rows of a matrix."""
+    """Return kernels of a convolution over whole patches as rows of a matrix."""
     return rows[0].reshape(len(rows[0]), -1)

@@ -114,7 +114,7 @@ class Attention(nnx.Module):
         kv: jax.Array,
         inputs: LayerInputs,
     ) -> tuple[jax.Array, jax.Array]:
-        """x and what attention to norm(x) gives: x [T, E] -> ([T, E], the layer's new cache)."""
+        """Add to x what attention to norm(x) gives: x [T, E] -> ([T, E], the layer's new cache)."""
         config, pools = self.config, inputs.pools
         qkv = project(self.qkv_proj, x, inputs.num_tokens, pools, norm=norm)
         if config.clip is not None:
@@ -155,7 +155,7 @@ class Attention(nnx.Module):
         return residual.add_projected(self.o_proj, out, x, inputs), kv
 
     def _rotated(self, qkv: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """qkv [T, (H + 2 K) * D] -> q [T, H, D], k and v [T, K, D], normalised, rotated and scaled."""
+        """Turn qkv [T, (H + 2 K) * D] -> q [T, H, D], k and v [T, K, D], normalised, rotated and scaled."""
         config, pools = self.config, inputs.pools
         heads, kv_heads = config.num_heads, config.num_kv_heads
         if self.rotates_natively:
@@ -209,7 +209,7 @@ class Attention(nnx.Module):
         inputs: LayerInputs,
         mean_square: jax.Array | None,
     ) -> jax.Array:
-        """Query or keys [T, heads * D] -> [T, heads, D], normalised and rotated."""
+        """Turn queries or keys [T, heads * D] -> [T, heads, D], normalised and rotated."""
         config, pools = self.config, inputs.pools
         if isinstance(norm, RMSNorm) and config.qk_norm == "all":
             x = norm(x, pools, mean_square)

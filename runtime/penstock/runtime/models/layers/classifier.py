@@ -31,7 +31,7 @@ class Classifier(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, pooled: jax.Array, pools: Pools) -> jax.Array:
-        """Pooled hidden states float32 [R, E] -> float32 [R, classes]."""
+        """Compute pooled hidden states float32 [R, E] -> float32 [R, classes]."""
         x = pooled
         if self.dense is not None and self.activation is not None:
             x = _activated(_product(self.dense, x, pools), self.activation)
@@ -50,7 +50,7 @@ class Projection(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, pools: Pools) -> jax.Array:
-        """Pooled hidden states float32 [R, in_size] -> float32 [R, out_size]."""
+        """Compute pooled hidden states float32 [R, in_size] -> float32 [R, out_size]."""
         y = _product(self.out, x, pools)
         return y if self.activation is None else _activated(y, self.activation)
 

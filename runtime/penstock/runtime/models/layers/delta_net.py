@@ -71,7 +71,7 @@ class DeltaNet(nnx.Module):
         kv: StateArrays,
         inputs: LayerInputs,
     ) -> tuple[jax.Array, StateArrays]:
-        """x and what the net makes of norm(x): x [T, E] -> ([T, E], the layer's new state)."""
+        """Add to x what the net makes of norm(x): x [T, E] -> ([T, E], the layer's new state)."""
         pools, rows, meta = inputs.pools, inputs.num_tokens, inputs.metas[0]
         kept, state = kv
         made = project(self.in_proj, x, rows, pools, norm=norm)

@@ -24,8 +24,8 @@ class Distances(NamedTuple):
     """[entries, heads] of biases, or [entries, E] of vectors."""
 
     def attention(self, q: jax.Array, k: jax.Array, qkv: Linear, pools: Pools, scale: float) -> AttentionOp:
-        """Attention that adds the scores. q, k [T, heads, D]; qkv: the layer's product, which also makes
-        queries and keys of the table's vectors. Their scores are multiplied by `scale`, as all are.
+        """Compute attention that adds the scores. q, k [T, heads, D]; qkv: the layer's product, which also
+        makes queries and keys of the table's vectors. Their scores are multiplied by `scale`, as all are.
         """
         config = self.config
         entries = jnp.asarray(np.asarray(config.entries, np.int32))

@@ -243,7 +243,7 @@ class Experts(nnx.Module):
         return self.router.packed and self.experts.packed and shared_packed
 
     def __call__(self, x: jax.Array, norm: Norm | None, residual: Residual, inputs: LayerInputs) -> jax.Array:
-        """x and what the experts make of norm(x): x [T, E] -> [T, E]."""
+        """Add to x what the experts make of norm(x): x [T, E] -> [T, E]."""
         rows, pools = inputs.num_tokens, inputs.pools
         normed = x if norm is None else normalised(x, norm, rows, pools, natively=self.is_native)
         choice = self.router(normed, inputs)

@@ -25,13 +25,13 @@ class MediaInputs(NamedTuple):
     """See `AttentionMeta.reach`; None: no token sees one behind it."""
 
     def replace(self, x: jax.Array) -> jax.Array:
-        """x [T, E], the tokens' embeddings -> the same with those of pictures in their places."""
+        """Turn x [T, E], the tokens' embeddings -> the same with those of pictures in their places."""
         if self.rows is None or self.embeddings is None:
             return x
         return jnp.where(self._is_picture[:, None], self._rows_of(self.embeddings[0], x), x)
 
     def add(self, x: jax.Array, layer: int) -> jax.Array:
-        """x [T, E], what `layer` gives -> the same with what is added to tokens of pictures there."""
+        """Turn x [T, E], what `layer` gives -> the same with what is added to tokens of pictures there."""
         if self.rows is None or self.embeddings is None or layer + 1 >= len(self.embeddings):
             return x
         added = self._rows_of(self.embeddings[layer + 1], x)

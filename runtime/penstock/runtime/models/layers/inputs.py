@@ -31,7 +31,7 @@ class Angles:
         self._scales: dict[QueryScaling, jax.Array] = {}
 
     def cos_sin(self, config: RopeConfig, rotary_dim: int) -> tuple[jax.Array, jax.Array]:
-        """Cosines and sines of RoPE's angles, each float32 [T, rotary_dim / 2]."""
+        """Compute cosines and sines of RoPE's angles, each float32 [T, rotary_dim / 2]."""
         key = (config, rotary_dim)
         if key not in self._turns:
             rotary = self._rotary if config.sections else None

@@ -109,7 +109,7 @@ class LatentAttention(nnx.Module):
         kv: jax.Array,
         inputs: LayerInputs,
     ) -> tuple[jax.Array, jax.Array]:
-        """x and what attention to norm(x) gives: x [T, E] -> ([T, E], the layer's new cache)."""
+        """Add to x what attention to norm(x) gives: x [T, E] -> ([T, E], the layer's new cache)."""
         config, pools, rows = self.config, inputs.pools, inputs.num_tokens
         num_tokens = x.shape[0]
         if self.q_a_proj is None:
@@ -134,7 +134,7 @@ class LatentAttention(nnx.Module):
         return residual.add_projected(self.o_proj, values, x, inputs), kv
 
     def _normalised(self, latent: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """latent [T, L] by its norm."""
+        """Normalise latent [T, L] by its norm."""
         norm, pools = self.kv_a_layernorm, inputs.pools
         if not self.normalises_natively:
             return norm(latent, pools)
@@ -142,7 +142,7 @@ class LatentAttention(nnx.Module):
         return normalize(latent, num_rows=rows, eps=norm.eps, norm=pools.vectors, norm_at=at)
 
     def _rotated(self, q: jax.Array, k: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
-        """q [T, H, R] and k [T, R] -> q [T, H, R] and k [T, 1, R], rotated."""
+        """Turn q [T, H, R] and k [T, R] -> q [T, H, R] and k [T, 1, R], rotated."""
         config = self.config
         cos, sin = inputs.angles.cos_sin(config.rope, config.rope_dim)
         if not self.rotates_natively:
@@ -204,7 +204,7 @@ class HeadProducts(nnx.Module):
             yield tensor, rule
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """x [T, H, in] -> [T, H, out] in x's dtype."""
+        """Compute x [T, H, in] -> [T, H, out] in x's dtype."""
         weight, rows = self.weight[...], inputs.pools.adapters
         if self.packed:
             y = batched(x, PackedExperts(weight), num_rows=inputs.num_tokens)
@@ -243,7 +243,7 @@ def copy_columns(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[A
 
 
 def pack_columns(parts: Sequence[npt.NDArray[Any]], rows: Sequence[npt.NDArray[Any]]) -> None:
-    """Packs the rows, as columns, into tiles for the native kernels."""
+    """Pack the rows, as columns, into tiles for the native kernels."""
     tiles = np.empty(parts[0].shape, parts[0].dtype)
     native.pack_into(tiles, np.ascontiguousarray(rows[0].T))
     parts[0][...] = tiles

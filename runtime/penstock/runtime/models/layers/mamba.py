@@ -82,7 +82,7 @@ class Mamba(nnx.Module):
         kv: StateArrays,
         inputs: LayerInputs,
     ) -> tuple[jax.Array, StateArrays]:
-        """x and what the mixer makes of norm(x): x [T, E] -> ([T, E], the layer's new state)."""
+        """Add to x what the mixer makes of norm(x): x [T, E] -> ([T, E], the layer's new state)."""
         config, pools, rows, meta = self.config, inputs.pools, inputs.num_tokens, inputs.metas[0]
         kept, state = kv
         made = project(self.in_proj, x, rows, pools, norm=norm)
@@ -135,7 +135,7 @@ class Mamba(nnx.Module):
         return residual.add_projected(self.out_proj, out, x, inputs), (kept, state)
 
     def _normalised(self, y: jax.Array, weight: jax.Array) -> jax.Array:
-        """y float32 [T, H * P], of heads of one group that other devices have heads of too, normalised over
+        """Normalise y float32 [T, H * P], of heads of one group that other devices have heads of too, over
         all of the group's.
         """
         pieces, groups = self.config.pieces, self.config.group_pieces

@@ -52,7 +52,7 @@ class MLP(nnx.Module):
         return is_exact and all(linear.packed for linear in (self.gate_up_proj, self.down_proj))
 
     def __call__(self, x: jax.Array, norm: Norm | None, residual: Residual, inputs: LayerInputs) -> jax.Array:
-        """x and what the MLP makes of norm(x): x [T, E] -> [T, E]."""
+        """Add to x what the MLP makes of norm(x): x [T, E] -> [T, E]."""
         return residual.add_projected(self.down_proj, self._inner(x, norm, inputs), x, inputs)
 
     def alone(self, x: jax.Array, norm: Norm | None, inputs: LayerInputs) -> jax.Array:
@@ -99,7 +99,7 @@ _XIELU_SLOPE, _XIELU_EDGE = np.float32(0.5), np.float32(-1e-6)
 
 
 def _xielu(x: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array) -> jax.Array:
-    """x [T, N]; alpha_p, alpha_n [1, 1], of which softplus makes positive numbers."""
+    """Compute xIELU of x [T, N]; alpha_p, alpha_n [1, 1], of which softplus makes positive numbers."""
     above = jax.nn.softplus(alpha_p) * x * x
     bent = jnp.expm1(jnp.minimum(x, _XIELU_EDGE)) - x
     below = (_XIELU_SLOPE + jax.nn.softplus(alpha_n)) * bent

@@ -49,7 +49,7 @@ class MLPAndExperts(nnx.Module):
         return self.mlp.is_native and self.router.packed and self.experts.packed
 
     def __call__(self, x: jax.Array, norm: Norm | None, residual: Residual, inputs: LayerInputs) -> jax.Array:
-        """x and what both make of it: x [T, E] -> [T, E]. `norm` is that of the MLP."""
+        """Add to x what both make of it: x [T, E] -> [T, E]. `norm` is that of the MLP."""
         natively = self.is_native
 
         def through(norm: Norm, y: jax.Array) -> jax.Array:

@@ -50,7 +50,7 @@ class PerLayerInputs(nnx.Module):
         """Whether native kernels compute all but the lookup and its product with a constant."""
 
     def __call__(self, token_ids: jax.Array, x: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """token_ids int32 [T], x [T, E]: their embeddings -> [T, layers, size]."""
+        """Look up token_ids int32 [T], x [T, E]: their embeddings -> [T, layers, size]."""
         pools = inputs.pools
         for token in self.padded_tokens:
             token_ids = jnp.where(token_ids == token, self.pad_token_id, token_ids)
@@ -63,7 +63,7 @@ class PerLayerInputs(nnx.Module):
         return (projected + of_token.reshape(projected.shape)) * _constant(2**-0.5, x)
 
     def _summed(self, x: jax.Array, of_token: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """x [T, E], of_token [T, layers * size] -> the latter's shape, by the native kernels."""
+        """Compute x [T, E], of_token [T, layers * size] -> the latter's shape, by the native kernels."""
         norm, pools, rows = self.per_layer_projection_norm, inputs.pools, inputs.num_tokens
         weights = (self.projection.operands(pools),)
         return normalize(
@@ -99,7 +99,7 @@ class PerLayerAddition(nnx.Module):
         """Whether native kernels compute it."""
 
     def __call__(self, x: jax.Array, of_layer: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """x [T, E], of_layer [T, size] -> [T, E]."""
+        """Compute x [T, E], of_layer [T, size] -> [T, E]."""
         pools, rows = inputs.pools, inputs.num_tokens
         inner = project_gate(self.gate, x, of_layer, rows, pools, activation=self.activation)
         joined = Residual(self.post_per_layer_input_norm, natively=self.is_native)

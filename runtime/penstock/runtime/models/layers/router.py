@@ -101,7 +101,7 @@ class Router(nnx.Module):
             yield vector_rule((*path, "bias"), Place(self.bias_at.begin, filled), dtype, repeated)
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> Choice:
-        """x [T, E], normalised."""
+        """Choose the experts of x [T, E], normalised."""
         config, router, rows = self.config, self.config.router, inputs.num_tokens
         logits = self._logits(x, inputs)
         chosen, gate = logits[:, : config.num_experts], logits[:, self.gate_at : self.gate_at + 1]
@@ -145,7 +145,7 @@ class Router(nnx.Module):
         return Choice(ids, weights, shared)
 
     def _logits(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """float32 [T, outputs]."""
+        """Compute float32 [T, outputs]."""
         weight, pools = self.weight[...], inputs.pools
         if self.packed:
             bias = None if self.bias_at is None else pools.vectors

@@ -57,7 +57,7 @@ class ShortConv(nnx.Module):
         kv: StateArrays,
         inputs: LayerInputs,
     ) -> tuple[jax.Array, StateArrays]:
-        """x and what the convolution makes of norm(x): x [T, E] -> ([T, E], the layer's new state)."""
+        """Add to x what the convolution makes of norm(x): x [T, E] -> ([T, E], the layer's new state)."""
         channels, pools = self.config.channels, inputs.pools
         (state,) = kv
         made = project(self.in_proj, x, inputs.num_tokens, pools, norm=norm)

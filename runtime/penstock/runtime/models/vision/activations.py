@@ -21,8 +21,8 @@ def activated(x: jax.Array, activation: VisionActivation) -> jax.Array:
 def activated_gate(
     gate_up: Linear, x: jax.Array, num_rows: jax.Array, pools: Pools, activation: VisionActivation
 ) -> jax.Array:
-    """activation(gate(x)) * up(x), x [N, in] -> [N, out / 2]. The first half of the layer's outputs is the
-    gate's. The kernels know no exact GELU, so that one is computed behind the product.
+    """Compute activation(gate(x)) * up(x), x [N, in] -> [N, out / 2]. The first half of the layer's outputs
+    is the gate's. The kernels know no exact GELU, so that one is computed behind the product.
     """
     if activation != "gelu":
         return project_gated(gate_up, x, num_rows, pools, activation=activation)

@@ -25,8 +25,8 @@ def attend(
     block: int,
     turns: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """`attend_spans` of queries, keys and values that lie side by side, [N, 3 * size] -> [N, size]. turns:
-    those that `rope.rotate` gives queries and keys; None: they have none.
+    """Compute `attend_spans` of queries, keys and values that lie side by side, [N, 3 * size] -> [N, size].
+    turns: those that `rope.rotate` gives queries and keys; None: they have none.
     """
     q, k, v = jnp.moveaxis(qkv.reshape(qkv.shape[0], 3, num_heads, -1), 1, 0)
     if turns is not None:
@@ -38,7 +38,8 @@ def attend(
 def attend_spans(
     q: jax.Array, k: jax.Array, v: jax.Array, spans: jax.Array, *, scale: float, block: int
 ) -> jax.Array:
-    """Attention of each of N patches to the patches of its span: q, k, v [N, heads, D] -> [N, heads, D].
+    """Compute attention of each of N patches to the patches of its span: q, k, v [N, heads, D] ->
+    [N, heads, D].
 
     spans: begin and end for each patch, int32 [2, N], at least one patch long and close together for patches
     that are. block: how many patches are computed with how many at a time; only blocks that a span touches

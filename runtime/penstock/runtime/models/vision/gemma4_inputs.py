@@ -31,7 +31,7 @@ def vision_inputs(config: Gemma4VisionConfig, pictures: Sequence[MediaItem], buc
 
 
 def grid_problem(config: Gemma4VisionConfig, grid: Grid) -> str | None:
-    """Why the encoder cannot take a picture of this grid; None if it can."""
+    """Say why the encoder cannot take a picture of this grid; None if it can."""
     if max(grid[1:]) > config.num_positions:
         return f"has the grid {grid}, and there are {config.num_positions} positions on a side"
     return grids.grid_problem(config.merge_size, grid)

@@ -44,7 +44,7 @@ class ClippedLinear(nnx.Module):
         self.output_min, self.output_max = bound("output_min"), bound("output_max")
 
     def __call__(self, x: jax.Array, num_patches: jax.Array, pools: Pools) -> jax.Array:
-        """x [N, in] -> [N, out]."""
+        """Compute x [N, in] -> [N, out]."""
         x = _clipped(x, self.input_min, self.input_max, pools)
         y = project(self.linear, x, num_patches, pools)
         return _clipped(y, self.output_min, self.output_max, pools)
@@ -77,8 +77,8 @@ class Gemma4VisionAttention(nnx.Module):
         num_patches: jax.Array,
         pools: Pools,
     ) -> jax.Array:
-        """x [N, size] -> [N, size]. turns: cosines and sines of the angles, float32 [2, N, head_dim / 4]: by
-        column and by row.
+        """Compute x [N, size] -> [N, size]. turns: cosines and sines of the angles, float32
+        [2, N, head_dim / 4]: by column and by row.
         """
         q, k, v = (
             part(x, num_patches, pools).reshape(x.shape[0], self.num_heads, -1)
@@ -90,7 +90,7 @@ class Gemma4VisionAttention(nnx.Module):
 
 
 def _turned(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
-    """x [N, heads, D] with the first half of its channels turned by column, and the second half by row."""
+    """Turn x [N, heads, D], the first half of its channels by column, and the second half by row."""
     by_column, by_row = jnp.split(x, 2, axis=2)
     turned = [rope.rotate(by_column, cosines[0], sines[0]), rope.rotate(by_row, cosines[1], sines[1])]
     return jnp.concatenate(turned, axis=2)
@@ -108,7 +108,7 @@ class Gemma4VisionMLP(nnx.Module):
         self.down_proj = ClippedLinear(config, inner, size, dtype, linear, planners)
 
     def __call__(self, x: jax.Array, num_patches: jax.Array, pools: Pools) -> jax.Array:
-        """x [N, size] -> [N, size]."""
+        """Compute x [N, size] -> [N, size]."""
         gate = activated(self.gate_proj(x, num_patches, pools), "gelu_tanh")
         return self.down_proj(gate * self.up_proj(x, num_patches, pools), num_patches, pools)
 
@@ -135,7 +135,7 @@ class Gemma4VisionLayer(nnx.Module):
         num_patches: jax.Array,
         pools: Pools,
     ) -> jax.Array:
-        """x [N, size] -> [N, size]."""
+        """Compute x [N, size] -> [N, size]."""
         seen = self.self_attn(self.input_layernorm(x, pools), turns, spans, num_patches, pools)
         x = x + self.post_attention_layernorm(seen, pools)
         inner = self.mlp(self.pre_feedforward_layernorm(x, pools), num_patches, pools)

@@ -63,7 +63,7 @@ def grids_of(pictures: Sequence[MediaItem], bucket: int, *, merge_size: int, pat
 
 
 def places_of(rows: int, columns: int, merge_size: int) -> Ints:
-    """Row and column of each patch of one frame, [2, rows * columns]."""
+    """Return row and column of each patch of one frame, [2, rows * columns]."""
     squares = np.indices((rows, columns)).reshape(
         2, rows // merge_size, merge_size, columns // merge_size, merge_size
     )
@@ -71,8 +71,8 @@ def places_of(rows: int, columns: int, merge_size: int) -> Ints:
 
 
 def grid_problem(merge_size: int, grid: Grid) -> str | None:
-    """Why no encoder that merges squares of merge_size^2 patches can take a picture of this grid; None if it
-    can.
+    """Say why no encoder that merges squares of merge_size^2 patches can take a picture of this grid; None if
+    it can.
     """
     if min(grid) < 1 or grid[1] % merge_size or grid[2] % merge_size:
         return f"has the grid {grid}; height and width must be multiples of {merge_size}"

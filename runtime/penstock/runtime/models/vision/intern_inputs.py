@@ -18,6 +18,6 @@ def vision_inputs(config: InternConfig, tiles: Sequence[MediaItem], bucket: int)
 
 
 def grid_problem(config: InternConfig, grid: Grid) -> str | None:
-    """Why the encoder cannot take a tile of this grid; None if it can."""
+    """Say why the encoder cannot take a tile of this grid; None if it can."""
     expected = (1, config.side, config.side)
     return None if grid == expected else f"has the grid {grid}, and a tile has {expected}"

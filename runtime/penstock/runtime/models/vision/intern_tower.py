@@ -42,7 +42,7 @@ class InternAttention(nnx.Module):
         self.block = config.patches_per_tile + 1
 
     def __call__(self, x: jax.Array, spans: jax.Array, num_rows: jax.Array, pools: Pools) -> jax.Array:
-        """x [rows, size] -> [rows, size]."""
+        """Compute x [rows, size] -> [rows, size]."""
         q, k, v = jnp.split(project(self.qkv, x, num_rows, pools), 3, axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, pools), self.k_norm(k, pools)
@@ -63,7 +63,7 @@ class InternMLP(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, num_rows: jax.Array, pools: Pools) -> jax.Array:
-        """x [rows, size] -> [rows, size]."""
+        """Compute x [rows, size] -> [rows, size]."""
         inner = activated(project(self.fc1, x, num_rows, pools), self.activation)
         return project(self.fc2, inner, num_rows, pools)
 
@@ -83,7 +83,7 @@ class InternBlock(nnx.Module):
         self.lambda_2 = Vector("lambda_2", size, planners)
 
     def __call__(self, x: jax.Array, spans: jax.Array, num_rows: jax.Array, pools: Pools) -> jax.Array:
-        """x [rows, size] -> [rows, size]."""
+        """Compute x [rows, size] -> [rows, size]."""
         seen = self.attention(self.layernorm_before(x, pools), spans, num_rows, pools)
         x = x + self.lambda_1(pools)[None] * seen
         return x + self.lambda_2(pools)[None] * self.mlp(self.layernorm_after(x, pools), num_rows, pools)
@@ -102,7 +102,7 @@ class InternProjector(nnx.Module):
         self.activation = config.projector_activation
 
     def __call__(self, squares: jax.Array, num_tokens: jax.Array, pools: Pools) -> jax.Array:
-        """squares [tokens, merge_size^2 * size] -> [tokens, out_size]."""
+        """Compute squares [tokens, merge_size^2 * size] -> [tokens, out_size]."""
         inner = project(self.linear_1, self.layer_norm(squares, pools), num_tokens, pools)
         return project(self.linear_2, activated(inner, self.activation), num_tokens, pools)
 

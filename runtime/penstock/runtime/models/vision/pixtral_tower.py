@@ -46,7 +46,7 @@ class PixtralAttention(nnx.Module):
         num_patches: jax.Array,
         pools: Pools,
     ) -> jax.Array:
-        """residual + attention(x), both [N, size]."""
+        """Compute residual + attention(x), both [N, size]."""
         qkv = project(self.qkv, x, num_patches, pools)
         out = attend(qkv, spans, num_heads=self.num_heads, block=_BLOCK, turns=turns)
         return add_projected(self.o_proj, out, residual, num_patches, pools)
@@ -65,7 +65,7 @@ class PixtralMLP(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, residual: jax.Array, num_patches: jax.Array, pools: Pools) -> jax.Array:
-        """residual + mlp(x), both [N, size]."""
+        """Compute residual + mlp(x), both [N, size]."""
         inner = activated_gate(self.gate_up, x, num_patches, pools, self.activation)
         return add_projected(self.down, inner, residual, num_patches, pools)
 
@@ -89,7 +89,7 @@ class PixtralBlock(nnx.Module):
         num_patches: jax.Array,
         pools: Pools,
     ) -> jax.Array:
-        """x [N, size] -> [N, size]."""
+        """Compute x [N, size] -> [N, size]."""
         x = self.attention(self.attention_norm(x, pools), x, turns, spans, num_patches, pools)
         return self.feed_forward(self.ffn_norm(x, pools), x, num_patches, pools)
 
@@ -113,7 +113,7 @@ class PixtralProjector(nnx.Module):
         self.per_token, self.activation = config.merge_size**2, config.projector_activation
 
     def __call__(self, x: jax.Array, num_patches: jax.Array, pools: Pools) -> jax.Array:
-        """x [N, size] -> [N / merge_size^2, out_size]."""
+        """Compute x [N, size] -> [N / merge_size^2, out_size]."""
         num_tokens = num_patches // self.per_token
         if self.norm is not None and self.merging_layer is not None:
             squares = self.norm(x, pools).reshape(x.shape[0] // self.per_token, -1)
@@ -148,8 +148,8 @@ class PixtralTower(nnx.Module):
         return (self.projector(x, num_patches, pools),)
 
     def _turns(self, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Cosines and sines of the angles, float32 [N, head_dim / 2]: the first half of the pairs turns by
-        row with every other frequency, the second half by column with the others.
+        """Compute cosines and sines of the angles, float32 [N, head_dim / 2]: the first half of the pairs
+        turns by row with every other frequency, the second half by column with the others.
         """
         config = rope.RopeConfig(theta=self.config.rope_theta)
         frequencies = np.asarray(rope.inverse_frequencies(config, self.config.head_dim))

@@ -41,7 +41,7 @@ class QwenInputs(NamedTuple):
 
 
 def tokens_of(config: QwenVisionConfig, grid: tuple[int, int, int]) -> int:
-    """How many tokens of the prompt a picture of this grid has."""
+    """Tell how many tokens of the prompt a picture of this grid has."""
     frames, rows, columns = grid
     return frames * (rows // config.merge_size) * (columns // config.merge_size)
 
@@ -76,7 +76,7 @@ def vision_inputs(config: QwenVisionConfig, pictures: Sequence[MediaItem], bucke
 def rotary_positions(
     config: QwenVisionConfig, prompt_len: int, pictures: Sequence[MediaItem]
 ) -> RotaryPositions:
-    """Where the tokens of a prompt stand for M-RoPE. `pictures`: in the order of the prompt.
+    """Tell where the tokens of a prompt stand for M-RoPE. `pictures`: in the order of the prompt.
 
     The tokens of a picture have one time; what follows stands behind its longer side. Raises ValueError if a
     picture is not where the prompt can have it, or has not as many tokens as its grid.
@@ -100,7 +100,7 @@ def rotary_positions(
 
 
 def _interpolation(places: Ints, sizes: Ints, side: int) -> tuple[Ints, Floats]:
-    """Corners and weights of bilinear interpolation; the table's corners are those of the picture."""
+    """Return corners and weights of bilinear interpolation; the table's corners are those of the picture."""
     where = places.astype(np.float32) * np.float32(side - 1) / np.maximum(sizes - 1, 1).astype(np.float32)
     low = np.floor(where)
     near = np.minimum(low[:, None] + [[[0], [1]]], side - 1).astype(np.int32)  # [2, low or high, N]

@@ -56,7 +56,7 @@ class VisionAttention(nnx.Module):
         num_patches: jax.Array,
         pools: Pools,
     ) -> jax.Array:
-        """residual + attention(x), both [N, size]."""
+        """Compute residual + attention(x), both [N, size]."""
         qkv = project(self.qkv, x, num_patches, pools)
         out = attend(qkv, spans, num_heads=self.num_heads, block=block, turns=turns)
         return add_projected(self.proj, out, residual, num_patches, pools)
@@ -76,7 +76,7 @@ class VisionMLP(nnx.Module):
         self.gated, self.activation = config.gated, config.activation
 
     def __call__(self, x: jax.Array, residual: jax.Array, num_patches: jax.Array, pools: Pools) -> jax.Array:
-        """residual + mlp(x), both [N, size]."""
+        """Compute residual + mlp(x), both [N, size]."""
         if self.gated:
             inner = activated_gate(self.first, x, num_patches, pools, self.activation)
         else:
@@ -104,7 +104,7 @@ class VisionBlock(nnx.Module):
         num_patches: jax.Array,
         pools: Pools,
     ) -> jax.Array:
-        """x [N, size] -> [N, size]."""
+        """Compute x [N, size] -> [N, size]."""
         x = self.attn(self.norm1(x, pools), x, turns, spans, block, num_patches, pools)
         return self.mlp(self.norm2(x, pools), x, num_patches, pools)
 
@@ -131,7 +131,7 @@ class Merger(nnx.Module):
         self.linear_fc2 = Linear(inner, parts[1], dtype, planners, bias=True, linear=linear)
 
     def __call__(self, x: jax.Array, num_patches: jax.Array, pools: Pools) -> jax.Array:
-        """x [N, size] -> [N / merge_size^2, out_size]."""
+        """Compute x [N, size] -> [N / merge_size^2, out_size]."""
         num_tokens, squares = num_patches // self.per_token, (x.shape[0] // self.per_token, -1)
         if self.norm_of_square:
             x = self.norm(x.reshape(squares), pools)
@@ -206,8 +206,8 @@ class QwenTower(nnx.Module):
         return total
 
     def _turns(self, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Cosines and sines of the angles, float32 [N, head_dim / 2]: half of the pairs turn by row, half by
-        column.
+        """Compute cosines and sines of the angles, float32 [N, head_dim / 2]: half of the pairs turn by row,
+        half by column.
         """
         config = rope.RopeConfig(theta=self.config.rope_theta)
         by_axis = [rope.cos_sin(config, self.config.head_dim // 2, axis) for axis in places]

@@ -39,6 +39,6 @@ def places(config: SiglipVisionConfig) -> NDArray[np.int32]:
 
 
 def grid_problem(config: SiglipVisionConfig, grid: tuple[int, int, int]) -> str | None:
-    """Why the encoder cannot take a picture of this grid; None if it can."""
+    """Say why the encoder cannot take a picture of this grid; None if it can."""
     expected = (1, config.side, config.side)
     return None if grid == expected else f"has the grid {grid}, not {expected}"

@@ -37,7 +37,7 @@ class SiglipAttention(nnx.Module):
     def __call__(
         self, x: jax.Array, residual: jax.Array, spans: jax.Array, num_patches: jax.Array, pools: Pools
     ) -> jax.Array:
-        """residual + attention(x), both [N, size]."""
+        """Compute residual + attention(x), both [N, size]."""
         qkv = project(self.qkv, x, num_patches, pools)
         out = attend(qkv, spans, num_heads=self.num_heads, block=_BLOCK)
         return add_projected(self.out, out, residual, num_patches, pools)
@@ -58,7 +58,7 @@ class SiglipLayer(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, spans: jax.Array, num_patches: jax.Array, pools: Pools) -> jax.Array:
-        """x [N, size] -> [N, size]."""
+        """Compute x [N, size] -> [N, size]."""
         x = self.attn(self.norm1(x, pools), x, spans, num_patches, pools)
         inner = project(self.first, self.norm2(x, pools), num_patches, pools)
         return add_projected(self.last, activated(inner, self.activation), x, num_patches, pools)
