@@ -119,8 +119,8 @@ def config_for_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], direc
 
 
 def _differing_copies(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Which tensors that config.json ties to others have other values. Only where both are there, they are
-    read, until they differ.
+    """Tell which tensors that config.json ties to others have other values. Only where both are there, they
+    are read, until they differ.
     """
     spelled = config.names.spelled
     copies = family_of(config.architecture).copies(config)
@@ -262,7 +262,7 @@ def check_tensors(rules: LoadRules, found: Mapping[str, Tensor], *, where: str) 
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have one shape and dtype, and the same bits."""
+    """Say whether two tensors have one shape and dtype, and the same bits."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     rows = max(1, _COMPARED_AT_ONCE // max(1, one.dtype.itemsize * int(np.prod(one.shape[1:]))))

@@ -39,7 +39,7 @@ def name_of(dtype: np.dtype[Any]) -> str:
 
 
 def is_float(dtype: str) -> bool:
-    """Whether a dtype of this name is one of floats that can be converted to any other."""
+    """Say whether a dtype of this name is one of floats that can be converted to any other."""
     return dtype in _FLOATS
 
 

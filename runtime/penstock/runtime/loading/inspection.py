@@ -144,8 +144,8 @@ class Inspection:
         return found
 
     def request_bytes(self, num_tokens: int) -> int:
-        """Bytes of KV and state for a request that has computed this many tokens. A layer with a window holds
-        the pages that the scheduler lets a request hold there while it generates.
+        """Count the bytes of KV and state for a request that has computed this many tokens. A layer with a
+        window holds the pages that the scheduler lets a request hold there while it generates.
         """
         total = self.cache.slot_bytes
         for layer in self.cache.paged:
@@ -246,7 +246,7 @@ def _inspection(
 def _adapter_bytes(
     config: ModelConfig, dtype: np.dtype[np.generic], linear: LinearFormat, options: EngineConfig
 ) -> int:
-    """Bytes of the places for adapters. ConfigError where the model cannot have any."""
+    """Count the bytes of the places for adapters. ConfigError where the model cannot have any."""
     if not options.max_adapters:
         return 0
     if config.encoder is not None:
@@ -262,8 +262,8 @@ def _served_cache_bytes(
     config: ResolvedConfig,
     kv_dtype: np.dtype[np.generic],
 ) -> int | None:
-    """Bytes of the cache that an engine on the CPU makes with these options; None if its default size cannot
-    hold the context that they ask for.
+    """Count the bytes of the cache that an engine on the CPU makes with these options; None if its default
+    size cannot hold the context that they ask for.
     """
     rows = config.max_num_seqs
     groups = cache.groups(config.page_size, kv_dtype)

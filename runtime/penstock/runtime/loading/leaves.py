@@ -140,7 +140,7 @@ class LeafMaker:
             held.clear()
 
     def _start(self, rule: LoadRule) -> None:
-        """Has threads fill the leaves of a rule, all tensors of which are there."""
+        """Have threads fill the leaves of a rule, all tensors of which are there."""
         names = {source.name for source in rule.sources}
         tensors = {name: self._tensors[name] for name in names}
         for name in names:

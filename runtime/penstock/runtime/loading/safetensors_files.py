@@ -72,8 +72,8 @@ class TensorEntry:
 
 
 def find_tensors(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor of a checkpoint directory: those of model.safetensors, or of the shards that its index
-    lists.
+    """Find every tensor of a checkpoint directory: those of model.safetensors, or of the shards that its
+    index lists.
 
     Only headers are read. Raises ConfigError, which says what to do, for absent, truncated and corrupt files.
     """
@@ -178,7 +178,7 @@ def read_metadata(file: Path) -> dict[str, str]:
 
 
 def header_of(file: Path, descriptor: int) -> dict[str, TensorEntry]:
-    """As `read_header`, of a file that is open."""
+    """Do the same as `read_header`, of a file that is open."""
     try:
         return _parse_header(file, *_header(file, descriptor))
     except _DAMAGE as error:

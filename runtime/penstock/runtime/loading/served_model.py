@@ -388,7 +388,7 @@ def read_draft(name: str, target: CheckpointFacts, options: EngineConfig, backen
 
 
 def why_no_draft(model: ModelConfig, target: ModelConfig) -> str:
-    """Why a model cannot be the draft of another one, by their sizes; empty if it can."""
+    """Say why a model cannot be the draft of another one, by their sizes; empty if it can."""
     if target.devices > 1:
         return "the model that is served is cut over devices: set tensor_parallel_size to 1"
     if not target.generates:
@@ -409,7 +409,7 @@ def why_no_draft(model: ModelConfig, target: ModelConfig) -> str:
 
 
 def _why_other_tokens(facts: CheckpointFacts, target: CheckpointFacts) -> str:
-    """Whether a draft has other tokens than its target, in words; empty if not."""
+    """Say whether a draft has other tokens than its target, in words; empty if not."""
     ours, theirs = _vocabulary(facts.text), _vocabulary(target.text)
     if ours is None or theirs is None:
         same = ours is theirs and facts.config.vocab_size == target.config.vocab_size
@@ -420,7 +420,7 @@ def _why_other_tokens(facts: CheckpointFacts, target: CheckpointFacts) -> str:
 
 
 def _vocabulary(text: TextCodec | None) -> dict[str, int] | None:
-    """Token to id; None where that is not known."""
+    """Map tokens to ids; None where that is not known."""
     if text is None or text.backend is None:
         return None
     return text.backend.get_vocab(with_added_tokens=True)

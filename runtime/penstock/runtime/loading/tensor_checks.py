@@ -11,8 +11,8 @@ from penstock.runtime.sent_tensors import SentTensor, TensorProblem, TensorReaso
 
 
 def problems_of(rules: LoadRules, sent: Sequence[SentTensor], *, partial: bool) -> list[TensorProblem]:
-    """Everything that is wrong with tensors, as far as it can be told without their values: first what is
-    missing, then the others by name.
+    """Return everything that is wrong with tensors, as far as it can be told without their values: first what
+    is missing, then the others by name.
 
     `partial`: whether some of the model's tensors are enough. But a rule needs all of its tensors at once,
     and a copy needs the tensor whose copy it is.
@@ -63,7 +63,7 @@ def _by_ending(names: Iterable[str]) -> dict[str, str]:
 
 
 def is_harmless(rules: LoadRules, name: str) -> bool:
-    """Whether a tensor that no rule reads may be there."""
+    """Say whether a tensor that no rule reads may be there."""
     return any(re.search(pattern, name) for pattern in rules.harmless)
 
 
@@ -72,7 +72,9 @@ def _as_expected(spec: TensorSpec) -> SentTensor:
 
 
 def _compared(tensor: SentTensor, expected: SentTensor, *, exact: bool) -> TensorProblem | None:
-    """`exact`: whether the dtype must be the expected one, rather than any of floats."""
+    """Compare a tensor with what it must be. `exact`: whether the dtype must be the expected one, rather than
+    any of floats.
+    """
     expected = SentTensor(tensor.name, expected.dtype, expected.shape)
     if tensor.shape != expected.shape:
         return TensorProblem(tensor.name, TensorReason.SHAPE, expected, tensor)

@@ -75,8 +75,8 @@ def read_config(file: GgufFile) -> Config:
 
 
 def find_tensors(file: GgufFile, config: Config) -> dict[str, Tensor]:
-    """Every tensor under the name that it has in a safetensors file. One that the architecture does not know
-    keeps its name, under which the load rules refuse it.
+    """Find every tensor under the name that it has in a safetensors file. One that the architecture does not
+    know keeps its name, under which the load rules refuse it.
     """
     _, architecture = _architecture(file)
     found: dict[str, Tensor] = {}
@@ -110,7 +110,7 @@ _TURNED = {"attn_q": "attention", "attn_k": "key_value"}
 
 
 def _is_further(stored: str, config: Config) -> bool:
-    """Whether it is of a layer behind the others, which predicts further tokens and is not read."""
+    """Say whether it is of a layer behind the others, which predicts further tokens and is not read."""
     layer = re.match(r"blk\.(\d+)\.", stored)
     return layer is not None and int(layer[1]) >= config["num_hidden_layers"] and config.get(_NEXT, 0) > 0
 
@@ -202,7 +202,7 @@ def _check_rows(keys: Fields, infos: Infos, rows: Mapping[str, int]) -> None:
 
 
 def _experts(keys: Fields, infos: Infos) -> int:
-    """How many experts there are, which the tensors must have."""
+    """Tell how many experts there are, which the tensors must have."""
     count = keys.integer("expert_count")
     stacks = [info for name, info in infos.items() if name.endswith(".ffn_gate_exps.weight")]
     if not stacks or stacks[0].shape[0] != count or count > _MOST_EXPERTS:
@@ -340,7 +340,7 @@ _EXPERTS = {
 
 
 def _llama(keys: Fields, infos: Infos, common: Config) -> Config:
-    """Llama, Mistral and Mixtral share an architecture."""
+    """Read Llama, Mistral and Mixtral, which share an architecture."""
     window = keys.optional_integer("attention.sliding_window", 0)
     chosen = keys.optional_integer("expert_used_count", 0)
     if keys.optional_integer("expert_count", 0):
@@ -357,7 +357,7 @@ def _llama(keys: Fields, infos: Infos, common: Config) -> Config:
 
 
 def _biases(infos: Infos) -> Config:
-    """Whether there are biases, which no key says."""
+    """Say whether there are biases, which no key says."""
     return {"attention_bias": "blk.0.attn_q.bias" in infos, "mlp_bias": "blk.0.ffn_down.bias" in infos}
 
 
@@ -413,7 +413,9 @@ def _gemma(keys: Fields, common: Config, largest: int) -> Config:
 
 
 def _layer_types(keys: Fields, common: Config) -> Config:
-    """Which layers have the sliding window, where a key says so: the others are every n-th one, or listed."""
+    """Tell which layers have the sliding window, where a key says so: the others are every n-th one, or
+    listed.
+    """
     pattern, layers = keys.raw("attention.sliding_window_pattern"), common["num_hidden_layers"]
     if pattern is None:
         return {}
@@ -469,7 +471,7 @@ def _granite(keys: Fields, infos: Infos, common: Config) -> Config:
 
 
 def _qwen35(keys: Fields, infos: Infos, common: Config) -> Config:
-    """Three of four layers are recurrent, with several heads of values to one of keys."""
+    """Read Qwen 3.5: three of four layers are recurrent, with several heads of values to one of keys."""
     value_heads, sections = keys.integer("ssm.time_step_rank"), keys.raw("rope.dimension_sections")
     further = keys.optional_integer("nextn_predict_layers", 0) or 0
     inner, known = keys.integer("ssm.inner_size"), sections if isinstance(sections, list) else []
@@ -499,7 +501,7 @@ def _qwen35_moe(keys: Fields, infos: Infos, common: Config) -> Config:
 
 
 def _grouped_values(found: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Qwen 3.5 with the heads of values that share a head of keys side by side."""
+    """Arrange Qwen 3.5's tensors, with the heads of values that share a head of keys side by side."""
     groups, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
     in_group = config["linear_num_value_heads"] // groups
     before = 2 * groups * config["linear_key_head_dim"]
@@ -551,7 +553,7 @@ def _glm4_moe(keys: Fields, infos: Infos, common: Config) -> Config:
 
 
 def _deepseek2(keys: Fields, infos: Infos, common: Config) -> Config:
-    """DeepSeek V3. Older files have sizes of whole heads where newer ones have those of latents."""
+    """Read DeepSeek V3. Older files have sizes of whole heads where newer ones have those of latents."""
     heads, latent = common["num_attention_heads"], keys.integer("attention.kv_lora_rank")
     rotated, rank = keys.integer("rope.dimension_count"), keys.optional_integer("attention.q_lora_rank")
     is_newer = "attention.key_length_mla" in keys
@@ -582,7 +584,7 @@ def _deepseek2(keys: Fields, infos: Infos, common: Config) -> Config:
 
 
 def _with_latents(found: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """DeepSeek with keys and values of a layer in one tensor, as its safetensors files have them."""
+    """Join keys and values of each layer of DeepSeek in one tensor, as its safetensors files have them."""
     joined = dict(found)
     for layer in range(config["num_hidden_layers"]):
         above = f"model.layers.{layer}.self_attn."
@@ -614,7 +616,7 @@ def _gpt_oss(keys: Fields, infos: Infos, common: Config) -> Config:
 
 
 def _fused(found: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """gpt-oss with gate and up in one tensor, as its safetensors files have them."""
+    """Join gate and up of gpt-oss in one tensor, as its safetensors files have them."""
     joined = dict(found)
     for layer in range(config["num_hidden_layers"]):
         above = f"model.layers.{layer}.mlp.experts."

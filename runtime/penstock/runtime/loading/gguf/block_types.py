@@ -77,13 +77,13 @@ def _half(blocks: Bytes, at: int) -> Floats:
 
 
 def _nibbles(packed: Bytes, size: int) -> Bytes:
-    """[n, m] -> [n, 2 m]: of each `size` bytes the lower halves, and then the upper ones."""
+    """Unpack [n, m] -> [n, 2 m]: of each `size` bytes the lower halves, and then the upper ones."""
     return _bits(packed, 4, size)
 
 
 def _bits(packed: Bytes, width: int, size: int) -> Bytes:
-    """[n, m] -> [n, m * 8 / width]: of each `size` bytes the lowest `width` bits, then the next, and so
-    on.
+    """Unpack [n, m] -> [n, m * 8 / width]: of each `size` bytes the lowest `width` bits, then the next, and
+    so on.
     """
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     parts = packed.reshape(len(packed), -1, 1, size) >> shifts & np.uint8((1 << width) - 1)
@@ -96,7 +96,9 @@ def _fifth(blocks: Bytes, at: int) -> Bytes:
 
 
 def _by_group(values: npt.NDArray[Any], scales: Floats) -> Floats:
-    """Values [n, 256] times the scale of each group, [n, groups], as [n, groups, values of a group]."""
+    """Multiply values [n, 256] by the scale of each group, [n, groups], into
+    [n, groups, values of a group].
+    """
     groups = scales.shape[1]
     return scales[:, :, None] * values.astype(np.float32).reshape(len(values), groups, -1)
 
@@ -106,12 +108,12 @@ def _q4_0(blocks: Bytes) -> Floats:
 
 
 def _integers_of_4_bits(blocks: Bytes) -> npt.NDArray[np.int8]:
-    """Those of Q4_0."""
+    """Unpack those of Q4_0."""
     return _nibbles(blocks[:, 2:], 16).astype(np.int8) - np.int8(8)
 
 
 def _integers_of_5_bits(blocks: Bytes) -> npt.NDArray[np.int8]:
-    """Those of Q5_0."""
+    """Unpack those of Q5_0."""
     return (_nibbles(blocks[:, 6:], 16) | _fifth(blocks, 2)).astype(np.int8) - np.int8(16)
 
 
@@ -147,7 +149,7 @@ def _q3_k(blocks: Bytes) -> Floats:
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Those of the 8 groups of Q4_K and Q5_K, [n, 8] each."""
+    """Unpack those of the 8 groups of Q4_K and Q5_K, [n, 8] each."""
     one, other, rest = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([one & 63, rest & 15 | one >> 6 << 4], axis=1)
     minima = np.concatenate([other & 63, rest >> 4 | other >> 6 << 4], axis=1)

@@ -100,7 +100,7 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this names a GGUF file, which must be there."""
+    """Say whether this names a GGUF file, which must be there."""
     return path.suffix.lower() == SUFFIX and path.is_file()
 
 

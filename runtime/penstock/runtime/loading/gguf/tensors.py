@@ -74,14 +74,14 @@ class Stored:
         return self.info.type.form if is_plain else None
 
     def codes(self, rows: slice, form: CodeForm) -> Codes | None:
-        """Consecutive rows as codes that bytes of this form hold as they are (`CodedTensor`)."""
+        """Return consecutive rows as codes that bytes of this form hold as they are (`CodedTensor`)."""
         if self.kept is None or not form.takes(self.kept):
             return None
         begin, end, _ = rows.indices(self.shape[0])
         return self.info.type.codes(self.blocks(begin, end))
 
     def blocks(self, begin: int, end: int) -> Bytes:
-        """Rows as they are stored, uint8 [rows, bytes of a row], but in order."""
+        """Return rows as they are stored, uint8 [rows, bytes of a row], but in order."""
         if self.order is None:
             return self.info.blocks(self.first_row + begin, self.first_row + end)
         entries = self.order[begin:end]
@@ -108,8 +108,8 @@ def log_of_negated(info: TensorInfo) -> Stored:
 
 
 def turned_back(info: TensorInfo, num_heads: int) -> Stored:
-    """Rows (or biases) of queries or keys of which the two channels of a rotated pair are stored side by
-    side; transformers has the first ones of all pairs of a head before the second ones.
+    """Return rows (or biases) of queries or keys of which the two channels of a rotated pair are stored side
+    by side; transformers has the first ones of all pairs of a head before the second ones.
     """
     rows = info.shape[0]
     order = np.arange(rows, dtype=np.intp)
@@ -119,9 +119,9 @@ def turned_back(info: TensorInfo, num_heads: int) -> Stored:
 
 
 def grouped(tensor: Stored, groups: int, in_group: int, size: int, *, from_row: int = 0) -> Stored:
-    """Rows of heads that are stored with the first head of every group first, then the second ones, and so
-    on; transformers has the heads of a group side by side. size: how many rows a head has. from_row: where
-    such rows begin.
+    """Return rows of heads that are stored with the first head of every group first, then the second ones,
+    and so on; transformers has the heads of a group side by side. size: how many rows a head has. from_row:
+    where such rows begin.
     """
     rows = tensor.shape[0]
     if rows != from_row + groups * in_group * size:  # the load rules refuse the shape
@@ -137,13 +137,13 @@ def grouped_columns(tensor: Stored, groups: int, in_group: int, size: int) -> St
 
 
 def _by_group(groups: int, in_group: int, size: int) -> npt.NDArray[np.intp]:
-    """For each row of heads by group, where it is stored."""
+    """Say for each row of heads by group where it is stored."""
     stored = np.arange(groups * in_group * size, dtype=np.intp).reshape(in_group, groups, size)
     return stored.swapaxes(0, 1).reshape(-1)
 
 
 def with_middle_axis(tensor: Stored) -> Stored:
-    """[N, K] as [N, 1, K]."""
+    """Return [N, K] as [N, 1, K]."""
     return replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
 
 
@@ -187,8 +187,8 @@ class Pieces:
 
 
 def keys_and_values(keys: Stored, values: Stored) -> Pieces:
-    """DeepSeek's kv_b_proj [heads * (K + V), latent], of keys [heads, latent, K] and values [heads, V,
-    latent].
+    """Return DeepSeek's kv_b_proj [heads * (K + V), latent], of keys [heads, latent, K] and values
+    [heads, V, latent].
     """
     heads, latent, _ = keys.shape
     entries = keys.shape[2] + values.shape[1]
@@ -200,7 +200,7 @@ def keys_and_values(keys: Stored, values: Stored) -> Pieces:
 
 
 def transposed(parts: Sequence[Stored]) -> Pieces:
-    """Matrices [E, N, K] each, as one [E, K, N * parts], in which the columns of the parts alternate."""
+    """Join matrices [E, N, K] each to one [E, K, N * parts], in which the columns of the parts alternate."""
     count, rows, columns = parts[0].shape
 
     def make(expert: int) -> Made:
@@ -213,7 +213,7 @@ def transposed(parts: Sequence[Stored]) -> Pieces:
 
 
 def biases(parts: Sequence[Stored]) -> Pieces:
-    """Vectors [E, N] each, as one [E, N * parts], in which the entries of the parts alternate."""
+    """Join vectors [E, N] each to one [E, N * parts], in which the entries of the parts alternate."""
     count, rows = parts[0].shape
 
     def make(expert: int) -> Made:
@@ -223,9 +223,9 @@ def biases(parts: Sequence[Stored]) -> Pieces:
 
 
 def mxfp4(parts: Sequence[Stored]) -> tuple[Pieces, Pieces]:
-    """Matrices [E, N, K] each in MXFP4, as the codes [E, N * parts, K / 32, 16] and scales [E, N * parts, K /
-    32] of gpt-oss's safetensors, in which the rows of the parts alternate. A byte of theirs has values 2 j
-    and 2 j + 1 of a block, and one of llama.cpp's has j and j + 16.
+    """Join matrices [E, N, K] each in MXFP4 to the codes [E, N * parts, K / 32, 16] and scales
+    [E, N * parts, K / 32] of gpt-oss's safetensors, in which the rows of the parts alternate. A byte of
+    theirs has values 2 j and 2 j + 1 of a block, and one of llama.cpp's has j and j + 16.
     """
     count, rows, columns = parts[0].shape
     blocks = columns // 32

@@ -37,7 +37,7 @@ _LONG_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _cased(after: str) -> str:
-    """Words of which capitals come before small letters; `after`: what may follow a word."""
+    """Match words of which capitals come before small letters; `after`: what may follow a word."""
     return rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{after}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{after}"
 
 
@@ -166,7 +166,7 @@ def find_tokenizer(file: GgufFile) -> LoadedTokenizer | None:
 
 
 def _byte_level(data: _Metadata, ids: Mapping[str, int]) -> Tokenizer:
-    """As GPT-2 and most models since have it."""
+    """Build it as GPT-2 and most models since have it."""
     key = "tokenizer.ggml.pre"
     name = data.value(key, str)
     if name not in _PRE:
@@ -198,8 +198,8 @@ def _pre_tokenizer(pre: _Pre) -> pre_tokenizers.PreTokenizer:
 def _sentence_piece(
     data: _Metadata, ids: Mapping[str, int], tokens: Sequence[str], types: Sequence[int]
 ) -> Tokenizer:
-    """As Llama 2, Mistral and Gemma have it: SentencePiece's BPE, in which the score of a piece says when it
-    is merged, and bytes stand for characters that the vocabulary lacks.
+    """Build it as Llama 2, Mistral and Gemma have it: SentencePiece's BPE, in which the score of a piece says
+    when it is merged, and bytes stand for characters that the vocabulary lacks.
     """
     scores = data.listed("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
@@ -233,8 +233,8 @@ def _sentence_piece(
 
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, the one of the highest score first, as transformers derives
-    merges of a SentencePiece vocabulary.
+    """Return every pair of pieces that makes a piece, the one of the highest score first, as transformers
+    derives merges of a SentencePiece vocabulary.
     """
     found: list[tuple[float, int, str, str]] = []
     for piece, score in scores.items():
@@ -274,7 +274,7 @@ _PARTS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 def _loaded(
     data: _Metadata, tokenizer: Tokenizer, tokens: Sequence[str], ids: Mapping[str, int], kind: str
 ) -> LoadedTokenizer:
-    """With what stands around a text, and the chat templates."""
+    """Load a tokenizer with what stands around a text, and the chat templates."""
     parts: dict[str, str] = {}
     for key, name in _PARTS.items():
         token_id = data.value(f"tokenizer.ggml.{key}_token_id", int)

@@ -80,7 +80,7 @@ def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_mlx(given: object) -> bool:
-    """Whether this is what MLX writes, which names no method."""
+    """Say whether this is what MLX writes, which names no method."""
     return isinstance(given, dict) and "bits" in given and "quant_method" not in given
 
 
@@ -135,18 +135,20 @@ class _Names:
         return _Names(tuple(found))
 
     def certainly(self, layer: str) -> bool:
-        """Whether a part is the layer's name, or whole words of it."""
+        """Say whether a part is the layer's name, or whole words of it."""
         return any(f".{part}." in f".{layer}." for part in self.parts)
 
     def perhaps(self, layer: str) -> bool:
-        """Whether a part is found in the name, or matches its begin as a pattern. Projects differ in which of
-        these they mean.
+        """Say whether a part is found in the name, or matches its begin as a pattern. Projects differ in
+        which of these they mean.
         """
         return any(part in layer or _matches(part, layer) for part in self.parts)
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches the begin of a name. One that is no regular expression matches nothing."""
+    """Say whether a pattern matches the begin of a name. One that is no regular expression matches
+    nothing.
+    """
     try:
         return re.match(pattern, name) is not None
     except re.error:
@@ -177,7 +179,7 @@ def _group(fields: Fields, name: str) -> int | None:
 
 
 def _awq(fields: Fields) -> Quantisation:
-    """AutoAWQ's config, in the spelling of transformers and in its own."""
+    """Read AutoAWQ's config, in the spelling of transformers and in its own."""
     bits, group = ("w_bit", "q_group_size") if "w_bit" in fields else ("bits", "group_size")
     fields.only(bits, 4)
     version = fields.raw("version")
@@ -253,8 +255,8 @@ def _gptq(fields: Fields) -> Quantisation:
 def _gptq_differing(
     fields: Fields, usual: functools.partial[QuantisedWeight]
 ) -> list[tuple[re.Pattern[str], Reader | None]]:
-    """GPTQModel's `dynamic`: patterns of names, with "-:" before those of layers that are not quantised, and
-    what differs in the others.
+    """Read GPTQModel's `dynamic`: patterns of names, with "-:" before those of layers that are not quantised,
+    and what differs in the others.
     """
     found: list[tuple[re.Pattern[str], Reader | None]] = []
     for pattern, given in fields.mapping("dynamic").items():
@@ -364,7 +366,7 @@ def _bitsandbytes(fields: Fields) -> Quantisation:
 
 
 def _mlx(fields: Fields) -> Quantisation:
-    """MLX's `quantization`: one scheme for all layers, and by their names others, or false."""
+    """Read MLX's `quantization`: one scheme for all layers, and by their names others, or false."""
     fields.only("mode", "affine")
     scheme = _integers(fields, "bits", "group_size", False)
     differing: dict[str, Integers | None] = {}
@@ -437,11 +439,11 @@ class _Group:
     reader: Reader | None
 
     def names(self, layer: str) -> bool:
-        """Whether a target is the layer's name or matches it."""
+        """Say whether a target is the layer's name or matches it."""
         return _is_listed(self.targets, layer)
 
     def takes(self, layer: str) -> bool:
-        """Whether a target is a class of layers, or the layer."""
+        """Say whether a target is a class of layers, or the layer."""
         return "Linear" in self.targets or self.names(layer)
 
 
@@ -558,7 +560,7 @@ def _ct_reader(fields: Fields, form: object) -> Reader | None:
 
 
 def _auto_round(fields: Fields) -> Quantisation | None:
-    """Intel's AutoRound, which writes tensors as AutoGPTQ or AutoAWQ do."""
+    """Read Intel's AutoRound, which writes tensors as AutoGPTQ or AutoAWQ do."""
     packing = fields.raw("packing_format")
     fields.ignore(
         (

@@ -48,8 +48,8 @@ class Blocks:
 
 
 def fp8(layer: Layer, blocks: Blocks, *, scale: str) -> QuantisedWeight:
-    """weight float8 [N, K], and what to multiply by in the tensor that ends in `scale`: for each block [N /
-    rows, K / columns], rounded up, or where a block has all inputs [N / rows], or one for all weights.
+    """Read weight float8 [N, K], and what to multiply by in the tensor that ends in `scale`: for each block
+    [N / rows, K / columns], rounded up, or where a block has all inputs [N / rows], or one for all weights.
     """
     weight = layer.entry("weight", "F8_E4M3")
     outputs, inputs = weight.shape
@@ -79,7 +79,7 @@ def fp8(layer: Layer, blocks: Blocks, *, scale: str) -> QuantisedWeight:
 
 
 def fp4(layer: Layer, kind: Literal["mxfp4", "nvfp4"]) -> QuantisedWeight:
-    """compressed-tensors' FP4: weight_packed uint8 [N, K / 2], the even input in the low half. MXFP4 has
+    """Read compressed-tensors' FP4: weight_packed uint8 [N, K / 2], the even input in the low half. MXFP4 has
     weight_scale uint8 [N, K / 32], whose b means 2 ** (b - 127). NVFP4 has weight_scale float8 [N, K / 16],
     and weight_global_scale [1], by which they are divided.
     """
@@ -112,9 +112,9 @@ def fp4(layer: Layer, kind: Literal["mxfp4", "nvfp4"]) -> QuantisedWeight:
 
 
 def bitsandbytes_4bit(layer: Layer) -> QuantisedWeight:
-    """weight uint8 [N * K / 2, 1], the first of two codes in the high half; weight.quant_map [16], the values
-    of codes; weight.absmax, a scale for each block of the flattened weight; and a JSON of sizes. With double
-    quantisation absmax are codes themselves, of weight.nested_quant_map [256], with scales
+    """Read weight uint8 [N * K / 2, 1], the first of two codes in the high half; weight.quant_map [16], the
+    values of codes; weight.absmax, a scale for each block of the flattened weight; and a JSON of sizes. With
+    double quantisation absmax are codes themselves, of weight.nested_quant_map [256], with scales
     weight.nested_absmax, and an offset in the JSON.
     """
     kinds = [kind for kind in _TABLES if f"{_STATE}{kind}" in layer]

@@ -55,8 +55,8 @@ def _form(kind: str, scheme: Integers, *, zeros: bool, ordered: bool = False) ->
 
 
 def awq(layer: Layer, scheme: Integers) -> QuantisedWeight:
-    """qweight [K, N / 8], qzeros [K / G, N / 8], scales [K / G, N]: a word has eight outputs of one input, in
-    an order of its own.
+    """Read qweight [K, N / 8], qzeros [K / G, N / 8], scales [K / G, N]: a word has eight outputs of one
+    input, in an order of its own.
     """
     qweight = layer.entry("qweight", "I32")
     inputs, outputs = qweight.shape[0], qweight.shape[1] * 8
@@ -65,7 +65,7 @@ def awq(layer: Layer, scheme: Integers) -> QuantisedWeight:
     scales = layer.entry("scales", *FLOATS, shape=(inputs // group, outputs))
 
     def outputs_of(words: npt.NDArray[Any], begin: int, end: int) -> npt.NDArray[np.uint8]:
-        """[in, words] -> [end - begin, in]."""
+        """Turn [in, words] -> [end - begin, in]."""
         eights = unpacked(words, 4).reshape(len(words), -1, 8)[:, :, _AWQ_ORDER]
         return np.ascontiguousarray(eights.reshape(len(words), -1)[:, begin:end].T)
 
@@ -91,8 +91,8 @@ def awq(layer: Layer, scheme: Integers) -> QuantisedWeight:
 
 
 def gptq(layer: Layer, scheme: Integers, *, version: int, ordered: bool) -> QuantisedWeight:
-    """qweight [K * bits / 32, N], qzeros [K / G, N * bits / 32], scales [K / G, N], g_idx [K]: a word has
-    inputs of one output, and of zeros outputs.
+    """Read qweight [K * bits / 32, N], qzeros [K / G, N * bits / 32], scales [K / G, N], g_idx [K]: a word
+    has inputs of one output, and of zeros outputs.
 
     `version`: 1 stores zeros less 1. `ordered`: whether the inputs of a group may lie apart.
     """
@@ -146,9 +146,9 @@ def gptq(layer: Layer, scheme: Integers, *, version: int, ordered: bool) -> Quan
 
 
 def packed(layer: Layer, scheme: Integers) -> QuantisedWeight:
-    """compressed-tensors' pack-quantized: weight_packed [N, K * bits / 32], weight_shape [2], weight_scale
-    [N, K / G], weight_zero_point [N * bits / 32, K / G], weight_g_idx [K]. Codes and zeros are stored with
-    half of their range added.
+    """Read compressed-tensors' pack-quantized: weight_packed [N, K * bits / 32], weight_shape [2],
+    weight_scale [N, K / G], weight_zero_point [N * bits / 32, K / G], weight_g_idx [K]. Codes and zeros are
+    stored with half of their range added.
     """
     bits, per_word = scheme.bits, 32 // scheme.bits
     words = layer.entry("weight_packed", "I32")
@@ -196,8 +196,8 @@ def _packed_zeros(layer: Layer, bits: int, outputs: int, groups: int) -> npt.NDA
 
 
 def plain_integers(layer: Layer, scheme: Integers) -> QuantisedWeight:
-    """compressed-tensors' int-quantized and naive-quantized: weight int8 [N, K], weight_scale [N, K / G], and
-    weight_zero_point of the same shape.
+    """Read compressed-tensors' int-quantized and naive-quantized: weight int8 [N, K], weight_scale
+    [N, K / G], and weight_zero_point of the same shape.
     """
     weight = layer.entry("weight", "I8")
     outputs, inputs = weight.shape
@@ -226,7 +226,7 @@ def plain_integers(layer: Layer, scheme: Integers) -> QuantisedWeight:
 
 
 def bitsandbytes_int8(layer: Layer) -> QuantisedWeight:
-    """weight int8 [N, K], SCB float32 [N], weight_format []: value = code * SCB / 127."""
+    """Read weight int8 [N, K], SCB float32 [N], weight_format []: value = code * SCB / 127."""
     weight = layer.entry("weight", "I8")
     outputs, inputs = weight.shape
     peaks = layer.entry("SCB", "F32", shape=(outputs,))
@@ -246,7 +246,7 @@ def bitsandbytes_int8(layer: Layer) -> QuantisedWeight:
 
 
 def mlx(layer: Layer, scheme: Integers) -> QuantisedWeight:
-    """weight uint32 [N, K * bits / 32], scales and biases [N, K / G]: value = code * scale + bias."""
+    """Read weight uint32 [N, K * bits / 32], scales and biases [N, K / G]: value = code * scale + bias."""
     bits = scheme.bits
     words = layer.entry("weight", "U32")
     outputs, inputs = words.shape[0], words.shape[1] * (32 // bits)
@@ -268,10 +268,10 @@ def mlx(layer: Layer, scheme: Integers) -> QuantisedWeight:
 
 
 def torchao(layer: Layer) -> QuantisedWeight:
-    """torchao's tensors, whose class and sizes of groups a file tells in JSON. Int8Tensor and
-    IntxUnpackedToInt8Tensor have _weight_qdata int8 [N, K], and _weight_scale and _weight_zero_point [N,
-    K / G]. Int4Tensor has _weight_qdata [N, K / 2], the even input in the low half, and the other two [K / G,
-    N], of which the second is added to values.
+    """Read torchao's tensors, whose class and sizes of groups a file tells in JSON. Int8Tensor and
+    IntxUnpackedToInt8Tensor have _weight_qdata int8 [N, K], and _weight_scale and _weight_zero_point
+    [N, K / G]. Int4Tensor has _weight_qdata [N, K / 2], the even input in the low half, and the other two
+    [K / G, N], of which the second is added to values.
     """
     first = min(layer.tensors)
     try:
@@ -338,7 +338,7 @@ def _torchao_int4(layer: Layer, group: int) -> QuantisedWeight:
 
 
 def _signed(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int8]:
-    """Codes less the half of their range."""
+    """Return codes less the half of their range."""
     return (codes ^ (1 << (bits - 1))).view(np.int8) if bits == 8 else codes.astype(np.int8) - np.int8(8)
 
 
@@ -352,5 +352,5 @@ def _scales(layer: Layer, outputs: int, groups: int) -> TensorEntry:
 
 
 def _of_groups(values: npt.NDArray[np.float32], inputs: int, group: int) -> npt.NDArray[np.float32]:
-    """Values [out, 1] or [out, groups] as [out, groups]."""
+    """Return values [out, 1] or [out, groups] as [out, groups]."""
     return np.ascontiguousarray(np.broadcast_to(values, (len(values), inputs // group)))

@@ -35,7 +35,7 @@ class Layer:
     """What a file says of its weight beside the tensors."""
 
     def __contains__(self, ending: str) -> bool:
-        """Whether the files have this tensor."""
+        """Say whether the files have this tensor."""
         return ending in self.tensors
 
     def entry(self, ending: str, *dtypes: str, shape: tuple[int, ...] | None = None) -> TensorEntry:
@@ -104,7 +104,7 @@ class QuantisedWeight:
         return sum(entry.num_bytes for entry in self.layer.tensors.values())
 
     def codes(self, rows: slice, form: CodeForm) -> Coded | None:
-        """Consecutive rows as codes that bytes of this form hold as they are (`CodedTensor`)."""
+        """Return consecutive rows as codes that bytes of this form hold as they are (`CodedTensor`)."""
         if self.kept is None or not form.takes(self.kept):
             return None
         begin, end, _ = rows.indices(self.shape[0])
@@ -146,15 +146,15 @@ def kept_as(
 
 
 def unpacked(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
-    """Codes of 4 or 8 bits that words of 32 bits hold, the first in the low bits: [..., n] -> [..., n * 32 /
-    bits].
+    """Return the codes of 4 or 8 bits that words of 32 bits hold, the first in the low bits: [..., n] ->
+    [..., n * 32 / bits].
     """
     as_bytes = np.ascontiguousarray(words).view(np.uint8)
     return as_bytes if bits == 8 else nibbles(as_bytes)
 
 
 def nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Codes of 4 bits, the first in the low half of a byte: [..., n] -> [..., 2 * n]."""
+    """Return the codes of 4 bits, the first in the low half of a byte: [..., n] -> [..., 2 * n]."""
     codes = np.empty((*packed.shape, 2), np.uint8)
     np.bitwise_and(packed, 15, out=codes[..., 0])
     np.right_shift(packed, 4, out=codes[..., 1])
@@ -162,13 +162,13 @@ def nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 
 def columns(entry: TensorEntry, begin: int, end: int) -> npt.NDArray[Any]:
-    """Columns of a matrix, as rows: [end - begin, rows of the matrix]."""
+    """Return columns of a matrix, as rows: [end - begin, rows of the matrix]."""
     found: npt.NDArray[Any] = np.ascontiguousarray(entry.map()[:, begin:end].T)
     return found
 
 
 def entries_of(entry: TensorEntry) -> npt.NDArray[Any]:
-    """All of a small tensor, with one axis."""
+    """Return all of a small tensor, with one axis."""
     return np.asarray(entry.map()).reshape(-1)
 
 
@@ -198,7 +198,9 @@ def check_lost(layer: Layer, ending: str, codes: Codes) -> Codes:
 
 
 def share(entry: TensorEntry, rows: slice) -> npt.NDArray[Any]:
-    """Rows of a tensor of scales [out, groups], or the one value that it has for all of them as [rows, 1]."""
+    """Return rows of a tensor of scales [out, groups], or the one value that it has for all of them as
+    [rows, 1].
+    """
     if math.prod(entry.shape) == 1:
         return np.broadcast_to(entries_of(entry), (rows.stop - rows.start, 1))
     found = entry[rows]
