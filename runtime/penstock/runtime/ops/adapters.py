@@ -42,16 +42,16 @@ class AdapterPlace:
         return self.num_experts * (len(self.parts) * self.in_size + sum(self.parts))
 
     def of_expert(self, number: int) -> AdapterPlace:
-        """Where the matrices of one expert lie."""
+        """Tell where the matrices of one expert lie."""
         own = replace(self, num_experts=1)
         return replace(own, begin=self.begin + number * own.size)
 
     def a_at(self, part: int) -> int:
-        """Where the A of a part begins, in units; of the first expert."""
+        """Tell where the A of a part begins, in units; of the first expert."""
         return self.begin + part * self.in_size
 
     def b_at(self, part: int) -> int:
-        """Where the B of a part begins, in units; of the first expert."""
+        """Tell where the B of a part begins, in units; of the first expert."""
         return self.begin + len(self.parts) * self.in_size + sum(self.parts[:part])
 
 
@@ -68,8 +68,8 @@ class AdapterRows(NamedTuple):
     them counts as the nearest number."""
 
     def has_room(self, place: AdapterPlace) -> bool:
-        """Whether adapters have the matrices of this layer: those of experts lie behind all others, and the
-        pool may end before them.
+        """Say whether adapters have the matrices of this layer: those of experts lie behind all others, and
+        the pool may end before them.
         """
         return bool((place.begin + place.size) * self.rank <= self.pool.shape[1])
 
@@ -133,8 +133,8 @@ def delta(x: Array, rows: AdapterRows, place: AdapterPlace) -> Array:
 
 
 def added(y: Array, more: Array, rows: AdapterRows) -> Array:
-    """y + more, both float32 [T, ...], in the rows of tokens that have an adapter. The others stay as they
-    are, bit for bit.
+    """Compute y + more, both float32 [T, ...], in the rows of tokens that have an adapter. The others stay as
+    they are, bit for bit.
     """
     has = (rows.slots > 0).reshape(-1, *(1,) * (y.ndim - 1))
     return jnp.where(has, y + more, y)

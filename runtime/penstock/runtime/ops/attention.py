@@ -212,8 +212,8 @@ def paged_attention(
     *,
     span: KVSpan = SHORT_SPAN,
 ) -> tuple[Array, Array]:
-    """Attention of a ragged batch against its paged cache, in XLA: causal, or as far ahead as `meta.reach`
-    says. It also writes the cache.
+    """Compute attention of a ragged batch against its paged cache, in XLA: causal, or as far ahead as
+    `meta.reach` says. Also write the cache.
 
     q [T, H, D], k_new and v_new [T, KH, D] in the model's dtype, after RoPE; v_new is None where
     `options.value_dim` is set. kv as in `kv_layer_shape`, in the model's dtype, as `kv_storage_dtype` stores
@@ -340,7 +340,7 @@ def sums_over_keys(
 
 
 def by_token(of_blocks: Array, meta: AttentionMeta) -> Array:
-    """Values of queries in their blocks [B, KH, G, Q, ...] by token and head [T, H, ...]."""
+    """Return values of queries in their blocks [B, KH, G, Q, ...] by token and head [T, H, ...]."""
     num_blocks, kv_heads, group, block_q, *rest = of_blocks.shape
     flat = jnp.moveaxis(of_blocks, 3, 1).reshape(num_blocks * block_q, kv_heads * group, *rest)
     return flat[meta.token_places]

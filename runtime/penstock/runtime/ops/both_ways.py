@@ -41,7 +41,7 @@ def attend_both_ways(
     *,
     distances: DistanceScores | None = None,
 ) -> tuple[Array, Any]:
-    """Attention as `AttentionOp` has it, to all tokens of a row, which is a whole text.
+    """Compute attention as `AttentionOp` has it, to all tokens of a row, which is a whole text.
 
     q [T, H, D], k_new and v_new [T, KH, D] -> [T, H, D] in q's dtype. There is no cache, so `kv` is returned
     as it is. With a window w, a token attends to those that are fewer than w positions away on either side.

@@ -61,7 +61,7 @@ class PagedKV:
         return None
 
     def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
-        """Bytes of one page of keys and values in `dtype`."""
+        """Count the bytes of one page of keys and values in `dtype`."""
         return math.prod(_shape(self, 1, page_size, dtype)) * int(dtype.itemsize)
 
     @property
@@ -109,8 +109,8 @@ class LatentKV:
         return None
 
     def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
-        """Bytes of one page of keys in `dtype`; of dealt pages what each device has of as many as there are
-        devices, divided by these.
+        """Count the bytes of one page of keys in `dtype`; of dealt pages what each device has of as many as
+        there are devices, divided by these.
         """
         whole = math.prod(_shape(self, 1, page_size, dtype)) * int(dtype.itemsize)
         return -(-whole // self.pieces)
@@ -154,7 +154,7 @@ class SlotState:
     values: tuple[jax.ShapeDtypeStruct, ...]
 
     def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
-        """Bytes of one page, of which this layer has none."""
+        """Count the bytes of one page, of which this layer has none."""
         return 0
 
     @property
@@ -249,7 +249,9 @@ class CacheSpec:
         return len(self.paged) < len(self.layers)
 
     def page_bytes(self, page_size: int, dtype: np.dtype[Any]) -> int:
-        """Bytes of one page of keys and values in `dtype` in all layers; 0 if no layer has pages."""
+        """Count the bytes of one page of keys and values in `dtype` in all layers; 0 if no layer has
+        pages.
+        """
         return sum(layer.page_bytes(page_size, dtype) for layer in self.layers)
 
     @property
@@ -263,7 +265,7 @@ class CacheSpec:
         return sum(layer.snapshot_bytes for layer in self.layers if isinstance(layer, SlotState))
 
     def state_bytes(self, num_slots: int, num_snapshots: int) -> int:
-        """Bytes of the state of so many slots, with so many snapshots, in all layers."""
+        """Count the bytes of the state of so many slots, with so many snapshots, in all layers."""
         return num_slots * self.slot_bytes + num_snapshots * self.snapshot_bytes
 
     def arrays(

@@ -95,11 +95,11 @@ class CodeForm:
         return out_size // OUTPUTS, in_size // INPUTS * self.tile_bytes + self.end_bytes
 
     def fits(self, out_size: int, in_size: int) -> bool:
-        """Whether the bytes can hold a weight [out_size, in_size]."""
+        """Say whether the bytes can hold a weight [out_size, in_size]."""
         return out_size % OUTPUTS == 0 and in_size % max(INPUTS, self.group or 0) == 0
 
     def takes(self, other: CodeForm) -> bool:
-        """Whether these bytes can hold all that bytes of the other form can."""
+        """Say whether these bytes can hold all that bytes of the other form can."""
         if self.floats or other.floats:
             is_coarser = other.group in (self.group, None)
             return self.floats == other.floats and self.bits == other.bits and is_coarser
@@ -207,8 +207,9 @@ def _put_halves(lines: NDArray[np.uint8], values: NDArray[np.float32]) -> None:
 
 
 def _factors(scales: NDArray[np.float32]) -> NDArray[np.float32]:
-    """For each output the power of two that brings its largest scale to at least 1 and less than 2. It is 1
-    where that is 0 or not finite."""
+    """Return for each output the power of two that brings its largest scale to at least 1 and less than 2. It
+    is 1 where that is 0 or not finite.
+    """
     largest = np.abs(scales).max(axis=1)
     usual = np.isfinite(largest) & (largest > 0)
     _, exponents = np.frexp(np.where(usual, largest, np.float32(1)))
@@ -217,7 +218,7 @@ def _factors(scales: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def quantise(weight: NDArray[np.generic]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Weight [N, K] -> codes of 4 bits [N, K] around 8, and scales [N, K / 32].
+    """Quantise weight [N, K] -> codes of 4 bits [N, K] around 8, and scales [N, K / 32].
 
     Of a few scales for each group, the one is taken that leaves the least squared error. The value of the
     largest size becomes -8, because there is no +8; so a scale may be negative. If a weight is not finite,
@@ -324,5 +325,5 @@ def _of_integers(leaf: jax.Array, in_size: int, form: CodeForm) -> jax.Array:
 
 
 def matmul_codes(x: jax.Array, leaf: jax.Array) -> jax.Array:
-    """x [T, in] times the weight [out, in] of a leaf, in x's dtype, transposed: float32 [T, out]."""
+    """Compute x [T, in] times the weight [out, in] of a leaf, in x's dtype, transposed: float32 [T, out]."""
     return matmul_transposed(x, dequantised(leaf, x.shape[1], x.dtype))

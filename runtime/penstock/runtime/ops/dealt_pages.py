@@ -39,8 +39,9 @@ def dealt_attention(
     pieces: int,
     span: KVSpan,
 ) -> tuple[Array, Array]:
-    """`paged_attention` inside a mesh with so many devices along `axis`. q has the device's own heads, k_new
-    is the same on all devices, kv has the device's own pages, and the pages of `meta` are those of all.
+    """Compute `paged_attention` inside a mesh with so many devices along `axis`. q has the device's own
+    heads, k_new is the same on all devices, kv has the device's own pages, and the pages of `meta` are those
+    of all.
     """
     check_cache(q, v_new, kv, options.value_dim)
     if options.sinks is not None or options.slopes is not None:
@@ -66,7 +67,9 @@ def dealt_attention(
 
 
 def own_pages(meta: AttentionMeta, device: Array, pieces: int, page_size: int) -> SomePages:
-    """Those of each row's pages that lie on the device int32[], with the numbers that they have there."""
+    """Return those of each row's pages that lie on the device int32[], with the numbers that they have
+    there.
+    """
     table = meta.page_table
     num_rows, width = table.shape
     place = jnp.arange(width, dtype=jnp.int32)[None]

@@ -23,8 +23,8 @@ ZerosOf: TypeAlias = Callable[[tuple[int, ...], np.dtype], jax.Array]
 def zeros(
     shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, count: int = 1
 ) -> tuple[jax.Array, ...]:
-    """`count` arrays of zeros, each with memory of its own, made by the devices of `sharding`. The host never
-    holds them.
+    """Make `count` arrays of zeros, each with memory of its own, made by the devices of `sharding`. The host
+    never holds them.
     """
     make = _program(shape, dtype, sharding, jnp.zeros)
     return tuple(make() for _ in range(count))

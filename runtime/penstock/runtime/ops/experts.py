@@ -45,7 +45,8 @@ def route(
     top_groups: int = 1,
     in_group: int = 2,
 ) -> tuple[jax.Array, jax.Array]:
-    """logits float32 [T, E] -> the experts of each row, int32 [T, per_token], and their weights, float32.
+    """Choose from logits float32 [T, E] the experts of each row, int32 [T, per_token], and their weights,
+    float32.
 
     It chooses as `native.experts.route` does. correction, expert_scale: float32 [E].
     """
@@ -68,7 +69,7 @@ def route(
 
 
 def _mixed(logits: jax.Array, per_token: int, scale: float, jitter: float) -> tuple[jax.Array, jax.Array]:
-    """`route` by "sparsemixer"."""
+    """Compute `route` by "sparsemixer"."""
     left, ids, weights = logits, [], []
     for _ in range(per_token):
         chosen = jnp.argmax(left, axis=1)[:, None]
@@ -82,7 +83,7 @@ def _mixed(logits: jax.Array, per_token: int, scale: float, jitter: float) -> tu
 
 
 def _of_best_groups(keys: jax.Array, num_groups: int, top_groups: int, in_group: int) -> jax.Array:
-    """keys [T, E], with -inf for all experts outside the groups whose `in_group` highest keys have the
+    """Return keys [T, E], with -inf for all experts outside the groups whose `in_group` highest keys have the
     largest sums.
     """
     grouped = keys.reshape(keys.shape[0], num_groups, -1)
@@ -104,8 +105,8 @@ def experts(
     weigh_input: bool = False,
     adapters: ExpertAdapters | None = None,
 ) -> jax.Array:
-    """x [T, K] -> [T, N] in x's dtype: for each row the sum of weight * down(act(gate_up(x))) over the
-    experts that it chose, with ids int32 [T, k] and weights float32 [T, k]; see `native.experts.experts`.
+    """Compute x [T, K] -> [T, N] in x's dtype: for each row the sum of weight * down(act(gate_up(x))) over
+    the experts that it chose, with ids int32 [T, k] and weights float32 [T, k]; see `native.experts.experts`.
 
     The experts are computed one after the other, each for all rows. `jax.lax.ragged_dot` would compute as
     much: except on a TPU it is a product of all rows with all experts, and its operand has the rows once for
@@ -159,7 +160,7 @@ def experts(
 
 
 def _product(x: jax.Array, expert: StackedExperts) -> jax.Array:
-    """x [T, in] -> float32 [T, out], by one expert's [out, in]."""
+    """Compute x [T, in] -> float32 [T, out], by one expert's [out, in]."""
     weight, scale, bias = expert
     if weight.dtype == jnp.uint8:
         y = matmul_codes(x, weight)

@@ -18,13 +18,13 @@ _TINY = 1e-30
 
 
 def _ordered_bits(x: Array) -> Array:
-    """uint32 keys that compare as the float32 values do (NaN aside)."""
+    """Return uint32 keys that compare as the float32 values do (NaN aside)."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
 
 
 def _largest_threshold(keys: Array, weights: Array, need: Array) -> Array:
-    """For each row, the largest key t for which the weights of all entries with key >= t sum to at least
+    """Find for each row the largest key t for which the weights of all entries with key >= t sum to at least
     `need`.
 
     keys uint32[R, V], weights float32[R, V], need float32[R] -> uint32[R]; 0 if even all entries together
@@ -41,7 +41,7 @@ def _largest_threshold(keys: Array, weights: Array, need: Array) -> Array:
 
 
 def filter_logits(logits: Array, rows: SamplingRows) -> Array:
-    """Divides logits float32[R, V] by the temperature, and sets those that top_k, top_p and min_p remove to
+    """Divide logits float32[R, V] by the temperature, and set those that top_k, top_p and min_p remove to
     -inf.
     """
     vocab = logits.shape[1]

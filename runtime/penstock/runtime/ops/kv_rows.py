@@ -36,9 +36,9 @@ def kv_layer_shape(
     keys_only: bool = False,
     is_int8: bool = False,
 ) -> tuple[int, ...]:
-    """Shape of one layer's cache: [page, key or value, kv head, offset, dim]. With `keys_only` the second
-    axis has one entry, because the values are channels of the keys. With `is_int8` the last axis has room for
-    the scale, too.
+    """Return the shape of one layer's cache: [page, key or value, kv head, offset, dim]. With `keys_only` the
+    second axis has one entry, because the values are channels of the keys. With `is_int8` the last axis has
+    room for the scale, too.
 
     What one head reads of a page lies in one piece of memory, which is good for prefetchers and the TLB.
     """
@@ -57,8 +57,8 @@ def kv_storage_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def quantize_rows(x: Array) -> Array:
-    """KV rows of floats [..., D] as int8 [..., D + 4]: the scale is the largest magnitude of a KV row divided
-    by 127, and a number is the value divided by it, rounded to the nearest, ties to even.
+    """Turn KV rows of floats [..., D] into int8 [..., D + 4]: the scale is the largest magnitude of a KV row
+    divided by 127, and a number is the value divided by it, rounded to the nearest, ties to even.
 
     The scale of a KV row with a NaN or an infinity is not finite, so the row is read back as NaN. The native
     kernels compute the same bits. So the scale is made by a product, because XLA makes one of a division by a
@@ -73,7 +73,7 @@ def quantize_rows(x: Array) -> Array:
 
 
 def dequantize_rows(rows: Array) -> Array:
-    """int8 [..., D + 4], as `quantize_rows` makes it, as float32 [..., D]."""
+    """Return int8 [..., D + 4], as `quantize_rows` makes it, as float32 [..., D]."""
     numbers, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
     return numbers.astype(jnp.float32) * lax.bitcast_convert_type(scale, jnp.float32)[..., None]
 
@@ -92,7 +92,9 @@ def write_kv(kv: Array, k_new: Array, v_new: Array | None, write_slots: Array) -
 
 
 def read_kv(block: Array, dtype: np.dtype) -> Array:
-    """Float32 of what lies in a part of a layer's cache [..., dim or dim + 4], for a model in `dtype`."""
+    """Return as float32 what lies in a part of a layer's cache [..., dim or dim + 4], for a model in
+    `dtype`.
+    """
     if block.dtype == jnp.int8:
         return dequantize_rows(block)
     if block.dtype == jnp.uint16:

@@ -16,7 +16,7 @@ _GPT_OSS_SLOPE = np.float32(1.702)
 
 
 def matmul_transposed(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [T, in] times weight [out, in] transposed: float32 [T, out].
+    """Compute x [T, in] times weight [out, in] transposed: float32 [T, out].
 
     Float32 operands are multiplied in full float32 (a GPU would otherwise use TF32).
     """
@@ -26,7 +26,7 @@ def matmul_transposed(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def matmul_int8(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
-    """x [T, in] times int8 weight [out, in] transposed: float32 [T, out]; scale [out].
+    """Compute x [T, in] times int8 weight [out, in] transposed: float32 [T, out]; scale [out].
 
     Activations are not quantized, and every int8 is exact in bfloat16.
     """
@@ -34,8 +34,8 @@ def matmul_int8(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def gated(activation: Activation, both: jax.Array, limit: float = 0.0) -> jax.Array:
-    """activation(gate) * up, float32 [T, N], where `both`, float32 [T, 2 N], has gate and up side by side.
-    limit: that of "gpt_oss".
+    """Compute activation(gate) * up, float32 [T, N], where `both`, float32 [T, 2 N], has gate and up side by
+    side. limit: that of "gpt_oss".
     """
     gate, up = jnp.split(both, 2, axis=1)
     match activation:

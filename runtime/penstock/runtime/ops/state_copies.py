@@ -49,9 +49,9 @@ def choose_copies(
     snapshots: SnapshotRows | None = None,
     num_snapshots: int = 0,
 ) -> Copies:
-    """held int32[S]: after how many positions the slots' copies 0 stand; slots int32[R], S or above for
-    padding; starts, q_lens int32[R]: the rows' first positions, and how many. `snapshots` None: there are
-    none in these arrays.
+    """Choose the copies that rows read and write. held int32[S]: after how many positions the slots' copies 0
+    stand; slots int32[R], S or above for padding; starts, q_lens int32[R]: the rows' first positions, and how
+    many. `snapshots` None: there are none in these arrays.
 
     A row that starts at 0, or behind a snapshot, reads neither copy of its slot, and writes copy 0. Any other
     starts where one of them stands: after its last step, or before it.

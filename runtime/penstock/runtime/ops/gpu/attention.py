@@ -23,8 +23,8 @@ from penstock.runtime.ops.kv_rows import write_kv
 def supports(
     q: Array | jax.ShapeDtypeStruct, kv: Array | jax.ShapeDtypeStruct, value_dim: int | None = None
 ) -> bool:
-    """Whether the kernel can handle the queries [R, H, D] of a decode step against such a cache, with this
-    `value_dim`.
+    """Say whether the kernel can handle the queries [R, H, D] of a decode step against such a cache, with
+    this `value_dim`.
     """
     _, planes, kv_heads, page_size, dim = kv.shape
     return (
@@ -45,8 +45,8 @@ def gpu_paged_attention(
     *,
     interpreted: bool = False,
 ) -> tuple[Array, Array]:
-    """`paged_attention` by the kernel in programs for rows of one token and shapes that it supports, else in
-    XLA. `interpreted`: as Pallas' interpreter wants it, for tests.
+    """Compute `paged_attention` by the kernel in programs for rows of one token and shapes that it supports,
+    else in XLA. `interpreted`: as Pallas' interpreter wants it, for tests.
     """
     check_cache(q, v_new, kv, options.value_dim)
     is_decode = meta.block_tokens.shape[1] == 1 and options.slopes is None

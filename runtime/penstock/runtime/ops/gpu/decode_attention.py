@@ -48,13 +48,15 @@ _ACC: Any = plgpu.ACC  # type: ignore[attr-defined] # it is public, under anothe
 
 
 def stages_for(page_size: int, dim: int) -> int:
-    """How many pages of keys and of values shared memory can hold at a time; less than 2 do not do."""
+    """Tell how many pages of keys and of values shared memory can hold at a time; less than 2 do not do."""
     beside = TILE * dim * (2 + 4) + 2 * TILE * 4 + _BARRIER_BYTES
     return min(_MOST_STAGES, (_SHARED_BYTES - beside) // (2 * page_size * dim * 2))
 
 
 def takes(page_size: int, dim: int, group: int) -> bool:
-    """Whether the kernel can compute with such pages and heads; `group` query heads read a head of keys."""
+    """Say whether the kernel can compute with such pages and heads; `group` query heads read a head of
+    keys.
+    """
     return (
         page_size in (TILE, 2 * TILE)
         and dim % _SWIZZLE == 0
@@ -77,8 +79,8 @@ def decode_attention(
     splits: int | None = None,
     interpreted: bool = False,
 ) -> Array:
-    """Attention of one query a row: q bfloat16 [R, H, D], kv bfloat16 [page, 2, KH, page size, D] -> bfloat16
-    [R, H, D].
+    """Compute attention of one query a row: q bfloat16 [R, H, D], kv bfloat16 [page, 2, KH, page size, D] ->
+    bfloat16 [R, H, D].
 
     Row r attends to its positions from oldest[r] up to ends[r], which is exclusive, and 0 for a padding row;
     page_table int32[R, P] has the page of each position. What lies elsewhere may be NaN. `splits`: how many
@@ -106,7 +108,7 @@ def decode_attention(
 
 
 def _splits_for(num_rows: int, kv_heads: int, width: int) -> int:
-    """How many blocks share a row and a head of keys: enough to fill the GPU, and at most one a page."""
+    """Tell how many blocks share a row and a head of keys: enough to fill the GPU, and at most one a page."""
     return max(1, min(_BLOCKS // (num_rows * kv_heads), width, _MOST_SPLITS))
 
 
@@ -125,9 +127,9 @@ def _of_shares(
     splits: int,
     interpreted: bool,
 ) -> tuple[Array, Array, Array]:
-    """For `count` heads of keys from `first` on, and each share of a row: the sum of values float32 [R,
-    count, splits, group, D], and of all heads of q the peaks and sums of weights, float32 [R, count, splits,
-    64].
+    """Compute for `count` heads of keys from `first` on, and each share of a row: the sum of values float32
+    [R, count, splits, group, D], and of all heads of q the peaks and sums of weights, float32
+    [R, count, splits, 64].
     """
     num_rows, num_heads, dim = q.shape
     page_size = kv.shape[3]

@@ -51,8 +51,8 @@ of its members)."""
 def supports(
     q: Array | jax.ShapeDtypeStruct, kv: Array | jax.ShapeDtypeStruct, value_dim: int | None = None
 ) -> bool:
-    """Whether the kernels can handle queries [T, H, D] against a cache [page, 2, KH, page size, D], or with
-    `value_dim` against one of keys only, [page, 1, KH, page size, D]. The KV rows of an int8 cache also
+    """Say whether the kernels can handle queries [T, H, D] against a cache [page, 2, KH, page size, D], or
+    with `value_dim` against one of keys only, [page, 1, KH, page size, D]. The KV rows of an int8 cache also
     hold their scales.
     """
     stored, dim = _DTYPES.get(np.dtype(q.dtype)), q.shape[2]
@@ -119,7 +119,7 @@ def attend(
     page_table: Array,
     options: AttentionOptions,
 ) -> tuple[Array, Array]:
-    """`penstock.runtime.ops.attention.paged_attention` for the rows that `step_plan` was made for.
+    """Compute `penstock.runtime.ops.attention.paged_attention` for the rows that `step_plan` was made for.
 
     The returned cache lies in the memory of the argument.
     """
@@ -151,8 +151,8 @@ def native_paged_attention(
     meta: AttentionMeta,
     options: AttentionOptions,
 ) -> tuple[Array, Array]:
-    """`paged_attention` by the native CPU kernels for the shapes that they support, else in XLA. Native
-    output of padding tokens is 0.
+    """Compute `paged_attention` by the native CPU kernels for the shapes that they support, else in XLA.
+    Native output of padding tokens is 0.
     """
     check_cache(q, v_new, kv, options.value_dim)
     if not supports(q, kv, options.value_dim):

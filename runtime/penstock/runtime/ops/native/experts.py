@@ -72,8 +72,8 @@ def route(
     top_groups: int = 1,
     in_group: int = 2,
 ) -> tuple[Array, Array]:
-    """logits float32 [T, E] -> the experts of each row, int32 [T, per_token], and their weights, float32, the
-    first choice first.
+    """Choose from logits float32 [T, E] the experts of each row, int32 [T, per_token], and their weights,
+    float32, the first choice first.
 
     An expert's score is the softmax or the sigmoid of its logit. The per_token experts with the highest score
     are chosen, of equals the one with the lower number. correction float32 [any], of which the E values from
@@ -140,8 +140,8 @@ def experts(
     weigh_input: bool = False,
     adapters: ExpertAdapters | None = None,
 ) -> Array:
-    """x bfloat16 [T, K] -> bfloat16 [T, N]: for each row the sum of weight * down(act(gate_up(x))) over the
-    experts that it chose, with ids int32 [T, k] and weights float32 [T, k].
+    """Compute x bfloat16 [T, K] -> bfloat16 [T, N]: for each row the sum of weight * down(act(gate_up(x)))
+    over the experts that it chose, with ids int32 [T, k] and weights float32 [T, k].
 
     The sum is in the order of the choices and in float32, and is rounded once. gate_up has 2 I outputs, those
     of the gate first, and down has I inputs. limit: that of the activation "gpt_oss". weigh_input: x * weight
@@ -180,7 +180,8 @@ def experts(
 
 
 def batched(x: Array, weight: PackedExperts, *, num_rows: Array) -> Array:
-    """x bfloat16 [T, G, K] times G weights [N, K] transposed, each head by its own: bfloat16 [T, G, N].
+    """Compute x bfloat16 [T, G, K] times G weights [N, K] transposed, each head by its own: bfloat16
+    [T, G, N].
 
     num_rows int32 []: rows from this one on are padding, which costs nothing, and whose results are
     undefined.

@@ -22,8 +22,8 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """Like `jnp.zeros`, in programs for CPU, but Linux is asked for huge pages before any page is touched.
-    That takes 0.1 s for each GiB; `jnp.zeros` takes 0.4 s, and `advise` after it as long again.
+    """Make zeros like `jnp.zeros`, in programs for CPU, but Linux is asked for huge pages before any page is
+    touched. That takes 0.1 s for each GiB; `jnp.zeros` takes 0.4 s, and `advise` after it as long again.
     Raises NotAvailable without the native library.
     """
     library.load()
@@ -32,7 +32,7 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
 
 
 def advise(arrays: Iterable[jax.Array]) -> int:
-    """Asks Linux to keep arrays in CPU memory on huge pages: now where it can (since Linux 6.1), else over
+    """Ask Linux to keep arrays in CPU memory on huge pages: now where it can (since Linux 6.1), else over
     time.
 
     Returns how many bytes it collapsed now. Never fails: if Linux refuses, everything works as before.

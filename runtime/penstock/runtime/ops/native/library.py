@@ -96,7 +96,7 @@ def _open(folder: Path | None) -> ctypes.CDLL:
 
 
 def available(folder: Path | None = None) -> bool:
-    """Whether programs for CPU can use the native operations; see `load`."""
+    """Say whether programs for CPU can use the native operations; see `load`."""
     try:
         load(folder)
     except NotAvailable:
@@ -112,14 +112,14 @@ def absent(dtype: npt.DTypeLike, shape: tuple[int, ...] = (0,)) -> Array:
 
 
 def limit_threads(threads: int) -> None:
-    """Lets a kernel's loop use at most this many threads from now on, its caller's included, in the whole
+    """Let a kernel's loop use at most this many threads from now on, its caller's included, in the whole
     process.
     """
     load().penstock_limit_threads(threads)
 
 
 def limit_isa(isa: Isa) -> Isa:
-    """Forbids instruction sets above `isa` from now on, in the whole process, for tests. Returns the one in
+    """Forbid instruction sets above `isa` from now on, in the whole process, for tests. Return the one in
     use.
     """
     return Isa(load().penstock_limit_isa(int(isa))) if available() else Isa.NONE

@@ -69,18 +69,18 @@ class NormOptions(TypedDict, total=False):
 
 
 def can_pack(out_size: int, in_size: int) -> bool:
-    """Whether a weight [out_size, in_size] can be cut into tiles, in either format."""
+    """Say whether a weight [out_size, in_size] can be cut into tiles, in either format."""
     return out_size % BLOCK_OUT == 0 and in_size % _INT8_IN == 0
 
 
 def packed_shape(out_size: int, in_size: int, *, int8: bool) -> tuple[int, ...]:
-    """Shape of the tiles of a weight [out_size, in_size]."""
+    """Return the shape of the tiles of a weight [out_size, in_size]."""
     per_tile, group = (_INT8_IN, 4) if int8 else (_BF16_IN, 2)
     return (out_size // BLOCK_OUT, in_size // per_tile, per_tile // group, BLOCK_OUT, group)
 
 
 def pack(weight: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Weight [N, K], bfloat16 or int8 -> tiles."""
+    """Pack weight [N, K], bfloat16 or int8 -> tiles."""
     tiles = np.empty(packed_shape(*weight.shape, int8=weight.dtype == np.int8), weight.dtype)
     pack_into(tiles, np.ascontiguousarray(weight))
     return tiles
@@ -98,13 +98,13 @@ def pack_into(tiles: NDArray[np.generic], weight: NDArray[np.generic]) -> None:
 
 
 def unpack(tiles: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Tiles -> weight [N, K]: the inverse of `pack`."""
+    """Turn tiles -> weight [N, K]: the inverse of `pack`."""
     blocks, count, groups, outs, group = tiles.shape
     return np.ascontiguousarray(tiles.transpose(0, 3, 1, 2, 4).reshape(blocks * outs, count * groups * group))
 
 
 def quantize(weight: NDArray[np.generic]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Weight [N, K] -> symmetric int8 [N, K], and the scale of each output, float32 [N].
+    """Quantise weight [N, K] -> symmetric int8 [N, K], and the scale of each output, float32 [N].
 
     If a weight is not finite, neither is its output's scale, so the output is NaN and not some number.
     """
@@ -151,8 +151,8 @@ def linear(
     softcap: float = 0.0,
     out_dtype: np.dtype[np.generic] | type[np.generic] = ml_dtypes.bfloat16,
 ) -> Array:
-    """x bfloat16 [T, K] times one to three weights [N_i, K] transposed; the results lie side by side: [T, sum
-    of N_i].
+    """Compute x bfloat16 [T, K] times one to three weights [N_i, K] transposed; the results lie side by side:
+    [T, sum of N_i].
 
     norm bfloat16 [any], of which the K values from `norm_at` on count: x is first normalised by its root mean
     square, with `eps`, and multiplied by offset + norm.
@@ -223,7 +223,7 @@ _UNIT = 32
 
 
 def can_rotate(head_dim: int, rotary_dim: int) -> bool:
-    """Whether the kernel can handle heads of this size of which so many channels are rotated."""
+    """Say whether the kernel can handle heads of this size of which so many channels are rotated."""
     return head_dim % _UNIT == 0 and rotary_dim % _UNIT == 0 and rotary_dim <= head_dim
 
 
@@ -246,7 +246,7 @@ def rotate_qkv(
     values_are_keys: bool = False,
     q_scale: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """qkv bfloat16 [T, (H + 2 K) * D] -> q [T, H, D], k and v [T, K, D], computed in float32 and rounded
+    """Turn qkv bfloat16 [T, (H + 2 K) * D] -> q [T, H, D], k and v [T, K, D], computed in float32 and rounded
     once.
 
     cos, sin: float32 [T, R / 2]. The first R channels of each head of queries and keys are rotated, channel i
@@ -308,8 +308,8 @@ def rotate(
     offset: float = 0.0,
     scale: Array | None = None,
 ) -> Array:
-    """x bfloat16 [T, H, D] -> the same shape: what `rotate_qkv` does to queries, which the arguments without
-    "q_" in their names describe as there. It is for queries, or keys, that stand alone.
+    """Rotate x bfloat16 [T, H, D] -> the same shape: what `rotate_qkv` does to queries, which the arguments
+    without "q_" in their names describe as there. It is for queries, or keys, that stand alone.
     """
     tokens, heads, dim = x.shape
     q, _, _ = rotate_qkv(

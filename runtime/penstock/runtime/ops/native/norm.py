@@ -25,7 +25,7 @@ _PLAIN: Mapping[Plain | None, int] = {None: 0, "gelu": 1, "gelu_tanh": 2}
 
 
 def can_normalize(size: int) -> bool:
-    """Whether the kernel can normalise runs of this many channels."""
+    """Say whether the kernel can normalise runs of this many channels."""
     return size > 0 and size % _LANES == 0
 
 
@@ -47,7 +47,8 @@ def normalize(
     factor: Array | None = None,
     factor_at: int = 0,
 ) -> Array:
-    """(residual + scale * plain(normalised x)) * factor, in x's shape, computed in float32 and rounded once.
+    """Compute (residual + scale * plain(normalised x)) * factor, in x's shape, computed in float32 and
+    rounded once.
 
     x is bfloat16 [T, ...]; a row's channels are cut into runs of `size` (None: the whole row). Each run is
     divided by its root mean square, with `eps` in the root, and multiplied by offset + weight; the weight is

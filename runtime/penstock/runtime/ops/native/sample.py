@@ -102,8 +102,8 @@ def sample(
 def native_token_logprobs(
     logits: Array, tokens: Array, num_top: int, num_rows: Array
 ) -> tuple[Array, Array, Array]:
-    """`token_logprobs` by the native sampler. A mask allows each row its own token alone, so the sampler
-    takes that token and reports it.
+    """Compute `token_logprobs` by the native sampler. A mask allows each row its own token alone, so the
+    sampler takes that token and reports it.
     """
     count, vocab = logits.shape
     row = jnp.arange(count)
@@ -138,7 +138,7 @@ def native_token_logprobs(
 def native_sample(
     logits: Array, state: RowState, rows: SamplingRows, flags: Array, mask: Array | None, *, num_top: int
 ) -> Sampled:
-    """`sample` by the native CPU kernel. Both draw the same tokens, up to rounding."""
+    """Run `sample` by the native CPU kernel. Both draw the same tokens, up to rounding."""
     num_rows, vocab = logits.shape
     drawn = lax.cond(
         (flags & SAMPLING) != 0, lambda: uniforms(rows), lambda: jnp.zeros((num_rows, 2), jnp.float32)

@@ -54,19 +54,19 @@ class StateRows(NamedTuple):
 
 
 def can_convolve(dtype: jnp.dtype, channels: int, num_taps: int) -> bool:
-    """Whether the kernel can handle so many channels in `dtype`, and taps for each."""
+    """Say whether the kernel can handle so many channels in `dtype`, and taps for each."""
     return np.dtype(dtype) in _DTYPES and channels % _MULTIPLE == 0 and 2 <= num_taps <= _MOST_TAPS
 
 
 def can_recur(dtype: jnp.dtype, key_dim: int, value_dim: int) -> bool:
-    """Whether the kernels can handle inputs in `dtype` and heads with a state [key_dim, value_dim]."""
+    """Say whether the kernels can handle inputs in `dtype` and heads with a state [key_dim, value_dim]."""
     return np.dtype(dtype) in _DTYPES and key_dim % _MULTIPLE == 0 and value_dim % _MULTIPLE == 0
 
 
 def convolve(
     x: Array, weight: Array, bias: Array | None, state: Array, rows: StateRows, *, silu: bool
 ) -> tuple[Array, Array]:
-    """`penstock.runtime.ops.recurrent.conv.causal_conv`; see there. Padding tokens give 0."""
+    """Compute `penstock.runtime.ops.recurrent.conv.causal_conv`; see there. Padding tokens give 0."""
     library.load()
     shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype))
     call = jax.ffi.ffi_call("penstock_conv", shapes, input_output_aliases={3: 1})
@@ -95,7 +95,7 @@ def gated_delta_net(
     eps: float,
     num_key_heads: int,
 ) -> tuple[Array, Array]:
-    """`penstock.runtime.ops.recurrent.delta.gated_delta_net`; see there. Padding tokens give 0."""
+    """Compute `penstock.runtime.ops.recurrent.delta.gated_delta_net`; see there. Padding tokens give 0."""
     return _recur(
         qkv,
         z,
@@ -125,7 +125,7 @@ def mamba2(
     num_groups: int,
     dt_limit: tuple[float, float],
 ) -> tuple[Array, Array]:
-    """`penstock.runtime.ops.recurrent.ssd.mamba2`; see there. Padding tokens give 0."""
+    """Compute `penstock.runtime.ops.recurrent.ssd.mamba2`; see there. Padding tokens give 0."""
     return _recur(
         xbc,
         gate,

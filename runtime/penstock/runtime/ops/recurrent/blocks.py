@@ -58,9 +58,9 @@ def scan_rows(
 
 
 def decays(log_decay: Array) -> Array:
-    """log_decay [H, Q] -> [H, Q, Q]: what is left of what token j wrote when token i has decayed it, for j <=
-    i; 0 for others. Sums of logarithms are those of the tokens between, and no difference of sums from the
-    block's beginning, in which small decays would be lost beside large ones.
+    """Turn log_decay [H, Q] -> [H, Q, Q]: what is left of what token j wrote when token i has decayed it, for
+    j <= i; 0 for others. Sums of logarithms are those of the tokens between, and no difference of sums from
+    the block's beginning, in which small decays would be lost beside large ones.
     """
     num = log_decay.shape[1]
     later = jnp.tril(jnp.ones((num, num), bool), -1)

@@ -39,8 +39,8 @@ def causal_conv(
     meta: AttentionMeta,
     activation: ConvActivation | None = None,
 ) -> tuple[Array, Array]:
-    """y[t, c] = activation(bias[c] + sum over k of weight[k, c] * x[t - (K - 1) + k, c]), where the row's
-    inputs of earlier steps come from `state`, and those before its first token are zeros.
+    """Compute y[t, c] = activation(bias[c] + sum over k of weight[k, c] * x[t - (K - 1) + k, c]), where the
+    row's inputs of earlier steps come from `state`, and those before its first token are zeros.
 
     x [T, C], weight [K, C] and bias [C] in the model's dtype or float32, K at least 2; state float32 [S, K -
     1, C], the oldest input first. Sums and activation are float32. Returns y [T, C] in x's dtype (padding
@@ -76,5 +76,5 @@ def causal_conv(
 
 
 def _spans(begins: Array, length: int) -> Array:
-    """begins int32[R] -> int32[R, length]: the `length` places from each on."""
+    """Turn begins int32[R] -> int32[R, length]: the `length` places from each on."""
     return begins[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]

@@ -93,7 +93,7 @@ def gated_delta_net(
 
 
 def _unit(x: Array) -> Array:
-    """x [..., D] divided by its length."""
+    """Divide x [..., D] by its length."""
     return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + np.float32(KEY_EPS))
 
 
@@ -115,7 +115,7 @@ def delta_rule(
 
     def step_block(tokens: Array, used: Array, before: Array) -> tuple[Array, Array]:
         def of_block(x: Array) -> Array:
-            """x [T, H, ...] -> [H, Q, ...], with zeros where the block is padded: a key and a decay of 0
+            """Turn x [T, H, ...] -> [H, Q, ...], with zeros where the block is padded: a key and a decay of 0
             change no state.
             """
             found = jnp.where(used.reshape(-1, *(1,) * (x.ndim - 1)), x[tokens], 0)
@@ -131,8 +131,8 @@ def delta_rule(
 
 
 def _block(q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array) -> tuple[Array, Array]:
-    """One block: q, k [Hk, Q, Dk], v [Hv, Q, Dv], log_decay and beta [Hv, Q], state [Hv, Dk, Dv] before it ->
-    (outputs [Hv, Q, Dv], state after it).
+    """Compute one block: q, k [Hk, Q, Dk], v [Hv, Q, Dv], log_decay and beta [Hv, Q], state [Hv, Dk, Dv]
+    before it -> (outputs [Hv, Q, Dv], state after it).
     """
     repeats = v.shape[0] // k.shape[0]
 

@@ -105,7 +105,7 @@ def gated_scan(
     num_groups: int,
     dt_limit: tuple[float, float],
 ) -> tuple[Array, Array]:
-    """`mamba2` before its norm: (outputs float32 [T, H * P], the new state)."""
+    """Compute `mamba2` before its norm: (outputs float32 [T, H * P], the new state)."""
     num_tokens, _, heads, state_dim, head_dim = xbc.shape[0], *state.shape
     inner, keys = heads * head_dim, num_groups * state_dim
     wide = xbc.astype(jnp.float32)
@@ -136,8 +136,8 @@ def selective_scan(
 
     def step_block(tokens: Array, used: Array, before: Array) -> tuple[Array, Array]:
         def of_block(part: Array) -> Array:
-            """[T, H, ...] -> [H, Q, ...], with zeros where the block is padded: an input and a decay of 0
-            change no state.
+            """Turn [T, H, ...] -> [H, Q, ...], with zeros where the block is padded: an input and a decay of
+            0 change no state.
             """
             found = jnp.where(used.reshape(-1, *(1,) * (part.ndim - 1)), part[tokens], 0)
             return jnp.moveaxis(found, 0, 1)
@@ -150,8 +150,8 @@ def selective_scan(
 
 
 def _block(x: Array, b: Array, c: Array, log_decay: Array, state: Array) -> tuple[Array, Array]:
-    """One block: x [H, Q, P], b and c [G, Q, N], log_decay [H, Q], state [H, N, P] before it -> (outputs
-    [H, Q, P], state after it).
+    """Compute one block: x [H, Q, P], b and c [G, Q, N], log_decay [H, Q], state [H, N, P] before it ->
+    (outputs [H, Q, P], state after it).
     """
     repeats = x.shape[0] // b.shape[0]
 

@@ -27,8 +27,8 @@ from penstock.runtime.ops.tpu.decode_attention import decode_attention, takes
 def supports(
     q: Array | jax.ShapeDtypeStruct, kv: Array | jax.ShapeDtypeStruct, value_dim: int | None = None
 ) -> bool:
-    """Whether the kernel can handle the queries [R, H, D] of a decode step against such a cache, with this
-    `value_dim`.
+    """Say whether the kernel can handle the queries [R, H, D] of a decode step against such a cache, with
+    this `value_dim`.
     """
     _, planes, kv_heads, page_size, dim = kv.shape
     return (
@@ -49,8 +49,8 @@ def tpu_paged_attention(
     *,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """`paged_attention` by the kernels for causal attention and shapes that they support, else in XLA.
-    `interpret`: as `pallas_call` takes it, for tests.
+    """Compute `paged_attention` by the kernels for causal attention and shapes that they support, else in
+    XLA. `interpret`: as `pallas_call` takes it, for tests.
     """
     check_cache(q, v_new, kv, options.value_dim)
     is_decode = meta.block_tokens.shape[1] == 1

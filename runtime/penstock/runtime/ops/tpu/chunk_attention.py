@@ -34,7 +34,7 @@ _CHIP_BYTES = 24 * 2**20
 
 
 def block_for(num_heads: int, dim: int) -> int:
-    """Tokens of a block; less than LEAST_BLOCK do not do."""
+    """Return the tokens of a block; less than LEAST_BLOCK do not do."""
     per_token = num_heads * (dim * (4 + 2 + 4) + 2 * LANES * 4)
     block = MOST_BLOCK
     while block * per_token > _BLOCK_BYTES:
@@ -43,8 +43,8 @@ def block_for(num_heads: int, dim: int) -> int:
 
 
 def blocks_of(q_lens: Array, num_tokens: int, block: int) -> tuple[Array, Array, Array]:
-    """How a step of `num_tokens` tokens, with q_lens int32[R] of each row, is cut into blocks: of each block
-    int32[B] its row, how many tokens of the row are before it, and how many it has; 0 for padding.
+    """Tell how a step of `num_tokens` tokens, with q_lens int32[R] of each row, is cut into blocks: of each
+    block int32[B] its row, how many tokens of the row are before it, and how many it has; 0 for padding.
     """
     num_rows = q_lens.shape[0]
     of_row = (q_lens + (block - 1)) // block
@@ -71,8 +71,8 @@ def chunk_attention(
     softcap: float | None = None,
     interpret: Any = False,
 ) -> Array:
-    """Causal attention of a ragged step: q bfloat16 [T, H, D], kv bfloat16 [page, 2, KH, page size, D] ->
-    bfloat16 [T, H, D], whose padding is 0.
+    """Compute causal attention of a ragged step: q bfloat16 [T, H, D], kv bfloat16
+    [page, 2, KH, page size, D] -> bfloat16 [T, H, D], whose padding is 0.
 
     Row r has the next q_lens[r] tokens of q, from its position starts[r] on, and their keys and values are in
     the cache; page_table int32[R, P] has the page of each position. What no token attends to may be NaN.
@@ -97,7 +97,9 @@ def chunk_attention(
         return oldest
 
     def seen_by(asking: Any, at: Any, position: Any) -> Any:
-        """Which positions `at` the tokens at `asking` attend to, in a block that begins at `position`."""
+        """Tell which positions `at` the tokens at `asking` attend to, in a block that begins at
+        `position`.
+        """
         seen = at <= asking
         if window is not None:
             seen &= at > asking - window

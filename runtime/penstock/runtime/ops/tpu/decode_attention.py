@@ -33,12 +33,12 @@ _PAGES_BYTES = 8 * 2**20
 
 
 def stages_for(page_size: int, kv_heads: int, dim: int) -> int:
-    """How many pages are on the chip at a time; less than 2 do not do."""
+    """Tell how many pages are on the chip at a time; less than 2 do not do."""
     return min(_MOST_STAGES, _PAGES_BYTES // (2 * kv_heads * page_size * dim * 2))
 
 
 def takes(page_size: int, kv_heads: int, dim: int) -> bool:
-    """Whether the kernel can compute with such pages and heads."""
+    """Say whether the kernel can compute with such pages and heads."""
     return dim % LANES == 0 and page_size % SUBLANES == 0 and stages_for(page_size, kv_heads, dim) >= 2
 
 
@@ -55,8 +55,8 @@ def decode_attention(
     softcap: float | None = None,
     interpret: Any = False,
 ) -> Array:
-    """Attention of one query a row: q bfloat16 [R, H, D], kv bfloat16 [page, 2, KH, page size, D] -> bfloat16
-    [R, H, D].
+    """Compute attention of one query a row: q bfloat16 [R, H, D], kv bfloat16 [page, 2, KH, page size, D] ->
+    bfloat16 [R, H, D].
 
     Row r attends to its positions from oldest[r] up to ends[r], which is exclusive, and 0 for a padding row;
     page_table int32[R, P] has the page of each position. What lies elsewhere may be NaN. `sinks` float32[H],
