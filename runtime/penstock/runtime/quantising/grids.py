@@ -54,7 +54,7 @@ def grid_of(weight: Floats, scheme: Scheme, importance: Floats | None = None) ->
 
 
 def _searched(groups: Floats, scheme: Scheme, importance: Floats) -> tuple[Floats, Floats]:
-    """Of all ranges of groups [N, K / group, group] the grid with the least weighted squared error."""
+    """Find of all ranges of groups [N, K / group, group] the grid with the least weighted squared error."""
     best: tuple[Floats, Floats] | None = None
     least = np.full(groups.shape[:2], np.inf, np.float32)
     for shrink in _SHRINKS:

@@ -146,7 +146,7 @@ def _filled(config: ModelConfig, rules: Sequence[LoadRule], tensors: Mapping[str
 
 
 def _meta(num_tokens: int) -> AttentionMeta:
-    """One row of so many tokens, from the first position on, in pages of its own."""
+    """Describe one row of so many tokens, from the first position on, in pages of its own."""
     pages = -(-num_tokens // _PAGE)
     past, none = jnp.full((1,), _NO_STATE, jnp.int32), jnp.zeros((1,), jnp.int32)
     return make_meta(

@@ -78,7 +78,7 @@ def packed(codes: Codes, scheme: Scheme) -> dict[str, NDArray[Any]]:
 
 
 def _words(numbers: NDArray[Any], bits: int) -> NDArray[np.int32]:
-    """Signed codes [..., n] as words [..., n * bits / 32]."""
+    """Pack signed codes [..., n] as words [..., n * bits / 32]."""
     unsigned = (numbers.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
     if bits == 4:
         unsigned = unsigned[..., 0::2] | np.left_shift(unsigned[..., 1::2], 4, dtype=np.uint8)

@@ -173,7 +173,7 @@ def _check_family(config: ModelConfig) -> None:
 
 
 def _refused(config: ModelConfig) -> str | None:
-    """Why a model cannot be quantised; None: it can."""
+    """Say why a model cannot be quantised; None: it can."""
     if not config.generates:
         return "it generates nothing"
     if config.per_layer is not None:
