@@ -163,7 +163,7 @@ class Backend:
         }
 
     def linear_format(self, dtype: np.dtype[np.generic], quantization: str) -> LinearFormat:
-        """How the linear weights of a model in `dtype` are stored."""
+        """Tell how the linear weights of a model in `dtype` are stored."""
         return LinearFormat(
             packed=dtype == self.packed_dtype,
             int8=quantization == "int8",
@@ -242,8 +242,8 @@ def _of_platform(config: EngineConfig, devices: Sequence[jax.Device], memory: De
 
 
 def _with_dealt_pages(backend: Backend) -> Backend:
-    """With the attention of a cache whose pages are dealt over the devices. XLA computes it, and bits depend
-    on which pages a request has.
+    """Give a backend the attention of a cache whose pages are dealt over the devices. XLA computes it, and
+    bits depend on which pages a request has.
     """
     span = SHORT_SPAN if backend.platform_name == "cpu" else LONG_SPAN
     return replace(
@@ -255,14 +255,14 @@ def _with_dealt_pages(backend: Backend) -> Backend:
 
 
 def most_devices(devices: Sequence[jax.Device]) -> int:
-    """Over how many of these devices a model is cut unless an operator says it. Those of a CPU share its
+    """Say over how many of these devices a model is cut unless an operator says it. Those of a CPU share its
     processors, so nothing is gained there.
     """
     return 1 if devices[0].platform == "cpu" else len(devices)
 
 
 def has_own_memory(device: jax.Device) -> bool:
-    """Whether a device has memory apart from the host's."""
+    """Say whether a device has memory apart from the host's."""
     return bool(device.platform != "cpu")
 
 
@@ -319,7 +319,7 @@ def _with_tpu_kernels(backend: Backend) -> Backend:
 
 
 def _uses_kernels(config: EngineConfig, device: jax.Device) -> bool:
-    """Whether programs for the device call kernels of ours."""
+    """Say whether programs for the device call kernels of ours."""
     if config.native == "off":
         return False
     problem = None
@@ -343,7 +343,7 @@ def _uses_kernels(config: EngineConfig, device: jax.Device) -> bool:
 
 
 def _memory_of(devices: Sequence[jax.Device]) -> Callable[[], DeviceMemory | None]:
-    """Tells the memory of the device of this process that has the least left, because all get arrays of equal
+    """Tell the memory of the device of this process that has the least left, because all get arrays of equal
     sizes.
     """
 

@@ -112,10 +112,9 @@ class Buckets:
         decodes: bool = True,
         most_rows: int | None = None,
     ) -> Buckets:
-        """Row buckets from 4 up to max_num_seqs, each `row_growth` times the one before; token buckets from
-        16 up to max_num_batched_tokens, each `token_growth` times the one before; with `max_window`, windows
-        of 1, 2, 4, ... up to that many decode steps. `most_rows`: the most rows of a step with proposed
-        tokens; None: max_num_seqs.
+        """Choose row buckets from 4 up to max_num_seqs, each `row_growth` times the one before; token buckets
+        from 16 up to max_num_batched_tokens, each `token_growth` times the one before; with `max_window`,
+        windows of 1, 2, 4 `most_rows`: the most rows of a step with proposed tokens; None: max_num_seqs.
 
         Neither kind ends below 4 (see MIN_BUCKET): a smaller limit is served with padding rows.
         """
@@ -137,7 +136,7 @@ class Buckets:
         )
 
     def keys(self) -> tuple[ProgramKey, ...]:
-        """Every program that `select` can return, each once, largest first.
+        """List every program that `select` can return, each once, largest first.
 
         The largest takes longest to compile, so this is the best order for several compiler threads. It also
         needs the most memory: if it does not fit, start-up fails at once and not after minutes.
@@ -178,7 +177,7 @@ class Buckets:
 
 
 def geometric(first: int, factor: int, last: int) -> tuple[int, ...]:
-    """first, first * factor, ... below `last`, then `last`."""
+    """Yield first, first * factor, ... below `last`, then `last`."""
     sizes = []
     size = first
     while size < last:

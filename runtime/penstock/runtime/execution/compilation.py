@@ -54,7 +54,7 @@ class CompileCounter:
             self.count += 1
 
     def start(self) -> None:
-        """Begins to count what the calling thread compiles, from zero."""
+        """Begin to count what the calling thread compiles, from zero."""
         self.count = 0
         self._thread = threading.get_ident()
         if not self._listening:
@@ -106,7 +106,7 @@ def compile_program(
     name: str = "",
     options: Mapping[str, str | bool] | None = None,
 ) -> jax.stages.Compiled:
-    """Lowers and compiles a program for the shapes and shardings of the arguments (arrays or
+    """Lower and compile a program for the shapes and shardings of the arguments (arrays or
     ShapeDtypeStructs). `options` are XLA's; those that are not given keep XLA's defaults. Profiles show the
     program as "jit_" and its `name`; empty: that of the function. Programs of the same function need names of
     their own, because profiles find the operations of a program by it.

@@ -81,8 +81,8 @@ def facts_of(
     arguments: Iterable[Any],
     backend: Backend,
 ) -> Facts:
-    """All that programs with arguments of these shapes are made of. structure: of the model, and of its draft
-    if it has one. ConfigError if a part of it cannot be told by a text.
+    """Return all that programs with arguments of these shapes are made of. structure: of the model, and of
+    its draft if it has one. ConfigError if a part of it cannot be told by a text.
     """
     options = {
         field.name: getattr(config, field.name)
@@ -199,7 +199,7 @@ def _version(package: str) -> str:
 
 
 def _settings() -> dict[str, str]:
-    """JAX's, but for those that programs do not depend on."""
+    """Return JAX's settings, but for those that programs do not depend on."""
     return {
         f"the setting {name}": repr(value)
         for name, value in sorted(jax.config.values.items())

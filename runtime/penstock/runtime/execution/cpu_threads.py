@@ -57,7 +57,7 @@ def check_pool(threads: int) -> None:
 
 
 def pool_size() -> int:
-    """How many threads XLA's CPU pool has in this process; 0 if it has not started, or if that cannot be
+    """Tell how many threads XLA's CPU pool has in this process; 0 if it has not started, or if that cannot be
     found out.
     """
     names = []

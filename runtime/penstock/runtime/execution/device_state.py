@@ -162,8 +162,8 @@ class DeviceState:
         self._kv = kv
 
     def allocate_cache(self, num_pages: Sequence[int]) -> None:
-        """Allocates the cache, with so many pages in each group of layers, filled with zeros, and frees the
-        one there was. ConfigError for less than one page.
+        """Allocate the cache, with so many pages in each group of layers, filled with zeros, and free the one
+        there was. ConfigError for less than one page.
         """
         if min(num_pages) < 1:
             raise ConfigError(f"the KV cache needs at least one page, not {min(num_pages)}")
@@ -174,7 +174,7 @@ class DeviceState:
         self.restore_cache()
 
     def free_cache(self) -> int:
-        """Frees the cache's memory now, and returns how many bytes that were."""
+        """Free the cache's memory now, and return how many bytes that were."""
         arrays = jax.tree.leaves(self._kv)
         num_bytes = sum(int(array.nbytes) for array in arrays)
         for array in arrays:
@@ -183,7 +183,7 @@ class DeviceState:
         return num_bytes
 
     def restore_cache(self) -> None:
-        """Allocates the cache again, filled with zeros, if it was freed. Compiles nothing."""
+        """Allocate the cache again, filled with zeros, if it was freed. Compile nothing."""
         if self._kv is None and self._make_kv is not None:
             self._kv = self._make_kv()
             self._backend.use_huge_pages(jax.tree.leaves(self._kv))
@@ -254,7 +254,7 @@ class DeviceState:
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._weights_tree, leaves))
 
     def free(self) -> None:
-        """Frees all memory that is held, except weights that other code holds too."""
+        """Free all memory that is held, except weights that other code holds too."""
         self.free_cache()
         for array in jax.tree.leaves((self.rows, self.pool, self.adapters)):
             array.delete()
@@ -321,7 +321,7 @@ def _cut_adapter_shapes(config: RunnerConfig, mesh: jax.sharding.Mesh) -> Any:
 
 
 def row_shapes(cache: CacheSpec, config: RunnerConfig, sharding: jax.sharding.Sharding) -> RowState:
-    """Shapes, dtypes and places of the rows' state."""
+    """Return the shapes, dtypes and places of the rows' state."""
 
     def array(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = np.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
@@ -338,7 +338,9 @@ def row_shapes(cache: CacheSpec, config: RunnerConfig, sharding: jax.sharding.Sh
 
 
 def cache_shapes(cache: CacheSpec, config: RunnerConfig, num_pages: Sequence[int]) -> KVCache:
-    """Shapes and dtypes of a cache of so many pages in each group of layers, as a device has it."""
+    """Return the shapes and dtypes of a cache of so many pages in each group of layers, as a device has
+    it.
+    """
     return cache.arrays(
         num_pages, config.page_size, config.max_num_seqs, config.kv_dtype, config.num_snapshots
     )
@@ -359,7 +361,9 @@ def cut_cache_shapes(
 def _pool_shapes(
     rebuild: Callable[[Weights], Any], own: Any, config: RunnerConfig, sharding: jax.sharding.Sharding
 ) -> Any:
-    """Shapes of the embeddings of pictures, for weights of these shapes on a device; () without pictures."""
+    """Return the shapes of the embeddings of pictures, for weights of these shapes on a device; () without
+    pictures.
+    """
     if config.vision is None:
         return ()
     return tuple(
@@ -400,7 +404,7 @@ def _placed(leaves: Weights, shardings: Sequence[jax.sharding.Sharding]) -> Weig
 
 
 def bytes_beside_arguments(program: jax.stages.Compiled) -> int:
-    """Bytes of scratch memory and of results that do not lie in a donated argument."""
+    """Count the bytes of scratch memory and of results that do not lie in a donated argument."""
     analysis = program.memory_analysis()
     kinds = (("temp", 1), ("output", 1), ("alias", -1))
     return sum(sign * int(getattr(analysis, f"{kind}_size_in_bytes", 0)) for kind, sign in kinds)

@@ -34,7 +34,7 @@ class HiddenRows:
     """The rows for which these are wanted, and not the sum."""
 
     def read(self) -> dict[int, NDArray[np.float32]]:
-        """Row to values, float32[E] or float32[classes]. Blocks until they are on the host."""
+        """Map rows to values, float32[E] or float32[classes]. Block until they are on the host."""
         values = np.array(self.values)  # a copy: on CPU it would keep the device's array
         size = values.shape[1] - self.num_classes
         return {
@@ -76,8 +76,8 @@ def compute(
     classified: frozenset[int],
     program: Callable[[NDArray[np.int32]], jax.Array],
 ) -> HiddenRows | None:
-    """Dispatches the `program` for these parts; None where there are none. `most_tokens`: of any step, the
-    program's size. The others are those of `HiddenRows`.
+    """Dispatch the `program` for these parts; return None where there are none. `most_tokens`: of any step,
+    the program's size. The others are those of `HiddenRows`.
     """
     if not parts:
         return None

@@ -43,8 +43,8 @@ FIRST_BUCKET = 256
 
 
 def needs_sections(plan: Plan, request_of: RequestOf) -> bool:
-    """Whether a row computes tokens of a prompt with pictures: their embeddings may be those of a picture,
-    and their positions are no sum.
+    """Say whether a row computes tokens of a prompt with pictures: their embeddings may be those of a
+    picture, and their positions are no sum.
     """
     return any(
         row.token_ids is not None
@@ -107,8 +107,8 @@ def media_argument(media: MediaInputs | None) -> dict[str, Any]:
 
 
 def encode_buckets(vision: Vision, max_tokens: int, growth: int) -> tuple[int, ...]:
-    """Numbers of patches for which there are programs: each `growth` times the one before, up to those of a
-    picture of `max_tokens`; one number where all pictures have as many.
+    """Return the numbers of patches for which there are programs: each `growth` times the one before, up to
+    those of a picture of `max_tokens`; one number where all pictures have as many.
     """
     if vision.num_patches is not None:
         return (vision.num_patches,)
@@ -150,7 +150,7 @@ def pool_shapes(rebuild: Callable[[Any], Any], weights: Any, vision: Vision, num
 
 
 def input_shapes(vision: Vision, bucket: int, sharding: jax.sharding.Sharding | None = None) -> Any:
-    """Shapes and dtypes of what `Vision.inputs` makes for a bucket."""
+    """Return the shapes and dtypes of what `Vision.inputs` makes for a bucket."""
     return jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
         vision.inputs((), bucket),

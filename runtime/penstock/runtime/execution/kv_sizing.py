@@ -181,8 +181,8 @@ def plan_kv(
 
 
 def _num_snapshots(config: ResolvedConfig, snapshot_bytes: int, spare: int | None) -> int:
-    """How many snapshots of recurrent state there are, if `spare` bytes can be shared between them and pages;
-    None: no such bound.
+    """Tell how many snapshots of recurrent state there are, if `spare` bytes can be shared between them and
+    pages; None: no such bound.
     """
     if not snapshot_bytes:
         return 0
@@ -197,31 +197,33 @@ def _bytes(groups: Sequence[CacheGroup], num_pages: Sequence[int]) -> int:
 
 
 def _rest(budget: int, first: CacheGroup, others: Sequence[CacheGroup], num_pages: Sequence[int]) -> int:
-    """How many pages the first group can have beside so many of the others."""
+    """Tell how many pages the first group can have beside so many of the others."""
     most = (budget - _bytes(others, num_pages)) // first.page_bytes
     return most - most % first.pieces
 
 
 def _dealt_up(num_pages: int, group: CacheGroup) -> int:
-    """So many pages, or the few more that each device has as many of as any other."""
+    """Return so many pages, or the few more that each device has as many of as any other."""
     return -(-num_pages // group.pieces) * group.pieces
 
 
 def _chunk_pages(config: ResolvedConfig) -> int:
-    """Pages of the largest chunk of a prompt, wherever in a page it begins."""
+    """Count the pages of the largest chunk of a prompt, wherever in a page it begins."""
     chunk = config.max_prefill_chunk or config.max_num_batched_tokens
     return -(-chunk // config.page_size) + 1
 
 
 def _pages_for_one(group: CacheGroup, config: ResolvedConfig) -> int:
-    """How many pages of a group with a window one request needs to run as fast as it can."""
+    """Tell how many pages of a group with a window one request needs to run as fast as it can."""
     assert group.window is not None
     steps = config.max_decode_steps // config.page_size
     return window_pages(group.window, config.page_size) + steps + _chunk_pages(config)
 
 
 def _pages_for_all(group: CacheGroup, config: ResolvedConfig, pages_per_row: int, equal: int) -> int:
-    """How many pages a group with a window gets of a budget that has room for `equal` pages of all layers."""
+    """Tell how many pages a group with a window gets of a budget that has room for `equal` pages of all
+    layers.
+    """
     per_row = min(_pages_for_one(group, config) - _chunk_pages(config), pages_per_row)
     used = config.max_num_seqs * per_row + 2 * _chunk_pages(config)
     return min(equal, used + min(used, max(equal - used, 0) // 2))
@@ -230,9 +232,9 @@ def _pages_for_all(group: CacheGroup, config: ResolvedConfig, pages_per_row: int
 def prefix_cache_pages(
     config: EngineConfig, *, has_state: bool, num_snapshots: int, reads_whole: bool = False
 ) -> int | None:
-    """`EngineConfig.prefix_cache_pages`, or 0 for a model with recurrent state of which no snapshots are
-    kept, because shared pages alone do not restore a request's state; and for one that reads each text whole.
-    ConfigError if such a model was given a prefix cache.
+    """Return `EngineConfig.prefix_cache_pages`, or 0 for a model with recurrent state of which no snapshots
+    are kept, because shared pages alone do not restore a request's state; and for one that reads each text
+    whole. ConfigError if such a model was given a prefix cache.
     """
     if reads_whole:
         if config.prefix_cache_pages:

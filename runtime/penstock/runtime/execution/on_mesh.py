@@ -23,7 +23,7 @@ WHOLE = PartitionSpec()
 
 
 def cut_sharding(mesh: Mesh) -> NamedSharding:
-    """Where weights and cache lie: on a mesh of one device they have no axis more."""
+    """Tell where weights and cache lie: on a mesh of one device they have no axis more."""
     return NamedSharding(mesh, CUT if mesh.size > 1 else WHOLE)
 
 
@@ -38,7 +38,7 @@ def all_shape(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
 
 
 def specs_of(arguments: Any) -> Any:
-    """Which of these arrays, or shapes with a sharding, are `CUT` and which are `WHOLE`. One that has no
+    """Tell which of these arrays, or shapes with a sharding, are `CUT` and which are `WHOLE`. One that has no
     place on a mesh is whole.
     """
     shardings = jax.tree.map(lambda array: array.sharding, arguments)

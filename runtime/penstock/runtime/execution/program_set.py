@@ -211,7 +211,9 @@ class ProgramBuilder:
         return program_store.key_of(values, self._arguments)
 
     def facts(self) -> compiled_set.Facts:
-        """All that the programs are made of, by which another machine tells whether they are its own."""
+        """Return all that the programs are made of, by which another machine tells whether they are its
+        own.
+        """
         parts = (self.config, (self.graphdef, self._drafted), self.cache, self.num_pages)
         return compiled_set.facts_of(*parts, self._arguments, self.backend)
 
@@ -389,7 +391,7 @@ class ProgramBuilder:
         name: str = "",
         results: Any = WHOLE,
     ) -> jax.stages.Compiled:
-        """`results`: what of the program's results is cut over devices, see `on_mesh`."""
+        """Compile a program. `results`: what of the program's results is cut over devices, see `on_mesh`."""
         options = self.backend.compiler_options
         for_all = on_mesh(program, self.backend.mesh, specs_of(arguments), results)
         # Pallas asks the default device for which chip it compiles, and that device may not be here.

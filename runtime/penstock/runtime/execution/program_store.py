@@ -179,7 +179,7 @@ def _shape(array: Any) -> str:
 
 
 def _surroundings() -> Iterator[str]:
-    """Versions, the machine and settings."""
+    """Yield versions, the machine and settings."""
     yield described(jax.ffi.ffi_call)  # tests put another in its place to call emulated kernels
     yield platform.python_version()
     for package in PACKAGES:

@@ -38,7 +38,7 @@ class PromptLogprobs:
     rows: Mapping[int, PromptSlice]
 
     def read(self, num_top: int) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """Row to log-probabilities. Blocks until the values are on the host."""
+        """Map rows to log-probabilities. Block until the values are on the host."""
         values = np.asarray(self.values)
         return {
             row: tuple(
@@ -50,7 +50,9 @@ class PromptLogprobs:
 
 
 def prompt_targets(plan: Plan, slots: Slots) -> dict[int, tuple[int, ...]]:
-    """Row to the prompt tokens that come after this step's tokens and whose log-probabilities are wanted."""
+    """Map rows to the prompt tokens that come after this step's tokens and whose log-probabilities are
+    wanted.
+    """
     targets: dict[int, tuple[int, ...]] = {}
     for i, row in enumerate(plan.rows):
         if row.token_ids is None:
@@ -74,8 +76,8 @@ def compute(
     num_top: int,
     program: Callable[[NDArray[np.int32]], jax.Array],
 ) -> PromptLogprobs | None:
-    """Dispatches the `program` for the rows that have `targets`; None where there are none. `most_tokens`: of
-    any step, the program's size; `num_top`: likeliest tokens that it reports.
+    """Dispatch the `program` for the rows that have `targets`; return None where there are none.
+    `most_tokens`: of any step, the program's size; `num_top`: likeliest tokens that it reports.
     """
     if not targets:
         return None

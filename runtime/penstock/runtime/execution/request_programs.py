@@ -134,7 +134,7 @@ def _over_tiles(
 
 
 def admission_size(max_model_len: int) -> int:
-    """Length of the buffer of `make_admission`'s program, in int32 words."""
+    """Return the length of the buffer of `make_admission`'s program, in int32 words."""
     return 3 + max_model_len
 
 

@@ -139,9 +139,7 @@ class AwaitingTokens:
         return self
 
     def read(self, num_top: int) -> StepResult:
-        """Blocks until the result is on the host. `num_top`: how many likeliest tokens the programs
-        report.
-        """
+        """Block until the result is on the host. `num_top`: how many likeliest tokens the programs report."""
         plan = self.plan
         num_rows = len(plan.rows) + sum(map(len, self.further.values()))
         tokens = np.asarray(self.chosen.tokens)[: plan.num_steps, :num_rows].T
@@ -239,7 +237,7 @@ class ProgramCalls:
     def choose(
         self, logits: jax.Array, packed: Ints, mask: Ints | None, checks: Ints | None = None
     ) -> Chosen:
-        """Chooses tokens. `packed` is the first part of the step's buffer, `mask` int32[R, words] has a bit
+        """Choose tokens. `packed` is the first part of the step's buffer, `mask` int32[R, words] has a bit
         for each token that is allowed; None: the rows have no masks. `checks`: what `pack_checks` makes; None
         where no tokens are proposed.
         """
@@ -253,12 +251,12 @@ class ProgramCalls:
         return cast("Chosen", chosen)
 
     def prompt_logprobs(self, hidden: jax.Array, packed: Ints) -> jax.Array:
-        """Log-probabilities of tokens of the prompts, see `make_prompt_logprobs`."""
+        """Compute log-probabilities of tokens of the prompts, see `make_prompt_logprobs`."""
         result: jax.Array = self.programs.prompt_logprobs(self._device.leaves, hidden, packed)
         return result
 
     def hidden_sums(self, hidden: jax.Array, packed: Ints) -> jax.Array:
-        """Hidden states added up, see `make_hidden_sums`."""
+        """Return hidden states added up, see `make_hidden_sums`."""
         result: jax.Array = self.programs.hidden_sums(self._device.leaves, hidden, packed)
         return result
 
@@ -356,7 +354,7 @@ class ProgramCalls:
         return np.full((rows, mask_words(self._config.vocab_size)), -1, np.int32)
 
     def free(self) -> None:
-        """Frees the memory on the device that the calls hold."""
+        """Free the memory on the device that the calls hold."""
         for array in self._no_masks.values():
             array.delete()
 
@@ -415,18 +413,18 @@ class ModelRunner:
     # -- life --
 
     def initialize_kv_cache(self, num_pages: Sequence[int]) -> None:
-        """Allocates the cache, filled with zeros, with so many pages in each group of layers. Programs are
+        """Allocate the cache, filled with zeros, with so many pages in each group of layers. Programs are
         compiled for its shape, so this comes before `compile`.
         """
         self.device.allocate_cache(num_pages)
 
     def compile(self) -> None:
-        """Compiles every program, and runs each once on padding only."""
+        """Compile every program, and run each once on padding only."""
         self._calls = self.make_calls(self.compiled())
         self._calls.warm_up(self._slots)
 
     def compiled(self) -> Programs:
-        """Compiles every program."""
+        """Compile every program."""
         if not self.device.num_pages:
             raise ConfigError("initialize_kv_cache comes before compile")
         return self.device.builder(self.device.num_pages).compile_all()
@@ -440,7 +438,7 @@ class ModelRunner:
         self.compiles_after_warmup.start()
 
     def shutdown(self) -> None:
-        """Frees the device's memory that this runner holds. It cannot be used afterwards."""
+        """Free the device's memory that this runner holds. It cannot be used afterwards."""
         self.compiles_after_warmup.stop()
         self._step_masks.close()
         if self._calls is not None:
@@ -480,8 +478,8 @@ class ModelRunner:
         return self.wait(self.choose(self.execute_async(plan)))
 
     def execute_async(self, plan: Plan) -> PendingStep:
-        """Dispatches one step. Its tokens stay on the device as the input of the next step, and a copy for
-        the host is started. If rows have constraints, only the model runs until `choose`.
+        """Dispatch one step. Its tokens stay on the device as the input of the next step, and a copy for the
+        host is started. If rows have constraints, only the model runs until `choose`.
         """
         num_compiled = self.compiles_after_warmup.count
         with TraceAnnotation("pack", step=plan.step_id):
@@ -593,9 +591,8 @@ class ModelRunner:
         ).sent()
 
     def choose(self, step: PendingStep) -> AwaitingTokens:
-        """Chooses the tokens of a step that waits for it; any other step is returned as it is. To be called
-        after the constraints have accepted the tokens of all earlier steps, and before the next step is
-        dispatched.
+        """Choose the tokens of a step that waits for it; return any other step as it is. To be called after
+        the constraints have accepted the tokens of all earlier steps, and before the next step is dispatched.
 
         `skipped` of the result are rows whose masks were not ready in time. They make no token, and the next
         step that has them computes the same position again.
@@ -631,7 +628,7 @@ class ModelRunner:
         ).sent()
 
     def wait(self, step: PendingStep) -> StepResult:
-        """Blocks until a dispatched step's result is on the host."""
+        """Block until a dispatched step's result is on the host."""
         if isinstance(step, AwaitingChoice):
             raise RuntimeError("choose comes before wait")
         return step.read(self.config.num_top)

@@ -120,7 +120,7 @@ class Slots:
         return request
 
     def constraints(self, plan: Plan) -> dict[int, TokenConstraint]:
-        """Row to constraint, for the rows of this plan that sample."""
+        """Map rows to constraints, for the rows of this plan that sample."""
         if not self._constrained:
             return {}
         return {
@@ -130,8 +130,8 @@ class Slots:
         }
 
     def logprobs(self, plan: Plan) -> list[int | None]:
-        """For each row, how many log-probabilities of likeliest tokens to report; None: not even the sampled
-        token's.
+        """Say for each row how many log-probabilities of likeliest tokens to report; None: not even the
+        sampled token's.
         """
         logprobs = self._logprobs
         return [logprobs[row.slot] if row.samples else None for row in plan.rows]
@@ -171,7 +171,7 @@ class Slots:
         return packed
 
     def pack(self, plan: Plan, key: ProgramKey, masked: Sequence[int]) -> NDArray[np.int32]:
-        """Packs a plan into a new buffer. It is new because, on CPU, the runtime may read a buffer in place
+        """Pack a plan into a new buffer. It is new because, on CPU, the runtime may read a buffer in place
         after the call that took it has returned. `masked`: the rows that get masks.
         """
         buffer = self.blank(key)

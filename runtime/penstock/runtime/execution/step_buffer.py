@@ -171,7 +171,9 @@ class Layout:
         return sum(map(math.prod, self._shapes[:3]))
 
     def views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer, Buffer]:
-        """Header, row fields, stop ids and tokens: views of a host buffer, slices of an array on a device."""
+        """Return header, row fields, stop ids and tokens: views of a host buffer, slices of an array on a
+        device.
+        """
         header, fields, stop_ids, tokens = _split(buffer, self._shapes[:4])
         return header, fields, stop_ids, tokens
 
@@ -180,12 +182,12 @@ class Layout:
         return _split(buffer, self._shapes)[4]
 
     def row_views(self, buffer: Buffer) -> tuple[Buffer, Buffer, Buffer]:
-        """Header, row fields and stop ids, of a whole buffer or of one without tokens."""
+        """Return header, row fields and stop ids, of a whole buffer or of one without tokens."""
         header, fields, stop_ids = _split(buffer, self._shapes[:3])
         return header, fields, stop_ids
 
     def unpack_rows(self, packed: Array) -> Unpacked:
-        """Unpacks everything but the tokens, inside the program; `packed` may have the tokens or not."""
+        """Unpack everything but the tokens, inside the program; `packed` may have the tokens or not."""
         header, fields, stop_ids = self.row_views(packed)
         params = fields[:, PARAMS:]
 

@@ -63,20 +63,20 @@ class StepModel(Protocol):
         attention: AttentionOp,
         recurrent: RecurrentOps,
     ) -> tuple[Array, KVCache]:
-        """Tokens and positions int32[T] -> hidden states [T, E] and the updated cache. `metas` has one entry
-        for each group of the cache's layers. A model that reads pictures also takes `media`, see
+        """Turn tokens and positions int32[T] -> hidden states [T, E] and the updated cache. `metas` has one
+        entry for each group of the cache's layers. A model that reads pictures also takes `media`, see
         `media.sections`, and one that adapters change `adapters`.
         """
         ...
 
     def logits(self, hidden: Array, num_rows: Array) -> Array:
-        """Hidden states [R, E] -> logits float32[R, V]. Rows from num_rows, int32[], on are padding; what
-        they hold is undefined.
+        """Turn hidden states [R, E] -> logits float32[R, V]. Rows from num_rows, int32[], on are padding;
+        what they hold is undefined.
         """
         ...
 
     def normalized(self, hidden: Array) -> Array:
-        """Hidden states [R, E] -> the same after the final norm, which `logits` multiplies by the head,
+        """Turn hidden states [R, E] -> the same after the final norm, which `logits` multiplies by the head,
         float32 [R, E]. A model with a classifier also has `classes`, see `CausalLM.classes`.
         """
         ...
@@ -146,8 +146,8 @@ class Follower(Protocol):
         attention: AttentionOp,
         recurrent: RecurrentOps,
     ) -> KVCache:
-        """Tokens int32[T] that its target computes, and the hidden states that this gave, [T, E] -> the whole
-        cache with what it keeps of them.
+        """Turn tokens int32[T] that its target computes, and the hidden states that this gave, [T, E] -> the
+        whole cache with what it keeps of them.
         """
         ...
 
@@ -165,8 +165,8 @@ class Follower(Protocol):
         recurrent: RecurrentOps,
         num_rows: Array,
     ) -> tuple[Array, Carried, KVCache]:
-        """Tokens int32[R] and what it reads beside them -> logits float32[R, V] of what follows, what its
-        next guess reads, and the whole cache. Rows from num_rows on are padding.
+        """Turn tokens int32[R] and what it reads beside them -> logits float32[R, V] of what follows, what
+        its next guess reads, and the whole cache. Rows from num_rows on are padding.
         """
         ...
 
@@ -317,8 +317,9 @@ class Joined(NamedTuple):
 
 
 def join_rows(slots: Array, starts: Array, q_lens: Array, num_slots: int) -> Joined:
-    """slots, starts, q_lens int32[R]; q_lens are 1, then 0 for padding. State by slot goes through the tokens
-    of a row one after the other, so it does not matter to it how they came to be in one row.
+    """Join rows of the same slot into one. slots, starts, q_lens int32[R]; q_lens are 1, then 0 for padding.
+    State by slot goes through the tokens of a row one after the other, so it does not matter to it how they
+    came to be in one row.
     """
     row, is_real = jnp.arange(slots.shape[0], dtype=jnp.int32), q_lens > 0
     is_same = (slots[:, None] == slots[None, :]) & is_real[:, None] & is_real[None, :]
@@ -372,9 +373,10 @@ def _run_model(
     shifts: Array | None = None,
     joined: Joined | None = None,
 ) -> tuple[Array, Array, KVCache, Array | None]:
-    """(logits float32[R, V], hidden [T, E], cache, `RowState.held`); `last` int32[R] replaces FEEDBACK, and
-    `guesses` int32[R, K] the numbers below it. A model that reads pictures has `media` or, in a window,
-    `shifts`. With `joined` the model runs over these rows, and the results are those of the rows before.
+    """Return (logits float32[R, V], hidden [T, E], cache, `RowState.held`); `last` int32[R] replaces
+    FEEDBACK, and `guesses` int32[R, K] the numbers below it. A model that reads pictures has `media` or, in a
+    window, `shifts`. With `joined` the model runs over these rows, and the results are those of the rows
+    before.
     """
     copies, q_lens, slots = None, batch.q_lens, batch.sampling.slots
     if joined is not None:
@@ -429,7 +431,7 @@ def _guessed(guesses: Array, codes: Array) -> Array:
 
 
 def _of_rows(by_slot: Array, batch: Unpacked) -> Array:
-    """Values by slot [S, ...] -> values by row [R, ...]; those of padding rows are undefined."""
+    """Turn values by slot [S, ...] -> values by row [R, ...]; those of padding rows are undefined."""
     return by_slot[jnp.minimum(batch.sampling.slots, by_slot.shape[0] - 1)]
 
 
@@ -521,10 +523,10 @@ def make_choice(
 def make_checked_choice(
     layout: Layout, sampler: SamplerOp, num_top: int
 ) -> Callable[[RowState, Array, Array, Array, Array], tuple[RowState, Chosen]]:
-    """`make_choice` for a step with rows of proposed tokens. It also takes what `pack_checks` makes, int32[3,
-    R]. A row makes no token unless all proposed tokens up to its own are what was sampled before them, nor if
-    its max_samples is 0, as that of a row without its mask. The last row of a slot that makes one has the
-    slot's next input.
+    """Do what `make_choice` does, for a step with rows of proposed tokens. It also takes what `pack_checks`
+    makes, int32[3, R]. A row makes no token unless all proposed tokens up to its own are what was sampled
+    before them, nor if its max_samples is 0, as that of a row without its mask. The last row of a slot that
+    makes one has the slot's next input.
 
     All rows are sampled at once, unless some have penalties: then those of one place after the other, because
     each counts the tokens before it.
@@ -542,7 +544,7 @@ def make_checked_choice(
         in_turn = (batch.flags & PENALTIES) != 0
 
         def counting(tokens: Array) -> Array:
-            """Which rows count, by what was sampled at all places before theirs."""
+            """Tell which rows count, by what was sampled at all places before theirs."""
             wrong = jnp.cumsum((is_guess & (tokens[before] != guessed)).astype(jnp.int32))
             # A proposal's rows lie one behind the other.
             return (wrong == wrong[jnp.arange(num_rows) - places]) & (batch.max_samples > 0)
