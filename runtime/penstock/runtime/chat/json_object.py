@@ -52,8 +52,8 @@ _PAIR_CHARS = len(r"\ud83d\ude00")
 
 
 def settled_chars(json_text: str) -> int:
-    """How many of the first characters `with_whole_pairs` replaces alike, whatever follows them: all before
-    an escape that may not be whole.
+    """Tell how many of the first characters `with_whole_pairs` replaces alike, whatever follows them: all
+    before an escape that may not be whole.
     """
     if "\\" not in json_text[-_PAIR_CHARS:]:
         return len(json_text)
@@ -65,7 +65,7 @@ def settled_chars(json_text: str) -> int:
 
 
 def _num_backslashes(text: str) -> int:
-    """How many there are at the end."""
+    """Tell how many there are at the end."""
     return len(text) - len(text.rstrip("\\"))
 
 

@@ -129,7 +129,7 @@ class ChatForms:
         return ChatParser(reasoning, tools)
 
     def markers(self, chat: Chat) -> frozenset[str]:
-        """Strings that the parser of `chat` must see, even if they are special tokens."""
+        """Return the strings that the parser of `chat` must see, even if they are special tokens."""
         if self.is_harmony:
             return frozenset(harmony.MARKERS)
         tools = self.tools.markers if self.tools is not None and chat.offered_tools else ()
@@ -185,7 +185,9 @@ def choose_forms(
 
 
 def _is_harmony(found: ChatForms, tools: str, reasoning: str) -> bool:
-    """Whether the options choose Harmony. ConfigError if one of them does and the other chooses another."""
+    """Say whether the options choose Harmony. ConfigError if one of them does and the other chooses
+    another.
+    """
     named = {option for option in (tools, reasoning) if option != "auto"}
     if HARMONY not in named and not (found.is_harmony and "auto" in (tools, reasoning)):
         return False

@@ -44,14 +44,14 @@ class ReasoningForm:
         return (self.start, self.end)
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether the prompt ends within a block, because its opening tag is the last thing in it, or is
+        """Say whether the prompt ends within a block, because its opening tag is the last thing in it, or is
         followed only by what may begin the reasoning.
         """
         prompt = prompt.rstrip(SPACES)
         return any(prompt.endswith(f"{self.start}{self.title}{more}") for more in ("", *self.opens_with))
 
     def closed_by(self, prompt: str) -> bool:
-        """Whether the prompt ends with a complete block, as Qwen3's does with thinking switched off."""
+        """Say whether the prompt ends with a complete block, as Qwen3's does with thinking switched off."""
         return prompt.rstrip(SPACES).endswith(self.end)
 
 

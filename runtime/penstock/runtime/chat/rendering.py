@@ -72,7 +72,9 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models see it: Jinja's own filter would write characters that matter in HTML as escapes."""
+    """Write JSON as models see it: Jinja's own filter would write characters that matter in HTML as
+    escapes.
+    """
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -126,7 +128,7 @@ def _compiled(template: str) -> Template:
 
 
 def _with_all_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Reasoning also under the names that most templates read and that gpt-oss's reads."""
+    """Put reasoning also under the names that most templates read and that gpt-oss's reads."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return message

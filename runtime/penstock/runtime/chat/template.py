@@ -81,9 +81,9 @@ def tool_dict(tool: Tool) -> dict[str, Any]:
 
 
 def turn_dicts(turns: tuple[ChatTurn, ...], demands: Demands) -> list[dict[str, Any]]:
-    """Messages as Hugging Face's templates expect them. Arguments are objects, unless the template demands
-    texts, and keys without content are left out, because templates ask whether `tool_calls` is there. A
-    tool's turn has the name of the function, unless it has another, and stands where its call does.
+    """Write messages as Hugging Face's templates expect them. Arguments are objects, unless the template
+    demands texts, and keys without content are left out, because templates ask whether `tool_calls` is there.
+    A tool's turn has the name of the function, unless it has another, and stands where its call does.
     Reasoning is `reasoning_content`, the name that most templates read; `rendering` adds the one of gpt-oss,
     `thinking`.
     """
@@ -151,7 +151,7 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
 
 
 def _content(turn: ChatTurn) -> str | list[dict[str, str]]:
-    """Texts alone are one text, because the templates of models that read no pictures know no parts."""
+    """Make one text of texts alone, because the templates of models that read no pictures know no parts."""
     if isinstance(turn.content, str):
         return turn.content
     texts = [part for part in turn.content if isinstance(part, str)]
@@ -159,7 +159,7 @@ def _content(turn: ChatTurn) -> str | list[dict[str, str]]:
 
 
 def _parts(turn: ChatTurn) -> list[dict[str, str]]:
-    """Texts and pictures in the form that Hugging Face's templates know. For a picture they write a
+    """Write texts and pictures in the form that Hugging Face's templates know. For a picture they write a
     placeholder.
     """
     parts = []

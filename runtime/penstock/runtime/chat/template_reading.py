@@ -81,7 +81,7 @@ def demands_of(template: str) -> Demands:
 
 
 def _is_written(parsed: nodes.Template, name: str) -> bool:
-    """Whether the value of this name is written as it is, without a filter such as `tojson`."""
+    """Say whether the value of this name is written as it is, without a filter such as `tojson`."""
     written: list[Collection[nodes.Node]] = [node.nodes for node in parsed.find_all(nodes.Output)]
     written += [node.nodes for node in parsed.find_all(nodes.Concat)]
     written += [(node.left, node.right) for node in parsed.find_all(nodes.Add)]
@@ -89,7 +89,7 @@ def _is_written(parsed: nodes.Template, name: str) -> bool:
 
 
 def _gets(node: nodes.Node, name: str) -> bool:
-    """Whether the node is `something.get("name")`, perhaps with a default."""
+    """Say whether the node is `something.get("name")`, perhaps with a default."""
     match node:
         case nodes.Call(node=nodes.Getattr(attr="get"), args=[nodes.Const(value=key), *_]):
             return bool(key == name)
@@ -97,7 +97,7 @@ def _gets(node: nodes.Node, name: str) -> bool:
 
 
 def _names(node: nodes.Node, name: str) -> bool:
-    """Whether the node is `something.name` or `something["name"]`."""
+    """Say whether the node is `something.name` or `something["name"]`."""
     match node:
         case nodes.Getattr():
             return node.attr == name

@@ -100,7 +100,7 @@ class Worker:
         return self._child.alive
 
     def close(self) -> None:
-        """Kills the process, and waits for its end."""
+        """Kill the process, and wait for its end."""
         self._child.close()
 
     def ask(self, message: bytes, limit_s: float) -> dict[str, str] | None:

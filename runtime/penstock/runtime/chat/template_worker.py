@@ -86,7 +86,7 @@ def render_apart(message: dict[str, Any]) -> bytes:
 
 
 def answer(variables: dict[str, Any], max_chars: int) -> dict[str, str]:
-    """`{"text"}`, or `{"error"}` with the reason, for one template."""
+    """Return `{"text"}`, or `{"error"}` with the reason, for one template."""
     try:
         text = render_messages(**variables)
     except TemplateError as error:
@@ -99,7 +99,7 @@ def answer(variables: dict[str, Any], max_chars: int) -> dict[str, str]:
 
 
 def _limit(cpu_s: float, pipe: int) -> None:
-    """Bounds the processor time, closes every descriptor but the pipe, and forbids new ones.
+    """Bound the processor time, close every descriptor but the pipe, and forbid new ones.
 
     The timer ends the process to the millisecond, even in the middle of a long instruction. A template that
     broke out of jinja's sandbox could stop the timer, but not raise the limit behind it.

@@ -153,9 +153,9 @@ class GrammarConstraint:
         self._shared.use(seconds)
 
     def finish(self, mask: Mask) -> None:
-        """Post-processes llguidance's raw mask: removes special tokens, and allows end tokens where the
-        grammar may end. If the output is complete, there is no raw mask, and only end tokens are allowed.
-        Raises InvalidRequest if no token is left.
+        """Post-process llguidance's raw mask: remove special tokens, and allow end tokens where the grammar
+        may end. If the output is complete, there is no raw mask, and only end tokens are allowed. Raises
+        InvalidRequest if no token is left.
         """
         if self._complete:
             mask[:] = self._bits.eos
@@ -255,8 +255,8 @@ _UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
 def shorten(message: str) -> str:
-    """llguidance's message without the dump of its state, and with long lines, which repeat the source,
-    cut.
+    """Return llguidance's message without the dump of its state, and with long lines, which repeat the
+    source, cut.
     """
     message = _UNSUPPORTED.sub(r"JSON Schema keywords that are not supported here: \1", message)
     message = _ADDED.sub("", re.split(r"\n<(?:state|non-verbose|backtrace)\b", message)[0])

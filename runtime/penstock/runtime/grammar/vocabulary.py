@@ -57,7 +57,7 @@ class Vocabulary:
         return LLTokenizer(_Wrapper(self), eos_token=list(self.eos_token_ids))  # type: ignore[arg-type]
 
     def masks(self) -> tuple[Mask, Mask]:
-        """Two masks: of the tokens that the tokenizer has and that are no end tokens, and of the end
+        """Return two masks: of the tokens that the tokenizer has and that are no end tokens, and of the end
         tokens.
         """
         known = {i for i, token in enumerate(self.tokens) if token}
@@ -70,8 +70,9 @@ class Vocabulary:
 def rule_and_ends(
     backend: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
 ) -> tuple[PieceRule, tuple[int, ...]]:
-    """How tokens become bytes, and the end tokens, which is all that must be known to say whether a tokenizer
-    can have grammars. The other arguments and the ConfigErrors are those of `Vocabulary.from_tokenizer`.
+    """Tell how tokens become bytes, and the end tokens, which is all that must be known to say whether a
+    tokenizer can have grammars. The other arguments and the ConfigErrors are those of
+    `Vocabulary.from_tokenizer`.
     """
     rule = piece_rule(decoder_state(backend))
     if rule is None:
@@ -90,7 +91,7 @@ def pack(token_ids: Collection[int], vocab_size: int) -> Mask:
 
 
 def _is_marker(name: str) -> bool:
-    """Whether an added token that is not special stands for more than white space. Such a token, as
+    """Say whether an added token that is not special stands for more than white space. Such a token, as
     `<think>`, must be asked for by name or id, and is never made of characters. Runs of spaces are text.
     """
     return bool(name.replace("\u2581", " ").strip())

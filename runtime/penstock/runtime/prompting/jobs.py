@@ -158,7 +158,7 @@ class PreparedJob:
 
 
 def prepare_job(engine: TextEngine, job: Job) -> PreparedJob:
-    """Tokenizes the prompt, cuts it to fit, compiles the grammar and makes a request for each output. Raises
+    """Tokenize the prompt, cut it to fit, compile the grammar and make a request for each output. Raises
     InvalidRequest, PromptTooLong, CostlyGrammar, or UnavailableError where compiling takes too long.
     """
     room = engine.info.room
@@ -269,7 +269,7 @@ def _calls_of_chat(
 
 
 def _refusal(compiler: GrammarCompiler) -> Refusal:
-    """Tells why the compiler refuses the schema of a tool. After as long as a compile may take it refuses
+    """Tell why the compiler refuses the schema of a tool. After as long as a compile may take, refuse
     whatever it has not seen, so that many parts cannot take long.
     """
     until = time.monotonic() + compiler.config.time_limit_s

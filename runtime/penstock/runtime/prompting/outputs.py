@@ -77,7 +77,9 @@ class Switchboard:
         self._awake = False
 
     def post(self, receiver: Receiver, outputs: Sequence[StepOutput]) -> None:
-        """On the engine's thread. Appending before the check means that nothing is left behind asleep."""
+        """Post outputs on the engine's thread. Appending before the check means that nothing is left behind
+        asleep.
+        """
         self._queue.append((receiver, outputs))
         if not self._awake:
             self._awake = True

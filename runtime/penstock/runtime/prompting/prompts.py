@@ -236,7 +236,7 @@ def _encode(
 
 
 def check_length(prompt: Prompt, text: str, most_token_chars: int | None, *, room: int, cuts: bool) -> None:
-    """Refuses a text that is too long whatever its tokens are, so that megabytes are not tokenized only to
+    """Refuse a text that is too long whatever its tokens are, so that megabytes are not tokenized only to
     learn that. `most_token_chars` is the length of the longest token, None where it is not known.
 
     Raises PromptTooLong where `room` tokens cannot hold the text. With `cuts` a longer prompt will be cut, so

@@ -38,7 +38,7 @@ class RelevanceMethod(enum.Enum):
 
 
 def judges_pairs(reader: Reader | None) -> bool:
-    """Whether the model is a classifier with one class."""
+    """Say whether the model is a classifier with one class."""
     return reader is not None and reader.classes is not None and len(reader.classes.labels) == 1
 
 
@@ -88,7 +88,7 @@ def judged(text: Text, instruction: str, query: str, document: str) -> str:
 
 
 def knows_pairs(text: Text) -> bool:
-    """Whether the chat template knows the roles "query" and "document"."""
+    """Say whether the chat template knows the roles "query" and "document"."""
     template = text.default_template
     return all(f"'{role}'" in template or f'"{role}"' in template for role in _ROLES)
 
@@ -127,7 +127,7 @@ def best_first(relevances: Sequence[float], most: int | None) -> list[int]:
 
 
 def check_fits(num_tokens: int, room: int) -> None:
-    """InvalidRequest for a prompt that leaves the context no room for an answer."""
+    """Raise InvalidRequest for a prompt that leaves the context no room for an answer."""
     if num_tokens > room - 2:
         described = f"with what the model is asked it has {num_tokens} tokens; at most {room - 2}"
         raise InvalidRequest([Violation("documents", described)])

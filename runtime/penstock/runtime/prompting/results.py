@@ -177,7 +177,7 @@ class Generation:
 
 
 def merged_timing(times: Sequence[RequestTiming]) -> RequestTiming | None:
-    """One timing for all outputs of a request: the earliest first token, the latest end, the sums of
+    """Merge the timings of all outputs of a request: the earliest first token, the latest end, the sums of
     preemptions and of proposed and accepted tokens. Cached tokens are those of the output that was scheduled
     first, because it computed what the others found. None where there are no outputs.
     """
@@ -210,7 +210,7 @@ class VectorForm:
     """How many of the first numbers are kept, before that; None: all."""
 
     def check(self, hidden_size: int) -> None:
-        """InvalidRequest where the hidden states have fewer numbers than are wanted."""
+        """Raise InvalidRequest where the hidden states have fewer numbers than are wanted."""
         if self.dimensions is not None and not 1 <= self.dimensions <= hidden_size:
             described = f"must be from 1 to {hidden_size}, not {self.dimensions}"
             raise InvalidRequest([Violation("dimensions", described)])
@@ -236,7 +236,7 @@ class Score:
 
     @classmethod
     def of(cls, token_ids: tuple[int, ...], values: Sequence[TokenLogprobs]) -> Self:
-        """Of the continuation with these tokens, what the engine says of each."""
+        """Say of the continuation with these tokens what the engine says of each."""
         return cls(token_ids=token_ids, logprobs=tuple(value.sampled for value in values))
 
     @property
@@ -265,9 +265,8 @@ def fit_inputs(
     room: int,
     around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
 ) -> list[Fitted]:
-    """Cuts the inputs of which embeddings are made. Special tokens `around` an input stay, and what is
-    between them is cut. InvalidRequest names all that are empty, or too long
-    where nothing may be cut.
+    """Cut the inputs of which embeddings are made. Special tokens `around` an input stay, and what is between
+    them is cut. InvalidRequest names all that are empty, or too long where nothing may be cut.
     """
     bad = list[Violation]()
     fitted: list[Fitted] = []
@@ -287,7 +286,7 @@ def fit_input(
     room: int,
     around: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Fitted:
-    """Cuts one input, see `fit_inputs`. PromptTooLong where nothing may be cut."""
+    """Cut one input, see `fit_inputs`. PromptTooLong where nothing may be cut."""
     kept = _cut_within(token_ids, truncation, room - 1, around)
     one = fit(kept, ContextParams(truncation), _NO_STOPPING, room)
     return dataclasses.replace(one, num_truncated=one.num_truncated + len(token_ids) - len(kept))

@@ -63,7 +63,7 @@ def read_schema(text: str) -> dict[str, Any]:
 
 
 def _guidance(asked: Any) -> dict[str, Any]:
-    """llguidance's options for JSON: those that the schema asks for, and the server's own."""
+    """Return llguidance's options for JSON: those that the schema asks for, and the server's own."""
     if not isinstance(asked, dict):
         raise GrammarError(f"{_GUIDANCE_KEY} must be an object")
     for name, value in asked.items():

@@ -87,7 +87,7 @@ def narrow(schema: Mapping[str, Any], *, counts_contained: bool, ignores_formats
 
 
 def refers(value: Any) -> bool:
-    """Whether there is a reference anywhere in a schema."""
+    """Say whether there is a reference anywhere in a schema."""
     if isinstance(value, list):
         return any(map(refers, value))
     return isinstance(value, dict) and ("$ref" in value or any(map(refers, value.values())))

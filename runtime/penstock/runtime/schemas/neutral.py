@@ -58,7 +58,9 @@ def without_neutral(schema: Mapping[str, Any], *, counts_contained: bool = True)
 
 
 def asks_nothing(schema: Any, kinds: frozenset[str] = KINDS) -> bool:
-    """Whether every value of these types satisfies the schema, as each of its keywords shows by itself."""
+    """Say whether every value of these types satisfies the schema, as each of its keywords shows by
+    itself.
+    """
     if not isinstance(schema, dict):
         return schema is True
     return all(
@@ -71,7 +73,7 @@ def asks_nothing(schema: Any, kinds: frozenset[str] = KINDS) -> bool:
 
 
 def _is_neutral(key: str, value: Any, schema: Mapping[str, Any], kinds: frozenset[str]) -> bool:
-    """Whether every value of these types satisfies a keyword that llguidance may refuse."""
+    """Say whether every value of these types satisfies a keyword that llguidance may refuse."""
     if key in _ABOUT and _ABOUT[key] not in kinds:
         return True
     match key:
@@ -109,7 +111,9 @@ def _admits_nothing(schema: Any) -> bool:
 
 
 def _depends_on_nothing(needed: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a member asks for no others: for a schema that asks nothing, or names that must come anyway."""
+    """Say whether a member asks for no others: for a schema that asks nothing, or names that must come
+    anyway.
+    """
     if not isinstance(needed, list):
         return asks_nothing(needed)
     required = schema.get("required")
@@ -128,7 +132,7 @@ def _named(names: Any) -> frozenset[str]:
 
 
 def _is(value: Any, other: Any) -> bool:
-    """Whether two values of JSON are equal; in Python, False is also 0."""
+    """Say whether two values of JSON are equal; in Python, False is also 0."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 

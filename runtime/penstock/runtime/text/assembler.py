@@ -144,7 +144,7 @@ class TextStream:
         return start, stop
 
     def _held_back(self) -> int:
-        """Length of the longest tail of `_pending` that begins a stop string."""
+        """Return the length of the longest tail of `_pending` that begins a stop string."""
         longest = 0
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(self._pending)), longest, -1):
@@ -317,8 +317,8 @@ class Assembler:
         )
 
     def _count(self, num_tokens: int, parser: OutputParser) -> int:
-        """How many more tokens are known to belong to the reasoning, after the parser has had the text of so
-        many more.
+        """Tell how many more tokens are known to belong to the reasoning, after the parser has had the text
+        of so many more.
         """
         self._undecided_tokens += num_tokens
         if parser.thinks is None:
@@ -361,7 +361,7 @@ class Assembler:
         )
 
     def _drops_last(self, output: StepOutput, finish: Finish) -> bool:
-        """Whether the last token is a stop token id that the caller did not ask to keep."""
+        """Say whether the last token is a stop token id that the caller did not ask to keep."""
         return (
             finish.reason is FinishReason.STOP
             and finish.token_id is not None
@@ -370,8 +370,8 @@ class Assembler:
         )
 
     def _mutes_last(self, output: StepOutput, finish: Finish) -> bool:
-        """Whether the last token is an end-of-sequence token. It has no text, even if the tokenizer does not
-        count it as special.
+        """Say whether the last token is an end-of-sequence token. It has no text, even if the tokenizer does
+        not count it as special.
         """
         return (
             finish.reason is FinishReason.EOS
@@ -405,7 +405,7 @@ def _tokens_of(output: StepOutput) -> Iterator[StepOutput]:
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
-    """One delta of several that follow one another in an output."""
+    """Join several deltas that follow one another in an output."""
     return dataclasses.replace(
         deltas[-1],
         delta="".join(one.delta for one in deltas),

@@ -52,7 +52,9 @@ def loaded(tokenizer: PreTrainedTokenizerBase) -> LoadedTokenizer:
 
 
 def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer is one of Hugging Face's fast ones that changes nothing of how they encode."""
+    """Say whether the tokenizer is one of Hugging Face's fast ones that changes nothing of how they
+    encode.
+    """
     kind = type(tokenizer)
     return (
         isinstance(tokenizer, TokenizersBackend)

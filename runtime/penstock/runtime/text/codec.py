@@ -144,7 +144,7 @@ def _by_transformers(folder: Path, files: Sequence[Path]) -> LoadedTokenizer:
 
 
 def _file_of_template(folder: Path, name: str) -> Path:
-    """Where the template of this name is read from."""
+    """Tell where the template of this name is read from."""
     places = [folder / FURTHER_TEMPLATES / f"{name}.jinja"]
     if name == "default":
         places += [folder / TEMPLATE, folder / _OLDER_TEMPLATE]

@@ -61,7 +61,7 @@ class IncrementalDecoder(Protocol):
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's printable alphabet, inverted: printable Latin-1 is itself, the others follow from U+0100."""
+    """Invert GPT-2's printable alphabet: printable Latin-1 is itself, the others follow from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(rest)}
@@ -71,7 +71,9 @@ _BYTES = _byte_of_char()
 
 
 def byte_level_piece(token: str) -> bytes:
-    """Bytes of a byte-level token; an added token with a character outside the alphabet stands for itself."""
+    """Return the bytes of a byte-level token; an added token with a character outside the alphabet stands for
+    itself.
+    """
     try:
         return bytes(_BYTES[c] for c in token)
     except KeyError:
@@ -79,7 +81,7 @@ def byte_level_piece(token: str) -> bytes:
 
 
 def sentencepiece_piece(token: str) -> bytes:
-    """Bytes of a SentencePiece token: `<0xE9>` is one byte, U+2581 a space."""
+    """Return the bytes of a SentencePiece token: `<0xE9>` is one byte, U+2581 a space."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
@@ -137,7 +139,7 @@ class Pieces(dict[int, bytes]):
 
 
 def left_to_strip(strip_leading_spaces: int, pieces: Iterable[bytes]) -> int:
-    """How many of the leading spaces that a text loses are not in these pieces, with which it begins."""
+    """Tell how many of the leading spaces that a text loses are not in these pieces, with which it begins."""
     left = strip_leading_spaces
     for piece in pieces if left else ():
         if len(piece) >= left or piece.strip(b" "):

@@ -65,7 +65,7 @@ class _Class:
     model: Mapping[str, Any]
 
     def is_in(self, backend: Tokenizer) -> bool:
-        """Whether the file has what the class would put in its place."""
+        """Say whether the file has what the class would put in its place."""
         decoder = _state(backend.decoder)
         parts = [part["type"] for part in decoder.get("decoders", [decoder])]
         model = {name: getattr(backend.model, name, None) for name in self.model}
@@ -78,7 +78,7 @@ class _Class:
 
 
 def _qwen(pattern: str) -> _Class:
-    """Qwen's classes, which differ in how they split words."""
+    """Describe Qwen's classes, which differ in how they split words."""
     end = "<|endoftext|>"
     return _Class(
         names={"eos_token": end, "unk_token": end, "pad_token": end},
@@ -290,7 +290,7 @@ def _if_there(file: Path) -> dict[str, Any]:
 
 
 def _agree(config: Mapping[str, Any], added: Mapping[str, AddedToken]) -> bool:
-    """Whether tokenizer_config.json lists only tokens that tokenizer.json has, and has just so."""
+    """Say whether tokenizer_config.json lists only tokens that tokenizer.json has, and has just so."""
     for listed in config.get("added_tokens_decoder", {}).values():
         token = added.get(listed["content"])
         if token is None or token.__getstate__() != AddedToken(**listed).__getstate__():
@@ -304,7 +304,7 @@ def _state(part: Any) -> dict[str, Any]:
 
 
 def _without_offsets(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what only says where in the text a token lies."""
+    """Leave out what only says where in the text a token lies."""
     inner = part.get("pretokenizers")
     more = {} if inner is None else {"pretokenizers": [_without_offsets(one) for one in inner]}
     return {name: value for name, value in part.items() if name != "trim_offsets"} | more

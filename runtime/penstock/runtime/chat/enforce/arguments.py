@@ -46,7 +46,7 @@ def arguments(g: Lark, chat: Chat, tool: Tool) -> str:
 
 
 def value(g: Lark, chat: Chat, tool: Tool, schema: Mapping[str, Any]) -> str:
-    """As `arguments`, for a part of them with a schema of its own."""
+    """Do the same as `arguments`, for a part of them with a schema of its own."""
     if not tool.strict:
         return g.json(schema)
     return g.json(check(chat, tool, schema), exact=True)
@@ -64,13 +64,13 @@ def check(chat: Chat, tool: Tool, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def follows_schema(chat: Chat, tool: Tool) -> bool:
-    """Whether calls of the tool follow its schema, and not only its form."""
+    """Say whether calls of the tool follow its schema, and not only its form."""
     return tool.strict or bool(chat.required_tools)
 
 
 def check_names(chat: Chat, spelling: re.Pattern[str], where: str) -> None:
-    """InvalidRequest, naming each, if tools whose calls follow their schemas have names that `spelling` does
-    not match: the form cannot write them. `where` says in words what a name is written as.
+    """Raise InvalidRequest, naming each, if tools whose calls follow their schemas have names that `spelling`
+    does not match: the form cannot write them. `where` says in words what a name is written as.
     """
     bad = [
         Violation(

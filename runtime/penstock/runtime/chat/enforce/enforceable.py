@@ -169,7 +169,7 @@ def _wrong(key: str, value: Any, whole: Mapping[str, Any]) -> str:
 
 
 def _is_somewhere(reference: str, whole: Any) -> bool:
-    """Whether a reference names a schema in this one by its place or an anchor, or may by an "$id"."""
+    """Say whether a reference names a schema in this one by its place or an anchor, or may by an "$id"."""
     if reference == "#" or reference.startswith("#/"):
         return isinstance(referred(reference, whole), dict | bool)
     within = whole.values() if isinstance(whole, dict) else whole if isinstance(whole, list) else ()
@@ -245,7 +245,7 @@ class _Parts:
     def _keywords(
         self, schema: Mapping[str, Any], path: tuple[str, ...], ready: Callable[[Any], Any]
     ) -> dict[str, Any]:
-        """As many keywords as are not refused together."""
+        """Keep as many keywords as are not refused together."""
         kept: dict[str, Any] = {}
         for key in sorted(schema, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST)):
             told = self.refusal(self.tool, ready({**kept, key: schema[key]}))
@@ -266,7 +266,7 @@ def _without_references(schema: Any) -> Any:
 
 
 def _reading(tool: Tool, schema: Mapping[str, Any]) -> str | None:
-    """Why `read_schema` refuses a schema."""
+    """Say why `read_schema` refuses a schema."""
     try:
         read_schema(json.dumps(schema))
     except GrammarError as error:

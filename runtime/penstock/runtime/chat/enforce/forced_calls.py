@@ -28,7 +28,7 @@ from penstock.runtime.requests.grammar import ANSWER
 
 
 def call_grammar(forms: ChatForms, chat: Chat, prompt: str, token_ids: Mapping[str, int]) -> str | None:
-    """Lark text that forces the calls which `chat.tool_choice` asks for; None if it asks for none.
+    """Return Lark text that forces the calls which `chat.tool_choice` asks for; None if it asks for none.
 
     "required" means one or more calls of any tools, or one where they may not be parallel; a name means
     exactly one call of that tool. Where the model is free to call, and some tools are strict, the text is
@@ -55,8 +55,8 @@ def call_grammar(forms: ChatForms, chat: Chat, prompt: str, token_ids: Mapping[s
 
 
 def calls_or_answer(forms: ChatForms, chat: Chat, prompt: str, token_ids: Mapping[str, int]) -> str:
-    """Lark text, as `Grammar.before` takes it, for an output under a caller's grammar in which the model is
-    free to call strict tools: after the reasoning either calls, and nothing else, or the answer.
+    """Return Lark text, as `Grammar.before` takes it, for an output under a caller's grammar in which the
+    model is free to call strict tools: after the reasoning either calls, and nothing else, or the answer.
 
     InvalidRequest as of `call_grammar`, or if a call in this form can begin as an answer does.
     """
@@ -75,8 +75,8 @@ def calls_or_answer(forms: ChatForms, chat: Chat, prompt: str, token_ids: Mappin
 
 
 def thinking_first(forms: ChatForms, prompt: str, token_ids: Mapping[str, int]) -> str:
-    """Lark text, as `Grammar.before` takes it, for the reasoning block that comes before an answer under a
-    grammar; "" if the model writes none, or if `prompt`, the rendered chat, has ended it.
+    """Return Lark text, as `Grammar.before` takes it, for the reasoning block that comes before an answer
+    under a grammar; "" if the model writes none, or if `prompt`, the rendered chat, has ended it.
 
     If `prompt` has opened the block it must end, else it is optional. `token_ids`: see `Lark`.
     """
@@ -96,7 +96,7 @@ def thinking_first(forms: ChatForms, prompt: str, token_ids: Mapping[str, int]) 
 
 
 def _check_tokens(g: Lark, fields: Sequence[str]) -> None:
-    """InvalidRequest on the fields if the tokenizer has no tokens for the markers of Harmony."""
+    """Raise InvalidRequest on the fields if the tokenizer has no tokens for the markers of Harmony."""
     lacks = [marker for marker in harmony_messages.NEEDED_TOKENS if not g.is_token(marker)]
     if lacks:
         told = f"grammars for Harmony need tokens that the tokenizer does not have: {', '.join(lacks)}"

@@ -49,7 +49,7 @@ def _within(text: str) -> str:
 
 
 def _announced(g: Lark, marker: str, also: Sequence[str] = ()) -> str:
-    """Text up to the marker, which holds none of `also`, and the marker."""
+    """Match text up to the marker, which holds none of `also`, and the marker."""
     if g.is_token(marker):
         return f"TEXT? {g.marker(marker)}"
     _text(g, list(map(_within, also)), f"{_ANY}{spelt(marker)}", "ANNOUNCED")

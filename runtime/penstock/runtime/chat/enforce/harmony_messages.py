@@ -65,7 +65,9 @@ def calls_or_answer(g: Lark, chat: Chat, prompt: str) -> str:
 
 
 def thinking_first(g: Lark, prompt: str) -> str:
-    """As `calls_or_answer`, for an answer that no call may stand for. "": the prompt has begun the answer."""
+    """Do the same as `calls_or_answer`, for an answer that no call may stand for. "": the prompt has begun
+    the answer.
+    """
     if _channel_begun_by(prompt) == FINAL:
         return ""
     _words(g)

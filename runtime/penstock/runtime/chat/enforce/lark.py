@@ -41,7 +41,7 @@ class Lark:
         return "\n".join(['%llguidance {"no_forcing": true}', *self._rules, ""])
 
     def is_token(self, marker: str) -> bool:
-        """Whether the tokenizer has the marker as one token."""
+        """Say whether the tokenizer has the marker as one token."""
         return marker in self._token_ids
 
     def marker(self, text: str) -> str:

@@ -60,14 +60,14 @@ def _array(g: Lark, chat: Chat, several: bool) -> str:
 
 
 def llama3_json_calls(g: Lark, chat: Chat, several: bool) -> str:
-    """One or more calls, and nothing else."""
+    """Match one or more calls, and nothing else."""
     call = objects(g, chat, "parameters")
     tag = f"{g.marker(llama3_json.TAG)}? " if g.is_token(llama3_json.TAG) else ""
     return f'{tag}{call} ("; " {call})*' if several else f"{tag}{call}"
 
 
 def mistral_calls(g: Lark, chat: Chat, several: bool) -> str:
-    """One or more calls, and nothing else."""
+    """Match one or more calls, and nothing else."""
     body, each_marked = mistral_body(g, chat, several)
     calls = f"{g.marker(mistral.START)} {body}"
     return f"({calls})+" if several and each_marked else calls

@@ -31,7 +31,7 @@ they restrict nothing."""
 def problems(
     chat: Chat, tool: Tool, call: str, names: re.Pattern[str], keys: re.Pattern[str]
 ) -> list[Violation]:
-    """Why calls of the tool that follow its schema cannot be written. `call` is what they are named in
+    """Say why calls of the tool that follow its schema cannot be written. `call` is what they are named in
     messages; `names` and `keys` match the names of functions and of arguments that can be written.
     """
     at = f"chat.tools[{chat.tools.index(tool)}]"
@@ -59,7 +59,9 @@ def asked(schema: Mapping[str, Any]) -> set[str]:
 
 
 def lists_arguments(tool: Tool) -> bool:
-    """Whether the arguments that may come are those which the schema's "properties" and "required" name."""
+    """Say whether the arguments that may come are those which the schema's "properties" and "required"
+    name.
+    """
     said = tool.parameters.keys()
     return bool({"properties", "required"} & said) or not _ELSEWHERE & said
 

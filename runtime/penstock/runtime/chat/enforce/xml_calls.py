@@ -193,7 +193,7 @@ def _refuse_more(chat: Chat, tool: Tool, name: str, schema: Mapping[str, Any]) -
 
 
 def _text(g: Lark, ending: _Value, least: Any = None, most: Any = None) -> str:
-    """Any text without the closing tag and what else it never holds, and that tag."""
+    """Match any text without the closing tag and what else it never holds, and that tag."""
     first = least if isinstance(least, int) and 0 < least <= _MAX_LENGTH else 0
     last = most if isinstance(most, int) and first <= most <= _MAX_LENGTH else ""
     body = f"(?s:.{{{first},{last}}})" if first or last != "" else "(?s:.*)"

@@ -53,7 +53,7 @@ def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
 
 
 def _call(r: Reader, call: Draft) -> Wait[bool]:
-    """Consumes a call. Returns False as soon as it cannot be one. The end of the output may stand for what
+    """Consume a call. Returns False as soon as it cannot be one. The end of the output may stand for what
     comes after the arguments.
     """
     yield from spaces(r)

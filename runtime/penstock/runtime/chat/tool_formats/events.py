@@ -73,7 +73,9 @@ class OutputParser(Protocol):
 
 
 def is_text(text: str) -> bool:
-    """Whether the string can be encoded. JSON's escapes can spell half of a surrogate pair, which cannot."""
+    """Say whether the string can be encoded. JSON's escapes can spell half of a surrogate pair, which
+    cannot.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -178,7 +180,7 @@ class Events:
         return Draft(self._call, is_certain=self._is_forced)
 
     def fresh(self) -> bool:
-        """Whether only white space stands on the text's last line, or after the last call."""
+        """Say whether only white space stands on the text's last line, or after the last call."""
         return self._fresh
 
     def text(self, text: str) -> None:
@@ -243,7 +245,7 @@ def _one(events: Sequence[E]) -> E:
 
 
 def text_before(r: Reader, out: Events, markers: Sequence[str], opening: str = "") -> Wait[str | None]:
-    """Hands on text up to the first of `markers`, as `text_until` does. Other markup is dropped."""
+    """Hand on text up to the first of `markers`, as `text_until` does. Other markup is dropped."""
     strays = [marker for marker in out.markup if marker not in markers]
     while marker := (yield from text_until(r, out.text, (*markers, *strays), opening, out.fresh)):
         if marker not in strays:
@@ -265,8 +267,8 @@ def attempt(
     is_explicit: bool = True,
     ends: Sequence[str] = (),
 ) -> Wait[bool]:
-    """Consumes what `block` reads as calls, and tells these; returns whether there were any. If there are
-    none, consumes the `marker` at which they begin as text, or as markup. It is "" for calls that go on.
+    """Consume what `block` reads as calls, and tell these; return whether there were any. If there are none,
+    consume the `marker` at which they begin as text, or as markup. It is "" for calls that go on.
 
     The end of the output may cut a call off, which then is one with what there is of its arguments. It has
     not done so where one of the tags `ends` came, which stand after a call: then something else of it is

@@ -35,7 +35,7 @@ def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
 
 
 def _block(r: Reader, call: Draft) -> Wait[bool]:
-    """Consumes one call. The end of the output may stand for the closing tag."""
+    """Consume one call. The end of the output may stand for the closing tag."""
     yield from literal(r, START)
     yield from spaces(r)
     name = (yield from run_of(r, NAME)) if (yield from literal(r, CALL)) else ""
@@ -49,8 +49,8 @@ def _block(r: Reader, call: Draft) -> Wait[bool]:
 
 
 def _value(r: Reader, depth: int) -> Wait[str | None]:
-    """Consumes a value and returns it as JSON text. Returns None, somewhere within it, as soon as it cannot
-    be one.
+    """Consume a value and return it as JSON text. Returns None, somewhere within it, as soon as it cannot be
+    one.
     """
     if depth > MAX_DEPTH:
         return None
@@ -77,7 +77,7 @@ def _string(r: Reader) -> Wait[str | None]:
 
 
 def _object(r: Reader, depth: int, out: Callable[[str], None]) -> Wait[bool]:
-    """Consumes an object and hands it on as JSON text, each member when it is whole. Returns False, somewhere
+    """Consume an object and hand it on as JSON text, each member when it is whole. Returns False, somewhere
     within it, as soon as it cannot be one.
     """
     names: set[str] = set()

@@ -126,7 +126,7 @@ class _Words:
     """Whether text of another message came before."""
 
     def begin(self) -> None:
-        """Begins a message."""
+        """Begin a message."""
         self.breaks = self.has_some
 
     def add(self, text: str) -> None:
@@ -199,7 +199,7 @@ def _words_of(out: _Found, header: Header) -> _Words:
 
 
 def _header(r: Reader) -> Wait[Header | None]:
-    """Consumes a header. Returns None as soon as what comes cannot be one."""
+    """Consume a header. Returns None as soon as what comes cannot be one."""
     yield from spaces(r)
     recipient = channel = ""
     has_begun = yield from literal(r, START)
@@ -224,7 +224,7 @@ def _header(r: Reader) -> Wait[Header | None]:
 
 
 def _recipient(r: Reader) -> Wait[str]:
-    """Consumes a recipient, and white space after it; "" if none comes."""
+    """Consume a recipient, and white space after it; return "" if none comes."""
     if not (yield from literal(r, "to=")):
         return ""
     name = yield from run_of(r, NAME)
@@ -243,7 +243,7 @@ def _function(header: Header, tools: Collection[str] | None) -> str:
 
 
 def _call(r: Reader, name: str, tell: Callable[[CallPiece], None]) -> Wait[None]:
-    """Consumes the rest of a message that is a call: its arguments, whatever they are, and the marker after
+    """Consume the rest of a message that is a call: its arguments, whatever they are, and the marker after
     it. White space around the arguments is dropped. Where the message is empty, there are none.
     """
     call = Draft(tell, is_certain=True)

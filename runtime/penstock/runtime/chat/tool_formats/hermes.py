@@ -32,7 +32,7 @@ def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
 
 
 def _block(r: Reader, call: Draft) -> Wait[bool]:
-    """Consumes one block. The end of the output, for example at a stop string, may stand for the closing tag.
+    """Consume one block. The end of the output, for example at a stop string, may stand for the closing tag.
 
     If the call has been told, what is wrong in the rest of the block is dropped, and where the closing tag is
     missing, the block ends with the object.

@@ -46,7 +46,7 @@ def call_object(
     ends: Sequence[str] = (),
     closing: str = "}",
 ) -> Wait[bool]:
-    """Consumes `{"name": ..., "arguments": {...}}` (or "parameters"). Returns False as soon as it cannot be
+    """Consume `{"name": ..., "arguments": {...}}` (or "parameters"). Returns False as soon as it cannot be
     one, or is broken. `ends` and `closing` are as for `arguments_object`.
 
     With `known`, only the object itself shows that it is a call, so it must have just these two keys, perhaps
@@ -108,7 +108,7 @@ def call_object(
 
 
 def arguments_object(r: Reader, call: Draft, ends: Sequence[str], closing: str = "") -> Wait[bool]:
-    """Consumes an object, and writes it to the call as it comes, if it is certain that this is one. Returns
+    """Consume an object, and write it to the call as it comes, if it is certain that this is one. Returns
     False if it is broken.
 
     Broken arguments of a certain call go on up to the first of `ends`, which are the form's markers. White
@@ -144,7 +144,7 @@ def _broken(r: Reader, out: Callable[[str], None], ends: Sequence[str], closing:
 
 
 def json_value(r: Reader) -> Wait[bool]:
-    """Consumes one value. Returns False, somewhere within it, as soon as it cannot be one."""
+    """Consume one value. Returns False, somewhere within it, as soon as it cannot be one."""
     closers: list[str] = []
     while True:
         yield from spaces(r)
@@ -175,7 +175,7 @@ def json_value(r: Reader) -> Wait[bool]:
 
 
 def _key(r: Reader) -> Wait[bool]:
-    """Consumes a member's name and colon."""
+    """Consume a member's name and colon."""
     yield from spaces(r)
     if not (yield from _string(r)):
         return False
@@ -193,7 +193,7 @@ def _scalar(r: Reader, char: str) -> Wait[bool]:
 
 
 def _json_text(r: Reader) -> Wait[str | None]:
-    """Consumes a string and returns its text."""
+    """Consume a string and return its text."""
     start = r.pos
     if not (yield from _string(r)):
         return None

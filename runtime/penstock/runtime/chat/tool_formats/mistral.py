@@ -41,13 +41,13 @@ def parse(r: Reader, out: Events, known: Collection[str]) -> Wait[None]:
 
 
 def element(r: Reader, call: Draft, ends: Sequence[str]) -> Wait[bool]:
-    """Consumes a call of an array. `ends` are as for `arguments_object`."""
+    """Consume a call of an array. `ends` are as for `arguments_object`."""
     yield from spaces(r)
     return (yield from call_object(r, call, ends=ends, closing="}]"))
 
 
 def other_elements(r: Reader, out: Events, ends: Sequence[str]) -> Wait[None]:
-    """Consumes the array after its first call, as far as it is valid."""
+    """Consume the array after its first call, as far as it is valid."""
 
     def block(call: Draft) -> Wait[bool]:
         yield from spaces(r)

@@ -32,8 +32,8 @@ _ESCAPED = {
 
 
 def python_value(r: Reader, depth: int = 0) -> Wait[str | None]:
-    """Consumes one literal and returns it as JSON text. Returns None, somewhere within it, as soon as it
-    cannot be one.
+    """Consume one literal and return it as JSON text. Returns None, somewhere within it, as soon as it cannot
+    be one.
     """
     char = yield from peek(r)
     if not char or depth > MAX_DEPTH:
@@ -114,7 +114,7 @@ def _dump(text: str | None) -> str | None:
 
 
 def _items(r: Reader, closer: str, depth: int) -> Wait[str | None]:
-    """Consumes a list or tuple. Parentheses around one value without a comma are that value."""
+    """Consume a list or tuple. Parentheses around one value without a comma are that value."""
     r.pos += 1
     items: list[str] = []
     comma = True
@@ -133,7 +133,7 @@ def _items(r: Reader, closer: str, depth: int) -> Wait[str | None]:
 
 
 def _dict(r: Reader, depth: int) -> Wait[str | None]:
-    """Consumes a dict whose keys are strings."""
+    """Consume a dict whose keys are strings."""
     r.pos += 1
     members: list[str] = []
     comma = True

@@ -53,7 +53,7 @@ def _next_list(r: Reader, call: Draft) -> Wait[bool]:
 
 
 def _list(r: Reader, call: Draft, known: Collection[str] | None) -> Wait[bool]:
-    """Consumes a list of one or more calls. Returns False as soon as it cannot be one."""
+    """Consume a list of one or more calls. Returns False as soon as it cannot be one."""
     comma = yield from literal(r, "[")
     while comma:
         yield from spaces(r)
@@ -67,7 +67,7 @@ def _list(r: Reader, call: Draft, known: Collection[str] | None) -> Wait[bool]:
 
 
 def python_call(r: Reader, call: Draft, known: Collection[str] | None) -> Wait[bool]:
-    """Consumes `f(a=1)`, and writes each argument to the call when it is whole. Returns False as soon as it
+    """Consume `f(a=1)`, and write each argument to the call when it is whole. Returns False as soon as it
     cannot be one, or not one of a `known` tool.
     """
     name = yield from (run_of(r, NAME) if known is None else _known_name(r, known))
@@ -99,7 +99,7 @@ def python_call(r: Reader, call: Draft, known: Collection[str] | None) -> Wait[b
 
 
 def _known_name(r: Reader, known: Collection[str]) -> Wait[str]:
-    """Consumes a known name. Returns "" as soon as it cannot be one."""
+    """Consume a known name. Returns "" as soon as it cannot be one."""
     start = r.pos
     while (yield from more(r)) and NAME.fullmatch(r.text[r.pos]):
         r.pos += 1

@@ -95,13 +95,13 @@ class Reader:
             self._followed = self.pos
 
     def take(self, count: int) -> str:
-        """Consumes `count` characters, or as many as there are."""
+        """Consume `count` characters, or as many as there are."""
         start = self.pos
         self.pos = min(start + count, len(self.text))
         return self.text[start : self.pos]
 
     def take_all(self) -> str:
-        """Consumes all text there is."""
+        """Consume all text there is."""
         return self.take(len(self.text))
 
 
@@ -122,7 +122,7 @@ class Stream:
             self._reader.hand_on()
 
     def flush(self) -> None:
-        """Tells the parser that no more text will come."""
+        """Tell the parser that no more text will come."""
         self._reader.ended = True
         next(self._run, None)
 
@@ -161,7 +161,7 @@ def peek(r: Reader) -> Wait[str]:
 
 
 def literal(r: Reader, text: str, *, or_end: bool = False) -> Wait[bool]:
-    """Consumes `text` if it comes next, else nothing. Returns whether it did. `or_end`: the end of the text,
+    """Consume `text` if it comes next, else nothing. Returns whether it did. `or_end`: the end of the text,
     also in the middle of `text`, counts too.
     """
     while True:
@@ -178,13 +178,13 @@ def literal(r: Reader, text: str, *, or_end: bool = False) -> Wait[bool]:
 
 
 def spaces(r: Reader) -> Wait[None]:
-    """Consumes white space."""
+    """Consume white space."""
     while (yield from more(r)) and r.text[r.pos] in SPACES:
         r.pos += 1
 
 
 def run_of(r: Reader, pattern: re.Pattern[str]) -> Wait[str]:
-    """Consumes the characters that `pattern`, a repeated character class, matches."""
+    """Consume the characters that `pattern`, a repeated character class, matches."""
     start = r.pos
     while (yield from more(r)):
         found = pattern.match(r.text, r.pos)
@@ -196,7 +196,7 @@ def run_of(r: Reader, pattern: re.Pattern[str]) -> Wait[str]:
 
 
 def rest(r: Reader, out: Callable[[str], None]) -> Wait[None]:
-    """Hands on all remaining text."""
+    """Hand on all remaining text."""
     while (yield from more(r)):
         out(r.take_all())
 
@@ -208,7 +208,7 @@ def text_until(
     opening: str = "",
     fresh: Callable[[], bool] = lambda: True,
 ) -> Wait[str | None]:
-    """Hands on text up to the first of `markers`, and returns that marker, not consumed; None at the end.
+    """Hand on text up to the first of `markers`, and return that marker, not consumed; None at the end.
 
     The character `opening` is a marker too if it is the first on its line that is not white space; `fresh`
     says whether the text handed on so far allows that. No marker may begin within another.
@@ -246,7 +246,9 @@ def drop(text: str) -> None:
 
 
 def _begun(text: str, start: int, marker: str) -> int:
-    """Length of the longest tail of `text[start:]` that begins the marker without being all of it."""
+    """Return the length of the longest tail of `text[start:]` that begins the marker without being all of
+    it.
+    """
     longest = min(len(marker) - 1, len(text) - start)
     return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
 

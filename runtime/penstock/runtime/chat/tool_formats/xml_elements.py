@@ -63,14 +63,14 @@ class _Value(NamedTuple):
 
 
 def name_before(r: Reader, end: str) -> Wait[str]:
-    """Consumes a name and the `end` after it. Returns "" if there is none."""
+    """Consume a name and the `end` after it. Returns "" if there is none."""
     name = (yield from run_of(r, NAME)).strip()
     return name if (yield from literal(r, end)) else ""
 
 
 def rest_of_function(r: Reader, call: Draft, tags: ArgumentTags, tools: Tools, function: str) -> Wait[bool]:
-    """Consumes the arguments of a function and its closing tag, and writes each argument to the call when it
-    is whole. Returns False as soon as they make no call.
+    """Consume the arguments of a function and its closing tag, and write each argument to the call when it is
+    whole. Returns False as soon as they make no call.
 
     After an argument, what may stand after a function ends it, too.
     """
@@ -110,8 +110,8 @@ def rest_of_function(r: Reader, call: Draft, tags: ArgumentTags, tools: Tools, f
 
 
 def is_followed(r: Reader, by: Sequence[str], *, or_end: bool = False) -> Wait[bool]:
-    """Tells whether one of `by` comes next, white space aside. Consumes nothing. `or_end`: the end of the
-    text, also in the middle of one of them, counts too.
+    """Tell whether one of `by` comes next, white space aside. Consume nothing. `or_end`: the end of the text,
+    also in the middle of one of them, counts too.
     """
     at = r.pos
     yield from spaces(r)
@@ -130,7 +130,7 @@ def _value(
     own: str,
     given: Collection[str],
 ) -> Wait[_Value | None]:
-    """Consumes the value of an argument and the closing tag, of which `own` is the opening one. Returns None
+    """Consume the value of an argument and the closing tag, of which `own` is the opening one. Returns None
     if it is not known where the value ends.
     """
     properties = parameters.get("properties")
@@ -175,8 +175,8 @@ def _text_before_tag(
     may_follow: Callable[[str], bool],
     meaning: Callable[[str], str],
 ) -> Wait[_Value | None]:
-    """Consumes a text and its closing tag, which is the first that another tag of the call follows, or the
-    end of the output.
+    """Consume a text and its closing tag, which is the first that another tag of the call follows, or the end
+    of the output.
 
     If it is missing, the text ends before the tag of an argument that may follow, and before the end of the
     function. Other closing tags in the text must close what was opened in it.
@@ -237,15 +237,17 @@ def _text_before_tag(
 
 
 def _end_of_words(text: str, start: int, end: int) -> int:
-    """Where the white space before `end` begins, and so `start` if there is nothing else from there on."""
+    """Tell where the white space before `end` begins, and so `start` if there is nothing else from there
+    on.
+    """
     while end > start and text[end - 1] in SPACES:
         end -= 1
     return end
 
 
 def _argument_name(r: Reader, tags: ArgumentTags) -> Wait[str]:
-    """Consumes the opening tag of an argument, and returns the argument's name. Consumes nothing, and returns
-    "", if none comes.
+    """Consume the opening tag of an argument, and return the argument's name. Consume nothing, and return "",
+    if none comes.
     """
     at = r.pos
     name = (yield from name_before(r, tags.named)) if (yield from literal(r, tags.name)) else ""

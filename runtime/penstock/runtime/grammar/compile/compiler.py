@@ -174,7 +174,7 @@ class GrammarCompiler:
         return self.compile(grammar).constraint(grammar.field)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compiles a grammar, or takes it from the cache. A caller that asks for a grammar which is being
+        """Compile a grammar, or take it from the cache. A caller that asks for a grammar which is being
         compiled waits for it.
 
         Raises InvalidRequest on `grammar.field`, with llguidance's message, if the grammar is not valid, too
@@ -202,8 +202,8 @@ class GrammarCompiler:
             raise InvalidRequest([Violation(grammar.field, str(error))]) from error
 
     def refusal(self, grammar: Grammar) -> str | None:
-        """Why a grammar cannot be compiled; None if it can. What was found is kept. Raises UnavailableError
-        as `compile` does.
+        """Say why a grammar cannot be compiled; None if it can. What was found is kept. Raises
+        UnavailableError as `compile` does.
         """
         with self._lock:
             if grammar in self._refusals:
@@ -248,7 +248,7 @@ class GrammarCompiler:
         future.set_result(compiled)
 
     def _compile(self, grammar: Grammar, before: CompiledGrammar | None) -> CompiledGrammar:
-        """Compiles `grammar`. Skips the trial process if `before`, an earlier result, passed it."""
+        """Compile `grammar`. Skip the trial process if `before`, an earlier result, passed it."""
         config = self.config
         text = self._sandbox.check(grammar) if before is None else before.text
         try:

@@ -39,7 +39,7 @@ class Costly:
                 self._until.popitem(last=False)
 
     def refused_s(self, grammar: Grammar) -> int:
-        """For how many more seconds, rounded up, a grammar is refused; 0 if it is not."""
+        """Say for how many more seconds, rounded up, a grammar is refused; 0 if it is not."""
         with self._lock:
             if not self._until:
                 return 0

@@ -26,7 +26,7 @@ from penstock.runtime.schemas.narrowing import GrammarError
 
 
 def serve(connection: Connection) -> None:
-    """Answers each grammar with (text for llguidance, None) or (None, why it is refused). Answers are JSON,
+    """Answer each grammar with (text for llguidance, None) or (None, why it is refused). Answers are JSON,
     because the server must not unpickle what comes from a process that a hostile grammar may control.
     """
     vocabulary: Vocabulary

@@ -27,7 +27,7 @@ _MAX_THREADS = 8
 
 
 def mask_threads(processors: int) -> int:
-    """How many threads fill masks, out of `processors`."""
+    """Tell how many threads fill masks, out of `processors`."""
     return min(_MAX_THREADS, processors // 4)
 
 

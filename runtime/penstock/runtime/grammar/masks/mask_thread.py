@@ -98,8 +98,8 @@ class MaskThread:
         self._jobs.put(job)
 
     def cpu_s(self) -> float:
-        """Processor time that the thread has used, in seconds. It does not grow while other threads have the
-        processor.
+        """Return the processor time that the thread has used, in seconds. It does not grow while other
+        threads have the processor.
         """
         ident = self._thread.ident
         try:
@@ -108,7 +108,7 @@ class MaskThread:
             return math.inf
 
     def slow_down(self) -> None:
-        """Leaves the thread behind: it does what it has at a low priority, and ends."""
+        """Leave the thread behind: it does what it has at a low priority, and ends."""
         with contextlib.suppress(OSError, TypeError):  # it has ended, or not begun
             os.setpriority(os.PRIO_PROCESS, self._thread.native_id, _NICE)  # type: ignore[arg-type]
         self.close()

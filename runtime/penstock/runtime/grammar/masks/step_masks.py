@@ -160,8 +160,8 @@ class StepMasks:
         return job
 
     def _wait(self, job: Job, cpu_s: float) -> bool:
-        """Whether the job ended before its thread used this much processor time for it. A thread that gets no
-        processor is not slow, so it is waited for, up to a limit.
+        """Say whether the job ended before its thread used this much processor time for it. A thread that
+        gets no processor is not slow, so it is waited for, up to a limit.
         """
         thread = self._thread = self._thread or self._make_thread(self._fill)
         before_s, until = thread.cpu_s(), self._clock() + self._wall_s
@@ -261,7 +261,7 @@ class StepMasks:
         return waiting
 
     def _begin_late(self, batch: Rows, masks: Mask) -> None:
-        """Has these rows filled on a thread that nobody waits for."""
+        """Have these rows filled on a thread that nobody waits for."""
         thread = self._make_thread(self._fill)
         job = Job([batch], np.empty_like(masks))
         thread.put(job)
@@ -269,7 +269,7 @@ class StepMasks:
         self._remember(job, batch)
 
     def _leave(self, job: Job) -> Job:
-        """Leaves the thread behind with what it does now. Returns what it has done."""
+        """Leave the thread behind with what it does now. Return what it has done."""
         current, until_now = job.leave()
         if current:
             assert self._thread is not None
@@ -294,7 +294,7 @@ class StepMasks:
         return quick, [item for item in ordered if expected_s(item[1]) >= QUICK_S]
 
     def _batches(self, rows: list[tuple[int, TokenConstraint]]) -> Iterator[Rows]:
-        """Each row on its own, except those that are sure to be quick, which are filled in parallel."""
+        """Yield each row on its own, except those that are sure to be quick, which are filled in parallel."""
         if self._in_parallel:
             sure = dict(item for item in rows if is_proven(item[1]))
             if len(sure) >= PARALLEL_ROWS:
@@ -322,13 +322,13 @@ def _grammar(constraint: TokenConstraint) -> GrammarConstraint | None:
 
 
 def expected_s(constraint: TokenConstraint) -> float:
-    """How long a constraint's next mask should take, in seconds; 0 if that is not known."""
+    """Tell how long a constraint's next mask should take, in seconds; 0 if that is not known."""
     grammar = _grammar(constraint)
     return 0.0 if grammar is None else grammar.expected_s
 
 
 def is_proven(constraint: TokenConstraint) -> bool:
-    """Whether the masks of the constraint's lexer have been quick for a while; those of bad words alone
+    """Say whether the masks of the constraint's lexer have been quick for a while; those of bad words alone
     always are.
     """
     grammar = _grammar(constraint)
